@@ -1,0 +1,232 @@
+"""Stands between a model and its attention function, through transformers' attention interface.
+
+The model's own attention still runs, so that its output does not change; what went in and what
+came out is shown to an observer. The interface passes Q and K after RoPE and after QK-norm, with
+K and V not repeated for grouped queries.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+from kvprof.errors import UsageError
+from kvprof.models.noise import quiet
+
+__all__ = ["AttentionCall", "Rotation", "intercept", "refusal", "text_decoder"]
+
+_NAMES = {"sdpa": "kvprof_sdpa", "eager": "kvprof_eager"}
+_ROTARY = re.compile(r"apply_\w*rotary\w*")
+# Scores that eager attention may hold at once; longer sequences are computed in slices of queries.
+_EAGER_SCORES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One call of a model's rotary function: what it got, what it returned."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention in one forward pass, with the model's own output.
+
+    ``query``, ``key``, ``value`` are ``[B, heads, T, width]``; ``output`` is ``[B, T, heads,
+    width]``; ``options`` are the other keyword arguments (scaling, softcap, sinks, ...).
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+    output: Tensor
+    rotations: tuple[Rotation, ...]
+
+
+@dataclass
+class _Interception:
+    implementation: str
+    observe: Callable[[AttentionCall], None]
+    rotations: list[Rotation] = field(default_factory=list)
+    inside_rotation: bool = False
+
+
+# By the identity of every module of the models being watched: the registered functions are
+# global, the observers are not.
+_active: dict[int, _Interception] = {}
+
+
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that maps token ids to hidden states, without the head."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model
+
+
+def forward_namespace(module: nn.Module) -> dict[str, Any]:
+    """Return the globals that a module's forward looks its helper functions up in."""
+    # The class's forward, not the instance's: accelerate replaces the latter.
+    forward = inspect.unwrap(type(module).forward)
+    namespace: dict[str, Any] = getattr(forward, "__globals__", {})
+    return namespace
+
+
+def _eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Any:
+    function = forward_namespace(module).get("eager_attention_forward")
+    if function is None:
+        raise UsageError(
+            f"{type(module).__name__} has no eager attention in its own module, so kvprof cannot "
+            "tap it without changing the model's output"
+        )
+    batch, heads, length, _ = query.shape
+    step = max(1, _EAGER_SCORES // (batch * heads * key.shape[2]))
+    if step >= length:
+        return function(module, query, key, value, mask, **options)
+    parts = [
+        function(
+            module, query[:, :, start : start + step], key, value,
+            None if mask is None else mask[..., start : start + step, :], **options,
+        )[0]
+        for start in range(0, length, step)
+    ]  # fmt: skip
+    return torch.cat(parts, dim=1), None
+
+
+def _tapped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> Any:
+    watching = _active.get(id(module))
+    if watching is None:
+        raise UsageError(f"{type(module).__name__} runs under kvprof's attention outside a capture")
+    if watching.implementation == "eager":
+        result = _eager(module, query, key, value, attention_mask, options)
+    else:
+        # A modeling file may keep an interface of its own that overrides sdpa.
+        functions = forward_namespace(module).get("ALL_ATTENTION_FUNCTIONS") or AttentionInterface()
+        result = functions["sdpa"](module, query, key, value, attention_mask, **options)
+    rotations = tuple(watching.rotations)
+    watching.rotations.clear()
+    watching.observe(
+        AttentionCall(module, query, key, value, attention_mask, options, result[0], rotations)
+    )
+    return result
+
+
+for _implementation, _mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
+    AttentionInterface.register(_NAMES[_implementation], _tapped)
+    # Without a mask function under the same name the model would silently not be causal.
+    AttentionMaskInterface.register(_NAMES[_implementation], _mask)
+
+
+@contextmanager
+def _watched_rotations(decoder: PreTrainedModel, watching: _Interception) -> Iterator[None]:
+    """Wrap the rotary functions that the decoder's attention modules look up in their file."""
+    originals: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if watching.inside_rotation:  # one helper calling another: the outer call counts
+                return function(*args, **kwargs)
+            watching.inside_rotation = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                watching.inside_rotation = False
+            watching.rotations.append(Rotation(function, args, kwargs, result))
+            return result
+
+        return wrapper
+
+    namespaces = {id(space): space for space in map(forward_namespace, decoder.modules())}
+    try:
+        for space in namespaces.values():
+            if "ALL_ATTENTION_FUNCTIONS" not in space:
+                continue
+            for name, function in list(space.items()):
+                if _ROTARY.fullmatch(name) and callable(function):
+                    originals.append((space, name, function))
+                    space[name] = wrap(function)
+        yield
+    finally:
+        for space, name, function in originals:
+            space[name] = function
+
+
+@contextmanager
+def intercept(
+    model: PreTrainedModel, observe: Callable[[AttentionCall], None], *, rotary: bool
+) -> Iterator[None]:
+    """Show every attention call of the model's decoder to `observe` while the body runs.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Keeps computing what it computed: SDPA where it was set to SDPA, its own eager function
+        where it needs that (soft caps, sinks).
+    observe : callable
+        Gets one `AttentionCall` per layer and forward pass.
+    rotary : bool
+        Also record the calls of the rotary function.
+
+    Raises
+    ------
+    UsageError
+        When the model's attention does not go through the interface, or is watched already.
+    """
+    decoder = text_decoder(model)
+    identities = [id(module) for module in decoder.modules()]
+    if any(identity in _active for identity in identities):
+        raise UsageError(f"{type(model).__name__} is being captured already; captures do not nest")
+    before = decoder.config._attn_implementation
+    own = before if before in _NAMES else "sdpa" if decoder._supports_sdpa else "eager"
+    watching = _Interception(own, observe)
+    with ExitStack() as stack:
+        with quiet():
+            stack.callback(_restore, decoder, before)
+            decoder.set_attn_implementation(_NAMES[own])
+        if decoder.config._attn_implementation != _NAMES[own]:
+            raise UsageError(refusal(model))
+        _active.update(dict.fromkeys(identities, watching))
+        stack.callback(lambda: [_active.pop(identity) for identity in identities])
+        if rotary:
+            stack.enter_context(_watched_rotations(decoder, watching))
+        yield
+
+
+def _restore(decoder: PreTrainedModel, implementation: str) -> None:
+    with quiet():
+        decoder.set_attn_implementation(implementation)
+
+
+def refusal(model: PreTrainedModel) -> str:
+    """Say why a model whose attention never reaches the interface is not supported."""
+    return (
+        f"{type(model).__name__} is not supported: none of its layers attends through "
+        "transformers' attention interface, so its Q, K and V cannot be tapped"
+    )

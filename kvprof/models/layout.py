@@ -1,0 +1,168 @@
+"""How a decoder's attention is built: heads, widths, positions, and where its projections lie."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvprof.errors import UsageError
+from kvprof.models.weights import projection_matrix
+
+__all__ = [
+    "LayerLayout",
+    "ModelLayout",
+    "attention_modules",
+    "output_slices",
+    "value_weight",
+]
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """One layer's attention.
+
+    Attributes
+    ----------
+    index : int
+        Place among the layers, from 0.
+    num_heads, num_kv_heads : int
+        Query heads and KV heads; their quotient is the `group`.
+    qk_head_dim, v_head_dim : int
+        Widths of one head's Q and K, and of its V.
+    position : str
+        ``rope``, ``partial_rope``, ``none``, ``learned`` (absolute embeddings added to the input)
+        or ``alibi``.
+    rotary_dim : int
+        How many of `qk_head_dim` dimensions turn.
+    qk_norm, fused_qkv : bool
+        Whether Q and K are normalised; whether V shares one projection with K or Q.
+    sliding_window : int or None
+        Keys a query sees, in tokens.
+    softcap : float or None
+        Cap of the scores.
+    sinks, mla : bool
+        Learned attention sinks; multi-head latent attention, whose captured K and V are *expanded*
+        heads.
+    scaling : float
+        Factor of ``Q @ K.T`` (1 where the model scales Q itself).
+    attention : str
+        The attention module's name in the model.
+    output_projection, value_projection : str or None
+        Names inside the attention module; None where no plain projection gives the output or V.
+    value_interleaved : bool
+        Whether a fused projection lays out q, k, v head by head.
+    rotary_offset : int or None
+        Where the slice that goes through the rotary function starts; None where Q and K before
+        RoPE cannot be had.
+    rotary_transposed : bool
+        Whether the rotary function sees ``[B, T, heads, width]``.
+    """
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    position: str
+    rotary_dim: int
+    qk_norm: bool
+    fused_qkv: bool
+    sliding_window: int | None
+    softcap: float | None
+    sinks: bool
+    mla: bool
+    scaling: float
+    attention: str = ""
+    output_projection: str | None = None
+    value_projection: str | None = None
+    value_interleaved: bool = False
+    rotary_offset: int | None = None
+    rotary_transposed: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """All layers of a decoder; `architecture` is the model's class name."""
+
+    layers: tuple[LayerLayout, ...]
+    hidden_size: int
+    architecture: str
+
+
+def output_slices(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
+    """Return each head's slice of the output projection, ``W_O^h``.
+
+    Returns
+    -------
+    Tensor
+        ``[num_heads, v_head_dim, hidden]``; head h adds ``out_h @ W_O^h`` to the residual stream.
+
+    Raises
+    ------
+    UsageError
+        When the heads' outputs do not go straight into a linear projection (gated attention).
+    """
+    facts = layout.layers[layer]
+    if facts.output_projection is None:
+        raise UsageError(
+            f"{layout.architecture}: what its heads put out does not go straight into an output "
+            "projection, so W_O has no slice per head (pair vo is not defined)"
+        )
+    module = model.get_submodule(facts.attention).get_submodule(facts.output_projection)
+    matrix = projection_matrix(module, facts.num_heads * facts.v_head_dim)
+    return matrix.view(facts.num_heads, facts.v_head_dim, -1)
+
+
+def value_weight(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
+    """Return each KV head's value projection, ``W_V``.
+
+    Returns
+    -------
+    Tensor
+        ``[num_kv_heads, hidden, v_head_dim]``; ``x @ W`` is V without its bias.
+
+    Raises
+    ------
+    UsageError
+        For MLA, and wherever V is not a plain projection of the layer's input.
+    """
+    facts = layout.layers[layer]
+    if facts.mla:
+        raise UsageError(
+            f"{layout.architecture} has multi-head latent attention: V is expanded from a latent, "
+            "so there is no weight from the hidden state to V (pair w_v is not defined)"
+        )
+    if facts.value_projection is None:
+        raise UsageError(
+            f"{layout.architecture}: V is not a plain projection of the layer's input "
+            "(pair w_v is not defined)"
+        )
+    module = model.get_submodule(facts.attention).get_submodule(facts.value_projection)
+    matrix = projection_matrix(module, layout.hidden_size)
+    heads, width = facts.num_kv_heads, facts.v_head_dim
+    if facts.value_interleaved:
+        per_head = matrix.view(layout.hidden_size, heads, -1)[..., -width:]
+    else:
+        per_head = matrix[:, -heads * width :].view(layout.hidden_size, heads, width)
+    return per_head.transpose(0, 1).contiguous()
+
+
+def attention_modules(model: PreTrainedModel, layout: ModelLayout | None = None) -> list[nn.Module]:
+    """Return the attention modules in the order of the layers.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    layout : ModelLayout, optional
+        The model's layout where it is known; otherwise it is found by a forward pass of 16 tokens.
+    """
+    if layout is None:
+        from kvprof.models.probe import inspect_layout  # a cycle: the probe builds layouts
+
+        layout = inspect_layout(model)
+    return [model.get_submodule(layer.attention) for layer in layout.layers]

@@ -1,0 +1,218 @@
+"""Loads a decoder from a hub id, a folder or `reference`, checked before anyone measures it."""
+
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.models.fingerprint import fingerprint
+from kvprof.models.layout import ModelLayout
+from kvprof.models.locate import Checkpoint, locate
+from kvprof.models.noise import quiet
+from kvprof.models.placement import device_map_for, main_device, parse_dtype
+from kvprof.models.probe import inspect_layout
+from kvprof.models.read import read_config, read_weights
+from kvprof.models.weights import check_finite, input_device
+
+__all__ = ["LoadedModel", "load_model", "wrap_model"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder ready to be measured.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+        In eval mode.
+    spec : str
+        What the user wrote.
+    fingerprint : str
+        Digest of architecture and weights; see `kvprof.models.fingerprint`.
+    revision : str or None
+        Commit on the hub.
+    layout : ModelLayout
+    device : torch.device
+        Where input ids go.
+    dtype : torch.dtype
+    context_length : int
+        Longest sequence the model accepts, in tokens; ``sys.maxsize`` where it states none.
+    vocab_size : int
+        Rows of the embedding.
+    folder : Path or None
+        Where config and tokenizer lie; None for a model made in memory.
+    trust_remote_code : bool
+    """
+
+    model: PreTrainedModel
+    spec: str
+    fingerprint: str
+    revision: str | None
+    layout: ModelLayout
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    vocab_size: int
+    folder: Path | None = None
+    trust_remote_code: bool = False
+    # Holds a temporary folder of offloaded weights for as long as the model lives.
+    _scratch: Any = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that random tokens leave out.
+
+        The tokenizer's special ids, those of the configs, and the rows that pad the embedding
+        beyond the tokenizer's length. Reads the tokenizer on first use, where there is one.
+        """
+        ids: set[Any] = set()
+        for config in (self.model.config, self.model.generation_config,
+                       self.model.config.get_text_config(decoder=True)):  # fmt: skip
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                value = getattr(config, name, None)
+                ids.update(value if isinstance(value, list | tuple) else [value])
+        if self._has_tokenizer():
+            tokenizer = self.tokenizer()
+            ids.update(tokenizer.all_special_ids)
+            ids.update(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
+            ids.update(range(len(tokenizer), self.vocab_size))
+        return frozenset(i for i in ids if isinstance(i, int) and 0 <= i < self.vocab_size)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer, read on first use.
+
+        Raises
+        ------
+        UsageError
+            When the model has none.
+        FailedError
+            When its files are damaged.
+        """
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if not self._has_tokenizer():
+            raise UsageError(
+                f"{self.spec} has no tokenizer, so it cannot read text; use random tokens or a "
+                "file of token ids"
+            )
+        try:
+            with quiet():
+                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                    self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+                )
+        except ImportError as error:
+            raise LackingError(f"{self.spec}: its tokenizer needs a package: {error}") from error
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise FailedError(f"{self.spec}: its tokenizer cannot be read: {error}") from error
+        return tokenizer
+
+    def _has_tokenizer(self) -> bool:
+        return self.folder is not None and any(
+            next(self.folder.glob(name), None) for name in _TOKENIZER_FILES
+        )
+
+
+def load_model(
+    spec: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load a decoder for measuring, and refuse it in one clear line where it cannot be trusted.
+
+    Parameters
+    ----------
+    spec : str
+        ``reference``, a local folder, or a hub id. Safetensors weights only.
+    device : str
+        ``auto`` (a GPU if there is one; spread out when the model does not fit), ``cpu``, ``cuda``,
+        ``cuda:N``, ``mps``, ``balanced`` (evenly over GPUs) or ``offload`` (one layer at a time).
+    dtype : str
+        ``auto`` (bfloat16 on a GPU, float32 on a CPU), ``float32``, ``bfloat16`` or ``float16``.
+    trust_remote_code : bool
+        Run the Python code that a model brings along.
+    revision : str, optional
+        Of a hub id.
+
+    Raises
+    ------
+    UsageError
+        No such model, no safetensors, an unknown device or dtype, an unsupported architecture.
+    FailedError
+        A damaged, incomplete or mismatched checkpoint; NaN or infinite weights.
+    LackingError
+        No GPU, not enough memory, a gated model, a hub out of reach, a missing package.
+    """
+    target = main_device(device)
+    kind = parse_dtype(dtype, target)
+    checkpoint = locate(spec, revision=revision, with_code=trust_remote_code)
+    with quiet():
+        config = read_config(spec, checkpoint.folder, trust_remote_code)
+        needed = checkpoint.size // checkpoint.stored_itemsize * kind.itemsize
+        device_map = device_map_for(
+            device, target, needed, config, trust_remote_code=trust_remote_code
+        )
+        spread = device_map is not None and device_map != {"": target}
+        scratch = tempfile.TemporaryDirectory(prefix="kvprof-offload-") if spread else None
+        model = read_weights(
+            spec, checkpoint, config=config, dtype=kind, device_map=device_map,
+            trust_remote_code=trust_remote_code, offload_folder=scratch and scratch.name,
+        )  # fmt: skip
+    model.requires_grad_(False)
+    return _examined(model, spec, checkpoint, trust_remote_code, scratch)
+
+
+def wrap_model(model: PreTrainedModel, spec: str = "<python>") -> LoadedModel:
+    """Take a model that is already in memory; it is put into eval mode.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model, anywhere accelerate or the user put it.
+    spec : str
+        What results call it.
+
+    Raises
+    ------
+    UsageError, FailedError
+        As `load_model`, for an unsupported architecture and for weights that are not finite.
+    """
+    return _examined(model, spec, None, False, None)
+
+
+def _examined(
+    model: PreTrainedModel, spec: str, checkpoint: Checkpoint | None, trusted: bool, scratch: Any
+) -> LoadedModel:
+    model.eval()
+    check_finite(model, spec)
+    with quiet():
+        layout = inspect_layout(model)
+    config = model.config.get_text_config(decoder=True)
+    lengths = (getattr(config, name, None) for name in _LENGTHS)
+    return LoadedModel(
+        model=model,
+        spec=spec,
+        fingerprint=fingerprint(model, layout),
+        revision=checkpoint.revision if checkpoint else None,
+        layout=layout,
+        device=input_device(model),
+        dtype=model.dtype,
+        context_length=next((n for n in lengths if isinstance(n, int)), sys.maxsize),
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        folder=checkpoint.folder if checkpoint else None,
+        trust_remote_code=trusted,
+        _scratch=scratch,
+    )

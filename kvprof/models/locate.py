@@ -1,0 +1,165 @@
+"""From what the user wrote to a local folder whose checkpoint is whole."""
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+
+from kvprof.errors import FailedError, LackingError, UsageError
+
+__all__ = ["Checkpoint", "locate"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# What a model needs beside its weights; a repository may hold the weights several times over.
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's folder: its config, its safetensors files, and their size in bytes."""
+
+    folder: Path
+    revision: str | None
+    files: tuple[Path, ...]
+    size: int
+    stored_itemsize: int
+
+
+def locate(spec: str, *, revision: str | None = None, with_code: bool = False) -> Checkpoint:
+    """Find a model's folder and check that its files are whole.
+
+    Parameters
+    ----------
+    spec : str
+        ``reference``, a local folder, or a hub id. A local folder never touches the network.
+    revision : str, optional
+        Branch, tag or commit of a hub id.
+    with_code : bool
+        Also fetch the Python files of a hub repository.
+
+    Raises
+    ------
+    UsageError
+        No such model, no config, or no safetensors weights.
+    FailedError
+        A file is damaged or a part is missing.
+    LackingError
+        The model is gated, or the hub cannot be reached and the model is not in its cache.
+    """
+    path = Path(spec).expanduser()
+    if spec == "reference":
+        folder = Path(str(files("kvprof"))) / "assets" / "reference"
+        if not folder.is_dir():
+            raise FailedError(
+                "the reference model is not part of this installation; reinstall kvprof or name "
+                "another model (a hub id or a local folder)"
+            )
+    elif path.is_dir():
+        folder = path
+    elif path.exists():
+        raise UsageError(f"{spec} is a file; name the folder that holds config.json")
+    elif not _HUB_ID.fullmatch(spec):
+        raise UsageError(f"no model {spec!r}: there is no such folder, and it is no hub id")
+    else:
+        folder = _from_hub(spec, revision, with_code)
+        return _checked(spec, folder, folder.name)
+    if revision is not None:
+        raise UsageError(f"{spec} is a local folder, which has no revisions; leave --revision out")
+    return _checked(spec, folder, None)
+
+
+def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
+    def fetch(name: str) -> Path:
+        return Path(huggingface_hub.hf_hub_download(spec, name, revision=revision))
+
+    try:
+        folder = fetch("config.json").parent
+        try:
+            shards = set(_read_json(spec, fetch(_INDEX))["weight_map"].values())
+        except EntryNotFoundError:
+            shards = {_SINGLE}
+        for shard in sorted(shards):
+            fetch(shard)
+        patterns = [*_SMALL_FILES, "*.py"] if with_code else _SMALL_FILES
+        huggingface_hub.snapshot_download(spec, revision=revision, allow_patterns=patterns)
+    except GatedRepoError as error:
+        raise LackingError(
+            f"{spec} is gated: accept its terms on the hub and log in (hf auth login)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UsageError(f"{spec} has no revision {revision!r}") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UsageError(
+            f"no model {spec!r}: there is no such folder, and the hub has none by that name "
+            "(or it is private: hf auth login)"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise LackingError(
+            f"no model {spec!r}: there is no such folder, it is not in the hub's local cache, and "
+            "the hub cannot be reached; go online or name a local folder"
+        ) from error
+    except EntryNotFoundError as error:
+        raise UsageError(
+            f"{spec} has no config.json or no safetensors weights ({_SINGLE}); kvprof reads "
+            "nothing else"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise LackingError(f"{spec} cannot be fetched from the hub: {error}") from error
+    return folder
+
+
+def _read_json(spec: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FailedError(f"{spec}: {path.name} is damaged ({error})") from error
+
+
+def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{spec} has no config.json; it is not a model's folder")
+    _read_json(spec, folder / "config.json")
+    if (folder / _INDEX).is_file():
+        index = _read_json(spec, folder / _INDEX)
+        try:
+            names = sorted(set(index["weight_map"].values()))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FailedError(f"{spec}: {_INDEX} is damaged (it has no weight_map)") from error
+    elif (folder / _SINGLE).is_file():
+        names = [_SINGLE]
+    else:
+        others = sorted(p.name for p in folder.glob("*.bin"))
+        found = f"only {others[0]}" if others else f"no {_SINGLE}"
+        raise UsageError(
+            f"{spec} has {found}; kvprof reads safetensors weights only (convert it with "
+            "model.save_pretrained)"
+        )
+    itemsize = 2
+    for name in names:
+        if not (folder / name).is_file():
+            raise FailedError(f"{spec}: {name} is missing; the checkpoint is not complete")
+        try:
+            # Opening reads the header and compares it with the file's length.
+            with safe_open(folder / name, framework="pt") as tensors:
+                for key in list(tensors.keys())[:1]:
+                    itemsize = {"F32": 4, "F64": 8}.get(tensors.get_slice(key).get_dtype(), 2)
+        except (SafetensorError, OSError) as error:
+            raise FailedError(f"{spec}: {name} is truncated or damaged ({error})") from error
+    paths = tuple(folder / name for name in names)
+    return Checkpoint(folder, revision, paths, sum(p.stat().st_size for p in paths), itemsize)

@@ -1,0 +1,37 @@
+"""Silence for libraries that write to stderr on their own: kvprof says one clear line instead."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as transformers_logging
+
+__all__ = ["quiet"]
+
+_CHATTY = ("accelerate", "huggingface_hub")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back warnings and progress bars of transformers and accelerate while the body runs.
+
+    Everything is put back afterwards, so that a Python user's own settings survive.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    levels = {name: logging.getLogger(name).level for name in _CHATTY}
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

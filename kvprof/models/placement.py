@@ -1,0 +1,150 @@
+"""Where a model's weights go, and in which dtype."""
+
+from typing import Any
+
+import psutil
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from kvprof.errors import LackingError, UsageError
+from kvprof.sizes import format_bytes
+
+__all__ = ["device_map_for", "main_device", "parse_dtype"]
+
+_DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
+}  # fmt: skip
+_PLACES = ("auto", "balanced", "offload")
+# Weights may take this share of what is free; the rest is for activations and moments.
+_SHARE = 0.9
+
+
+def parse_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Read ``--dtype``: ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+
+    Raises
+    ------
+    UsageError
+        When it names no dtype that kvprof computes in.
+    """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise UsageError(f"--dtype: {name!r} is none of auto, float32, bfloat16, float16")
+    return _DTYPES[name]
+
+
+def main_device(name: str) -> torch.device:
+    """Read ``--device``: where the model computes, or starts to when it is spread out.
+
+    Raises
+    ------
+    UsageError
+        When it names no device.
+    LackingError
+        When the machine does not have that device.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name in _PLACES:
+        if name == "balanced" and gpus < 2:
+            raise LackingError(f"--device balanced needs two GPUs; this machine shows {gpus}")
+        return torch.device("cuda", 0) if gpus else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(
+            f"--device: {name!r} is none of auto, cpu, cuda, cuda:N, mps, balanced, offload"
+        )
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= gpus:
+            raise LackingError(f"--device {name}: this machine shows {gpus} usable CUDA GPUs")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise LackingError("--device mps: this machine has no usable Apple GPU")
+    return device
+
+
+def device_map_for(
+    name: str, device: torch.device, needed: int, config: Any, *, trust_remote_code: bool
+) -> str | dict[str, Any] | None:
+    """Decide how weights are spread, in the form that transformers' ``device_map`` takes.
+
+    Parameters
+    ----------
+    name : str
+        ``--device``. ``auto`` spreads a model over all GPUs, host memory and disk (through
+        accelerate) only when it does not fit its one device; ``balanced`` spreads it evenly over
+        the GPUs; ``offload`` keeps the layers off the device (in host memory; on disk without a
+        GPU) and brings in one at a time.
+    device : torch.device
+        As `main_device` gave it.
+    needed : int
+        Bytes of the weights in the dtype they are loaded in.
+    config : PretrainedConfig
+    trust_remote_code : bool
+
+    Returns
+    -------
+    str, dict or None
+        None for plain loading on a CPU.
+
+    Raises
+    ------
+    LackingError
+        When the user named one device and the model does not fit it.
+    """
+    if name == "balanced":
+        return "balanced"
+    if name == "offload":
+        return _layers_apart(config, device, trust_remote_code)
+    free = _free(device)
+    if free is not None and needed > _SHARE * free:
+        if name == "auto":
+            return "auto"
+        raise LackingError(
+            f"the weights need {format_bytes(needed)}, but {device} has {format_bytes(free)} free; "
+            "use --device auto (spreads the model) or --device offload"
+        )
+    return None if device.type == "cpu" else {"": device}
+
+
+def _free(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return int(psutil.virtual_memory().available) if device.type == "cpu" else None
+
+
+def _layers_apart(config: Any, device: torch.device, trust_remote_code: bool) -> dict[str, Any]:
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    lists = (
+        n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count
+    )
+    layers = next(lists, None)
+    if layers is None:
+        raise UsageError(f"--device offload: {type(model).__name__} has no list of layers")
+    storage = "disk" if device.type == "cpu" else "cpu"
+    # safetensors takes a name or an index here, not a torch.device
+    place = "cpu" if device.type == "cpu" else device.index or 0
+    result: dict[str, Any] = {}
+
+    def spread(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            full = f"{prefix}{name}"
+            if full == layers:
+                result.update({f"{full}.{i}": storage for i in range(count)})
+            elif layers.startswith(f"{full}."):
+                spread(child, f"{full}.")
+            else:
+                result[full] = place
+
+    spread(model, "")
+    return result

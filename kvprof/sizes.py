@@ -1,0 +1,71 @@
+"""Numbers as people write them: ``100k`` tokens, ``4M`` parameters, ``80GB`` of memory."""
+
+import re
+
+from kvprof.errors import UsageError
+
+__all__ = ["format_bytes", "format_count", "parse_count", "parse_counts"]
+
+# definitions.md: k is 1,024 for token counts, so that 100k is 102,400.
+_FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
+
+
+def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
+    """Read a count such as ``8192``, ``8k`` or ``1.5M`` (k = 1,024).
+
+    Parameters
+    ----------
+    text : str
+        What the user wrote; underscores and commas inside digits are allowed.
+    what : str
+        Named in the error, for example ``"--tokens"``.
+    minimum : int
+        Smallest value that makes sense.
+
+    Raises
+    ------
+    UsageError
+        When the text is no such number, is not whole, or is below `minimum`.
+    """
+    match = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    if match is None:
+        raise UsageError(f"{what}: {text!r} is not a count; write 8192, 8k or 1M (k is 1,024)")
+    value = float(match[1]) * _FACTORS[match[2].lower()]
+    if value != int(value):
+        raise UsageError(f"{what}: {text!r} is {value:g}, not a whole number")
+    if value < minimum:
+        raise UsageError(f"{what}: {text!r} is below {minimum}")
+    return int(value)
+
+
+def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[int]:
+    """Read a comma-separated list of counts (``1k,2k,4k``), ascending and without repeats.
+
+    Raises
+    ------
+    UsageError
+        When one entry is not a count.
+    """
+    entries = [entry for entry in text.split(",") if entry.strip()]
+    if not entries:
+        raise UsageError(f"{what}: {text!r} names no count; write for example 1k,2k,4k")
+    return sorted({parse_count(entry, what=what, minimum=minimum) for entry in entries})
+
+
+def format_count(value: int) -> str:
+    """Write a count the way `parse_count` reads it: 8192 as ``8k``, 1500 as ``1,500``."""
+    for suffix in ("g", "m", "k"):
+        factor = _FACTORS[suffix]
+        if value >= factor and value % factor == 0:
+            return f"{value // factor}{suffix.upper() if suffix != 'k' else 'k'}"
+    return f"{value:,}"
+
+
+def format_bytes(value: float) -> str:
+    """Write a number of bytes with a binary prefix, for example ``39.4 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,98 @@
+"""Tiny random-weight models of many architectures, for any test that needs a real decoder.
+
+``tiny("Llama")`` builds one in milliseconds; overrides go into its config. Weights are seeded and
+large enough that attention is far from uniform, so that a wrong mask or a lost rotation shows.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 97
+CONTEXT = 128
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "head_dim": 8,
+}  # fmt: skip
+
+# model_type and what differs from _COMMON; head_dim is set where it need not be hidden / heads.
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {"head_dim": 16}),
+    "Mistral": ("mistral", {"head_dim": 16, "sliding_window": 6}),
+    "Mixtral": ("mixtral", {**_EXPERTS, "head_dim": 16}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {"head_dim": 16}),
+    "Phi3": ("phi3", {}),
+    "Gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20}),
+    "Gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20,
+                               "layer_types": ["sliding_attention", "full_attention",
+                                               "sliding_attention"]}),
+    "GPTNeoX": ("gpt_neox", {"num_key_value_heads": None, "hidden_size": 64}),
+    "StableLm": ("stablelm", {"qk_layernorm": True, "hidden_size": 64}),
+    "OPT": ("opt", {"num_key_value_heads": None, "ffn_dim": 64, "word_embed_proj_dim": 48,
+                    "intermediate_size": None}),
+    "GPT2": ("gpt2", {"num_key_value_heads": None, "intermediate_size": None}),
+    "GptOss": ("gpt_oss", {**_EXPERTS, "head_dim": 16, "sliding_window": 6,
+                           "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+                           "layer_types": ["sliding_attention", "full_attention",
+                                           "sliding_attention"]}),
+    "Cohere": ("cohere", {"use_qk_norm": True}),
+    "Olmo2": ("olmo2", {}),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "DeepseekV2": ("deepseek_v2", _MLA),
+    "DeepseekV3": ("deepseek_v3", _MLA),
+    # not reachable through the attention interface, or not attention in every layer
+    "Falcon": ("falcon", {"num_key_value_heads": None}),
+    "Bloom": ("bloom", {"num_key_value_heads": None}),
+    "GPTJ": ("gptj", {"num_key_value_heads": None, "rotary_dim": 8}),
+    "Mpt": ("mpt", {"num_key_value_heads": None}),
+    "Lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+}  # fmt: skip
+
+MLA = ["DeepseekV2", "DeepseekV3"]
+UNSUPPORTED = ["Falcon", "Bloom", "GPTJ", "Mpt", "Lfm2"]
+ARCHITECTURES = [arch for arch in _CONFIGS if arch not in (*MLA, *UNSUPPORTED)]
+
+
+def tiny(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Build a tiny model of an architecture in float32 on the CPU, in eval mode.
+
+    Parameters
+    ----------
+    arch : str
+        One of `ARCHITECTURES`, `MLA` or `UNSUPPORTED`.
+    seed : int
+        Of the random weights.
+    **overrides
+        Entries of its config.
+    """
+    model_type, differences = _CONFIGS[arch]
+    wanted = {**_COMMON, **differences, **overrides}
+    config = CONFIG_MAPPING[model_type](**{k: v for k, v in wanted.items() if v is not None})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() >= 2:
+                    weight.normal_(0, weight.shape[-1] ** -0.5 if "embed" not in name else 0.5)
+                else:  # biases, norms and sinks away from their neutral values
+                    weight.add_(0.2 * torch.randn_like(weight))
+    return model.eval()
+
+
+def token_ids(batch: int = 2, length: int = 20, *, seed: int = 0) -> torch.Tensor:
+    """Draw ids of ordinary tokens, ``[batch, length]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
