@@ -1,4 +1,4 @@
-"""kvprof: can a model's KV cache be stored in fewer dimensions, at what cost, and is it faster?"""
+"""Tells how few dimensions a model's KV cache needs, what that costs, and whether it is faster."""
 
 from kvprof.version import __version__
 

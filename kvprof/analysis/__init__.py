@@ -1,0 +1,1 @@
+"""Pure mathematics on tensors: moments, bases, spectra, ranks, stability."""

@@ -1,0 +1,250 @@
+"""Run a model over a source once and keep the second moments, with snapshots on the way."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvprof.analysis.moments import LayerMoments, Moments
+from kvprof.errors import FailedError, UsageError
+from kvprof.models.capture import Tap, capture, run_batch
+from kvprof.models.layout import output_slices, value_weight
+from kvprof.models.load import LoadedModel
+from kvprof.sources.grammar import Source, SourceKind
+from kvprof.sources.windows import ModelTokens, batches, windows
+
+__all__ = ["CollectOptions", "collect_moments", "count_tokens", "empty_moments", "model_tokens"]
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """How a source is fed to the model.
+
+    Attributes
+    ----------
+    tokens : int or None
+        Tokens in all; None means all that a text has.
+    seq_len : int
+        Longest sequence; post-RoPE moments depend on it.
+    batch_size : int
+        Sequences per forward pass.
+    seed : int
+        For random tokens.
+    skip_first : int
+        Positions left out at the start of every sequence.
+    pre_rope : bool
+        Keep the moments of Q and K before RoPE too.
+    """
+
+    tokens: int | None
+    seq_len: int
+    batch_size: int = 4
+    seed: int = 0
+    skip_first: int = 0
+    pre_rope: bool = False
+
+
+def model_tokens(loaded: LoadedModel) -> ModelTokens:
+    """Return what a token source has to know of a model; the tokenizer is loaded when needed."""
+
+    def tokenize() -> Callable[[str], list[int]]:
+        tokenizer = loaded.tokenizer()
+        return lambda text: list(
+            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        )
+
+    def prefix() -> tuple[int, ...]:
+        tokenizer = loaded.tokenizer()
+        # What the tokenizer itself puts in front of the empty text: BOS, or nothing.
+        ids = tokenizer("", add_special_tokens=True)["input_ids"]
+        return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
+
+    def separator() -> tuple[int, ...]:
+        eos = loaded.tokenizer().eos_token_id
+        return () if eos is None else (eos,)
+
+    def chat(messages: list[dict[str, object]]) -> str:
+        tokenizer = loaded.tokenizer()
+        if tokenizer.chat_template is None:
+            raise UsageError(
+                f"{loaded.spec}: a chat log was given, but its tokenizer has no chat template"
+            )
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        # Every window begins with BOS already; the template's own would be a second one.
+        return text.removeprefix(tokenizer.bos_token or "")
+
+    return ModelTokens(loaded.vocab_size, loaded.special_ids, tokenize, prefix, separator, chat)
+
+
+def empty_moments(loaded: LoadedModel, *, pre_rope: bool = False) -> Moments:
+    """Return moments of a model with nothing counted yet, the weights' own filled in.
+
+    Raises
+    ------
+    UsageError
+        When a layer's output projection cannot be split by head.
+    """
+    layers = []
+    for index, layer in enumerate(loaded.layout.layers):
+        slices = output_slices(loaded.model, loaded.layout, index).to(torch.float64)
+        by_group = slices.view(layer.num_kv_heads, -1, *slices.shape[1:])
+        c_o = torch.einsum("kgvd,kgwd->kvw", by_group, by_group)
+        c_wv = None
+        if not layer.mla:
+            weight = value_weight(loaded.model, loaded.layout, index).to(torch.float64)
+            c_wv = weight.transpose(1, 2) @ weight
+        query = (layer.num_heads, layer.qk_head_dim)
+        key = (layer.num_kv_heads, layer.qk_head_dim)
+        shapes = {"q": query, "k": key, "v": (layer.num_kv_heads, layer.v_head_dim)}
+        if pre_rope:
+            shapes |= {"q_pre": query, "k_pre": key}
+        layers.append(LayerMoments.empty(shapes, c_o, c_wv))
+    return Moments(layers, loaded.fingerprint)
+
+
+def count_tokens(loaded: LoadedModel, source: Source, options: CollectOptions) -> int:
+    """Return how many tokens a pass will see, before anything is run.
+
+    Tokenising is cheap beside the forward pass: a text that is too short is found out now.
+
+    Raises
+    ------
+    UsageError
+        When the source is too short, a sequence longer than the model's context, or nothing
+        would be left to count.
+    """
+    if options.seq_len > loaded.context_length:
+        raise UsageError(
+            f"--seq-len {options.seq_len:,} is over the context of {loaded.spec}, "
+            f"{loaded.context_length:,}"
+        )
+    if options.skip_first >= options.seq_len:
+        raise UsageError(
+            f"--skip-first {options.skip_first} leaves nothing of sequences of {options.seq_len}"
+        )
+    if source.kind is SourceKind.RANDOM and options.tokens is not None:
+        return options.tokens
+    return sum(len(sequence) for sequence in _sequences(loaded, source, options))
+
+
+def _sequences(
+    loaded: LoadedModel, source: Source, options: CollectOptions
+) -> Iterator[NDArray[np.int64]]:
+    return windows(
+        source,
+        model_tokens(loaded),
+        tokens=options.tokens,
+        seq_len=options.seq_len,
+        seed=options.seed,
+    )
+
+
+def collect_moments(
+    loaded: LoadedModel,
+    source: Source,
+    options: CollectOptions,
+    *,
+    snapshots: Sequence[int] = (),
+    advance: Callable[[int], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Moments]:
+    """Stream the moments of `source` in one pass and yield them at each snapshot and at the end.
+
+    The moments of one layer are accumulated in float64 on the device that computes the layer
+    (FDC §5.1 and ZACK §4.3 stack all vectors instead; the Gram matrix is the same).
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model.
+    source : Source
+        Any kind but saved moments; checked by `count_tokens` beforehand.
+    options : CollectOptions
+        Token count, lengths, seed.
+    snapshots : sequence of int
+        Token counts at which a copy is yielded on the way; each a multiple of the sequence length.
+    advance : callable
+        Told the number of tokens of each batch that is done.
+    should_stop : callable
+        Asked after each batch; True ends the pass with what was counted, marked incomplete.
+
+    Yields
+    ------
+    Moments
+        Independent copies at each snapshot below the total, then the final ones.
+
+    Raises
+    ------
+    UsageError
+        When nothing is left to count, or a snapshot falls inside a sequence.
+    FailedError
+        When the model produces values that are not finite.
+    """
+    moments = empty_moments(loaded, pre_rope=options.pre_rope)
+    moments.info = _info(loaded, source, options)
+
+    def receive(tap: Tap) -> None:
+        vectors = {"q": tap.q, "k": tap.k, "v": tap.v}
+        if tap.q_pre is not None and tap.k_pre is not None:
+            vectors |= {"q_pre": tap.q_pre, "k_pre": tap.k_pre}
+        moments.add(tap.layer, vectors, skip_first=options.skip_first)
+
+    stops = sorted(set(snapshots))
+    if stops and source.kind is SourceKind.TOKEN_IDS:
+        # Its sequences have any length: a snapshot inside one is found out before the model runs.
+        for _ in batches(_sequences(loaded, source, options), 1, stops):
+            pass
+    seen = 0
+    longest = 0
+    with capture(loaded, receive, pre_rope=options.pre_rope):
+        for ids in batches(_sequences(loaded, source, options), options.batch_size, stops):
+            run_batch(loaded, torch.from_numpy(ids).to(loaded.device))
+            moments.count(ids.shape[0], ids.shape[1], skip_first=options.skip_first)
+            seen += ids.size
+            longest = max(longest, ids.shape[1])
+            moments.info["positions"] = f"{options.skip_first}-{longest - 1}"
+            advance(ids.size)
+            if stops and seen >= stops[0]:
+                stops.pop(0)
+                if seen != options.tokens:
+                    yield moments.snapshot()
+            if should_stop() and seen != options.tokens:
+                moments.complete = False
+                break
+    if not moments.tokens:
+        raise UsageError("no token is left to count; lower --skip-first or give more text")
+    _check_finite(loaded, moments)
+    yield moments
+
+
+def _info(loaded: LoadedModel, source: Source, options: CollectOptions) -> dict[str, Any]:
+    """Return what a reader needs to repeat the pass."""
+    labels = []
+    if any(layer.mla for layer in loaded.layout.layers):
+        labels.append("MLA: spectra of the expanded heads; the cache itself holds a latent")
+    return {
+        "model": loaded.spec,
+        "architecture": loaded.layout.architecture,
+        "revision": loaded.revision,
+        "source": source.name,
+        "seed": options.seed if source.kind is SourceKind.RANDOM else None,
+        "seq_len": options.seq_len,
+        "batch_size": options.batch_size,
+        "skip_first": options.skip_first,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "labels": labels,
+    }
+
+
+def _check_finite(loaded: LoadedModel, moments: Moments) -> None:
+    for index, layer in enumerate(moments.layers):
+        for key in layer.rest:
+            if not bool(torch.isfinite(layer.gram(key)).all()):
+                raise FailedError(
+                    f"{loaded.spec}: layer {index} produces values of {key} that are not finite; "
+                    "its weights are damaged, or --dtype is too narrow for it"
+                )

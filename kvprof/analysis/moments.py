@@ -1,0 +1,170 @@
+"""Second moments of Q, K and V, accumulated in float64 while a model runs.
+
+Every basis and every spectrum needs only the Gram matrices ``QᵀQ``, ``KᵀK`` and ``VᵀV`` per head
+(methods: FDC §5.1, ZACK §4.3): their size depends on the head, never on the number of tokens.
+The first position of each sequence is kept apart, because its key is often an attention sink
+whose norm is far off the rest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["KEYS", "LayerMoments", "Moments", "resolution"]
+
+#: Vectors whose moments can be kept; the last two are before RoPE.
+KEYS = ("q", "k", "v", "q_pre", "k_pre")
+
+
+def resolution(width: int) -> float:
+    """Smallest singular value, relative to the largest, that a float64 Gram matrix resolves.
+
+    Squaring the data halves the digits: an eigenvalue carries an absolute error of some
+    ``eps · sqrt(width)`` of the largest, so a singular value of about its square root. Adding up
+    many sequences adds rounding of its own (``20 eps`` measured over 128K tokens), hence the
+    factor 16. Anything below is rounding noise and must not be shown as signal: 2e-7 of the
+    largest for a head of 128.
+    """
+    return float((16 * torch.finfo(torch.float64).eps * width**0.5) ** 0.5)
+
+
+@dataclass
+class LayerMoments:
+    """Gram matrices of one layer, float64, on the layer's device.
+
+    Attributes
+    ----------
+    rest, first : dict of str to Tensor
+        ``q`` and ``q_pre`` are ``[num_heads, d, d]``, ``k``, ``v`` and ``k_pre``
+        ``[num_kv_heads, d, d]``; `first` holds position 0 of every sequence, `rest` the others.
+    c_o : Tensor
+        ``Σ_h W_O^h W_O^hᵀ`` over the query heads of each KV head, ``[num_kv_heads, d_v, d_v]``.
+    c_wv : Tensor or None
+        ``W_VᵀW_V`` of each KV head, ``[num_kv_heads, d_v, d_v]``; None where the model has no
+        value projection of its own (MLA).
+    """
+
+    rest: dict[str, Tensor]
+    first: dict[str, Tensor]
+    c_o: Tensor
+    c_wv: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls, shapes: Mapping[str, tuple[int, int]], c_o: Tensor, c_wv: Tensor | None = None
+    ) -> "LayerMoments":
+        """Return moments with nothing counted yet, on the device of `c_o`.
+
+        Parameters
+        ----------
+        shapes : mapping of str to (heads, width)
+            Which vectors to keep.
+        c_o, c_wv : Tensor
+            The weights' own moments, as in the class.
+        """
+
+        def zeros() -> dict[str, Tensor]:
+            return {
+                key: c_o.new_zeros(heads, width, width) for key, (heads, width) in shapes.items()
+            }
+
+        return cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv)
+
+    def gram(self, key: str) -> Tensor:
+        """Return the Gram matrices of `key` over all positions, ``[heads, d, d]``."""
+        return self.rest[key] + self.first[key]
+
+    def grouped(self, key: str) -> Tensor:
+        """Return the Gram matrices of `key` per KV head, query heads of a group summed.
+
+        Summing the moments of a group's query heads is stacking their vectors.
+        """
+        gram = self.gram(key)
+        num_kv_heads = self.rest["k"].shape[0]
+        return gram.view(num_kv_heads, -1, *gram.shape[1:]).sum(1)
+
+
+@dataclass
+class Moments:
+    """Moments of a whole model and where they come from.
+
+    Attributes
+    ----------
+    layers : list of LayerMoments
+        One per attention layer, in order.
+    fingerprint : str
+        Of the model that was run.
+    tokens : int
+        Tokens that were counted, first positions included.
+    sequences : int
+        Number of sequences, so of first positions counted in `tokens`.
+    info : dict
+        JSON values that describe the run: source, seed, lengths, positions, dtype, revision.
+    complete : bool
+        False when the run was interrupted; what was counted is consistent all the same.
+    """
+
+    layers: list[LayerMoments]
+    fingerprint: str
+    tokens: int = 0
+    sequences: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
+    complete: bool = True
+
+    def add(self, layer: int, vectors: Mapping[str, Tensor], *, skip_first: int = 0) -> None:
+        """Accumulate one forward pass of one layer.
+
+        Parameters
+        ----------
+        layer : int
+            Index into `layers`.
+        vectors : mapping of str to Tensor
+            For each key kept, ``[batch, heads, T, d]`` in any dtype; multiplied in float64.
+        skip_first : int
+            Leave out this many positions at the start of every sequence.
+        """
+        store = self.layers[layer]
+        for key, rest in store.rest.items():
+            vector = vectors[key]
+            if skip_first == 0:
+                _accumulate(store.first[key], vector[:, :, :1])
+            _accumulate(rest, vector[:, :, max(1, skip_first) :])
+
+    def count(self, batch: int, length: int, *, skip_first: int = 0) -> None:
+        """Count the tokens of a batch of `batch` sequences of `length` tokens once."""
+        self.tokens += batch * max(0, length - skip_first)
+        self.sequences += batch if skip_first == 0 and length else 0
+
+    def snapshot(self) -> "Moments":
+        """Return an independent copy of the current state; weights' moments are shared."""
+        layers = [
+            LayerMoments(
+                rest={key: value.clone() for key, value in layer.rest.items()},
+                first={key: value.clone() for key, value in layer.first.items()},
+                c_o=layer.c_o,
+                c_wv=layer.c_wv,
+            )
+            for layer in self.layers
+        ]
+        return replace(self, layers=layers, info=dict(self.info))
+
+
+def _accumulate(gram: Tensor, vector: Tensor) -> None:
+    """Add ``XᵀX`` of ``[batch, heads, T, d]`` to ``[heads, d, d]``, sequence by sequence.
+
+    Going through one sequence at a time keeps the float64 copy small and makes the sum
+    independent of how many sequences shared a batch.
+    """
+    if vector.shape[2] == 0:
+        return
+    for sequence in vector:
+        wide = sequence.to(torch.float64)
+        if wide.is_cuda:
+            gram.baddbmm_(wide.transpose(1, 2), wide)
+        else:
+            # One product per head: twice as fast as the batched one on a CPU.
+            for head, block in enumerate(wide):
+                gram[head].addmm_(block.T, block)

@@ -1,0 +1,79 @@
+"""The pairs whose spectra are shown, each a Gram matrix per layer and KV head.
+
+``definitions``: ``qk`` and ``vo`` are the joint pairs of FDC and ZACK, ``q``, ``k``, ``v`` the
+vectors alone, ``q_pre`` and ``k_pre`` the ones before RoPE, ``w_v`` the value projection's weight.
+"""
+
+from torch import Tensor
+
+from kvprof.analysis.moments import LayerMoments, Moments
+from kvprof.errors import UsageError
+
+__all__ = ["DEFAULT_PAIRS", "PAIRS", "VALUE_WEIGHT_TOKENS", "check_pairs", "pair_gram"]
+
+PAIRS = ("qk", "vo", "q", "k", "v", "q_pre", "k_pre", "w_v")
+DEFAULT_PAIRS = ("qk", "vo", "k", "v")
+
+#: ``svd-vo`` stacks V on W_Oᵀ, so the basis weighs V by the number of tokens seen. ``C_v`` is
+#: scaled to this many tokens, so that a longer calibration does not silently change the weight.
+VALUE_WEIGHT_TOKENS = 8192
+
+
+def check_pairs(pairs: list[str]) -> tuple[str, ...]:
+    """Return the pairs asked for, each once, in the order of `PAIRS`.
+
+    Raises
+    ------
+    UsageError
+        When one is unknown, or none is named.
+    """
+    unknown = [pair for pair in pairs if pair not in PAIRS]
+    if unknown or not pairs:
+        named = repr(unknown[0]) if unknown else "an empty list"
+        raise UsageError(f"--pairs: {named} is no pair; choose from {', '.join(PAIRS)}")
+    return tuple(pair for pair in PAIRS if pair in pairs)
+
+
+def pair_gram(
+    moments: Moments,
+    layer: int,
+    pair: str,
+    *,
+    value_weight_tokens: int | None = VALUE_WEIGHT_TOKENS,
+) -> Tensor:
+    """Return the Gram matrix of the stacked vectors of a pair, ``[num_kv_heads, d, d]`` float64.
+
+    ``qk`` is ``C_q + C_k`` with the queries of a group stacked (FDC §5.1 read per KV head);
+    ``vo`` is ``w · C_v + C_o`` (ZACK §4.3), ``w = value_weight_tokens / tokens``.
+
+    Parameters
+    ----------
+    moments : Moments
+        Of a model.
+    layer : int
+        Which layer.
+    pair : str
+        One of `PAIRS`.
+    value_weight_tokens : int or None
+        Tokens that V counts for in ``vo``; None keeps the raw form, weighted by the tokens seen.
+
+    Raises
+    ------
+    UsageError
+        When the moments do not hold the pair.
+    """
+    store: LayerMoments = moments.layers[layer]
+    if pair == "qk":
+        return store.grouped("q") + store.gram("k")
+    if pair == "vo":
+        weight = 1.0 if value_weight_tokens is None else value_weight_tokens / moments.tokens
+        return weight * store.gram("v") + store.c_o
+    if pair == "w_v":
+        if store.c_wv is None:
+            raise UsageError("w_v: this model has no value projection per head (MLA); leave it out")
+        return store.c_wv
+    if pair not in store.rest:
+        raise UsageError(
+            f"{pair}: the moments were saved without it; collect them with --pairs {pair}"
+        )
+    return store.grouped(pair)

@@ -1,0 +1,128 @@
+"""From the moments of a model to the ``data`` of a spectrum result."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from kvprof.analysis.moments import Moments
+from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram
+from kvprof.analysis.spectrum import (
+    coefficient_of_variation,
+    effective_rank,
+    energy_kept,
+    removal,
+    singular_values,
+)
+
+__all__ = ["spectrum_data"]
+
+
+def spectrum_data(
+    moments: Moments,
+    pairs: Sequence[str],
+    removal_rates: Sequence[float],
+    *,
+    grid: int = 16,
+    value_weight_tokens: int | None = VALUE_WEIGHT_TOKENS,
+) -> dict[str, Any]:
+    """Return the singular values of every pair, layer and head, and what removal rates give.
+
+    Parameters
+    ----------
+    moments : Moments
+        Of one model and source.
+    pairs : sequence of str
+        Keys of `kvprof.analysis.pairs.PAIRS`.
+    removal_rates : sequence of float
+        FDC's r; ranks are given only when both ``qk`` and ``vo`` are among the pairs.
+    grid : int
+        Multiple that ranks are rounded up to, beside the unrounded ones.
+    value_weight_tokens : int or None
+        See `kvprof.analysis.pairs.pair_gram`.
+
+    Returns
+    -------
+    dict
+        ``pairs``, ``removal`` and ``first_position`` as the result schema documents them. Lists
+        are ``[layer][kv_head]``; layers may differ in heads and widths.
+    """
+    values = {
+        pair: _values(moments, pair, value_weight_tokens=value_weight_tokens) for pair in pairs
+    }
+    rows: list[dict[str, Any]] = []
+    if "qk" in values and "vo" in values:
+        rows = [
+            asdict(removal(values["qk"], values["vo"], rate, grid=grid)) for rate in removal_rates
+        ]
+        if moments.sequences:
+            rest = _without_first(moments)
+            without = {
+                pair: _values(rest, pair, value_weight_tokens=value_weight_tokens)
+                for pair in ("qk", "vo")
+            }
+            for row in rows:
+                row["dim_rate_without_first"] = removal(
+                    without["qk"], without["vo"], row["removal_rate"], grid=1
+                ).dim_rate
+    return {
+        "pairs": {pair: _pair_data(layers) for pair, layers in values.items()},
+        "removal": rows,
+        "first_position": _first_position(moments),
+    }
+
+
+def _values(moments: Moments, pair: str, *, value_weight_tokens: int | None) -> list[Tensor]:
+    return [
+        singular_values(
+            pair_gram(moments, layer, pair, value_weight_tokens=value_weight_tokens)
+        ).cpu()
+        for layer in range(len(moments.layers))
+    ]
+
+
+def _without_first(moments: Moments) -> Moments:
+    """Return the same moments as if position 0 of every sequence had not been seen."""
+    rest = moments.snapshot()
+    for layer in rest.layers:
+        for value in layer.first.values():
+            value.zero_()
+    rest.tokens = max(1, moments.tokens - moments.sequences)
+    rest.sequences = 0
+    return rest
+
+
+def _pair_data(layers: list[Tensor]) -> dict[str, Any]:
+    return {
+        "singular_values": [layer.tolist() for layer in layers],
+        "mean": _mean_over_heads(layers),
+        "cv_of_max": coefficient_of_variation(layers),
+        "effective_rank": [effective_rank(layer).tolist() for layer in layers],
+        "energy_kept": [energy_kept(layer).tolist() for layer in layers],
+    }
+
+
+def _mean_over_heads(layers: list[Tensor]) -> list[float]:
+    """Average dimension by dimension over the heads that have it (FDC Fig. 3)."""
+    heads = [head for layer in layers for head in layer.tolist()]
+    widest = max(len(head) for head in heads)
+    columns = ([head[i] for head in heads if i < len(head)] for i in range(widest))
+    return [sum(column) / len(column) for column in columns]
+
+
+def _first_position(moments: Moments) -> dict[str, Any]:
+    """Return how much of the energy sits in position 0, where attention sinks are.
+
+    ``token_share`` is what an even spread would give.
+    """
+    data: dict[str, Any] = {"token_share": moments.sequences / max(1, moments.tokens)}
+    for key in ("q", "k", "v"):
+        first = sum(float(_trace(layer.first[key])) for layer in moments.layers)
+        total = sum(float(_trace(layer.gram(key))) for layer in moments.layers)
+        data[f"energy_share_{key}"] = first / total if total else 0.0
+    return data
+
+
+def _trace(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=-2, dim2=-1).sum().cpu()

@@ -1,0 +1,184 @@
+"""From the runs of a stability study to the ``data`` of its result."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvprof.analysis.claims import NEGLIGIBLE_COST, given_rank, judge, recommend_tokens
+from kvprof.analysis.stability import HAAR_RATIO
+from kvprof.analysis.stability_study import Comparison, RankChoice, Run, average, compare
+
+__all__ = ["NOISE_FLOOR", "stability_data"]
+
+#: Name of the target that is the same kind of random tokens with another seed.
+NOISE_FLOOR = "random, another seed"
+
+Comparisons = dict[tuple[str, str], list[Comparison]]
+
+
+def stability_data(
+    sources: Sequence[Run],
+    noise: Sequence[Run],
+    targets: Sequence[Run],
+    short_targets: Sequence[Run],
+    pairs: Sequence[str],
+    choices: Sequence[RankChoice],
+    *,
+    random_source: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare every source run with every target and sum up.
+
+    Parameters
+    ----------
+    sources : sequence of Run
+        The offline source, one run per seed.
+    noise : sequence of Run
+        Random runs for the noise floor; empty when the sources themselves are random with
+        several seeds.
+    targets : sequence of Run
+        The datasets.
+    short_targets : sequence of Run
+        The same datasets at the source's sequence length, when the lengths differ by more than
+        two; empty else.
+    pairs : sequence of str
+        Pairs to compare.
+    choices : sequence of RankChoice
+        Ranks to look at.
+    random_source : bool
+        Whether the source is random tokens, which decides which claims apply.
+
+    Returns
+    -------
+    data : dict
+        ``curves``, ``claims``, ``recommendation``, ``clusters``, ``lengths``, ``unrelated_ratio``.
+    warnings : list of str
+        What a reader must know before believing it.
+    """
+    siblings = [*sources, *noise] if random_source else list(noise)
+    floor = _noise_pairs(siblings)
+    data_comparisons: Comparisons = {}
+    floor_comparisons: Comparisons = {}
+    for pair in pairs:
+        for target in targets:
+            data_comparisons[pair, target.name] = [
+                compare(source, siblings, target, pair, choices) for source in sources
+            ]
+        if floor:
+            floor_comparisons[pair, NOISE_FLOOR] = [
+                compare(one, siblings, other, pair, choices, target_name=NOISE_FLOOR)
+                for one, other in floor
+            ]
+    everything = {**data_comparisons, **floor_comparisons}
+    curves = [row for group in everything.values() for row in average(group)]
+    curves += [row for group in everything.values() for one in group for row in one.rows]
+    lengths, warnings = _lengths(sources, siblings, short_targets, data_comparisons, choices)
+    if not floor:
+        warnings.append("no noise floor: it takes random tokens with two seeds and the model")
+    data = {
+        "curves": curves,
+        "claims": judge(data_comparisons, random_source=random_source),
+        "recommendation": _recommendation(data_comparisons, pairs),
+        "clusters": _cluster_sizes(everything),
+        "lengths": lengths,
+        "unrelated_ratio": {"unaligned": HAAR_RATIO[0], "sign_aligned": HAAR_RATIO[1]},
+        "negligible_cost": NEGLIGIBLE_COST,
+    }
+    return data, warnings
+
+
+def _noise_pairs(siblings: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Pair each random run with the next one, so that every seed is judged by another."""
+    usable = [run for run in siblings if run.snapshots]
+    if len(usable) < 2:
+        return []
+    return [(run, usable[(i + 1) % len(usable)]) for i, run in enumerate(usable)]
+
+
+def mean_cost(comparisons: Sequence[Comparison], tokens: int) -> float:
+    """Return the mean extra lost energy at the given rank nearest half the width."""
+    costs = []
+    for one in comparisons:
+        rank = given_rank(one, 0.5)
+        costs += [
+            row["extra_energy_loss"]
+            for row, asked in zip(one.rows, one.asked, strict=True)
+            if row["tokens"] == tokens and asked == rank
+        ]
+    return float(np.mean(costs))
+
+
+def _recommendation(comparisons: Comparisons, pairs: Sequence[str]) -> dict[str, Any] | None:
+    """Recommend per pair by the cost averaged over datasets; the largest count serves all."""
+    per_pair = {}
+    for pair in pairs:
+        groups = [group for (p, _), group in comparisons.items() if p == pair]
+        counts = sorted({row["tokens"] for group in groups for one in group for row in one.rows})
+        if len(counts) < 2:
+            return None
+        points = [
+            (tokens, float(np.mean([mean_cost(group, tokens) for group in groups])))
+            for tokens in counts
+        ]
+        per_pair[pair] = recommend_tokens(points)
+    return {
+        "tokens": max(entry["tokens"] for entry in per_pair.values()),
+        "stopped_falling": all(entry["stopped_falling"] for entry in per_pair.values()),
+        "pairs": per_pair,
+    }
+
+
+def _cluster_sizes(comparisons: Comparisons) -> list[dict[str, Any]]:
+    """Return how many columns were aligned together, per curve and token count."""
+    rows = []
+    for (pair, target), group in comparisons.items():
+        counts = sorted({tokens for one in group for tokens in one.cluster_sizes})
+        for tokens in counts:
+            sizes: dict[int, int] = {}
+            for one in group:
+                for size, number in one.cluster_sizes.get(tokens, {}).items():
+                    sizes[size] = sizes.get(size, 0) + number
+            rows.append(
+                {
+                    "pair": pair,
+                    "target": target,
+                    "tokens": tokens,
+                    "sizes": {str(size): sizes[size] for size in sorted(sizes)},
+                }
+            )
+    return rows
+
+
+def _lengths(
+    sources: Sequence[Run],
+    siblings: Sequence[Run],
+    short_targets: Sequence[Run],
+    comparisons: Comparisons,
+    choices: Sequence[RankChoice],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Tell what of the cost comes from the length: the same data at the source's own length."""
+    rows: list[dict[str, Any]] = []
+    warnings = []
+    for (pair, name), group in comparisons.items():
+        for short in short_targets:
+            if short.name != name:
+                continue
+            same = [compare(source, siblings, short, pair, choices) for source in sources]
+            tokens = max(row["tokens"] for one in same for row in one.rows)
+            row = {
+                "pair": pair,
+                "target": name,
+                "tokens": tokens,
+                "seq_len_source": sources[0].seq_len,
+                "seq_len_target": group[0].rows[0]["seq_len_target"],
+                "cost_same_length": mean_cost(same, tokens),
+                "cost": mean_cost(group, tokens),
+            }
+            rows.append(row)
+            if row["cost"] - row["cost_same_length"] > NEGLIGIBLE_COST:
+                warnings.append(
+                    f"{pair} against {name}: the basis saw sequences of {row['seq_len_source']:,} "
+                    f"and is used at {row['seq_len_target']:,}; the extra lost energy is "
+                    f"{row['cost']:.1%} there, {row['cost_same_length']:.1%} at its own length"
+                )
+    return rows, warnings

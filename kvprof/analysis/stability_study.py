@@ -1,0 +1,331 @@
+"""Compare the rotations of an offline source with those of datasets, head by head."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvprof.analysis.bases import eigenbasis
+from kvprof.analysis.factors import PairFactors
+from kvprof.analysis.spectrum import from_eigenvalues, removal_ranks
+from kvprof.analysis.stability import (
+    Loss,
+    align_clusters,
+    align_signs,
+    clusters,
+    column_ratio,
+    extra_loss,
+    loss,
+    principal_angle,
+    seed_perturbation,
+    subspace_distance,
+)
+
+__all__ = ["FIGURES", "Comparison", "RankChoice", "Run", "average", "compare"]
+
+#: Figures of a curve's row that are averaged over heads and seeds.
+FIGURES = (
+    "ratio",
+    "ratio_sign_aligned",
+    "ratio_cluster_aligned",
+    "subspace_distance",
+    "principal_angle",
+    "extra_energy_loss",
+    "extra_score_error",
+    "extra_output_error",
+)
+
+_RATIOS = FIGURES[:3]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """All heads of one width, over all layers.
+
+    Attributes
+    ----------
+    heads : list of (layer, kv_head)
+        What each row is.
+    gram, left, right : Tensor
+        ``[n, d, d]``, as in `PairFactors`.
+    values, basis : Tensor
+        Eigenvalues ``[n, d]`` and eigenvectors ``[n, d, d]`` of `gram`, the largest first.
+    loss : Loss
+        What is lost when leading columns of the own basis are kept.
+    """
+
+    heads: list[tuple[int, int]]
+    gram: Tensor
+    left: Tensor
+    right: Tensor
+    values: Tensor
+    basis: Tensor
+    loss: Loss
+
+
+@dataclass
+class Run:
+    """The moments of one pass over one source.
+
+    Attributes
+    ----------
+    name : str
+        Of the source.
+    seed : int or None
+        For random tokens.
+    seq_len : int
+        Length of its sequences.
+    snapshots : mapping of int to mapping of str to PairFactors
+        By token count, then by pair.
+    """
+
+    name: str
+    seed: int | None
+    seq_len: int
+    snapshots: Mapping[int, Mapping[str, PairFactors]]
+    _bases: dict[tuple[int, str], list[Stack]] = field(default_factory=dict, repr=False)
+
+    def largest(self, pair: str) -> PairFactors:
+        """Return the factors of `pair` at the largest token count."""
+        return self.snapshots[max(self.snapshots)][pair]
+
+    def stacks(self, tokens: int, pair: str) -> list[Stack]:
+        """Return all heads of a snapshot with their bases, stacked by width; computed once."""
+        if (tokens, pair) not in self._bases:
+            self._bases[tokens, pair] = _stack(self.snapshots[tokens][pair])
+        return self._bases[tokens, pair]
+
+
+def _stack(factors: PairFactors) -> list[Stack]:
+    stacks = []
+    for width in sorted({gram.shape[-1] for gram in factors.gram}):
+        layers = [i for i, gram in enumerate(factors.gram) if gram.shape[-1] == width]
+        gram, left, right = (
+            torch.cat([part[i] for i in layers])
+            for part in (factors.gram, factors.left, factors.right)
+        )
+        heads = [(i, head) for i in layers for head in range(len(factors.gram[i]))]
+        values, basis = eigenbasis(gram)
+        own = loss(gram, left, right, basis)
+        stacks.append(Stack(heads, gram, left, right, values, basis, own))
+    return stacks
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    """A rank to look at: the same for all heads, or what a removal rate picks per head.
+
+    The removal rate is applied to the dataset's own spectrum, so that along a curve only the
+    basis changes, never the rank.
+    """
+
+    rank: int | None = None
+    removal_rate: float | None = None
+
+    def ranks(self, values: Tensor) -> list[int]:
+        """Return the rank of each head from its eigenvalues ``[heads, d]``."""
+        heads, width = values.shape
+        if self.removal_rate is not None:
+            return [
+                int(rank) for rank in removal_ranks(from_eigenvalues(values), self.removal_rate)
+            ]
+        return [min(self.rank or width, width)] * heads
+
+
+@dataclass
+class Comparison:
+    """One source run against one target run for one pair, at every token count.
+
+    Attributes
+    ----------
+    rows : list of dict
+        One per token count, layer, KV head and rank choice, with the keys of a curve.
+    weights : list of tuple
+        ``(δ, δ aligned, δ cluster-aligned, ε)`` of each row, for ratios of means.
+    asked : list of int or None
+        The rank that was asked for in each row: a narrow head has less than that, and still
+        belongs to the same point of a curve. None where a removal rate picked the rank.
+    cluster_sizes : dict
+        Token count to a histogram {size: number of clusters}.
+    width : int
+        Of the widest head.
+    """
+
+    width: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    weights: list[tuple[float, float, float | None, float]] = field(default_factory=list)
+    asked: list[int | None] = field(default_factory=list)
+    cluster_sizes: dict[int, dict[int, int]] = field(default_factory=dict)
+
+
+def compare(
+    source: Run,
+    siblings: Sequence[Run],
+    target: Run,
+    pair: str,
+    choices: Sequence[RankChoice],
+    *,
+    target_name: str | None = None,
+) -> Comparison:
+    """Judge the bases of `source` at each of its token counts on the data of `target`.
+
+    Parameters
+    ----------
+    source : Run
+        The offline calibration.
+    siblings : sequence of Run
+        The same source with several seeds (`source` among them, or random tokens), from which
+        the seed-to-seed perturbation is measured; fewer than two leave cluster alignment out.
+    target : Run
+        The dataset, taken at its largest token count.
+    pair : str
+        ``qk``, ``vo``, ``k`` or ``v``.
+    choices : sequence of RankChoice
+        Ranks to look at.
+    target_name : str or None
+        Written into the rows instead of the target's own name.
+    """
+    own = target.stacks(max(target.snapshots), pair)
+    result = Comparison(width=max(stack.basis.shape[-1] for stack in own))
+    for tokens in sorted(source.snapshots):
+        common = {
+            "pair": pair,
+            "source": source.name,
+            "target": target_name or target.name,
+            "tokens": tokens,
+            "seq_len_source": source.seq_len,
+            "seq_len_target": target.seq_len,
+            "seed": source.seed,
+        }
+        known = [run.stacks(tokens, pair) for run in siblings if tokens in run.snapshots]
+        for index, stack in enumerate(own):
+            offline = source.stacks(tokens, pair)[index].basis
+            grams = [stacks[index].gram for stacks in known]
+            groups = _groups(stack, grams) if len(grams) > 1 else None
+            _compare_stack(result, stack, offline, groups, choices, pair, common)
+    return result
+
+
+def _groups(stack: Stack, grams: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Return the clusters of each head, from what a change of seed does to it."""
+    perturbation = seed_perturbation(torch.stack(list(grams)), stack.basis)
+    return [clusters(*pair) for pair in zip(stack.values, perturbation, strict=True)]
+
+
+def _compare_stack(
+    result: Comparison,
+    own: Stack,
+    offline: Tensor,
+    groups: list[list[list[int]]] | None,
+    choices: Sequence[RankChoice],
+    pair: str,
+    common: Mapping[str, Any],
+) -> None:
+    """Add the rows of one token count and one width of heads to `result`."""
+    ratios = _ratios(offline, own.basis, groups)
+    if groups is not None:
+        histogram = result.cluster_sizes.setdefault(common["tokens"], {})
+        for group in (group for head in groups for group in head):
+            histogram[len(group)] = histogram.get(len(group), 0) + 1
+    extra = extra_loss(loss(own.gram, own.left, own.right, offline), own.loss)
+    error = "extra_score_error" if pair in ("qk", "k") else "extra_output_error"
+    for choice in choices:
+        ranks = choice.ranks(own.values)
+        distances, angles = _subspaces(offline, own.basis, ranks)
+        for head, rank in enumerate(ranks):
+            delta, signed, clustered, epsilon = ratios[head]
+            layer, kv_head = own.heads[head]
+            row: dict[str, Any] = dict.fromkeys(FIGURES)
+            row |= common
+            row |= {"layer": layer, "kv_head": kv_head, "rank": rank}
+            row["removal_rate"] = choice.removal_rate
+            row["ratio"] = delta / epsilon
+            row["ratio_sign_aligned"] = signed / epsilon
+            row["ratio_cluster_aligned"] = None if clustered is None else clustered / epsilon
+            row["subspace_distance"] = distances[head]
+            row["principal_angle"] = angles[head]
+            row["extra_energy_loss"] = float(extra.energy[head, rank])
+            row[error] = float(extra.product[head, rank])
+            result.rows.append(row)
+            result.weights.append(ratios[head])
+            result.asked.append(choice.rank)
+
+
+def _subspaces(
+    offline: Tensor, basis: Tensor, ranks: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """Return subspace distance and largest principal angle of each head at its own rank."""
+    distances, angles = [0.0] * len(ranks), [0.0] * len(ranks)
+    for rank in sorted(set(ranks)):
+        members = [head for head, its in enumerate(ranks) if its == rank]
+        pairwise = offline[members], basis[members], rank
+        for head, distance, angle in zip(
+            members,
+            subspace_distance(*pairwise).tolist(),
+            principal_angle(*pairwise).tolist(),
+            strict=True,
+        ):
+            distances[head], angles[head] = distance, angle
+    return distances, angles
+
+
+def _ratios(
+    offline: Tensor, basis: Tensor, groups: list[list[list[int]]] | None
+) -> list[tuple[float, float, float | None, float]]:
+    """Return δ as it stands, after sign and after cluster alignment, and ε, for each head."""
+    raw = column_ratio(offline, basis)
+    signed = column_ratio(align_signs(offline, basis), basis).delta
+    clustered: list[float | None] = [None] * len(basis)
+    if groups is not None:
+        clustered = column_ratio(align_clusters(offline, basis, groups), basis).delta.tolist()
+    return list(
+        zip(raw.delta.tolist(), signed.tolist(), clustered, raw.epsilon.tolist(), strict=True)
+    )
+
+
+def average(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
+    """Yield one row per curve point, averaged over layers, heads and seeds.
+
+    Ratios are ratios of means, as the papers form them (mean |ΔR| over mean |R|); the other
+    figures are means. ``spread`` holds the 2.5 and 97.5 percentiles over heads and seeds.
+
+    Parameters
+    ----------
+    comparisons : sequence of Comparison
+        Of the same source, target and pair, one per seed.
+    """
+    grouped: dict[tuple[Any, ...], list[int]] = {}
+    rows = [row for comparison in comparisons for row in comparison.rows]
+    weights = [weight for comparison in comparisons for weight in comparison.weights]
+    asked = [rank for comparison in comparisons for rank in comparison.asked]
+    for index, (row, rank) in enumerate(zip(rows, asked, strict=True)):
+        grouped.setdefault((row["tokens"], row["removal_rate"], rank), []).append(index)
+    for (tokens, removal_rate, _), members in grouped.items():
+        point: dict[str, Any] = {
+            **rows[members[0]],
+            "tokens": tokens,
+            "seed": None,
+            "layer": None,
+            "kv_head": None,
+            "rank": float(np.mean([rows[index]["rank"] for index in members])),
+            "removal_rate": removal_rate,
+            "heads_and_seeds": len(members),
+            "spread": {},
+        }
+        for figure in FIGURES:
+            samples = [rows[i][figure] for i in members if rows[i][figure] is not None]
+            point[figure] = float(np.mean(samples)) if samples else None
+            if samples:
+                point["spread"][figure] = [
+                    float(value) for value in np.percentile(samples, [2.5, 97.5])
+                ]
+            if figure in _RATIOS and samples:
+                column = _RATIOS.index(figure)
+                parts = [(weights[i][column], weights[i][3]) for i in members]
+                known = [(delta, epsilon) for delta, epsilon in parts if delta is not None]
+                point[figure] = math.fsum(p[0] for p in known) / math.fsum(p[1] for p in known)
+        yield point

@@ -1,0 +1,216 @@
+"""The command line: names the commands, and loads a command's module only when it runs."""
+
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import cleandoc
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from kvprof import console
+from kvprof.errors import ExitCode, KvprofError
+from kvprof.version import __version__
+
+__all__ = ["COMMANDS", "CommandEntry", "app", "main"]
+
+
+@dataclass(frozen=True)
+class CommandEntry:
+    """A command and where it lives: ``kvprof.commands.<name>``, in the function of that name."""
+
+    name: str
+    help: str
+
+
+#: Every command there is, in the order of ``kvprof --help``.
+COMMANDS = (
+    CommandEntry("spectrum", "How compact are Q, K and V? Singular values and ranks, by head."),
+    CommandEntry("stability", "Is the rotation the model's own, and what does a wrong one cost?"),
+    CommandEntry("doctor", "What has this machine, and what can each command do here?"),
+)
+
+# The base of everything that a wrong command line raises. Older versions of Typer take it from
+# click, newer ones bring their own; BadParameter is exported by both.
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+# A NumPy docstring's first section; help ends before it.
+_SECTION = re.compile(r"\n\s*\n[A-Z][A-Za-z ]*\n-{3,}\n")
+
+
+class _LazyCommand(TyperCommand):
+    """Stands for a command until somebody wants more of it than its name."""
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Load the command; from here on the context's command is the real one."""
+        return self._load().make_context(info_name, args, parent=parent, **extra)
+
+    def _load(self) -> Any:
+        assert self.name is not None
+        function = getattr(import_module(f"kvprof.commands.{self.name}"), self.name)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        text = _SECTION.split(cleandoc(function.__doc__ or ""))[0]
+        alone.command(self.name, help=text)(function)
+        return typer.main.get_command(alone)
+
+
+class _Group(TyperGroup):
+    """The top level: knows every command by name, and turns every error into one line."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for entry in COMMANDS:
+            self.add_command(
+                _LazyCommand(entry.name, help=entry.help, short_help=entry.help, callback=None)
+            )
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Read the options before the command's name."""
+        with _told(debug=False):
+            return super().make_context(info_name, args, parent=parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; whatever it raises ends here, as a line and an exit code."""
+        with _told(debug=ctx.params["debug"]):
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="kvprof",
+    cls=_Group,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the machine lacks something, "
+    "4 a claim or a limit was not met, 130 interrupted.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.report_console().out(f"kvprof {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", envvar="KVPROF_DEBUG", help="Show the traceback of an error."),
+    ] = False,
+) -> None:
+    """Profile the compression of KV caches: how far can a cache go, and what does it cost?"""
+    if ctx.invoked_subcommand is None:
+        console.report_console().out(ctx.get_help(), highlight=False)
+
+
+@contextmanager
+def _told(*, debug: bool) -> Iterator[None]:
+    """Let the body run; whatever it raises is told in a line and becomes an exit code."""
+    try:
+        try:
+            yield
+        finally:
+            # Now, so that a full disk or a closed pipe behind stdout is noticed and told.
+            if sys.stdout is not None:  # closed by the shell (>&-)
+                sys.stdout.flush()
+    except (typer.Exit, typer.Abort):
+        raise
+    except (Exception, KeyboardInterrupt) as problem:
+        raise typer.Exit(_explain(problem, debug=debug)) from problem
+
+
+def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
+    """Say on stderr in one line what went wrong, and return the exit code it stands for."""
+    if _is_broken_pipe(problem):
+        # Whoever read our output has left; there is nobody to tell.
+        _discard_stdout()
+        return ExitCode.FAILED
+    if debug:
+        traceback.print_exception(problem)
+    if isinstance(problem, KvprofError):
+        console.error(str(problem))
+        return problem.exit_code
+    if isinstance(problem, _CommandLineError):
+        console.error(_usage_line(problem))
+        return ExitCode.USAGE
+    if isinstance(problem, KeyboardInterrupt):
+        console.error("interrupted; nothing was kept")
+        return ExitCode.INTERRUPTED
+    if _is_out_of_memory(problem):
+        console.error(
+            f"out of memory: {problem or 'an allocation failed'} "
+            "(fewer or shorter sequences per batch, or another --device, need less)"
+        )
+        return ExitCode.LACKING
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        _discard_stdout()
+        console.error(f"{os.strerror(problem.errno)}: {problem.filename or 'writing the output'}")
+        return ExitCode.FAILED
+    if isinstance(problem, ModuleNotFoundError) and not (problem.name or "").startswith("kvprof"):
+        console.error(
+            f"the Python package that provides {problem.name!r} is missing: pip install it"
+        )
+        return ExitCode.LACKING
+    hint = "" if debug else "; kvprof --debug COMMAND or KVPROF_DEBUG=1 shows the traceback"
+    console.error(f"internal error: {type(problem).__name__}: {problem}{hint}")
+    return ExitCode.FAILED
+
+
+def _usage_line(problem: Any) -> str:
+    message = problem.format_message().rstrip(".")
+    # Typer's validation says what it wanted but not what it got; the cause (pydantic's) knows.
+    errors = getattr(problem.__cause__, "errors", None)
+    if callable(errors) and (details := errors()):
+        message += f", not {details[0]['input']!r}"
+    path = problem.ctx.command_path if getattr(problem, "ctx", None) else "kvprof"
+    return f"{message} ({path} --help shows what there is)"
+
+
+def _is_broken_pipe(problem: BaseException) -> bool:
+    return isinstance(problem, OSError) and problem.errno == errno.EPIPE
+
+
+def _is_out_of_memory(problem: BaseException) -> bool:
+    """Recognise MemoryError and torch's errors, without importing torch for it."""
+    if isinstance(problem, MemoryError):
+        return True
+    names = {base.__name__ for base in type(problem).__mro__}
+    # torch's CPU allocator raises a plain RuntimeError.
+    return "OutOfMemoryError" in names or (
+        isinstance(problem, RuntimeError) and "DefaultCPUAllocator" in str(problem)
+    )
+
+
+def _discard_stdout() -> None:
+    """Send stdout's unwritten rest nowhere, or the interpreter complains about it at exit."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):
+        pass  # stdout is no file (in a test), or closed
+
+
+def main() -> None:
+    """Run the command line; the entry point of the ``kvprof`` script."""
+    app(prog_name="kvprof")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One module per subcommand: read options, call, show. No mathematics, no torch at import."""

@@ -1,0 +1,106 @@
+"""Options that several commands share: the model, where it runs, how it is fed."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvprof import console
+from kvprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvprof.models.load import LoadedModel
+
+__all__ = [
+    "BatchSizeOption",
+    "DeviceOption",
+    "DtypeOption",
+    "ModelArgument",
+    "RevisionOption",
+    "SeedOption",
+    "TrustOption",
+    "default_batch_size",
+    "load_for_command",
+    "parse_rates",
+]
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A hub id, a local folder, or reference (embedded; the default).",
+        show_default=False,
+    ),
+]
+BatchSizeOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", min=1, help="Sequences per forward pass. Default by device."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of random tokens.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, balanced or offload.")
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option("--dtype", help="auto (bf16 on a GPU, float32 on a CPU), float32, bfloat16 …"),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run code from the model's repository. Off."),
+]
+
+# Tokens per forward pass that keep a device busy without needing much memory.
+_CPU_BATCH_TOKENS = 8192
+_GPU_BATCH_TOKENS = 16384
+
+
+def load_for_command(
+    model: str | None,
+    *,
+    device: str,
+    dtype: str,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> "LoadedModel":
+    """Load the model that a command was asked for; ``reference`` when it names none."""
+    from kvprof.models.load import load_model
+
+    spec = model or "reference"
+    with console.status(f"loading {spec}"):
+        return load_model(
+            spec,
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def default_batch_size(loaded: "LoadedModel", seq_len: int) -> int:
+    """Return how many sequences of `seq_len` make a sensible forward pass on the device."""
+    budget = _CPU_BATCH_TOKENS if loaded.device.type == "cpu" else _GPU_BATCH_TOKENS
+    return max(1, budget // seq_len)
+
+
+def parse_rates(text: str, *, what: str) -> list[float]:
+    """Read a comma-separated list of shares between 0 and 1, ascending and without repeats.
+
+    Raises
+    ------
+    UsageError
+        When one is no number, or not between 0 and 1.
+    """
+    rates = set()
+    for entry in text.split(","):
+        try:
+            rate = float(entry)
+        except ValueError:
+            raise UsageError(
+                f"{what}: {entry!r} is no number; write shares like 0.05,0.1"
+            ) from None
+        if not 0 <= rate < 1:
+            raise UsageError(f"{what}: {entry.strip()} is not between 0 and 1 (1 excluded)")
+        rates.add(rate)
+    return sorted(rates)

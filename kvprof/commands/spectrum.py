@@ -1,0 +1,244 @@
+"""``kvprof spectrum``: how compact a model's Q, K and V are, head by head."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.options import (
+    BatchSizeOption,
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    RevisionOption,
+    SeedOption,
+    TrustOption,
+    default_batch_size,
+    load_for_command,
+    parse_rates,
+)
+from kvprof.commands.output import (
+    CsvOption,
+    ForceOption,
+    JsonOption,
+    OutOption,
+    Outputs,
+    PngOption,
+    SvgOption,
+)
+from kvprof.environment import collect_environment
+from kvprof.errors import ExitCode, UsageError
+from kvprof.interrupt import graceful_interrupt
+from kvprof.records.result import build_result
+from kvprof.sizes import parse_count
+from kvprof.sources.defaults import DEFAULT_SEQ_LEN, DEFAULT_TOKENS, DEFAULT_TOKENS_REASON
+from kvprof.sources.grammar import Source, SourceKind, file_source, parse_source
+
+if TYPE_CHECKING:
+    from kvprof.analysis.moments import Moments
+    from kvprof.models.load import LoadedModel
+
+
+def spectrum(
+    model: ModelArgument = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--source", help="random:8k, prose, code, tasks, calibration (embedded), or a file."
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="Text or JSON Lines instead of random tokens; repeatable."),
+    ] = None,
+    token_ids: Annotated[
+        Path | None,
+        typer.Option("--token-ids", help="Token ids: .npy, or one sequence per line."),
+    ] = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", help="Work from saved moments, without the model.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", help="How many; k is 1,024. Default 8k, or all of a text."),
+    ] = None,
+    seq_len: Annotated[
+        str | None,
+        typer.Option("--seq-len", help="Tokens per sequence. Default 2k, or the context."),
+    ] = None,
+    batch_size: BatchSizeOption = None,
+    seed: SeedOption = 0,
+    skip_first: Annotated[
+        int, typer.Option("--skip-first", min=0, help="Leave out the first N positions.")
+    ] = 0,
+    pairs: Annotated[
+        str, typer.Option("--pairs", help="Among qk, vo, q, k, v, q_pre, k_pre, w_v.")
+    ] = "qk,vo,k,v",
+    removal: Annotated[
+        str, typer.Option("--removal", help="Removal rates (FDC eq. 1) to turn into ranks.")
+    ] = "0.01,0.02,0.05,0.1,0.2",
+    grid: Annotated[
+        int, typer.Option("--grid", min=1, help="Multiple that ranks are rounded up to.")
+    ] = 16,
+    vo_weight: Annotated[
+        str,
+        typer.Option("--vo-weight", help="Tokens that V counts for against W_O, or raw."),
+    ] = "8k",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Keep the moments in this file (safetensors).")
+    ] = None,
+    json: JsonOption = None,
+    csv: CsvOption = None,
+    svg: SvgOption = None,
+    png: PngOption = None,
+    out: OutOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Show the singular-value spectra of Q, K and V, and the ranks that removal rates give."""
+    outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
+    outputs.check(extra=[save] if save else [])
+    rates = parse_rates(removal, what="--removal")
+    weight = None if vo_weight == "raw" else parse_count(vo_weight, what="--vo-weight")
+    chosen = _source(source, text, token_ids, saved)
+    if chosen.kind is SourceKind.MOMENTS and (tokens or seq_len or skip_first or save):
+        raise UsageError(
+            f"{chosen.name}: saved moments are what they are; leave out --tokens, "
+            "--seq-len, --skip-first and --save"
+        )
+    wanted = parse_count(tokens, what="--tokens") if tokens else chosen.tokens
+    defaulted = wanted is None and chosen.kind is SourceKind.RANDOM
+    if defaulted:
+        wanted = DEFAULT_TOKENS
+    length = parse_count(seq_len, what="--seq-len") if seq_len else None
+
+    from kvprof.analysis.collect import CollectOptions
+    from kvprof.analysis.moment_files import load_moments, save_moments
+    from kvprof.analysis.pairs import check_pairs
+    from kvprof.analysis.spectra import spectrum_data
+
+    chosen_pairs = check_pairs([pair.strip() for pair in pairs.split(",") if pair.strip()])
+    warnings: list[str] = []
+    loaded = None
+    if chosen.kind is not SourceKind.MOMENTS or model is not None:
+        loaded = load_for_command(
+            model,
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    if chosen.kind is SourceKind.MOMENTS:
+        moments = load_moments(
+            chosen.paths[0], fingerprint=loaded.fingerprint if loaded is not None else None
+        )
+    else:
+        assert loaded is not None
+        length = length or min(DEFAULT_SEQ_LEN, loaded.context_length)
+        options = CollectOptions(
+            tokens=wanted,
+            seq_len=length,
+            batch_size=batch_size or default_batch_size(loaded, length),
+            seed=seed,
+            skip_first=skip_first,
+            pre_rope="q_pre" in chosen_pairs or "k_pre" in chosen_pairs,
+        )
+        moments = _measure(loaded, chosen, options)
+        if save is not None:
+            save_moments(moments, save, force=force)
+    if not moments.complete:
+        warnings.append(f"interrupted after {moments.tokens:,} tokens")
+
+    with console.status("taking the spectra"):
+        data = spectrum_data(moments, chosen_pairs, rates, grid=grid, value_weight_tokens=weight)
+    result = build_result(
+        "spectrum",
+        environment=collect_environment(),
+        inputs=_inputs(
+            moments,
+            chosen,
+            chosen_pairs,
+            grid=grid,
+            weight=weight,
+            reason=DEFAULT_TOKENS_REASON if defaulted else None,
+        ),
+        data=data,
+        warnings=warnings,
+        complete=moments.complete,
+    )
+    _show(result, outputs)
+    if not moments.complete:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _source(
+    source: str | None, text: list[Path] | None, token_ids: Path | None, saved: Path | None
+) -> Source:
+    """Return the one source that the options name; random tokens when they name none."""
+    given = {"--source": source, "--text": text, "--token-ids": token_ids, "--from": saved}
+    named = [option for option, value in given.items() if value]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} name two sources of tokens; give one")
+    if text:
+        return file_source(text, token_ids=False)
+    if token_ids:
+        return file_source([token_ids], token_ids=True)
+    if saved:
+        return Source(SourceKind.MOMENTS, saved.name, (saved,))
+    return parse_source(source or "random")
+
+
+def _measure(loaded: "LoadedModel", source: Source, options: Any) -> "Moments":
+    from kvprof.analysis.collect import collect_moments, count_tokens
+
+    expected = count_tokens(loaded, source, options)
+    with (
+        graceful_interrupt() as stop,
+        console.track(f"{source.name} tokens through {loaded.spec}", expected) as progress,
+    ):
+        *_, moments = collect_moments(
+            loaded, source, options, advance=progress.advance, should_stop=stop
+        )
+    return moments
+
+
+def _inputs(
+    moments: "Moments",
+    source: Source,
+    pairs: tuple[str, ...],
+    *,
+    grid: int,
+    weight: int | None,
+    reason: str | None,
+) -> dict[str, Any]:
+    """Return every resolved input, so that a reader can repeat the run."""
+    first = moments.layers[0]
+    return {
+        **moments.info,
+        "fingerprint": moments.fingerprint,
+        "tokens": moments.tokens,
+        "sequences": moments.sequences,
+        "from_file": source.name if source.kind is SourceKind.MOMENTS else None,
+        "pairs": list(pairs),
+        "grid": grid,
+        "value_weight_tokens": weight,
+        "layers": len(moments.layers),
+        "num_heads": first.rest["q"].shape[0],
+        "num_kv_heads": first.rest["k"].shape[0],
+        "head_dim": first.rest["k"].shape[-1],
+        "v_head_dim": first.rest["v"].shape[-1],
+        "default_tokens_source": reason,
+    }
+
+
+def _show(result: dict[str, Any], outputs: Outputs) -> None:
+    from kvprof.views import spectrum as view
+
+    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
+    if outputs.report_to_stdout:
+        terminal = console.report_console()
+        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

@@ -1,0 +1,183 @@
+"""The environment block of a result: what the figures were measured on, and with what.
+
+It holds no name of a host or a user and no path, so that a result can be published as it is.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvprof.gpus import read_gpus
+from kvprof.version import __version__
+
+__all__ = [
+    "PACKAGES",
+    "collect_environment",
+    "cpu_model",
+    "memory_bytes",
+    "package_version",
+    "usable_threads",
+]
+
+#: Packages whose versions can move a figure.
+PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "numpy",
+    "scipy",
+    "safetensors",
+    "tokenizers",
+    "accelerate",
+    "textual",
+    "rich",
+    "typer",
+)
+
+_GIT_SECONDS = 5
+
+
+def collect_environment() -> dict[str, Any]:
+    """Return the environment block of a result.
+
+    Packages are looked up, not imported: torch's own settings (``torch``) are there only when the
+    run has used torch.
+
+    Returns
+    -------
+    dict
+        As the result schema documents ``environment``.
+    """
+    gpus = read_gpus()
+    return {
+        "kvprof": {"version": __version__, "git": _git_state(_checkout())},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {
+            "model": cpu_model(),
+            "cores": psutil.cpu_count(logical=False),
+            "threads": usable_threads(),
+        },
+        "memory_bytes": memory_bytes(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "gpus": [gpu.description() for gpu in gpus.devices],
+        "gpu_driver": gpus.driver,
+        "gpu_driver_cuda": gpus.driver_cuda,
+        "torch": _torch_settings(),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Return an installed package's version without importing it; None when it is missing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """Return the processor's name as the system gives it, else its architecture."""
+    if sys.platform == "darwin":
+        named = _output(["sysctl", "-n", "machdep.cpu.brand_string"])
+        return named.strip() if named else platform.machine()
+    try:
+        listing = Path("/proc/cpuinfo").read_text("utf-8", "replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", listing, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def usable_threads() -> int:
+    """Return the hardware threads this process may run on (a container may have fewer)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Return the machine's memory, or the container's limit where that is lower."""
+    total = int(psutil.virtual_memory().total)
+    for limit_file in (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ):
+        try:
+            return min(total, int(Path(limit_file).read_text("ascii")))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return total
+
+
+def _torch_settings() -> dict[str, Any] | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    return {
+        "cuda": torch.version.cuda,
+        "num_threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _checkout() -> Path | None:
+    """Return the git checkout that kvprof runs from; None for an installed package.
+
+    Only a repository that holds kvprof itself counts: an environment inside somebody's project
+    must not lend its commit.
+    """
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / ".git").exists() and (root / "pyproject.toml").is_file() else None
+
+
+def _git_state(checkout: Path | None) -> dict[str, Any] | None:
+    if checkout is None:
+        return None
+    # A commit before the first is "(initial)"; what does not run (docs, tests) makes nothing dirty.
+    listing = _output(
+        [
+            "git",
+            "-C",
+            str(checkout),
+            "status",
+            "--porcelain=v2",
+            "--branch",
+            "--",
+            "kvprof",
+            "recipes",
+        ]
+    )
+    if listing is None:
+        return None
+    lines = listing.splitlines()
+    match = re.search(r"^# branch\.oid ([0-9a-f]{40,})$", listing, re.MULTILINE)
+    return {
+        "commit": match[1] if match else None,
+        "dirty": any(not line.startswith("#") for line in lines),
+    }
+
+
+def _output(command: list[str]) -> str | None:
+    """Return what a command prints; None when it is missing or fails."""
+    # GIT_DIR and its like, set inside a hook, would point git at another repository.
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+            env=clean | {"GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,257 @@
+"""Files on disk: written whole or not at all, never over another, read with a clear complaint."""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.records.result import SCHEMA
+from kvprof.records.schema import kinds, validate_result
+
+__all__ = [
+    "RESULT_NAME",
+    "ensure_writable",
+    "read_result",
+    "render_result",
+    "write_bytes_atomic",
+    "write_result",
+    "write_text_atomic",
+]
+
+#: Name of the result inside a run's folder (``--out``).
+RESULT_NAME = "result.json"
+
+
+def ensure_writable(path: Path, force: bool = False) -> None:
+    """Refuse a destination that could not be written later, before any work is done.
+
+    Missing folders are fine; they are made when the file is written. What the file system says is
+    found out by trying (permissions alone do not tell about read-only mounts); nothing is left
+    behind.
+
+    Raises
+    ------
+    UsageError
+        When the file exists and `force` is not given, or the path is a folder.
+    FailedError
+        When nothing can be written there.
+    """
+    path = Path(path)
+    made: list[Path] = []
+    with _naming(path):
+        if not _is_new_or_file(path, force):
+            return
+        target = path.resolve()
+        try:
+            _make_folder(target.parent, made)
+            with contextlib.suppress(FileNotFoundError):
+                target.lstat()  # a name that is too long shows only now
+            probe = _temporary(target)
+            probe.touch(exist_ok=False)
+            probe.unlink()
+        finally:
+            for folder in reversed(made):
+                folder.rmdir()
+
+
+def write_bytes_atomic(path: Path, content: bytes, force: bool = False) -> None:
+    """Write a file whole or not at all; its folder is made if need be.
+
+    Parameters
+    ----------
+    path : Path
+        A symbolic link is followed; a device or a pipe (``/dev/stdout``) is written to directly.
+    content : bytes
+        All of it.
+    force : bool
+        Overwrite what is there.
+
+    Raises
+    ------
+    UsageError
+        When the file exists and `force` is not given.
+    FailedError
+        When it cannot be written; what was there before is untouched.
+    """
+    path = Path(path)
+    with _naming(path):
+        if not _is_new_or_file(path, force):
+            path.write_bytes(content)
+            return
+        target = path.resolve()
+        _make_folder(target.parent, [])
+        temporary = _temporary(target)
+        try:
+            # Not tempfile: its files are private to the user, ours follow the umask.
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_text_atomic(path: Path, content: str, force: bool = False) -> None:
+    """Write text as UTF-8; see `write_bytes_atomic`."""
+    write_bytes_atomic(path, content.encode("utf-8"), force)
+
+
+def render_result(result: dict[str, Any]) -> str:
+    """Return a result as strict JSON: indented, but with each row of a table on one line.
+
+    Raises
+    ------
+    ValueError
+        When the result does not match the schema, or holds NaN or an infinity.
+    """
+    validate_result(result)
+    return _render(result, "") + "\n"
+
+
+def write_result(path: Path, result: dict[str, Any], force: bool = False) -> None:
+    """Check a result against the schema and write it; see `write_bytes_atomic`."""
+    write_text_atomic(path, render_result(result), force)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Read a result file, or the ``result.json`` of a run's folder.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file, or the folder holds no run.
+    FailedError
+        When the file is damaged, is no result of kvprof, is newer than this kvprof, or does not
+        match the schema. One line says what is wrong and where.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if not (path / RESULT_NAME).is_file():
+            raise UsageError(f"{path} holds no {RESULT_NAME}; name a run's folder or a result")
+        path /= RESULT_NAME
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file")
+    with _naming(path, "read"):
+        content = path.read_bytes()
+    result = _parse(path, content)
+    if not isinstance(result, dict) or not isinstance(result.get("schema"), str):
+        raise FailedError(f'{path} is JSON, but no result of kvprof (it has no "schema")')
+    _check_schema_name(path, result["schema"])
+    if isinstance(result.get("kind"), str) and result["kind"] not in kinds():
+        raise FailedError(
+            f"{path}: kind {result['kind']!r} is unknown to this kvprof, which knows "
+            f"{', '.join(kinds())}; upgrade kvprof to read it"
+        )
+    try:
+        validate_result(result)
+    except ValueError as problem:
+        raise FailedError(f"{path} does not match the schema {SCHEMA}: {problem}") from None
+    return result
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    if not content.strip():
+        raise FailedError(f"{path} is empty")
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+    except UnicodeDecodeError as problem:
+        raise FailedError(f"{path} is no text (byte {problem.start} is not UTF-8)") from None
+    except json.JSONDecodeError as problem:
+        raise FailedError(
+            f"{path} is damaged or cut off: {problem.msg} at line {problem.lineno}, "
+            f"column {problem.colno}"
+        ) from None
+    except RecursionError:
+        raise FailedError(f"{path} is nested too deeply to be a result of kvprof") from None
+    except ValueError as problem:
+        raise FailedError(f"{path} is no strict JSON: {problem}") from None
+
+
+def _check_schema_name(path: Path, name: str) -> None:
+    if name == SCHEMA:
+        return
+    family, _, version = name.partition("/")
+    own_family, _, own_version = SCHEMA.partition("/")
+    if family == own_family and version.isdecimal() and int(version) > int(own_version):
+        raise FailedError(
+            f"{path} was written by a newer kvprof (schema {name}, this one reads {SCHEMA}); "
+            "upgrade kvprof to read it"
+        )
+    raise FailedError(f"{path}: schema {name!r} is not {SCHEMA}: no result of kvprof")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"it holds {digits[:40]}, which no float can")
+    return value
+
+
+def _render(value: Any, indent: str) -> str:
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        rows = [f"{_dump(key)}: {_render(entry, inner)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(inner + row for row in rows) + f"\n{indent}}}"
+    if isinstance(value, list) and not _is_flat(value):
+        rows = [_dump(entry) if _is_flat(entry) else _render(entry, inner) for entry in value]
+        return "[\n" + ",\n".join(inner + row for row in rows) + f"\n{indent}]"
+    return _dump(value)
+
+
+def _is_flat(value: Any) -> bool:
+    """Tell what fits on a line: a scalar, a list of scalars, a table's row."""
+    entries = value.values() if isinstance(value, dict) else value
+    return not isinstance(value, dict | list) or not any(
+        isinstance(entry, dict | list) for entry in entries
+    )
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _is_new_or_file(path: Path, force: bool) -> bool:
+    """Return False for a device or a pipe, which is written to in place; refuse what must stay."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file")
+    if not path.exists():
+        return True
+    if path.is_file() and not force:
+        raise UsageError(f"{path} exists; --force overwrites it")
+    return path.is_file()
+
+
+def _temporary(target: Path) -> Path:
+    # Short, because the target's own name may already be as long as the file system allows.
+    return target.parent / f".kvprof-{secrets.token_hex(6)}.tmp"
+
+
+def _make_folder(folder: Path, made: list[Path]) -> None:
+    """Make a folder with its parents; `made` receives those that did not exist, outermost first."""
+    missing = [part for part in (folder, *folder.parents) if not part.exists()]
+    for part in reversed(missing):
+        part.mkdir(exist_ok=True)
+        made.append(part)
+
+
+@contextlib.contextmanager
+def _naming(path: Path, verb: str = "write") -> Iterator[None]:
+    """Turn what the operating system says into one line that names the path as it was given."""
+    try:
+        yield
+    except OSError as problem:
+        reason = os.strerror(problem.errno) if problem.errno else str(problem)
+        if problem.errno in (errno.EEXIST, errno.ENOTDIR):
+            reason = "a part of the path is a file, not a folder"
+        raise FailedError(f"cannot {verb} {path}: {reason}") from problem

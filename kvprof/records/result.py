@@ -1,0 +1,121 @@
+"""What a result is: one JSON object per run, whose ``kind`` says what its ``data`` holds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from enum import Enum
+from os import PathLike, fspath
+from typing import Any
+
+from kvprof.version import __version__
+
+__all__ = ["SCHEMA", "build_result", "to_plain"]
+
+#: Written into every result. The number grows when an older kvprof would misread a newer result.
+SCHEMA = "kvprof/1"
+
+
+def build_result(
+    kind: str,
+    *,
+    environment: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    data: Mapping[str, Any],
+    warnings: Sequence[str] = (),
+    complete: bool = True,
+    created: datetime | None = None,
+    incomplete_reason: str | None = None,
+) -> dict[str, Any]:
+    """Return a result, ready to be written.
+
+    Parameters
+    ----------
+    kind : str
+        The command that measured, for example ``"spectrum"``.
+    environment : mapping
+        From `kvprof.environment.collect_environment`.
+    inputs : mapping
+        Every resolved option, and the model's fingerprint.
+    data : mapping
+        As the JSON Schema documents it for this kind. Arrays and tensors become lists.
+    warnings : sequence of str
+        What a reader must know before believing the figures.
+    complete : bool
+        Whether everything that was asked for was measured.
+    created : datetime, optional
+        With a time zone; now when not given.
+    incomplete_reason : str, optional
+        Why something is missing. Without one an incomplete result says ``"interrupted"``.
+
+    Returns
+    -------
+    dict
+        Plain JSON types only.
+
+    Raises
+    ------
+    ValueError
+        When a number is not finite (JSON has none such; write None), with its place, or when a
+        complete result names a reason for being incomplete.
+    TypeError
+        When a value has no form in JSON, with its place.
+    """
+    if complete and incomplete_reason is not None:
+        raise ValueError("a complete result has no reason for being incomplete")
+    moment = created if created is not None else datetime.now(UTC)
+    result = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "complete": complete,
+        "incomplete_reason": None if complete else incomplete_reason or "interrupted",
+        "warnings": list(warnings),
+        "created": moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "kvprof_version": __version__,
+        "environment": environment,
+        "inputs": inputs,
+        "data": data,
+    }
+    return {key: to_plain(value, key) for key, value in result.items()}
+
+
+def to_plain(value: Any, place: str = "") -> Any:
+    """Return `value` in JSON's own types: no arrays, no NaN, no keys but strings.
+
+    Parameters
+    ----------
+    value : object
+        Mappings, sequences, numbers, strings, paths, enum members, and whatever has a ``tolist``
+        method (NumPy arrays and scalars, tensors).
+    place : str
+        Where it stands in the result, for the error.
+
+    Raises
+    ------
+    ValueError
+        When a number is not finite.
+    TypeError
+        When there is no such form.
+    """
+    if isinstance(value, Enum):
+        return to_plain(value.value, place)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        # A file name that is no UTF-8 arrives with lone surrogates, which no file can hold.
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{place} is {value}; JSON holds finite numbers, or null")
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{place}: key {key!r} is no string")
+        return {key: to_plain(entry, f"{place}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, PathLike):
+        return to_plain(fspath(value), place)
+    if hasattr(value, "tolist"):
+        return to_plain(value.tolist(), place)
+    raise TypeError(f"{place}: a {type(value).__name__} has no form in JSON")

@@ -1,0 +1,125 @@
+"""The JSON Schema of results: an envelope, and one file per kind in ``schema/``.
+
+A new kind is a new file there; nothing else has to name it.
+"""
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.validators import extend
+
+__all__ = ["kinds", "result_schema", "validate_result"]
+
+_FOLDER = resources.files("kvprof.records") / "schema"
+_ENVELOPE = "envelope.json"
+_LONGEST_MESSAGE = 160
+
+
+@cache
+def kinds() -> tuple[str, ...]:
+    """Return the kinds of result that this kvprof knows."""
+    names = (entry.name for entry in _FOLDER.iterdir())
+    found = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+    return tuple(sorted(kind for kind in found if f"{kind}.json" != _ENVELOPE))
+
+
+def result_schema() -> dict[str, Any]:
+    """Return one JSON Schema document (draft 2020-12) for results of every kind."""
+    schema: dict[str, Any] = _read(_ENVELOPE)
+    schema["properties"]["kind"] = {"enum": list(kinds())}
+    schema["allOf"] = []
+    for kind in kinds():
+        schema["$defs"][kind] = _read(f"{kind}.json")
+        schema["allOf"].append(
+            {
+                "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
+                "then": {"properties": {"data": {"$ref": f"#/$defs/{kind}"}}},
+            }
+        )
+    return schema
+
+
+def validate_result(result: Any) -> None:
+    """Check a result against the schema.
+
+    Raises
+    ------
+    ValueError
+        In one line: where it differs first, and how.
+    """
+    error = best_match(_validator().iter_errors(result))
+    if error is None:
+        return
+    place = "".join(
+        f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.absolute_path
+    ).lstrip(".")
+    message = error.message
+    if len(message) > _LONGEST_MESSAGE:
+        # jsonschema quotes the whole offending value, which may be a thousand numbers.
+        message = f"{message[: _LONGEST_MESSAGE // 2]} … {message[-_LONGEST_MESSAGE // 2 :]}"
+    raise ValueError(f"{place or 'the result'}: {' '.join(message.split())}")
+
+
+def _read(name: str) -> Any:
+    return json.loads((_FOLDER / name).read_text("utf-8"))
+
+
+@cache
+def _validator() -> Any:
+    checked = extend(Draft202012Validator, {"items": _items, "properties": _properties})
+    return checked(result_schema())
+
+
+# A spectrum holds a hundred thousand numbers and a stability study ten thousand rows of twenty
+# entries. Both checks below let pass what is plainly right and leave the rest to jsonschema.
+
+
+def _items(validator: Any, items: Any, instance: Any, schema: Any) -> Iterable[ValidationError]:
+    types = _types(items)
+    if types and isinstance(instance, list) and types.issuperset(map(type, instance)):
+        return ()
+    return Draft202012Validator.VALIDATORS["items"](validator, items, instance, schema) or ()
+
+
+def _properties(
+    validator: Any, properties: Any, instance: Any, schema: Any
+) -> Iterable[ValidationError]:
+    if not isinstance(instance, dict):
+        return ()
+    rest = {
+        key: part
+        for key, part in properties.items()
+        if key in instance and type(instance[key]) not in _types(part)
+    }
+    original = Draft202012Validator.VALIDATORS["properties"]
+    return original(validator, rest, instance, schema) or () if rest else ()
+
+
+def _types(schema: Any) -> frozenset[type]:
+    """Return the types whose every value matches a schema that asks for a type and nothing else."""
+    if not isinstance(schema, dict) or not schema.keys() <= {"type", "description"}:
+        return frozenset()
+    asked = schema.get("type", ())
+    return _plain_types((asked,) if isinstance(asked, str) else tuple(asked))
+
+
+@cache
+def _plain_types(asked: tuple[str, ...]) -> frozenset[type]:
+    return frozenset[type]().union(*(_PLAIN[name] for name in asked))
+
+
+# By exact type, so that True is no number. Arrays and objects of any content count too.
+_PLAIN: dict[str, frozenset[type]] = {
+    "number": frozenset({int, float}),
+    "integer": frozenset({int}),
+    "string": frozenset({str}),
+    "boolean": frozenset({bool}),
+    "null": frozenset({type(None)}),
+    "array": frozenset({list}),
+    "object": frozenset({dict}),
+}

@@ -1,0 +1,141 @@
+"""What kvprof needs from a machine: its own metadata against what is installed, per command."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from kvprof.environment import package_version
+
+__all__ = ["COMMAND_NEEDS", "CommandNeeds", "PackageState", "package_states", "python_wanted"]
+
+
+@dataclass(frozen=True)
+class CommandNeeds:
+    """What one command needs.
+
+    Attributes
+    ----------
+    packages : tuple of str
+        Without them it does not start.
+    optional : dict
+        What it can do only with a package: package to what is lacking without it.
+    uses_gpu : bool
+        Whether it runs on a GPU when there is one; every command so far runs without.
+    """
+
+    packages: tuple[str, ...] = ()
+    optional: tuple[tuple[str, str], ...] = ()
+    uses_gpu: bool = False
+
+
+_MODEL_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy", "jsonschema")
+
+#: By command; `kvprof.cli.COMMANDS` has the same names.
+COMMAND_NEEDS = {
+    "spectrum": CommandNeeds(
+        (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
+    ),
+    "stability": CommandNeeds(
+        (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
+    ),
+    "doctor": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py", "numpy", "packaging")),
+}
+
+
+@dataclass(frozen=True)
+class PackageState:
+    """One of kvprof's dependencies on this machine.
+
+    Attributes
+    ----------
+    name : str
+        As in kvprof's metadata.
+    installed : str or None
+        Version; None when it is missing.
+    wanted : str
+        Range, for example ``">=2.11"``; empty for any version.
+    extra : str or None
+        The extra that brings it; None when kvprof requires it.
+    """
+
+    name: str
+    installed: str | None
+    wanted: str
+    extra: str | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is there, in a version that kvprof wants."""
+        if self.installed is None:
+            return False
+        # Nightly builds of a later version count; pip would want to be asked for them.
+        return Requirement(f"{self.name}{self.wanted}").specifier.contains(
+            self.installed, prereleases=True
+        )
+
+
+def python_wanted() -> str:
+    """Return the range of Python versions that kvprof runs on."""
+    return _metadata()[0]
+
+
+def package_states() -> list[PackageState]:
+    """Return every dependency that applies here: required ones first, then those of extras.
+
+    The extra ``dev`` is left out: nobody needs it to run a command.
+    """
+    states = []
+    for extra, lines in _metadata()[1].items():
+        for line in lines:
+            wanted = Requirement(line)
+            if wanted.name == "kvprof" or (
+                wanted.marker is not None and not wanted.marker.evaluate({"extra": extra})
+            ):
+                continue
+            states.append(
+                PackageState(
+                    wanted.name,
+                    package_version(wanted.name),
+                    str(wanted.specifier),
+                    extra or None,
+                )
+            )
+    return states
+
+
+@cache
+def _metadata() -> tuple[str, dict[str, list[str]]]:
+    """Return the Python range, and the requirements by extra ("" for none).
+
+    They come from the installed package, or from ``pyproject.toml`` where kvprof runs from a
+    checkout that is not installed.
+    """
+    pyproject = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    if pyproject.is_file():
+        project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
+        extras = project["optional-dependencies"]
+        return project["requires-python"], {
+            "": project["dependencies"],
+            **{extra: lines for extra, lines in extras.items() if extra != "dev"},
+        }
+    own = metadata.metadata("kvprof")
+    grouped: dict[str, list[str]] = {"": []}
+    for line in metadata.requires("kvprof") or []:
+        marker = Requirement(line).marker
+        extra = next(
+            (
+                name
+                for name in own.get_all("Provides-Extra") or []
+                if marker is not None
+                and marker.evaluate({"extra": name})
+                and not marker.evaluate({"extra": ""})
+            ),
+            "",
+        )
+        if extra != "dev":
+            grouped.setdefault(extra, []).append(line)
+    return own["Requires-Python"], grouped

@@ -1,0 +1,1 @@
+"""Where tokens come from: the one grammar of ``--source``, ``--text`` and ``--calibrate``."""

@@ -1,0 +1,146 @@
+"""Reading documents: plain text, JSON Lines, chat logs, token ids, the embedded splits."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvprof.errors import FailedError, KvprofError, UsageError
+
+__all__ = ["embedded_documents", "read_documents", "read_token_ids"]
+
+# Text without document borders is cut at line ends into pieces of about this many characters, so
+# that a file of many gigabytes is read only as far as it is needed.
+_PIECE = 1 << 16
+
+ChatTemplate = Callable[[list[dict[str, Any]]], str]
+
+
+def read_documents(
+    path: Path, chat_template: ChatTemplate | None = None
+) -> Iterator[Iterable[str]]:
+    """Yield the documents of a text or JSON Lines file, each as pieces of text, lazily.
+
+    A text file is one document. A row of JSON Lines is one; it has ``text``, ``prompt`` with
+    ``answer``, or ``messages`` (a chat log, written out with the model's chat template).
+
+    Raises
+    ------
+    FailedError
+        When a line is no JSON, the file is not UTF-8, or the chat template refuses a row.
+    UsageError
+        When a row has none of the known keys.
+    """
+    if path.suffix not in {".jsonl", ".ndjson"}:
+        yield _pieces(path)
+        return
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            yield (_row_text(line, f"{path.name}:{number}", chat_template),)
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """Yield the text of a file, cut at ends of lines."""
+    with _reading(path) as stream:
+        while piece := stream.read(_PIECE):
+            yield piece + stream.readline()
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with _reading(path) as stream:
+        yield from stream
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[TextIO]:
+    """Open a text file; what goes wrong while it is read becomes one line."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            yield stream
+    except UnicodeDecodeError as cause:
+        raise FailedError(f"{path.name}: not UTF-8 text (byte {cause.start} of a block)") from None
+    except OSError as cause:
+        raise FailedError(f"{path}: cannot be read: {cause.strerror or cause}") from None
+
+
+def _row_text(line: str, where: str, chat_template: ChatTemplate | None) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as cause:
+        raise FailedError(f"{where}: no valid JSON: {cause.msg} at column {cause.colno}") from None
+    except (ValueError, RecursionError) as cause:  # numbers too long, brackets too deep
+        raise FailedError(f"{where}: JSON that cannot be read: {cause}") from None
+    text = _text_of(row, where, chat_template)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FailedError(f"{where}: holds half a surrogate pair, which is no text") from None
+    return text
+
+
+def _text_of(row: Any, where: str, chat_template: ChatTemplate | None) -> str:
+    if isinstance(row, dict):
+        if isinstance(row.get("text"), str):
+            return str(row["text"])
+        if isinstance(row.get("prompt"), str):
+            return str(row["prompt"]) + str(row.get("answer", ""))
+        if isinstance(row.get("messages"), list):
+            if chat_template is None:
+                raise UsageError(f"{where}: a chat log, but this model has no chat template")
+            try:
+                return chat_template(row["messages"])
+            except KvprofError:
+                raise
+            except Exception as cause:  # the template is the model's code and may raise anything
+                raise FailedError(f"{where}: the chat template refuses it: {cause}") from None
+    raise UsageError(f"{where}: a row needs 'text', 'prompt' (with 'answer') or 'messages'")
+
+
+def embedded_documents(kind: str, split: str = "calibration") -> Iterator[Iterable[str]]:
+    """Yield the documents of an embedded sample (``prose``, ``code`` or ``tasks``)."""
+    folder = resources.files("kvprof") / "assets" / "splits" / split
+    with resources.as_file(folder / f"{kind}.jsonl") as path:
+        yield from read_documents(path)
+
+
+def read_token_ids(path: Path) -> list[NDArray[np.int64]]:
+    """Read sequences of token ids: ``.npy`` (one or two dimensions), or a line per sequence.
+
+    Raises
+    ------
+    FailedError
+        When the file is damaged or holds something other than whole numbers.
+    """
+    if path.suffix == ".npy":
+        try:
+            with path.open("rb") as file:
+                array = np.lib.format.read_array(file, allow_pickle=False)
+        except Exception as cause:  # numpy parses the header as code: anything may come out
+            raise FailedError(f"{path.name}: no readable .npy file: {cause}") from None
+        if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+            raise FailedError(
+                f"{path.name}: holds {array.ndim}-dimensional {array.dtype}; "
+                "token ids are whole numbers in one or two dimensions"
+            )
+        return list(np.atleast_2d(array).astype(np.int64))
+    sequences = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (UnicodeDecodeError, OSError) as cause:
+        raise FailedError(f"{path.name}: cannot be read as lines of token ids: {cause}") from None
+    for number, line in enumerate(lines, 1):
+        words = line.replace(",", " ").split()
+        if not words:
+            continue
+        try:
+            sequences.append(np.array([int(word) for word in words], dtype=np.int64))
+        except (ValueError, OverflowError):
+            raise FailedError(
+                f"{path.name}:{number}: {line[:40]!r} is not a sequence of whole numbers"
+            ) from None
+    return sequences

@@ -1,0 +1,115 @@
+"""What ``--source``, ``--against``, ``--text`` and ``--calibrate`` accept, told apart by name.
+
+One grammar for every command: ``random:8k``, ``prose``, ``code``, ``tasks``, ``calibration``, a
+text or JSON Lines file, a token-id file, a file of saved moments.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvprof.errors import UsageError
+from kvprof.sizes import format_count, parse_count
+
+__all__ = ["EMBEDDED", "Source", "SourceKind", "parse_source"]
+
+#: Samples that ship with kvprof (calibration split); ``calibration`` interleaves the three.
+EMBEDDED = ("prose", "code", "tasks", "calibration")
+
+_TOKEN_ID_SUFFIXES = {".npy", ".ids"}
+_MOMENT_SUFFIXES = {".safetensors"}
+
+
+class SourceKind(StrEnum):
+    """How the tokens of a source come about."""
+
+    RANDOM = "random"
+    EMBEDDED = "embedded"
+    TEXT = "text"
+    TOKEN_IDS = "token_ids"
+    MOMENTS = "moments"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed source; nothing has been opened yet.
+
+    Attributes
+    ----------
+    kind : SourceKind
+        How the tokens come about.
+    name : str
+        Short name for tables: ``random``, ``prose``, or the file's name.
+    paths : tuple of Path
+        Files to read, in order; empty for random and embedded sources.
+    tokens : int or None
+        Tokens that the name itself asks for (``random:8k``).
+    """
+
+    kind: SourceKind
+    name: str
+    paths: tuple[Path, ...] = ()
+    tokens: int | None = None
+
+    def describe(self) -> str:
+        """Return the source as a person would write it on the command line."""
+        if self.tokens is not None:
+            return f"{self.name}:{format_count(self.tokens)}"
+        return self.name
+
+
+def parse_source(text: str, *, what: str = "--source") -> Source:
+    """Tell what a source is from its name.
+
+    Parameters
+    ----------
+    text : str
+        What the user wrote.
+    what : str
+        The option, named in errors.
+
+    Raises
+    ------
+    UsageError
+        When it is neither a known name nor a file that exists.
+    """
+    name, _, amount = text.partition(":")
+    if name == "random":
+        tokens = parse_count(amount, what=f"{what} {text}") if amount else None
+        return Source(SourceKind.RANDOM, "random", tokens=tokens)
+    if text in EMBEDDED:
+        return Source(SourceKind.EMBEDDED, text)
+    path = Path(text)
+    if not _holds(path.is_file):
+        reason = "is a folder" if _holds(path.is_dir) else "is no file"
+        raise UsageError(
+            f"{what}: {text!r} {reason} and no known source; "
+            f"give a file, random:8k, {', '.join(EMBEDDED[:-1])} or {EMBEDDED[-1]}"
+        )
+    if path.suffix in _MOMENT_SUFFIXES:
+        return Source(SourceKind.MOMENTS, path.name, (path,))
+    return file_source([path], token_ids=path.suffix in _TOKEN_ID_SUFFIXES)
+
+
+def _holds(question: Callable[[], bool]) -> bool:
+    """Ask a path something; what may not be seen, or has an impossible name, is not there."""
+    try:
+        return question()
+    except OSError:
+        return False
+
+
+def file_source(paths: list[Path], *, token_ids: bool) -> Source:
+    """Return the source that reads `paths` in order, as text or as token ids.
+
+    Raises
+    ------
+    UsageError
+        When a file does not exist.
+    """
+    for path in paths:
+        if not _holds(path.is_file):
+            raise UsageError(f"{str(path)!r}: there is no such file")
+    name = paths[0].name if len(paths) == 1 else f"{paths[0].name} and {len(paths) - 1} more"
+    return Source(SourceKind.TOKEN_IDS if token_ids else SourceKind.TEXT, name, tuple(paths))

@@ -1,0 +1,219 @@
+"""From a source to batches of token ids: windows of equal length, cut at exact token counts."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvprof.errors import UsageError
+from kvprof.sources.documents import (
+    ChatTemplate,
+    embedded_documents,
+    read_documents,
+    read_token_ids,
+)
+from kvprof.sources.grammar import EMBEDDED, Source, SourceKind
+
+__all__ = ["ModelTokens", "batches", "windows"]
+
+Ids = NDArray[np.int64]
+
+
+class Tokenize(Protocol):
+    """Turns text into token ids without adding special tokens."""
+
+    def __call__(self, text: str, /) -> list[int]:
+        """Return the ids of `text`."""
+
+
+@dataclass(frozen=True)
+class ModelTokens:
+    """What a source has to know of the model.
+
+    Attributes
+    ----------
+    vocab_size : int
+        Ids run from 0 to this, exclusive.
+    special_ids : frozenset of int
+        Left out of random tokens.
+    tokenize : callable
+        Text to ids, without special tokens; called for text sources only.
+    prefix : tuple of int
+        What the tokenizer puts in front of every sequence (BOS, or nothing).
+    separator : tuple of int
+        Put between documents (EOS, or nothing).
+    chat_template : callable or None
+        Writes a list of messages out as text.
+    """
+
+    vocab_size: int
+    special_ids: frozenset[int]
+    tokenize: Callable[[], Tokenize]
+    prefix: Callable[[], tuple[int, ...]]
+    separator: Callable[[], tuple[int, ...]]
+    chat_template: ChatTemplate | None = None
+
+
+def windows(
+    source: Source, model: ModelTokens, *, tokens: int | None, seq_len: int, seed: int = 0
+) -> Iterator[Ids]:
+    """Yield sequences of at most `seq_len` token ids until `tokens` are reached.
+
+    Every sequence but the last has `seq_len` tokens (``calibration`` ends with up to three
+    shorter ones; sequences of a token-id file that are shorter stay as they are). Text starts
+    each sequence with what the tokenizer adds (BOS).
+
+    Parameters
+    ----------
+    source : Source
+        Any kind but moments.
+    model : ModelTokens
+        Vocabulary and tokenizer.
+    tokens : int or None
+        How many tokens in all; None means all that the source has (not for random tokens).
+    seq_len : int
+        Longest sequence.
+    seed : int
+        For random tokens.
+
+    Raises
+    ------
+    UsageError
+        When the source has fewer tokens than asked, or an id outside the vocabulary.
+    """
+    if source.kind is SourceKind.RANDOM:
+        if tokens is None:
+            raise UsageError("random tokens need a count; write random:8k")
+        pieces = _random(model, tokens, seq_len, seed)
+    elif source.kind is SourceKind.TOKEN_IDS:
+        pieces = _token_id_windows(source, model, seq_len)
+    elif source.name in EMBEDDED and source.kind is SourceKind.EMBEDDED:
+        kinds = EMBEDDED[:-1] if source.name == EMBEDDED[-1] else (source.name,)
+        texts = [_text(embedded_documents(k), model, seq_len) for k in kinds]
+        pieces = _interleave(texts, seq_len)
+    else:
+        documents = (d for path in source.paths for d in read_documents(path, model.chat_template))
+        pieces = _text(documents, model, seq_len)
+
+    seen = 0
+    for piece in pieces:
+        if tokens is not None and seen + len(piece) > tokens:
+            piece = piece[: tokens - seen]
+        seen += len(piece)
+        if len(piece):
+            yield piece
+        if seen == tokens:
+            return
+    if tokens is not None or not seen:
+        raise UsageError(
+            f"{source.describe()} has {seen:,} tokens, fewer than the {tokens or 1:,} asked for; "
+            "ask for fewer or give more text"
+        )
+
+
+def _random(model: ModelTokens, tokens: int, seq_len: int, seed: int) -> Iterator[Ids]:
+    """Yield uniform random tokens of the vocabulary, special ones left out."""
+    allowed = np.setdiff1d(np.arange(model.vocab_size), np.fromiter(model.special_ids, np.int64))
+    if not len(allowed):
+        raise UsageError("the vocabulary holds special tokens only; there is nothing to draw")
+    generator = np.random.default_rng(seed)
+    for start in range(0, tokens, seq_len):
+        yield allowed[generator.integers(len(allowed), size=min(seq_len, tokens - start))]
+
+
+def _text(documents: Iterable[Iterable[str]], model: ModelTokens, seq_len: int) -> Iterator[Ids]:
+    """Cut the running text of all documents into sequences, each begun with the prefix.
+
+    Each document ends with the separator.
+    """
+    tokenize, prefix, separator = model.tokenize(), model.prefix(), model.separator()
+    if len(prefix) >= seq_len:
+        raise UsageError(f"--seq-len {seq_len} leaves no room after the tokenizer's own prefix")
+    room = seq_len - len(prefix)
+    pending: list[int] = []
+    for ids in _tokenized(documents, tokenize, separator):
+        pending += ids
+        whole = len(pending) - len(pending) % room
+        for start in range(0, whole, room):
+            yield np.array([*prefix, *pending[start : start + room]], dtype=np.int64)
+        del pending[:whole]
+    if pending:
+        yield np.array([*prefix, *pending], dtype=np.int64)
+
+
+def _tokenized(
+    documents: Iterable[Iterable[str]], tokenize: Tokenize, separator: tuple[int, ...]
+) -> Iterator[Sequence[int]]:
+    for document in documents:
+        for piece in document:
+            yield tokenize(piece)
+        yield separator
+
+
+def _token_id_windows(source: Source, model: ModelTokens, seq_len: int) -> Iterator[Ids]:
+    for path in source.paths:
+        for number, sequence in enumerate(read_token_ids(path), 1):
+            wrong = sequence[(sequence < 0) | (sequence >= model.vocab_size)]
+            if len(wrong):
+                raise UsageError(
+                    f"{path.name}: sequence {number} holds token id {wrong[0]}, "
+                    f"but the vocabulary has {model.vocab_size:,}"
+                )
+            for start in range(0, len(sequence), seq_len):
+                yield sequence[start : start + seq_len]
+
+
+def _interleave(streams: Sequence[Iterator[Ids]], seq_len: int) -> Iterator[Ids]:
+    """Take a sequence of each stream in turn; what is left over at their ends comes last."""
+    rests = []
+    for row in zip_longest(*streams):
+        for piece in row:
+            if piece is not None and len(piece) == seq_len:
+                yield piece
+            elif piece is not None:
+                rests.append(piece)
+    yield from rests
+
+
+def batches(
+    sequences: Iterable[Ids], batch_size: int, stops: Sequence[int] = ()
+) -> Iterator[NDArray[np.int64]]:
+    """Group sequences of equal length into batches ``[batch, length]``.
+
+    Parameters
+    ----------
+    sequences : iterable of arrays
+        As `windows` yields them.
+    batch_size : int
+        Most sequences in a batch.
+    stops : sequence of int
+        Token counts at which a batch must end, so that a snapshot can be taken there.
+
+    Raises
+    ------
+    UsageError
+        When a stop falls inside a sequence.
+    """
+    ahead = sorted(set(stops), reverse=True)
+    pending: list[Ids] = []
+    seen = 0
+    for sequence in sequences:
+        if pending and (len(pending) == batch_size or len(pending[0]) != len(sequence)):
+            yield np.stack(pending)
+            pending = []
+        pending.append(sequence)
+        seen += len(sequence)
+        if ahead and seen >= ahead[-1]:
+            if seen > ahead[-1]:
+                raise UsageError(
+                    f"{ahead[-1]:,} tokens end inside a sequence of {len(sequence):,}; "
+                    "take multiples of --seq-len"
+                )
+            ahead.pop()
+            yield np.stack(pending)
+            pending = []
+    if pending:
+        yield np.stack(pending)

@@ -1,0 +1,101 @@
+"""Named tensors on disk: safetensors with metadata and a digest, written whole or not at all."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.records.files import write_bytes_atomic
+
+__all__ = ["load_tensors", "save_tensors"]
+
+
+def save_tensors(
+    path: Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    *,
+    format_name: str,
+    force: bool = False,
+) -> None:
+    """Write tensors so that `load_tensors` finds them unchanged, or not at all.
+
+    Parameters
+    ----------
+    path : Path
+    tensors : dict of str to Tensor
+        On any device.
+    metadata : dict of str to str
+        What belongs with them; ``format`` and ``digest`` are added.
+    format_name : str
+        Family and version, for example ``kvprof-plan/1``.
+    force : bool
+        Overwrite what is there.
+
+    Raises
+    ------
+    UsageError
+        When the file exists and `force` is not given.
+    """
+    stored = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    described = {**metadata, "format": format_name}
+    described["digest"] = _digest(stored, described)
+    write_bytes_atomic(path, save(stored, described), force=force)
+
+
+def load_tensors(
+    path: Path, *, format_name: str, what: str, made_by: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what `save_tensors` wrote.
+
+    Parameters
+    ----------
+    path : Path
+    format_name : str
+        As it was saved.
+    what : str
+        Named in complaints, for example ``moments``.
+    made_by : str
+        The command that writes such files.
+
+    Raises
+    ------
+    FailedError
+        When the file is damaged, of another version, or of another kind.
+    UsageError
+        When it does not exist.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such file of {what}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            written = metadata.get("format", "")
+            if written != format_name:
+                if written.startswith(format_name.partition("/")[0] + "/"):
+                    raise FailedError(
+                        f"{path.name}: format {written}, this kvprof reads {format_name}"
+                    )
+                raise FailedError(f"{path.name}: no file of {what} ({made_by})")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        if _digest(tensors, metadata) != metadata["digest"]:
+            raise FailedError(f"{path.name}: damaged: its contents do not match its digest")
+    except (SafetensorError, KeyError, ValueError, OSError) as cause:
+        raise FailedError(f"{path.name}: damaged file of {what}: {cause}") from None
+    return tensors, metadata
+
+
+def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Return the SHA-256 of every tensor and of the metadata but for the digest itself."""
+    described = {key: value for key, value in metadata.items() if key != "digest"}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        digest.update(value.to(torch.float64).numpy().tobytes())
+    return digest.hexdigest()

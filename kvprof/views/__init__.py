@@ -1,0 +1,1 @@
+"""Pure functions from a result to a Rich renderable, a plot, CSV, SVG or PNG."""

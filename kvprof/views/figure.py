@@ -1,0 +1,211 @@
+"""Figures for papers: curves with bands and layer × head maps through matplotlib, as SVG or PNG.
+
+matplotlib is the optional extra ``plot``, so it is imported where it is used; no global state of
+it (pyplot, backends, rcParams) is touched.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvprof.errors import LackingError, UsageError
+from kvprof.views.plot import Series
+from kvprof.views.ticks import log2_ticks
+
+__all__ = ["FORMATS", "curves_figure", "draw_curves", "draw_map", "figure_bytes", "new_figure"]
+
+FORMATS = ("svg", "png")
+
+# Okabe and Ito's palette: told apart by colour-blind readers; line styles repeat it for print.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LINES = ("-", "--", "-.", ":")
+_MARKERS = "o^sDvPX*"
+_FEW = 24  # points up to which each one gets a marker
+_ANNOTATED = (16, 16)  # largest map whose cells carry their figure
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure that draws without a display.
+
+    Parameters
+    ----------
+    width, height : float
+        Inches.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise LackingError(
+            "figures need matplotlib, which is not installed; pip install 'kvprof[plot]'"
+        ) from missing
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def figure_bytes(figure: Any, fmt: str, *, dpi: int = 200) -> bytes:
+    """Return a figure as a file's content; the same figure gives the same bytes.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        From `new_figure`.
+    fmt : str
+        ``svg`` or ``png``.
+    dpi : int
+        Dots per inch of a PNG.
+
+    Raises
+    ------
+    UsageError
+        When the format is another.
+    """
+    if fmt not in FORMATS:
+        raise UsageError(f"figure format {fmt!r} is unknown; choose from {', '.join(FORMATS)}")
+    import matplotlib
+
+    # A date, and element ids salted at random, would make two runs differ.
+    metadata = {"Date": None, "Creator": "kvprof"} if fmt == "svg" else {"Software": "kvprof"}
+    out = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "kvprof", "svg.fonttype": "path"}):
+        figure.savefig(out, format=fmt, metadata=metadata, dpi=dpi)
+    return out.getvalue()
+
+
+def draw_curves(
+    axes: Any,
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> None:
+    """Draw curves, each with its band where it has one.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+        Of a figure from `new_figure`.
+    series : sequence of Series
+        None, NaN and, on a log axis, values <= 0 leave gaps.
+    title, x_label, y_label : str
+        Written at the axes.
+    log_x : bool
+        Powers of two, written as counts (``1k``, ``2k``).
+    log_y : bool
+        Powers of ten.
+    """
+    for index, one in enumerate(series):
+        colour = _COLOURS[index % len(_COLOURS)]
+        y = _drawable(one.y, log=log_y)
+        axes.plot(
+            list(one.x),
+            y,
+            color=colour,
+            linestyle=_LINES[index % len(_LINES)],
+            marker=_MARKERS[index % len(_MARKERS)] if len(y) <= _FEW else None,
+            markersize=4,
+            linewidth=1.3,
+            label=one.label,
+        )
+        if one.low is not None and one.high is not None:
+            low, high = _drawable(one.low, log=log_y), _drawable(one.high, log=log_y)
+            axes.fill_between(list(one.x), low, high, color=colour, alpha=0.15, linewidth=0)
+    if log_y:
+        axes.set_yscale("log")
+    if log_x:
+        axes.set_xscale("log", base=2)
+        every = [float(x) for one in series for x in one.x if x > 0]
+        if every:
+            ticks = log2_ticks(every, at_most=8).ticks
+            axes.set_xticks([2.0**place for place, _ in ticks], [text for _, text in ticks])
+            axes.set_xticks([], minor=True)
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(visible=True, linewidth=0.3, alpha=0.6)
+    if series:
+        axes.legend(fontsize="small", frameon=False)
+
+
+def _drawable(values: Sequence[float | None], *, log: bool) -> Any:
+    array = np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+    if log:
+        array[~(array > 0)] = np.nan
+    return array
+
+
+def draw_map(
+    axes: Any,
+    values: Sequence[Sequence[float | None]],
+    *,
+    title: str,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """Draw a layer × head map; returns the image, for a colour bar.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+        Of a figure from `new_figure`.
+    values : sequence of sequence of float or None
+        ``[layer][head]``; heads that a layer does not have, and None, stay white.
+    title : str
+        Above it.
+    low, high : float or None
+        Ends of the colour scale.
+    """
+    heads = max((len(row) for row in values), default=0)
+    grid = np.full((len(values), max(1, heads)), np.nan)
+    for layer, row in enumerate(values):
+        grid[layer, : len(row)] = [np.nan if v is None else v for v in row]
+    shown = np.ma.masked_invalid(grid)
+    image = axes.imshow(shown, aspect="auto", cmap="viridis", vmin=low, vmax=high)
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlabel("KV head")
+    axes.set_ylabel("layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    if grid.shape[0] <= _ANNOTATED[0] and grid.shape[1] <= _ANNOTATED[1]:
+        for (layer, head), value in np.ndenumerate(grid):
+            if np.isfinite(value):
+                # White on the dark half of viridis, black on its light half.
+                text = "white" if image.norm(value) < 0.6 else "black"
+                axes.text(
+                    head, layer, f"{value:.3g}", ha="center", va="center", color=text, fontsize=7
+                )
+    return image
+
+
+def curves_figure(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Any:
+    """Return a figure of one plot of curves; the parameters are those of `draw_curves`."""
+    figure = new_figure(5.0, 3.4)
+    draw_curves(
+        figure.subplots(),
+        series,
+        title=title,
+        x_label=x_label,
+        y_label=y_label,
+        log_x=log_x,
+        log_y=log_y,
+    )
+    return figure

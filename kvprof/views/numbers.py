@@ -1,0 +1,88 @@
+"""Numbers as reports print them: significant digits, per cent, intervals, ranges."""
+
+import math
+from collections.abc import Sequence
+
+from kvprof.sizes import format_count
+
+__all__ = ["MISSING", "axis_number", "count", "interval", "number", "percent", "span"]
+
+#: Stands where a figure was not measured; a zero or a blank would read as one.
+MISSING = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Write a figure with `digits` significant digits, without an exponent where that is short.
+
+    Parameters
+    ----------
+    value : float or None
+        None and NaN are written as `MISSING`.
+    digits : int
+        Significant digits; the digits in front of the point are always complete.
+
+    Examples
+    --------
+    >>> number(0.040123), number(61.26), number(12345.6), number(3.1e-7)
+    ('0.0401', '61.3', '12,346', '3.1e-07')
+    """
+    if value is None or math.isnan(value):
+        return MISSING
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    # Round first: 9.996 with three digits is 10.0, one digit more in front of the point.
+    magnitude = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))
+    if magnitude < -4 or magnitude >= 9:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{exponent}"
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def percent(value: float | None, decimals: int = 1) -> str:
+    """Write a share (0.053) as per cent (``5.3 %``); None and NaN as `MISSING`."""
+    if value is None or math.isnan(value):
+        return MISSING
+    return f"{100 * value:.{decimals}f} %"
+
+
+def axis_number(value: float) -> str:
+    """Write a tick's value as short as it can be read back: ``0.25``, ``1e-05``, ``120``."""
+    return "0" if value == 0 else f"{value:.6g}"
+
+
+def count(value: int | None) -> str:
+    """Write a count as `kvprof.sizes.format_count` does (8192 as ``8k``)."""
+    return MISSING if value is None else format_count(value)
+
+
+def interval(value: float | None, bounds: Sequence[float | None] | None, digits: int = 3) -> str:
+    """Write a figure with the interval it lies in: ``1.49 [1.41, 1.58]``.
+
+    Parameters
+    ----------
+    value : float or None
+        The figure.
+    bounds : sequence of two floats, or None
+        Lower and upper end; without them the figure stands alone.
+    digits : int
+        Significant digits of each.
+    """
+    if bounds is None:
+        return number(value, digits)
+    low, high = bounds
+    return f"{number(value, digits)} [{number(low, digits)}, {number(high, digits)}]"
+
+
+def span(values: Sequence[float], digits: int = 3) -> str:
+    """Write the range of `values`: ``12–96``, or the one value when all print alike.
+
+    Whole ends are written in full, others with `digits` significant digits.
+    """
+    if not values:
+        return MISSING
+    ends = min(values), max(values)
+    whole = all(float(end).is_integer() for end in ends)
+    low, high = (f"{end:,.0f}" if whole else number(end, digits) for end in ends)
+    return low if low == high else f"{low}–{high}"

@@ -1,0 +1,149 @@
+"""What a report is laid out with: headings, paragraphs, and one that fits a width and a terminal.
+
+Every renderable here asks the console for its width and its encoding when it is drawn, so the same
+report reflows from 120 to 60 columns.
+"""
+
+import io
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
+from rich.text import Text
+
+__all__ = ["Fitted", "bullets", "flow", "heading", "paragraph", "render_text", "to_ascii", "wrap"]
+
+# One character for one, so that nothing shifts. Braille and shades are replaced where they are
+# drawn, because there the replacement has to keep a meaning.
+_ASCII = str.maketrans(
+    "–—−×·…§≤≥≈∞σΣδε₁√┌┐└┘├┤┬┴┼─│━╭╮╰╯╴╶╷╵",
+    "---x..S<>~8sSde1/+++++++++-|=++++--||",
+)
+
+
+def to_ascii(text: str) -> str:
+    """Replace what a terminal without Unicode cannot show, character for character."""
+    return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+
+
+def heading(text: str) -> RenderableType:
+    """Return a section's heading with an empty line before it."""
+    return Text(f"\n{text}", style="bold")
+
+
+def paragraph(text: str, style: str = "") -> Text:
+    """Return a paragraph that wraps at words; `text` is taken literally (no markup)."""
+    return Text(text, style=style, overflow="fold")
+
+
+def bullets(lines: Iterable[str], style: str = "") -> RenderableType:
+    """Return each line as a paragraph of its own, the wrapped rest indented."""
+    return Group(*(_Bullet(Text(line, style=style, overflow="fold")) for line in lines))
+
+
+def flow(entries: Iterable[Text], width: int, *, gap: int = 3) -> list[Text]:
+    """Put entries next to each other, as many as fit a line; none is broken unless it must be.
+
+    Parameters
+    ----------
+    entries : iterable of Text
+        For example those of a legend.
+    width : int
+        Columns.
+    gap : int
+        Blanks between two entries.
+    """
+    lines: list[Text] = []
+    for entry in entries:
+        if lines and lines[-1].cell_len + gap + entry.cell_len <= width:
+            lines[-1].append(" " * gap)
+            lines[-1].append_text(entry)
+        else:
+            lines += wrap(entry, width)
+    return lines
+
+
+def wrap(text: Text, width: int) -> list[Text]:
+    """Break a text at words into lines of at most `width` columns, without trailing blanks."""
+    lines = list(text.wrap(_WRAPPER, width, overflow="fold")) if text.plain else []
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+class _Bullet:
+    """A line that starts with a dash and hangs the rest below its text."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = self._text.wrap(console, max(1, options.max_width - 2), overflow="fold")
+        for index, line in enumerate(lines):
+            yield Text("- " if index == 0 else "  ") + line
+
+
+# Text.wrap asks a console for nothing but the styles that a markup names.
+_WRAPPER = Console(file=io.StringIO(), width=80, force_terminal=False, _environ={})
+
+
+class Fitted:
+    """Draw something at most `width` columns wide, in colour or without any escape code.
+
+    Parameters
+    ----------
+    content : RenderableType
+        What to draw.
+    width : int or None
+        Columns; None takes the console's. A narrower console always wins.
+    colour : bool
+        False drops every style, bold included. True leaves it to the console, which honours
+        ``NO_COLOR`` and what the terminal can do.
+    """
+
+    def __init__(
+        self, content: RenderableType, *, width: int | None = None, colour: bool = True
+    ) -> None:
+        self._content = content
+        self._width = width
+        self._colour = colour
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self._width or options.max_width, options.max_width)
+        segments: Iterable[Segment] = console.render(self._content, options.update(width=width))
+        if not self._colour:
+            segments = Segment.strip_styles(segments)
+        if options.ascii_only:
+            segments = (Segment(to_ascii(s.text), s.style, s.control) for s in segments)
+        yield from segments
+
+
+def render_text(content: RenderableType, width: int = 100, *, colour: bool = False) -> str:
+    """Return what `content` looks like as text, for a file or a test.
+
+    Parameters
+    ----------
+    content : RenderableType
+        For example a report.
+    width : int
+        Columns.
+    colour : bool
+        Keep ANSI escape codes.
+
+    Returns
+    -------
+    str
+        Lines without trailing blanks, ending in a newline.
+    """
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        highlight=False,
+        legacy_windows=False,
+        _environ={},
+    )
+    with console.capture() as capture:
+        console.print(Fitted(content, width=width, colour=colour))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

@@ -1,0 +1,276 @@
+"""Line plots in a terminal, drawn by plotext and legible without colour.
+
+plotext rasterises; axes are computed here, because its own ticks on a log scale are not where
+people look for them (and given ones are logged twice, plotext 6.1).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from kvprof.views.page import flow, to_ascii, wrap
+from kvprof.views.ticks import Axis, linear_ticks, log2_ticks, log10_ticks
+
+__all__ = ["LinePlot", "Series", "line_plot"]
+
+_MARKERS = "●▲■◆○△□◇"
+_ASCII_MARKERS = "ox+*#@%&"
+_FURTHER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# The terminal's own palette (cyan, magenta, green, yellow, blue, red): it suits the background.
+_COLOURS = (6, 5, 2, 3, 4, 1)
+_MARK_EVERY = 12  # columns between two markers of one dense curve
+
+# plotext has one figure per process.
+_LOCK = Lock()
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve.
+
+    Attributes
+    ----------
+    label : str
+        Stands in the legend.
+    x : sequence of float
+        Ascending.
+    y : sequence of float or None
+        As long as `x`; None and NaN leave a gap, and so do values <= 0 on a log axis.
+    low, high : sequence of float or None, optional
+        A band around `y`. Figures for papers draw it; in a terminal it would hide other curves.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+
+
+@dataclass(frozen=True)
+class LinePlot:
+    """Rich renderable of `line_plot` that takes width, colour and encoding from the console.
+
+    Attributes are the parameters of `line_plot`.
+    """
+
+    series: Sequence[Series]
+    title: str
+    x_label: str
+    y_label: str
+    height: int = 16
+    log_x: bool = False
+    log_y: bool = False
+    x_ticks: Sequence[float] = field(default=())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield line_plot(
+            self.series,
+            title=self.title,
+            x_label=self.x_label,
+            y_label=self.y_label,
+            width=options.max_width,
+            height=self.height,
+            log_x=self.log_x,
+            log_y=self.log_y,
+            x_ticks=self.x_ticks,
+            ascii_only=options.ascii_only,
+        )
+
+
+def line_plot(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    width: int,
+    height: int = 16,
+    log_x: bool = False,
+    log_y: bool = False,
+    x_ticks: Sequence[float] = (),
+    colour: bool = True,
+    ascii_only: bool = False,
+) -> Text:
+    """Draw curves; each has markers of its own, so that they can be told apart without colour.
+
+    Parameters
+    ----------
+    series : sequence of Series
+        In the order of the legend; a later curve is drawn over an earlier one.
+    title, x_label, y_label : str
+        Written above, below and at the top of the y axis.
+    width : int
+        No line is wider than this many columns.
+    height : int
+        Rows of the canvas with its x axis; title, labels and legend come on top.
+    log_x : bool
+        Powers of two, written as counts (``1k``, ``2k``, ``4k``).
+    log_y : bool
+        Powers of ten.
+    x_ticks : sequence of float
+        Values to put ticks at instead of the computed ones (not used with `log_x`).
+    colour : bool
+        False returns text without any style.
+    ascii_only : bool
+        Draw with ASCII characters, for a terminal without Unicode.
+
+    Returns
+    -------
+    rich.text.Text
+        Lines joined by newlines.
+    """
+    curves = [_points(s, log_x=log_x, log_y=log_y) for s in series]
+    xs = [p[0] for curve in curves for part in curve for p in part]
+    ys = [p[1] for curve in curves for part in curve for p in part]
+    head = wrap(Text(title, style="bold" if colour else ""), width)
+    if not xs:
+        what = "positive values" if log_y or log_x else "values"
+        labels = ", ".join(s.label for s in series) or "no series"
+        return Text("\n").join(
+            [*head, *wrap(Text(f"nothing to plot: no {what} ({labels})"), width)]
+        )
+    y_axis = (log10_ticks if log_y else linear_ticks)(ys, max(2, (height - 2) // 3))
+    gutter = max(len(label) for _, label in y_axis.ticks) + 1
+    columns = max(1, width - gutter)
+    x_axis = (log2_ticks if log_x else linear_ticks)(xs, max(2, columns // 9))
+    if x_ticks and not log_x:
+        ticks = tuple((float(x), f"{x:g}") for x in x_ticks if x_axis.low <= x <= x_axis.high)
+        x_axis = Axis(x_axis.low, x_axis.high, float, ticks)
+    signs = (_ASCII_MARKERS if ascii_only else _MARKERS) + _FURTHER
+    canvas = _raster(
+        curves,
+        (x_axis, y_axis),
+        (width, height),
+        signs,
+        columns,
+        line="." if ascii_only else "braille",
+        colour=colour,
+    )
+    return Text("\n").join(
+        [
+            *head,
+            *wrap(Text(y_label + (" (log)" if log_y else "")), width),
+            *canvas,
+            *_centred(Text(x_label + (" (log 2)" if log_x else "")), width),
+            *_legend(series, curves, signs, width, colour=colour),
+        ]
+    )
+
+
+_Curve = list[list[tuple[float, float]]]
+
+
+def _points(series: Series, *, log_x: bool, log_y: bool) -> _Curve:
+    """Split a series into runs of drawable points; what cannot be drawn separates two runs."""
+    runs: _Curve = [[]]
+    for x, y in zip(series.x, series.y, strict=True):
+        drawable = (
+            y is not None
+            and math.isfinite(y)
+            and math.isfinite(x)
+            and not (log_y and y <= 0)
+            and not (log_x and x <= 0)
+        )
+        if drawable:
+            assert y is not None
+            runs[-1].append((float(x), float(y)))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _marked(
+    points: list[tuple[float, float]], axis: Axis, columns: int, phase: float
+) -> list[tuple[float, float]]:
+    """Choose the points that carry a marker: all of a few, else one in every few columns."""
+    if len(points) <= max(2, columns // 4):
+        return points
+    chosen = []
+    extent = axis.high - axis.low
+    following = axis.low + phase * _MARK_EVERY / columns * extent
+    for x, y in points:
+        if axis.place(x) >= following:
+            chosen.append((x, y))
+            following += _MARK_EVERY / columns * extent
+    # A curve shorter than its phase would have none.
+    return chosen or [points[-1]]
+
+
+def _raster(
+    curves: list[_Curve],
+    axes: tuple[Axis, Axis],
+    size: tuple[int, int],
+    signs: str,
+    columns: int,
+    *,
+    line: str,
+    colour: bool,
+) -> list[Text]:
+    import plotext  # costs 0.1 s and asks the terminal for its size
+
+    x_axis, y_axis = axes
+    with _LOCK:
+        figure: Any = plotext.figure
+        plotext.terminal.limit(False, False)
+        figure.clear()
+        try:
+            figure.theme("colorless")
+            figure.plot_size(*size)
+            for side in ("upper", "right"):
+                figure.axes(False, axis="x" if side == "upper" else "y", side=side)
+            for name, axis in (("x", x_axis), ("y", y_axis)):
+                ruler = figure.ruler(name)
+                ruler.lim(axis.low, axis.high)
+                ruler.ticks([p for p, _ in axis.ticks], labels=[text for _, text in axis.ticks])
+
+            def draw(points: list[tuple[float, float]], sign: str, index: int, lines: bool) -> None:
+                marker = plotext.marker(sign, _COLOURS[index % len(_COLOURS)] if colour else None)
+                x = [x_axis.place(p[0]) for p in points]
+                y = [y_axis.place(p[1]) for p in points]
+                figure.draw(figure.signal(x, y, marker=marker).lines(lines))
+
+            for index, curve in enumerate(curves):
+                for run in curve:
+                    if len(run) > 1:
+                        draw(run, line, index, True)
+            # Markers last, so that no line of another curve hides them.
+            for index, curve in enumerate(curves):
+                points = [p for run in curve for p in run]
+                if points:
+                    marked = _marked(points, x_axis, columns, index / len(curves))
+                    draw(marked, signs[index % len(signs)], index, False)
+            drawn: str = figure.build().string(colorless=not colour)
+        finally:
+            figure.clear()
+            plotext.terminal.limit()
+    if line == ".":
+        drawn = to_ascii(drawn)
+    lines = [Text.from_ansi(row) if colour else Text(row) for row in drawn.splitlines()]
+    for row in lines:
+        row.rstrip()
+    return [row for row in lines if row.plain]
+
+
+def _legend(
+    series: Sequence[Series], curves: list[_Curve], signs: str, width: int, *, colour: bool
+) -> list[Text]:
+    entries = []
+    for index, (one, curve) in enumerate(zip(series, curves, strict=True)):
+        style = f"color({_COLOURS[index % len(_COLOURS)]})" if colour else ""
+        entry = Text(signs[index % len(signs)], style=style)
+        entry = Text.assemble(entry, f" {one.label}" + ("" if curve else " (nothing to draw)"))
+        entries.append(entry)
+    return flow(entries, width)
+
+
+def _centred(text: Text, width: int) -> list[Text]:
+    lines = wrap(text, width)
+    for line in lines:
+        line.pad_left((width - line.cell_len) // 2)
+    return lines

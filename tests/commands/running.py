@@ -1,0 +1,31 @@
+"""Runs a command in this process, as the console script would."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from typer.testing import CliRunner
+
+from kvprof.cli import app
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line on stderr that says why it stopped."""
+        lines = [line for line in self.stderr.splitlines() if line.startswith("kvprof: ")]
+        assert len(lines) == 1, self.stderr
+        assert "Traceback" not in self.stderr
+        return lines[0]
+
+
+def kvprof(*arguments: Any) -> Finished:
+    """Run ``kvprof`` with `arguments` and return its exit code and both streams."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return Finished(result.exit_code, result.stdout, result.stderr)

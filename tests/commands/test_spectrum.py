@@ -1,0 +1,227 @@
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvprof.records.schema import validate_result
+from tests.commands.running import kvprof
+
+SMALL = ("--tokens", "512", "--seq-len", "64")
+
+
+def spectrum_json(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    done = kvprof("spectrum", *arguments, "--json", path, "--force")
+    assert done.code == 0, done.stderr
+    result = json.loads(path.read_text())
+    validate_result(result)
+    return result
+
+
+def test_the_report_and_the_json_agree(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    done = kvprof("spectrum", tiny_folder, *SMALL, "--removal", "0.2", "--json", path)
+    assert done.code == 0
+    result = json.loads(path.read_text())
+    row = result["data"]["removal"][0]
+    assert f"{row['dim_rate']:.3f}" in done.stdout
+    assert result["inputs"]["tokens"] == 512
+    assert result["inputs"]["positions"] == "0-63"
+    assert result["complete"] is True
+
+
+def test_json_has_every_pair_by_layer_head_and_dimension(tiny_folder: Path, tmp_path: Path) -> None:
+    pairs = "qk,vo,q,k,v,q_pre,k_pre,w_v"
+    data = spectrum_json(tmp_path, tiny_folder, *SMALL, "--pairs", pairs)["data"]
+    assert list(data["pairs"]) == pairs.split(",")
+    for entry in data["pairs"].values():
+        values = np.array(entry["singular_values"])
+        assert values.shape == (3, 2, 16)
+        assert (np.diff(values, axis=-1) <= 0).all()
+        np.testing.assert_allclose(entry["mean"], values.mean((0, 1)))
+        largest = values[..., 0]
+        assert entry["cv_of_max"] == pytest.approx(largest.std() / largest.mean())
+
+
+def test_random_tokens_are_reproducible_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
+    first = spectrum_json(tmp_path, tiny_folder, *SMALL, "--seed", 3)
+    second = spectrum_json(tmp_path, tiny_folder, *SMALL, "--seed", 3)
+    other = spectrum_json(tmp_path, tiny_folder, *SMALL, "--seed", 4)
+    assert first["data"] == second["data"]
+    assert first["data"]["pairs"]["qk"] != other["data"]["pairs"]["qk"]
+
+
+def test_the_weight_of_v_decides_vo_only(tiny_folder: Path, tmp_path: Path) -> None:
+    scaled = spectrum_json(tmp_path, tiny_folder, *SMALL)["data"]["pairs"]
+    raw = spectrum_json(tmp_path, tiny_folder, *SMALL, "--vo-weight", "raw")["data"]["pairs"]
+    assert scaled["vo"]["singular_values"] != raw["vo"]["singular_values"]
+    assert scaled["qk"] == raw["qk"]
+
+
+def test_saved_moments_give_the_same_spectrum_without_the_model(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    moments = tmp_path / "moments.safetensors"
+    live = spectrum_json(tmp_path, tiny_folder, *SMALL, "--save", moments)
+    again = spectrum_json(tmp_path, "--from", moments)
+    assert again["data"] == live["data"]
+    assert again["inputs"]["fingerprint"] == live["inputs"]["fingerprint"]
+
+
+def test_moments_of_another_model_are_refused(
+    tiny_folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    moments = tmp_path / "moments.safetensors"
+    spectrum_json(tmp_path, tiny_folder, *SMALL, "--save", moments)
+    assert kvprof("spectrum", tiny_folder, "--from", moments).code == 0
+    done = kvprof("spectrum", other_folder, "--from", moments)
+    assert done.code == 2
+    assert "not of the model given" in done.error
+
+
+def test_text_and_token_ids_are_read(tiny_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "some.txt"
+    text.write_text("The cache holds keys and values.\n" * 40)
+    whole = spectrum_json(tmp_path, tiny_folder, "--text", text, "--seq-len", 64)
+    assert whole["inputs"]["tokens"] > 1000
+    part = spectrum_json(tmp_path, tiny_folder, "--text", text, "--tokens", 200, "--seq-len", 64)
+    assert part["inputs"]["tokens"] == 200
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.arange(3, 93).reshape(3, 30))
+    assert spectrum_json(tmp_path, tiny_folder, "--token-ids", ids)["inputs"]["tokens"] == 90
+
+
+def test_csv_holds_every_singular_value(tiny_folder: Path, tmp_path: Path) -> None:
+    done = kvprof("spectrum", tiny_folder, *SMALL, "--csv", "-")
+    assert done.code == 0
+    lines = done.stdout.splitlines()
+    value_rows = [line for line in lines if re.match(r"(value|.*,value,)", line)]
+    assert len(value_rows) == 4 * 3 * 2 * 16
+    assert "Removal rates" not in done.stdout
+
+
+def test_figures_are_drawn(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    svg, png = tmp_path / "f.svg", tmp_path / "f.png"
+    assert kvprof("spectrum", tiny_folder, *SMALL, "--svg", svg, "--png", png).code == 0
+    assert svg.read_text().lstrip().startswith("<?xml")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["no/such/model"], 2, "no/such/model"),
+        (["some-org/some-model"], 3, "some-org/some-model"),
+        (["--tokens", "0"], 2, "--tokens"),
+        (["--tokens", "many"], 2, "'many'"),
+        (["--seq-len", "4k"], 2, "context"),
+        (["--pairs", "qk,xy"], 2, "'xy'"),
+        (["--pairs", ""], 2, "pair"),
+        (["--removal", "1.5"], 2, "1.5"),
+        (["--skip-first", "200", "--seq-len", "64"], 2, "--skip-first"),
+        (["--source", "nothing"], 2, "'nothing'"),
+        (["--text", "missing.txt"], 2, "missing.txt"),
+        (["--from", "missing.safetensors"], 2, "missing.safetensors"),
+        (["--source", "random:1k", "--token-ids", "x.npy"], 2, "two sources"),
+        (["--json", "/proc/no/such/place.json"], 1, "place.json"),
+        (["--device", "cuda"], 3, "cuda"),
+        (["--dtype", "float7"], 2, "float7"),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_code(
+    tiny_folder: Path, arguments: list[str], code: int, says: str
+) -> None:
+    model = [tiny_folder] if arguments[0].startswith("--") else []
+    done = kvprof("spectrum", *model, *arguments)
+    assert says in done.error
+    assert done.code == code
+    assert done.stdout == ""
+
+
+def test_more_tokens_than_the_text_has(tiny_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("short")
+    done = kvprof("spectrum", tiny_folder, "--text", text, "--tokens", "1k")
+    assert done.code == 2
+    assert "fewer than the 1,024 asked for" in done.error
+
+
+def test_an_output_that_exists_is_not_overwritten(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text("mine")
+    done = kvprof("spectrum", tiny_folder, *SMALL, "--json", path)
+    assert done.code == 2
+    assert "--force" in done.error
+    assert path.read_text() == "mine"
+    assert kvprof("spectrum", tiny_folder, *SMALL, "--json", path, "--force").code == 0
+    assert json.loads(path.read_text())["kind"] == "spectrum"
+
+
+def test_damaged_models_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = kvprof("spectrum", tmp_path / "empty")
+    assert done.code == 2
+    assert "config.json" in done.error
+
+    for name, damage in (("cut", _truncate), ("nan", _put_nan)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in tiny_folder.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        damage(folder / "model.safetensors")
+        done = kvprof("spectrum", folder, *SMALL)
+        assert done.code == 1, done.stderr
+        assert done.error
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _put_nan(path: Path) -> None:
+    weights = load_file(path)
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(weights, path, {"format": "pt"})
+
+
+def test_ctrl_c_keeps_what_was_measured(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "partial.json"
+    killer = threading.Thread(target=_interrupt_when_running)
+    killer.start()
+    done = kvprof(
+        "spectrum",
+        tiny_folder,
+        "--tokens",
+        "4M",
+        "--seq-len",
+        64,
+        "--batch-size",
+        8,
+        "--json",
+        path,
+    )
+    killer.join()
+    assert done.code == 130
+    result = json.loads(path.read_text())
+    validate_result(result)
+    assert result["complete"] is False
+    assert 0 < result["inputs"]["tokens"] < 4 * 1024**2
+    assert result["inputs"]["tokens"] % 64 == 0
+    assert "interrupted" in " ".join(result["warnings"])
+
+
+def _interrupt_when_running() -> None:
+    """Press Ctrl-C once the command has put its own handler in place."""
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)

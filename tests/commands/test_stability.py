@@ -1,0 +1,208 @@
+import json
+import math
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.records.schema import validate_result
+from tests.commands.running import kvprof
+
+SWEEP = ("--tokens", "128,256,512", "--seq-len", "64")
+CURVE_KEYS = {
+    "pair", "source", "target", "tokens", "seq_len_source", "seq_len_target", "seed", "layer",
+    "kv_head", "rank", "removal_rate", "ratio", "ratio_sign_aligned", "ratio_cluster_aligned",
+    "subspace_distance", "principal_angle", "extra_energy_loss", "extra_score_error",
+    "extra_output_error",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return two texts that are long enough for the sweep."""
+    folder = tmp_path_factory.mktemp("texts")
+    prose, code = folder / "notes.txt", folder / "code.txt"
+    prose.write_text(
+        "".join(f"Line {i} of a text about caches, keys and values.\n" for i in range(400))
+    )
+    code.write_text("".join(f"def f{i}(x): return x * {i} + 1\n" for i in range(400)))
+    return prose, code
+
+
+def stability_json(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    done = kvprof("stability", *arguments, "--json", path, "--force")
+    assert done.code == 0, done.stderr
+    result = json.loads(path.read_text())
+    validate_result(result)
+    return result
+
+
+def averages(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in result["data"]["curves"] if row["layer"] is None]
+
+
+def test_every_curve_has_its_keys_and_the_noise_floor_is_among_them(
+    tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    result = stability_json(
+        tmp_path, tiny_folder, *SWEEP, "--against", texts[0], "--against", texts[1], "--seeds", 2
+    )
+    rows = result["data"]["curves"]
+    assert all(row.keys() >= CURVE_KEYS for row in rows)
+    assert {row["target"] for row in rows} == {"notes.txt", "code.txt", "random, another seed"}
+    assert {row["tokens"] for row in rows} == {128, 256, 512}
+    heads = [row for row in rows if row["layer"] is not None]
+    # 2 pairs, 3 targets, 3 counts, 2 seeds, 4 rank choices, 3 layers of 2 heads
+    assert len(heads) == 2 * 3 * 3 * 2 * 4 * 6
+    assert all(row["spread"] for row in averages(result))
+    for row in rows:
+        assert (row["extra_score_error"] is None) == (row["pair"] == "vo")
+        assert (row["extra_output_error"] is None) == (row["pair"] == "qk")
+        assert row["ratio_cluster_aligned"] <= row["ratio_sign_aligned"] + 1e-9 or row["ratio"] > 0
+
+
+def test_a_source_against_itself_differs_in_nothing(
+    tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    result = stability_json(
+        tmp_path, tiny_folder, *SWEEP, "--source", texts[0], "--against", texts[0]
+    )
+    own = [row for row in averages(result) if row["target"] == "notes.txt" and row["tokens"] == 512]
+    assert own
+    for row in own:
+        for figure in ("ratio", "subspace_distance", "principal_angle", "extra_energy_loss"):
+            assert row[figure] == pytest.approx(0, abs=1e-7), (figure, row)
+    fewer = [r for r in averages(result) if r["target"] == "notes.txt" and r["tokens"] == 128]
+    assert all(row["subspace_distance"] > 1e-3 for row in fewer)
+
+
+def test_claims_are_judged_and_fail_the_run_only_when_asked(
+    tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    arguments = (tiny_folder, *SWEEP, "--against", texts[0], "--seeds", 2)
+    claims = stability_json(tmp_path, *arguments)["data"]["claims"]
+    measured = [claim for claim in claims if claim["measured"] is not None]
+    assert measured
+    for claim in measured:
+        assert claim["holds"] is (claim["measured"] < claim["threshold"])
+        assert claim["interval"][0] <= claim["measured"] <= claim["interval"][1]
+    # 8K tokens were never reached: Fig. 14 is not judged, and that is no failure.
+    assert [claim["verdict"] for claim in claims if claim["measured"] is None]
+    kept = tmp_path / "kept.json"
+    done = kvprof("stability", *arguments, "--fail-on-claim", "--json", kept)
+    assert done.code == 4
+    assert "FDC" in done.error
+    assert json.loads(kept.read_text())["complete"] is True
+
+
+def test_lengths_are_told_apart_from_content(
+    tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    result = stability_json(
+        tmp_path, tiny_folder, "--tokens", "128,256", "--seq-len", 16, "--against-seq-len", 128,
+        "--against", texts[0], "--seeds", 1,
+    )  # fmt: skip
+    lengths = result["data"]["lengths"]
+    assert {row["pair"] for row in lengths} == {"qk", "vo"}
+    for row in lengths:
+        assert (row["seq_len_source"], row["seq_len_target"]) == (16, 128)
+        assert math.isfinite(row["cost"])
+        assert math.isfinite(row["cost_same_length"])
+    worse = [row for row in lengths if row["cost"] - row["cost_same_length"] > 0.01]
+    warned = [line for line in result["warnings"] if "its own length" in line]
+    assert len(warned) == len(worse)
+
+
+def test_saved_moments_serve_on_either_side(
+    tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moments = tmp_path / "random.safetensors"
+    arguments = ("--tokens", 512, "--seq-len", 64, "--save", moments)
+    assert kvprof("spectrum", tiny_folder, *arguments).code == 0
+    target = stability_json(tmp_path, tiny_folder, *SWEEP, "--against", moments, "--seeds", 1)
+    # Seed 0 at 512 tokens is what was saved: at the end of the sweep nothing differs.
+    last = [r for r in averages(target) if r["target"] == moments.name and r["tokens"] == 512]
+    assert all(row["extra_energy_loss"] == pytest.approx(0, abs=1e-9) for row in last)
+    source = stability_json(tmp_path, tiny_folder, "--source", moments, "--against", texts[0],
+                            "--against-tokens", 512, "--seq-len", 64, "--tokens", 512)  # fmt: skip
+    assert {row["tokens"] for row in source["data"]["curves"] if row["target"] == "notes.txt"} == {
+        512
+    }
+    assert source["data"]["recommendation"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--tokens", "8k"], 2, "one count is no sweep"),
+        (["--tokens", "100,200", "--seq-len", "64"], 2, "no multiple"),
+        (["--tokens", "128,256", "--pairs", "qk,xx"], 2, "'xx'"),
+        (["--tokens", "128,256", "--ranks", "64"], 2, "--ranks"),
+        (["--tokens", "128,256", "--against", "nowhere"], 2, "nowhere"),
+        (["--tokens", "128,256", "--seeds", "0"], 2, "--seeds"),
+        (["--tokens", "128,256", "--against-seq-len", "4k"], 2, "context"),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_code(
+    tiny_folder: Path, texts: tuple[Path, Path], arguments: list[str], code: int, says: str
+) -> None:
+    targets = [] if "--against" in arguments else ["--against", texts[0]]
+    done = kvprof("stability", tiny_folder, *arguments, *targets)
+    assert says in done.error
+    assert done.code == code
+    assert done.stdout == ""
+
+
+def test_a_text_that_is_too_short_is_found_out_before_anything_runs(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("only a little\n" * 10)
+    done = kvprof(
+        "stability", tiny_folder, "--tokens", "256,512", "--seq-len", 64, "--against", short
+    )
+    assert done.code == 2
+    assert "short.txt" in done.error
+    assert "passes" not in done.stderr
+
+
+def test_moments_of_another_model_are_refused(
+    tiny_folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    moments = tmp_path / "other.safetensors"
+    done = kvprof("spectrum", other_folder, "--tokens", 128, "--seq-len", 64, "--save", moments)
+    assert done.code == 0
+    done = kvprof("stability", tiny_folder, *SWEEP, "--against", moments)
+    assert done.code == 2
+    assert "other.safetensors" in done.error
+
+
+def test_ctrl_c_keeps_the_passes_that_were_done(
+    tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "partial.json"
+
+    def press() -> None:
+        while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    done = kvprof(
+        "stability", tiny_folder, "--tokens", "64,128", "--seq-len", 64, "--against", texts[0],
+        "--seeds", 5000, "--json", path, "--against-tokens", 256,
+    )  # fmt: skip
+    presser.join()
+    assert done.code == 130
+    result = json.loads(path.read_text())
+    validate_result(result)
+    assert result["complete"] is False
+    assert 1 <= len(result["inputs"]["seeds"]) < 5000
+    assert result["data"]["curves"]

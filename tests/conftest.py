@@ -1,0 +1,26 @@
+"""What all tests share: few threads, and a tiny model folder with a tokenizer of its own."""
+
+import os
+from pathlib import Path
+
+# Several test processes share few cores; threads that wait for each other only slow them down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny random Llama (3 layers, 2 KV heads of 16) and a tokenizer."""
+    from tests.models.folder import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same model with other weights."""
+    from tests.models.folder import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("other"), seed=1)

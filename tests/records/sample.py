@@ -1,0 +1,79 @@
+"""A small, valid result of each kind."""
+
+from typing import Any
+
+from kvprof.records.result import build_result
+
+ENVIRONMENT: dict[str, Any] = {
+    "kvprof": {"version": "0.1.0", "git": None},
+    "python": "3.12.1",
+    "platform": "Linux",
+    "cpu": {"model": "some CPU", "cores": None, "threads": 2},
+    "memory_bytes": 2**34,
+    "packages": {"torch": "2.13.0", "triton": None},
+    "gpus": [],
+}
+
+
+def spectrum_result(**changes: Any) -> dict[str, Any]:
+    """Two layers that differ in heads and in width."""
+    values = [[[3.0, 1.0, 0.5], [2.0, 1.5, 0.0]], [[4.0, 1.0]]]
+    ranks = [[2, 1], [1]]
+    pair = {
+        "singular_values": values,
+        "mean": [3.0, 1.1666666666666667, 0.25],
+        "cv_of_max": 0.27,
+        "effective_rank": [[1.9, 1.7], [1.2]],
+        "energy_kept": values,
+    }
+    removal = {
+        "removal_rate": 0.05,
+        "dim_rate": 0.25,
+        "dim_rate_rounded": 0.0,
+        "grid": 16,
+        "ranks_qk": ranks,
+        "ranks_vo": ranks,
+        "rounded_ranks_qk": ranks,
+        "rounded_ranks_vo": ranks,
+    }
+    data = {"pairs": {"qk": pair, "vo": pair}, "removal": [removal]}
+    settings: dict[str, Any] = {"environment": ENVIRONMENT, "inputs": {"seed": 0}, "data": data}
+    return build_result("spectrum", **settings | changes)
+
+
+def stability_result() -> dict[str, Any]:
+    curve = {
+        "pair": "qk",
+        "source": "random",
+        "target": "prose",
+        "tokens": 1024,
+        "seq_len_source": 512,
+        "seq_len_target": 512,
+        "seed": 0,
+        "layer": 1,
+        "kv_head": 0,
+        "rank": 32,
+        "removal_rate": None,
+        "ratio": 1.3,
+        "ratio_sign_aligned": 0.2,
+        "ratio_cluster_aligned": None,
+        "subspace_distance": 0.1,
+        "principal_angle": 0.3,
+        "extra_energy_loss": 0.01,
+        "extra_score_error": 0.02,
+        "extra_output_error": None,
+    }
+    average = curve | {"seed": None, "layer": None, "kv_head": None, "rank": 31.5}
+    claim = {
+        "claim": "8K tokens are enough",
+        "threshold": 0.05,
+        "measured": 0.04,
+        "interval": [0.03, 0.05],
+        "verdict": "holds",
+    }
+    data = {
+        "curves": [curve, average | {"spread": {"ratio": [1.1, 1.4]}}],
+        "claims": [claim, claim | {"measured": None, "interval": None, "verdict": "not judged"}],
+        "recommendation": {"tokens": 8192},
+    }
+    return build_result("stability", environment=ENVIRONMENT, inputs={}, data=data)

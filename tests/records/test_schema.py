@@ -1,0 +1,84 @@
+import copy
+import re
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from kvprof.records.schema import kinds, result_schema, validate_result
+from tests.records.sample import spectrum_result, stability_result
+
+
+def test_the_schema_is_itself_valid_and_covers_every_kind() -> None:
+    schema = result_schema()
+    Draft202012Validator.check_schema(schema)
+    assert set(kinds()) >= {"spectrum", "stability", "doctor"}
+    assert schema["properties"]["kind"]["enum"] == list(kinds())
+
+
+@pytest.mark.parametrize("result", [spectrum_result(), stability_result()])
+def test_valid_results_pass_here_and_in_plain_jsonschema(result: dict[str, Any]) -> None:
+    validate_result(result)
+    Draft202012Validator(result_schema()).validate(result)
+
+
+def test_more_than_the_schema_names_is_allowed_in_data() -> None:
+    result = spectrum_result()
+    result["data"]["first_position"] = {"token_share": 0.1}
+    result["data"]["removal"][0]["dim_rate_without_first"] = 0.2
+    validate_result(result)
+
+
+def damaged(path: list[Any], value: Any = None, *, drop: bool = False) -> dict[str, Any]:
+    result = copy.deepcopy(spectrum_result())
+    target: Any = result
+    for step in path[:-1]:
+        target = target[step]
+    if drop:
+        del target[path[-1]]
+    else:
+        target[path[-1]] = value
+    return result
+
+
+# Each of them lies where the validator takes its short cut for plain types, or beside it.
+VALUES = ["data", "pairs", "qk", "singular_values", 0, 1, 2]
+DAMAGES = [
+    (damaged(VALUES, "0.5"), "data.pairs.qk.singular_values[0][1][2]"),
+    (damaged(VALUES, True), "data.pairs.qk.singular_values[0][1][2]"),
+    (damaged(VALUES, None), "data.pairs.qk.singular_values[0][1][2]"),
+    (damaged(VALUES[:-1], 3.0), "data.pairs.qk.singular_values[0][1]"),
+    (damaged(["data", "removal", 0, "ranks_qk", 0, 0], 1.5), "data.removal[0].ranks_qk[0][0]"),
+    (damaged(["data", "removal", 0, "removal_rate"], 1.0), "data.removal[0].removal_rate"),
+    (damaged(["data", "removal", 0, "dim_rate"], "a"), "data.removal[0].dim_rate"),
+    (damaged(["data", "pairs", "vo", "mean"], drop=True), "data.pairs.vo"),
+    (damaged(["data", "removal"], drop=True), "data"),
+    (damaged(["data"], []), "data"),
+    (damaged(["complete"], 1), "complete"),
+    (damaged(["complete"], False), "incomplete_reason"),
+    (damaged(["created"], "yesterday"), "created"),
+    (damaged(["environment", "cpu", "threads"], "2"), "environment.cpu.threads"),
+    (damaged(["kind"], "spectra"), "kind"),
+    (damaged(["warnings"], [3]), "warnings[0]"),
+]
+
+
+@pytest.mark.parametrize(("result", "place"), DAMAGES)
+def test_what_is_wrong_is_named_with_its_place(result: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(place)}: ") as caught:
+        validate_result(result)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("result", [result for result, _ in DAMAGES])
+def test_the_short_cut_accepts_nothing_that_jsonschema_refuses(result: dict[str, Any]) -> None:
+    assert not Draft202012Validator(result_schema()).is_valid(result)
+
+
+def test_a_row_of_a_curve_must_carry_every_key() -> None:
+    result = stability_result()
+    del result["data"]["curves"][1]["principal_angle"]
+    with pytest.raises(ValueError, match="principal_angle") as caught:
+        validate_result(result)
+    assert str(caught.value).startswith("data.curves[1]: ")

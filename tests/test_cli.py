@@ -1,0 +1,348 @@
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvprof import cli
+from kvprof.cli import COMMANDS
+from kvprof.errors import (
+    ClaimNotMetError,
+    ExitCode,
+    FailedError,
+    KvprofError,
+    LackingError,
+    UsageError,
+)
+from kvprof.requirements import COMMAND_NEEDS
+from kvprof.version import __version__
+from tests.commands.running import kvprof
+
+HEAVY = ("torch", "transformers", "triton", "textual", "numpy", "scipy")
+ROOT = Path(cli.__file__).parents[1]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def modules_after(*arguments: str) -> set[str]:
+    """Return the names of the modules that a run of the command line has loaded."""
+    done = python(
+        "import atexit, sys\n"
+        "from kvprof.cli import main\n"
+        "atexit.register(lambda: print('\\nLOADED', *sys.modules, file=sys.stderr))\n"
+        f"sys.argv = {['kvprof', *arguments]}\n"
+        "main()\n"
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.rpartition("LOADED ")[2].split())
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Put a function in the place of the first command's own."""
+
+    def install(function: Callable[..., Any]) -> None:
+        name = COMMANDS[0].name
+        module = ModuleType(name)
+        setattr(module, name, function)
+        monkeypatch.setitem(sys.modules, f"kvprof.commands.{name}", module)
+
+    return install
+
+
+def raising(problem: BaseException) -> Callable[[], None]:
+    def run() -> None:
+        """Fail."""
+        raise problem
+
+    return run
+
+
+# --- what is loaded -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ()])
+def test_the_top_level_loads_neither_a_command_nor_anything_heavy(
+    arguments: tuple[str, ...],
+) -> None:
+    loaded = modules_after(*arguments)
+    assert "kvprof.cli" in loaded
+    assert not loaded.intersection(HEAVY)
+    assert not [name for name in loaded if name.startswith("kvprof.commands")]
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in COMMANDS])
+def test_a_commands_help_loads_its_module_alone_and_no_torch(name: str) -> None:
+    loaded = modules_after(name, "--help")
+    assert f"kvprof.commands.{name}" in loaded
+    assert not loaded.intersection(("torch", "transformers", "triton", "textual"))
+    others = {f"kvprof.commands.{entry.name}" for entry in COMMANDS if entry.name != name}
+    assert not loaded & others
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in COMMANDS])
+def test_every_command_listed_exists_and_doctor_knows_its_needs(name: str) -> None:
+    assert callable(getattr(import_module(f"kvprof.commands.{name}"), name))
+    assert name in COMMAND_NEEDS
+
+
+# --- help and completion --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",), ()])
+def test_help_lists_every_command_and_the_exit_codes(arguments: tuple[str, ...]) -> None:
+    done = kvprof(*arguments)
+    assert done.code == 0
+    for entry in COMMANDS:
+        assert re.search(rf"^  {entry.name} +{re.escape(entry.help[:20])}", done.stdout, re.M)
+    for code in ExitCode:
+        assert re.search(rf"\b{code:d}\b", done.stdout)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_help_ends_before_a_numpy_docstrings_sections(command: Any) -> None:
+    def run() -> None:
+        """Do it.
+
+        At length [with brackets].
+
+        Parameters
+        ----------
+        hidden : int
+        """
+
+    command(run)
+    text = kvprof(COMMANDS[0].name, "--help").stdout
+    assert "At length [with brackets]." in text
+    assert "hidden" not in text
+
+
+def test_version() -> None:
+    assert kvprof("--version").stdout == f"kvprof {__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands_and_their_options(shell: str) -> None:
+    def complete(words: str) -> str:
+        return python(
+            "from kvprof.cli import main; main()",
+            _KVPROF_COMPLETE=f"complete_{shell}",
+            COMP_WORDS=words,
+            COMP_CWORD=str(words.count(" ")),
+            _TYPER_COMPLETE_ARGS=words,
+            _TYPER_COMPLETE_FISH_ACTION="get-args",
+        ).stdout
+
+    assert "doctor" in complete("kvprof do")
+    assert "spectrum" not in complete("kvprof do")
+    assert "--measure" in complete("kvprof doctor --me")
+
+
+def test_completion_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise the shell is looked for among the parent processes.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = python(
+        "import sys; from kvprof.cli import main\n"
+        "sys.argv = ['kvprof', '--show-completion', 'bash']; main()"
+    )
+    assert done.returncode == 0
+    assert "_KVPROF_COMPLETE" in done.stdout
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("doctr",), "No such command 'doctr'. Did you mean 'doctor'?"),
+        (("frobnicate",), "No such command 'frobnicate'"),
+        (("--nope",), "No such option: --nope"),
+        (("doctor", "--mesure"), "--measure"),
+        (("doctor", "extra"), "extra"),
+        (("doctor", "--json"), "--json"),
+        (("spectrum", "--seed", "many"), "'--seed'.*, not 'many'"),
+        (("spectrum", "--seed", "-1"), "'--seed'.*, not"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_2(arguments: tuple[str, ...], said: str) -> None:
+    done = kvprof(*arguments)
+    assert done.code == ExitCode.USAGE
+    assert done.stdout == ""
+    assert re.search(said.replace("?", r"\?"), done.error)
+    assert "--help" in done.error
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (FailedError("the weights hold NaN"), 1),
+        (UsageError("no tokens asked for"), 2),
+        (LackingError("no GPU"), 3),
+        (ClaimNotMetError("claim 1 does not hold"), 4),
+    ],
+)
+def test_our_own_errors_are_their_line_and_their_code(
+    problem: KvprofError, code: int, command: Any
+) -> None:
+    command(raising(problem))
+    done = kvprof(COMMANDS[0].name)
+    assert (done.code, done.stdout, done.stderr) == (code, "", f"kvprof: {problem}\n")
+
+
+def test_what_nobody_thought_of_is_one_line_that_says_how_to_see_more(command: Any) -> None:
+    command(raising(ZeroDivisionError("division\nby zero")))
+    done = kvprof(COMMANDS[0].name)
+    assert done.code == ExitCode.FAILED
+    assert done.error.startswith("kvprof: internal error: ZeroDivisionError: division by zero;")
+    assert "--debug" in done.error
+    assert "KVPROF_DEBUG" in done.error
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_debug_shows_the_traceback_too(
+    how: str, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(raising(ZeroDivisionError("by zero")))
+    if how == "variable":
+        monkeypatch.setenv("KVPROF_DEBUG", "1")
+    options = ["--debug"] if how == "option" else []
+    result = CliRunner().invoke(cli.app, [*options, COMMANDS[0].name])
+    assert result.exit_code == ExitCode.FAILED
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.endswith("kvprof: internal error: ZeroDivisionError: by zero\n")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Stands for torch's, which is recognised by its name."""
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_no_memory_is_something_that_the_machine_lacks(problem: Exception, command: Any) -> None:
+    command(raising(problem))
+    done = kvprof(COMMANDS[0].name)
+    assert done.code == ExitCode.LACKING
+    assert done.error.startswith("kvprof: out of memory: ")
+    assert str(problem) in done.error
+
+
+def test_torchs_own_error_is_recognised(command: Any) -> None:
+    import torch
+
+    command(raising(torch.OutOfMemoryError("CUDA out of memory")))
+    assert kvprof(COMMANDS[0].name).code == ExitCode.LACKING
+
+
+def test_a_missing_package_is_something_that_the_machine_lacks(command: Any) -> None:
+    command(raising(ModuleNotFoundError("No module named 'scipy'", name="scipy")))
+    done = kvprof(COMMANDS[0].name)
+    assert done.code == ExitCode.LACKING
+    assert "'scipy' is missing" in done.error
+    command(raising(ModuleNotFoundError("No module named 'kvprof.x'", name="kvprof.x")))
+    assert "internal error" in kvprof(COMMANDS[0].name).error
+
+
+def test_a_full_disk_is_told(command: Any) -> None:
+    command(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/result.json")))
+    done = kvprof(COMMANDS[0].name)
+    assert done.code == ExitCode.FAILED
+    assert done.error == "kvprof: No space left on device: run/result.json"
+
+
+def test_an_interrupt_is_130_and_one_line(command: Any) -> None:
+    command(raising(KeyboardInterrupt()))
+    done = kvprof(COMMANDS[0].name)
+    assert done.code == ExitCode.INTERRUPTED
+    assert "interrupted" in done.error
+
+
+def test_a_commands_own_exit_code_is_kept_without_a_word(command: Any) -> None:
+    command(raising(typer.Exit(ExitCode.INTERRUPTED)))
+    done = kvprof(COMMANDS[0].name)
+    assert (done.code, done.stderr) == (130, "")
+
+
+# --- as a process ---------------------------------------------------------------------------
+
+RUN = (
+    "import sys, types\n"
+    "from kvprof import cli\n"
+    "module = types.ModuleType('doctor')\n"
+    "def doctor() -> None:\n"
+    "    {body}\n"
+    "module.doctor = doctor\n"
+    "sys.modules['kvprof.commands.doctor'] = module\n"
+    "sys.argv = ['kvprof', 'doctor']\n"
+    "cli.main()\n"
+)
+
+
+def process(body: str, **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN.format(body=body)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_ctrl_c_ends_a_process_in_one_line() -> None:
+    body = "print('ready', flush=True); import time; time.sleep(60)"
+    running = process(body, stdout=subprocess.PIPE)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert said.startswith("kvprof: interrupted")
+    assert said.count("\n") == 1
+
+
+def test_a_reader_that_leaves_early_hears_nothing() -> None:
+    reading, writing = os.pipe()
+    running = process("[print('x' * 100) for _ in range(10000)]", stdout=writing)
+    os.close(writing)
+    os.close(reading)
+    _, said = running.communicate(timeout=30)
+    assert (running.returncode, said) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("body", ["print('x')", "print('x' * 100_000)"])
+def test_a_full_disk_behind_stdout_is_told_once(body: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        running = process(body, stdout=full)
+        _, said = running.communicate(timeout=30)
+    assert running.returncode == 1
+    assert said == "kvprof: No space left on device: writing the output\n"

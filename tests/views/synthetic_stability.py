@@ -1,0 +1,121 @@
+"""Stability results as `kvprof stability` writes them, from made-up moments, without a model."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.analysis.factors import PairFactors
+from kvprof.analysis.stability_data import stability_data
+from kvprof.analysis.stability_study import RankChoice, Run
+from kvprof.records.result import build_result
+
+COUNTS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+def stability_result(
+    *,
+    source: str = "random",
+    targets: Sequence[str] = ("prose", "code", "tasks"),
+    pairs: Sequence[str] = ("qk", "vo"),
+    counts: Sequence[int] = COUNTS,
+    seeds: int = 3,
+    heads: Sequence[int] = (2, 2, 2),
+    widths: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    removal: Sequence[float] = (0.05, 0.1),
+    apart: float = 0.2,
+    noise_floor: bool = True,
+    seq_lens: tuple[int, int] = (1024, 1024),
+    complete: bool = True,
+    warnings: Sequence[str] = (),
+    model: str | None = "reference",
+) -> dict[str, Any]:
+    """Heads and widths per layer; `apart` is how far each dataset is from random tokens."""
+    widths = tuple(widths or (32,) * len(heads))
+    shape = tuple(zip(heads, widths, strict=True))
+    ranks = list(ranks or (max(1, max(widths) // 4), max(1, max(widths) // 2)))
+    random = source == "random"
+
+    def run(name: str, seed: int | None, tokens: Sequence[int], length: int, away: float) -> Run:
+        snapshots = {
+            n: {pair: _factors(pair, shape, away, name, seed or 0, n) for pair in pairs}
+            for n in tokens
+        }
+        return Run(name, seed, length, snapshots)
+
+    if random:
+        sources = [run(source, seed, counts, seq_lens[0], 0.0) for seed in range(seeds)]
+    else:
+        sources = [run(source, None, counts, seq_lens[0], apart / 2)]
+    noise = []
+    if noise_floor and (not random or seeds == 1):
+        first = 1 if random else 0
+        noise = [run("random", s, COUNTS, seq_lens[0], 0.0) for s in range(first, 3 - first)]
+    longest = (max(counts),)
+    judged = [
+        run(name, None, longest, seq_lens[1], apart * (1 + i)) for i, name in enumerate(targets)
+    ]
+    short = [
+        run(name, None, longest, seq_lens[0], 0.5 * apart * (1 + i))
+        for i, name in enumerate(targets)
+        if max(seq_lens) > 2 * min(seq_lens)
+    ]
+    choices = [*map(RankChoice, ranks), *(RankChoice(removal_rate=rate) for rate in removal)]
+    data, found = stability_data(
+        sources, noise, judged, short, pairs, choices, random_source=random
+    )
+    inputs = {
+        "model": model,
+        "fingerprint": "ab12cd34ef56",
+        "dtype": "float32" if model else None,
+        "device": "cpu" if model else None,
+        "source": source,
+        "targets": list(targets),
+        "pairs": list(pairs),
+        "tokens": list(counts),
+        "target_tokens": max(counts),
+        "seeds": [one.seed for one in sources],
+        "seq_len": seq_lens[0],
+        "target_seq_len": seq_lens[1],
+        "ranks": ranks,
+        "removal": list(removal),
+        "batch_size": 8,
+    }
+    return build_result(
+        "stability",
+        environment={},
+        inputs=inputs,
+        data=data,
+        warnings=[*warnings, *found],
+        complete=complete,
+    )
+
+
+@functools.cache
+def _factors(
+    pair: str, shape: tuple[tuple[int, int], ...], away: float, name: str, seed: int, tokens: int
+) -> PairFactors:
+    """Turn a fixed rotation by `away` and blur it as so many tokens would."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + seed)
+    fixed = torch.Generator().manual_seed(len(pair) + ord(pair[0]))
+    grams, lefts, rights = [], [], []
+    for layer, (heads, width) in enumerate(shape):
+        decay = torch.exp(-torch.arange(width, dtype=torch.float64) * 8 / width)
+        start = _orthogonal(torch.randn(heads, width, width, generator=fixed, dtype=torch.float64))
+        turn = torch.randn(heads, width, width, generator=fixed, dtype=torch.float64)
+        skew = (turn - turn.mT) * away * (1 + layer) / width**0.5 / len(shape)
+        basis = start @ torch.matrix_exp(skew)
+        blur = torch.randn(heads, width, width, generator=generator, dtype=torch.float64)
+        root = basis * decay.sqrt() @ (torch.eye(width) + blur * (2 / tokens) ** 0.5)
+        gram = root @ root.mT
+        grams.append(gram)
+        lefts.append(0.6 * gram)
+        rights.append(0.4 * gram + 0.001 * torch.eye(width))
+    return PairFactors(grams, lefts, rights)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    return torch.linalg.qr(matrix)[0]

@@ -1,0 +1,73 @@
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from kvprof.errors import LackingError, UsageError
+from kvprof.views.figure import curves_figure, draw_map, figure_bytes, new_figure
+from kvprof.views.plot import Series
+
+TOKENS = [1024, 2048, 4096]
+CURVES = [
+    Series("prose", TOKENS, [1.5, None, 1.1], [1.4, None, 1.0], [1.6, None, 1.2]),
+    Series("code", TOKENS, [1.0, 0.9, 0.0]),
+]
+
+
+def drawn():
+    return curves_figure(
+        CURVES, title="T", x_label="tokens", y_label="ratio", log_x=True, log_y=True
+    )
+
+
+def test_svg_is_valid_and_the_same_every_time():
+    first, second = figure_bytes(drawn(), "svg"), figure_bytes(drawn(), "svg")
+    assert first == second
+    root = ET.fromstring(first)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert b"<dc:date>" not in first
+
+
+def test_png_is_valid_and_the_same_every_time():
+    first = figure_bytes(drawn(), "png", dpi=60)
+    assert first == figure_bytes(drawn(), "png", dpi=60)
+    assert first.startswith(b"\x89PNG\r\n\x1a\n")
+    assert first[-8:-4] == b"IEND"
+
+
+def test_token_axis_and_gaps():
+    axes = drawn().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "2k", "4k"]
+    prose, code = axes.get_lines()
+    assert prose.get_ydata()[0] == 1.5
+    assert prose.get_ydata()[1] != prose.get_ydata()[1]
+    assert code.get_ydata()[2] != code.get_ydata()[2]  # zero has no place on a log axis
+
+
+def test_map_says_its_figures_and_leaves_absent_heads_out():
+    axes = new_figure(3, 3).subplots()
+    draw_map(axes, [[16, 32], [48], [None, 96]], title="ranks")
+    texts = {tuple(map(round, t.get_position())): t.get_text() for t in axes.texts}
+    assert texts == {(0, 0): "16", (1, 0): "32", (0, 1): "48", (1, 2): "96"}
+
+
+def test_unknown_format():
+    with pytest.raises(UsageError, match="'pdf' is unknown; choose from svg, png"):
+        figure_bytes(drawn(), "pdf")
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(LackingError, match=r"pip install 'kvprof\[plot\]'"):
+        new_figure(1, 1)
+
+
+def test_views_load_without_matplotlib_plotext_torch_or_textual():
+    code = (
+        "import sys, kvprof.views.spectrum\n"
+        "print([m for m in ('matplotlib', 'plotext', 'torch', 'textual', 'transformers')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
