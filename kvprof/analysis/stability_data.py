@@ -51,11 +51,13 @@ def stability_data(
     Returns
     -------
     data : dict
-        ``curves``, ``claims``, ``recommendation``, ``clusters``, ``lengths``, ``unrelated_ratio``.
+        ``curves``, ``claims``, ``recommendation``, ``clusters``, ``lengths``, ``unrelated_ratio``,
+        ``negligible_cost``, and ``half_ranks``: the rank at which each pair's cost is read.
     warnings : list of str
         What a reader must know before believing it.
     """
-    siblings = [*sources, *noise] if random_source else list(noise)
+    # Runs with a seed of their own; a file of moments may hold the very tokens of one of them.
+    siblings = [run for run in (*sources, *noise) if run.seed is not None]
     floor = _noise_pairs(siblings)
     data_comparisons: Comparisons = {}
     floor_comparisons: Comparisons = {}
@@ -83,8 +85,13 @@ def stability_data(
         "lengths": lengths,
         "unrelated_ratio": {"unaligned": HAAR_RATIO[0], "sign_aligned": HAAR_RATIO[1]},
         "negligible_cost": NEGLIGIBLE_COST,
+        "half_ranks": {pair: given_rank(_any(data_comparisons, pair), 0.5) for pair in pairs},
     }
     return data, warnings
+
+
+def _any(comparisons: Comparisons, pair: str) -> Comparison:
+    return next(group[0] for (its, _), group in comparisons.items() if its == pair)
 
 
 def _noise_pairs(siblings: Sequence[Run]) -> list[tuple[Run, Run]]:

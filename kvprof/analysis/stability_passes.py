@@ -149,8 +149,15 @@ def run_pass(
         if moments.complete:
             snapshots[moments.tokens] = {pair: pair_factors(moments, pair) for pair in pairs}
     assert last is not None  # the iterator yields at least once or raises
-    seed = item.seed if item.source.kind is SourceKind.RANDOM else None
-    return Run(item.source.name, seed, seq_len, snapshots), last.fingerprint
+    is_random = item.source.kind is SourceKind.RANDOM
+    run = Run(
+        item.source.name,
+        item.seed if is_random else None,
+        seq_len,
+        snapshots,
+        random_tokens=is_random or last.info.get("source") == "random",
+    )
+    return run, last.fingerprint
 
 
 def _moments(

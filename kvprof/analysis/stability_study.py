@@ -81,12 +81,15 @@ class Run:
         Length of its sequences.
     snapshots : mapping of int to mapping of str to PairFactors
         By token count, then by pair.
+    random_tokens : bool
+        Whether the tokens were random, also when they come out of a file of moments.
     """
 
     name: str
     seed: int | None
     seq_len: int
     snapshots: Mapping[int, Mapping[str, PairFactors]]
+    random_tokens: bool = False
     _bases: dict[tuple[int, str], list[Stack]] = field(default_factory=dict, repr=False)
 
     def largest(self, pair: str) -> PairFactors:

@@ -102,6 +102,10 @@ def stability(
     outputs.check()
     counts = parse_counts(tokens, what="--tokens")
     offline = parse_source(source, what="--source")
+    if offline.tokens is not None:
+        raise UsageError(
+            f"--source {source}: the counts of a sweep come from --tokens; write --source random"
+        )
     datasets = _targets(against or ["prose", "code", "tasks"], offline)
     given_ranks = parse_counts(ranks, what="--ranks") if ranks else None
     rates = [] if removal == "none" else parse_rates(removal, what="--removal")
@@ -157,7 +161,7 @@ def stability(
             runs.get("target_short", []),
             chosen_pairs,
             choices,
-            random_source=offline.kind is SourceKind.RANDOM,
+            random_source=runs["source"][0].random_tokens,
         )
     if not complete:
         warnings.insert(0, "interrupted: the passes that were done are judged, the rest is missing")

@@ -184,12 +184,12 @@ def _first_position(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> lis
     if not first or not first["token_share"] or "dim_rate_without_first" not in chosen:
         return []
     shares = ", ".join(
-        f"{percent(first[f'energy_share_{key}'])} of {name}"
+        f"{first[f'energy_share_{key}']:.2%} of {name}"
         for key, name in (("q", "Q"), ("k", "K"), ("v", "V"))
     )
     return [
         paragraph(
-            f"The first position of each sequence is {percent(first['token_share'])} of the "
+            f"The first position of each sequence is {first['token_share']:.2%} of the "
             f"tokens and holds {shares} (energy). Without it (--skip-first 1) dim_rate at removal "
             f"rate {rate_text(chosen['removal_rate'])} would be "
             f"{chosen['dim_rate_without_first']:.3f} instead of {chosen['dim_rate']:.3f}.",

@@ -42,7 +42,8 @@ _RATIO = (
 _PRICE = (
     "Extra lost energy, extra score or output error: what the source's basis loses beyond the "
     "dataset's own at the same rank, relative to the dataset's own loss (as it is where that is "
-    "below 1e-6 of the energy). An error below zero is no mistake: the own basis is the best for the energy only."
+    "below 1e-6 of the energy). An error below zero is no mistake: the own basis is the best for "
+    "the energy only."
 )
 _SUBSPACE = (
     "Subspace distance: 0 for the same subspace, 1 for an orthogonal one. A rank with a removal "
@@ -158,9 +159,10 @@ def _heat_map(
     largest = max((abs(v) for row in values for v in row if v is not None), default=0.0)
     # Whole per cents where they tell heads apart.
     decimals = 0 if largest >= 0.2 else 1 if largest >= 0.02 else 2
+    which = f"{top.target} (the worst)" if len(datasets(curves)) > 1 else top.target
     title = (
-        f"{pair}: extra lost energy by layer and head in per cent, against {top.target} "
-        f"(the worst), {count(tokens)} tokens, rank {cost_rank(result, pair)}"
+        f"{pair}: extra lost energy by layer and head in per cent, against {which}, "
+        f"{count(tokens)} tokens, rank {cost_rank(result, pair)}"
     )
     shown = HeatMap(
         [[None if v is None else 100 * v for v in row] for row in values],

@@ -12,6 +12,7 @@ from kvprof.views.stability_data import Curve, cost_rank, curves_of, error_key
 __all__ = ["figure", "series", "spans_decades"]
 
 _PANEL = (3.0, 2.7)  # inches
+_NOTHING = 1e-9
 _ROUNDING = 1e-6
 _DECADES = 20.0
 
@@ -54,7 +55,10 @@ def spans_decades(drawn: Sequence[Series]) -> bool:
 
 
 def _scaled(value: float | None, scale: float) -> float | None:
-    return None if value is None else value * scale
+    if value is None:
+        return None
+    # A dataset against itself: what rounding leaves is no curve.
+    return 0.0 if abs(value) < _NOTHING else value * scale
 
 
 def figure(result: Mapping[str, Any]) -> Any:

@@ -45,7 +45,9 @@ def verdict(
         return ["Nothing was compared."]
     limit = result["data"].get("negligible_cost", 0.01)
     answers = [f"{pair}: {_answer(chosen[pair], limit)}." for pair in judged]
-    text = ["Is the rotation a property of this model? " + " ".join(answers)]
+    source = source_words(result["inputs"]["source"])
+    question = f"Is the rotation a property of this model, the same from {source} as from data?"
+    text = [" ".join([question, *answers])]
     text += [f"{pair}: {_evidence(result, pair, chosen[pair])}" for pair in judged]
     unrelated = _unrelated(result)
     text.append(
@@ -149,7 +151,7 @@ def advice(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]]) -> l
     """
     found = result["data"]["recommendation"]
     if found is None:
-        return ["None: it takes a sweep of two token counts or more."]
+        return ["No recommendation: it takes a sweep of two token counts or more."]
     source = source_words(result["inputs"]["source"])
     tokens = count(found["tokens"])
     if found["stopped_falling"]:

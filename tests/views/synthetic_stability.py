@@ -1,5 +1,6 @@
 """Stability results as `kvprof stability` writes them, from made-up moments, without a model."""
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -53,7 +54,7 @@ def stability_result(
     noise = []
     if noise_floor and (not random or seeds == 1):
         first = 1 if random else 0
-        noise = [run("random", s, COUNTS, seq_lens[0], 0.0) for s in range(first, 3 - first)]
+        noise = [run("random", s, counts, seq_lens[0], 0.0) for s in range(first, 3 - first)]
     longest = (max(counts),)
     judged = [
         run(name, None, longest, seq_lens[1], apart * (1 + i)) for i, name in enumerate(targets)
@@ -119,3 +120,40 @@ def _factors(
 
 def _orthogonal(matrix: Tensor) -> Tensor:
     return torch.linalg.qr(matrix)[0]
+
+
+SMALL = {"counts": (1024, 4096, 16384), "heads": (2, 2), "widths": (16, 16), "apart": 0.04}
+SHAPES = {
+    "plain": SMALL,
+    "one count": {**SMALL, "counts": (4096,)},
+    "one target": {**SMALL, "targets": ("prose",)},
+    "text": {**SMALL, "source": "a-file-with-a-rather-long-name.txt", "pairs": ("k", "v")},
+    "moments": {
+        **SMALL,
+        "source": "saved.safetensors",
+        "counts": (8192,),
+        "noise_floor": False,
+        "model": None,
+    },
+    "one seed": {**SMALL, "seeds": 1, "noise_floor": False},
+    "ragged": {**SMALL, "heads": (3, 1), "widths": (8, 16), "ranks": (4, 12)},
+    "lengths": {**SMALL, "seq_lens": (512, 2048)},
+    "many heads": {**SMALL, "heads": (40,), "widths": (8,), "pairs": ("vo",)},
+    "itself": {**SMALL, "source": "prose", "targets": ("prose",), "apart": 0.0},
+    "one dimension": {**SMALL, "heads": (1,), "widths": (1,), "seeds": 2},
+    "loud": {**SMALL, "complete": False, "warnings": ("interrupted", "[bold]literal[/bold]")},
+}
+_CACHE: dict[str, dict[str, Any]] = {}
+
+
+def made(name: str = "plain") -> dict[str, Any]:
+    """Return one of `SHAPES`, to be changed at will."""
+    if name not in _CACHE:
+        _CACHE[name] = stability_result(**SHAPES[name])
+    return copy.deepcopy(_CACHE[name])
+
+
+def averages(result: dict[str, Any], **keys: Any) -> list[dict[str, Any]]:
+    """Return the rows averaged over heads and seeds that have these values."""
+    rows = [row for row in result["data"]["curves"] if row["layer"] is None]
+    return [row for row in rows if all(row[key] == value for key, value in keys.items())]

@@ -1,0 +1,99 @@
+"""The installed script, in processes of its own, on the embedded reference model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+KVPROF = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'kvprof'; from kvprof.cli import main; main()",
+]
+
+
+def run(
+    *arguments: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVPROF, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def test_spectrum_of_the_reference_model(tmp_path: Path) -> None:
+    path = tmp_path / "spectrum.json"
+    done = run("spectrum", "--json", str(path), COLUMNS="80", NO_COLOR="1")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    result = json.loads(path.read_text())
+    assert result["inputs"]["tokens"] == 8192
+    pair = result["data"]["pairs"]["qk"]
+    assert len(pair["singular_values"]) >= 6
+    assert {len(layer) for layer in pair["singular_values"]} == {4}
+    # A trained model's keys are compact: far from what random weights give (nearly full rank).
+    removal = {row["removal_rate"]: row for row in result["data"]["removal"]}
+    assert removal[0.1]["dim_rate"] > 0.2
+
+
+def test_stability_of_the_reference_model_finds_a_noise_floor_below_the_data(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "stability.json"
+    done = run(
+        "stability", "--tokens", "1k,2k", "--against", "prose", "--seeds", "2", "--pairs", "qk",
+        "--json", str(path), COLUMNS="80",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads(path.read_text())["data"]["curves"] if row["layer"] is None]
+    cost = {
+        row["target"]: row["extra_energy_loss"]
+        for row in rows
+        if row["tokens"] == 2048 and row["rank"] == 64
+    }
+    assert cost["random, another seed"] < cost["prose"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is a console event there")
+def test_ctrl_c_from_the_terminal_keeps_the_result(tmp_path: Path) -> None:
+    path = tmp_path / "partial.json"
+    process = subprocess.Popen(
+        [
+            *KVPROF,
+            "spectrum",
+            "--tokens",
+            "16M",
+            "--seq-len",
+            "256",
+            "--batch-size",
+            "1",
+            "--json",
+            str(path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    # The line that announces the pass comes once the handler is in place.
+    while "tokens through" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    result = json.loads(path.read_text())
+    assert result["complete"] is False
+    assert result["inputs"]["tokens"] > 0
