@@ -30,7 +30,9 @@ def report_console() -> Console:
     Without a terminal the width is ``COLUMNS`` or 100, so that a piped report does not depend on
     where it was run; colour follows ``NO_COLOR`` and whether stdout is a terminal.
     """
-    piped = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS") or _PIPED_WIDTH)
+    stated = os.environ.get("COLUMNS", "")
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    piped = None if terminal else int(stated) if stated.isdecimal() else _PIPED_WIDTH
     console = Console(width=piped, highlight=False, soft_wrap=False)
     if console.width < MIN_WIDTH:
         console.width = MIN_WIDTH

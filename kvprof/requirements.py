@@ -116,12 +116,13 @@ def _metadata() -> tuple[str, dict[str, list[str]]]:
     """
     pyproject = Path(__file__).resolve().parent.parent / "pyproject.toml"
     if pyproject.is_file():
-        project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
-        extras = project["optional-dependencies"]
-        return project["requires-python"], {
-            "": project["dependencies"],
-            **{extra: lines for extra, lines in extras.items() if extra != "dev"},
-        }
+        project = tomllib.loads(pyproject.read_text("utf-8")).get("project", {})
+        if project.get("name") == "kvprof":
+            extras = project["optional-dependencies"]
+            return project["requires-python"], {
+                "": project["dependencies"],
+                **{extra: lines for extra, lines in extras.items() if extra != "dev"},
+            }
     own = metadata.metadata("kvprof")
     grouped: dict[str, list[str]] = {"": []}
     for line in metadata.requires("kvprof") or []:

@@ -32,6 +32,8 @@ def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
     if match is None:
         raise UsageError(f"{what}: {text!r} is not a count; write 8192, 8k or 1M (k is 1,024)")
     value = float(match[1]) * _FACTORS[match[2].lower()]
+    if value == float("inf"):
+        raise UsageError(f"{what}: {text[:20]}… is too large a number")
     if value != int(value):
         raise UsageError(f"{what}: {text!r} is {value:g}, not a whole number")
     if value < minimum:

@@ -177,12 +177,12 @@ def test_completion_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("doctr",), "No such command 'doctr'. Did you mean 'doctor'?"),
         (("frobnicate",), "No such command 'frobnicate'"),
-        (("--nope",), "No such option: --nope"),
+        (("--nope",), "No such option.*--nope"),
         (("doctor", "--mesure"), "--measure"),
         (("doctor", "extra"), "extra"),
         (("doctor", "--json"), "--json"),
-        (("spectrum", "--seed", "many"), "'--seed'.*, not 'many'"),
-        (("spectrum", "--seed", "-1"), "'--seed'.*, not"),
+        (("spectrum", "--seed", "many"), "'--seed'.*'many'"),
+        (("spectrum", "--seed", "-1"), "'--seed'.*-1"),
     ],
 )
 def test_wrong_usage_is_one_line_and_2(arguments: tuple[str, ...], said: str) -> None:
@@ -317,7 +317,9 @@ def process(body: str, **options: Any) -> "subprocess.Popen[str]":
 
 
 def test_ctrl_c_ends_a_process_in_one_line() -> None:
-    body = "print('ready', flush=True); import time; time.sleep(60)"
+    # What a shell starts in the background ignores Ctrl-C, and so would this process.
+    heed = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    body = f"{heed}; print('ready', flush=True); time.sleep(60)"
     running = process(body, stdout=subprocess.PIPE)
     assert running.stdout is not None
     assert running.stdout.readline() == "ready\n"

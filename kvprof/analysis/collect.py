@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvprof.analysis.joint import JOINT_KEYS, group_size, join_heads
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
@@ -37,6 +38,9 @@ class CollectOptions:
         Positions left out at the start of every sequence.
     pre_rope : bool
         Keep the moments of Q and K before RoPE too.
+    joint_heads : int or None
+        Keep the moments of V, and with `pre_rope` of K before RoPE, over groups of this many KV
+        heads too (Palu, TALE); None keeps none.
     """
 
     tokens: int | None
@@ -45,6 +49,7 @@ class CollectOptions:
     seed: int = 0
     skip_first: int = 0
     pre_rope: bool = False
+    joint_heads: int | None = None
 
 
 def model_tokens(loaded: LoadedModel) -> ModelTokens:
@@ -79,13 +84,16 @@ def model_tokens(loaded: LoadedModel) -> ModelTokens:
     return ModelTokens(loaded.vocab_size, loaded.special_ids, tokenize, prefix, separator, chat)
 
 
-def empty_moments(loaded: LoadedModel, *, pre_rope: bool = False) -> Moments:
+def empty_moments(
+    loaded: LoadedModel, *, pre_rope: bool = False, joint_heads: int | None = None
+) -> Moments:
     """Return moments of a model with nothing counted yet, the weights' own filled in.
 
     Raises
     ------
     UsageError
-        When a layer's output projection cannot be split by head.
+        When a layer's output projection cannot be split by head, or its KV heads not into groups
+        of `joint_heads`.
     """
     layers = []
     for index, layer in enumerate(loaded.layout.layers):
@@ -101,6 +109,12 @@ def empty_moments(loaded: LoadedModel, *, pre_rope: bool = False) -> Moments:
         shapes = {"q": query, "k": key, "v": (layer.num_kv_heads, layer.v_head_dim)}
         if pre_rope:
             shapes |= {"q_pre": query, "k_pre": key}
+        if joint_heads is not None:
+            size = group_size(joint_heads, layer.num_kv_heads)
+            for joint, vector in JOINT_KEYS.items():
+                if vector in shapes:
+                    heads, width = shapes[vector]
+                    shapes[joint] = (heads // size, width * size)
         layers.append(LayerMoments.empty(shapes, c_o, c_wv))
     return Moments(layers, loaded.fingerprint)
 
@@ -183,13 +197,20 @@ def collect_moments(
     FailedError
         When the model produces values that are not finite.
     """
-    moments = empty_moments(loaded, pre_rope=options.pre_rope)
+    moments = empty_moments(loaded, pre_rope=options.pre_rope, joint_heads=options.joint_heads)
     moments.info = _info(loaded, source, options)
 
     def receive(tap: Tap) -> None:
         vectors = {"q": tap.q, "k": tap.k, "v": tap.v}
         if tap.q_pre is not None and tap.k_pre is not None:
             vectors |= {"q_pre": tap.q_pre, "k_pre": tap.k_pre}
+        if options.joint_heads is not None:
+            size = group_size(options.joint_heads, tap.k.shape[1])
+            vectors |= {
+                joint: join_heads(vectors[vector], size)
+                for joint, vector in JOINT_KEYS.items()
+                if vector in vectors
+            }
         moments.add(tap.layer, vectors, skip_first=options.skip_first)
 
     stops = sorted(set(snapshots))

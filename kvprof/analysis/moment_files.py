@@ -36,6 +36,7 @@ def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
         "sequences": str(moments.sequences),
         "layers": str(len(moments.layers)),
         "info": json.dumps(moments.info, sort_keys=True),
+        "complete": str(int(moments.complete)),
     }
     save_tensors(path, tensors, metadata, format_name=FORMAT, force=force)
 
@@ -67,6 +68,7 @@ def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
             int(metadata["tokens"]),
             int(metadata["sequences"]),
             json.loads(metadata["info"]),
+            complete=bool(int(metadata["complete"])),
         )
     except (KeyError, ValueError) as cause:
         raise FailedError(f"{path.name}: damaged file of moments: {cause}") from None

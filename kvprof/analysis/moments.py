@@ -40,6 +40,8 @@ class LayerMoments:
     rest, first : dict of str to Tensor
         ``q`` and ``q_pre`` are ``[num_heads, d, d]``, ``k``, ``v`` and ``k_pre``
         ``[num_kv_heads, d, d]``; `first` holds position 0 of every sequence, `rest` the others.
+        ``v_joint`` and ``k_pre_joint``, where kept, are ``[groups, n*d, n*d]`` over the n heads
+        of a group (`kvprof.analysis.joint`).
     c_o : Tensor
         ``Σ_h W_O^h W_O^hᵀ`` over the query heads of each KV head, ``[num_kv_heads, d_v, d_v]``.
     c_wv : Tensor or None
@@ -152,19 +154,22 @@ class Moments:
         return replace(self, layers=layers, info=dict(self.info))
 
 
-def _accumulate(gram: Tensor, vector: Tensor) -> None:
-    """Add ``XᵀX`` of ``[batch, heads, T, d]`` to ``[heads, d, d]``, sequence by sequence.
+# Tokens that are widened to float64 at a time: enough for full speed, little memory.
+_BLOCK = 8192
 
-    Going through one sequence at a time keeps the float64 copy small and makes the sum
-    independent of how many sequences shared a batch.
+
+def _accumulate(gram: Tensor, vector: Tensor) -> None:
+    """Add ``XᵀX`` of ``[batch, heads, T, d]`` to ``[heads, d, d]``, block by block.
+
+    Going through one sequence at a time, in blocks, keeps the float64 copy small and makes the
+    sum independent of how many sequences shared a batch.
     """
-    if vector.shape[2] == 0:
-        return
     for sequence in vector:
-        wide = sequence.to(torch.float64)
-        if wide.is_cuda:
-            gram.baddbmm_(wide.transpose(1, 2), wide)
-        else:
-            # One product per head: twice as fast as the batched one on a CPU.
-            for head, block in enumerate(wide):
-                gram[head].addmm_(block.T, block)
+        for block in sequence.split(_BLOCK, dim=1):
+            wide = block.to(torch.float64)
+            if wide.is_cuda:
+                gram.baddbmm_(wide.transpose(1, 2), wide)
+            else:
+                # One product per head: twice as fast as the batched one on a CPU.
+                for head, rows in enumerate(wide):
+                    gram[head].addmm_(rows.T, rows)

@@ -40,6 +40,7 @@ def pair_gram(
     pair: str,
     *,
     value_weight_tokens: int | None = VALUE_WEIGHT_TOKENS,
+    paired: bool = False,
 ) -> Tensor:
     """Return the Gram matrix of the stacked vectors of a pair, ``[num_kv_heads, d, d]`` float64.
 
@@ -56,6 +57,9 @@ def pair_gram(
         One of `PAIRS`.
     value_weight_tokens : int or None
         Tokens that V counts for in ``vo``; None keeps the raw form, weighted by the tokens seen.
+    paired : bool
+        Weigh ``qk`` as summing FDC's pairs of each query head with its key head does,
+        ``C_q + G · C_k`` for a group of G query heads, instead of stacking the keys once.
 
     Raises
     ------
@@ -64,7 +68,8 @@ def pair_gram(
     """
     store: LayerMoments = moments.layers[layer]
     if pair == "qk":
-        return store.grouped("q") + store.gram("k")
+        group = store.rest["q"].shape[0] // store.rest["k"].shape[0]
+        return store.grouped("q") + (group if paired else 1) * store.gram("k")
     if pair == "vo":
         weight = 1.0 if value_weight_tokens is None else value_weight_tokens / moments.tokens
         return weight * store.gram("v") + store.c_o

@@ -26,6 +26,7 @@ def spectrum_data(
     *,
     grid: int = 16,
     value_weight_tokens: int | None = VALUE_WEIGHT_TOKENS,
+    paired: bool = False,
 ) -> dict[str, Any]:
     """Return the singular values of every pair, layer and head, and what removal rates give.
 
@@ -39,7 +40,7 @@ def spectrum_data(
         FDC's r; ranks are given only when both ``qk`` and ``vo`` are among the pairs.
     grid : int
         Multiple that ranks are rounded up to, beside the unrounded ones.
-    value_weight_tokens : int or None
+    value_weight_tokens, paired
         See `kvprof.analysis.pairs.pair_gram`.
 
     Returns
@@ -48,9 +49,15 @@ def spectrum_data(
         ``pairs``, ``removal`` and ``first_position`` as the result schema documents them. Lists
         are ``[layer][kv_head]``; layers may differ in heads and widths.
     """
-    values = {
-        pair: _values(moments, pair, value_weight_tokens=value_weight_tokens) for pair in pairs
-    }
+
+    def values_of(source: Moments, pair: str) -> list[Tensor]:
+        grams = (
+            pair_gram(source, layer, pair, value_weight_tokens=value_weight_tokens, paired=paired)
+            for layer in range(len(source.layers))
+        )
+        return [singular_values(gram).cpu() for gram in grams]
+
+    values = {pair: values_of(moments, pair) for pair in pairs}
     rows: list[dict[str, Any]] = []
     if "qk" in values and "vo" in values:
         rows = [
@@ -58,28 +65,15 @@ def spectrum_data(
         ]
         if moments.sequences:
             rest = _without_first(moments)
-            without = {
-                pair: _values(rest, pair, value_weight_tokens=value_weight_tokens)
-                for pair in ("qk", "vo")
-            }
+            without = values_of(rest, "qk"), values_of(rest, "vo")
             for row in rows:
-                row["dim_rate_without_first"] = removal(
-                    without["qk"], without["vo"], row["removal_rate"], grid=1
-                ).dim_rate
+                without_first = removal(*without, row["removal_rate"], grid=1)
+                row["dim_rate_without_first"] = without_first.dim_rate
     return {
         "pairs": {pair: _pair_data(layers) for pair, layers in values.items()},
         "removal": rows,
         "first_position": _first_position(moments),
     }
-
-
-def _values(moments: Moments, pair: str, *, value_weight_tokens: int | None) -> list[Tensor]:
-    return [
-        singular_values(
-            pair_gram(moments, layer, pair, value_weight_tokens=value_weight_tokens)
-        ).cpu()
-        for layer in range(len(moments.layers))
-    ]
 
 
 def _without_first(moments: Moments) -> Moments:

@@ -85,6 +85,8 @@ def seed_perturbation(grams: Tensor, target: Tensor) -> Tensor:
     Tensor
         ``[..., d − 1]``.
     """
+    if target.shape[-1] < 2:
+        return target.new_zeros(*target.shape[:-2], 0)
     mixing = (target.mT @ grams @ target).diagonal(offset=1, dim1=-2, dim2=-1)
     # The mean square over all pairs of seeds is twice the unbiased variance.
     return (2.0 * mixing.var(0, correction=1)).sqrt()

@@ -7,7 +7,7 @@ from kvprof.analysis.collect import CollectOptions, collect_moments
 from kvprof.analysis.factors import pair_factors
 from kvprof.analysis.moment_files import load_moments
 from kvprof.analysis.moments import Moments
-from kvprof.analysis.stability_study import Run
+from kvprof.analysis.stability_runs import Run
 from kvprof.models.load import LoadedModel
 from kvprof.sources.grammar import Source, SourceKind
 

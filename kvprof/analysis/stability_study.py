@@ -9,11 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprof.analysis.bases import eigenbasis
-from kvprof.analysis.factors import PairFactors
 from kvprof.analysis.spectrum import from_eigenvalues, removal_ranks
 from kvprof.analysis.stability import (
-    Loss,
     align_clusters,
     align_signs,
     clusters,
@@ -24,8 +21,9 @@ from kvprof.analysis.stability import (
     seed_perturbation,
     subspace_distance,
 )
+from kvprof.analysis.stability_runs import Run, Stack
 
-__all__ = ["FIGURES", "Comparison", "RankChoice", "Run", "average", "compare"]
+__all__ = ["FIGURES", "Comparison", "RankChoice", "average", "compare"]
 
 #: Figures of a curve's row that are averaged over heads and seeds.
 FIGURES = (
@@ -40,82 +38,6 @@ FIGURES = (
 )
 
 _RATIOS = FIGURES[:3]
-
-
-@dataclass(frozen=True)
-class Stack:
-    """All heads of one width, over all layers.
-
-    Attributes
-    ----------
-    heads : list of (layer, kv_head)
-        What each row is.
-    gram, left, right : Tensor
-        ``[n, d, d]``, as in `PairFactors`.
-    values, basis : Tensor
-        Eigenvalues ``[n, d]`` and eigenvectors ``[n, d, d]`` of `gram`, the largest first.
-    loss : Loss
-        What is lost when leading columns of the own basis are kept.
-    """
-
-    heads: list[tuple[int, int]]
-    gram: Tensor
-    left: Tensor
-    right: Tensor
-    values: Tensor
-    basis: Tensor
-    loss: Loss
-
-
-@dataclass
-class Run:
-    """The moments of one pass over one source.
-
-    Attributes
-    ----------
-    name : str
-        Of the source.
-    seed : int or None
-        For random tokens.
-    seq_len : int
-        Length of its sequences.
-    snapshots : mapping of int to mapping of str to PairFactors
-        By token count, then by pair.
-    random_tokens : bool
-        Whether the tokens were random, also when they come out of a file of moments.
-    """
-
-    name: str
-    seed: int | None
-    seq_len: int
-    snapshots: Mapping[int, Mapping[str, PairFactors]]
-    random_tokens: bool = False
-    _bases: dict[tuple[int, str], list[Stack]] = field(default_factory=dict, repr=False)
-
-    def largest(self, pair: str) -> PairFactors:
-        """Return the factors of `pair` at the largest token count."""
-        return self.snapshots[max(self.snapshots)][pair]
-
-    def stacks(self, tokens: int, pair: str) -> list[Stack]:
-        """Return all heads of a snapshot with their bases, stacked by width; computed once."""
-        if (tokens, pair) not in self._bases:
-            self._bases[tokens, pair] = _stack(self.snapshots[tokens][pair])
-        return self._bases[tokens, pair]
-
-
-def _stack(factors: PairFactors) -> list[Stack]:
-    stacks = []
-    for width in sorted({gram.shape[-1] for gram in factors.gram}):
-        layers = [i for i, gram in enumerate(factors.gram) if gram.shape[-1] == width]
-        gram, left, right = (
-            torch.cat([part[i] for i in layers])
-            for part in (factors.gram, factors.left, factors.right)
-        )
-        heads = [(i, head) for i in layers for head in range(len(factors.gram[i]))]
-        values, basis = eigenbasis(gram)
-        own = loss(gram, left, right, basis)
-        stacks.append(Stack(heads, gram, left, right, values, basis, own))
-    return stacks
 
 
 @dataclass(frozen=True)

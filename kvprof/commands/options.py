@@ -26,7 +26,7 @@ __all__ = [
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="A hub id, a local folder, or reference (embedded; the default).",
         show_default=False,
     ),

@@ -85,6 +85,10 @@ def spectrum(
         str,
         typer.Option("--vo-weight", help="Tokens that V counts for against W_O, or raw."),
     ] = "8k",
+    paired: Annotated[
+        bool,
+        typer.Option("--paired", help="qk as C_q + G·C_k, the sum of FDC's pairs per query head."),
+    ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
@@ -154,7 +158,9 @@ def spectrum(
         warnings.append(f"interrupted after {moments.tokens:,} tokens")
 
     with console.status("taking the spectra"):
-        data = spectrum_data(moments, chosen_pairs, rates, grid=grid, value_weight_tokens=weight)
+        data = spectrum_data(
+            moments, chosen_pairs, rates, grid=grid, value_weight_tokens=weight, paired=paired
+        )
     result = build_result(
         "spectrum",
         environment=collect_environment(),
@@ -164,6 +170,7 @@ def spectrum(
             chosen_pairs,
             grid=grid,
             weight=weight,
+            paired=paired,
             reason=DEFAULT_TOKENS_REASON if defaulted else None,
         ),
         data=data,
@@ -171,7 +178,7 @@ def spectrum(
         complete=moments.complete,
     )
     _show(result, outputs)
-    if not moments.complete:
+    if not moments.complete and chosen.kind is not SourceKind.MOMENTS:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
@@ -213,6 +220,7 @@ def _inputs(
     *,
     grid: int,
     weight: int | None,
+    paired: bool,
     reason: str | None,
 ) -> dict[str, Any]:
     """Return every resolved input, so that a reader can repeat the run."""
@@ -226,6 +234,7 @@ def _inputs(
         "pairs": list(pairs),
         "grid": grid,
         "value_weight_tokens": weight,
+        "paired": paired,
         "layers": len(moments.layers),
         "num_heads": first.rest["q"].shape[0],
         "num_kv_heads": first.rest["k"].shape[0],

@@ -35,7 +35,8 @@ from kvprof.sources.grammar import Source, SourceKind, parse_source
 
 if TYPE_CHECKING:
     from kvprof.analysis.stability_passes import StudyPlan
-    from kvprof.analysis.stability_study import RankChoice, Run
+    from kvprof.analysis.stability_runs import Run
+    from kvprof.analysis.stability_study import RankChoice
     from kvprof.models.load import LoadedModel
 
 

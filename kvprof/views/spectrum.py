@@ -279,6 +279,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
         "left out": f"first {inputs['skip_first']} tokens" if inputs.get("skip_first") else None,
         "dtype": f"{inputs['dtype']} on {inputs['device']}",
         "weight of V": _value_weight(inputs),
+        "qk": "C_q + G·C_k, paired per query head" if inputs.get("paired") else None,
         "default tokens": inputs.get("default_tokens_source"),
         "written": result.get("created"),
     }

@@ -7,7 +7,7 @@ from scipy.stats import ortho_group
 from torch import Tensor
 
 from kvprof.analysis.factors import PairFactors
-from kvprof.analysis.stability_study import Run
+from kvprof.analysis.stability_runs import Run
 
 Array = NDArray[np.float64]
 

@@ -66,6 +66,19 @@ def test_the_weight_of_v_decides_vo_only(tiny_folder: Path, tmp_path: Path) -> N
     assert scaled["qk"] == raw["qk"]
 
 
+def test_the_paired_form_counts_keys_once_per_query_head(tiny_folder: Path, tmp_path: Path) -> None:
+    def energy(pair: dict[str, Any]) -> Any:
+        return np.square(pair["singular_values"]).sum(-1)
+
+    arguments = (tiny_folder, *SMALL, "--pairs", "qk,q,k")
+    stacked = spectrum_json(tmp_path, *arguments)["data"]["pairs"]
+    paired = spectrum_json(tmp_path, *arguments, "--paired")["data"]["pairs"]
+    np.testing.assert_allclose(energy(stacked["qk"]), energy(stacked["q"]) + energy(stacked["k"]))
+    np.testing.assert_allclose(
+        energy(paired["qk"]), energy(stacked["q"]) + 2 * energy(stacked["k"])
+    )
+
+
 def test_saved_moments_give_the_same_spectrum_without_the_model(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

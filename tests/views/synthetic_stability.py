@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvprof.analysis.factors import PairFactors
 from kvprof.analysis.stability_data import stability_data
-from kvprof.analysis.stability_study import RankChoice, Run
+from kvprof.analysis.stability_runs import Run
+from kvprof.analysis.stability_study import RankChoice
 from kvprof.records.result import build_result
 
 COUNTS = (1024, 2048, 4096, 8192, 16384, 32768)
