@@ -1,0 +1,140 @@
+"""Training batches: windows of text that live on the device, task rows from worker processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from pathlib import Path
+
+import numpy as np
+import torch
+from encode import load_tokens
+from shapes import BOS, CONTEXT, EOS, PAD
+from tasks import SHARES, TASKS, TaskMaker
+from tokenizers import Tokenizer
+
+SHORTEST = 128
+ROWS_PER_CHUNK = 64
+SHORT_ANSWER_WEIGHT = 10
+LONG_ANSWER_WEIGHT = 4
+
+
+def task_rows(maker: TaskMaker, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Make rows of task instances packed to the full context.
+
+    Returns
+    -------
+    ids : numpy.ndarray, shape (rows, CONTEXT + 1), uint16
+    weights : numpy.ndarray, shape (rows, CONTEXT + 1), uint8
+        Weight of each token as a prediction target.
+    """
+    ids = np.full((rows, CONTEXT + 1), PAD, dtype=np.uint16)
+    weights = np.zeros((rows, CONTEXT + 1), dtype=np.uint8)
+    shares = [SHARES[task] for task in TASKS]
+    for row in range(rows):
+        at = 0
+        while CONTEXT - at >= SHORTEST:
+            room = CONTEXT - at - 2
+            wanted = int(np.exp(maker.rng.uniform(np.log(SHORTEST), np.log(CONTEXT))))
+            instance = maker.draw(str(maker.rng.choice(TASKS, p=shares)), min(room, wanted))
+            prompt, answer = instance.prompt, instance.answer
+            whole = [BOS, *prompt, *answer, EOS]
+            ids[row, at : at + len(whole)] = whole
+            weights[row, at + 1 : at + len(whole)] = 1
+            heavy = SHORT_ANSWER_WEIGHT if len(answer) < 9 else LONG_ANSWER_WEIGHT
+            start = at + 1 + len(prompt)
+            weights[row, start : start + len(answer)] = heavy
+            if at:
+                weights[row, at] = 0  # nothing says that another instance begins
+            at += len(whole)
+    return ids, weights
+
+
+def _work(out: multiprocessing.Queue, work: str, seed: int) -> None:
+    folder = Path(work)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    words = (folder / "words.txt").read_text().split()
+    tokens = find_tokens(folder)
+    maker = TaskMaker(tokenizer, tokens, words, seed)
+    while True:
+        out.put(task_rows(maker, ROWS_PER_CHUNK))
+
+
+def find_tokens(folder: Path) -> np.ndarray:
+    """Read the training tokens of a work folder, compressed or not."""
+    for name in ("train.bin", "train.bin.xz"):
+        if (folder / name).exists():
+            return load_tokens(folder / name)
+    raise FileNotFoundError(f"no train.bin in {folder}")
+
+
+class TaskStream:
+    """Task rows made ahead by worker processes, each with its own seed."""
+
+    def __init__(self, work: Path, seed: int, workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.queue: multiprocessing.Queue = context.Queue(maxsize=8 * workers)
+        self.workers = [
+            context.Process(
+                target=_work, args=(self.queue, str(work), seed + 7919 * i), daemon=True
+            )
+            for i in range(workers)
+        ]
+        for worker in self.workers:
+            worker.start()
+        self.ids = np.zeros((0, CONTEXT + 1), dtype=np.uint16)
+        self.weights = np.zeros((0, CONTEXT + 1), dtype=np.uint8)
+
+    def take(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the next ``rows`` rows."""
+        while len(self.ids) < rows:
+            try:
+                ids, weights = self.queue.get(timeout=120)
+            except queue.Empty as error:
+                raise RuntimeError("the workers that make task rows stopped") from error
+            self.ids = np.concatenate([self.ids, ids])
+            self.weights = np.concatenate([self.weights, weights])
+        head = self.ids[:rows], self.weights[:rows]
+        self.ids, self.weights = self.ids[rows:], self.weights[rows:]
+        return head
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.terminate()
+
+
+class TextStream:
+    """Windows of the training text, each led by ``<s>``; every epoch has a new offset and order.
+
+    The tokens stay on the device; a batch is one gather.
+    """
+
+    def __init__(self, tokens: np.ndarray, device: torch.device, seed: int) -> None:
+        self.tokens = torch.from_numpy(tokens.astype(np.int16)).to(device)
+        self.device = device
+        self.seed = seed
+        self.windows = (len(tokens) - CONTEXT - 1) // CONTEXT - 1
+        self.epoch = -1
+
+    def _begin(self, epoch: int) -> None:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        offset = int(torch.randint(0, CONTEXT, (1,), generator=generator))
+        order = torch.randperm(self.windows, generator=generator)
+        self.starts = (order * CONTEXT + offset).to(self.device)
+        self.epoch = epoch
+
+    def take(self, first: int, rows: int) -> torch.Tensor:
+        """Rows ``first`` to ``first + rows`` of the endless sequence, shape (rows, CONTEXT + 1)."""
+        parts = []
+        while rows:
+            epoch, at = divmod(first, self.windows)
+            if epoch != self.epoch:
+                self._begin(epoch)
+            count = min(rows, self.windows - at)
+            starts = self.starts[at : at + count]
+            index = starts[:, None] + torch.arange(CONTEXT, device=self.device)
+            parts.append(self.tokens[index].long())
+            first, rows = first + count, rows - count
+        body = torch.cat(parts)
+        return torch.cat([torch.full_like(body[:, :1], BOS), body], dim=1)
