@@ -58,7 +58,7 @@ class AttentionCall:
 
 
 @dataclass
-class _Interception:
+class Interception:
     implementation: str
     observe: Callable[[AttentionCall], None]
     rotations: list[Rotation] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Interception:
 
 # By the identity of every module of the models being watched: the registered functions are
 # global, the observers are not.
-_active: dict[int, _Interception] = {}
+_active: dict[int, Interception] = {}
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -144,7 +144,7 @@ for _implementation, _mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
 
 
 @contextmanager
-def _watched_rotations(decoder: PreTrainedModel, watching: _Interception) -> Iterator[None]:
+def watched_rotations(decoder: PreTrainedModel, watching: Interception) -> Iterator[None]:
     """Wrap the rotary functions that the decoder's attention modules look up in their file."""
     originals: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
 
@@ -205,7 +205,7 @@ def intercept(
         raise UsageError(f"{type(model).__name__} is being captured already; captures do not nest")
     before = decoder.config._attn_implementation
     own = before if before in _NAMES else "sdpa" if decoder._supports_sdpa else "eager"
-    watching = _Interception(own, observe)
+    watching = Interception(own, observe)
     with ExitStack() as stack:
         with quiet():
             stack.callback(_restore, decoder, before)
@@ -215,7 +215,7 @@ def intercept(
         _active.update(dict.fromkeys(identities, watching))
         stack.callback(lambda: [_active.pop(identity) for identity in identities])
         if rotary:
-            stack.enter_context(_watched_rotations(decoder, watching))
+            stack.enter_context(watched_rotations(decoder, watching))
         yield
 
 

@@ -1,0 +1,288 @@
+"""The bytes that a plan stores, counted as definitions demand: everything that lies in the cache.
+
+Latents, scales, zero points, outliers, full-precision windows, sinks, the rounding of ranks and
+what eviction keeps beside the tokens. Weights that grow are counted apart (`weight_bytes`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from kvprof.methods.plan import LayerPlan, Placement, Plan
+from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segments
+from kvprof.models.layout import ModelLayout
+
+__all__ = [
+    "CacheBytes",
+    "WeightBytes",
+    "bytes_at",
+    "compression_ratio",
+    "dim_rate",
+    "full_bytes",
+    "paper_rate",
+    "rate",
+    "weight_bytes",
+]
+
+_SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+_INDEX_BYTES = 2  # of an outlier's column
+_SCORE_BYTES = 4  # accumulated scores and Gumbel samples are float32
+_POSITION_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """What a cache holds, in bytes.
+
+    Attributes
+    ----------
+    keys, values : int
+        Latents or heads: packed codes, and unquantised rows that are neither sink nor window.
+    scales, zeros : int
+        Of the quantiser.
+    outliers : int
+        Values kept apart with their indices.
+    window : int
+        Rows that the quantiser has not reached yet, at full precision.
+    sinks : int
+        The first tokens, at full precision.
+    eviction : int
+        Accumulated scores, Gumbel samples, and positions where keys are rebuilt.
+    bases : int
+        The strawman's own bases per sequence and head.
+    """
+
+    keys: int = 0
+    values: int = 0
+    scales: int = 0
+    zeros: int = 0
+    outliers: int = 0
+    window: int = 0
+    sinks: int = 0
+    eviction: int = 0
+    bases: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, entry.name) for entry in fields(self))
+
+    def __add__(self, other: "CacheBytes") -> "CacheBytes":
+        return CacheBytes(
+            *(getattr(self, entry.name) + getattr(other, entry.name) for entry in fields(self))
+        )
+
+    def times(self, factor: int) -> "CacheBytes":
+        """Return the same for `factor` sequences."""
+        return CacheBytes(*(getattr(self, entry.name) * factor for entry in fields(self)))
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """What a plan changes about the weights, in bytes; negative where they shrink.
+
+    Attributes
+    ----------
+    online : int
+        Matrices that run beside the model's weights (``down``, ``up``).
+    folded : int
+        Growth of the projections that a basis is folded into.
+    kept_twice : int
+        The model's own W_O beside the folded one (lazy prefill).
+    """
+
+    online: int
+    folded: int
+    kept_twice: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.online + self.folded + self.kept_twice
+
+
+def bytes_at(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> CacheBytes:
+    """Return what the cache stores after `tokens` tokens, in bytes.
+
+    Allocator overhead and a static cache's unused capacity are not in it.
+
+    Parameters
+    ----------
+    plan : Plan
+    tokens : int
+        Seen per sequence.
+    itemsize : int
+        Bytes of a value in the model's dtype.
+    batch : int
+        Sequences of that length.
+    """
+    total = CacheBytes()
+    for layer in plan.layers:
+        total += _layer_bytes(plan, layer, tokens, itemsize)
+    return total.times(batch)
+
+
+def full_bytes(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> int:
+    """Return what the model's own cache would store: full width in the model's dtype."""
+    return batch * sum(
+        (tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1))
+        * _width(layer)
+        * itemsize
+        for layer in plan.layers
+    )
+
+
+def rate(plan: Plan, tokens: int, *, itemsize: int) -> float:
+    """Return ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens."""
+    full = full_bytes(plan, tokens, itemsize=itemsize)
+    return 1.0 - bytes_at(plan, tokens, itemsize=itemsize).total / full
+
+
+def compression_ratio(rate: float) -> float:
+    """Return ``1 / (1 - rate)``."""
+    return 1.0 / (1.0 - rate)
+
+
+def dim_rate(plan: Plan) -> float:
+    """Return FDC's rate, dimensions only: ``1 - Σ(r_k + r_v) / Σ(d_k + d_v)``.
+
+    Ranks of token levels count by the levels' shares; bits, sinks and eviction do not count.
+    """
+    return 1.0 - _weighted(plan, lambda bits: 1.0) / sum(map(_width, plan.layers))
+
+
+def paper_rate(plan: Plan, *, full_bits: int = 16) -> float:
+    """Return the rate as the papers count: dimensions, bits, tokens; no scales, windows or sinks.
+
+    TALE's 9.14×, KIVI's 8× at 2 bits and Palu's 8.89× (40 %, 3 bits) are this figure. Never show
+    it as bytes. Layers with a sliding window count as any other.
+    """
+    full = full_bits * sum(map(_width, plan.layers))
+    return 1.0 - _weighted(plan, lambda bits: bits or full_bits, evict=True) / full
+
+
+def weight_bytes(plan: Plan, layout: ModelLayout, *, itemsize: int) -> WeightBytes:
+    """Return what the plan adds to, or takes from, the model's weights.
+
+    Parameters
+    ----------
+    plan : Plan
+        For this model.
+    layout : ModelLayout
+        Its hidden size and query heads say how large W_Q, W_K, W_V and W_O are.
+    itemsize : int
+        Bytes of a weight.
+    """
+    online = folded = twice = 0
+    hidden = layout.hidden_size
+    for layer, facts in zip(plan.layers, layout.layers, strict=True):
+        for side in (layer.keys, layer.values):
+            for group in side.groups:
+                if group.down is None:
+                    continue
+                matrix = group.width * group.rank
+                if side.fold_down:
+                    folded += hidden * (group.rank - group.width)
+                else:
+                    online += matrix
+                if side.fold_up:
+                    # One [D, d] slice of W_Q or W_O per query head becomes [D, r].
+                    queries = group.heads * facts.group
+                    folded += hidden * queries * (group.rank - group.head_dim)
+                else:
+                    online += matrix
+        if plan.lazy and layer.values.fold_up:
+            twice += hidden * facts.num_heads * facts.v_head_dim
+    return WeightBytes(online * itemsize, folded * itemsize, twice * itemsize)
+
+
+def _layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, itemsize: int) -> CacheBytes:
+    total = CacheBytes()
+    quantiser = plan.quantiser
+    sink = min(plan.levels.sink, tokens) if layer.sliding_window is None else 0
+    for segment in segments(plan, layer, tokens):
+        in_sink = segment.stop <= sink
+        for groups, side, name in (
+            (layer.keys.groups, quantiser.keys if quantiser else None, "keys"),
+            (layer.values.groups, quantiser.values if quantiser else None, "values"),
+        ):
+            for group in groups:
+                rank = group.ranks[segment.level]
+                if segment.quantised and quantiser is not None and side is not None:
+                    total += _quantised(segment, rank, quantiser, side, name, itemsize)
+                    continue
+                # What a quantiser has still to reach is its window; without one it is just stored.
+                part = "sinks" if in_sink else "window" if side is not None else name
+                total += CacheBytes(**{part: segment.tokens * rank * itemsize})
+    total += CacheBytes(eviction=_eviction_bytes(plan, layer, tokens))
+    if plan.online_bases:
+        matrices = [
+            group.width * group.rank
+            for groups in (layer.keys.groups, layer.values.groups)
+            for group in groups
+            if group.down is None and not group.identity
+        ]
+        total += CacheBytes(bases=sum(matrices) * itemsize)
+    return total
+
+
+def _quantised(
+    segment: Segment, rank: int, quantiser: Quantiser, side: SideQuantiser, name: str, itemsize: int
+) -> CacheBytes:
+    tokens = segment.tokens
+    codes = tokens * math.ceil(rank * side.bits[segment.level] / 8)
+    if quantiser.kind == "fp8":
+        return CacheBytes(**{name: codes})
+    if side.axis == "channel":
+        assert side.group is not None  # check_plan has seen to it
+        scales = tokens // side.group * rank
+    else:
+        scales = tokens * math.ceil(rank / (side.group or rank))
+    width = _SCALE_BYTES[quantiser.scale_dtype]
+    # Decimal shares again: 0.01 * 300 is 3 outliers.
+    outliers = tokens * math.ceil(quantiser.outliers * rank - 1e-9)
+    return CacheBytes(
+        scales=scales * width,
+        zeros=scales * width,
+        outliers=outliers * (itemsize + _INDEX_BYTES),
+        **{name: codes},
+    )
+
+
+def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:
+    eviction = plan.eviction
+    if eviction is None or layer.sliding_window is not None:
+        return 0
+    stored = kept(eviction, tokens)
+    units = len(eviction_units(layer)) if eviction.kind != "recent" else 1
+    per_token = {"recent": 0, "h2o": _SCORE_BYTES, "keyformer": 2 * _SCORE_BYTES}[eviction.kind]
+    if layer.keys.placement is Placement.PRE_ROPE:
+        per_token += _POSITION_BYTES  # keys are rebuilt at the position they had
+    return stored * units * per_token
+
+
+def _width(layer: LayerPlan) -> int:
+    return sum(group.width for group in (*layer.keys.groups, *layer.values.groups))
+
+
+def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool = False) -> float:
+    """Return Σ over layers, groups and levels of share × rank × weight of its bits."""
+    total = 0.0
+    quantiser = plan.quantiser
+    top = len(plan.levels.shares) - 1
+    for layer in plan.layers:
+        levels = list(enumerate(plan.levels.shares))
+        if layer.sliding_window is not None:
+            levels = [(top, 1.0)]
+        elif evict and plan.eviction is not None:
+            levels = [(level, share * plan.eviction.keep) for level, share in levels]
+        quantised = quantises(plan, layer)
+        for groups, side in (
+            (layer.keys.groups, quantiser.keys if quantiser else None),
+            (layer.values.groups, quantiser.values if quantiser else None),
+        ):
+            for level, share in levels:
+                bits = side.bits[level] if quantised and side is not None else None
+                total += share * sum(group.ranks[level] for group in groups) * weigh(bits)
+    return total

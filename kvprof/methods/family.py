@@ -1,0 +1,244 @@
+"""The contract of a method: from what is known of a model to plans that one knob turns.
+
+A method is one function ``method(inputs, *, option=default, …) -> PlanFamily``. Its keyword-only
+arguments are its options; the registry refuses any other. A package of one's own registers such a
+function under the entry-point group ``kvprof.methods``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvprof.analysis.moments import Moments
+from kvprof.analysis.rank_allocation import RankTarget
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import rate
+from kvprof.methods.plan import Plan
+from kvprof.models.layout import ModelLayout
+
+__all__ = [
+    "CalibrationNeeds",
+    "HeadWeights",
+    "MethodInputs",
+    "PlanFamily",
+    "by_head",
+    "plan_at",
+    "plan_for_rate",
+]
+
+#: ``{"keys": [layer][head], "values": [layer][head]}``: one figure per KV head or per group.
+HeadWeights = Mapping[str, Sequence[Sequence[float]]]
+
+# Halvings of the knob: to 1e-8, finer than what one rank is worth.
+_HALVINGS = 27
+
+
+@dataclass(frozen=True)
+class CalibrationNeeds:
+    """What has to be collected before a method can be planned.
+
+    Attributes
+    ----------
+    source : str
+        What it is calibrated on unless the user says otherwise; the grammar of ``--calibrate``.
+    pre_rope : bool
+        Moments of K before RoPE.
+    joint_heads : int or None
+        Joint moments over groups of this many KV heads (`kvprof.analysis.joint`).
+    """
+
+    source: str
+    pre_rope: bool = False
+    joint_heads: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MethodInputs:
+    """What a method may use.
+
+    Attributes
+    ----------
+    layout : ModelLayout
+    fingerprint : str
+        Of the model.
+    moments : Moments or None
+        Of the calibration data; None where there are none (methods without bases need none).
+    fisher : HeadWeights or None
+        Palu's importance of each head's W_K and W_V.
+    sensitivities : HeadWeights or None
+        Increase of the next-token KL divergence per unit of predicted error, for ``budget``.
+    width_costs : mapping or None
+        For ``budget``: ``{"keys": {rank: cost}, "values": …}``, for example measured times of a
+        kernel at each width of the grid; None counts dimensions.
+    made : dict
+        JSON values that every plan shall carry: model, calibration.
+    """
+
+    layout: ModelLayout
+    fingerprint: str
+    moments: Moments | None = None
+    fisher: HeadWeights | None = None
+    sensitivities: HeadWeights | None = None
+    width_costs: Mapping[str, Mapping[int, float]] | None = None
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def calibrated(self, method: str) -> Moments:
+        """Return the moments.
+
+        Raises
+        ------
+        UsageError
+            When there are none, or they are of another model.
+        """
+        if self.moments is None:
+            raise UsageError(f"{method} needs calibration data; give it with --calibrate")
+        if self.moments.fingerprint != self.fingerprint:
+            raise UsageError(
+                f"{method}: the moments are of another model ({self.moments.fingerprint[:12]}), "
+                f"not of the one given ({self.fingerprint[:12]})"
+            )
+        if not self.moments.complete:
+            raise UsageError(f"{method}: the calibration was interrupted; run it again")
+        return self.moments
+
+
+@dataclass(frozen=True, eq=False)
+class PlanFamily:
+    """The plans of one method, ordered by one knob.
+
+    Attributes
+    ----------
+    method : str
+    knob : str
+        What the knob is, for messages and for ``made``.
+    build : callable
+        From the knob's value to a plan; its rate never falls as the knob grows.
+    bounds : tuple of float
+        Least and greatest value of the knob.
+    settings : tuple of float
+        Where the knob has single settings only (bits): all of them, by growing rate.
+    at_rate : callable or None
+        ``(rate, tokens, itemsize) -> Plan`` where a combination shares the rate out by a rule of
+        its own instead of turning the knob.
+    targets : tuple of RankTarget
+        What a low-rank method hands ranks out to, with the error that each rank is predicted to
+        have; empty for other methods.
+    at_ranks : callable or None
+        From ranks in the order of `targets` to a plan: how a sensitivity is measured, with one
+        target cut and all others whole.
+    finish : callable or None
+        Applied once to the plan that is chosen; it changes no byte (Hadamard rotation).
+    """
+
+    method: str
+    knob: str
+    build: Callable[[float], Plan]
+    bounds: tuple[float, float] = (0.0, 1.0)
+    settings: tuple[float, ...] = ()
+    at_rate: Callable[[float, int, int], Plan] | None = None
+    finish: Callable[[Plan], Plan] | None = None
+    targets: tuple[RankTarget, ...] = ()
+    at_ranks: Callable[[Sequence[int]], Plan] | None = None
+
+
+def by_head(targets: Sequence[RankTarget], figures: Sequence[float]) -> HeadWeights:
+    """Return one figure per target as ``{side: [layer][group]}``.
+
+    What was measured for each of a family's targets becomes ``MethodInputs.sensitivities``.
+
+    Parameters
+    ----------
+    targets : sequence of RankTarget
+        Of a family.
+    figures : sequence of float
+        In their order.
+    """
+    layers = 1 + max((target.layer for target in targets), default=-1)
+    rows: dict[str, list[list[float]]] = {
+        side: [[] for _ in range(layers)] for side in ("keys", "values")
+    }
+    for target, figure in zip(targets, figures, strict=True):
+        rows[target.side][target.layer].append(figure)
+    return rows
+
+
+def plan_at(family: PlanFamily, value: float) -> Plan:
+    """Return the plan at a value of the method's own knob (``--removal`` and its like).
+
+    Raises
+    ------
+    UsageError
+        When the knob has no such value.
+    """
+    low, high = family.bounds
+    if family.settings and value not in family.settings:
+        known = ", ".join(f"{setting:g}" for setting in family.settings)
+        raise UsageError(f"{family.method}: {family.knob} {value:g} is none of {known}")
+    if not family.settings and not low <= value <= high:
+        raise UsageError(
+            f"{family.method}: {family.knob} {value:g} is not between {low:g} and {high:g}"
+        )
+    return _finished(family, family.build(value), {family.knob: value})
+
+
+def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: int) -> Plan:
+    """Return the plan of least compression whose byte rate is at least the one asked for.
+
+    Parameters
+    ----------
+    family : PlanFamily
+    wanted : float
+        ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens; 0 gives the
+        method's own least compression, full rank for low-rank methods.
+    tokens : int
+        Context at which bytes are counted.
+    itemsize : int
+        Bytes of a value in the run's dtype.
+
+    Raises
+    ------
+    UsageError
+        When the method does not reach that rate; the message gives the range it reaches.
+    """
+    if not 0 <= wanted < 1:
+        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 would store nothing)")
+    asked = {"rate_asked": wanted, "context": tokens}
+    if family.at_rate is not None:
+        plan = family.at_rate(wanted, tokens, itemsize)  # its parts are finished already
+        return replace(plan, method=family.method, made={**plan.made, **asked})
+    values = family.settings or family.bounds
+    least, most = (
+        rate(family.build(value), tokens, itemsize=itemsize) for value in (values[0], values[-1])
+    )
+    if wanted > most + 1e-12:
+        raise UsageError(
+            f"{family.method} reaches rates from {max(0.0, least):.3f} to {most:.3f} at "
+            f"{tokens:,} tokens, not {wanted:g}"
+        )
+    value = values[0]
+    if wanted > 0 and least < wanted:
+        value = _least_knob(family, wanted, tokens, itemsize)
+    return _finished(family, family.build(value), {**asked, family.knob: value})
+
+
+def _least_knob(family: PlanFamily, wanted: float, tokens: int, itemsize: int) -> float:
+    """Return the smallest knob that reaches a rate which the largest does reach."""
+
+    def reaches(value: float) -> bool:
+        return rate(family.build(value), tokens, itemsize=itemsize) >= wanted - 1e-12
+
+    if family.settings:
+        return next(value for value in family.settings if reaches(value))
+    low, high = family.bounds
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if reaches(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _finished(family: PlanFamily, plan: Plan, how: dict[str, Any]) -> Plan:
+    plan = replace(plan, method=family.method, made={**plan.made, **how})
+    return family.finish(plan) if family.finish is not None else plan

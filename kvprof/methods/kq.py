@@ -1,0 +1,38 @@
+"""``kq``: the optimal pairs of bases for ``Q Kᵀ`` and for ``V W_O`` (KQ-SVD, arXiv 2512.05916)."""
+
+from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.projected import projected
+
+__all__ = ["kq"]
+
+
+def kq(
+    inputs: MethodInputs,
+    *,
+    values: str = "vo-opt",
+    allocation: str = "removal",
+    grid: int = 16,
+    minimum: int = 16,
+) -> PlanFamily:
+    """Return plans of the optimal pair, at run time as cheap as ``fdc``.
+
+    At every rank its pooled score error on the calibration data is the least there is; under the
+    causal mask and the softmax that is no promise. In layers with neither RoPE nor QK-norm the
+    pair is folded.
+
+    Parameters
+    ----------
+    inputs : MethodInputs
+        With moments.
+    values : str
+        ``vo-opt``, or one of ``fdc``'s.
+    allocation : str
+        ``tail`` is KQ-SVD's own; ``removal`` (of the product's singular values) is the default so
+        that it compares with ``fdc``.
+    grid, minimum : int
+        As for ``fdc``.
+    """
+    return projected(
+        "kq", inputs, keys="kq", values=values, allocation=allocation, grid=grid, minimum=minimum,
+        fold_keys=True,
+    )  # fmt: skip

@@ -1,0 +1,261 @@
+"""From bases at full rank to plans: the part that all low-rank methods share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvprof.analysis.optimal_bases import walsh_hadamard
+from kvprof.analysis.rank_allocation import (
+    ALLOCATIONS,
+    Grid,
+    RankTarget,
+    budget_ranks,
+    fisher_ranks,
+    removal_ranks_of,
+    tail_ranks,
+    uniform_ranks,
+)
+from kvprof.errors import UsageError
+from kvprof.methods.family import HeadWeights, MethodInputs
+from kvprof.methods.pair_bases import SideBases
+from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
+from kvprof.models.layout import LayerLayout
+
+__all__ = [
+    "KNOBS",
+    "LayerBases",
+    "allocator",
+    "hadamard_folded",
+    "identity_groups",
+    "identity_layer",
+    "low_rank_layers",
+    "rank_targets",
+]
+
+#: What the knob of each allocation is; it grows from full rank to the smallest ranks.
+KNOBS = {
+    "removal": "removal_rate",
+    "uniform": "removed_share",
+    "tail": "tail_energy",
+    "fisher": "removed_share",
+    "budget": "saved_share",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBases:
+    """One layer's bases and where they go; None for a side that stays as it is."""
+
+    keys: SideBases | None
+    values: SideBases | None
+    placement: Placement = Placement.NONE
+    fold_keys: tuple[bool, bool] = (False, False)
+    fold_values: tuple[bool, bool] = (False, False)
+
+
+def identity_groups(heads: int, head_dim: int, levels: int = 1) -> tuple[HeadGroup, ...]:
+    """Return one untouched group per KV head."""
+    return tuple(HeadGroup(head, 1, head_dim, (head_dim,) * levels) for head in range(heads))
+
+
+def identity_layer(facts: LayerLayout, levels: int = 1) -> LayerPlan:
+    """Return a layer that is stored as the model gives it."""
+    return LayerPlan(
+        KeyPlan(Placement.NONE, identity_groups(facts.num_kv_heads, facts.qk_head_dim, levels)),
+        ValuePlan(identity_groups(facts.num_kv_heads, facts.v_head_dim, levels)),
+        facts.sliding_window,
+    )
+
+
+def rank_targets(layers: Sequence[LayerBases]) -> list[RankTarget]:
+    """Return what ranks are handed out to: keys of all layers, then values of all layers."""
+    targets = []
+    for side in ("keys", "values"):
+        for index, layer in enumerate(layers):
+            bases: SideBases | None = getattr(layer, side)
+            if bases is not None:
+                targets += [
+                    RankTarget(index, side, group, values, errors)
+                    for group, (values, errors) in enumerate(
+                        zip(bases.values, bases.errors, strict=True)
+                    )
+                ]
+    return targets
+
+
+def allocator(
+    name: str,
+    inputs: MethodInputs,
+    layers: Sequence[LayerBases],
+    grid: Grid,
+) -> Callable[[float], list[int]]:
+    """Return the function from a knob to the ranks of `rank_targets`.
+
+    Parameters
+    ----------
+    name : str
+        One of `kvprof.analysis.rank_allocation.ALLOCATIONS`.
+    inputs : MethodInputs
+        With ``fisher``, or ``sensitivities`` and perhaps ``width_costs``, where the allocation
+        needs them.
+    layers : sequence of LayerBases
+    grid : Grid
+
+    Raises
+    ------
+    UsageError
+        For an unknown allocation, or one whose measurements are not there.
+    """
+    targets = rank_targets(layers)
+    if name == "removal":
+        return lambda knob: removal_ranks_of(targets, knob, grid)
+    if name == "uniform":
+        return lambda knob: uniform_ranks(targets, knob, grid)
+    if name == "tail":
+        return lambda knob: tail_ranks(targets, knob, grid)
+    if name == "fisher":
+        importance = _per_target(inputs.fisher, targets, layers, "fisher", "Fisher information")
+        return lambda knob: fisher_ranks(targets, knob, grid, importance)
+    if name == "budget":
+        weights = _per_target(
+            inputs.sensitivities, targets, layers, "budget", "measured sensitivities"
+        )
+        cost = _cost(inputs, targets, grid)
+        return lambda knob: budget_ranks(targets, knob, grid, weights, cost)
+    raise UsageError(f"--allocation: {name!r} is none of {', '.join(ALLOCATIONS)}")
+
+
+def low_rank_layers(
+    inputs: MethodInputs,
+    layers: Sequence[LayerBases],
+    ranks: Sequence[int],
+    *,
+    levels: Callable[[SideBases, int], tuple[int, ...]] = lambda _, rank: (rank,),
+) -> tuple[LayerPlan, ...]:
+    """Return the layers of a plan with these ranks.
+
+    Parameters
+    ----------
+    inputs : MethodInputs
+    layers : sequence of LayerBases
+    ranks : sequence of int
+        In the order of `rank_targets`.
+    levels : callable
+        From a side's bases and a rank to the ranks per token level.
+    """
+    given = dict(
+        zip([(t.layer, t.side, t.group) for t in rank_targets(layers)], ranks, strict=True)
+    )
+    count = len(levels(next(x for y in layers for x in (y.keys, y.values) if x is not None), 1))
+    plans = []
+    for index, (layer, facts) in enumerate(zip(layers, inputs.layout.layers, strict=True)):
+
+        def groups(
+            side: str, bases: SideBases | None, head_dim: int, index: int = index
+        ) -> tuple[HeadGroup, ...]:
+            if bases is None:
+                heads = inputs.layout.layers[index].num_kv_heads
+                return identity_groups(heads, head_dim, count)
+            return tuple(
+                _group(bases, number, head_dim, levels(bases, given[index, side, number]))
+                for number in range(len(bases.values))
+            )
+
+        plans.append(
+            LayerPlan(
+                KeyPlan(
+                    layer.placement if layer.keys is not None else Placement.NONE,
+                    groups("keys", layer.keys, facts.qk_head_dim),
+                    *(layer.fold_keys if layer.keys is not None else (False, False)),
+                ),
+                ValuePlan(
+                    groups("values", layer.values, facts.v_head_dim),
+                    *(layer.fold_values if layer.values is not None else (False, False)),
+                ),
+                facts.sliding_window,
+            )
+        )
+    return tuple(plans)
+
+
+def hadamard_folded(plan: Plan) -> Plan:
+    """Rotate every latent by a Walsh-Hadamard matrix, folded into ``down`` and ``up`` (Palu §3.4).
+
+    Raises
+    ------
+    UsageError
+        When tokens have levels: truncation needs the order that the rotation destroys.
+    """
+    if len(plan.levels.shares) > 1:
+        raise UsageError(
+            "a Hadamard rotation mixes the columns that token levels truncate; use one of the two"
+        )
+
+    def turned(group: HeadGroup) -> HeadGroup:
+        if group.down is None or group.up is None:
+            return group
+        rotation = walsh_hadamard(group.rank).float()
+        return replace(group, down=group.down @ rotation, up=group.up @ rotation)
+
+    layers = [
+        replace(
+            layer,
+            keys=replace(layer.keys, groups=tuple(map(turned, layer.keys.groups))),
+            values=replace(layer.values, groups=tuple(map(turned, layer.values.groups))),
+        )
+        for layer in plan.layers
+    ]
+    return replace(plan, layers=tuple(layers))
+
+
+def _cost(
+    inputs: MethodInputs, targets: Sequence[RankTarget], grid: Grid
+) -> Callable[[RankTarget, int], float] | None:
+    costs = inputs.width_costs
+    if costs is None:
+        return None
+    for target in targets:
+        known = costs.get(target.side, {})
+        lacking = [rank for rank in grid.ranks(target.width) if rank not in known]
+        if lacking:
+            raise UsageError(f"budget: no cost is known for {target.side} of width {lacking[0]}")
+    return lambda target, rank: costs[target.side][rank]
+
+
+def _group(bases: SideBases, number: int, head_dim: int, ranks: tuple[int, ...]) -> HeadGroup:
+    return HeadGroup(
+        first=number * bases.heads,
+        heads=bases.heads,
+        head_dim=head_dim,
+        ranks=ranks,
+        down=bases.down[number, :, : ranks[-1]],
+        up=bases.up[number, :, : ranks[-1]],
+    )
+
+
+def _per_target(
+    weights: HeadWeights | None,
+    targets: Sequence[RankTarget],
+    layers: Sequence[LayerBases],
+    name: str,
+    what: str,
+) -> list[float]:
+    """Return one figure per target; where there is one per KV head, its group's mean."""
+    if weights is None:
+        raise UsageError(f"--allocation {name} needs {what}, which were not given")
+    found = []
+    for target in targets:
+        try:
+            row = weights[target.side][target.layer]
+        except (KeyError, IndexError):
+            raise UsageError(f"{name}: {what} lack layer {target.layer}'s {target.side}") from None
+        bases: SideBases = getattr(layers[target.layer], target.side)
+        groups = len(bases.values)
+        size = len(row) // groups
+        if size * groups != len(row) or size not in (1, bases.heads):
+            raise UsageError(
+                f"{name}: {what} have {len(row)} figures for layer {target.layer}'s {target.side}, "
+                f"not {groups} or {groups * bases.heads}"
+            )
+        part = row[target.group * size : (target.group + 1) * size]
+        found.append(sum(part) / size)
+    return found

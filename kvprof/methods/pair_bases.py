@@ -1,0 +1,178 @@
+"""The bases that methods choose from, for one layer's keys or values, from moments.
+
+Errors are predicted per token: of keys after RoPE the mean squared error of the scaled scores (of
+one query and key, summed over the group's queries), of values the squared error of ``V W_O``; of
+shared latents (Palu, TALE), which scores do not see through RoPE, the energy lost of K or V.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvprof.analysis.bases import eigenbasis, lost_product
+from kvprof.analysis.joint import group_size, joint_gram
+from kvprof.analysis.moments import Moments
+from kvprof.analysis.optimal_bases import optimal_pair, whitened_pair
+from kvprof.analysis.pairs import pair_gram
+from kvprof.analysis.spectrum import from_eigenvalues
+from kvprof.errors import UsageError
+from kvprof.models.layout import LayerLayout
+
+__all__ = ["KEY_BASES", "VALUE_BASES", "SideBases", "chosen", "shared_bases"]
+
+
+@dataclass(frozen=True, eq=False)
+class SideBases:
+    """Bases of one layer's keys or values at full rank; a lower rank is their first columns.
+
+    Attributes
+    ----------
+    heads : int
+        KV heads per group.
+    down, up : Tensor
+        ``[groups, width, width]`` float32 on the CPU.
+    values : Tensor
+        ``[groups, width]`` singular values, descending, float64.
+    errors : Tensor
+        ``[groups, width + 1]`` predicted squared error at every rank, float64.
+    """
+
+    heads: int
+    down: Tensor
+    up: Tensor
+    values: Tensor
+    errors: Tensor
+
+
+def svd_qk(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-qk``: the SVD of the group's stacked queries and keys (FDC §5.1, ZACK §4.3)."""
+    return _key_basis(moments, facts, pair_gram(moments, facts.index, "qk"))
+
+
+def svd_k(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-k``: the SVD of the keys alone (ZACK §3.1's strawman, EigenAttention, Loki)."""
+    return _key_basis(moments, facts, moments.layers[facts.index].gram("k"))
+
+
+def kq(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``kq``: the best pair for ``Q Kᵀ`` (KQ-SVD)."""
+    query, key = _query_key(moments, facts)
+    return _optimal(key, query)
+
+
+def svd_vo(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-vo``: the SVD of V stacked on W_Oᵀ, V weighing 8,192 tokens (ZACK §4.3)."""
+    return _value_basis(moments, facts, pair_gram(moments, facts.index, "vo"))
+
+
+def svd_vo_raw(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-vo-raw``: the same with V weighing as many tokens as were seen, as ZACK states it."""
+    gram = pair_gram(moments, facts.index, "vo", value_weight_tokens=None)
+    return _value_basis(moments, facts, gram)
+
+
+def svd_v(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-v``: the SVD of the values alone."""
+    return _value_basis(moments, facts, moments.layers[facts.index].gram("v"))
+
+
+def weight_v(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``weight-v``: the SVD of W_V alone (what FDC §5.2 says of V)."""
+    return _value_basis(moments, facts, pair_gram(moments, facts.index, "w_v"))
+
+
+def vo_opt(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``vo-opt``: the best pair for ``V [W_O^1 … W_O^G]``."""
+    value, output = _value_output(moments, facts)
+    return _optimal(value, output)
+
+
+#: By the names of `definitions`.
+KEY_BASES: dict[str, Callable[[Moments, LayerLayout], SideBases]] = {
+    "svd-qk": svd_qk,
+    "svd-k": svd_k,
+    "kq": kq,
+}
+VALUE_BASES: dict[str, Callable[[Moments, LayerLayout], SideBases]] = {
+    "svd-vo": svd_vo,
+    "svd-vo-raw": svd_vo_raw,
+    "svd-v": svd_v,
+    "weight-v": weight_v,
+    "vo-opt": vo_opt,
+}
+
+
+def shared_bases(moments: Moments, facts: LayerLayout, vector: str, heads: int) -> SideBases:
+    """Return Palu's whitened decomposition over groups of heads (also TALE's of V).
+
+    Parameters
+    ----------
+    moments : Moments
+        Kept with ``joint_heads`` a multiple of the group; for keys with ``pre_rope``.
+    facts : LayerLayout
+    vector : str
+        ``k_pre`` or ``v``.
+    heads : int
+        KV heads per group; 0 for all of the layer's.
+    """
+    size = group_size(heads or facts.num_kv_heads, facts.num_kv_heads)
+    gram = joint_gram(moments.layers[facts.index], vector, size).cpu() / moments.tokens
+    down, up, values = whitened_pair(gram)
+    return SideBases(size, down.float(), up.float(), values, _tail_energy(values))
+
+
+def _key_basis(moments: Moments, facts: LayerLayout, gram: Tensor) -> SideBases:
+    query, key = _query_key(moments, facts)
+    return _orthogonal(gram.cpu(), query, key)
+
+
+def _value_basis(moments: Moments, facts: LayerLayout, gram: Tensor) -> SideBases:
+    value, output = _value_output(moments, facts)
+    return _orthogonal(gram.cpu(), value, output)
+
+
+def _query_key(moments: Moments, facts: LayerLayout) -> tuple[Tensor, Tensor]:
+    """Per-token moments of the group's queries, scaled as scores are, and of the keys."""
+    layer = moments.layers[facts.index]
+    query = layer.grouped("q").cpu() / moments.tokens * facts.scaling**2
+    return query, layer.gram("k").cpu() / moments.tokens
+
+
+def _value_output(moments: Moments, facts: LayerLayout) -> tuple[Tensor, Tensor]:
+    layer = moments.layers[facts.index]
+    return layer.gram("v").cpu() / moments.tokens, layer.c_o.cpu()
+
+
+def _orthogonal(gram: Tensor, left: Tensor, right: Tensor) -> SideBases:
+    energies, basis = eigenbasis(gram)
+    size = (left * right).sum((-2, -1)).unsqueeze(-1)  # ‖X Yᵀ‖²
+    errors = lost_product(left, right, basis) * size
+    flat = basis.float()
+    return SideBases(1, flat, flat, from_eigenvalues(energies), errors)
+
+
+def _optimal(stored: Tensor, other: Tensor) -> SideBases:
+    down, up, values = optimal_pair(stored, other)
+    return SideBases(1, down.float(), up.float(), values, _tail_energy(values))
+
+
+def _tail_energy(values: Tensor) -> Tensor:
+    tail = values.square().flip(-1).cumsum(-1).flip(-1)
+    return torch.cat([tail, torch.zeros_like(tail[..., :1])], dim=-1)
+
+
+def chosen(
+    name: str, known: dict[str, Callable[[Moments, LayerLayout], SideBases]], what: str
+) -> Callable[[Moments, LayerLayout], SideBases]:
+    """Return the basis of a name.
+
+    Raises
+    ------
+    UsageError
+        When there is none.
+    """
+    if name not in known:
+        raise UsageError(f"{what}: {name!r} is no basis; choose from {', '.join(known)}")
+    return known[name]

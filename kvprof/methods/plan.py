@@ -1,0 +1,211 @@
+"""What a plan is: a compressed KV cache as data, which one runtime executes.
+
+A plan says, per layer and group of KV heads, where K and V are projected and with which matrices,
+and for all layers which tokens are stored how. It holds no code, and every field changes what is
+stored or computed. Notation: ``G`` query heads per KV head, ``d`` head dimension, ``n`` heads in a
+group, ``r`` rank, ``T`` tokens; row vectors; ``up_j = up[j*d:(j+1)*d]`` are the rows of the group's
+j-th KV head, and query head ``h`` reads KV head ``h // G``.
+
+**Projections.** ``x`` is the concatenation ``[T, n*d]`` of the group's heads, biases and QK-norm
+included. Stored is the latent ``z = x @ down``, ``[T, r]``, which stands for ``z @ up.T``. A group
+whose matrices are None and whose rank is ``n*d`` is stored as it is (the identity).
+
+- keys, ``none``: K after RoPE as the model gives it. Every group is the identity.
+- keys, ``post_rope`` (FDC, ZACK, ``kq``): ``x`` is K after RoPE. Nothing is rebuilt: query head h
+  becomes ``q_h @ up_j`` (``[T, r]``), its score is ``scaling * (q_h @ up_j) @ z.T``. The scale is
+  the model's own. Where the layer has no RoPE, ``fold_down`` puts ``down`` into W_K (and b_K) and
+  ``fold_up`` puts ``up_j`` into each W_Q^h (and b_Q), which has room for d columns, so only where
+  every rank of the layer's keys is at most d; otherwise both run online.
+- keys, ``pre_rope`` (Palu): ``x`` is K as it enters RoPE, after QK-norm where the layer has one.
+  At every use ``K_j = RoPE((z @ up.T)[:, j*d:(j+1)*d])`` is rebuilt at the token's own position,
+  also in prefill. ``fold_down`` puts ``down`` into W_K and b_K; it is never set across a QK-norm.
+- values (``projected``): ``x`` is V. Query head h gives ``o_h = p_h @ z`` (``[T, r]``) and
+  ``out_h = o_h @ up_j.T``. ``fold_down`` puts ``down`` into W_V and b_V; ``fold_up`` replaces
+  W_O^h by ``up_j.T @ W_O^h`` (``[r, D]``), which makes W_O up to n times larger. b_O stays. Bias
+  travels inside ``z``, so attention sinks, whose probabilities do not sum to 1, stay exact.
+
+**Prefill and decode.** A forward pass attends to what was stored before it and to its own tokens;
+its own tokens are projected and cut to the rank that their level has after the pass, but not
+quantised (as KIVI and transformers' quantised cache do). With ``lazy`` (TALE) a pass over more than
+one token attends to its own tokens with exact Q, K, V and the model's own W_O; only the cached copy
+is compressed. ``lazy`` excludes every ``fold_down``; with ``fold_up`` both W_O are kept.
+
+**Tokens.** In this order, per sequence, counted from the first real token (not the padding):
+evict (`Eviction`; heads that share a latent go together, `kvprof.methods.tokens.eviction_units`);
+the first ``levels.sink`` kept tokens stay at full precision and at the top rank; the m others get a
+level, 0 (lowest) first in time; the oldest of them are quantised.
+`kvprof.methods.tokens.segments` is that rule as code: a pure function of the number of tokens,
+which the byte account and the runtime share. Going down a level keeps the first ``ranks[level]``
+columns of a latent (and of ``q_h @ up_j`` and ``up_j``), and quantises anew with that level's bits.
+
+**Quantiser.** Quantised is the latent. ``affine``: ``x ≈ zero + scale * code``, code in
+0 … 2^bits - 1, zero the minimum and scale the range over ``2^bits - 1``, of the vector being
+quantised: with ``axis = token`` ``group`` adjacent columns of one token (None: the whole row of the
+group of heads), with ``axis = channel`` ``group`` consecutive tokens of one column. ``codebook``
+(KVQuant-like): ``x ≈ zero + scale * c[code]`` with ``c = kvprof.methods.quantisers.codebook(bits)``
+in [0, 1]; before that the ``ceil(outliers * r)`` largest magnitudes of each token's row are kept
+apart (value in the model's dtype, 16-bit column index) and count as 0 in minimum and maximum.
+``fp8``: a saturating cast to e4m3, no scale.
+Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
+Where the last column group is narrower than ``group`` it has its own scale all the same.
+
+**Sliding windows.** A layer with ``sliding_window`` W stores its last ``W - 1`` tokens. Only its
+projections (top rank) and a quantiser with ``window`` 0 and ``block`` 1 apply there; sinks, levels,
+eviction and any other quantiser do not, and what they would touch stays at full precision.
+
+**Strawman** (ZACK §3.2). ``online_bases``: ``down`` and ``up`` are None though the rank is below
+the width (keys: ``post_rope``). Prefill computes, per sequence and head, the eigenvectors of
+``KᵀK`` (K after RoPE) and ``VᵀV`` over the prompt, stores the first r (they count as cache) and
+projects; prefill itself attends exactly. Every decode step first rebuilds all of K and V
+(``z @ basis.T``).
+
+Tensors are float32 on the CPU; the runtime casts what it runs online and folds in float32 or wider.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
+
+__all__ = [
+    "Eviction",
+    "HeadGroup",
+    "KeyPlan",
+    "LayerPlan",
+    "Levels",
+    "Placement",
+    "Plan",
+    "Quantiser",
+    "SideQuantiser",
+    "ValuePlan",
+]
+
+
+class Placement(StrEnum):
+    """Where keys are projected."""
+
+    NONE = "none"
+    POST_ROPE = "post_rope"
+    PRE_ROPE = "pre_rope"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGroup:
+    """Adjacent KV heads that share a latent.
+
+    Attributes
+    ----------
+    first, heads : int
+        The group is KV heads ``first … first + heads - 1``.
+    head_dim : int
+        Of one head.
+    ranks : tuple of int
+        One per token level, lowest level first, never decreasing; the last is the latent's width.
+    down, up : Tensor or None
+        ``[heads * head_dim, ranks[-1]]`` float32; see the module. Both or neither.
+    """
+
+    first: int
+    heads: int
+    head_dim: int
+    ranks: tuple[int, ...]
+    down: Tensor | None = None
+    up: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns before projection, ``heads * head_dim``."""
+        return self.heads * self.head_dim
+
+    @property
+    def rank(self) -> int:
+        """Columns of a latent at the top level."""
+        return self.ranks[-1]
+
+    @property
+    def identity(self) -> bool:
+        """Whether the group is stored as the model gives it (at the top level)."""
+        return self.down is None and self.rank == self.width
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPlan:
+    """The keys of one layer; the groups cover its KV heads in order, each once."""
+
+    placement: Placement
+    groups: tuple[HeadGroup, ...]
+    fold_down: bool = False
+    fold_up: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ValuePlan:
+    """The values of one layer; the groups need not be those of the keys."""
+
+    groups: tuple[HeadGroup, ...]
+    fold_down: bool = False
+    fold_up: bool = False
+
+    @property
+    def projected(self) -> bool:
+        """Whether any group of heads is not the identity."""
+        return not all(group.identity for group in self.groups)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """One attention layer.
+
+    Attributes
+    ----------
+    keys, values
+        What is done to each.
+    sliding_window : int or None
+        The layer's own, in tokens.
+    """
+
+    keys: KeyPlan
+    values: ValuePlan
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A compressed cache for one model.
+
+    Attributes
+    ----------
+    method : str
+        Registered name, for example ``fdc+keyformer``.
+    fingerprint : str
+        Of the model that it is for; the runtime refuses another.
+    layers : tuple of LayerPlan
+    levels : Levels
+    quantiser : Quantiser or None
+    eviction : Eviction or None
+    lazy : bool
+        See the module.
+    online_bases : bool
+        The strawman; see the module.
+    made : dict
+        JSON values: how the plan was made (model, architecture, calibration source and tokens,
+        rate asked, knob and its value, allocation, grid, options). The runtime ignores it.
+    """
+
+    method: str
+    fingerprint: str
+    layers: tuple[LayerPlan, ...]
+    levels: Levels = field(default_factory=Levels)
+    quantiser: Quantiser | None = None
+    eviction: Eviction | None = None
+    lazy: bool = False
+    online_bases: bool = False
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from kvprof.methods.soundness import check_plan  # a cycle: the check reads plans
+
+        check_plan(self)

@@ -1,0 +1,172 @@
+"""Plans on disk: safetensors with metadata, refused when damaged or of another model."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
+from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
+from kvprof.tensor_files import load_tensors, save_tensors
+
+__all__ = ["FORMAT", "load_plan", "save_plan", "structure"]
+
+FORMAT = "kvprof-plan/1"
+
+
+def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
+    """Write a plan so that `load_plan` finds it unchanged, or not at all.
+
+    Raises
+    ------
+    UsageError
+        When the file exists and `force` is not given.
+    """
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(plan.layers):
+        for name, side in (("keys", layer.keys), ("values", layer.values)):
+            for number, group in enumerate(side.groups):
+                if group.down is not None and group.up is not None:
+                    tensors[f"layers.{index}.{name}.{number}.down"] = group.down
+                    tensors[f"layers.{index}.{name}.{number}.up"] = group.up
+    save_tensors(
+        path, tensors, {"plan": json.dumps(structure(plan))}, format_name=FORMAT, force=force
+    )
+
+
+def load_plan(path: Path, *, fingerprint: str | None = None) -> Plan:
+    """Read a saved plan.
+
+    Parameters
+    ----------
+    path : Path
+        Written by `save_plan`.
+    fingerprint : str or None
+        Of the model that it must be for; None accepts any.
+
+    Raises
+    ------
+    FailedError
+        When the file is damaged, from another version, or no plan.
+    UsageError
+        When it is for another model, or does not exist.
+    """
+    tensors, metadata = load_tensors(
+        path, format_name=FORMAT, what="plans", made_by="kvprof plan --save"
+    )
+    try:
+        plan = _plan(json.loads(metadata["plan"]), tensors)
+    except (KeyError, ValueError, TypeError, KvprofError) as cause:
+        raise FailedError(f"{path.name}: damaged plan: {cause}") from None
+    if fingerprint is not None and plan.fingerprint != fingerprint:
+        raise UsageError(
+            f"{path.name}: a plan for {plan.made.get('model', 'another model')} "
+            f"({plan.fingerprint[:12]}), not for the model given ({fingerprint[:12]})"
+        )
+    return plan
+
+
+def structure(plan: Plan) -> dict[str, Any]:
+    """Return a plan without its tensors, as JSON values; also what two plans are compared by."""
+    layers = []
+    for layer in plan.layers:
+        layers.append(
+            {
+                "keys": {"placement": layer.keys.placement.value, **_side(layer.keys)},
+                "values": _side(layer.values),
+                "sliding_window": layer.sliding_window,
+            }
+        )
+    return {
+        "method": plan.method,
+        "fingerprint": plan.fingerprint,
+        "layers": layers,
+        "levels": asdict(plan.levels),
+        "quantiser": asdict(plan.quantiser) if plan.quantiser else None,
+        "eviction": asdict(plan.eviction) if plan.eviction else None,
+        "lazy": plan.lazy,
+        "online_bases": plan.online_bases,
+        "made": plan.made,
+    }
+
+
+def _side(side: KeyPlan | ValuePlan) -> dict[str, Any]:
+    return {
+        "groups": [
+            {
+                "first": group.first,
+                "heads": group.heads,
+                "head_dim": group.head_dim,
+                "ranks": list(group.ranks),
+                "based": group.down is not None,
+            }
+            for group in side.groups
+        ],
+        "fold_down": side.fold_down,
+        "fold_up": side.fold_up,
+    }
+
+
+def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
+    layers = []
+    for index, layer in enumerate(stored["layers"]):
+        keys, values = layer["keys"], layer["values"]
+        layers.append(
+            LayerPlan(
+                KeyPlan(
+                    Placement(keys["placement"]),
+                    _groups(keys, tensors, f"layers.{index}.keys"),
+                    keys["fold_down"],
+                    keys["fold_up"],
+                ),
+                ValuePlan(
+                    _groups(values, tensors, f"layers.{index}.values"),
+                    values["fold_down"],
+                    values["fold_up"],
+                ),
+                layer["sliding_window"],
+            )
+        )
+    levels = stored["levels"]
+    eviction = stored["eviction"]
+    return Plan(
+        method=stored["method"],
+        fingerprint=stored["fingerprint"],
+        layers=tuple(layers),
+        levels=Levels(**{**levels, "shares": tuple(levels["shares"])}),
+        quantiser=_quantiser(stored["quantiser"]),
+        eviction=Eviction(**{**eviction, "tau": tuple(eviction["tau"])}) if eviction else None,
+        lazy=stored["lazy"],
+        online_bases=stored["online_bases"],
+        made=stored["made"],
+    )
+
+
+def _groups(side: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> tuple[HeadGroup, ...]:
+    groups = []
+    for number, group in enumerate(side["groups"]):
+        down = up = None
+        if group["based"]:
+            down = tensors[f"{prefix}.{number}.down"].to(torch.float32)
+            up = tensors[f"{prefix}.{number}.up"].to(torch.float32)
+        groups.append(
+            HeadGroup(
+                group["first"], group["heads"], group["head_dim"], tuple(group["ranks"]), down, up
+            )
+        )
+    return tuple(groups)
+
+
+def _quantiser(stored: dict[str, Any] | None) -> Quantiser | None:
+    if stored is None:
+        return None
+
+    def side(name: str) -> SideQuantiser | None:
+        one = stored[name]
+        return SideQuantiser(tuple(one["bits"]), one["axis"], one["group"]) if one else None
+
+    return Quantiser(**{**stored, "keys": side("keys"), "values": side("values")})

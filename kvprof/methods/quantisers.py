@@ -1,0 +1,129 @@
+"""Quantisers, alone and on top of any plan: per token, KIVI-like, KVQuant-like."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.full import full_plan
+from kvprof.methods.plan import Plan
+from kvprof.methods.storage import Quantiser, SideQuantiser
+
+__all__ = ["QUANTISERS", "codebook", "kivi", "per_token", "quantised", "quantiser_family"]
+
+#: Bits of the quantisers alone, by growing rate.
+_BITS = (8, 4, 3, 2)
+
+
+def codebook(bits: int) -> Tensor:
+    """Return the levels of a non-uniform quantiser, ``[2**bits]`` float32 from 0 to 1.
+
+    The quantiles of a normal distribution: what KVQuant's learned levels come close to, without
+    its pass over calibration data.
+
+    Parameters
+    ----------
+    bits : int
+    """
+    count = 2**bits
+    normal = NormalDist()
+    levels = torch.tensor(
+        [normal.inv_cdf((index + 0.5) / count) for index in range(count)], dtype=torch.float64
+    )
+    return ((levels - levels[0]) / (levels[-1] - levels[0])).float()
+
+
+def per_token(bits: tuple[int, ...], *, group: int | None = 32) -> Quantiser:
+    """Per-token asymmetric integers; `group` columns share a scale (Palu: None, the whole row)."""
+    side = SideQuantiser(bits, "token", group)
+    return Quantiser("affine", side, side)
+
+
+def kivi(
+    bits: tuple[int, ...], *, group: int = 32, window: int = 128, block: int = 32
+) -> Quantiser:
+    """KIVI-like: keys per channel in groups of tokens, values per token, a recent window.
+
+    KIVI keeps between 0 and 127 keys and 128 values at full precision; here both keep `window` to
+    ``window + block - 1`` tokens, so that one window serves K and V.
+    """
+    return Quantiser(
+        "affine",
+        SideQuantiser(bits, "channel", group),
+        SideQuantiser(bits, "token", group),
+        window=window,
+        block=block,
+    )
+
+
+def kvquant(bits: tuple[int, ...], *, outliers: float = 0.01, block: int = 64) -> Quantiser:
+    """KVQuant-like: non-uniform levels, keys per channel, values per token, outliers kept.
+
+    KVQuant calibrates its channels' scales offline and quantises keys before RoPE; here the scales
+    come from blocks of tokens and keys are quantised as they are stored (after RoPE, as KVQ-F and
+    KVQuant-Z do too). The first token stays exact (`quantised` sees to it).
+    """
+    return Quantiser(
+        "codebook",
+        SideQuantiser(bits, "channel", block),
+        SideQuantiser(bits, "token", None),
+        block=block,
+        outliers=outliers,
+    )
+
+
+#: By name: how to make one, the bits it has alone, and the bits it has on top of another method.
+QUANTISERS: dict[str, tuple[Callable[[tuple[int, ...]], Quantiser], tuple[int, ...], int]] = {
+    "per-token": (per_token, _BITS, 4),
+    "kivi": (kivi, _BITS, 2),
+    "kvquant": (kvquant, _BITS, 4),
+}
+
+
+def quantiser_family(name: str, inputs: MethodInputs) -> PlanFamily:
+    """Return the plans of a quantiser alone, at full width; the knob is its bits."""
+    _, bits, _ = QUANTISERS[name]
+    plain = full_plan(inputs, name)
+    return PlanFamily(
+        name,
+        "bits",
+        lambda value: quantised(plain, name, int(value)),
+        settings=tuple(map(float, bits)),
+    )
+
+
+def quantised(plan: Plan, name: str, bits: int) -> Plan:
+    """Return a plan with its latents quantised, the same bits at every token level.
+
+    Parameters
+    ----------
+    plan : Plan
+        Not quantised yet.
+    name : str
+        One of `QUANTISERS`.
+    bits : int
+
+    Raises
+    ------
+    UsageError
+        When the plan is quantised already, or the quantiser does not have these bits.
+    """
+    make, known, _ = QUANTISERS[name]
+    if plan.quantiser is not None:
+        raise UsageError(f"{plan.method} is quantised already; {name} cannot come on top")
+    if bits not in known:
+        raise UsageError(
+            f"{name} has no {bits} bits; choose from {', '.join(map(str, sorted(known)))}"
+        )
+    quantiser = make((bits,) * len(plan.levels.shares))
+    levels = plan.levels
+    if name == "kvquant":
+        levels = replace(levels, sink=max(1, levels.sink))
+    if len(levels.shares) > 1:
+        # Tokens that share scales go down a level together.
+        levels = replace(levels, batch=-(-levels.batch // quantiser.block) * quantiser.block)
+    return replace(plan, quantiser=quantiser, levels=levels)

@@ -1,0 +1,151 @@
+"""Which tokens are kept, at which level, quantised or not: a pure function of their number.
+
+The byte account and the runtime share it, so that what is stored is what is counted, whatever the
+sequence of appends was (TALE §2.2.1 and appendix A state the rule as a process instead).
+"""
+
+import math
+from dataclasses import dataclass
+
+from kvprof.methods.plan import Eviction, LayerPlan, Levels, Plan, Quantiser
+
+__all__ = [
+    "Segment",
+    "eviction_units",
+    "kept",
+    "level_ends",
+    "quantised_tokens",
+    "quantises",
+    "segments",
+    "stored_tokens",
+]
+
+# Shares are written in decimal: 0.1 * 30 must count as 3 whatever binary makes of it.
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Adjacent stored tokens that are stored alike.
+
+    Attributes
+    ----------
+    start, stop : int
+        Among the kept tokens, oldest first.
+    level : int
+        Index into ``HeadGroup.ranks`` and ``SideQuantiser.bits``; sinks have the top level.
+    quantised : bool
+        False where they are at full precision.
+    """
+
+    start: int
+    stop: int
+    level: int
+    quantised: bool
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+def kept(eviction: Eviction | None, tokens: int) -> int:
+    """Return how many of `tokens` tokens an eviction keeps: ``ceil(keep * tokens)``.
+
+    Never fewer than the sinks and one recent token, never more than there are. The number grows
+    with the sequence, so that the rate is the same at every context.
+    """
+    if eviction is None:
+        return tokens
+    return min(tokens, max(eviction.sink + 1, math.ceil(eviction.keep * tokens - _SLACK)))
+
+
+def level_ends(levels: Levels, tokens: int) -> list[int]:
+    """Return where each level ends among the tokens after the sinks, lowest level first.
+
+    The levels above i hold at most their share, rounded down (the paper's "does not exceed p"),
+    plus what does not fill a batch yet.
+
+    Parameters
+    ----------
+    levels : Levels
+    tokens : int
+        Those after the sinks.
+    """
+    ends = []
+    for level in range(len(levels.shares) - 1):
+        above = math.floor(sum(levels.shares[level + 1 :]) * tokens + _SLACK)
+        ends.append((tokens - above) // levels.batch * levels.batch)
+    return [*ends, tokens]
+
+
+def quantised_tokens(quantiser: Quantiser | None, tokens: int) -> int:
+    """Return how many of the `tokens` tokens after the sinks are quantised: the oldest ones."""
+    if quantiser is None:
+        return 0
+    return max(0, tokens - quantiser.window) // quantiser.block * quantiser.block
+
+
+def stored_tokens(plan: Plan, layer: LayerPlan, tokens: int) -> int:
+    """Return how many tokens a layer stores after `tokens` tokens were seen."""
+    if layer.sliding_window is not None:
+        return min(tokens, layer.sliding_window - 1)
+    return kept(plan.eviction, tokens)
+
+
+def quantises(plan: Plan, layer: LayerPlan) -> bool:
+    """Return whether the plan's quantiser applies to a layer (see ``plan``, sliding windows)."""
+    quantiser = plan.quantiser
+    if quantiser is None or layer.sliding_window is None:
+        return quantiser is not None
+    return quantiser.window == 0 and quantiser.block == 1
+
+
+def segments(plan: Plan, layer: LayerPlan, tokens: int) -> list[Segment]:
+    """Return how a layer stores its tokens after `tokens` tokens were seen.
+
+    Parameters
+    ----------
+    plan : Plan
+    layer : LayerPlan
+        One of its layers.
+    tokens : int
+        Seen so far in this sequence, padding left out.
+
+    Returns
+    -------
+    list of Segment
+        In order of time, covering the stored tokens; none is empty.
+    """
+    stored = stored_tokens(plan, layer, tokens)
+    top = len(plan.levels.shares) - 1
+    if layer.sliding_window is not None:
+        return [Segment(0, stored, top, quantises(plan, layer))] if stored else []
+    sink = min(plan.levels.sink, stored)
+    rest = stored - sink
+    ends = level_ends(plan.levels, rest)
+    quantised = quantised_tokens(plan.quantiser, rest)
+    found = [Segment(0, sink, top, False)] if sink else []
+    start = 0
+    for stop in sorted({*ends, quantised}):
+        if stop > start:
+            level = next(index for index, end in enumerate(ends) if end > start)
+            found.append(Segment(sink + start, sink + stop, level, start < quantised))
+            start = stop
+    return found
+
+
+def eviction_units(layer: LayerPlan) -> list[tuple[int, int]]:
+    """Return the runs of KV heads that are evicted together, as (first, heads).
+
+    One head each, unless a group of heads shares a latent: a token leaves a latent for all.
+    """
+    joined = {
+        head
+        for groups in (layer.keys.groups, layer.values.groups)
+        for group in groups
+        for head in range(group.first + 1, group.first + group.heads)
+    }
+    heads = sum(group.heads for group in layer.keys.groups)
+    starts = [head for head in range(heads) if head not in joined]
+    return [(start, stop - start) for start, stop in zip(starts, [*starts[1:], heads], strict=True)]

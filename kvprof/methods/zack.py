@@ -1,0 +1,32 @@
+"""``zack``: as ``fdc``, and Q and K folded too where the model has no RoPE (ZACK §4, §5)."""
+
+from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.projected import projected
+
+__all__ = ["zack"]
+
+
+def zack(
+    inputs: MethodInputs,
+    *,
+    values: str = "svd-vo",
+    allocation: str = "removal",
+    grid: int = 16,
+    minimum: int = 16,
+) -> PlanFamily:
+    """Return ZACK's plans (ZACK §4.1, §4.3, eq. 6).
+
+    In layers without RoPE the basis of Q and K is folded into W_Q and W_K, so that compressing
+    costs nothing; with RoPE or QK-norm in between it runs online.
+
+    Parameters
+    ----------
+    inputs : MethodInputs
+        With moments.
+    values, allocation, grid, minimum
+        As for ``fdc``.
+    """
+    return projected(
+        "zack", inputs, keys="svd-qk", values=values, allocation=allocation, grid=grid,
+        minimum=minimum, fold_keys=True,
+    )  # fmt: skip

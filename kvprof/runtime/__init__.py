@@ -1,0 +1,1 @@
+"""Executes any plan inside transformers: cache, attention, folded projections."""

@@ -1,0 +1,204 @@
+"""Attention over blocks of keys and values that are stored in different ways.
+
+One function multiplies queries with a block of keys, one multiplies probabilities with a block of
+values; everything else is the same for every way to store. Shapes: ``g`` groups of ``n`` KV heads,
+``G`` query heads per KV head, ``t`` queries, ``N`` keys.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvprof.runtime.heads import Bundle
+from kvprof.runtime.shapes import unflatten
+
+__all__ = ["KeyBlock", "KeySide", "Scoring", "ValueSide", "attend", "logits", "slices", "softmax"]
+
+# Scores held at once, in values; longer prefills are computed in slices of queries.
+_SCORES = 1 << 26
+
+
+@dataclass(frozen=True)
+class KeyBlock:
+    """Keys and the queries in the same coordinates.
+
+    ``query`` is ``[rows, g, n, G, t, w]``; ``key`` is ``[rows, g, n or 1, N, w]``: per head, or one
+    latent for all heads of a group.
+    """
+
+    query: Tensor
+    key: Tensor
+
+
+@dataclass(frozen=True)
+class KeySide:
+    """All keys of a bundle of KV heads, oldest first."""
+
+    bundle: Bundle
+    blocks: list[KeyBlock]
+
+
+@dataclass(frozen=True)
+class ValueSide:
+    """All values of a bundle, oldest first: latents ``[rows, g, N, r']`` or whole heads
+    ``[rows, g, n, N, d]``.
+
+    With `in_latents` the result stays in the latents' coordinates, ``[…, r]``, for a folded W_O;
+    otherwise latents are turned back into heads.
+    """  # noqa: D205
+
+    bundle: Bundle
+    blocks: list[Tensor]
+    in_latents: bool
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What happens between products and probabilities.
+
+    Attributes
+    ----------
+    scaling : float
+    softcap : float or None
+    sinks : Tensor or None
+        ``[H]`` logits of the learned sinks.
+    visible : Tensor or None
+        ``[rows, 1, t, N]`` bool.
+    observe : callable or None
+        Gets the masked logits and the probabilities (both ``[rows, Hkv, G, t', N]`` float32) and
+        the slice of queries that they belong to.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    visible: Tensor | None = None
+    observe: Callable[[Tensor, Tensor, slice], None] | None = field(default=None)
+
+
+def block_scores(block: KeyBlock, queries: slice) -> Tensor:
+    """Return ``q @ k.T`` of a block, ``[rows, g, n, G, t', N]``."""
+    query = block.query[..., queries, : block.key.shape[-1]]
+    flat = query.flatten(3, 4) @ block.key.mT
+    return unflatten(flat, 3, query.shape[3:5])
+
+
+def block_output(probabilities: Tensor, value: Tensor) -> Tensor:
+    """Return ``p @ v`` of a block: ``[rows, g, n, G, t', w]``.
+
+    Parameters
+    ----------
+    probabilities : Tensor
+        ``[rows, g, n, G, t', N]``.
+    value : Tensor
+        ``[rows, g, n or 1, N, w]``.
+    """
+    return unflatten((probabilities.flatten(3, 4) @ value), 3, probabilities.shape[3:5])
+
+
+def logits(sides: Sequence[KeySide], scoring: Scoring, queries: slice) -> Tensor:
+    """Return scaled, capped and masked scores, ``[rows, Hkv, G, t', N]``, float32 or wider."""
+    parts = [
+        torch.cat([block_scores(block, queries) for block in side.blocks], dim=-1).flatten(1, 2)
+        for side in sides
+    ]
+    result = _in_head_order(parts, [side.bundle for side in sides], 1)
+    wide = torch.promote_types(result.dtype, torch.float32)
+    result = result.to(wide) * scoring.scaling
+    if scoring.softcap is not None:
+        result = torch.tanh(result / scoring.softcap) * scoring.softcap
+    if scoring.visible is not None:
+        hidden = ~scoring.visible[:, :, queries].unsqueeze(1)
+        result = result.masked_fill(hidden, torch.finfo(wide).min)
+    return result
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return probabilities of ``[rows, Hkv, G, t, N]``; learned sinks take their share away."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    learned = sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, learned], dim=-1), dim=-1)[..., :-1]
+
+
+def slices(sides: Sequence[KeySide]) -> Iterator[slice]:
+    """Cut the queries so that their scores fit the memory set aside."""
+    query = sides[0].blocks[0].query
+    heads = sum(len(side.bundle.kv_heads) for side in sides)
+    keys = sum(block.key.shape[-2] for block in sides[0].blocks)
+    step = max(1, _SCORES // max(1, query.shape[0] * heads * query.shape[3] * keys))
+    for start in range(0, query.shape[4], step):
+        yield slice(start, start + step)
+
+
+def attend(
+    keys: Sequence[KeySide], values: Sequence[ValueSide], scoring: Scoring, dtype: torch.dtype
+) -> Tensor:
+    """Return what the heads put out, side by side, ``[rows, t, Σ_h w_h]``.
+
+    Head h is ``v_head_dim`` wide, or as wide as its group's latent where the result stays there.
+    """
+    done = []
+    for queries in slices(keys):
+        scores = logits(keys, scoring, queries)
+        probabilities = softmax(scores, scoring.sinks)
+        if scoring.observe is not None:
+            scoring.observe(scores, probabilities, queries)
+        probabilities = probabilities.to(dtype)
+        outputs = [_output(side, probabilities) for side in values]
+        done.append(_side_by_side(outputs, [side.bundle for side in values]))
+    return torch.cat(done, dim=1)
+
+
+def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
+    """Return ``[rows, g * n, G, t', w]`` of one bundle."""
+    own = unflatten(side.bundle.by_group(probabilities.flatten(2, 3)), 3, probabilities.shape[2:4])
+    latent = heads = None
+    start = 0
+    for block in side.blocks:
+        part = own[..., start : start + block.shape[-2]]
+        start += block.shape[-2]
+        if block.dim() == 5:
+            product = block_output(part, block)
+            heads = product if heads is None else heads + product
+            continue
+        product = block_output(part, block.unsqueeze(2))
+        if latent is None:
+            shape = (*product.shape[:-1], side.bundle.ranks[-1])
+            latent = product if product.shape == shape else product.new_zeros(shape)
+            if latent is product:
+                continue
+        # A lower level keeps the first columns.
+        latent[..., : product.shape[-1]] += product
+    if latent is not None and not side.in_latents:
+        # [..., g, n, d, r] against [rows, g, n, G, t', r]
+        turned = latent.flatten(3, 4) @ side.bundle.up_by_head().mT
+        turned = unflatten(turned, 3, latent.shape[3:5])
+        heads = turned if heads is None else heads + turned
+        latent = None
+    result = latent if latent is not None else heads
+    assert result is not None  # a pass has tokens of its own
+    return result.flatten(1, 2)
+
+
+def _in_head_order(parts: Sequence[Tensor], bundles: Sequence[Bundle], dim: int) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    order = [head for bundle in bundles for head in bundle.kv_heads]
+    inverse = torch.tensor(order, device=parts[0].device).argsort()
+    return torch.cat(list(parts), dim=dim).index_select(dim, inverse)
+
+
+def _side_by_side(outputs: Sequence[Tensor], bundles: Sequence[Bundle]) -> Tensor:
+    """Lay ``[rows, heads, G, t, w]`` of all bundles side by side in the order of the heads."""
+    if len(outputs) == 1:
+        return outputs[0].permute(0, 3, 1, 2, 4).flatten(2)
+    placed = {
+        head: output[:, place]
+        for bundle, output in zip(bundles, outputs, strict=True)
+        for place, head in enumerate(bundle.kv_heads)
+    }
+    heads = [placed[head].permute(0, 2, 1, 3).flatten(2) for head in sorted(placed)]
+    return torch.cat(heads, dim=-1)

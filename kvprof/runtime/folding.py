@@ -1,0 +1,197 @@
+"""Projections with a plan's bases folded in, put in place of the model's own and taken out again.
+
+The model's own modules are never written to: what comes back is what was there, bit for bit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+
+from kvprof.errors import UsageError
+from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
+from kvprof.models.layout import LayerLayout, output_slices
+from kvprof.models.load import LoadedModel
+from kvprof.models.weights import projection_matrix
+from kvprof.runtime.shapes import unflatten
+
+__all__ = ["OutputSwitch", "folded_modules"]
+
+
+class OutputSwitch(nn.Module):
+    """W_O for exact heads beside W_O for latents; the attention says which one comes next."""
+
+    def __init__(self, own: nn.Module, folded: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+        self.folded = folded
+        self.exact = False
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Project what the heads put out."""
+        result: Tensor = self.own(heads) if self.exact else self.folded(heads)
+        return result
+
+
+def folded_modules(loaded: LoadedModel, plan: Plan) -> dict[str, nn.Module]:
+    """Build every projection that a plan folds something into.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    plan : Plan
+        One that fits the model (`check_fits`).
+
+    Returns
+    -------
+    dict
+        From a module's name in the model to what takes its place; each has the same input, and
+        the same output unless it is an output projection.
+
+    Raises
+    ------
+    UsageError
+        Where a projection cannot be found or a latent has no room in it.
+    """
+    modules: dict[str, nn.Module] = {}
+    for layer, facts in zip(plan.layers, loaded.layout.layers, strict=True):
+        for name, changes in _changes(loaded, layer, facts).items():
+            module = loaded.model.get_submodule(name)
+            modules[name] = _changed(module, loaded.layout.hidden_size, changes)
+        if layer.values.fold_up:
+            name = f"{facts.attention}.{facts.output_projection}"
+            own = loaded.model.get_submodule(name)
+            folded = _folded_output(loaded, layer, facts, own)
+            modules[name] = OutputSwitch(own, folded) if plan.lazy else folded
+    return modules
+
+
+_Change = tuple[Tensor, Tensor]
+
+
+def _changes(loaded: LoadedModel, layer: LayerPlan, facts: LayerLayout) -> dict[str, list[_Change]]:
+    """Say, per projection, which output columns are multiplied with what."""
+    found: dict[str, list[_Change]] = {}
+
+    def add(kind: str, heads: Sequence[int], matrix: Tensor) -> None:
+        name, columns = _columns(loaded, facts, kind, heads)
+        found.setdefault(name, []).append((columns, matrix))
+
+    sides = (("k", layer.keys.fold_down, layer.keys.groups),
+             ("v", layer.values.fold_down, layer.values.groups))  # fmt: skip
+    for kind, fold, groups in sides:
+        for group in groups if fold else ():
+            if group.down is not None:
+                add(kind, range(group.first, group.first + group.heads), _padded(group.down))
+    for group in layer.keys.groups if layer.keys.fold_up else ():
+        if group.up is None:
+            continue
+        if group.rank > group.head_dim:
+            raise UsageError(
+                f"layer {facts.index}: a latent of {group.rank} columns has no room in a query "
+                f"head of {group.head_dim}; leave fold_up out, or take smaller head groups"
+            )
+        for head, up in _by_query_head(group, facts):
+            add("q", [head], _padded(up))
+    return found
+
+
+def _by_query_head(group: HeadGroup, facts: LayerLayout) -> list[tuple[int, Tensor]]:
+    assert group.up is not None
+    blocks = unflatten(group.up, 0, (group.heads, group.head_dim))
+    return [
+        (head, blocks[head // facts.group - group.first])
+        for head in range(group.first * facts.group, (group.first + group.heads) * facts.group)
+    ]
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """Give a basis as many columns as rows, so that the projection keeps its width.
+
+    The columns behind the rank are never looked at: models cut a projection's output by width.
+    """
+    return torch.cat([matrix, matrix.new_zeros(len(matrix), len(matrix) - matrix.shape[1])], dim=1)
+
+
+def _columns(
+    loaded: LoadedModel, facts: LayerLayout, kind: str, heads: Sequence[int]
+) -> tuple[str, Tensor]:
+    """Find the output columns of heads of Q, K or V, and the projection that they are in."""
+    if facts.value_projection is None:
+        raise UsageError(f"layer {facts.index} has no plain projection to fold a basis into")
+    qk, v = facts.qk_head_dim, facts.v_head_dim
+    width = v if kind == "v" else qk
+    attention = loaded.model.get_submodule(facts.attention)
+    if facts.fused_qkv:
+        name = facts.value_projection
+        if facts.value_interleaved:  # q, k, v of one head after the other
+            share = facts.group * qk + qk + v
+            inside = {"q": 0, "k": share - v - qk, "v": share - v}[kind]
+            starts = [
+                h // facts.group * share + h % facts.group * qk
+                if kind == "q"
+                else h * share + inside
+                for h in heads
+            ]
+        else:
+            first_k = facts.num_heads * qk
+            first = {"q": 0, "k": first_k, "v": first_k + facts.num_kv_heads * qk}[kind]
+            starts = [first + h * width for h in heads]
+    else:
+        stem = facts.value_projection
+        name = stem if kind == "v" else stem.replace("v_proj", f"{kind}_proj")
+        if kind != "v" and (name == stem or not hasattr(attention, name)):
+            raise UsageError(
+                f"layer {facts.index}: its projection of {kind.upper()} cannot be found beside "
+                f"{stem}, so nothing can be folded into it"
+            )
+        starts = [h * width for h in heads]
+    columns = torch.cat([torch.arange(start, start + width) for start in starts])
+    return f"{facts.attention}.{name}", columns
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    with align_module_device(module):
+        bias = getattr(module, "bias", None)
+        return bias.detach().clone() if isinstance(bias, Tensor) else None
+
+
+def _linear(matrix: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
+    """Make ``y = x @ matrix + bias`` a module in the dtype of `like`."""
+    rows, columns = matrix.shape
+    linear = nn.Linear(rows, columns, bias=bias is not None, device="meta")
+    weight = matrix.T.contiguous().to(like.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(like.device, like.dtype), requires_grad=False)
+    return linear.eval()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _changed(module: nn.Module, width: int, changes: Sequence[_Change]) -> nn.Module:
+    own = projection_matrix(module, width)
+    matrix, bias = _wide(own).clone(), _bias(module)
+    if bias is not None:
+        bias = _wide(bias.to(own.device)).clone()
+    for columns, basis in changes:
+        where, turn = columns.to(own.device), basis.to(matrix)
+        matrix[:, where] = matrix[:, where] @ turn
+        if bias is not None:
+            bias[where] = bias[where] @ turn
+    return _linear(matrix, bias, own)
+
+
+def _folded_output(
+    loaded: LoadedModel, layer: LayerPlan, facts: LayerLayout, own: nn.Module
+) -> nn.Module:
+    heads = output_slices(loaded.model, loaded.layout, facts.index)
+    blocks = list(_wide(heads))
+    for group in layer.values.groups:
+        if group.up is not None:
+            for head, up in _by_query_head(group, facts):
+                blocks[head] = up.T.to(blocks[head]) @ blocks[head]
+    return _linear(torch.cat(blocks), _bias(own), heads)

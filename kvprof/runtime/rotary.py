@@ -1,0 +1,96 @@
+"""Rotates rebuilt keys as the model rotated them: with its own function, at their own positions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.models.interface import Rotation
+from kvprof.runtime.shapes import unflatten
+
+__all__ = ["RotaryTable", "angles", "rotated"]
+
+
+@dataclass
+class RotaryTable:
+    """Cosines and sines of every token seen, ``[batch, T, rotary width]`` each.
+
+    Layers that rotate alike share one. It is working memory, no part of the cache: it could be
+    computed anew from the positions at every step.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def extended(self, cos: Tensor, sin: Tensor) -> "RotaryTable":
+        """Return the table with the tokens of one more pass."""
+        batch = self.cos.shape[0]
+        cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+        return RotaryTable(torch.cat([self.cos, cos], 1), torch.cat([self.sin, sin], 1))
+
+    def at(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up tokens.
+
+        Parameters
+        ----------
+        rows : Tensor
+            ``[rows]``, in the batch.
+        places : Tensor
+            ``[rows, groups, N]``, in the sequence as the model saw it, padding included.
+
+        Returns
+        -------
+        cos, sin : Tensor
+            ``[rows, groups, N, rotary width]``.
+        """
+        index = rows.view(-1, 1, 1)
+        return self.cos[index, places], self.sin[index, places]
+
+
+def angles(rotation: Rotation, batch: int) -> RotaryTable:
+    """Return the cosines and sines that a call of a rotary function got.
+
+    Raises
+    ------
+    UsageError
+        For a function of another form than ``f(q, k, cos, sin)``.
+    """
+    named = dict(zip(("q", "k", "cos", "sin"), rotation.args, strict=False)) | rotation.kwargs
+    cos, sin = named.get("cos"), named.get("sin")
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.dim() != 3:
+        name = getattr(rotation.function, "__name__", "its rotary function")
+        raise UsageError(f"keys cannot be rebuilt before RoPE: {name} takes no cos and sin tables")
+    return RotaryTable(cos.expand(batch, -1, -1), sin.expand(batch, -1, -1))
+
+
+def rotated(
+    rotation: Rotation, keys: Tensor, cos: Tensor, sin: Tensor, offset: int, transposed: bool
+) -> Tensor:
+    """Rotate keys by the model's own function.
+
+    Parameters
+    ----------
+    rotation : Rotation
+        A call of it by the same layer.
+    keys : Tensor
+        ``[rows, g, n, N, d]`` before RoPE.
+    cos, sin : Tensor
+        ``[rows, g, N, rotary width]``.
+    offset, transposed
+        As `kvprof.models.rotation.find_rotation` found them.
+    """
+    flat = keys.flatten(0, 1)
+    width = (rotation.args[1] if len(rotation.args) > 1 else rotation.kwargs["k"]).shape[-1]
+    part = flat[..., offset : offset + width]
+    part = part.transpose(1, 2) if transposed else part
+    tables = {"q": part, "k": part, "cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1)}
+    names = ("q", "k", "cos", "sin")
+    args = [tables[n] for n, _ in zip(names, rotation.args, strict=False)] + [*rotation.args[4:]]
+    kwargs = {name: tables.get(name, value) for name, value in rotation.kwargs.items()}
+    turned: Tensor = rotation.function(*args, **kwargs)[1]
+    turned = turned.transpose(1, 2) if transposed else turned
+    result = flat.clone() if width != flat.shape[-1] else turned
+    if width != flat.shape[-1]:
+        result[..., offset : offset + width] = turned
+    return unflatten(result.to(keys.dtype), 0, keys.shape[:2])

@@ -1,0 +1,248 @@
+"""A model's forward passes under a plan: from the attention function to each layer and back."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.utils import ModelOutput
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.methods.plan import Plan
+from kvprof.models.interface import Rotation, Interception
+from kvprof.models.load import LoadedModel
+from kvprof.models.rotation import before_rotation
+from kvprof.runtime.cache import CompressedCache
+from kvprof.runtime.cohort import Cohort
+from kvprof.runtime.folding import OutputSwitch
+from kvprof.runtime.layer import LayerRuntime
+from kvprof.runtime.masks import first_real, has_holes, visible_keys
+from kvprof.runtime.passes import OwnTokens
+
+__all__ = ["Compression"]
+
+
+class Compression:
+    """A model running with a plan; `compressed` makes one.
+
+    Attributes
+    ----------
+    loaded : LoadedModel
+    plan : Plan
+    cache : CompressedCache or None
+        The one that the last forward pass used, for looking at its bytes.
+    active : bool
+        Whether the context is open.
+    """
+
+    def __init__(self, loaded: LoadedModel, plan: Plan) -> None:
+        self.loaded = loaded
+        self.plan = plan
+        self.cache: CompressedCache | None = None
+        self.active = False
+        self._layers = [
+            LayerRuntime(plan, index, facts) for index, facts in enumerate(loaded.layout.layers)
+        ]
+        self.switches: dict[int, OutputSwitch] = {}
+        self.watching = Interception("compressed", lambda call: None)
+        self._starts: list[int] = []
+        self._fired: set[int] = set()
+        self._lent = False  # a cache for this pass alone, which the caller must not get to see
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether keys are rebuilt before RoPE somewhere."""
+        return any(layer.rebuilds for layer in self._layers)
+
+    def new_cache(self, capacity: int | None = None) -> CompressedCache:
+        """Make an empty cache to pass as ``past_key_values``.
+
+        Parameters
+        ----------
+        capacity : int, optional
+            Tokens per sequence to reserve at once (a static cache).
+        """
+        if capacity is not None and capacity < 1:
+            raise UsageError(f"a static cache of {capacity} tokens makes no sense")
+        return CompressedCache(self, capacity)
+
+    # Forward passes.
+
+    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before the decoder's forward: see to the cache and to where real tokens begin."""
+        bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
+        given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        if not isinstance(inputs, Tensor):
+            raise UsageError("a compressed model needs input_ids or inputs_embeds")
+        cache = given.get("past_key_values")
+        self._lent = False
+        if cache is None:
+            if "past_key_values" in bound.arguments and "past_key_values" not in kwargs:
+                raise UsageError("pass past_key_values by name, or leave it out")
+            cache = self.new_cache()
+            kwargs = {**kwargs, "past_key_values": cache}
+            wanted = given.get("use_cache")
+            text_config = self.loaded.model.config.get_text_config(decoder=True)
+            self._lent = not (text_config.use_cache if wanted is None else wanted)
+        self._check_cache(cache)
+        self.cache = cache
+        cache.begin_pass()
+        self._fired.clear()
+        self.watching.rotations.clear()
+        past = cache.get_seq_length()
+        self._starts = first_real(
+            given.get("attention_mask"), inputs.shape[0], inputs.shape[1], past
+        )
+        if self.plan.eviction is not None and has_holes(given.get("attention_mask")):
+            raise UsageError(
+                "tokens cannot be evicted from a batch whose mask hides tokens after the first "
+                "real one; pad on the left"
+            )
+        return args, kwargs
+
+    def _check_cache(self, cache: Any) -> None:
+        if not isinstance(cache, CompressedCache):
+            raise UsageError(
+                f"past_key_values is a {type(cache).__name__}, which cannot hold what the plan "
+                "stores; leave it out, or pass the context's own new_cache()"
+            )
+        if cache.compression is not self:
+            raise UsageError(
+                "past_key_values was made for another kvprof.compressed context; make one with "
+                "this context's new_cache()"
+            )
+
+    def end(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """After it: make sure that every layer attended through the cache."""
+        missing = [x.facts.index for x in self._layers if x.facts.index not in self._fired]
+        if missing:
+            raise FailedError(
+                f"{self.loaded.layout.architecture}: layer {missing[0]} did not attend through the "
+                "compressed cache; the output of this pass is wrong"
+            )
+        if self._lent and isinstance(result, ModelOutput):
+            return replace(result, past_key_values=None)
+        return result[:1] if self._lent else result
+
+    @torch.no_grad()
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """Run one layer's attention for a whole batch; returns ``[B, T, 1, Σ_h w_h]``."""
+        runtime, cache = self._layers[index], self.cache
+        if cache is None or cache.layers[index].pending != query.shape[2]:
+            raise UsageError(
+                f"layer {index} attends without its compressed cache: the model was run with a "
+                "cache of another kind, or with none; leave past_key_values out"
+            )
+        if options.get("dropout"):
+            raise UsageError("the model is in training mode; call model.eval() first")
+        store = cache.layers[index]
+        batch, _, tokens, _ = query.shape
+        unrotated = rotation = table = None
+        if runtime.rebuilds:
+            rotation = self._last_rotation(index)
+            facts = runtime.facts
+            assert facts.rotary_offset is not None  # check_fits has seen to it
+            _, unrotated = before_rotation(
+                rotation, query, key, facts.rotary_offset, facts.rotary_transposed
+            )
+            table = cache.angles(index, rotation, batch)
+        self._regroup(store.cohorts, store.seen)
+        several = tokens > 1
+        exact = runtime.exact(several)
+        if index in self.switches:
+            self.switches[index].exact = exact
+        output: Tensor | None = None
+        for cohort in store.cohorts:
+            hidden = max(0, self._starts[cohort.rows[0]] - store.seen) if not cohort.seen else 0
+            if hidden >= tokens:
+                continue
+            whole = len(cohort.rows) == batch and cohort.rows == list(range(batch))
+            rows = slice(None) if whole else torch.tensor(cohort.rows, device=query.device)
+
+            def own(states: Tensor | None, rows: Any = rows, hidden: int = hidden) -> Any:
+                return None if states is None else states[rows][:, :, hidden:]
+
+            result = runtime.run(
+                cohort,
+                OwnTokens(
+                    own(query), own(key), own(value), own(unrotated),
+                    visible_keys(own(mask.expand(batch, -1, -1, -1)) if mask is not None else None,
+                             cohort.stored, tokens - hidden),
+                    store.seen + hidden, several, options, rotation, table,
+                    cache.reach or self.loaded.context_length,
+                ),
+            )  # fmt: skip
+            if whole and not hidden:
+                output = result
+                break
+            if output is None:
+                output = result.new_zeros(batch, tokens, result.shape[-1])
+            output[rows, hidden:] = result
+        store.stored()
+        self._fired.add(index)
+        if output is None:  # nothing but padding so far
+            width = sum(self._widths(runtime, exact))
+            output = query.new_zeros(batch, tokens, width)
+        return output.unsqueeze(2)
+
+    def _widths(self, runtime: LayerRuntime, exact: bool) -> list[int]:
+        values, facts = runtime.layer.values, runtime.facts
+        folded = values.fold_up and not exact
+        return [
+            group.rank if folded and group.up is not None else facts.v_head_dim
+            for group in values.groups
+            for _ in range(group.heads * facts.group)
+        ]
+
+    def _last_rotation(self, index: int) -> Rotation:
+        if not self.watching.rotations:
+            raise FailedError(f"layer {index}: its rotary function was not called in this pass")
+        rotation = self.watching.rotations[-1]
+        self.watching.rotations.clear()
+        return rotation
+
+    def _regroup(self, cohorts: list[Cohort], past: int) -> None:
+        """Put rows that have no real token yet together with those that start where they do."""
+        begun = [cohort for cohort in cohorts if cohort.seen]
+        placed = {row for cohort in begun for row in cohort.rows}
+        groups: dict[int, list[int]] = {}
+        for row, start in enumerate(self._starts):
+            if row not in placed:
+                groups.setdefault(max(start, past), []).append(row)
+        cohorts[:] = [*begun, *(Cohort(rows) for rows in groups.values())]
+
+    # Generation.
+
+    def prepare_cache(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap generate's own choice of a cache, so that it gets a compressed one."""
+        signature = inspect.signature(original)
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            inputs, reach = bound["model_kwargs"], bound["max_cache_length"]
+            if inputs.get("past_key_values") is not None:
+                self._check_cache(inputs["past_key_values"])
+            result = original(*args, **kwargs)
+            made = inputs.get("past_key_values")
+            if isinstance(made, Cache) and not isinstance(made, CompressedCache):
+                static = isinstance(made, StaticCache)
+                if made.offloading or not (static or type(made) is DynamicCache):
+                    wanted = bound["generation_config"].cache_implementation
+                    raise UsageError(
+                        f"cache_implementation {wanted!r} cannot hold what a plan stores; leave it "
+                        "out, or choose 'static'"
+                    )
+                inputs["past_key_values"] = self.new_cache(reach if static else None)
+            if isinstance(inputs.get("past_key_values"), CompressedCache):
+                inputs["past_key_values"].reach = reach
+            return result
+
+        return prepare

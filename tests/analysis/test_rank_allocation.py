@@ -1,0 +1,134 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprof.analysis.rank_allocation import (
+    Grid,
+    RankTarget,
+    budget_ranks,
+    fisher_ranks,
+    removal_ranks_of,
+    tail_ranks,
+    uniform_ranks,
+)
+from kvprof.errors import UsageError
+
+FREE = Grid()
+
+
+def target(values, *, layer=0, side="keys", group=0):
+    tensor = torch.tensor(values, dtype=torch.float64)
+    tail = tensor.square().flip(0).cumsum(0).flip(0)
+    return RankTarget(layer, side, group, tensor, torch.cat([tail, tail.new_zeros(1)]))
+
+
+def test_removal_uses_one_rate_for_all_and_singular_values_themselves():
+    targets = [target([4, 3, 2, 1]), target([1, 1, 1, 1])]
+    # 10 % of 10 may go from the first: the last value; nothing of the second is that small.
+    assert removal_ranks_of(targets, 0.1, FREE) == [3, 4]
+    assert removal_ranks_of(targets, 0.3, FREE) == [2, 3]
+    assert removal_ranks_of(targets, 0.0, FREE) == [4, 4]
+
+
+def test_rate_zero_keeps_even_directions_without_energy():
+    assert removal_ranks_of([target([1, 0, 0])], 0.0, FREE) == [3]
+    assert tail_ranks([target([1, 0, 0])], 0.0, FREE) == [3]
+    assert uniform_ranks([target([1, 0, 0])], 0.0, FREE) == [3]
+
+
+def test_ranks_round_up_to_the_grid_with_a_minimum_and_at_most_the_width():
+    targets = [target([1.0] * 20)]
+    assert uniform_ranks(targets, 0.75, Grid(8, 1)) == [8]
+    assert uniform_ranks(targets, 0.75, Grid(1, 7)) == [7]
+    assert uniform_ranks(targets, 0.1, Grid(8, 8)) == [20]
+    assert Grid(8, 16).ranks(20) == [16, 20]
+
+
+def test_decimal_shares_are_taken_as_written():
+    # 10 * 0.7 is 6.999… or 7.000…1 in binary.
+    assert uniform_ranks([target([1.0] * 10)], 0.3, FREE) == [7]
+    assert uniform_ranks([target([1.0] * 100)], 0.9, FREE) == [10]
+
+
+def test_tail_gives_one_rank_per_layer_and_side():
+    targets = [target([3, 2, 1]), target([3, 0, 0], group=1), target([1, 1, 1], layer=1)]
+    # Layer 0: energies 14 and 9; a tail of 1 of 23 is 4.3 %, of 5 of 23 21.7 %.
+    assert tail_ranks(targets, 0.05, FREE) == [2, 2, 3]
+    assert tail_ranks(targets, 0.22, FREE) == [1, 1, 3]
+    assert tail_ranks(targets, 1 / 3, FREE) == [1, 1, 2]
+
+
+def test_fisher_is_proportional_clipped_and_hands_the_rest_out():
+    targets = [target([1.0] * 64) for _ in range(3)]
+    # Half of 192 is 96: shares 72, 12, 12; the first is clipped at 64, 8 are left over.
+    ranks = fisher_ranks(targets, 0.5, Grid(4, 4), [6, 1, 1])
+    assert ranks == [64, 16, 16]
+    assert fisher_ranks(targets, 0.0, Grid(4, 4), [6, 1, 1]) == [64, 64, 64]
+    assert sum(fisher_ranks(targets, 1.0, Grid(4, 4), [6, 1, 0])) == 12
+
+
+@pytest.mark.parametrize("importance", [[1.0], [1.0, -1.0], [0.0, 0.0]])
+def test_fisher_refuses_what_is_no_importance(importance):
+    with pytest.raises(UsageError, match="one importance per layer"):
+        fisher_ranks([target([1, 1]), target([1, 1])], 0.5, FREE, importance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0.0, 10.0), min_size=4, max_size=4), min_size=2, max_size=3),
+    st.lists(st.floats(0.1, 5.0), min_size=3, max_size=3),
+    st.floats(0.0, 1.0),
+)
+def test_budget_is_optimal_among_all_ranks_of_its_cost(spectra, weights, rate):
+    targets = [target(sorted(values, reverse=True)) for values in spectra]
+    weights = weights[: len(targets)]
+    ranks = budget_ranks(targets, rate, FREE, weights)
+
+    def error(choice):
+        return sum(w * float(t.errors[r]) for w, t, r in zip(weights, targets, choice, strict=True))
+
+    assert sum(ranks) <= max(len(targets), (1 - rate) * 4 * len(targets) + 1e-9)
+    best = min(
+        error(choice)
+        for choice in itertools.product(range(1, 5), repeat=len(targets))
+        if sum(choice) == sum(ranks)
+    )
+    assert error(ranks) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+def test_budget_spends_on_the_sensitive_head():
+    targets = [target([2.0, 1.0, 1.0, 1.0]), target([2.0, 1.0, 1.0, 1.0])]
+    assert budget_ranks(targets, 0.375, FREE, [1.0, 10.0]) == [1, 4]
+    assert budget_ranks(targets, 0.375, FREE, [10.0, 1.0]) == [4, 1]
+
+
+def test_budget_uses_what_each_width_costs():
+    targets = [target([1.0] * 4), target([1.0] * 4)]
+    # Ranks 3 and 4 cost the same (one width class): nobody stops at 3.
+    price = {1: 1.0, 2: 2.0, 3: 4.0, 4: 4.0}
+    ranks = budget_ranks(targets, 0.25, FREE, [1.0, 1.1], lambda _, rank: price[rank])
+    assert 3 not in ranks
+    assert sorted(ranks) == [2, 4]
+
+
+def test_budget_needs_a_sensitivity_for_each():
+    with pytest.raises(UsageError, match="one sensitivity per"):
+        budget_ranks([target([1, 1])], 0.5, FREE, [])
+
+
+@pytest.mark.parametrize("allocate", [removal_ranks_of, uniform_ranks, tail_ranks])
+@given(rates=st.lists(st.floats(0, 1), min_size=2, max_size=2))
+@settings(max_examples=20, deadline=None)
+def test_ranks_never_grow_with_the_knob(allocate, rates):
+    targets = [target([5, 3, 2, 1, 0.5]), target([1, 1, 1, 1, 1], group=1)]
+    low, high = sorted(rates)
+    pairs = zip(allocate(targets, low, FREE), allocate(targets, high, FREE), strict=True)
+    assert all(less_removed >= more_removed for less_removed, more_removed in pairs)
+
+
+def test_a_grid_without_ranks_is_refused():
+    with pytest.raises(UsageError, match="holds no rank"):
+        Grid(0, 1)

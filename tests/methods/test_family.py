@@ -1,0 +1,81 @@
+"""Finding the plan of a byte rate by the method's own knob."""
+
+import pytest
+
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import dim_rate, rate
+from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
+from kvprof.methods.registry import plan_family
+from tests.methods.models import FINE, inputs
+from tests.methods.shapes import group, layer, plan
+
+
+def made(rank):
+    """One layer of 100 columns each; only values are cut."""
+    from tests.methods.shapes import whole
+
+    return plan(layer(keys=whole(1, 100), values=(group(0, 1, 100, (rank,)),)))
+
+
+STEPS = PlanFamily("steps", "cut", lambda cut: made(100 - int(cut * 90)))
+
+
+@pytest.mark.parametrize("wanted", [0.0, 0.001, 0.005, 0.2, 0.333, 0.45])
+def test_the_least_compression_that_reaches_the_rate(wanted):
+    found = plan_for_rate(STEPS, wanted, 1000, itemsize=2)
+    rank = found.layers[0].values.groups[0].rank
+    assert rate(found, 1000, itemsize=2) >= wanted - 1e-9
+    if rank < 100:
+        assert rate(made(rank + 1), 1000, itemsize=2) < wanted
+
+
+def test_what_no_rank_reaches_is_refused_with_the_range():
+    message = "steps reaches rates from 0.000 to 0.450 at 1,000 tokens, not 0.46"
+    with pytest.raises(UsageError, match=message):
+        plan_for_rate(STEPS, 0.46, 1000, itemsize=2)
+
+
+@pytest.mark.parametrize("wanted", [-0.1, 1.0, float("nan")])
+def test_a_rate_is_a_share(wanted):
+    with pytest.raises(UsageError, match="is not between 0 and 1"):
+        plan_for_rate(STEPS, wanted, 1000, itemsize=2)
+
+
+@pytest.mark.parametrize(("wanted", "bits"), [(0.0, 8), (0.3, 8), (0.5, 4), (0.65, 3), (0.7, 2)])
+def test_a_quantisers_knob_is_its_bits(wanted, bits):
+    family = plan_family("per-token", inputs("Llama"))
+    found = plan_for_rate(family, wanted, 4096, itemsize=2)
+    assert found.quantiser.keys.bits == (bits,)
+    assert found.made["bits"] == bits
+
+
+def test_the_context_decides_the_rate():
+    family = plan_family("tale", inputs("Llama"), **FINE)
+    found = plan_for_rate(family, 0.3, 64, itemsize=2)
+    later = plan_for_rate(family, 0.3, 100_000, itemsize=2)
+    assert found.layers[0].values.groups[0].ranks[0] < later.layers[0].values.groups[0].ranks[0]
+
+
+def test_the_dtype_decides_the_rate():
+    family = plan_family("fp8", inputs("Llama"))
+    assert rate(plan_for_rate(family, 0.75, 10, itemsize=4), 10, itemsize=4) == 0.75
+    with pytest.raises(UsageError, match=r"fp8 reaches rates from 0.500 to 0.500"):
+        plan_for_rate(family, 0.75, 10, itemsize=2)
+
+
+@pytest.mark.parametrize("allocation", ["removal", "uniform", "tail"])
+def test_every_allocation_reaches_a_rate_on_its_grid(allocation):
+    family = plan_family("kq", inputs("Llama"), allocation=allocation, grid=4, minimum=4)
+    found = plan_for_rate(family, 0.4, 1000, itemsize=2)
+    assert 0.4 <= dim_rate(found) < 0.6
+    ranks = {g.rank for x in found.layers for s in (x.keys, x.values) for g in s.groups}
+    assert all(rank % 4 == 0 for rank in ranks)
+
+
+def test_the_knob_itself_is_checked_and_recorded():
+    family = plan_family("fdc", inputs("Llama"), **FINE)
+    assert plan_at(family, 0.05).made["removal_rate"] == 0.05
+    with pytest.raises(UsageError, match=r"fdc: removal_rate 1.5 is not between 0 and 1"):
+        plan_at(family, 1.5)
+    with pytest.raises(UsageError, match="kivi: bits 5 is none of 8, 4, 3, 2"):
+        plan_at(plan_family("kivi", inputs("Llama")), 5)

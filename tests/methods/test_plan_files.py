@@ -1,0 +1,114 @@
+"""Plans on disk come back as they were, and what is not right is refused in one line."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.methods.description import compare_plans
+from kvprof.methods.family import plan_at
+from kvprof.methods.plan_files import load_plan, save_plan, structure
+from kvprof.methods.registry import plan_family
+from kvprof.tensor_files import save_tensors
+from tests.methods.models import FINE, inputs
+
+NAMES = [
+    "full",
+    "fp8",
+    "fdc",
+    "palu",
+    "tale+kivi",
+    "strawman",
+    "fdc+keyformer",
+    "kq-4bit",
+    "kvquant",
+]
+
+
+def made(name):
+    ranked = name.startswith(("fdc", "palu", "tale", "kq", "strawman"))
+    options = {**(FINE if ranked else {}), **({"heads": 2} if name == "palu" else {})}
+    family = plan_family(name, inputs("Llama"), **options)
+    return plan_at(family, family.settings[0] if family.settings else 0.3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / "p.safetensors"
+    save_plan(made("fdc+keyformer"), path)
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_saved_comes_back(name, tmp_path):
+    before = made(name)
+    save_plan(before, tmp_path / "p")
+    after = load_plan(tmp_path / "p", fingerprint=before.fingerprint)
+    assert compare_plans(before, after) == {}
+    assert structure(after) == structure(before)
+    for a, b in zip(before.layers, after.layers, strict=True):
+        for x, y in zip(a.keys.groups, b.keys.groups, strict=True):
+            assert (x.down is None) == (y.down is None)
+            assert y.down is None or (y.down.dtype, y.down.is_contiguous()) == (torch.float32, True)
+
+
+def test_another_models_plan_is_refused(saved):
+    with pytest.raises(UsageError) as caught:
+        load_plan(saved, fingerprint="0" * 32)
+    assert str(caught.value).startswith("p.safetensors: a plan for Llama (")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 0.5, 0.99])
+def test_a_file_cut_short_is_refused(saved, tmp_path, cut):
+    content = saved.read_bytes()
+    path = tmp_path / "cut"
+    path.write_bytes(content[: int(cut * len(content)) if isinstance(cut, float) else cut])
+    with pytest.raises(FailedError, match="damaged file of plans"):
+        load_plan(path)
+
+
+def test_a_changed_bit_is_noticed_anywhere(saved, tmp_path):
+    content = bytearray(saved.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    for place in (start, (start + len(content)) // 2, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 16
+        path = tmp_path / str(place)
+        path.write_bytes(changed)
+        with pytest.raises(FailedError, match="damaged"):
+            load_plan(path)
+
+
+def test_other_files_are_told_apart(saved, tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    with pytest.raises(FailedError, match=r"other: no file of plans \(kvprof plan --save\)"):
+        load_plan(tmp_path / "other")
+    save_tensors(tmp_path / "new", {"x": torch.zeros(1)}, {}, format_name="kvprof-plan/9")
+    with pytest.raises(FailedError, match="new: format kvprof-plan/9, this kvprof reads"):
+        load_plan(tmp_path / "new")
+    with pytest.raises(UsageError, match="there is no such file of plans"):
+        load_plan(tmp_path / "missing")
+    with pytest.raises(UsageError, match="--force"):
+        save_plan(made("full"), saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: plan.pop("layers"),
+        lambda plan: plan["levels"].update(shares=[0.5]),
+        lambda plan: plan["layers"][0]["keys"].update(placement="nowhere"),
+        lambda plan: plan["layers"][0]["keys"]["groups"][0].update(ranks=[99]),
+        lambda plan: plan.update(quantiser={"kind": "affine"}),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_damaged(tmp_path, change):
+    stored = structure(made("full"))
+    change(stored)
+    save_tensors(tmp_path / "p", {}, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1")
+    with pytest.raises(KvprofError) as caught:
+        load_plan(tmp_path / "p")
+    assert isinstance(caught.value, FailedError)
+    assert str(caught.value).startswith("p: damaged plan: ")

@@ -1,0 +1,224 @@
+"""Methods by name, combinations, options, and a method that somebody else installs."""
+
+import inspect
+import re
+import sys
+import textwrap
+
+import pytest
+
+import kvprof.methods
+from kvprof.errors import FailedError, UsageError
+from kvprof.methods.accounting import bytes_at, dim_rate, rate
+from kvprof.methods.description import ranks_of
+from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.registry import (
+    COMBINATIONS,
+    METHODS,
+    calibration_needs,
+    method_names,
+    plan_family,
+)
+from kvprof.methods.soundness import check_fits
+from tests.methods.models import FINE, inputs, model
+
+CONTEXT = 4096
+
+
+def family(name, arch="Llama", **options):
+    return plan_family(name, inputs(arch), **options)
+
+
+def at_rate(name, wanted, arch="Llama", **options):
+    return plan_for_rate(family(name, arch, **options), wanted, CONTEXT, itemsize=2)
+
+
+def fine(name):
+    needs_ranks = name.startswith(("fdc", "zack", "palu", "tale", "kq", "svd", "strawman"))
+    return {**(FINE if needs_ranks else {}), **({"heads": 2} if name.startswith("palu") else {})}
+
+
+@pytest.mark.parametrize("arch", ["Llama", "Qwen3", "OPT", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("name", [*METHODS, *COMBINATIONS])
+def test_every_listed_name_plans_and_fits(name, arch):
+    options = fine(name)
+    wanted = 0.0 if name == "full" else 0.3
+    plan = at_rate(name, wanted, arch, **options)
+    check_fits(plan, model(arch).layout, model(arch).fingerprint)
+    assert plan.method == name
+    assert wanted <= rate(plan, CONTEXT, itemsize=2) + 1e-9
+    assert plan.made["model"] == arch
+    assert plan.made["rate_asked"] == wanted
+
+
+def test_a_quantised_variant_has_the_ranks_of_the_rate_and_its_own_rate():
+    plain = at_rate("fdc", 0.5, **FINE)
+    for name in ("fdc-4bit", "fdc+kvquant"):
+        plan = at_rate(name, 0.5, **FINE)
+        assert ranks_of(plan) == ranks_of(plain)
+        assert rate(plan, CONTEXT, itemsize=2) > 0.55
+    assert at_rate("fdc-2bit", 0.5, **FINE).quantiser.keys.bits == (2,)
+    assert at_rate("fdc+kivi", 0.5, bits=8, **FINE).quantiser.values.bits == (8,)
+
+
+def test_eviction_and_compression_keep_the_same_share_and_reach_the_bytes():
+    plan = at_rate("fdc+sink-recent", 0.51, **FINE)
+    assert plan.eviction.keep == pytest.approx(0.7, abs=0.01)
+    assert 1 - dim_rate(plan) == pytest.approx(0.7, abs=0.02)
+    assert rate(plan, CONTEXT, itemsize=2) >= 0.51
+    # Scores of Keyformer are bytes too: they are made up for.
+    scored = at_rate("fdc+keyformer", 0.51, **FINE)
+    assert scored.eviction.keep < plan.eviction.keep
+    assert 0.51 <= rate(scored, CONTEXT, itemsize=2) < 0.53
+    assert bytes_at(scored, CONTEXT, itemsize=2).eviction > 0
+
+
+def test_the_kept_share_can_be_told():
+    plan = at_rate("fdc+sink-recent", 0.5, keep=0.8, **FINE)
+    assert plan.eviction.keep == 0.8
+    assert dim_rate(plan) == pytest.approx(0.375, abs=0.02)
+    with pytest.raises(UsageError, match=r"keeping 0.4 of the tokens alone gives more than .* 0.5"):
+        at_rate("fdc+sink-recent", 0.5, keep=0.4, **FINE)
+    with pytest.raises(UsageError, match=r"keep: 1.5 is no share"):
+        at_rate("fdc+h2o", 0.5, keep=1.5)
+    by_knob = plan_at(family("fdc+sink-recent", allocation="uniform", **FINE), 0.25)
+    assert by_knob.eviction.keep == 1 - dim_rate(by_knob) == 0.75
+
+
+def test_fdc_evicts_first_and_zack_compresses_first():
+    orders = {
+        name: plan_at(family(f"{name}+keyformer", **fine(name)), 0.2).eviction.order
+        for name in ("fdc", "palu", "zack", "kq")
+    }
+    assert orders == {
+        "fdc": "evict_first", "palu": "evict_first",
+        "zack": "compress_first", "kq": "compress_first",
+    }  # fmt: skip
+
+
+def test_what_scores_a_prompt_exactly_folds_no_keys():
+    plan = plan_at(family("palu+keyformer", heads=2, **FINE), 0.2)
+    assert not any(layer.keys.fold_down for layer in plan.layers)
+    assert all(layer.values.fold_down for layer in plan.layers)
+    recent = plan_at(family("palu+sink-recent", heads=2, **FINE), 0.2)
+    assert all(layer.keys.fold_down for layer in recent.layers)
+
+
+def test_three_together():
+    plan = at_rate("kq+h2o-4bit", 0.4, **FINE)
+    assert plan.eviction is not None
+    assert plan.quantiser.keys.bits == (4,)
+    assert plan.method == "kq+h2o-4bit"
+
+
+def test_a_rotation_is_folded_once():
+    plain = plan_at(family("palu", heads=2, hadamard=True, **FINE), 0.4)
+    for plan in (
+        plan_at(family("palu-4bit", heads=2, hadamard=True, **FINE), 0.4),
+        plan_for_rate(family("palu-4bit", heads=2, hadamard=True, **FINE), rate(
+            plain, CONTEXT, itemsize=2), CONTEXT, itemsize=2),
+    ):  # fmt: skip
+        ours, theirs = plan.layers[0].values.groups[0], plain.layers[0].values.groups[0]
+        assert ours.rank == theirs.rank
+        assert ours.up.equal(theirs.up)
+
+
+def test_kvquant_leaves_the_first_token_and_tales_levels_move_by_whole_blocks():
+    assert at_rate("kvquant", 0.3).levels.sink == 1
+    tale = plan_at(family("tale+kvquant", **FINE), 0.5)
+    assert (tale.levels.sink, tale.levels.batch) == (4, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nope", "'nope' is unknown; choose from full, fp8, fdc"),
+        ("fdc+nope", "'fdc\\+nope' is unknown"),
+        ("nope-4bit", "'nope-4bit' is unknown"),
+        ("fdc-5bit", "unknown"),
+        ("kivi+h2o", "quantise per token instead"),
+        ("fp8-4bit", "fp8 is quantised already"),
+        ("h2o+keyformer", "evicts already"),
+        ("kivi-3bit", "kivi is quantised already"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(name, message):
+    with pytest.raises(UsageError, match=message):
+        family(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fdc", {"heads": 4}, "fdc has no option heads: it has values, allocation, grid, minimum"),
+        ("full", {"grid": 4}, "full has no option grid: it has none"),
+        ("fdc-4bit", {"bits": 2}, "fdc-4bit has no option bits"),
+        ("fdc-4bit", {"keep": 0.5}, "fdc-4bit has no option keep"),
+        ("fdc+kvquant", {"nope": 1}, "fdc has no option nope"),
+        ("fdc+kivi", {"bits": 5}, "kivi has no 5 bits; choose from 2, 3, 4, 8"),
+    ],
+)
+def test_an_option_that_does_nothing_is_refused(name, options, message):
+    with pytest.raises(UsageError, match=message):
+        plan_at(family(name, **options), 0.0)
+
+
+def test_what_each_method_must_be_calibrated_with():
+    assert (
+        calibration_needs("full") is calibration_needs("h2o") is calibration_needs("kivi") is None
+    )
+    assert calibration_needs("strawman") is None
+    assert calibration_needs("kq-4bit").source == "random:8k"
+    palu = calibration_needs("palu+keyformer")
+    assert (palu.source, palu.pre_rope, palu.joint_heads) == ("calibration", True, 4)
+    assert calibration_needs("palu", heads=1).joint_heads is None
+    assert calibration_needs("palu", heads=0).joint_heads >= 1024
+    assert calibration_needs("tale+kivi", heads=4).joint_heads == 4
+    assert calibration_needs("tale").joint_heads is None
+    with pytest.raises(UsageError, match="unknown"):
+        calibration_needs("nope")
+
+
+def example():
+    """Return the documented method and its entry point, as the documentation has them."""
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.getdoc(kvprof.methods) + "\n")
+    return textwrap.dedent(blocks[0]), textwrap.dedent(blocks[1])
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of installed packages that holds the documented example."""
+    source, table = example()
+    (tmp_path / "keys_only.py").write_text(source)
+    info = tmp_path / "keys_only-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: keys-only\nVersion: 1.0\n")
+    name, _, target = table.splitlines()[1].partition(" = ")
+    (info / "entry_points.txt").write_text(f"[kvprof.methods]\n{name} = {target.strip(chr(34))}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield info
+    sys.modules.pop("keys_only", None)
+
+
+def test_the_documented_method_installs_and_runs(site):
+    assert len(example()[0].splitlines()) <= 30
+    assert "keys-only" in method_names()
+    assert calibration_needs("keys-only").source == "random:8k"
+    plan = at_rate("keys-only", 0.25)
+    assert dim_rate(plan) == 0.25
+    assert at_rate("keys-only-4bit", 0.25).quantiser is not None
+    assert at_rate("keys-only+h2o", 0.25).method == "keys-only+h2o"
+    with pytest.raises(UsageError, match="keys-only has no option nope: it has smallest"):
+        family("keys-only", nope=1)
+
+
+def test_a_method_that_cannot_be_loaded_is_named(site):
+    (site / "entry_points.txt").write_text("[kvprof.methods]\nbroken = keys_only:missing\n")
+    with pytest.raises(FailedError, match=r"method broken \(keys_only:missing\) cannot be loaded"):
+        family("broken")
+
+
+def test_an_installed_method_cannot_take_the_name_of_another(site):
+    (site / "entry_points.txt").write_text("[kvprof.methods]\nfdc = keys_only:keys_only\n")
+    with pytest.raises(FailedError, match=r"the installed method fdc \(keys_only:keys_only\)"):
+        family("fdc")

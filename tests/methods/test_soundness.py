@@ -1,0 +1,170 @@
+"""Plans that contradict themselves or a model are refused, each in one clear line."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvprof.errors import UsageError
+from kvprof.methods.plan import HeadGroup, Placement
+from kvprof.methods.soundness import check_fits
+from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
+from tests.methods.shapes import group, layer, layout, plan, whole
+
+FOUR = SideQuantiser((4,))
+CHANNEL = SideQuantiser((4,), "channel", 8)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: plan(layer(), levels=Levels(shares=(0.5, 0.4))), "are no parts of 1"),
+        (lambda: plan(layer(), levels=Levels(sink=-1)), "make no sense"),
+        (lambda: plan(layer(), levels=Levels(shares=(0.5, 0.5))), "1 ranks for 2 token levels"),
+        (lambda: plan(layer(), quantiser=Quantiser("odd", FOUR, FOUR)), "none of affine"),
+        (lambda: plan(layer(), quantiser=Quantiser("affine", None, None)), "leave it out"),
+        (lambda: plan(layer(), quantiser=Quantiser("fp8", FOUR, FOUR)), "fp8 has no 4 bits"),
+        (
+            lambda: plan(layer(), quantiser=Quantiser("affine", SideQuantiser((5,)), None)),
+            "affine has no 5 bits; choose from 2, 3, 4, 8",
+        ),
+        (
+            lambda: plan(layer(), quantiser=Quantiser("affine", SideQuantiser((4, 4)), None)),
+            "2 bit widths for 1 token levels",
+        ),
+        (
+            lambda: plan(layer(), quantiser=Quantiser("affine", FOUR, None, outliers=0.1)),
+            "affine keeps no outliers",
+        ),
+        (
+            lambda: plan(layer(), quantiser=Quantiser("affine", CHANNEL, None, block=4)),
+            "blocks of a multiple of it, not of 4",
+        ),
+        (
+            lambda: plan(
+                layer(levels=2),
+                levels=Levels(shares=(0.5, 0.5), batch=4),
+                quantiser=Quantiser("affine", SideQuantiser((4, 4), "channel", 8), None, block=8),
+            ),
+            "batches of a multiple of it, not of 4",
+        ),
+        (
+            lambda: plan(
+                layer(),
+                quantiser=Quantiser("affine", CHANNEL, None, block=8),
+                eviction=Eviction("h2o", 0.5),
+            ),
+            "quantise per token instead",
+        ),
+        (lambda: plan(layer(), eviction=Eviction("odd", 0.5)), "none of recent, h2o, keyformer"),
+        (lambda: plan(layer(), eviction=Eviction("h2o", 0.0)), "keep 0"),
+        (
+            lambda: plan(layer(), eviction=Eviction("recent", 0.5, recent_share=0.5)),
+            "its recent share is 1",
+        ),
+        (lambda: plan(layer(), eviction=Eviction("h2o", 0.5, order="both")), "'both' is neither"),
+        (
+            lambda: plan(layer(keys=(group(1, 1, 16, (4,)), group(0, 1, 16, (4,))))),
+            "in order, each once",
+        ),
+        (lambda: plan(layer(keys=whole(1))), "different numbers of KV heads"),
+        (lambda: plan(layer(keys=(HeadGroup(0, 2, 16, (8,)),))), "rank 8 of 32 has no basis"),
+        (
+            lambda: plan(layer(keys=(HeadGroup(0, 2, 16, (8,), torch.zeros(32, 8)),))),
+            "both or neither",
+        ),
+        (
+            lambda: plan(
+                layer(keys=(HeadGroup(0, 2, 16, (8,), torch.zeros(8, 32), torch.zeros(32, 8)),))
+            ),
+            r"a basis of \(8, 32\), not \(32, 8\)",
+        ),
+        (lambda: plan(layer(keys=(group(0, 2, 16, (40,)),))), "rank 40 is over the width 32"),
+        (
+            lambda: plan(
+                layer(values=(group(0, 2, 16, (16, 8)),), levels=2),
+                levels=Levels(shares=(0.5, 0.5)),
+            ),
+            "not decrease",
+        ),
+        (
+            lambda: plan(layer(keys=(group(0, 2, 16, (8,)),), placement=Placement.NONE)),
+            "no placement",
+        ),
+        (lambda: plan(layer(fold_keys=(True, False))), "nothing to fold"),
+        (
+            lambda: plan(
+                layer(
+                    keys=(group(0, 2, 16, (8,)),),
+                    placement=Placement.PRE_ROPE,
+                    fold_keys=(True, True),
+                )
+            ),
+            "cannot be folded into W_Q",
+        ),
+        (
+            lambda: plan(
+                layer(values=(group(0, 2, 16, (8,)),), fold_values=(True, True)), lazy=True
+            ),
+            "needs exact K and V in prefill",
+        ),
+        (lambda: plan(layer(window=1)), "stores no token"),
+    ],
+)
+def test_a_plan_says_one_thing(build, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+LOW = (group(0, 2, 16, (8,)),)
+
+
+@pytest.mark.parametrize(
+    ("made", "facts", "message"),
+    [
+        (layer(), {"mla": True}, "multi-head latent attention"),
+        (layer(keys=whole(3), values=whole(3)), {}, "keys have another shape"),
+        (layer(values=whole(2, 8)), {}, "values have another shape"),
+        (layer(), {"sliding_window": 9}, "sliding window is not the model's"),
+        (layer(LOW, fold_keys=(True, True)), {}, "RoPE lies between"),
+        (
+            layer(LOW, fold_keys=(True, True)),
+            {"position": "none", "qk_norm": True},
+            "cannot be folded across QK-norm",
+        ),
+        (
+            layer(LOW, placement=Placement.PRE_ROPE, fold_keys=(True, False)),
+            {"qk_norm": True},
+            "cannot be folded across QK-norm",
+        ),
+        (layer(LOW, placement=Placement.PRE_ROPE), {"rotary_offset": None}, "cannot be had"),
+        (layer(values=LOW, fold_values=(True, True)), {"value_projection": None}, "no plain value"),
+        (
+            layer(values=LOW, fold_values=(False, True)),
+            {"output_projection": None},
+            "no plain output",
+        ),
+    ],
+)
+def test_a_plan_must_fit_the_model(made, facts, message):
+    with pytest.raises(UsageError, match=message):
+        check_fits(plan(made), layout(**facts), "f" * 32)
+
+
+def test_another_models_plan_and_another_depth_are_refused():
+    made = plan(layer(), made={"model": "tiny"})
+    check_fits(made, layout(), "f" * 32)
+    with pytest.raises(UsageError, match=r"for tiny \(ffffffffffff\), not for the model given"):
+        check_fits(made, layout(), "0" * 32)
+    with pytest.raises(UsageError, match="the plan has 1 layers, the model 2"):
+        check_fits(made, layout(2), "f" * 32)
+
+
+def test_what_is_sound_passes():
+    folded = layer(LOW, LOW, fold_keys=(True, True), fold_values=(True, True))
+    check_fits(plan(folded), layout(position="learned"), "f" * 32)
+    rebuilt = layer(LOW, LOW, placement=Placement.PRE_ROPE, fold_keys=(True, False))
+    check_fits(plan(rebuilt), layout(), "f" * 32)
+    online = replace(rebuilt, keys=replace(rebuilt.keys, fold_down=False))
+    check_fits(plan(online), layout(qk_norm=True), "f" * 32)

@@ -1,0 +1,118 @@
+"""Packing is lossless; quantised rows are as near as their formula says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvprof.methods.quantisers import codebook
+from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.runtime.codecs import codec_for
+from kvprof.runtime.packing import pack, unpack
+from kvprof.runtime.parts import joined, picked, plain_part
+
+
+def rows(tokens: int, columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, tokens, columns, generator=generator) * 3 + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([2, 3, 4, 8]), st.integers(1, 40), st.integers(0, 99))
+def test_packing_is_dense_and_lossless(bits: int, columns: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (3, columns), generator=generator)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (3, math.ceil(columns * bits / 8))
+    assert torch.equal(unpack(packed, bits, columns).long(), codes)
+
+
+def by_hand(x: Tensor, bits: int, kind: str) -> Tensor:
+    """Quantise one vector, written out with float16 scale and zero."""
+    steps = 1 if kind == "codebook" else 2**bits - 1
+    zero = x.min().half().float()
+    scale = ((x.max() - x.min()) / steps).half().float()
+    if kind == "codebook":
+        levels = codebook(bits)
+        nearest = ((x - zero) / scale).unsqueeze(-1).sub(levels).abs().argmin(-1)
+        return zero + scale * levels[nearest]
+    return zero + scale * ((x - zero) / scale).round().clamp(0, steps)
+
+
+@pytest.mark.parametrize("kind", ["affine", "codebook"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("axis", "group"), [("token", None), ("token", 4), ("channel", 5)])
+def test_rows_are_quantised_by_the_formula(kind: str, bits: int, axis: str, group: int) -> None:
+    x = rows(15, 10)
+    side = SideQuantiser((bits,), axis, group)
+    codec = codec_for(Quantiser(kind, side, side), side, 0)
+    found = codec.decode(codec.encode(x), 10, torch.float32)
+    wanted = x.clone()
+    for b, g in ((0, 0), (1, 2)):
+        if axis == "token":
+            for t in range(15):
+                for start in range(0, 10, group or 10):
+                    part = slice(start, start + (group or 10))
+                    wanted[b, g, t, part] = by_hand(x[b, g, t, part], bits, kind)
+        else:
+            for c in range(10):
+                for start in range(0, 15, group):
+                    part = slice(start, start + group)
+                    wanted[b, g, part, c] = by_hand(x[b, g, part, c], bits, kind)
+        assert torch.allclose(found[b, g], wanted[b, g], atol=1e-5)
+
+
+def test_outliers_are_kept_exactly() -> None:
+    x = rows(6, 20)
+    x[..., 7] = 100.0
+    side = SideQuantiser((3,))
+    codec = codec_for(Quantiser("codebook", side, side, outliers=0.1), side, 0)
+    stored = codec.encode(x)
+    found = codec.decode(stored, 20, torch.float32)
+    assert stored["outliers"].shape[-1] == 2
+    largest = x.abs().topk(2, dim=-1).indices
+    assert torch.equal(found.gather(-1, largest), x.gather(-1, largest))
+    assert (found - x).abs().max() < 4  # the outlier does not stretch the others' range
+
+
+def test_e4m3_saturates() -> None:
+    side = SideQuantiser((8,))
+    codec = codec_for(Quantiser("fp8", side, side), side, 0)
+    x = torch.tensor([[[[1.0, -1000.0, 0.3, 500.0]]]])
+    found = codec.decode(codec.encode(x), 4, torch.float32)
+    assert found[0, 0, 0, 1] == -448.0
+    assert found[0, 0, 0, 3] == 448.0
+    assert found[0, 0, 0, 2] == pytest.approx(0.3, rel=2**-4)
+
+
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_what_is_quantised_is_not_quantised_again(axis: str) -> None:
+    side = SideQuantiser((4,), axis, 4)
+    codec = codec_for(Quantiser("affine", side, side), side, 0)
+    old = plain_part(rows(8, 6)).recoded(codec, 6)
+    more = joined([(old, 0, 8), (plain_part(rows(4, 6, 1)), 0, 4)], codec, 6)
+    assert more.tokens == 12
+    assert torch.equal(more.cut(0, 8).rows(), old.rows())
+    assert all(torch.equal(more.cut(0, 8).stored[n], old.stored[n]) for n in old.stored)
+
+
+def test_picked_tokens_keep_their_codes() -> None:
+    side = SideQuantiser((4,))
+    codec = codec_for(Quantiser("affine", side, side), side, 0)
+    old, new = plain_part(rows(8, 6)).recoded(codec, 6), plain_part(rows(3, 6, 1))
+    index = torch.tensor([[[0, 5, 9], [1, 2, 10], [6, 7, 8]]]).expand(2, 3, 3)
+    found = picked([old, new], index, codec, 6).rows()
+    every = torch.cat([old.rows(), new.recoded(codec, 6).rows()], dim=2)
+    assert torch.equal(found, every.gather(2, index.unsqueeze(-1).expand(2, 3, 3, 6)))
+
+
+def test_tokens_are_picked_from_later_parts_alone() -> None:
+    parts = [plain_part(rows(n, 6, n)) for n in (4, 3, 5)]
+    index = torch.tensor([[[8, 9], [7, 11], [10, 11]]]).expand(2, 3, 2)
+    found = picked(parts, index, parts[0].codec, 6).rows()
+    every = torch.cat([part.rows() for part in parts], dim=2)
+    assert torch.equal(found, every.gather(2, index.unsqueeze(-1).expand(2, 3, 2, 6)))

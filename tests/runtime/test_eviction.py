@@ -1,0 +1,131 @@
+"""Evicted tokens are the ones that the rule names, and attention is over those that stay."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.storage import Eviction
+from kvprof.models.load import LoadedModel
+from kvprof.runtime.compressed import compressed
+from kvprof.runtime.eviction import gumbel
+from tests.models.tiny import token_ids
+from tests.runtime.plans import loaded, make_plan, ragged
+from tests.runtime.test_formula import (
+    LENGTH,
+    PREFILL,
+    attention_outputs,
+    by_models_rope,
+    one_layer,
+    reconstructed,
+    relative,
+    taps,
+)
+
+RECENT = Eviction("recent", 0.5, sink=2)
+H2O = Eviction("h2o", 0.5, sink=2, recent_share=0.5)
+KEYFORMER = Eviction("keyformer", 0.4, sink=1, recent_share=0.3, tau=(1.0, 3.0), seed=5)
+
+
+def survivors(eviction: Eviction, seen: int, alive: list[int], scores: dict[int, float]) -> Any:
+    """Drop the lowest scores, but neither first nor newest tokens."""
+    count = min(seen, max(eviction.sink + 1, math.ceil(eviction.keep * seen - 1e-9)))
+    newest = min(int(eviction.recent_share * count + 1e-9), count - eviction.sink)
+    middle = alive[eviction.sink : len(alive) - newest]
+    best = sorted(middle, key=lambda token: -scores[token])[: count - eviction.sink - newest]
+    return sorted([*alive[: eviction.sink], *best, *alive[len(alive) - newest :]])
+
+
+def oracle(
+    model: LoadedModel, plan: Plan, q: Tensor, exact: Tensor, keys: Tensor, values: Tensor,
+    units: list[list[int]],
+) -> Tensor:  # fmt: skip
+    """Run the passes one query at a time for one sequence; returns ``[1, T, hidden]``."""
+    facts, eviction = model.layout.layers[0], plan.eviction
+    out = torch.zeros(LENGTH, facts.num_heads, facts.v_head_dim, dtype=torch.float64)
+    for place, unit in enumerate(units):
+        alive: list[int] = []
+        scores: dict[int, float] = {}
+        noise = gumbel(eviction, 0, len(units), 0, LENGTH)[place].double()
+        for own in [range(PREFILL), *([t] for t in range(PREFILL, LENGTH))]:
+            scores |= dict.fromkeys(own, 0.0)
+            there = [*alive, *own]
+            for i in own:
+                visible = [t for t in there if t <= i]
+                for head in unit:
+                    for h in range(head * facts.group, (head + 1) * facts.group):
+                        x = facts.scaling * keys[0, head, visible] @ q[0, h, i]
+                        out[i, h] = x.softmax(0) @ values[0, head, visible]
+                        if eviction.order == "evict_first" and len(own) > 1:
+                            x = facts.scaling * exact[0, head, visible] @ q[0, h, i]
+                        if eviction.kind == "keyformer":
+                            share = i / (model.context_length - 1)
+                            tau = eviction.tau[0] + (eviction.tau[1] - eviction.tau[0]) * share
+                            x = (x + noise[visible]) / tau
+                        for token, p in zip(visible, x.softmax(0).tolist(), strict=True):
+                            scores[token] += p
+            alive = survivors(eviction, own[-1] + 1, there, scores)
+    attention = model.model.get_submodule(facts.attention)
+    return attention.get_submodule(facts.output_projection)(out.flatten(1)[None])
+
+
+@pytest.mark.parametrize("eviction", [RECENT, H2O, KEYFORMER], ids=lambda e: e.kind)
+@pytest.mark.parametrize("order", ["compress_first", "evict_first"])
+def test_attention_is_over_the_tokens_that_stay(eviction: Eviction, order: str) -> None:
+    model, ids = one_layer("Llama"), token_ids(1, LENGTH)
+    eviction = Eviction(**{**vars(eviction), "order": order})
+    plan = make_plan(model, ranks=ragged, eviction=eviction)
+    tap, layer = taps(model, ids, pre_rope=False), plan.layers[0]
+    keys, values = (
+        reconstructed(side.groups, states)
+        for side, states in ((layer.keys, tap.k), (layer.values, tap.v))
+    )
+    wanted = oracle(model, plan, tap.q, tap.k, keys, values, [[0], [1]])
+    found = attention_outputs(model, plan, ids, prefill=PREFILL)
+    assert relative(found, wanted) < 1e-6
+    whole = make_plan(model, ranks=ragged)
+    assert relative(attention_outputs(model, whole, ids, prefill=PREFILL), wanted) > 1e-3
+
+
+def test_heads_that_share_a_latent_are_evicted_together() -> None:
+    """And keys that are rebuilt stay at their own positions."""
+    model, ids = one_layer("Llama"), token_ids(1, LENGTH)
+    plan = make_plan(model, ranks=ragged, heads=2, placement=Placement.PRE_ROPE, eviction=H2O)
+    tap, layer = taps(model, ids, pre_rope=True), plan.layers[0]
+    rebuilt = by_models_rope(model, ids, tap, reconstructed(layer.keys.groups, tap.k_pre))
+    values = reconstructed(layer.values.groups, tap.v)
+    wanted = oracle(model, plan, tap.q, tap.k, rebuilt, values, [[0, 1]])
+    found = attention_outputs(model, plan, ids, prefill=PREFILL)
+    assert relative(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("eviction", [RECENT, H2O, KEYFORMER], ids=lambda e: e.kind)
+@pytest.mark.parametrize("placement", [Placement.POST_ROPE, Placement.PRE_ROPE])
+def test_padding_does_not_change_what_is_evicted(eviction: Eviction, placement: Placement) -> None:
+    model = loaded("Llama")
+    plan = make_plan(model, ranks=ragged, eviction=eviction, placement=placement)
+    ids, mask = token_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with compressed(model, plan):
+        both = model.model.generate(ids, attention_mask=mask, **settings)
+        alone = model.model.generate(ids[1:, 5:], **{**settings, "max_new_tokens": 8})
+    # keyformer's temperature depends on how far generation may go, which padding shifts
+    if eviction.kind != "keyformer":
+        assert torch.equal(both[1, 5:], alone[0])
+    assert both.shape == (2, 20)
+
+
+def test_eviction_refuses_padding_on_the_right() -> None:
+    model = loaded("Llama")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    with (
+        compressed(model, make_plan(model, eviction=H2O)),
+        pytest.raises(UsageError, match="pad on the left"),
+    ):
+        model.model(token_ids(2, 12), attention_mask=mask)
