@@ -150,7 +150,7 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
         console.error(_usage_line(problem))
         return ExitCode.USAGE
     if isinstance(problem, KeyboardInterrupt):
-        console.error("interrupted; nothing was kept")
+        console.error("interrupted; what was not written yet is lost")
         return ExitCode.INTERRUPTED
     if _is_out_of_memory(problem):
         console.error(

@@ -37,7 +37,7 @@ def graceful_interrupt() -> Iterator[Stop]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        console.warn("interrupted: finishing the batch in hand (Ctrl-C again drops it)")
+        console.warn("interrupted: keeping what was measured (Ctrl-C again drops it)")
 
     previous = signal.signal(signal.SIGINT, request)
     try:

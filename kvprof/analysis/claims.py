@@ -109,7 +109,8 @@ def judge(
     """Hold every claim that fits the source against the measurements.
 
     The papers' metric is taken after sign alignment, the only form of it in which a basis equals
-    itself. Its interval is a 95 % bootstrap over heads and seeds.
+    itself. Its interval is a 95 % bootstrap over heads: seeds and datasets share
+    a head's basis, so a head is drawn with all of them.
 
     Parameters
     ----------
@@ -192,24 +193,29 @@ def _at(
 
     Over several datasets the ratios are averaged, as FDC §6.7 and ZACK §6.6 do.
     """
-    generator = np.random.default_rng(0)
-    ratios, resampled, costs = [], [], []
+    ratios, costs = [], []
+    by_head: list[dict[tuple[int, int], list[tuple[float, float]]]] = []
     for dataset in members:
-        parts = []
+        parts: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for comparison in dataset:
             rank = given_rank(comparison, rank_share)
             rows = zip(comparison.rows, comparison.weights, comparison.asked, strict=True)
             for row, weight, asked in rows:
                 if row["tokens"] == tokens and asked == rank:
-                    parts.append((weight[1], weight[3]))
+                    head = (row["layer"], row["kv_head"])
+                    parts.setdefault(head, []).append((weight[1], weight[3]))
                     costs.append(row["extra_energy_loss"])
         if not parts:  # an interrupted study: this dataset was not reached
             continue
-        pairs = np.array(parts)
-        chosen = generator.integers(len(pairs), size=(_RESAMPLES, len(pairs)))
-        sums = pairs[chosen].sum(1)
+        by_head.append(parts)
+        total = np.sum([pair for pairs in parts.values() for pair in pairs], axis=0)
+        ratios.append(total[0] / total[1])
+    heads = sorted(by_head[0])
+    chosen = np.random.default_rng(0).integers(len(heads), size=(_RESAMPLES, len(heads)))
+    resampled = []
+    for parts in by_head:
+        sums = np.array([np.sum(parts[head], axis=0) for head in heads])[chosen].sum(1)
         resampled.append(sums[:, 0] / sums[:, 1])
-        ratios.append(pairs[:, 0].sum() / pairs[:, 1].sum())
     interval = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
     return (
         float(np.mean(ratios)),

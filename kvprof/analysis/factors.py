@@ -16,7 +16,7 @@ FACTOR_PAIRS = ("qk", "vo", "k", "v")
 
 @dataclass(frozen=True)
 class PairFactors:
-    """Gram matrices of one pair, one entry per layer, ``[num_kv_heads, d, d]`` float64 on the CPU.
+    """Gram matrices of one pair, one entry per layer, ``[num_kv_heads, d, d]`` float64.
 
     Attributes
     ----------
@@ -53,11 +53,11 @@ def pair_factors(
     gram, left, right = [], [], []
     for index, layer in enumerate(moments.layers):
         weighted = pair_gram(moments, index, pair, value_weight_tokens=value_weight_tokens)
-        gram.append((weighted if pair == "vo" else weighted * per_token).cpu())
+        gram.append(weighted if pair == "vo" else weighted * per_token)
         if pair in ("qk", "k"):
-            left.append((layer.grouped("q") * per_token).cpu())
-            right.append((layer.gram("k") * per_token).cpu())
+            left.append(layer.grouped("q") * per_token)
+            right.append(layer.gram("k") * per_token)
         else:
-            left.append((layer.gram("v") * per_token).cpu())
-            right.append(layer.c_o.cpu())
+            left.append(layer.gram("v") * per_token)
+            right.append(layer.c_o)
     return PairFactors(gram, left, right)

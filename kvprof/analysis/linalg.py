@@ -1,19 +1,29 @@
-"""Batched decompositions of many small matrices, spread over threads on a CPU.
+"""Batched decompositions of many small matrices, spread over the threads of the CPU.
 
 LAPACK takes one matrix at a time and its own threads gain nothing at a head's size; running the
-batch in several Python threads does, because the calls release the interpreter's lock.
+batch in several Python threads does, because the calls release the interpreter's lock. Matrices on
+a GPU come over for it: cuSOLVER takes them one by one and is slower than the trip.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["eigh", "svd", "svdvals"]
+__all__ = ["eigh", "map_threads", "svd"]
 
-# Below this many matrices per thread, starting the threads costs more than it saves.
+Item = TypeVar("Item")
+Out = TypeVar("Out")
+
+# Below this many matrices per thread, handing them over costs more than it saves.
 _FEWEST_PER_THREAD = 4
+
+# Up to this size cuSOLVER decomposes a whole batch at once, by Jacobi's method.
+_JACOBI_WIDTH = 32
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,26 +34,53 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 def svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the thin `torch.linalg.svd` of ``[..., m, n]``."""
-    left, values, right = _spread(
-        lambda part: tuple(torch.linalg.svd(part, full_matrices=False)), matrices
-    )
+    if matrices.is_cuda and max(matrices.shape[-2:]) <= _JACOBI_WIDTH:
+        left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    else:
+        left, values, right = _spread(
+            lambda part: tuple(torch.linalg.svd(part, full_matrices=False)), matrices
+        )
     return left, values, right
 
 
-def svdvals(matrices: Tensor) -> Tensor:
-    """Return `torch.linalg.svdvals` of ``[..., m, n]``, descending."""
-    (values,) = _spread(lambda part: (torch.linalg.svdvals(part),), matrices)
-    return values
+def map_threads(function: Callable[[Item], Out], items: Sequence[Item]) -> list[Out]:
+    """Return `function` of every item, in order, over as many threads as torch uses.
+
+    Inside `function` torch uses one thread. An item should be worth a good part of a millisecond,
+    most of it in calls that release the interpreter's lock.
+    """
+    threads = torch.get_num_threads()
+    if threads < 2 or len(items) < 2:
+        return [function(item) for item in items]
+    return list(_pool(threads).map(function, items))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return threads in each of which torch, and so LAPACK, computes on one core."""
+    all_started = threading.Barrier(threads)
+
+    def start() -> None:
+        # A thread's first question sets its count to the last one set anywhere, so ask before.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        # Nobody is idle before everybody runs, so that each task below starts a thread.
+        all_started.wait()
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvprof-linalg", initializer=start)
+    list(pool.map(lambda _: None, range(threads)))
+    # The count is the calling thread's own, but threads started later inherit the last one set.
+    torch.set_num_threads(threads)
+    return pool
 
 
 def _spread(
     decompose: Callable[[Tensor], tuple[Tensor, ...]], matrices: Tensor
 ) -> tuple[Tensor, ...]:
-    flat = matrices.flatten(0, -3) if matrices.dim() > 2 else matrices[None]
-    threads = min(torch.get_num_threads(), len(flat) // _FEWEST_PER_THREAD)
-    if matrices.is_cuda or threads < 2:
-        return decompose(matrices)
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(decompose, flat.chunk(threads)))
+    flat = matrices.reshape(-1, *matrices.shape[-2:]).cpu()
+    chunks = flat.chunk(max(1, min(torch.get_num_threads(), len(flat) // _FEWEST_PER_THREAD)))
+    parts = map_threads(decompose, chunks)
     whole = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return tuple(part.view(*matrices.shape[:-2], *part.shape[1:]) for part in whole)
+    return tuple(
+        part.view(*matrices.shape[:-2], *part.shape[1:]).to(matrices.device) for part in whole
+    )

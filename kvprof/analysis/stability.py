@@ -7,13 +7,14 @@ in use, and what a user pays for the wrong basis.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvprof.analysis.bases import lost_energy, lost_product
-from kvprof.analysis.linalg import svd, svdvals
+from kvprof.analysis.linalg import map_threads, svd
 
 __all__ = [
     "HAAR_RATIO",
@@ -21,6 +22,7 @@ __all__ = [
     "Loss",
     "align_clusters",
     "align_signs",
+    "cluster_sizes",
     "clusters",
     "column_ratio",
     "extra_loss",
@@ -36,6 +38,12 @@ HAAR_RATIO = (math.sqrt(2.0), 1.35)
 
 #: Below this share of the energy a loss counts as none, and an extra loss is given as it is.
 _OWN_LOSS_FLOOR = 1e-6
+
+#: Cosine of an angle above which its sine is the better conditioned of the two.
+_SINE_ABOVE = 0.7
+
+# Heads of one rank that a thread takes at a time: few enough that no thread waits for another.
+_HEADS_PER_TASK = 16
 
 
 @dataclass(frozen=True)
@@ -87,40 +95,46 @@ def seed_perturbation(grams: Tensor, target: Tensor) -> Tensor:
     """
     if target.shape[-1] < 2:
         return target.new_zeros(*target.shape[:-2], 0)
-    mixing = (target.mT @ grams @ target).diagonal(offset=1, dim1=-2, dim2=-1)
+    # Only the elements beside the diagonal of tᵀ C t, without the rest of the product.
+    mixing = ((grams @ target)[..., 1:] * target[..., :-1]).sum(-2)
     # The mean square over all pairs of seeds is twice the unbiased variance.
     return (2.0 * mixing.var(0, correction=1)).sqrt()
 
 
-def clusters(values: Tensor, perturbation: Tensor) -> list[list[int]]:
+def clusters(values: Tensor, perturbation: Tensor) -> Tensor:
     """Return groups of neighbouring columns that a change of seed cannot tell apart.
 
     Parameters
     ----------
     values : Tensor
-        ``[d]`` eigenvalues of the target, descending.
+        ``[..., d]`` eigenvalues of the target, descending.
     perturbation : Tensor
-        ``[d − 1]``, as `seed_perturbation` gives it, or any scale to hold the gaps against.
+        ``[..., d − 1]``, as `seed_perturbation` gives it, or any scale to hold the gaps against.
 
     Returns
     -------
-    list of list of int
-        Consecutive column indices; every column is in exactly one group, and no group is wider
-        than d/8, so that unrelated bases never look aligned.
+    Tensor
+        ``[..., d]`` int64: the first column of the group that each column is in. Groups are
+        consecutive columns, and none is wider than d/8, so that unrelated bases never look
+        aligned.
     """
-    width = values.shape[0]
+    width = values.shape[-1]
     cap = max(1, width // 8)
-    joined = ((values[:-1] - values[1:]) <= perturbation).tolist()
-    groups = [[0]]
-    for column in range(1, width):
-        if joined[column - 1] and len(groups[-1]) < cap:
-            groups[-1].append(column)
-        else:
-            groups.append([column])
-    return groups
+    index = torch.arange(width, device=values.device)
+    starts_run = values.new_ones(values.shape, dtype=torch.bool)
+    starts_run[..., 1:] = ~(values[..., :-1] - values[..., 1:] <= perturbation)
+    run_start = torch.where(starts_run, index, 0).cummax(-1).values
+    # A run wider than the cap is cut from its front.
+    return run_start + (index - run_start) // cap * cap
 
 
-def align_clusters(source: Tensor, target: Tensor, groups: list[list[list[int]]]) -> Tensor:
+def cluster_sizes(starts: Tensor) -> Tensor:
+    """Return the width of the group that each column is in, from `clusters`; ``[..., d]``."""
+    columns_from = torch.zeros_like(starts).scatter_add_(-1, starts, torch.ones_like(starts))
+    return columns_from.gather(-1, starts)
+
+
+def align_clusters(source: Tensor, target: Tensor, starts: Tensor) -> Tensor:
     """Return `source` with each group of columns turned as near to the target's as possible.
 
     Orthogonal Procrustes inside each group; a group of one column is sign alignment.
@@ -129,59 +143,88 @@ def align_clusters(source: Tensor, target: Tensor, groups: list[list[list[int]]]
     ----------
     source, target : Tensor
         ``[heads, d, d]`` bases.
-    groups : list of list of list of int
-        For each head as `clusters` gives them.
+    starts : Tensor
+        ``[heads, d]`` as `clusters` gives them; on the CPU no step here waits for a GPU.
     """
-    aligned = align_signs(source, target)
-    by_size: dict[int, list[tuple[int, list[int]]]] = {}
-    for head, columns in enumerate(groups):
-        for group in columns:
-            by_size.setdefault(len(group), []).append((head, group))
-    for size, members in by_size.items():
-        if size == 1:
+    heads, width = starts.shape
+    # All heads' columns as rows of one matrix; a group is consecutive rows of it.
+    ours, theirs, aligned = (
+        basis.mT.reshape(heads * width, width)
+        for basis in (source, target, align_signs(source, target))
+    )
+    sizes = cluster_sizes(starts).flatten()
+    is_start = (starts == torch.arange(width, device=starts.device)).flatten()
+    for size, number in enumerate(sizes.bincount().tolist()):
+        if size < 2 or number == 0:
             continue
-        rows = torch.tensor([head for head, _ in members])[:, None]
-        columns_of = torch.tensor([group for _, group in members])
-        # Indexing with [n, 1] and [n, size] moves the matrices' rows last: [n, size, d].
-        ours, theirs = source[rows, :, columns_of], target[rows, :, columns_of]
-        left, _, right = svd(ours @ theirs.mT)
-        aligned[rows, :, columns_of] = (left @ right).mT @ ours
-    return aligned
+        first = (is_start & (sizes == size)).nonzero()
+        rows = (first + torch.arange(size, device=first.device)).to(source.device)
+        our_group, their_group = ours[rows], theirs[rows]
+        left, _, right = svd(our_group @ their_group.mT)
+        aligned[rows] = (left @ right).mT @ our_group
+    return aligned.view(heads, width, width).mT
 
 
-def subspace_distance(source: Tensor, target: Tensor, rank: int) -> Tensor:
-    """Return ``‖P − P̂‖_F / sqrt(2 · min(r, d − r))`` for ``[..., d, d]`` bases, 0 at full rank.
+def subspace_distance(overlap: Tensor, ranks: int | Sequence[int]) -> Tensor:
+    """Return ``‖P − P̂‖_F / sqrt(2 · min(r, d − r))`` of the leading subspaces, 0 at full rank.
 
     Computed from the part of one subspace outside the other, which does not cancel: equal
     subspaces give 0 to rounding, not to its square root.
+
+    Parameters
+    ----------
+    overlap : Tensor
+        ``[d, d]`` or ``[heads, d, d]``: ``sourceᵀ @ target`` of two orthogonal bases.
+    ranks : int or sequence of int
+        One rank for all heads, or one for each.
+
+    Returns
+    -------
+    Tensor
+        ``[]`` or ``[heads]``.
     """
-    width = source.shape[-1]
-    if rank >= width:
-        return source.new_zeros(source.shape[:-2])
-    outside = _outside(source, target, rank)
-    return outside.square().sum((-2, -1)).sqrt() / math.sqrt(min(rank, width - rank))
+    width = overlap.shape[-1]
+    rank = torch.as_tensor(ranks, device=overlap.device)
+    row, column = rank[..., None, None], torch.arange(width, device=overlap.device)
+    outside = (column[:, None] >= row) & (column < row)
+    squares = torch.where(outside, overlap.square(), 0.0).sum((-2, -1))
+    return (squares / torch.minimum(rank, width - rank).clamp_min(1)).sqrt()
 
 
-def principal_angle(source: Tensor, target: Tensor, rank: int) -> Tensor:
-    """Return the largest principal angle between the leading subspaces, in radians, ``[...]``.
+def principal_angle(overlap: Tensor, ranks: int | Sequence[int]) -> Tensor:
+    """Return the largest principal angle between the leading subspaces, in radians.
 
     From the cosine where the angle is large and from the sine where it is small, so that angles
-    near 0 and near π/2 are both exact.
+    near 0 and near π/2 are both exact. Arguments and result as for `subspace_distance`; computed
+    on the CPU, so an `overlap` that is used again is best copied there once.
     """
-    if rank >= source.shape[-1]:
-        return source.new_zeros(source.shape[:-2])
-    cosine = svdvals(source[..., :rank].mT @ target[..., :rank])[..., -1]
-    angle = cosine.clamp_max(1.0).arccos()
-    small = cosine > 0.7
-    if bool(small.any()):
-        sine = svdvals(_outside(source[small], target[small], rank))[..., 0]
-        angle[small] = sine.clamp_max(1.0).arcsin()
-    return angle
+    width = overlap.shape[-1]
+    heads = overlap.reshape(-1, width, width).cpu()
+    each = torch.as_tensor(ranks).expand(len(heads))
+    members = [
+        (rank, part)
+        for rank in sorted(set(each.tolist()))
+        if rank < width
+        for part in (each == rank).nonzero()[:, 0].split(_HEADS_PER_TASK)
+    ]
+    angles = heads.new_zeros(len(heads))
+    found = map_threads(lambda task: _largest_angles(heads[task[1]], task[0]), members)
+    for (_, part), its in zip(members, found, strict=True):
+        angles[part] = its
+    return angles.view(overlap.shape[:-2]).to(overlap.device)
 
 
-def _outside(source: Tensor, target: Tensor, rank: int) -> Tensor:
-    """Return what the target's leading columns have outside the source's, ``[..., d − r, r]``."""
-    return source[..., rank:].mT @ target[..., :rank]
+def _largest_angles(overlap: Tensor, rank: int) -> Tensor:
+    """Return the largest angle of each of ``[n, d, d]``, at one rank below d."""
+    # The complements' angles are the same ones, and theirs is the smaller matrix above d/2.
+    inside = overlap[:, :rank, :rank] if 2 * rank <= overlap.shape[-1] else overlap[:, rank:, rank:]
+    cosine = torch.linalg.svdvals(inside)[:, -1]
+    angles: Tensor = cosine.clamp_max(1.0).acos()
+    small = (cosine > _SINE_ABOVE).nonzero()[:, 0]
+    if len(small):
+        sine = torch.linalg.svdvals(overlap[small, rank:, :rank])[:, 0]
+        angles[small] = sine.clamp_max(1.0).asin()
+    return angles
 
 
 def relative_extra(offline: Tensor, own: Tensor, *, floor: float = _OWN_LOSS_FLOOR) -> Tensor:

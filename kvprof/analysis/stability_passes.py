@@ -142,11 +142,14 @@ def run_pass(
     snapshots = {}
     last: Moments | None = None
     seq_len = item.seq_len
+    warnings = []
+    saved = item.source.kind is SourceKind.MOMENTS
     for moments in _moments(loaded, item, batch_size, fingerprint, advance, should_stop):
         last = moments
-        if item.source.kind is SourceKind.MOMENTS:
+        if saved:
             seq_len = int(moments.info.get("seq_len", seq_len))
-        if moments.complete:
+            warnings = _saved_warnings(item.source.name, moments)
+        if moments.complete or saved:
             snapshots[moments.tokens] = {pair: pair_factors(moments, pair) for pair in pairs}
     assert last is not None  # the iterator yields at least once or raises
     is_random = item.source.kind is SourceKind.RANDOM
@@ -156,8 +159,19 @@ def run_pass(
         seq_len,
         snapshots,
         random_tokens=is_random or last.info.get("source") == "random",
+        warnings=warnings,
     )
     return run, last.fingerprint
+
+
+def _saved_warnings(name: str, moments: Moments) -> list[str]:
+    """Return what makes saved moments differ from a pass that would be run now."""
+    warnings = []
+    if not moments.complete:
+        warnings.append(f"{name}: saved by a run that was interrupted at {moments.tokens:,} tokens")
+    if skipped := moments.info.get("skip_first"):
+        warnings.append(f"{name}: without the first {skipped} positions of each sequence")
+    return warnings
 
 
 def _moments(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,8 +26,6 @@ class Stack:
         ``[n, d, d]``, as in `PairFactors`.
     values, basis : Tensor
         Eigenvalues ``[n, d]`` and eigenvectors ``[n, d, d]`` of `gram`, the largest first.
-    loss : Loss
-        What is lost when leading columns of the own basis are kept.
     """
 
     heads: list[tuple[int, int]]
@@ -35,7 +34,11 @@ class Stack:
     right: Tensor
     values: Tensor
     basis: Tensor
-    loss: Loss
+
+    @cached_property
+    def loss(self) -> Loss:
+        """What is lost when leading columns of the own basis are kept."""
+        return loss(self.gram, self.left, self.right, self.basis)
 
 
 @dataclass
@@ -54,6 +57,8 @@ class Run:
         By token count, then by pair.
     random_tokens : bool
         Whether the tokens were random, also when they come out of a file of moments.
+    warnings : list of str
+        What a reader must know of these moments.
     """
 
     name: str
@@ -61,11 +66,16 @@ class Run:
     seq_len: int
     snapshots: Mapping[int, Mapping[str, PairFactors]]
     random_tokens: bool = False
+    warnings: list[str] = field(default_factory=list)
     _bases: dict[tuple[int, str], list[Stack]] = field(default_factory=dict, repr=False)
 
     def largest(self, pair: str) -> PairFactors:
         """Return the factors of `pair` at the largest token count."""
         return self.snapshots[max(self.snapshots)][pair]
+
+    def forget(self) -> None:
+        """Give back the memory of the bases; they are computed again when needed."""
+        self._bases.clear()
 
     def stacks(self, tokens: int, pair: str) -> list[Stack]:
         """Return all heads of a snapshot with their bases, stacked by width; computed once."""
@@ -76,14 +86,15 @@ class Run:
 
 def _stack(factors: PairFactors) -> list[Stack]:
     stacks = []
+    # Layers may lie on several devices; their moments meet where the first layer is.
+    home = factors.gram[0].device
     for width in sorted({gram.shape[-1] for gram in factors.gram}):
         layers = [i for i, gram in enumerate(factors.gram) if gram.shape[-1] == width]
         gram, left, right = (
-            torch.cat([part[i] for i in layers])
+            torch.cat([part[i].to(home) for i in layers])
             for part in (factors.gram, factors.left, factors.right)
         )
         heads = [(i, head) for i in layers for head in range(len(factors.gram[i]))]
         values, basis = eigenbasis(gram)
-        own = loss(gram, left, right, basis)
-        stacks.append(Stack(heads, gram, left, right, values, basis, own))
+        stacks.append(Stack(heads, gram, left, right, values, basis))
     return stacks

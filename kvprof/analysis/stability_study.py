@@ -13,6 +13,7 @@ from kvprof.analysis.spectrum import from_eigenvalues, removal_ranks
 from kvprof.analysis.stability import (
     align_clusters,
     align_signs,
+    cluster_sizes,
     clusters,
     column_ratio,
     extra_loss,
@@ -55,9 +56,8 @@ class RankChoice:
         """Return the rank of each head from its eigenvalues ``[heads, d]``."""
         heads, width = values.shape
         if self.removal_rate is not None:
-            return [
-                int(rank) for rank in removal_ranks(from_eigenvalues(values), self.removal_rate)
-            ]
+            ranks: list[int] = removal_ranks(from_eigenvalues(values), self.removal_rate).tolist()
+            return ranks
         return [min(self.rank or width, width)] * heads
 
 
@@ -130,37 +130,44 @@ def compare(
         for index, stack in enumerate(own):
             offline = source.stacks(tokens, pair)[index].basis
             grams = [stacks[index].gram for stacks in known]
-            groups = _groups(stack, grams) if len(grams) > 1 else None
-            _compare_stack(result, stack, offline, groups, choices, pair, common)
+            starts = _clusters(stack, grams) if len(grams) > 1 else None
+            _compare_stack(result, stack, offline, starts, choices, pair, common)
     return result
 
 
-def _groups(stack: Stack, grams: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Return the clusters of each head, from what a change of seed does to it."""
+def _clusters(stack: Stack, grams: Sequence[Tensor]) -> Tensor:
+    """Return the clusters of each head on the CPU, from what a change of seed does to it."""
     perturbation = seed_perturbation(torch.stack(list(grams)), stack.basis)
-    return [clusters(*pair) for pair in zip(stack.values, perturbation, strict=True)]
+    return clusters(stack.values.cpu(), perturbation.cpu())
 
 
 def _compare_stack(
     result: Comparison,
     own: Stack,
     offline: Tensor,
-    groups: list[list[list[int]]] | None,
+    starts: Tensor | None,
     choices: Sequence[RankChoice],
     pair: str,
     common: Mapping[str, Any],
 ) -> None:
     """Add the rows of one token count and one width of heads to `result`."""
-    ratios = _ratios(offline, own.basis, groups)
-    if groups is not None:
+    ratios = _ratios(offline, own.basis, starts)
+    if starts is not None:
         histogram = result.cluster_sizes.setdefault(common["tokens"], {})
-        for group in (group for head in groups for group in head):
-            histogram[len(group)] = histogram.get(len(group), 0) + 1
+        # A group of size s holds s columns.
+        columns = cluster_sizes(starts).flatten().bincount().tolist()
+        for size, number in enumerate(columns):
+            if number:
+                histogram[size] = histogram.get(size, 0) + number // size
+    overlap = offline.mT @ own.basis
+    overlap_on_cpu = overlap.cpu()
     extra = extra_loss(loss(own.gram, own.left, own.right, offline), own.loss)
+    energy, product = extra.energy.tolist(), extra.product.tolist()
     error = "extra_score_error" if pair in ("qk", "k") else "extra_output_error"
     for choice in choices:
         ranks = choice.ranks(own.values)
-        distances, angles = _subspaces(offline, own.basis, ranks)
+        distances = subspace_distance(overlap, ranks).tolist()
+        angles = principal_angle(overlap_on_cpu, ranks).tolist()
         for head, rank in enumerate(ranks):
             delta, signed, clustered, epsilon = ratios[head]
             layer, kv_head = own.heads[head]
@@ -173,40 +180,22 @@ def _compare_stack(
             row["ratio_cluster_aligned"] = None if clustered is None else clustered / epsilon
             row["subspace_distance"] = distances[head]
             row["principal_angle"] = angles[head]
-            row["extra_energy_loss"] = float(extra.energy[head, rank])
-            row[error] = float(extra.product[head, rank])
+            row["extra_energy_loss"] = energy[head][rank]
+            row[error] = product[head][rank]
             result.rows.append(row)
             result.weights.append(ratios[head])
             result.asked.append(choice.rank)
 
 
-def _subspaces(
-    offline: Tensor, basis: Tensor, ranks: Sequence[int]
-) -> tuple[list[float], list[float]]:
-    """Return subspace distance and largest principal angle of each head at its own rank."""
-    distances, angles = [0.0] * len(ranks), [0.0] * len(ranks)
-    for rank in sorted(set(ranks)):
-        members = [head for head, its in enumerate(ranks) if its == rank]
-        pairwise = offline[members], basis[members], rank
-        for head, distance, angle in zip(
-            members,
-            subspace_distance(*pairwise).tolist(),
-            principal_angle(*pairwise).tolist(),
-            strict=True,
-        ):
-            distances[head], angles[head] = distance, angle
-    return distances, angles
-
-
 def _ratios(
-    offline: Tensor, basis: Tensor, groups: list[list[list[int]]] | None
+    offline: Tensor, basis: Tensor, starts: Tensor | None
 ) -> list[tuple[float, float, float | None, float]]:
     """Return δ as it stands, after sign and after cluster alignment, and ε, for each head."""
     raw = column_ratio(offline, basis)
     signed = column_ratio(align_signs(offline, basis), basis).delta
     clustered: list[float | None] = [None] * len(basis)
-    if groups is not None:
-        clustered = column_ratio(align_clusters(offline, basis, groups), basis).delta.tolist()
+    if starts is not None:
+        clustered = column_ratio(align_clusters(offline, basis, starts), basis).delta.tolist()
     return list(
         zip(raw.delta.tolist(), signed.tolist(), clustered, raw.epsilon.tolist(), strict=True)
     )

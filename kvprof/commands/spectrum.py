@@ -28,8 +28,8 @@ from kvprof.commands.output import (
     SvgOption,
 )
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, UsageError
-from kvprof.interrupt import graceful_interrupt
+from kvprof.errors import ExitCode, KvprofError, UsageError
+from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_count
 from kvprof.sources.defaults import DEFAULT_SEQ_LEN, DEFAULT_TOKENS, DEFAULT_TOKENS_REASON
@@ -109,11 +109,20 @@ def spectrum(
     rates = parse_rates(removal, what="--removal")
     weight = None if vo_weight == "raw" else parse_count(vo_weight, what="--vo-weight")
     chosen = _source(source, text, token_ids, saved)
-    if chosen.kind is SourceKind.MOMENTS and (tokens or seq_len or skip_first or save):
-        raise UsageError(
-            f"{chosen.name}: saved moments are what they are; leave out --tokens, "
-            "--seq-len, --skip-first and --save"
-        )
+    if chosen.kind is SourceKind.MOMENTS:
+        given = {
+            "--tokens": tokens, "--seq-len": seq_len, "--skip-first": skip_first, "--save": save,
+            "--seed": seed, "--batch-size": batch_size,
+            "--device": device != "auto" and model is None,
+            "--dtype": dtype != "auto" and model is None,
+        }  # fmt: skip
+        if meaningless := [option for option, value in given.items() if value]:
+            raise UsageError(
+                f"{chosen.name}: saved moments are what they are; leave out "
+                f"{' and '.join(meaningless)}"
+            )
+    if tokens and chosen.tokens is not None:
+        raise UsageError(f"--tokens {tokens} and --source {source} both give a count; keep one")
     wanted = parse_count(tokens, what="--tokens") if tokens else chosen.tokens
     defaulted = wanted is None and chosen.kind is SourceKind.RANDOM
     if defaulted:
@@ -136,48 +145,54 @@ def spectrum(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-    if chosen.kind is SourceKind.MOMENTS:
-        moments = load_moments(
-            chosen.paths[0], fingerprint=loaded.fingerprint if loaded is not None else None
+    failure: KvprofError | None = None
+    with graceful_interrupt() as stop:
+        if chosen.kind is SourceKind.MOMENTS:
+            moments = load_moments(
+                chosen.paths[0], fingerprint=loaded.fingerprint if loaded is not None else None
+            )
+        else:
+            assert loaded is not None
+            length = length or min(DEFAULT_SEQ_LEN, loaded.context_length)
+            options = CollectOptions(
+                tokens=wanted,
+                seq_len=length,
+                batch_size=batch_size or default_batch_size(loaded, length),
+                seed=seed,
+                skip_first=skip_first,
+                pre_rope="q_pre" in chosen_pairs or "k_pre" in chosen_pairs,
+            )
+            moments = _measure(loaded, chosen, options, stop)
+            if save is not None:
+                try:
+                    save_moments(moments, save, force=force)
+                except KvprofError as problem:
+                    failure = problem  # the result is still to be written
+        if not moments.complete:
+            warnings.append(f"interrupted after {moments.tokens:,} tokens")
+        with console.status("taking the spectra"):
+            data = spectrum_data(
+                moments, chosen_pairs, rates, grid=grid, value_weight_tokens=weight, paired=paired
+            )
+        result = build_result(
+            "spectrum",
+            environment=collect_environment(),
+            inputs=_inputs(
+                moments,
+                chosen,
+                chosen_pairs,
+                grid=grid,
+                weight=weight,
+                paired=paired,
+                reason=DEFAULT_TOKENS_REASON if defaulted else None,
+            ),
+            data=data,
+            warnings=warnings,
+            complete=moments.complete,
         )
-    else:
-        assert loaded is not None
-        length = length or min(DEFAULT_SEQ_LEN, loaded.context_length)
-        options = CollectOptions(
-            tokens=wanted,
-            seq_len=length,
-            batch_size=batch_size or default_batch_size(loaded, length),
-            seed=seed,
-            skip_first=skip_first,
-            pre_rope="q_pre" in chosen_pairs or "k_pre" in chosen_pairs,
-        )
-        moments = _measure(loaded, chosen, options)
-        if save is not None:
-            save_moments(moments, save, force=force)
-    if not moments.complete:
-        warnings.append(f"interrupted after {moments.tokens:,} tokens")
-
-    with console.status("taking the spectra"):
-        data = spectrum_data(
-            moments, chosen_pairs, rates, grid=grid, value_weight_tokens=weight, paired=paired
-        )
-    result = build_result(
-        "spectrum",
-        environment=collect_environment(),
-        inputs=_inputs(
-            moments,
-            chosen,
-            chosen_pairs,
-            grid=grid,
-            weight=weight,
-            paired=paired,
-            reason=DEFAULT_TOKENS_REASON if defaulted else None,
-        ),
-        data=data,
-        warnings=warnings,
-        complete=moments.complete,
-    )
-    _show(result, outputs)
+        _show(result, outputs)
+    if failure is not None:
+        raise failure
     if not moments.complete and chosen.kind is not SourceKind.MOMENTS:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -199,14 +214,11 @@ def _source(
     return parse_source(source or "random")
 
 
-def _measure(loaded: "LoadedModel", source: Source, options: Any) -> "Moments":
+def _measure(loaded: "LoadedModel", source: Source, options: Any, stop: Stop) -> "Moments":
     from kvprof.analysis.collect import collect_moments, count_tokens
 
     expected = count_tokens(loaded, source, options)
-    with (
-        graceful_interrupt() as stop,
-        console.track(f"{source.name} tokens through {loaded.spec}", expected) as progress,
-    ):
+    with console.track(f"{source.name} tokens through {loaded.spec}", expected) as progress:
         *_, moments = collect_moments(
             loaded, source, options, advance=progress.advance, should_stop=stop
         )

@@ -12,7 +12,6 @@ from kvprof.commands.options import (
     ModelArgument,
     RevisionOption,
     TrustOption,
-    default_batch_size,
     load_for_command,
     parse_rates,
 )
@@ -25,12 +24,12 @@ from kvprof.commands.output import (
     PngOption,
     SvgOption,
 )
+from kvprof.commands.study import make_plan, run_passes
 from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.result import build_result
-from kvprof.sizes import format_count, parse_count, parse_counts
-from kvprof.sources.defaults import DEFAULT_SEQ_LEN
+from kvprof.sizes import parse_count, parse_counts
 from kvprof.sources.grammar import Source, SourceKind, parse_source
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def stability(
     model: ModelArgument = None,
     tokens: Annotated[
         str, typer.Option("--tokens", help="Token counts of the sweep; k is 1,024.")
-    ] = "1k,2k,4k,8k,16k,32k",
+    ] = "1k,2k,4k,8k,16k",
     source: Annotated[
         str,
         typer.Option(
@@ -107,7 +106,7 @@ def stability(
         raise UsageError(
             f"--source {source}: the counts of a sweep come from --tokens; write --source random"
         )
-    datasets = _targets(against or ["prose", "code", "tasks"], offline)
+    datasets = _targets(against or ["prose", "code", "tasks"])
     given_ranks = parse_counts(ranks, what="--ranks") if ranks else None
     rates = [] if removal == "none" else parse_rates(removal, what="--removal")
     lengths = (
@@ -135,7 +134,7 @@ def stability(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-    plan = _plan(
+    plan = make_plan(
         loaded,
         offline,
         datasets,
@@ -145,50 +144,68 @@ def stability(
         seeds,
         lengths,
     )
-    batch = batch_size or (default_batch_size(loaded, plan.seq_len) if loaded else 1)
-    runs, fingerprint, complete = _run_passes(loaded, plan, batch)
-    if not runs.get("source") or not runs.get("target"):
-        # Interrupted before there was anything to compare: nothing to keep.
-        raise KeyboardInterrupt
-    choices = _choices(given_ranks, rates, runs["source"][0], chosen_pairs)
+    with graceful_interrupt() as stop:
+        runs, fingerprint, complete = run_passes(loaded, plan, batch_size, stop)
+        if not runs.get("source") or not runs.get("target"):
+            # Interrupted before there was anything to compare: nothing to keep.
+            raise KeyboardInterrupt
+        choices = _choices(given_ranks, rates, runs["source"][0], chosen_pairs)
 
-    from kvprof.analysis.stability_data import stability_data
+        from kvprof.analysis.stability_data import stability_data
 
-    with console.status("comparing the rotations"):
-        data, warnings = stability_data(
-            runs["source"],
-            runs.get("noise", []),
-            runs["target"],
-            runs.get("target_short", []),
-            chosen_pairs,
-            choices,
-            random_source=runs["source"][0].random_tokens,
+        with console.status("comparing the rotations"):
+            data, warnings = stability_data(
+                runs["source"],
+                runs.get("noise", []),
+                runs["target"],
+                runs.get("target_short", []),
+                chosen_pairs,
+                choices,
+                random_source=runs["source"][0].random_tokens,
+            )
+        if not complete:
+            warnings.insert(
+                0, "interrupted: the passes that were done are judged, the rest is missing"
+            )
+        result = build_result(
+            "stability",
+            environment=collect_environment(),
+            inputs=_inputs(loaded, plan, runs, choices, batch_size, fingerprint),
+            data=data,
+            warnings=warnings,
+            complete=complete,
         )
-    if not complete:
-        warnings.insert(0, "interrupted: the passes that were done are judged, the rest is missing")
-    result = build_result(
-        "stability",
-        environment=collect_environment(),
-        inputs=_inputs(loaded, plan, runs, choices, batch, fingerprint),
-        data=data,
-        warnings=warnings,
-        complete=complete,
-    )
-    _show(result, outputs)
+        _show(result, outputs)
     if not complete:
         raise typer.Exit(ExitCode.INTERRUPTED)
-    failed = [claim for claim in data["claims"] if claim["holds"] is False]
-    if fail_on_claim and failed:
+    if fail_on_claim:
+        _enforce(data["claims"])
+
+
+def _enforce(claims: list[dict[str, Any]]) -> None:
+    """Fail when a claim does not hold, and when there was none to hold."""
+    failed = [claim for claim in claims if claim["holds"] is False]
+    if failed:
         raise ClaimNotMetError(
-            f"{len(failed)} of {len(data['claims'])} claims do not hold, first: "
+            f"{len(failed)} of {len(claims)} claims do not hold, first: "
             f"{failed[0]['paper']} against {failed[0]['target']}: "
             f"{failed[0]['measured']:.3g}, threshold {failed[0]['threshold']:.3g}"
         )
+    if not any(claim["holds"] for claim in claims):
+        raise ClaimNotMetError(
+            "--fail-on-claim: no claim of the papers could be judged with these tokens and pairs"
+        )
 
 
-def _targets(names: list[str], offline: Source) -> list[Source]:
-    """Return the datasets, each once and not the source itself by name."""
+def _targets(names: list[str]) -> list[Source]:
+    """Return the datasets, each once, with names that tell them apart."""
     targets = [parse_source(name, what="--against") for name in dict.fromkeys(names)]
+    for target in targets:
+        if target.tokens is not None:
+            raise UsageError(
+                f"--against {target.describe()}: the count of a dataset comes from "
+                "--against-tokens; write --against random"
+            )
     titles = [target.name for target in targets]
     for title in titles:
         if titles.count(title) > 1:
@@ -196,83 +213,6 @@ def _targets(names: list[str], offline: Source) -> list[Source]:
                 f"--against: two datasets are called {title!r}; rename one of the files"
             )
     return targets
-
-
-def _plan(
-    loaded: "LoadedModel | None",
-    offline: Source,
-    datasets: list[Source],
-    pairs: tuple[str, ...],
-    counts: list[int],
-    target_tokens: int,
-    seeds: int,
-    lengths: tuple[int | None, int | None],
-) -> "StudyPlan":
-    """Resolve the lengths and check, before anything is run, that every source is long enough."""
-    from kvprof.analysis.collect import CollectOptions, count_tokens
-    from kvprof.analysis.stability_passes import StudyPlan, plan_passes
-
-    longest = loaded.context_length if loaded is not None else DEFAULT_SEQ_LEN
-    source_length = lengths[0] or min(DEFAULT_SEQ_LEN, longest, counts[0])
-    for count in counts:
-        if count % source_length:
-            raise UsageError(
-                f"--tokens: {format_count(count)} is no multiple of the sequence length "
-                f"{format_count(source_length)}; a sweep keeps every sequence equally long "
-                "(change --tokens or --seq-len)"
-            )
-    plan = StudyPlan(
-        source=offline,
-        targets=tuple(datasets),
-        pairs=pairs,
-        counts=tuple(counts),
-        target_tokens=target_tokens,
-        seeds=tuple(range(seeds)),
-        seq_len=source_length,
-        target_seq_len=lengths[1] or source_length,
-    )
-    if loaded is not None:
-        for item in plan_passes(plan):
-            if item.source.kind is not SourceKind.MOMENTS:
-                options = CollectOptions(tokens=item.tokens, seq_len=item.seq_len)
-                count_tokens(loaded, item.source, options)
-    return plan
-
-
-def _run_passes(
-    loaded: "LoadedModel | None", plan: "StudyPlan", batch_size: int
-) -> "tuple[dict[str, list[Run]], str, bool]":
-    """Run every pass; on Ctrl-C return what is done and False."""
-    from kvprof.analysis.stability_passes import plan_passes, run_pass
-
-    passes = plan_passes(plan)
-    if loaded is None:
-        passes = [item for item in passes if item.source.kind is SourceKind.MOMENTS]
-    fingerprint = loaded.fingerprint if loaded is not None else None
-    runs: dict[str, list[Run]] = {}
-    total = sum(item.tokens for item in passes if item.source.kind is not SourceKind.MOMENTS)
-    with (
-        graceful_interrupt() as stop,
-        console.track(f"{len(passes)} passes", total) as progress,
-    ):
-        for number, item in enumerate(passes, 1):
-            progress.describe(f"pass {number} of {len(passes)}: {item.source.name}")
-            run, fingerprint = run_pass(
-                loaded,
-                item,
-                plan.pairs,
-                batch_size=batch_size,
-                fingerprint=fingerprint,
-                advance=progress.advance,
-                should_stop=stop,
-            )
-            if run.snapshots:
-                runs.setdefault(item.role, []).append(run)
-            done = number == len(passes) and bool(run.snapshots) and item.tokens in run.snapshots
-            if stop() and not done:
-                return runs, fingerprint, False
-    assert fingerprint is not None
-    return runs, fingerprint, True
 
 
 def _choices(
@@ -296,12 +236,15 @@ def _inputs(
     plan: "StudyPlan",
     runs: "dict[str, list[Run]]",
     choices: "list[RankChoice]",
-    batch_size: int,
+    batch_size: int | None,
     fingerprint: str,
 ) -> dict[str, Any]:
+    from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS
+
     return {
         "model": loaded.spec if loaded is not None else None,
         "fingerprint": fingerprint,
+        "revision": loaded.revision if loaded is not None else None,
         "dtype": str(loaded.dtype).removeprefix("torch.") if loaded is not None else None,
         "device": str(loaded.device) if loaded is not None else None,
         "source": plan.source.name,
@@ -314,7 +257,10 @@ def _inputs(
         "target_seq_len": runs["target"][0].seq_len,
         "ranks": [choice.rank for choice in choices if choice.rank is not None],
         "removal": [c.removal_rate for c in choices if c.removal_rate is not None],
-        "batch_size": batch_size,
+        "batch_size": batch_size or "by sequence length",
+        "value_weight_tokens": VALUE_WEIGHT_TOKENS,
+        "target_seeds": [run.seed for run in runs["target"]],
+        "noise_seeds": [run.seed for run in runs.get("noise", [])],
     }
 
 

@@ -57,16 +57,16 @@ def main_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
-    if device.type not in ("cpu", "cuda", "mps"):
+    if device.type == "mps":
+        raise LackingError("--device mps: Apple GPUs have no float64, which moments need; use cpu")
+    if device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"--device: {name!r} is none of auto, cpu, cuda, cuda:N, mps, balanced, offload"
+            f"--device: {name!r} is none of auto, cpu, cuda, cuda:N, balanced, offload"
         )
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         if device.index >= gpus:
             raise LackingError(f"--device {name}: this machine shows {gpus} usable CUDA GPUs")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise LackingError("--device mps: this machine has no usable Apple GPU")
     return device
 
 

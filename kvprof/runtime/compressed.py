@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvprof.errors import UsageError
 from kvprof.methods.plan import Plan
 from kvprof.methods.soundness import check_fits
-from kvprof.models.interface import watched_rotations, text_decoder
+from kvprof.models.interface import text_decoder, watched_rotations
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.runtime.folding import OutputSwitch, folded_modules

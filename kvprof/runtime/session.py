@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Plan
-from kvprof.models.interface import Rotation, Interception
+from kvprof.models.interface import Interception, Rotation
 from kvprof.models.load import LoadedModel
 from kvprof.models.rotation import before_rotation
 from kvprof.runtime.cache import CompressedCache

@@ -26,7 +26,7 @@ def comparison(
             ):
                 made.rows.append(
                     {"tokens": tokens, "rank": asked or 30, "removal_rate": removal_rate,
-                     "extra_energy_loss": its_cost, "kv_head": head}
+                     "extra_energy_loss": its_cost, "layer": 0, "kv_head": head}
                 )  # fmt: skip
                 # δ as it stands is large: only the aligned one may count.
                 made.weights.append((1.4, own * 0.1, None, 0.1))
@@ -123,7 +123,7 @@ def test_random_sources_meet_fdcs_claims_and_text_meets_zacks():
     assert len(text) == 4
 
 
-def test_the_interval_is_over_heads_and_seeds_and_repeatable():
+def test_the_interval_is_over_heads_and_repeatable():
     spread = comparison({8192: (0.002, 0.0)}, heads=40, jitter=0.5)
     first, again = (verdicts(prose=spread)[0] for _ in range(2))
     assert first == again
@@ -131,6 +131,9 @@ def test_the_interval_is_over_heads_and_seeds_and_repeatable():
     # ± 1.96 standard errors of forty heads at 0.001 or 0.003.
     half = 1.96 * 0.001 / np.sqrt(40)
     assert (low, high) == pytest.approx((0.002 - half, 0.002 + half), abs=0.15 * half)
+    # Seeds share a head's basis: asking for one seed three times over narrows nothing.
+    thrice = judge({("qk", "prose"): [spread] * 3}, random_source=True)[0]
+    assert thrice["interval"] == pytest.approx([low, high])
     flat = verdicts(prose=comparison({8192: (0.002, 0.0)}))[0]
     assert flat["interval"] == pytest.approx([0.002, 0.002])
 

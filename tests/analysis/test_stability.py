@@ -1,5 +1,7 @@
 """Each figure equals its closed form, or numpy's own computation, on rotations that are known."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from kvprof.analysis.stability import (
     HAAR_RATIO,
     align_clusters,
     align_signs,
+    cluster_sizes,
     clusters,
     column_ratio,
     extra_loss,
@@ -35,8 +38,24 @@ def sign_aligned(source, target) -> float:
     return ratio(aligned[0].numpy(), target)
 
 
+def overlap(source, target) -> torch.Tensor:
+    return tensor(source).mT @ tensor(target)
+
+
+def groups_of(starts) -> list[list[int]]:
+    """Turn the first columns of one head's groups into lists of columns."""
+    columns = [[c for c, first in enumerate(starts) if first == its] for its in sorted({*starts})]
+    assert [group[0] for group in columns] == sorted({*starts})
+    return columns
+
+
+def starts_of(groups) -> torch.Tensor:
+    return torch.tensor([group[0] for group in groups for _ in group])
+
+
 def cluster_aligned(source, target, groups) -> np.ndarray:
-    return align_clusters(tensor(source)[None], tensor(target)[None], [groups])[0].numpy()
+    starts = starts_of(groups)[None]
+    return align_clusters(tensor(source)[None], tensor(target)[None], starts)[0].numpy()
 
 
 @settings(deadline=None, max_examples=30)
@@ -53,10 +72,10 @@ def test_a_rotation_across_the_cut_has_its_closed_form(width, rank, angle, seed)
     sine = abs(np.sin(angle))
     for r in range(1, width + 1):
         across = r == rank
-        distance = float(subspace_distance(tensor(source), tensor(target), r))
+        distance = float(subspace_distance(overlap(source, target), r))
         norm = np.sqrt(min(r, width - r)) if r < width else 1.0
         assert distance == pytest.approx(sine / norm if across else 0.0, **EXACT)
-        found = float(principal_angle(tensor(source), tensor(target), r))
+        found = float(principal_angle(overlap(source, target), r))
         assert found == pytest.approx(abs(angle) if across else 0.0, **EXACT)
 
     values = np.linspace(2.0, 0.5, width)
@@ -77,10 +96,10 @@ def test_figures_of_any_two_bases_equal_projectors_and_scipy_angles(width, seed)
     for rank in range(1, width + 1):
         p, q = (b[:, :rank] @ b[:, :rank].T for b in (source, target))
         exact = np.linalg.norm(p - q) / np.sqrt(2 * max(min(rank, width - rank), 1))
-        found = float(subspace_distance(tensor(source), tensor(target), rank))
+        found = float(subspace_distance(overlap(source, target), rank))
         assert found == pytest.approx(exact if rank < width else 0.0, **EXACT)
         angle = subspace_angles(source[:, :rank], target[:, :rank]).max() if rank < width else 0.0
-        found = float(principal_angle(tensor(source), tensor(target), rank))
+        found = float(principal_angle(overlap(source, target), rank))
         assert found == pytest.approx(angle, **EXACT)
     assert ratio(source, target) == pytest.approx(
         np.abs(source - target).mean() / np.abs(target).mean(), **EXACT
@@ -88,11 +107,13 @@ def test_figures_of_any_two_bases_equal_projectors_and_scipy_angles(width, seed)
 
 
 def test_full_rank_differs_in_nothing():
-    source, target = tensor(haar(6, 0, 3)), tensor(haar(6, 1, 3))
-    assert subspace_distance(source, target, 6).tolist() == [0.0] * 3
-    assert principal_angle(source, target, 6).tolist() == [0.0] * 3
+    source, target = haar(6, 0, 3), haar(6, 1, 3)
+    assert subspace_distance(overlap(source, target), 6).tolist() == [0.0] * 3
+    assert principal_angle(overlap(source, target), 6).tolist() == [0.0] * 3
     gram = tensor(gram_of(haar(6, 2, 3), np.linspace(2, 1, 6)))
-    extra = extra_loss(*(loss(gram, gram, gram, basis) for basis in (source, target)))
+    extra = extra_loss(
+        *(loss(gram, gram, gram, basis) for basis in (tensor(source), tensor(target)))
+    )
     assert extra.energy[:, -1].tolist() == [0.0] * 3
     assert extra.product[:, -1].tolist() == [0.0] * 3
 
@@ -101,10 +122,10 @@ def test_many_heads_at_once_equal_one_by_one():
     source, target = haar(8, 3, 10), haar(8, 4, 10)
     source[4:] = target[4:] @ planar(8, 1, 2, 0.3)  # small and large angles in one batch
     for rank in (2, 5):
-        distance = subspace_distance(tensor(source), tensor(target), rank)
-        angle = principal_angle(tensor(source), tensor(target), rank)
+        distance = subspace_distance(overlap(source, target), rank)
+        angle = principal_angle(overlap(source, target), rank)
         for head in range(10):
-            alone = tensor(source[head]), tensor(target[head]), rank
+            alone = overlap(source[head], target[head]), rank
             assert float(distance[head]) == pytest.approx(float(subspace_distance(*alone)), **EXACT)
             assert float(angle[head]) == pytest.approx(float(principal_angle(*alone)), **EXACT)
 
@@ -113,7 +134,7 @@ def test_many_heads_at_once_equal_one_by_one():
 def test_angles_near_zero_and_near_a_right_angle_are_exact(angle):
     target = haar(8, 7)
     source = target @ planar(8, 2, 3, angle)
-    found = float(principal_angle(tensor(source), tensor(target), 3))
+    found = float(principal_angle(overlap(source, target), 3))
     assert found == pytest.approx(angle, abs=1e-14)
 
 
@@ -125,7 +146,7 @@ def test_sign_flips_cost_nothing_once_aligned_and_show_before():
         2 * np.abs(target[:, flips < 0]).sum() / np.abs(target).sum(), **EXACT
     )
     assert sign_aligned(source, target) == 0.0
-    assert float(subspace_distance(tensor(source), tensor(target), 4)) < 1e-14
+    assert float(subspace_distance(overlap(source, target), 4)) < 1e-14
 
 
 def test_cluster_alignment_undoes_a_rotation_inside_a_cluster_and_only_there():
@@ -133,14 +154,16 @@ def test_cluster_alignment_undoes_a_rotation_inside_a_cluster_and_only_there():
     target = haar(width, 1)
     values = np.linspace(10, 1, width)
     values[8:12] = values[8]  # four exactly equal values; the cap is d / 8 = 4
-    groups = clusters(tensor(values), torch.full((width - 1,), 1e-6, dtype=torch.float64))
+    groups = groups_of(
+        clusters(tensor(values), torch.full((width - 1,), 1e-6, dtype=torch.float64)).tolist()
+    )
     assert [group for group in groups if len(group) > 1] == [[8, 9, 10, 11]]
 
     inside = target @ block_rotation(width, [8, 9, 10, 11], 2)
     assert sign_aligned(inside, target) > 0.05
     assert np.abs(cluster_aligned(inside, target, groups) - target).max() < 1e-13
     for rank in (8, 12):  # a cut at the cluster's edge sees nothing
-        assert float(subspace_distance(tensor(inside), tensor(target), rank)) < 1e-13
+        assert float(subspace_distance(overlap(inside, target), rank)) < 1e-13
 
     across = target @ planar(width, 11, 12, 0.4)
     aligned = cluster_aligned(across, target, groups)
@@ -156,12 +179,14 @@ def test_mixing_exactly_equal_directions_across_the_cut_moves_the_subspace_at_no
     source = target @ planar(8, 3, 4, 0.9)
     gram = tensor(gram_of(target, values))
     extra = extra_loss(*(loss(gram, gram, gram, tensor(b)) for b in (source, target)))
-    assert float(subspace_distance(tensor(source), tensor(target), 4)) == pytest.approx(
+    assert float(subspace_distance(overlap(source, target), 4)) == pytest.approx(
         np.sin(0.9) / 2, **EXACT
     )
     assert float(extra.energy[4]) == pytest.approx(0.0, **EXACT)
     assert float(extra.product[4]) == pytest.approx(0.0, **EXACT)
-    groups = clusters(tensor(values), torch.full((7,), 1e-9, dtype=torch.float64))
+    groups = groups_of(
+        clusters(tensor(values), torch.full((7,), 1e-9, dtype=torch.float64)).tolist()
+    )
     assert max(map(len, groups)) == 1, "at d = 8 a cluster of two would be wider than d/8"
 
 
@@ -170,7 +195,9 @@ def test_columns_of_near_equal_values_that_changed_places_are_put_back():
     values = np.linspace(8, 1, 16)
     values[5] = values[4] * (1 - 1e-12)
     swapped = target[:, [0, 1, 2, 3, 5, 4, *range(6, 16)]]
-    groups = clusters(tensor(values), torch.full((15,), 1e-9, dtype=torch.float64))
+    groups = groups_of(
+        clusters(tensor(values), torch.full((15,), 1e-9, dtype=torch.float64)).tolist()
+    )
     assert [4, 5] in groups
     assert sign_aligned(swapped, target) > 0.1
     assert np.abs(cluster_aligned(swapped, target, groups) - target).max() < 1e-13
@@ -187,7 +214,9 @@ def test_alignment_of_many_heads_uses_each_heads_own_clusters():
             [[c] for c in range(2 * head)] + [pair] + [[c] for c in range(pair[1] + 1, 16)]
         )
     source[:, :, 15] *= -1
-    aligned = align_clusters(tensor(source), tensor(target), groups)
+    aligned = align_clusters(
+        tensor(source), tensor(target), torch.stack([starts_of(head) for head in groups])
+    )
     assert float((aligned - tensor(target)).abs().max()) < 1e-13
 
 
@@ -201,12 +230,45 @@ def test_clusters_partition_the_columns_and_stay_narrow(width, seed, scale):
     generator = np.random.default_rng(seed)
     values = np.sort(generator.random(width))[::-1].copy()
     noise = generator.random(max(width - 1, 0)) * scale
-    groups = clusters(tensor(values), tensor(noise))
+    groups = groups_of(clusters(tensor(values), tensor(noise)).tolist())
     assert [column for group in groups for column in group] == list(range(width))
     assert max(len(group) for group in groups) <= max(1, width // 8)
     for group in groups:
         for column in group[:-1]:
             assert values[column] - values[column + 1] <= noise[column]
+    for before, after in pairwise(groups):  # a cut is at a wide gap, or where the cap is reached
+        last = before[-1]
+        apart = values[last] - values[after[0]] > noise[last]
+        assert apart or len(before) == max(1, width // 8)
+
+
+def test_clusters_of_many_heads_are_each_heads_own_and_so_are_their_sizes():
+    generator = np.random.default_rng(0)
+    values = tensor(-np.sort(-generator.random((3, 40))))
+    noise = tensor(generator.random((3, 39)) * 0.05)
+    starts = clusters(values, noise)
+    sizes = cluster_sizes(starts)
+    assert int(sizes.max()) == 5, "an eighth"
+    for head in range(3):
+        assert starts[head].tolist() == clusters(values[head], noise[head]).tolist()
+        groups = groups_of(starts[head].tolist())
+        assert sizes[head].tolist() == [len(group) for group in groups for _ in group]
+
+
+def test_every_head_is_looked_at_at_its_own_rank():
+    width, ranks = 12, [3, 9, 12, 3, 7, 1]
+    source, target = haar(width, 3, 6), haar(width, 4, 6)
+    source[3] = target[3] @ planar(width, 2, 3, 0.2)  # a small angle beside a large one of a rank
+    both = overlap(source, target)
+    angles, distances = principal_angle(both, ranks), subspace_distance(both, ranks)
+    for head, rank in enumerate(ranks):
+        alone = both[head], rank
+        assert float(angles[head]) == pytest.approx(float(principal_angle(*alone)), **EXACT)
+        assert float(distances[head]) == pytest.approx(float(subspace_distance(*alone)), **EXACT)
+    assert float(angles[2]) == 0.0
+    assert float(angles[3]) == pytest.approx(0.2, **EXACT)
+    expected = subspace_angles(source[1][:, :9], target[1][:, :9]).max()
+    assert float(angles[1]) == pytest.approx(expected, **EXACT)
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -218,16 +280,18 @@ def test_unrelated_bases_never_look_aligned(width):
     assert (signed.delta / signed.epsilon).numpy() == pytest.approx(HAAR_RATIO[1], abs=0.03)
     # The most that alignment may do: every gap is below the noise, so clusters are as wide as
     # they may be.
-    groups = clusters(torch.zeros(width).double(), torch.ones(width - 1).double())
-    aligned = align_clusters(tensor(source), tensor(target), [groups] * 6)
+    groups = groups_of(
+        clusters(torch.zeros(width).double(), torch.ones(width - 1).double()).tolist()
+    )
+    aligned = align_clusters(tensor(source), tensor(target), torch.stack([starts_of(groups)] * 6))
     clustered = column_ratio(aligned, tensor(target))
     assert float((clustered.delta / clustered.epsilon).min()) > 1.1
     for rank in (width // 4, width // 2):
         # E ‖P − P̂‖² = 2r − 2r²/d for independent subspaces.
         expected = np.sqrt((rank - rank**2 / width) / min(rank, width - rank))
-        distance = subspace_distance(tensor(source), tensor(target), rank)
+        distance = subspace_distance(overlap(source, target), rank)
         assert distance.numpy() == pytest.approx(expected, abs=0.04)
-        assert float(principal_angle(tensor(source), tensor(target), rank).min()) > 1.2
+        assert float(principal_angle(overlap(source, target), rank).min()) > 1.2
 
 
 def test_the_perturbation_of_a_change_of_seed_has_its_closed_form():
@@ -260,9 +324,7 @@ def test_the_perturbation_predicts_how_far_neighbours_turn():
     grams = np.stack([np.diag(values), np.diag(values) + change])
     predicted = float(seed_perturbation(tensor(grams), tensor(target))[0]) / gap
     turned = np.linalg.eigh(grams[1])[1][:, ::-1]
-    assert float(principal_angle(tensor(turned), tensor(target), 1)) == pytest.approx(
-        predicted, rel=1e-6
-    )
+    assert float(principal_angle(overlap(turned, target), 1)) == pytest.approx(predicted, rel=1e-6)
 
 
 def test_extra_is_relative_above_the_floor_and_absolute_below():

@@ -72,10 +72,10 @@ def test_noise_runs_stand_in_when_the_source_is_text_or_has_one_seed(falling):
     assert any(row["target"] == NOISE_FLOOR for row in data["curves"])
     assert {claim["paper"].split()[0] for claim in data["claims"]} == {"ZACK"}
     floor = [r for r in data["curves"] if r["target"] == NOISE_FLOOR and r["layer"] is not None]
-    assert {row["seed"] for row in floor} == {0, 1}
-    # Each seed is judged by the other one's data, never by its own.
+    # One seed is judged by the other one's data, never by its own.
+    assert {row["seed"] for row in floor} == {0}
     at_the_cut = [row["subspace_distance"] for row in floor if row["rank"] == 8]
-    assert at_the_cut == pytest.approx([np.sin(0.3) / np.sqrt(8)] * 2, abs=1e-8)
+    assert at_the_cut == pytest.approx([np.sin(0.3) / np.sqrt(8)], abs=1e-8)
     _, warnings = study(falling[:1])
     assert warnings == ["no noise floor: it takes random tokens with two seeds and the model"]
 

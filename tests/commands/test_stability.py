@@ -63,7 +63,7 @@ def test_every_curve_has_its_keys_and_the_noise_floor_is_among_them(
     for row in rows:
         assert (row["extra_score_error"] is None) == (row["pair"] == "vo")
         assert (row["extra_output_error"] is None) == (row["pair"] == "qk")
-        assert row["ratio_cluster_aligned"] <= row["ratio_sign_aligned"] + 1e-9 or row["ratio"] > 0
+        assert row["ratio_cluster_aligned"] < 1.6
 
 
 def test_a_source_against_itself_differs_in_nothing(

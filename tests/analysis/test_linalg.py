@@ -1,0 +1,59 @@
+"""Batches spread over threads equal torch's own, and leave torch's thread count alone."""
+
+import threading
+
+import pytest
+import torch
+
+from kvprof.analysis.linalg import eigh, map_threads, svd
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(usual)
+
+
+def symmetric(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64)
+    return half + half.mT
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (5, 3, 6), (2, 40, 8), (0, 4)])
+def test_decompositions_of_any_batch_equal_torchs_own(threads, shape):
+    matrices = symmetric(*shape)
+    values, vectors = eigh(matrices)
+    assert torch.allclose(values, torch.linalg.eigvalsh(matrices), atol=1e-12)
+    assert torch.allclose(vectors * values.unsqueeze(-2) @ vectors.mT, matrices, atol=1e-12)
+    tall = matrices[..., :3]
+    left, singular, right = svd(tall)
+    assert left.shape == tall.shape
+    assert torch.allclose(singular, torch.linalg.svdvals(tall), atol=1e-12)
+    assert torch.allclose(left * singular.unsqueeze(-2) @ right, tall, atol=1e-12)
+
+
+def test_items_come_back_in_order_from_threads_that_use_one_core_each(threads):
+    ran = map_threads(lambda item: (item, torch.get_num_threads()), range(50))
+    assert ran == [(item, 1) for item in range(50)]
+
+
+def test_the_thread_count_of_this_thread_and_of_later_ones_stays(threads):
+    map_threads(abs, range(10))
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert (torch.get_num_threads(), later) == (threads, [threads])
+
+
+def test_a_batch_inside_a_batch_does_not_wait_for_itself(threads):
+    inner = map_threads(lambda item: sum(map_threads(abs, range(item))), range(20))
+    assert inner == [sum(range(item)) for item in range(20)]
+
+
+def test_an_error_in_a_thread_reaches_the_caller(threads):
+    with pytest.raises(ZeroDivisionError):
+        map_threads(lambda item: 1 // item, range(8))
