@@ -33,14 +33,14 @@ def report_console() -> Console:
     stated = os.environ.get("COLUMNS", "")
     terminal = sys.stdout is not None and sys.stdout.isatty()
     piped = None if terminal else int(stated) if stated.isdecimal() else _PIPED_WIDTH
-    console = Console(width=piped, highlight=False, soft_wrap=False)
+    console = Console(width=piped, highlight=False, soft_wrap=False, emoji=False)
     if console.width < MIN_WIDTH:
         console.width = MIN_WIDTH
     return console
 
 
 def _stderr() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def note(message: str) -> None:

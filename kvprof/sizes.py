@@ -8,7 +8,12 @@ __all__ = ["format_bytes", "format_count", "parse_count", "parse_counts"]
 
 # definitions.md: k is 1,024 for token counts, so that 100k is 102,400.
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
+# A comma only where it marks thousands: 8,16 is a list that lost its way.
+_COUNT = re.compile(
+    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)([kmg]?)", re.IGNORECASE
+)
+# What a thousands separator leaves behind when a list is split at its commas.
+_CUT_OFF = re.compile(r"0[0-9]{2}[kmg]?", re.IGNORECASE)
 
 
 def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
@@ -17,7 +22,7 @@ def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
     Parameters
     ----------
     text : str
-        What the user wrote; underscores and commas inside digits are allowed.
+        What the user wrote; underscores, and commas between thousands (``8,192``), are allowed.
     what : str
         Named in the error, for example ``"--tokens"``.
     minimum : int
@@ -28,10 +33,10 @@ def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
     UsageError
         When the text is no such number, is not whole, or is below `minimum`.
     """
-    match = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    match = _COUNT.fullmatch(text.strip().replace("_", ""))
     if match is None:
         raise UsageError(f"{what}: {text!r} is not a count; write 8192, 8k or 1M (k is 1,024)")
-    value = float(match[1]) * _FACTORS[match[2].lower()]
+    value = float(match[1].replace(",", "")) * _FACTORS[match[2].lower()]
     if value == float("inf"):
         raise UsageError(f"{what}: {text[:20]}… is too large a number")
     if value != int(value):
@@ -47,11 +52,17 @@ def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[i
     Raises
     ------
     UsageError
-        When one entry is not a count.
+        When one entry is not a count, or a comma was meant to mark thousands (``1,024``).
     """
     entries = [entry for entry in text.split(",") if entry.strip()]
     if not entries:
         raise UsageError(f"{what}: {text!r} names no count; write for example 1k,2k,4k")
+    for entry in entries:
+        if _CUT_OFF.fullmatch(entry.strip()):
+            raise UsageError(
+                f"{what}: {text!r} is a list, in which a comma separates counts and cannot mark "
+                f"thousands (before {entry.strip()!r}); write for example 1024,2048"
+            )
     return sorted({parse_count(entry, what=what, minimum=minimum) for entry in entries})
 
 

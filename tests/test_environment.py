@@ -19,8 +19,8 @@ from kvprof.records.schema import validate_result
 
 def test_the_block_fits_the_schema_and_names_what_ran() -> None:
     block = collect_environment()
-    data = {"curves": [], "claims": [], "recommendation": None}
-    validate_result(build_result("stability", environment=block, inputs={}, data=data))
+    inputs = {"benchmark": "some_program"}
+    validate_result(build_result("benchmark", environment=block, inputs=inputs, data={}))
     assert block["python"] == platform.python_version()
     assert block["packages"]["numpy"] == sys.modules["numpy"].__version__
     assert block["cpu"]["threads"] >= 1

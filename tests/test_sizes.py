@@ -19,6 +19,8 @@ from kvprof.sizes import format_bytes, format_count, parse_count, parse_counts
         ("1g", 1024**3),
         ("1_000", 1000),
         ("12,800", 12_800),
+        ("1,048,576", 1024**2),
+        ("1,024k", 1024**2),
         (" 7 ", 7),
     ],
 )
@@ -35,6 +37,13 @@ def test_counts_are_read_as_people_write_them(text: str, value: int) -> None:
         ("-1", "not a count"),
         ("1e3", "not a count"),
         ("nan", "not a count"),
+        ("8,16", "not a count"),
+        ("8,1920", "not a count"),
+        ("8192,384", "not a count"),
+        ("8,", "not a count"),
+        (",192", "not a count"),
+        ("0,192", "not a count"),
+        ("8.5,000k", "not a count"),
         ("0.3", "not a whole number"),
         ("1.0001k", "not a whole number"),
         ("0", "below 1"),
@@ -60,6 +69,19 @@ def test_lists_are_ascending_and_without_repeats() -> None:
     for empty in ("", ",", " , "):
         with pytest.raises(UsageError, match="names no count"):
             parse_counts(empty)
+
+
+@pytest.mark.parametrize("text", ["1,024,2,048", "1,024", "64,000", "1, 024k", "1,000,000"])
+def test_a_thousands_separator_in_a_list_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot mark thousands .*; write .*1024,2048") as caught:
+        parse_counts(text, what="--tokens")
+    assert str(caught.value).startswith(f"--tokens: {text!r} ")
+    assert "\n" not in str(caught.value)
+
+
+def test_three_digits_without_a_leading_zero_are_entries_of_a_list() -> None:
+    assert parse_counts("64,128,256") == [64, 128, 256]
+    assert parse_counts("0,1", minimum=0) == [0, 1]
 
 
 @given(st.integers(1, 2**40))

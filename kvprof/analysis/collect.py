@@ -241,6 +241,16 @@ def collect_moments(
     yield moments
 
 
+def _prefix(loaded: LoadedModel, source: Source) -> str:
+    """Return in words what each sequence starts with: it decides what position 0 holds."""
+    if source.kind in (SourceKind.TEXT, SourceKind.EMBEDDED):
+        tokenizer = loaded.tokenizer()
+        if model_tokens(loaded).prefix():
+            return f"{tokenizer.bos_token}, as the tokenizer adds it"
+        return "nothing; the tokenizer adds none"
+    return "nothing (ids as they are)"
+
+
 def _info(loaded: LoadedModel, source: Source, options: CollectOptions) -> dict[str, Any]:
     """Return what a reader needs to repeat the pass."""
     labels = []
@@ -252,6 +262,7 @@ def _info(loaded: LoadedModel, source: Source, options: CollectOptions) -> dict[
         "revision": loaded.revision,
         "source": source.name,
         "seed": options.seed if source.kind is SourceKind.RANDOM else None,
+        "prefix": _prefix(loaded, source),
         "seq_len": options.seq_len,
         "batch_size": options.batch_size,
         "skip_first": options.skip_first,

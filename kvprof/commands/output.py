@@ -92,7 +92,8 @@ class Outputs:
         Raises
         ------
         UsageError
-            When a file exists (without `force`), or two outputs share a destination.
+            When a file exists (without `force`), two outputs share a destination, or one that is no
+            text is to go to stdout.
         FailedError
             When a folder cannot be written to.
         LackingError
@@ -105,6 +106,8 @@ class Outputs:
                 raise LackingError(
                     f"{option} needs matplotlib, which is missing: pip install 'kvprof[plot]'"
                 )
+        if _STDOUT in extra:
+            raise UsageError("-: this output goes to a file; only --json and --csv go to stdout")
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise UsageError(f"--out {self.out} is a file; name a folder")
         files = [*self._files().items(), *(("the other output", path) for path in extra)]

@@ -170,6 +170,14 @@ def spectrum(
                     failure = problem  # the result is still to be written
         if not moments.complete:
             warnings.append(f"interrupted after {moments.tokens:,} tokens")
+        width = max(layer.rest["k"].shape[-1] for layer in moments.layers)
+        if moments.tokens < 4 * width:
+            warnings.append(
+                f"{moments.tokens:,} tokens are few for heads of {width}: the spectra are limited "
+                "by the sample, not by the model"
+            )
+        if grid > width:
+            warnings.append(f"--grid {grid} is over the width of the heads, {width}")
         with console.status("taking the spectra"):
             data = spectrum_data(
                 moments, chosen_pairs, rates, grid=grid, value_weight_tokens=weight, paired=paired

@@ -222,8 +222,10 @@ def _choices(
 
     width = max(gram.shape[-1] for pair in pairs for gram in run.largest(pair).gram)
     for rank in ranks or []:
-        if rank > width:
-            raise UsageError(f"--ranks: {rank} is over the width of the heads, {width}")
+        if rank >= width:
+            raise UsageError(
+                f"--ranks: {rank} keeps all of heads of {width}; every basis is exact there"
+            )
     given = ranks or [max(1, width // 4), max(1, width // 2)]
     return [
         *(RankChoice(rank=rank) for rank in given),
@@ -254,6 +256,8 @@ def _inputs(
         "target_tokens": plan.target_tokens,
         "seeds": [run.seed for run in runs["source"]],
         "seq_len": runs["source"][0].seq_len,
+        "positions": f"0-{runs['source'][0].seq_len - 1}",
+        "target_positions": f"0-{runs['target'][0].seq_len - 1}",
         "target_seq_len": runs["target"][0].seq_len,
         "ranks": [choice.rank for choice in choices if choice.rank is not None],
         "removal": [c.removal_rate for c in choices if c.removal_rate is not None],

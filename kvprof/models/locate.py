@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.models.noise import quiet
 
 __all__ = ["Checkpoint", "locate"]
 
@@ -89,9 +90,10 @@ def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
         return Path(huggingface_hub.hf_hub_download(spec, name, revision=revision))
 
     try:
-        folder = fetch("config.json").parent
+        with quiet():  # without a network the hub's client tells of every retry
+            folder = fetch("config.json").parent
         try:
-            shards = set(_read_json(spec, fetch(_INDEX))["weight_map"].values())
+            shards = set(_shards(spec, fetch(_INDEX)))
         except EntryNotFoundError:
             shards = {_SINGLE}
         for shard in sorted(shards):
@@ -131,16 +133,23 @@ def _read_json(spec: str, path: Path) -> Any:
         raise FailedError(f"{spec}: {path.name} is damaged ({error})") from error
 
 
+def _shards(spec: str, path: Path) -> list[str]:
+    """Return the names of the weight files that an index lists."""
+    index = _read_json(spec, path)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not weights:
+        raise FailedError(f"{spec}: {path.name} is damaged (it has no weight_map)")
+    if not all(isinstance(name, str) for name in weights.values()):
+        raise FailedError(f"{spec}: {path.name} is damaged (its weight_map names no files)")
+    return sorted(set(weights.values()))
+
+
 def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{spec} has no config.json; it is not a model's folder")
     _read_json(spec, folder / "config.json")
     if (folder / _INDEX).is_file():
-        index = _read_json(spec, folder / _INDEX)
-        try:
-            names = sorted(set(index["weight_map"].values()))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FailedError(f"{spec}: {_INDEX} is damaged (it has no weight_map)") from error
+        names = _shards(spec, folder / _INDEX)
     elif (folder / _SINGLE).is_file():
         names = [_SINGLE]
     else:

@@ -1,6 +1,7 @@
 """The JSON Schema of results: an envelope, and one file per kind in ``schema/``.
 
-A new kind is a new file there; nothing else has to name it.
+A new kind is a new file there, which describes its ``data`` and, where ``$defs`` has ``inputs``,
+its inputs too; nothing else has to name it.
 """
 
 import json
@@ -34,11 +35,15 @@ def result_schema() -> dict[str, Any]:
     schema["properties"]["kind"] = {"enum": list(kinds())}
     schema["allOf"] = []
     for kind in kinds():
-        schema["$defs"][kind] = _read(f"{kind}.json")
+        described = _read(f"{kind}.json")
+        schema["$defs"][kind] = described
+        parts = {"data": {"$ref": f"#/$defs/{kind}"}}
+        if "inputs" in described.get("$defs", {}):
+            parts["inputs"] = {"$ref": f"#/$defs/{kind}/$defs/inputs"}
         schema["allOf"].append(
             {
                 "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
-                "then": {"properties": {"data": {"$ref": f"#/$defs/{kind}"}}},
+                "then": {"properties": parts},
             }
         )
     return schema

@@ -134,12 +134,16 @@ def _text(documents: Iterable[Iterable[str]], model: ModelTokens, seq_len: int) 
         raise UsageError(f"--seq-len {seq_len} leaves no room after the tokenizer's own prefix")
     room = seq_len - len(prefix)
     pending: list[int] = []
+    empty = True
     for ids in _tokenized(documents, tokenize, separator):
+        empty = empty and all(token in separator for token in ids)
         pending += ids
         whole = len(pending) - len(pending) % room
         for start in range(0, whole, room):
             yield np.array([*prefix, *pending[start : start + room]], dtype=np.int64)
         del pending[:whole]
+    if empty:
+        raise UsageError("the text is empty; give one that holds something")
     if pending:
         yield np.array([*prefix, *pending], dtype=np.int64)
 

@@ -191,11 +191,17 @@ def _first_position(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> lis
         paragraph(
             f"The first position of each sequence is {first['token_share']:.2%} of the "
             f"tokens and holds {shares} (energy). Without it (--skip-first 1) dim_rate at removal "
-            f"rate {rate_text(chosen['removal_rate'])} would be "
-            f"{chosen['dim_rate_without_first']:.3f} instead of {chosen['dim_rate']:.3f}.",
+            f"rate {rate_text(chosen['removal_rate'])} "
+            f"{_instead(chosen['dim_rate_without_first'], chosen['dim_rate'])}.",
             "dim",
         )
     ]
+
+
+def _instead(without: float, rate: float) -> str:
+    if f"{without:.3f}" == f"{rate:.3f}":
+        return f"would be the same, {rate:.3f}"
+    return f"would be {without:.3f} instead of {rate:.3f}"
 
 
 def _pair_table(result: Mapping[str, Any]) -> RenderableType:
@@ -276,6 +282,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
         "tokens": f"{inputs['tokens']:,}",
         "positions": inputs["positions"],
         "seed": inputs.get("seed"),
+        "starts with": inputs.get("prefix"),
         "left out": f"first {inputs['skip_first']} tokens" if inputs.get("skip_first") else None,
         "dtype": f"{inputs['dtype']} on {inputs['device']}",
         "weight of V": _value_weight(inputs),

@@ -21,8 +21,6 @@ __all__ = ["advice", "verdict"]
 
 #: The papers' own limit for an average difference (FDC §6.7, ZACK §6.6).
 _SAME_ELEMENTS = 0.005
-#: From this share of what unrelated bases give, a ratio is no nearer than theirs.
-_AS_UNRELATED = 0.95
 
 
 def verdict(
@@ -126,8 +124,6 @@ def _ratios(result: Mapping[str, Any], curves: Sequence[Curve], noise: Curve | N
     floor = None if noise is None else noise.at_cost_rank()["ratio_sign_aligned"]
     if floor is not None:
         text += f", against {ratio_text(floor)} between two seeds"
-    if min(known.values()) >= _AS_UNRELATED * _unrelated(result)["sign_aligned"]:
-        text += "; that is as far apart as unrelated bases are"
     return text + "."
 
 

@@ -97,6 +97,8 @@ def test_stdout_holds_one_of_them(tmp_path: Path) -> None:
         Outputs(json=Path("-"), csv=Path("-")).check()
     with pytest.raises(UsageError, match="--png -: a figure goes to a file"):
         Outputs(png=Path("-")).check()
+    with pytest.raises(UsageError, match="-: this output goes to a file; only --json and --csv"):
+        Outputs().check(extra=[tmp_path / "a", Path("-")])
     with pytest.raises(UsageError, match="both go to"):
         Outputs(json=tmp_path / "a").check(extra=[tmp_path / "a"])
 

@@ -238,3 +238,58 @@ def _interrupt_when_running() -> None:
         time.sleep(0.05)
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_failing_save_does_not_cost_the_result(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    done = kvprof("spectrum", tiny_folder, *SMALL, "--save", "/dev/full", "--json", path)
+    assert done.code == 1
+    assert "/dev/full" in done.error
+    assert json.loads(path.read_text())["complete"] is True
+
+
+def test_ctrl_c_while_the_spectra_are_taken_still_writes_them(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.analysis import spectra
+
+    original = spectra.singular_values
+
+    def interrupted(gram: Any) -> Any:
+        monkeypatch.setattr(spectra, "singular_values", original)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(gram)
+
+    monkeypatch.setattr(spectra, "singular_values", interrupted)
+    path = tmp_path / "kept.json"
+    done = kvprof("spectrum", tiny_folder, *SMALL, "--json", path)
+    assert done.code == 0, done.stderr
+    assert "interrupted" in done.stderr
+    assert json.loads(path.read_text())["complete"] is True
+
+
+def test_an_empty_text_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "empty.txt"
+    text.write_text("")
+    done = kvprof("spectrum", tiny_folder, "--text", text)
+    assert done.code == 2
+    assert "empty" in done.error
+
+
+def test_few_tokens_are_said_to_limit_the_spectra(tiny_folder: Path, tmp_path: Path) -> None:
+    result = spectrum_json(tmp_path, tiny_folder, "--tokens", 20)
+    assert any("limited by the sample" in line for line in result["warnings"])
+
+
+def test_flags_that_saved_moments_make_meaningless_are_refused(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    moments = tmp_path / "moments.safetensors"
+    spectrum_json(tmp_path, tiny_folder, *SMALL, "--save", moments)
+    for flags in (["--seed", 3], ["--device", "cpu"], ["--batch-size", 2], ["--tokens", "1k"]):
+        done = kvprof("spectrum", "--from", moments, *flags)
+        assert done.code == 2
+        assert flags[0] in done.error
+    done = kvprof("spectrum", tiny_folder, "--source", "random:1k", "--tokens", "2k")
+    assert done.code == 2
+    assert "both give a count" in done.error

@@ -72,6 +72,8 @@ def test_a_source_against_itself_differs_in_nothing(
     result = stability_json(
         tmp_path, tiny_folder, *SWEEP, "--source", texts[0], "--against", texts[0]
     )
+    assert result["data"]["claims"] == []
+    assert any("the same tokens on both sides" in line for line in result["warnings"])
     own = [row for row in averages(result) if row["target"] == "notes.txt" and row["tokens"] == 512]
     assert own
     for row in own:
@@ -143,6 +145,9 @@ def test_saved_moments_serve_on_either_side(
         (["--tokens", "100,200", "--seq-len", "64"], 2, "no multiple"),
         (["--tokens", "128,256", "--pairs", "qk,xx"], 2, "'xx'"),
         (["--tokens", "128,256", "--ranks", "64"], 2, "--ranks"),
+        (["--tokens", "128,256", "--ranks", "16"], 2, "every basis is exact"),
+        (["--tokens", "128,256", "--against", "random:256"], 2, "--against-tokens"),
+        (["--tokens", "128,256", "--source", "random:256"], 2, "--tokens"),
         (["--tokens", "128,256", "--against", "nowhere"], 2, "nowhere"),
         (["--tokens", "128,256", "--seeds", "0"], 2, "--seeds"),
         (["--tokens", "128,256", "--against-seq-len", "4k"], 2, "context"),
@@ -206,3 +211,19 @@ def test_ctrl_c_keeps_the_passes_that_were_done(
     assert result["complete"] is False
     assert 1 <= len(result["inputs"]["seeds"]) < 5000
     assert result["data"]["curves"]
+
+
+def test_interrupted_moments_serve_and_are_named(
+    tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from kvprof.analysis.moment_files import load_moments, save_moments
+
+    moments = tmp_path / "cut.safetensors"
+    done = kvprof("spectrum", tiny_folder, "--tokens", 512, "--seq-len", 64, "--save", moments)
+    assert done.code == 0
+    cut = load_moments(moments)
+    cut.complete = False
+    save_moments(cut, moments, force=True)
+    result = stability_json(tmp_path, tiny_folder, *SWEEP, "--against", moments, "--seeds", 1)
+    assert {r["target"] for r in averages(result)} == {moments.name, "random, another seed"}
+    assert any("interrupted" in line for line in result["warnings"])

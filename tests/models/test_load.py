@@ -118,6 +118,23 @@ def test_a_cached_hub_model_loads_offline(saved, tmp_path):
     assert loaded.tokenizer()("w5")["input_ids"] == [5]
 
 
+@pytest.mark.parametrize(
+    "index",
+    [{}, [], None, "text", {"weight_map": None}, {"weight_map": ["a"]}, {"weight_map": {}},
+     {"weight_map": {"w": 3}}, {"weight_map": {"w": ["a"]}}],
+    ids=str,
+)  # fmt: skip
+def test_an_index_without_a_map_of_weights(saved, tmp_path, index):
+    base = tmp_path / "cache" / "models--somebody--some-model"
+    cached = base / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(saved, cached)
+    (base / "refs").mkdir()
+    (base / "refs" / "main").write_text(cached.name)
+    (cached / "model.safetensors.index.json").write_text(json.dumps(index))
+    for spec in (cached, "somebody/some-model"):
+        _refused(FailedError, r"index\.json is damaged \(it.* weight_map", spec)
+
+
 def test_a_folder_without_config_or_with_a_damaged_one(folder):
     (folder / "config.json").write_text('{"model_type": ')
     _refused(FailedError, "config.json is damaged", folder)

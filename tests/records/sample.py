@@ -31,12 +31,14 @@ def spectrum_result(**changes: Any) -> dict[str, Any]:
         "dim_rate": 0.25,
         "dim_rate_rounded": 0.0,
         "grid": 16,
+        "dim_rate_without_first": 0.2,
         "ranks_qk": ranks,
         "ranks_vo": ranks,
         "rounded_ranks_qk": ranks,
         "rounded_ranks_vo": ranks,
     }
-    data = {"pairs": {"qk": pair, "vo": pair}, "removal": [removal]}
+    first = {f"energy_share_{key}": 0.1 for key in "qkv"} | {"token_share": 0.001}
+    data = {"pairs": {"qk": pair, "vo": pair}, "removal": [removal], "first_position": first}
     settings: dict[str, Any] = {"environment": ENVIRONMENT, "inputs": {"seed": 0}, "data": data}
     return build_result("spectrum", **settings | changes)
 
@@ -64,16 +66,45 @@ def stability_result() -> dict[str, Any]:
         "extra_output_error": None,
     }
     average = curve | {"seed": None, "layer": None, "kv_head": None, "rank": 31.5}
+    average |= {"heads_and_seeds": 2, "spread": {"ratio": [1.1, 1.4]}}
     claim = {
         "claim": "8K tokens are enough",
+        "paper": "FDC §6.7",
+        "pair": "qk",
+        "target": "prose",
+        "tokens": 8192,
         "threshold": 0.05,
         "measured": 0.04,
         "interval": [0.03, 0.05],
+        "cost": 0.002,
+        "holds": True,
         "verdict": "holds",
     }
+    unknown = ("tokens", "measured", "interval", "cost", "holds")
     data = {
-        "curves": [curve, average | {"spread": {"ratio": [1.1, 1.4]}}],
-        "claims": [claim, claim | {"measured": None, "interval": None, "verdict": "not judged"}],
+        "curves": [curve, average],
+        "claims": [claim, claim | dict.fromkeys(unknown) | {"verdict": "not judged"}],
         "recommendation": {"tokens": 8192},
+        "clusters": [{"pair": "qk", "target": "prose", "tokens": 1024, "sizes": {"1": 60}}],
+        "lengths": [
+            {
+                "pair": "qk",
+                "target": "prose",
+                "tokens": 1024,
+                "seq_len_source": 512,
+                "seq_len_target": 2048,
+                "cost_same_length": 0.01,
+                "cost": 0.04,
+            }
+        ],
+        "unrelated_ratio": {"unaligned": 1.41, "sign_aligned": 1.17},
+        "negligible_cost": 0.01,
+        "half_ranks": {"qk": 32},
     }
     return build_result("stability", environment=ENVIRONMENT, inputs={}, data=data)
+
+
+def benchmark_result(**inputs: Any) -> dict[str, Any]:
+    named = {"benchmark": "some_program"} | inputs
+    data = {"rows": [{"tokens": 1024, "total_s": 0.5}]}
+    return build_result("benchmark", environment=ENVIRONMENT, inputs=named, data=data)

@@ -1,22 +1,24 @@
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from kvprof.records.files import read_result
 from kvprof.records.schema import kinds, result_schema, validate_result
-from tests.records.sample import spectrum_result, stability_result
+from tests.records.sample import benchmark_result, spectrum_result, stability_result
 
 
 def test_the_schema_is_itself_valid_and_covers_every_kind() -> None:
     schema = result_schema()
     Draft202012Validator.check_schema(schema)
-    assert set(kinds()) >= {"spectrum", "stability", "doctor"}
+    assert set(kinds()) >= {"spectrum", "stability", "doctor", "benchmark"}
     assert schema["properties"]["kind"]["enum"] == list(kinds())
 
 
-@pytest.mark.parametrize("result", [spectrum_result(), stability_result()])
+@pytest.mark.parametrize("result", [spectrum_result(), stability_result(), benchmark_result()])
 def test_valid_results_pass_here_and_in_plain_jsonschema(result: dict[str, Any]) -> None:
     validate_result(result)
     Draft202012Validator(result_schema()).validate(result)
@@ -24,8 +26,14 @@ def test_valid_results_pass_here_and_in_plain_jsonschema(result: dict[str, Any])
 
 def test_more_than_the_schema_names_is_allowed_in_data() -> None:
     result = spectrum_result()
-    result["data"]["first_position"] = {"token_share": 0.1}
-    result["data"]["removal"][0]["dim_rate_without_first"] = 0.2
+    result["data"]["more"] = {"figure": 0.1}
+    result["data"]["removal"][0]["more"] = "words"
+    validate_result(result)
+
+
+def test_a_rate_without_the_first_position_may_be_missing() -> None:
+    result = spectrum_result()
+    del result["data"]["removal"][0]["dim_rate_without_first"]
     validate_result(result)
 
 
@@ -53,6 +61,12 @@ DAMAGES = [
     (damaged(["data", "removal", 0, "dim_rate"], "a"), "data.removal[0].dim_rate"),
     (damaged(["data", "pairs", "vo", "mean"], drop=True), "data.pairs.vo"),
     (damaged(["data", "removal"], drop=True), "data"),
+    (damaged(["data", "first_position"], drop=True), "data"),
+    (damaged(["data", "first_position", "energy_share_v"], drop=True), "data.first_position"),
+    (
+        damaged(["data", "removal", 0, "dim_rate_without_first"], None),
+        "data.removal[0].dim_rate_without_first",
+    ),
     (damaged(["data"], []), "data"),
     (damaged(["complete"], 1), "complete"),
     (damaged(["complete"], False), "incomplete_reason"),
@@ -82,3 +96,51 @@ def test_a_row_of_a_curve_must_carry_every_key() -> None:
     with pytest.raises(ValueError, match="principal_angle") as caught:
         validate_result(result)
     assert str(caught.value).startswith("data.curves[1]: ")
+
+
+@pytest.mark.parametrize("key", ["heads_and_seeds", "spread"])
+def test_an_average_says_over_how_many_and_how_far_apart(key: str) -> None:
+    result = stability_result()
+    single, average = result["data"]["curves"]
+    assert key not in single
+    del average[key]
+    with pytest.raises(ValueError, match=rf"^data\.curves\[1\]: .*{key}"):
+        validate_result(result)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        *((["claims", 0, key], "data.claims[0]") for key in ("paper", "pair", "target", "tokens")),
+        *((["claims", 0, key], "data.claims[0]") for key in ("cost", "holds")),
+        (["clusters", 0, "sizes"], "data.clusters[0]"),
+        (["lengths", 0, "cost_same_length"], "data.lengths[0]"),
+        (["unrelated_ratio", "sign_aligned"], "data.unrelated_ratio"),
+        *(([key], "data") for key in ("half_ranks", "lengths", "clusters")),
+        *(([key], "data") for key in ("unrelated_ratio", "negligible_cost")),
+    ],
+)
+def test_what_a_stability_study_always_writes_is_required(path: list[Any], place: str) -> None:
+    result = stability_result()
+    target: Any = result["data"]
+    for step in path[:-1]:
+        target = target[step]
+    del target[path[-1]]
+    with pytest.raises(ValueError, match=rf"^{re.escape(place)}: .*{path[-1]}"):
+        validate_result(result)
+
+
+def test_a_benchmark_names_its_program() -> None:
+    with pytest.raises(ValueError, match=r"^inputs\.benchmark: "):
+        validate_result(benchmark_result(benchmark=None))
+    unnamed = benchmark_result()
+    del unnamed["inputs"]["benchmark"]
+    with pytest.raises(ValueError, match=r"^inputs: 'benchmark' is a required property"):
+        validate_result(unnamed)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "docs").glob("*/*.json")), ids=lambda p: p.name
+)
+def test_the_records_in_the_documents_are_results(path: Path) -> None:
+    read_result(path)

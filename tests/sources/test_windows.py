@@ -91,11 +91,11 @@ def test_more_tokens_than_a_text_has_are_refused_with_both_numbers(tmp_path, tok
 
 def test_an_empty_source_is_refused(tmp_path):
     empty = text_source(tmp_path, "", suffix=".jsonl")
-    with pytest.raises(UsageError, match="has 0 tokens"):
+    with pytest.raises(UsageError, match="the text is empty"):
         lists(empty, model(), tokens=None, seq_len=4)
     (tmp_path / "none.ids").write_text("\n")
     ids_source = file_source([tmp_path / "none.ids"], token_ids=True)
-    with pytest.raises(UsageError, match="has 0 tokens"):
+    with pytest.raises(UsageError, match="the text is empty"):
         lists(ids_source, model(), tokens=None, seq_len=4)
 
 

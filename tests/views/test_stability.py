@@ -224,7 +224,7 @@ def test_nothing_compared_at_all():
     assert "Nothing was compared." in render_text(report(result), 80)
 
 
-def test_only_what_the_schema_requires():
+def test_only_curves_claims_and_recommendation():
     result = made()
     result["data"] = {key: result["data"][key] for key in ("curves", "claims", "recommendation")}
     assert "Is the rotation a property" in render_text(report(result), 80)

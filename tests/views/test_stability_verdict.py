@@ -57,14 +57,6 @@ def test_the_answer_follows_the_cost_and_the_noise_floor(costs, ratio, answer):
     assert answer in changed(dict(zip(names, costs, strict=True)), ratio)
 
 
-def test_a_ratio_of_unrelated_bases_is_called_that():
-    result = made()
-    assert "unrelated bases are" not in verdict(result)[1]
-    for row in averages(result):
-        row["ratio_sign_aligned"] = 1.33
-    assert "as far apart as unrelated bases are" in verdict(result)[1]
-
-
 def test_recommendation_and_its_evidence():
     result = made()
     found = result["data"]["recommendation"]
