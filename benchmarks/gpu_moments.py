@@ -7,7 +7,6 @@ passes with moments alternate, so that drift of the clocks hits both; medians ar
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from kvprof.analysis.stability_study import RankChoice
 from kvprof.environment import collect_environment
 from kvprof.models.capture import run_batch
 from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.records.files import write_result
 from kvprof.records.result import build_result
 from kvprof.sources.grammar import Source, SourceKind
 from kvprof.sources.windows import batches, windows
@@ -122,9 +122,7 @@ def main() -> None:
         },
         data={"moments": {"overhead": overhead, **samples}, "stability": study},
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "gpu-moments.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out / "gpu-moments.json", record, force=True)
 
 
 def _study(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, object]:

@@ -11,7 +11,6 @@ before the route began.
 
 import argparse
 import gc
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from kvprof.environment import collect_environment
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.layout import output_slices
 from kvprof.models.load import LoadedModel, load_model
+from kvprof.records.files import write_result
 from kvprof.records.result import build_result
 from kvprof.sizes import format_bytes, format_count, parse_counts
 from kvprof.sources.grammar import Source, SourceKind
@@ -217,9 +217,7 @@ def main() -> None:
         },
         data={"rows": rows},
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "spectrum-streaming.json"
-    path.write_text(json.dumps(record, indent=1, default=float) + "\n", encoding="utf-8")
+    write_result(arguments.out / "spectrum-streaming.json", record, force=True)
     assert np.isfinite([row["speedup_forward_excluded"] for row in rows]).all()
 
 

@@ -95,7 +95,7 @@ def test_an_empty_source_is_refused(tmp_path):
         lists(empty, model(), tokens=None, seq_len=4)
     (tmp_path / "none.ids").write_text("\n")
     ids_source = file_source([tmp_path / "none.ids"], token_ids=True)
-    with pytest.raises(UsageError, match="the text is empty"):
+    with pytest.raises(UsageError, match="has 0 tokens"):
         lists(ids_source, model(), tokens=None, seq_len=4)
 
 

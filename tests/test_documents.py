@@ -1,0 +1,36 @@
+"""The documents point at what exists, and hold no placeholder."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    ROOT / "recipes/reference-model/README.md",
+    ROOT / "kvprof/assets/reference/README.md",
+]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_resolve(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+)", text)
+    for target in targets:
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+    assert not re.search(r"^(SAMPLE|TODO|TBD)\b", text, re.MULTILINE)
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    from kvprof.cli import COMMANDS
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    used = {
+        m for block in blocks for m in re.findall(r"(?:^|&& \.venv/bin/)kvprof (\w+)", block, re.M)
+    }
+    assert used
+    assert used <= {entry.name for entry in COMMANDS}
