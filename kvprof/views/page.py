@@ -11,7 +11,17 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.segment import Segment
 from rich.text import Text
 
-__all__ = ["Fitted", "bullets", "flow", "heading", "paragraph", "render_text", "to_ascii", "wrap"]
+__all__ = [
+    "Fitted",
+    "bullets",
+    "flow",
+    "heading",
+    "incomplete_note",
+    "paragraph",
+    "render_text",
+    "to_ascii",
+    "wrap",
+]
 
 # One character for one, so that nothing shifts. Braille and shades are replaced where they are
 # drawn, because there the replacement has to keep a meaning.
@@ -34,6 +44,15 @@ def heading(text: str) -> RenderableType:
 def paragraph(text: str, style: str = "") -> Text:
     """Return a paragraph that wraps at words; `text` is taken literally (no markup)."""
     return Text(text, style=style, overflow="fold")
+
+
+def incomplete_note() -> Text:
+    """Return the loud line of a result whose run stopped before its end."""
+    return paragraph(
+        "INCOMPLETE: the run stopped before its end; these figures cover what was measured "
+        "until then.",
+        "bold red",
+    )
 
 
 def bullets(lines: Iterable[str], style: str = "") -> RenderableType:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import number, percent, span
-from kvprof.views.page import Fitted, bullets, heading, paragraph
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.spectrum_csv import to_csv
 from kvprof.views.spectrum_data import (
@@ -67,7 +67,7 @@ def report(
     chosen = chosen_removal(result, removal_rate)
     parts: list[RenderableType] = []
     if not result["complete"]:
-        parts.append(_incomplete())
+        parts.append(incomplete_note())
     parts.append(paragraph(summary(result, removal_rate)))
     parts += [paragraph(f"Note: {label}.", "bold") for label in result["inputs"].get("labels", ())]
     if chosen is not None:
@@ -83,16 +83,8 @@ def report(
     if result["warnings"]:
         parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
     if not result["complete"]:
-        parts += [Text(), _incomplete()]
+        parts += [Text(), incomplete_note()]
     return Fitted(Group(*parts), width=width, colour=colour)
-
-
-def _incomplete() -> Text:
-    return paragraph(
-        "INCOMPLETE: the run stopped before its end; these figures cover what was measured "
-        "until then.",
-        "bold red",
-    )
 
 
 def summary(result: Mapping[str, Any], removal_rate: float | None = None) -> str:

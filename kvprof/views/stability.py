@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import count
-from kvprof.views.page import Fitted, bullets, heading, paragraph
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
 from kvprof.views.plot import LinePlot
 from kvprof.views.spectrum_data import PAIR_NAMES
 from kvprof.views.stability_csv import to_csv
@@ -71,7 +71,7 @@ def report(
     pairs = curves_of(result)
     parts: list[RenderableType] = []
     if not result["complete"]:
-        parts += [_incomplete(), Text()]
+        parts += [incomplete_note(), Text()]
     for index, text in enumerate(verdict(result, pairs)):
         parts += [Text()] if index else []
         parts.append(paragraph(text, "" if index else "bold"))
@@ -96,16 +96,8 @@ def report(
     if result["warnings"]:
         parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
     if not result["complete"]:
-        parts += [Text(), _incomplete()]
+        parts += [Text(), incomplete_note()]
     return Fitted(Group(*parts), width=width, colour=colour)
-
-
-def _incomplete() -> Text:
-    return paragraph(
-        "INCOMPLETE: the run stopped before its end; these figures cover what was measured "
-        "until then.",
-        "bold red",
-    )
 
 
 def _pair_part(

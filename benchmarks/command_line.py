@@ -1,0 +1,54 @@
+"""Wall time of whole commands from the shell, imports included, on the reference model.
+
+python benchmarks/command_line.py --out docs/benchmarks
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvprof.environment import collect_environment
+from kvprof.records.files import write_result
+from kvprof.records.result import build_result
+
+COMMANDS = (("--help", 7), ("spectrum", 5), ("stability", 1))
+
+
+def seconds(command: str) -> float:
+    """Return the wall time of one run of ``kvprof command``."""
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "kvprof.cli", command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Time every command and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    arguments = parser.parse_args()
+    rows = []
+    for command, repeats in COMMANDS:
+        samples = [seconds(command) for _ in range(repeats)]
+        rows.append({"command": command, "median": statistics.median(samples), "seconds": samples})
+        sys.stdout.write(f"kvprof {command}: {statistics.median(samples):.2f} s of {repeats}\n")
+        sys.stdout.flush()
+    record = build_result(
+        "benchmark",
+        environment=collect_environment(),
+        inputs={"benchmark": "command_line", "cores": len(os.sched_getaffinity(0))},
+        data={"rows": rows},
+    )
+    write_result(arguments.out / "command-line.json", record, force=True)
+
+
+if __name__ == "__main__":
+    main()
