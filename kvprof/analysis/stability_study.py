@@ -163,6 +163,7 @@ def _compare_stack(
     overlap_on_cpu = overlap.cpu()
     extra = extra_loss(loss(own.gram, own.left, own.right, offline), own.loss)
     energy, product = extra.energy.tolist(), extra.product.tolist()
+    own_energy = own.loss.energy.tolist()
     error = "extra_score_error" if pair in ("qk", "k") else "extra_output_error"
     for choice in choices:
         ranks = choice.ranks(own.values)
@@ -181,6 +182,7 @@ def _compare_stack(
             row["subspace_distance"] = distances[head]
             row["principal_angle"] = angles[head]
             row["extra_energy_loss"] = energy[head][rank]
+            row["own_energy_loss"] = own_energy[head][rank]
             row[error] = product[head][rank]
             result.rows.append(row)
             result.weights.append(ratios[head])
@@ -230,6 +232,8 @@ def average(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
             "heads_and_seeds": len(members),
             "spread": {},
         }
+        own = [loss for i in members if (loss := rows[i].get("own_energy_loss")) is not None]
+        point["own_energy_loss"] = float(np.mean(own)) if own else None
         for figure in FIGURES:
             samples = [rows[i][figure] for i in members if rows[i][figure] is not None]
             point[figure] = float(np.mean(samples)) if samples else None

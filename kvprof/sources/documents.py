@@ -108,8 +108,10 @@ def embedded_documents(kind: str, split: str = "calibration") -> Iterator[Iterab
         yield from read_documents(path)
 
 
-def read_token_ids(path: Path) -> list[NDArray[np.int64]]:
-    """Read sequences of token ids: ``.npy`` (one or two dimensions), or a line per sequence.
+def read_token_ids(path: Path) -> Iterator[NDArray[np.integer[Any]]]:
+    """Yield sequences of token ids: ``.npy`` (one or two dimensions), or a line per sequence.
+
+    An array stays on disk and lines are read one by one, so that memory does not follow the file.
 
     Raises
     ------
@@ -118,8 +120,7 @@ def read_token_ids(path: Path) -> list[NDArray[np.int64]]:
     """
     if path.suffix == ".npy":
         try:
-            with path.open("rb") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
+            array = np.lib.format.open_memmap(path, mode="r")
         except Exception as cause:  # numpy parses the header as code: anything may come out
             raise FailedError(f"{path.name}: no readable .npy file: {cause}") from None
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
@@ -127,20 +128,19 @@ def read_token_ids(path: Path) -> list[NDArray[np.int64]]:
                 f"{path.name}: holds {array.ndim}-dimensional {array.dtype}; "
                 "token ids are whole numbers in one or two dimensions"
             )
-        return list(np.atleast_2d(array).astype(np.int64))
-    sequences = []
+        yield from np.atleast_2d(array)
+        return
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, 1):
+                if words := line.replace(",", " ").split():
+                    yield _whole_numbers(words, f"{path.name}:{number}: {line.rstrip()[:40]!r}")
     except (UnicodeDecodeError, OSError) as cause:
         raise FailedError(f"{path.name}: cannot be read as lines of token ids: {cause}") from None
-    for number, line in enumerate(lines, 1):
-        words = line.replace(",", " ").split()
-        if not words:
-            continue
-        try:
-            sequences.append(np.array([int(word) for word in words], dtype=np.int64))
-        except (ValueError, OverflowError):
-            raise FailedError(
-                f"{path.name}:{number}: {line[:40]!r} is not a sequence of whole numbers"
-            ) from None
-    return sequences
+
+
+def _whole_numbers(words: list[str], where: str) -> NDArray[np.int64]:
+    try:
+        return np.array([int(word) for word in words], dtype=np.int64)
+    except (ValueError, OverflowError):
+        raise FailedError(f"{where} is not a sequence of whole numbers") from None

@@ -160,14 +160,15 @@ def _tokenized(
 def _token_id_windows(source: Source, model: ModelTokens, seq_len: int) -> Iterator[Ids]:
     for path in source.paths:
         for number, sequence in enumerate(read_token_ids(path), 1):
-            wrong = sequence[(sequence < 0) | (sequence >= model.vocab_size)]
-            if len(wrong):
-                raise UsageError(
-                    f"{path.name}: sequence {number} holds token id {wrong[0]}, "
-                    f"but the vocabulary has {model.vocab_size:,}"
-                )
             for start in range(0, len(sequence), seq_len):
-                yield sequence[start : start + seq_len]
+                window = sequence[start : start + seq_len]
+                wrong = window[(window < 0) | (window >= model.vocab_size)]
+                if len(wrong):
+                    raise UsageError(
+                        f"{path.name}: sequence {number} holds token id {wrong[0]}, "
+                        f"but the vocabulary has {model.vocab_size:,}"
+                    )
+                yield np.array(window, dtype=np.int64)
 
 
 def _interleave(streams: Sequence[Iterator[Ids]], seq_len: int) -> Iterator[Ids]:

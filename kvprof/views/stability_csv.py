@@ -31,10 +31,13 @@ _KEYS = (
     "removal_rate",
     *_FIGURES,
 )
+# Results of before 2026-11-21 lack it.
+_OWN = "own_energy_loss"
 
 #: Keys of a curve's row, then the ends of each figure's spread, which averages alone have.
 COLUMNS = (
     *_KEYS,
+    _OWN,
     "heads_and_seeds",
     *(f"{figure}_{end}" for figure in _FIGURES for end in ("low", "high")),
 )
@@ -58,7 +61,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
 def _rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for row in result["data"]["curves"]:
-        line = {key: row[key] for key in _KEYS}
+        line = {key: row[key] for key in _KEYS} | {_OWN: row.get(_OWN)}
         if row["layer"] is None:
             line["heads_and_seeds"] = row.get("heads_and_seeds")
             for figure, (low, high) in row.get("spread", {}).items():

@@ -96,6 +96,9 @@ def _evidence(result: Mapping[str, Any], pair: str, curves: Sequence[Curve]) -> 
             f"kept at rank {cost_rank(result, pair)}, {basis} loses "
             f"{share_text(most.cost)} more energy than the data's own on {most.target}"
         )
+        own = most.at_cost_rank().get("own_energy_loss")
+        if own is not None:
+            text += f" (whose own loses {share_text(own)} of all)"
         if least is not most:
             where = "the least" if len(costs) > 2 else "the other"
             text += f" and {share_text(least.cost)} more on {least.target}, {where}"

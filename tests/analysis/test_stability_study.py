@@ -10,7 +10,7 @@ KEYS = {
     "pair", "source", "target", "tokens", "seq_len_source", "seq_len_target", "seed", "layer",
     "kv_head", "rank", "removal_rate", "ratio", "ratio_sign_aligned", "ratio_cluster_aligned",
     "subspace_distance", "principal_angle", "extra_energy_loss", "extra_score_error",
-    "extra_output_error",
+    "extra_output_error", "own_energy_loss",
 }  # fmt: skip
 #: Heads and width of each layer: layers differ, and the middle one is narrower than some ranks.
 LAYERS = [(2, 16), (3, 8), (1, 16)]
@@ -273,3 +273,15 @@ def test_removal_zero_keeps_what_the_moments_resolve_and_no_noise():
     one = run("random", {64: factors((noisy + np.swapaxes(noisy, -1, -2)) / 2)})
     row = compare(one, [], one, "qk", [RankChoice(removal_rate=0.0)]).rows[0]
     assert row["rank"] == 2
+
+
+def test_the_own_loss_stands_beside_the_extra_one(sources, target):
+    result = compare(sources[0], [], target, "qk", CHOICES[:1])
+    for row in result.rows:
+        gram = target.largest("qk").gram[row["layer"]][row["kv_head"]].numpy()
+        values = np.linalg.eigvalsh(gram)[::-1]
+        assert row["own_energy_loss"] == pytest.approx(values[4:].sum() / values.sum(), abs=1e-12)
+    point = next(iter(average([result])))
+    assert point["own_energy_loss"] == pytest.approx(
+        np.mean([row["own_energy_loss"] for row in result.rows if row["tokens"] == point["tokens"]])
+    )

@@ -4,7 +4,7 @@ import pytest
 
 from kvprof.views.page import render_text
 from kvprof.views.stability import report
-from kvprof.views.stability_data import NOISE_FLOOR
+from kvprof.views.stability_data import NOISE_FLOOR, share_text
 from kvprof.views.stability_verdict import verdict
 
 from .synthetic_stability import averages, made
@@ -22,7 +22,8 @@ def test_verdict_is_about_the_cost_at_the_largest_count():
     assert row["rank"] == 8
     assert paragraphs[1].startswith(
         "qk: kept at rank 8, the basis from 16k random tokens loses "
-        f"{100 * row['extra_energy_loss']:.1f} % more energy than the data's own on tasks and"
+        f"{100 * row['extra_energy_loss']:.1f} % more energy than the data's own on tasks "
+        f"(whose own loses {share_text(row['own_energy_loss'])} of all) and"
     )
     noise = averages(result, pair="qk", target=NOISE_FLOOR, tokens=16384)[1]
     assert f"another seed cost {100 * noise['extra_energy_loss']:.2f} %" in paragraphs[1]
