@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvprof.analysis.collect import CollectOptions, collect_moments, model_tokens
 from kvprof.analysis.stability_data import stability_data
 from kvprof.analysis.stability_passes import StudyPlan, plan_passes, run_pass
+from kvprof.analysis.stability_runs import Run
 from kvprof.analysis.stability_study import RankChoice
 from kvprof.environment import collect_environment
 from kvprof.models.capture import run_batch
@@ -138,16 +139,16 @@ def _study(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, obje
 
     def study() -> None:
         nonlocal compare_s
-        runs: dict[str, list[object]] = {"source": [], "target": [], "noise": []}
+        runs: dict[str, list[Run]] = {"source": [], "target": [], "noise": []}
         for item in passes:
             run, _ = run_pass(loaded, item, plan.pairs, batch_size=arguments.batch_size)
             runs[item.role].append(run)
         torch.cuda.synchronize()
         start = time.perf_counter()
         stability_data(
-            runs["source"],  # type: ignore[arg-type]
-            runs["noise"],  # type: ignore[arg-type]
-            runs["target"],  # type: ignore[arg-type]
+            runs["source"],
+            runs["noise"],
+            runs["target"],
             [],
             plan.pairs,
             [RankChoice(rank=32), RankChoice(rank=64), RankChoice(removal_rate=0.05)],

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KEYS", "LayerMoments", "Moments", "resolution"]
-
-#: Vectors whose moments can be kept; the last two are before RoPE.
-KEYS = ("q", "k", "v", "q_pre", "k_pre")
+__all__ = ["LayerMoments", "Moments", "resolution"]
 
 
 def resolution(width: int) -> float:

@@ -9,10 +9,9 @@ from torch import Tensor
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import UsageError
 
-__all__ = ["DEFAULT_PAIRS", "PAIRS", "VALUE_WEIGHT_TOKENS", "check_pairs", "pair_gram"]
+__all__ = ["PAIRS", "VALUE_WEIGHT_TOKENS", "check_pairs", "pair_gram"]
 
 PAIRS = ("qk", "vo", "q", "k", "v", "q_pre", "k_pre", "w_v")
-DEFAULT_PAIRS = ("qk", "vo", "k", "v")
 
 #: ``svd-vo`` stacks V on W_Oᵀ, so the basis weighs V by the number of tokens seen. ``C_v`` is
 #: scaled to this many tokens, so that a longer calibration does not silently change the weight.
