@@ -14,6 +14,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.layout import output_slices, value_weight
 from kvprof.models.load import LoadedModel
+from kvprof.models.weights import compute_device
 from kvprof.sources.grammar import Source, SourceKind
 from kvprof.sources.windows import ModelTokens, batches, windows
 
@@ -92,16 +93,16 @@ def empty_moments(
     Raises
     ------
     UsageError
-        When a layer's output projection cannot be split by head, or its KV heads not into groups
-        of `joint_heads`.
+        When a layer's KV heads cannot be split into groups of `joint_heads`.
     """
     layers = []
     for index, layer in enumerate(loaded.layout.layers):
-        slices = output_slices(loaded.model, loaded.layout, index).to(torch.float64)
-        by_group = slices.view(layer.num_kv_heads, -1, *slices.shape[1:])
-        c_o = torch.einsum("kgvd,kgwd->kvw", by_group, by_group)
-        c_wv = None
-        if not layer.mla:
+        c_o = c_wv = None
+        if layer.output_projection is not None:
+            slices = output_slices(loaded.model, loaded.layout, index).to(torch.float64)
+            by_group = slices.view(layer.num_kv_heads, -1, *slices.shape[1:])
+            c_o = torch.einsum("kgvd,kgwd->kvw", by_group, by_group)
+        if not layer.mla and layer.value_projection is not None:
             weight = value_weight(loaded.model, loaded.layout, index).to(torch.float64)
             c_wv = weight.transpose(1, 2) @ weight
         query = (layer.num_heads, layer.qk_head_dim)
@@ -115,7 +116,8 @@ def empty_moments(
                 if vector in shapes:
                     heads, width = shapes[vector]
                     shapes[joint] = (heads // size, width * size)
-        layers.append(LayerMoments.empty(shapes, c_o, c_wv))
+        device = compute_device(loaded.model.get_submodule(layer.attention))
+        layers.append(LayerMoments.empty(shapes, device, c_o=c_o, c_wv=c_wv))
     return Moments(layers, loaded.fingerprint)
 
 
@@ -267,9 +269,15 @@ def _info(loaded: LoadedModel, source: Source, options: CollectOptions) -> dict[
         "batch_size": options.batch_size,
         "skip_first": options.skip_first,
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": str(loaded.device),
+        "device": ", ".join(sorted(_devices(loaded))),
         "labels": labels,
     }
+
+
+def _devices(loaded: LoadedModel) -> set[str]:
+    """Return every device that a layer computes on; a spread model has several."""
+    modules = (loaded.model.get_submodule(layer.attention) for layer in loaded.layout.layers)
+    return {str(compute_device(module)) for module in modules} | {str(loaded.device)}
 
 
 def _check_finite(loaded: LoadedModel, moments: Moments) -> None:

@@ -59,5 +59,5 @@ def pair_factors(
             right.append(layer.gram("k") * per_token)
         else:
             left.append(layer.gram("v") * per_token)
-            right.append(layer.c_o)
+            right.append(layer.output_gram())
     return PairFactors(gram, left, right)

@@ -27,9 +27,9 @@ def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
         for part, grams in (("rest", layer.rest), ("first", layer.first)):
             for key, value in grams.items():
                 tensors[f"layers.{index}.{part}.{key}"] = value
-        tensors[f"layers.{index}.c_o"] = layer.c_o
-        if layer.c_wv is not None:
-            tensors[f"layers.{index}.c_wv"] = layer.c_wv
+        for name, weight in (("c_o", layer.c_o), ("c_wv", layer.c_wv)):
+            if weight is not None:
+                tensors[f"layers.{index}.{name}"] = weight
     metadata = {
         "fingerprint": moments.fingerprint,
         "tokens": str(moments.tokens),
@@ -92,5 +92,5 @@ def _layer(tensors: dict[str, Tensor], index: int) -> LayerMoments:
         }
 
     return LayerMoments(
-        part("rest"), part("first"), tensors[f"{prefix}c_o"], tensors.get(f"{prefix}c_wv")
+        part("rest"), part("first"), tensors.get(f"{prefix}c_o"), tensors.get(f"{prefix}c_wv")
     )

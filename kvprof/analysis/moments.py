@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprof.errors import UsageError
+
 __all__ = ["LayerMoments", "Moments", "resolution"]
 
 
@@ -39,35 +41,44 @@ class LayerMoments:
         ``[num_kv_heads, d, d]``; `first` holds position 0 of every sequence, `rest` the others.
         ``v_joint`` and ``k_pre_joint``, where kept, are ``[groups, n*d, n*d]`` over the n heads
         of a group (`kvprof.analysis.joint`).
-    c_o : Tensor
-        ``Σ_h W_O^h W_O^hᵀ`` over the query heads of each KV head, ``[num_kv_heads, d_v, d_v]``.
+    c_o : Tensor or None
+        ``Σ_h W_O^h W_O^hᵀ`` over the query heads of each KV head, ``[num_kv_heads, d_v, d_v]``;
+        None where W_O has no slice per head (gated attention).
     c_wv : Tensor or None
-        ``W_VᵀW_V`` of each KV head, ``[num_kv_heads, d_v, d_v]``; None where the model has no
-        value projection of its own (MLA).
+        ``W_VᵀW_V`` of each KV head, ``[num_kv_heads, d_v, d_v]``; None where V is no plain
+        projection of the layer's input (MLA, normalised values).
     """
 
     rest: dict[str, Tensor]
     first: dict[str, Tensor]
-    c_o: Tensor
+    c_o: Tensor | None = None
     c_wv: Tensor | None = None
 
     @classmethod
     def empty(
-        cls, shapes: Mapping[str, tuple[int, int]], c_o: Tensor, c_wv: Tensor | None = None
+        cls,
+        shapes: Mapping[str, tuple[int, int]],
+        device: torch.device,
+        *,
+        c_o: Tensor | None = None,
+        c_wv: Tensor | None = None,
     ) -> "LayerMoments":
-        """Return moments with nothing counted yet, on the device of `c_o`.
+        """Return moments with nothing counted yet.
 
         Parameters
         ----------
         shapes : mapping of str to (heads, width)
             Which vectors to keep.
-        c_o, c_wv : Tensor
+        device : torch.device
+            Where to keep them.
+        c_o, c_wv : Tensor or None
             The weights' own moments, as in the class.
         """
 
         def zeros() -> dict[str, Tensor]:
             return {
-                key: c_o.new_zeros(heads, width, width) for key, (heads, width) in shapes.items()
+                key: torch.zeros(heads, width, width, dtype=torch.float64, device=device)
+                for key, (heads, width) in shapes.items()
             }
 
         return cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv)
@@ -75,6 +86,21 @@ class LayerMoments:
     def gram(self, key: str) -> Tensor:
         """Return the Gram matrices of `key` over all positions, ``[heads, d, d]``."""
         return self.rest[key] + self.first[key]
+
+    def output_gram(self) -> Tensor:
+        """Return `c_o`.
+
+        Raises
+        ------
+        UsageError
+            Where W_O has no slice per head.
+        """
+        if self.c_o is None:
+            raise UsageError(
+                "vo: what this model's heads put out does not go straight into an output "
+                "projection (gated attention), so W_O has no slice per head; take v instead"
+            )
+        return self.c_o
 
     def grouped(self, key: str) -> Tensor:
         """Return the Gram matrices of `key` per KV head, query heads of a group summed.

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import UsageError
+from kvprof.models.layout import ModelLayout
 
-__all__ = ["PAIRS", "VALUE_WEIGHT_TOKENS", "check_pairs", "pair_gram"]
+__all__ = ["PAIRS", "VALUE_WEIGHT_TOKENS", "check_pairs", "pair_gram", "undefined_pairs"]
 
 PAIRS = ("qk", "vo", "q", "k", "v", "q_pre", "k_pre", "w_v")
 
@@ -31,6 +32,23 @@ def check_pairs(pairs: list[str]) -> tuple[str, ...]:
         named = repr(unknown[0]) if unknown else "an empty list"
         raise UsageError(f"--pairs: {named} is no pair; choose from {', '.join(PAIRS)}")
     return tuple(pair for pair in PAIRS if pair in pairs)
+
+
+def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
+    """Return the pairs that a model does not have, in the order of `PAIRS`.
+
+    ``vo`` needs a slice of W_O per head, ``w_v`` a plain projection of the layer's input.
+
+    Parameters
+    ----------
+    layout : ModelLayout
+        Of the model; one layer without is enough.
+    """
+    lacking = {
+        "vo": any(layer.output_projection is None for layer in layout.layers),
+        "w_v": any(layer.mla or layer.value_projection is None for layer in layout.layers),
+    }
+    return tuple(pair for pair in PAIRS if lacking.get(pair))
 
 
 def pair_gram(
@@ -71,10 +89,13 @@ def pair_gram(
         return store.grouped("q") + (group if paired else 1) * store.gram("k")
     if pair == "vo":
         weight = 1.0 if value_weight_tokens is None else value_weight_tokens / moments.tokens
-        return weight * store.gram("v") + store.c_o
+        return weight * store.gram("v") + store.output_gram()
     if pair == "w_v":
         if store.c_wv is None:
-            raise UsageError("w_v: this model has no value projection per head (MLA); leave it out")
+            raise UsageError(
+                "w_v: V is no plain projection of the layer's input in this model (MLA, "
+                "normalised values); leave it out"
+            )
         return store.c_wv
     if pair not in store.rest:
         raise UsageError(

@@ -1,5 +1,6 @@
 """Options that several commands share: the model, where it runs, how it is fed."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,7 @@ __all__ = [
     "SeedOption",
     "TrustOption",
     "default_batch_size",
+    "defined_pairs",
     "load_for_command",
     "parse_rates",
 ]
@@ -82,6 +84,41 @@ def default_batch_size(loaded: "LoadedModel", seq_len: int) -> int:
     """Return how many sequences of `seq_len` make a sensible forward pass on the device."""
     budget = _CPU_BATCH_TOKENS if loaded.device.type == "cpu" else _GPU_BATCH_TOKENS
     return max(1, budget // seq_len)
+
+
+def defined_pairs(
+    loaded: "LoadedModel", pairs: Sequence[str], *, asked: bool, warnings: list[str]
+) -> tuple[str, ...]:
+    """Return the pairs that a model has.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    pairs : sequence of str
+    asked : bool
+        Whether the user named them; a default leaves out what is not there and warns.
+    warnings : list of str
+        Gets what was left out.
+
+    Raises
+    ------
+    UsageError
+        When the user asked for one that the model does not have, or none is left.
+    """
+    from kvprof.analysis.pairs import undefined_pairs
+
+    lacking = [pair for pair in undefined_pairs(loaded.layout) if pair in pairs]
+    left = tuple(pair for pair in pairs if pair not in lacking)
+    if not lacking:
+        return left
+    reason = (
+        f"{' and '.join(lacking)} cannot be had from {loaded.layout.architecture}: its W_O or W_V "
+        "is no plain projection per head"
+    )
+    if asked or not left:
+        raise UsageError(f"--pairs: {reason}; leave {'it' if len(lacking) == 1 else 'them'} out")
+    warnings.append(f"{reason}; left out")
+    return left
 
 
 def parse_rates(text: str, *, what: str) -> list[float]:

@@ -15,6 +15,7 @@ from kvprof.commands.options import (
     SeedOption,
     TrustOption,
     default_batch_size,
+    defined_pairs,
     load_for_command,
     parse_rates,
 )
@@ -38,6 +39,8 @@ from kvprof.sources.grammar import Source, SourceKind, file_source, parse_source
 if TYPE_CHECKING:
     from kvprof.analysis.moments import Moments
     from kvprof.models.load import LoadedModel
+
+_PAIRS = "qk,vo,k,v"
 
 
 def spectrum(
@@ -74,7 +77,7 @@ def spectrum(
     ] = 0,
     pairs: Annotated[
         str, typer.Option("--pairs", help="Among qk, vo, q, k, v, q_pre, k_pre, w_v.")
-    ] = "qk,vo,k,v",
+    ] = _PAIRS,
     removal: Annotated[
         str, typer.Option("--removal", help="Removal rates (FDC eq. 1) to turn into ranks.")
     ] = "0.01,0.02,0.05,0.1,0.2",
@@ -145,6 +148,7 @@ def spectrum(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=warnings)
     failure: KvprofError | None = None
     with graceful_interrupt() as stop:
         if chosen.kind is SourceKind.MOMENTS:

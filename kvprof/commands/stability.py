@@ -12,6 +12,7 @@ from kvprof.commands.options import (
     ModelArgument,
     RevisionOption,
     TrustOption,
+    defined_pairs,
     load_for_command,
     parse_rates,
 )
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from kvprof.analysis.stability_study import RankChoice
     from kvprof.models.load import LoadedModel
 
+_PAIRS = "qk,vo"
+
 
 def stability(
     model: ModelArgument = None,
@@ -60,7 +63,7 @@ def stability(
             "--against-tokens", help="Tokens of each dataset. Default: the largest count."
         ),
     ] = None,
-    pairs: Annotated[str, typer.Option("--pairs", help="Among qk, vo, k, v.")] = "qk,vo",
+    pairs: Annotated[str, typer.Option("--pairs", help="Among qk, vo, k, v.")] = _PAIRS,
     seeds: Annotated[
         int, typer.Option("--seeds", min=1, help="How many seeds of random tokens.")
     ] = 3,
@@ -126,6 +129,7 @@ def stability(
                 f"--pairs: {pair!r} is no pair to compare; choose from {', '.join(FACTOR_PAIRS)}"
             )
     loaded = None
+    left_out: list[str] = []
     if model is not None or any(s.kind is not SourceKind.MOMENTS for s in (offline, *datasets)):
         loaded = load_for_command(
             model,
@@ -134,6 +138,7 @@ def stability(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=left_out)
     plan = make_plan(
         loaded,
         offline,
@@ -172,7 +177,7 @@ def stability(
             environment=collect_environment(),
             inputs=_inputs(loaded, plan, runs, choices, batch_size, fingerprint),
             data=data,
-            warnings=warnings,
+            warnings=[*left_out, *warnings],
             complete=complete,
         )
         _show(result, outputs)

@@ -142,7 +142,7 @@ def _query_key(moments: Moments, facts: LayerLayout) -> tuple[Tensor, Tensor]:
 
 def _value_output(moments: Moments, facts: LayerLayout) -> tuple[Tensor, Tensor]:
     layer = moments.layers[facts.index]
-    return layer.gram("v").cpu() / moments.tokens, layer.c_o.cpu()
+    return layer.gram("v").cpu() / moments.tokens, layer.output_gram().cpu()
 
 
 def _orthogonal(gram: Tensor, left: Tensor, right: Tensor) -> SideBases:

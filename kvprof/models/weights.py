@@ -10,7 +10,13 @@ from transformers.pytorch_utils import Conv1D
 
 from kvprof.errors import FailedError
 
-__all__ = ["check_finite", "input_device", "named_weights", "projection_matrix"]
+__all__ = [
+    "check_finite",
+    "compute_device",
+    "input_device",
+    "named_weights",
+    "projection_matrix",
+]
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -90,6 +96,22 @@ def _input_kind(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     if device.type == "meta" and hook is not None:
         device = torch.device(hook.execution_device)
     return device, floats[0].dtype if floats else torch.bfloat16
+
+
+def compute_device(module: nn.Module) -> torch.device:
+    """Return the device that a module with weights computes on, wherever they are kept.
+
+    Raises
+    ------
+    FailedError
+        When the module has no weights.
+    """
+    for part in module.modules():
+        if any(True for _ in part.parameters(recurse=False)):
+            with align_module_device(part):
+                device: torch.device = next(part.parameters(recurse=False)).device
+                return device
+    raise FailedError(f"{type(module).__name__} has no weights, so nothing says where it computes")
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -6,11 +6,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from kvprof.analysis import collect
 from kvprof.analysis.collect import collect_moments, count_tokens, model_tokens
-from kvprof.analysis.pairs import pair_gram
+from kvprof.analysis.pairs import pair_gram, undefined_pairs
 from kvprof.analysis.spectrum import singular_values
+from kvprof.commands.options import defined_pairs
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.load import wrap_model
 from kvprof.sources.grammar import file_source
@@ -245,3 +247,38 @@ def test_pairs_before_rope_are_kept_only_when_asked_for(llama):
     assert set(last(llama, RANDOM, options(16)).layers[0].rest) == {"q", "k", "v"}
     with_pre = replace(options(16), pre_rope=True)
     assert set(last(llama, RANDOM, with_pre).layers[0].rest) == set(stacked.KEYS)
+
+
+def odd_projections(*, gated: bool, normalised: bool):
+    """A model in which what comes between heads and weights is no plain projection."""
+    model = tiny("Llama")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if gated:
+            attention.o_proj = nn.Sequential(nn.LayerNorm(64), attention.o_proj)
+        if normalised:
+            attention.v_proj = nn.Sequential(attention.v_proj, nn.LayerNorm(32))
+    return wrap_model(model)
+
+
+@pytest.mark.parametrize(
+    ("gated", "normalised", "lacking"),
+    [(True, False, ("vo",)), (False, True, ("w_v",)), (True, True, ("vo", "w_v"))],
+)
+def test_a_model_without_slices_of_a_weight_loses_that_pair_only(gated, normalised, lacking):
+    loaded = odd_projections(gated=gated, normalised=normalised)
+    assert undefined_pairs(loaded.layout) == lacking
+    moments = last(loaded, RANDOM, options(64))
+    for pair in ("qk", "k", "v"):
+        assert torch.isfinite(pair_gram(moments, 0, pair)).all()
+    for pair in lacking:
+        with pytest.raises(UsageError, match=pair):
+            pair_gram(moments, 0, pair)
+    kept = [pair for pair in ("qk", "vo", "w_v") if pair not in lacking]
+    warnings: list[str] = []
+    given = {"asked": False, "warnings": warnings}
+    assert list(defined_pairs(loaded, ("qk", "vo", "w_v"), **given)) == kept
+    assert len(warnings) == 1
+    assert all(pair in warnings[0] for pair in lacking)
+    with pytest.raises(UsageError, match=lacking[0]):
+        defined_pairs(loaded, ("qk", *lacking), asked=True, warnings=[])

@@ -16,7 +16,7 @@ from kvprof.errors import FailedError, KvprofError, UsageError
 from tests.sources.complaint import complaint
 
 
-def example(*, w_v: bool = True) -> Moments:
+def example(*, w_v: bool = True, w_o: bool = True) -> Moments:
     """Two layers of unlike shape with random contents."""
     generator = torch.Generator().manual_seed(0)
 
@@ -28,7 +28,10 @@ def example(*, w_v: bool = True) -> Moments:
         shapes = {"q": (heads, d), "k": (kv_heads, d), "v": (kv_heads, d_v)}
         shapes |= {"q_pre": (heads, d), "k_pre": (kv_heads, d)}
         layer = LayerMoments.empty(
-            shapes, gram(kv_heads, d_v), gram(kv_heads, d_v) if w_v else None
+            shapes,
+            torch.device("cpu"),
+            c_o=gram(kv_heads, d_v) if w_o else None,
+            c_wv=gram(kv_heads, d_v) if w_v else None,
         )
         for part in (layer.rest, layer.first):
             for key, (count, width) in shapes.items():
@@ -167,3 +170,12 @@ def test_the_description_is_json_for_any_reader(saved):
     assert described["format"] == "kvprof-moments/1"
     assert json.loads(described["info"])["positions"] == "0-63"
     assert header["layers.1.first.k_pre"]["shape"] == [3, 4, 4]
+
+
+def test_a_model_whose_outputs_are_gated_loses_one_pair_only(tmp_path):
+    before = example(w_o=False)
+    save_moments(before, tmp_path / "m.safetensors")
+    moments = load_moments(tmp_path / "m.safetensors")
+    assert torch.equal(pair_gram(moments, 0, "v"), pair_gram(before, 0, "v"))
+    with pytest.raises(UsageError, match="gated"):
+        pair_gram(moments, 0, "vo")

@@ -22,7 +22,7 @@ def empty(kv_heads: int, group: int, widths=WIDTHS, *, c_o=None, c_wv=None) -> M
     }
     if c_o is None:
         c_o = torch.zeros(kv_heads, widths["v"], widths["v"], dtype=torch.float64)
-    return Moments([LayerMoments.empty(shapes, c_o, c_wv)], "model")
+    return Moments([LayerMoments.empty(shapes, c_o.device, c_o=c_o, c_wv=c_wv)], "model")
 
 
 def draw(generator, moments: Moments, batch: int, length: int, dtype=torch.float32):

@@ -25,7 +25,7 @@ def seen():
         shapes |= {"q_pre": shapes["q"], "k_pre": shapes["k"]}
         c_o = (w_o @ w_o.mT).view(kv_heads, group, d_v, d_v).sum(1)
         w_v = torch.randn(kv_heads, 12, d_v, generator=generator, dtype=torch.float64)
-        layers.append(LayerMoments.empty(shapes, c_o, w_v.mT @ w_v))
+        layers.append(LayerMoments.empty(shapes, c_o.device, c_o=c_o, c_wv=w_v.mT @ w_v))
         vectors = {
             key: torch.randn(3, heads, 11, width, generator=generator)
             * torch.logspace(0, -3, width)
