@@ -9,6 +9,7 @@ __all__ = ["fdc"]
 def fdc(
     inputs: MethodInputs,
     *,
+    keys: str = "svd-qk",
     values: str = "svd-vo",
     allocation: str = "removal",
     grid: int = 16,
@@ -23,15 +24,18 @@ def fdc(
     ----------
     inputs : MethodInputs
         With moments.
+    keys : str
+        K's basis: ``svd-qk``, or ``svd-qk-paired``, which weighs K as the sum of FDC's pairs of
+        each query head with its key head does; also ``svd-k``, ``kq``, and ``none`` for full width.
     values : str
-        V's basis: ``svd-vo`` (FDC's table 4) or ``weight-v`` (its §5.2); also
-        ``svd-vo-raw``, ``svd-v`` and ``vo-opt``.
+        V's basis: ``svd-vo`` (FDC's table 4) or ``weight-v`` (its §5.2); also ``svd-vo-raw``,
+        ``svd-v``, ``vo-opt``, and ``none`` for full width.
     allocation : str
         ``removal`` is the paper's.
     grid, minimum : int
         Ranks are rounded up to multiples of `grid`, with real columns.
     """
     return projected(
-        "fdc", inputs, keys="svd-qk", values=values, allocation=allocation, grid=grid,
+        "fdc", inputs, keys=keys, values=values, allocation=allocation, grid=grid,
         minimum=minimum,
     )  # fmt: skip

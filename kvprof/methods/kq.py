@@ -9,6 +9,7 @@ __all__ = ["kq"]
 def kq(
     inputs: MethodInputs,
     *,
+    keys: str = "kq",
     values: str = "vo-opt",
     allocation: str = "removal",
     grid: int = 16,
@@ -24,8 +25,8 @@ def kq(
     ----------
     inputs : MethodInputs
         With moments.
-    values : str
-        ``vo-opt``, or one of ``fdc``'s.
+    keys, values : str
+        ``kq`` and ``vo-opt``, or one of ``fdc``'s; ``none`` leaves a side at full width.
     allocation : str
         ``tail`` is KQ-SVD's own; ``removal`` (of the product's singular values) is the default so
         that it compares with ``fdc``.
@@ -33,6 +34,6 @@ def kq(
         As for ``fdc``.
     """
     return projected(
-        "kq", inputs, keys="kq", values=values, allocation=allocation, grid=grid, minimum=minimum,
+        "kq", inputs, keys=keys, values=values, allocation=allocation, grid=grid, minimum=minimum,
         fold_keys=True,
     )  # fmt: skip

@@ -51,6 +51,14 @@ def svd_qk(moments: Moments, facts: LayerLayout) -> SideBases:
     return _key_basis(moments, facts, pair_gram(moments, facts.index, "qk"))
 
 
+def svd_qk_paired(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-qk-paired``: the same with keys counted once per query head, ``C_q + G · C_k``.
+
+    What the sum of FDC's pairs of each query head with its key head gives (FDC §5.1).
+    """
+    return _key_basis(moments, facts, pair_gram(moments, facts.index, "qk", paired=True))
+
+
 def svd_k(moments: Moments, facts: LayerLayout) -> SideBases:
     """``svd-k``: the SVD of the keys alone (ZACK §3.1's strawman, EigenAttention, Loki)."""
     return _key_basis(moments, facts, moments.layers[facts.index].gram("k"))
@@ -92,6 +100,7 @@ def vo_opt(moments: Moments, facts: LayerLayout) -> SideBases:
 #: By the names of `definitions`.
 KEY_BASES: dict[str, Callable[[Moments, LayerLayout], SideBases]] = {
     "svd-qk": svd_qk,
+    "svd-qk-paired": svd_qk_paired,
     "svd-k": svd_k,
     "kq": kq,
 }

@@ -7,6 +7,7 @@ Nothing is rebuilt (FDC §5.2, ZACK §4.3).
 from collections.abc import Sequence
 
 from kvprof.analysis.rank_allocation import Grid
+from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import KNOBS, LayerBases, allocator, low_rank_layers, rank_targets
 from kvprof.methods.pair_bases import KEY_BASES, VALUE_BASES, chosen
@@ -45,7 +46,8 @@ def projected(
     method : str
     inputs : MethodInputs
     keys, values : str or None
-        Names of `KEY_BASES` and `VALUE_BASES`; None leaves that side as it is.
+        Names of `KEY_BASES` and `VALUE_BASES`; None, or the name ``none``, leaves that side as it
+        is.
     allocation : str
         See `kvprof.methods.low_rank.allocator`.
     grid, minimum : int
@@ -56,10 +58,13 @@ def projected(
     Raises
     ------
     UsageError
-        For MLA, missing moments, or an unknown basis or allocation.
+        For MLA, missing moments, an unknown basis or allocation, or neither side to compress.
     """
     refuse_latent_attention(inputs.layout)
     moments = inputs.calibrated(method)
+    keys, values = (None if name == "none" else name for name in (keys, values))
+    if keys is None and values is None:
+        raise UsageError(f"{method}: keys and values are both none, so nothing is compressed")
     key_basis = chosen(keys, KEY_BASES, method) if keys is not None else None
     value_basis = chosen(values, VALUE_BASES, method) if values is not None else None
     layers = []

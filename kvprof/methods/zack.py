@@ -9,6 +9,7 @@ __all__ = ["zack"]
 def zack(
     inputs: MethodInputs,
     *,
+    keys: str = "svd-qk",
     values: str = "svd-vo",
     allocation: str = "removal",
     grid: int = 16,
@@ -23,10 +24,10 @@ def zack(
     ----------
     inputs : MethodInputs
         With moments.
-    values, allocation, grid, minimum
+    keys, values, allocation, grid, minimum
         As for ``fdc``.
     """
     return projected(
-        "zack", inputs, keys="svd-qk", values=values, allocation=allocation, grid=grid,
+        "zack", inputs, keys=keys, values=values, allocation=allocation, grid=grid,
         minimum=minimum, fold_keys=True,
     )  # fmt: skip

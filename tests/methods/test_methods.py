@@ -353,3 +353,28 @@ def test_the_raw_form_weighs_the_tokens_that_were_seen(seen):
     right = np.linalg.svd(stack, full_matrices=False)[2][:8].T
     ours = plan.layers[LAYER].values.groups[0].down.double().numpy()
     np.testing.assert_allclose(ours @ ours.T, right @ right.T, atol=1e-5)
+
+
+def test_keys_counted_once_per_query_head_are_an_option(seen):
+    plan = plan_at(plan_family("fdc", inputs("Llama"), keys="svd-qk-paired", **FINE), 0.3)
+    for head, group in enumerate(plan.layers[LAYER].keys.groups):
+        stacked = np.concatenate([group_queries(seen, head), *[seen["k"][head]] * 2])
+        _, _, turned = np.linalg.svd(stacked, full_matrices=False)
+        kept = turned[: group.rank].T
+        ours = group.down.double().numpy()
+        np.testing.assert_allclose(ours @ ours.T, kept @ kept.T, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["fdc", "zack", "kq"])
+def test_one_side_can_stay_at_full_width(name):
+    keys_only = plan_at(plan_family(name, inputs("Llama"), values="none", **FINE), 0.3)
+    values_only = plan_at(plan_family(name, inputs("Llama"), keys="none", **FINE), 0.3)
+    for one, other in zip(keys_only.layers, values_only.layers, strict=True):
+        assert not one.values.projected
+        assert one.keys.placement is Placement.POST_ROPE
+        assert other.values.projected
+        assert other.keys.placement is Placement.NONE
+        assert all(group.identity for group in other.keys.groups)
+    assert 0 < dim_rate(keys_only) < 0.5
+    with pytest.raises(UsageError, match="nothing is compressed"):
+        plan_family(name, inputs("Llama"), keys="none", values="none")

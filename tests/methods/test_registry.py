@@ -150,7 +150,7 @@ def test_what_makes_no_sense_is_refused(name, message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fdc", {"heads": 4}, "fdc has no option heads: it has values, allocation, grid, minimum"),
+        ("fdc", {"heads": 4}, "fdc has no option heads: it has keys, values, allocation, grid"),
         ("full", {"grid": 4}, "full has no option grid: it has none"),
         ("fdc-4bit", {"bits": 2}, "fdc-4bit has no option bits"),
         ("fdc-4bit", {"keep": 0.5}, "fdc-4bit has no option keep"),
