@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvprof.runtime.heads import Bundle
+from kvprof.runtime.indices import inverse_of
 from kvprof.runtime.shapes import unflatten
 
 __all__ = ["KeyBlock", "KeySide", "Scoring", "ValueSide", "attend", "logits", "slices", "softmax"]
@@ -186,8 +187,8 @@ def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
 def _in_head_order(parts: Sequence[Tensor], bundles: Sequence[Bundle], dim: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    order = [head for bundle in bundles for head in bundle.kv_heads]
-    inverse = torch.tensor(order, device=parts[0].device).argsort()
+    order = tuple(head for bundle in bundles for head in bundle.kv_heads)
+    inverse = inverse_of(order, parts[0].device)
     return torch.cat(list(parts), dim=dim).index_select(dim, inverse)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvprof.methods.plan import HeadGroup
+from kvprof.runtime.indices import index_of
 from kvprof.runtime.shapes import unflatten
 
 __all__ = ["Bundle", "bundled"]
@@ -56,7 +57,7 @@ class Bundle:
     def by_group(self, states: Tensor) -> Tensor:
         """Take the bundle's heads out of ``[rows, Hkv, t, d]``: ``[rows, g, n, t, d]``."""
         if self.kv_heads != tuple(range(states.shape[1])):
-            states = states[:, list(self.kv_heads)]
+            states = states.index_select(1, index_of(self.kv_heads, states.device))
         return unflatten(states, 1, (self.groups, self.heads))
 
     def joined(self, states: Tensor) -> Tensor:

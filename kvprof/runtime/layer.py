@@ -18,6 +18,7 @@ from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import KeyBlock, KeySide, Scoring, ValueSide, attend
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.heads import Bundle, bundled
+from kvprof.runtime.indices import index_of
 from kvprof.runtime.keeping import Keeper
 from kvprof.runtime.passes import OwnTokens
 from kvprof.runtime.rotary import rotated
@@ -150,7 +151,7 @@ class LayerRuntime:
         assert own.rotation is not None
         assert own.angles is not None
         assert self.facts.rotary_offset is not None  # check_fits has seen to it
-        rows = torch.tensor(cohort.rows, device=keys.device)
+        rows = index_of(tuple(cohort.rows), keys.device)
         tokens, groups = keys.shape[3], bundle.groups
         stored = cohort.stored
         fresh = torch.arange(own.place, own.place + tokens - stored, device=keys.device)

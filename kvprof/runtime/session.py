@@ -18,6 +18,7 @@ from kvprof.models.rotation import before_rotation
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.folding import OutputSwitch
+from kvprof.runtime.indices import index_of
 from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.masks import first_real, has_holes, visible_keys
 from kvprof.runtime.passes import OwnTokens
@@ -165,7 +166,7 @@ class Compression:
             if hidden >= tokens:
                 continue
             whole = len(cohort.rows) == batch and cohort.rows == list(range(batch))
-            rows = slice(None) if whole else torch.tensor(cohort.rows, device=query.device)
+            rows = slice(None) if whole else index_of(tuple(cohort.rows), query.device)
 
             def own(states: Tensor | None, rows: Any = rows, hidden: int = hidden) -> Any:
                 return None if states is None else states[rows][:, :, hidden:]
