@@ -18,7 +18,18 @@ from kvprof.models.weights import compute_device
 from kvprof.sources.grammar import Source, SourceKind
 from kvprof.sources.windows import ModelTokens, batches, windows
 
-__all__ = ["CollectOptions", "collect_moments", "count_tokens", "empty_moments", "model_tokens"]
+__all__ = [
+    "CollectOptions",
+    "collect_moments",
+    "count_tokens",
+    "empty_moments",
+    "model_tokens",
+    "suitable_batch_size",
+]
+
+# Tokens per forward pass that keep a device busy without needing much memory.
+_CPU_BATCH_TOKENS = 8192
+_GPU_BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,12 @@ class CollectOptions:
     skip_first: int = 0
     pre_rope: bool = False
     joint_heads: int | None = None
+
+
+def suitable_batch_size(device: torch.device, seq_len: int) -> int:
+    """Return how many sequences of `seq_len` make a sensible forward pass on a device."""
+    budget = _CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS
+    return max(1, budget // seq_len)
 
 
 def model_tokens(loaded: LoadedModel) -> ModelTokens:

@@ -10,7 +10,14 @@ from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import UsageError
 from kvprof.models.layout import ModelLayout
 
-__all__ = ["PAIRS", "VALUE_WEIGHT_TOKENS", "check_pairs", "pair_gram", "undefined_pairs"]
+__all__ = [
+    "PAIRS",
+    "VALUE_WEIGHT_TOKENS",
+    "check_pairs",
+    "pair_gram",
+    "query_head_gram",
+    "undefined_pairs",
+]
 
 PAIRS = ("qk", "vo", "q", "k", "v", "q_pre", "k_pre", "w_v")
 
@@ -102,3 +109,22 @@ def pair_gram(
             f"{pair}: the moments were saved without it; collect them with --pairs {pair}"
         )
     return store.grouped(pair)
+
+
+def query_head_gram(moments: Moments, layer: int) -> Tensor:
+    """Return ``C_q^h + C_k`` of each query head with its group's keys, ``[num_heads, d, d]``.
+
+    What FDC §5.1 says literally, one basis per query head. Such a basis compresses the group's keys
+    once per query head, G times the cache; the grouped ``qk`` of `pair_gram` compresses them once.
+    Both are the same where every KV head has one query head.
+
+    Parameters
+    ----------
+    moments : Moments
+        Of a model.
+    layer : int
+        Which layer.
+    """
+    store = moments.layers[layer]
+    queries, keys = store.gram("q"), store.gram("k")
+    return queries + keys.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)

@@ -7,16 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from kvprof.analysis.moments import Moments
-from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram
+from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram, query_head_gram
 from kvprof.analysis.spectrum import (
     coefficient_of_variation,
     effective_rank,
     energy_kept,
     removal,
+    removal_ranks,
+    round_up,
     singular_values,
 )
 
-__all__ = ["spectrum_data"]
+__all__ = ["query_head_data", "spectrum_data"]
 
 
 def spectrum_data(
@@ -74,6 +76,71 @@ def spectrum_data(
         "removal": rows,
         "first_position": _first_position(moments),
     }
+
+
+def query_head_data(
+    moments: Moments,
+    removal_rates: Sequence[float],
+    *,
+    grid: int = 16,
+    paired: bool = False,
+) -> dict[str, Any]:
+    """Return what ``qk`` is with one basis per query head, and what the cache would then cost.
+
+    FDC §5.1 read literally (`kvprof.analysis.pairs.query_head_gram`): every query head has its own
+    rank, and a compressed key of that many dimensions is stored for each.
+
+    Parameters
+    ----------
+    moments : Moments
+        Of one model and source.
+    removal_rates : sequence of float
+        FDC's r.
+    grid : int
+        Multiple that ranks are rounded up to, beside the unrounded ones.
+    paired : bool
+        Of the grouped basis that it is compared with.
+
+    Returns
+    -------
+    dict
+        ``group``, ``qk`` and ``removal`` as the result schema documents them
+        (``data.per_query_head``); dimensions are those of keys, per token, over all layers.
+    """
+    layers = range(len(moments.layers))
+    own = [singular_values(query_head_gram(moments, x)).cpu() for x in layers]
+    grouped = [singular_values(pair_gram(moments, x, "qk", paired=paired)).cpu() for x in layers]
+
+    def ranks(values: list[Tensor], rate: float, multiple: int) -> list[list[int]]:
+        return [
+            [
+                round_up(rank, multiple, heads.shape[-1])
+                for rank in removal_ranks(heads, rate).tolist()
+            ]
+            for heads in values
+        ]
+
+    def dims(found: list[list[int]]) -> int:
+        return sum(map(sum, found))
+
+    rows = []
+    for rate in removal_rates:
+        plain, rounded = ranks(own, rate, 1), ranks(own, rate, grid)
+        rows.append(
+            {
+                "removal_rate": rate,
+                "grid": grid,
+                "ranks": plain,
+                "rounded_ranks": rounded,
+                "stored_dims": dims(plain),
+                "stored_dims_rounded": dims(rounded),
+                "grouped_dims": dims(ranks(grouped, rate, 1)),
+                "grouped_dims_rounded": dims(ranks(grouped, rate, grid)),
+                "full_dims": sum(heads.numel() for heads in grouped),
+            }
+        )
+    group = [len(a) // len(b) for a, b in zip(own, grouped, strict=True)]
+    return {"group": group, "qk": _pair_data(own), "removal": rows}
 
 
 def _without_first(moments: Moments) -> Moments:

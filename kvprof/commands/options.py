@@ -19,7 +19,6 @@ __all__ = [
     "RevisionOption",
     "SeedOption",
     "TrustOption",
-    "default_batch_size",
     "defined_pairs",
     "load_for_command",
     "parse_rates",
@@ -53,10 +52,6 @@ TrustOption = Annotated[
     typer.Option("--trust-remote-code", help="Run code from the model's repository. Off."),
 ]
 
-# Tokens per forward pass that keep a device busy without needing much memory.
-_CPU_BATCH_TOKENS = 8192
-_GPU_BATCH_TOKENS = 16384
-
 
 def load_for_command(
     model: str | None,
@@ -78,12 +73,6 @@ def load_for_command(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-
-
-def default_batch_size(loaded: "LoadedModel", seq_len: int) -> int:
-    """Return how many sequences of `seq_len` make a sensible forward pass on the device."""
-    budget = _CPU_BATCH_TOKENS if loaded.device.type == "cpu" else _GPU_BATCH_TOKENS
-    return max(1, budget // seq_len)
 
 
 def defined_pairs(

@@ -14,7 +14,6 @@ from kvprof.commands.options import (
     RevisionOption,
     SeedOption,
     TrustOption,
-    default_batch_size,
     defined_pairs,
     load_for_command,
     parse_rates,
@@ -92,6 +91,10 @@ def spectrum(
         bool,
         typer.Option("--paired", help="qk as C_q + G·C_k, the sum of FDC's pairs per query head."),
     ] = False,
+    per_query_head: Annotated[
+        bool,
+        typer.Option("--per-query-head", help="qk with a basis per query head too, and its cost."),
+    ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
@@ -132,12 +135,14 @@ def spectrum(
         wanted = DEFAULT_TOKENS
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
 
-    from kvprof.analysis.collect import CollectOptions
+    from kvprof.analysis.collect import CollectOptions, suitable_batch_size
     from kvprof.analysis.moment_files import load_moments, save_moments
     from kvprof.analysis.pairs import check_pairs
-    from kvprof.analysis.spectra import spectrum_data
+    from kvprof.analysis.spectra import query_head_data, spectrum_data
 
     chosen_pairs = check_pairs([pair.strip() for pair in pairs.split(",") if pair.strip()])
+    if per_query_head and "qk" not in chosen_pairs:
+        raise UsageError(f"--per-query-head is about qk; add it to --pairs {pairs}")
     warnings: list[str] = []
     loaded = None
     if chosen.kind is not SourceKind.MOMENTS or model is not None:
@@ -161,7 +166,7 @@ def spectrum(
             options = CollectOptions(
                 tokens=wanted,
                 seq_len=length,
-                batch_size=batch_size or default_batch_size(loaded, length),
+                batch_size=batch_size or suitable_batch_size(loaded.device, length),
                 seed=seed,
                 skip_first=skip_first,
                 pre_rope="q_pre" in chosen_pairs or "k_pre" in chosen_pairs,
@@ -186,6 +191,8 @@ def spectrum(
             data = spectrum_data(
                 moments, chosen_pairs, rates, grid=grid, value_weight_tokens=weight, paired=paired
             )
+            if per_query_head:
+                data["per_query_head"] = query_head_data(moments, rates, grid=grid, paired=paired)
         result = build_result(
             "spectrum",
             environment=collect_environment(),
@@ -196,6 +203,7 @@ def spectrum(
                 grid=grid,
                 weight=weight,
                 paired=paired,
+                per_query_head=per_query_head,
                 reason=DEFAULT_TOKENS_REASON if defaulted else None,
             ),
             data=data,
@@ -245,6 +253,7 @@ def _inputs(
     grid: int,
     weight: int | None,
     paired: bool,
+    per_query_head: bool,
     reason: str | None,
 ) -> dict[str, Any]:
     """Return every resolved input, so that a reader can repeat the run."""
@@ -259,6 +268,7 @@ def _inputs(
         "grid": grid,
         "value_weight_tokens": weight,
         "paired": paired,
+        "per_query_head": per_query_head,
         "layers": len(moments.layers),
         "num_heads": first.rest["q"].shape[0],
         "num_kv_heads": first.rest["k"].shape[0],

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from kvprof import console
-from kvprof.commands.options import default_batch_size
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
 from kvprof.sizes import format_count
@@ -88,6 +87,7 @@ def run_passes(
     complete : bool
         False when the user interrupted; the runs that were done are returned.
     """
+    from kvprof.analysis.collect import suitable_batch_size
     from kvprof.analysis.stability_passes import plan_passes, run_pass
 
     passes = plan_passes(plan)
@@ -99,7 +99,7 @@ def run_passes(
     with console.track(f"{len(passes)} passes", total) as progress:
         for number, item in enumerate(passes, 1):
             progress.describe(f"pass {number} of {len(passes)}: {item.source.name}")
-            suitable = default_batch_size(loaded, item.seq_len) if loaded else 1
+            suitable = suitable_batch_size(loaded.device, item.seq_len) if loaded else 1
             run, fingerprint = run_pass(
                 loaded,
                 item,

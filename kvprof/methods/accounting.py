@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from kvprof.methods.libraries import LIBRARIES, row_layout
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segments
@@ -231,6 +232,11 @@ def _quantised(
     segment: Segment, rank: int, quantiser: Quantiser, side: SideQuantiser, name: str, itemsize: int
 ) -> CacheBytes:
     tokens = segment.tokens
+    if quantiser.kind in LIBRARIES:
+        row = row_layout(quantiser.kind, side.bits[segment.level], rank, side.group)
+        scales = tokens * row.groups * itemsize  # in the model's own dtype
+        zeros = scales if row.zeros else 0
+        return CacheBytes(scales=scales, zeros=zeros, **{name: tokens * row.code_bytes})
     codes = tokens * math.ceil(rank * side.bits[segment.level] / 8)
     if quantiser.kind == "fp8":
         return CacheBytes(**{name: codes})

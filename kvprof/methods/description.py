@@ -11,6 +11,7 @@ from kvprof.methods.accounting import (
     paper_rate,
     weight_bytes,
 )
+from kvprof.methods.libraries import LIBRARIES, row_layout
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.plan_files import structure
 from kvprof.models.layout import ModelLayout
@@ -207,9 +208,15 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
             bits = "/".join(map(str, side.bits))
             unit = "tokens" if side.axis == "channel" else "columns"
             size = f"{side.group} {unit}" if side.group else "a token's whole row"
+            scales = f"a scale and a zero point in {quantiser.scale_dtype}"
+            if quantiser.kind in LIBRARIES:
+                size = f"up to {size}" if side.group else size
+                # quanto has no zero point at 8 bits
+                zeros = any(row_layout(quantiser.kind, b, 64, side.group).zeros for b in side.bits)
+                scales = f"a scale{' and a zero point' if zeros else ''} in the model's dtype"
             found.append(
-                f"{name} have {bits} bits ({quantiser.kind}, per {side.axis}); {size} share a "
-                f"scale and a zero point in {quantiser.scale_dtype}."
+                f"{name} have {bits} bits ({quantiser.kind}, per {side.axis}); {size} share "
+                f"{scales}."
             )
     if quantiser.outliers:
         found.append(f"{quantiser.outliers:.1%} of each row are kept apart as outliers.")

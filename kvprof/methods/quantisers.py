@@ -1,7 +1,8 @@
-"""Quantisers, alone and on top of any plan: per token, KIVI-like, KVQuant-like."""
+"""Quantisers, alone and on top of any plan: per token, KIVI-like, KVQuant-like, HQQ, quanto."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import NormalDist
 
 import torch
@@ -10,10 +11,20 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.full import full_plan
+from kvprof.methods.libraries import LIBRARIES, load_library
 from kvprof.methods.plan import Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser
 
-__all__ = ["QUANTISERS", "codebook", "kivi", "per_token", "quantised", "quantiser_family"]
+__all__ = [
+    "QUANTISERS",
+    "codebook",
+    "from_library",
+    "kivi",
+    "kvquant",
+    "per_token",
+    "quantised",
+    "quantiser_family",
+]
 
 #: Bits of the quantisers alone, by growing rate.
 _BITS = (8, 4, 3, 2)
@@ -76,16 +87,39 @@ def kvquant(bits: tuple[int, ...], *, outliers: float = 0.01, block: int = 64) -
     )
 
 
+def from_library(kind: str, bits: tuple[int, ...], *, group: int = 64) -> Quantiser:
+    """HQQ's or quanto's own quantiser, per token; up to `group` columns share a scale.
+
+    Both libraries' default is 64. transformers' quantised cache groups across tokens and heads and
+    quantises all of the past anew every 128 tokens; here a token is quantised once, alone.
+
+    Parameters
+    ----------
+    kind : str
+        ``hqq`` or ``quanto``.
+    bits : tuple of int
+        One per token level.
+    group : int
+    """
+    side = SideQuantiser(bits, "token", group)
+    return Quantiser(kind, side, side, scale_dtype="model")
+
+
 #: By name: how to make one, the bits it has alone, and the bits it has on top of another method.
 QUANTISERS: dict[str, tuple[Callable[[tuple[int, ...]], Quantiser], tuple[int, ...], int]] = {
     "per-token": (per_token, _BITS, 4),
     "kivi": (kivi, _BITS, 2),
     "kvquant": (kvquant, _BITS, 4),
+    **{
+        kind: (partial(from_library, kind), tuple(sorted(library.bits, reverse=True)), 4)
+        for kind, library in LIBRARIES.items()
+    },
 }
 
 
 def quantiser_family(name: str, inputs: MethodInputs) -> PlanFamily:
     """Return the plans of a quantiser alone, at full width; the knob is its bits."""
+    _require(name)
     _, bits, _ = QUANTISERS[name]
     plain = full_plan(inputs, name)
     return PlanFamily(
@@ -111,6 +145,8 @@ def quantised(plan: Plan, name: str, bits: int) -> Plan:
     ------
     UsageError
         When the plan is quantised already, or the quantiser does not have these bits.
+    LackingError
+        When the quantiser is a library's and the library is not installed.
     """
     make, known, _ = QUANTISERS[name]
     if plan.quantiser is not None:
@@ -119,6 +155,7 @@ def quantised(plan: Plan, name: str, bits: int) -> Plan:
         raise UsageError(
             f"{name} has no {bits} bits; choose from {', '.join(map(str, sorted(known)))}"
         )
+    _require(name)
     quantiser = make((bits,) * len(plan.levels.shares))
     levels = plan.levels
     if name == "kvquant":
@@ -127,3 +164,8 @@ def quantised(plan: Plan, name: str, bits: int) -> Plan:
         # Tokens that share scales go down a level together.
         levels = replace(levels, batch=-(-levels.batch // quantiser.block) * quantiser.block)
     return replace(plan, quantiser=quantiser, levels=levels)
+
+
+def _require(name: str) -> None:
+    if name in LIBRARIES:
+        load_library(name)

@@ -20,6 +20,7 @@ from kvprof.methods.fdc import fdc
 from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full
 from kvprof.methods.kq import kq
+from kvprof.methods.libraries import LIBRARIES, load_library
 from kvprof.methods.palu import palu
 from kvprof.methods.plan import Plan
 from kvprof.methods.quantisers import QUANTISERS, quantised, quantiser_family
@@ -98,6 +99,8 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     ------
     UsageError
         For an unknown name, or an option that the method does not have.
+    LackingError
+        When it quantises with a library that is not installed.
     """
     installed = _installed()
     function = METHODS.get(name)
@@ -128,7 +131,12 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     ------
     UsageError
         For an unknown name.
+    LackingError
+        When it quantises with a library that is not installed: known before anything is run.
     """
+    for part in name.split("+"):
+        if part in LIBRARIES:
+            load_library(part)
     if name in _installed():
         needs: CalibrationNeeds | None = getattr(_load(_installed()[name]), "needs", _RANDOM)
         return needs

@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 
 from kvprof.errors import UsageError
+from kvprof.methods.libraries import LIBRARIES
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.layout import LayerLayout, ModelLayout
 
 __all__ = ["check_fits", "check_plan", "refuse_latent_attention"]
 
-_KINDS = ("affine", "codebook", "fp8")
+_KINDS = ("affine", "codebook", "fp8", *LIBRARIES)
 _BITS = (2, 3, 4, 8)
+_SCALES = ("float16", "bfloat16", "float32")
 # The quantised rows hold 16-bit column indices of outliers.
 _WIDEST = 2**16
 
@@ -81,6 +83,12 @@ def _check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
         raise UsageError("quantiser: window, block or share of outliers makes no sense")
     if quantiser.outliers and quantiser.kind != "codebook":
         raise UsageError(f"quantiser: {quantiser.kind} keeps no outliers; codebook does")
+    known = ("model",) if quantiser.kind in LIBRARIES else _SCALES
+    if quantiser.scale_dtype not in known:
+        raise UsageError(
+            f"quantiser: scales of {quantiser.kind} are {' or '.join(known)}, not "
+            f"{quantiser.scale_dtype!r}"
+        )
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
     if not sides:
         raise UsageError("quantiser: neither keys nor values are quantised; leave it out")
@@ -89,7 +97,8 @@ def _check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
 
 
 def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> None:
-    allowed = (8,) if quantiser.kind == "fp8" else _BITS
+    library = LIBRARIES.get(quantiser.kind)
+    allowed = library.bits if library else (8,) if quantiser.kind == "fp8" else _BITS
     unknown = [bits for bits in side.bits if bits not in allowed]
     if unknown:
         raise UsageError(
@@ -102,6 +111,8 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
         )
     if side.axis not in ("token", "channel"):
         raise UsageError(f"quantiser: the axis is token or channel, not {side.axis!r}")
+    if library is not None and side.axis != "token":
+        raise UsageError(f"quantiser: {quantiser.kind} quantises per token here, not per channel")
     if side.group is not None and side.group < 1:
         raise UsageError(f"quantiser: a group of {side.group} values makes no sense")
     if side.axis == "channel":

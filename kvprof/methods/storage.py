@@ -41,6 +41,7 @@ class SideQuantiser:
         ``token`` or ``channel``: what shares a scale lies along; see the module.
     group : int or None
         Values that share a scale: columns for ``token`` (None: the row), tokens for ``channel``.
+        A library's groups of columns are of equal width, at most this.
     """
 
     bits: tuple[int, ...]
@@ -55,7 +56,7 @@ class Quantiser:
     Attributes
     ----------
     kind : str
-        ``affine``, ``codebook`` or ``fp8``.
+        ``affine``, ``codebook``, ``fp8``, or a library's: ``hqq``, ``quanto``.
     keys, values : SideQuantiser or None
     window : int
         Newest tokens that always stay at full precision.
@@ -65,7 +66,7 @@ class Quantiser:
     outliers : float
         Share of each row kept apart at full precision (``codebook`` only).
     scale_dtype : str
-        Of scales and zeros.
+        Of scales and zeros; ``model`` is the dtype that the model runs in (libraries only).
     """
 
     kind: str

@@ -1,16 +1,19 @@
-"""How rows of latents are kept as tensors: plain, affine codes, a codebook with outliers, or e4m3.
+"""How rows of latents are kept as tensors: plain, affine codes, a codebook with outliers, e4m3.
 
 A codec turns ``[..., N, r]`` into named tensors whose second to last dimension runs over tokens (or
-groups of tokens), and back. `kvprof.methods.plan` has the formulas.
+groups of tokens), and back. `kvprof.methods.plan` has the formulas; those of libraries are in
+`kvprof.runtime.library_codecs`.
 """
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from kvprof.methods.libraries import LIBRARIES
 from kvprof.methods.quantisers import codebook
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.packing import pack, unpack
@@ -106,7 +109,7 @@ class _Scaled(Codec):
         if self.levels is None:
             codes = level.round().clamp(0, 2**self.bits - 1)
         else:
-            known = torch.tensor(self.levels, device=rows.device)
+            known = _levels_on(self.levels, rows.device)
             codes = torch.bucketize(level, (known[1:] + known[:-1]) / 2)
         stored["codes"] = pack(codes.to(torch.int64), self.bits)
         return stored
@@ -117,7 +120,7 @@ class _Scaled(Codec):
         if self.levels is None:
             level = codes.float()
         else:
-            level = torch.tensor(self.levels, device=codes.device)[codes.long()]
+            level = _levels_on(self.levels, codes.device)[codes.long()]
         zero = self._spread(stored["zero"].float(), tokens, columns)
         rows = zero + self._spread(stored["scale"].float(), tokens, columns) * level
         rows = rows.to(dtype)
@@ -152,19 +155,30 @@ class _Scaled(Codec):
         return scales.repeat_interleave(self.group or columns, dim=-1)[..., :columns]
 
 
+@lru_cache(maxsize=64)
+def _levels_on(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a codebook on a device; copying it there at every step would make each step wait."""
+    with torch.inference_mode(False):
+        return torch.tensor(levels, device=device)
+
+
 def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> Codec:
     """Return how a side's quantised tokens of a level are kept.
 
     Raises
     ------
-    UsageError
-        For a kind of quantiser that this runtime does not have.
+    LackingError
+        When the quantiser is a library's and the library is not installed.
     """
     if side is None:
         return PLAIN
     if quantiser.kind == "fp8":
         return _Float8()
     bits = side.bits[level]
+    if quantiser.kind in LIBRARIES:
+        from kvprof.runtime.library_codecs import library_codec  # a cycle: they are codecs too
+
+        return library_codec(quantiser.kind, bits, side.group)
     levels = None
     if quantiser.kind == "codebook":
         levels = tuple(float(x) for x in codebook(bits))

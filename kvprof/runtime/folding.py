@@ -13,6 +13,7 @@ from kvprof.errors import UsageError
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.models.layout import LayerLayout, output_slices
 from kvprof.models.load import LoadedModel
+from kvprof.models.projections import head_columns
 from kvprof.models.weights import projection_matrix
 from kvprof.runtime.shapes import unflatten
 
@@ -75,7 +76,7 @@ def _changes(loaded: LoadedModel, layer: LayerPlan, facts: LayerLayout) -> dict[
     found: dict[str, list[_Change]] = {}
 
     def add(kind: str, heads: Sequence[int], matrix: Tensor) -> None:
-        name, columns = _columns(loaded, facts, kind, heads)
+        name, columns = head_columns(loaded.model, facts, kind, heads)
         found.setdefault(name, []).append((columns, matrix))
 
     sides = (("k", layer.keys.fold_down, layer.keys.groups),
@@ -112,43 +113,6 @@ def _padded(matrix: Tensor) -> Tensor:
     The columns behind the rank are never looked at: models cut a projection's output by width.
     """
     return torch.cat([matrix, matrix.new_zeros(len(matrix), len(matrix) - matrix.shape[1])], dim=1)
-
-
-def _columns(
-    loaded: LoadedModel, facts: LayerLayout, kind: str, heads: Sequence[int]
-) -> tuple[str, Tensor]:
-    """Find the output columns of heads of Q, K or V, and the projection that they are in."""
-    if facts.value_projection is None:
-        raise UsageError(f"layer {facts.index} has no plain projection to fold a basis into")
-    qk, v = facts.qk_head_dim, facts.v_head_dim
-    width = v if kind == "v" else qk
-    attention = loaded.model.get_submodule(facts.attention)
-    if facts.fused_qkv:
-        name = facts.value_projection
-        if facts.value_interleaved:  # q, k, v of one head after the other
-            share = facts.group * qk + qk + v
-            inside = {"q": 0, "k": share - v - qk, "v": share - v}[kind]
-            starts = [
-                h // facts.group * share + h % facts.group * qk
-                if kind == "q"
-                else h * share + inside
-                for h in heads
-            ]
-        else:
-            first_k = facts.num_heads * qk
-            first = {"q": 0, "k": first_k, "v": first_k + facts.num_kv_heads * qk}[kind]
-            starts = [first + h * width for h in heads]
-    else:
-        stem = facts.value_projection
-        name = stem if kind == "v" else stem.replace("v_proj", f"{kind}_proj")
-        if kind != "v" and (name == stem or not hasattr(attention, name)):
-            raise UsageError(
-                f"layer {facts.index}: its projection of {kind.upper()} cannot be found beside "
-                f"{stem}, so nothing can be folded into it"
-            )
-        starts = [h * width for h in heads]
-    columns = torch.cat([torch.arange(start, start + width) for start in starts])
-    return f"{facts.attention}.{name}", columns
 
 
 def _bias(module: nn.Module) -> Tensor | None:

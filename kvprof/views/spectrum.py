@@ -24,6 +24,7 @@ from kvprof.views.spectrum_data import (
     widths,
 )
 from kvprof.views.spectrum_figure import figure
+from kvprof.views.spectrum_heads import per_query_head
 from kvprof.views.tables import Column, DataTable, key_values
 
 __all__ = ["figure", "report", "summary", "to_csv"]
@@ -73,6 +74,8 @@ def report(
     if chosen is not None:
         parts += [heading("Removal rates"), _removal_table(result)]
         parts += _first_position(result, chosen)
+    if "per_query_head" in result["data"]:
+        parts += per_query_head(result["data"]["per_query_head"], result["data"]["pairs"]["qk"])
     if result["data"]["pairs"]:
         parts += [heading("Pairs"), _pair_table(result)]
         parts += [paragraph(f"{_EFFECTIVE_RANK} {_PUBLISHED_CV}", "dim")]

@@ -14,6 +14,7 @@ COLUMNS = (
     "pair",
     "layer",
     "kv_head",
+    "query_head",
     "dim",
     "removal_rate",
     "singular_value",
@@ -26,6 +27,8 @@ COLUMNS = (
     "dim_rate_rounded",
     "grid",
 )
+
+_OWN = "qk_per_query_head"
 
 
 def to_csv(result: Mapping[str, Any]) -> str:
@@ -44,8 +47,9 @@ def to_csv(result: Mapping[str, Any]) -> str:
     rate     removal_rate                                      dim_rate, dim_rate_rounded, grid
     ======== ================================================= ==================================
 
-    ``dim`` counts from 1, so that ``energy_kept`` is that of a rank of ``dim``; ``layer`` and
-    ``kv_head`` count from 0. Floats are written in full (`repr`).
+    ``dim`` counts from 1, so that ``energy_kept`` is that of a rank of ``dim``; ``layer``,
+    ``kv_head`` and ``query_head`` count from 0. Floats are written in full (`repr`). Rows of the
+    pair ``qk_per_query_head`` have ``query_head`` instead of ``kv_head``.
 
     Parameters
     ----------
@@ -54,20 +58,39 @@ def to_csv(result: Mapping[str, Any]) -> str:
     """
     data = result["data"]
     rows = chain(_pair_rows(data["pairs"]), _removal_rows(data.get("removal") or ()))
+    if "per_query_head" in data:
+        rows = chain(rows, _query_head_rows(data["per_query_head"]))
     return tidy_csv(COLUMNS, rows)
 
 
-def _pair_rows(pairs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _query_head_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from _pair_rows({_OWN: data["qk"]}, which="query_head")
+    for row in data["removal"]:
+        at = {"removal_rate": row["removal_rate"], "grid": row["grid"]}
+        for layer, ranks in enumerate(row["ranks"]):
+            for head, rank in enumerate(ranks):
+                yield {
+                    "kind": "rank",
+                    "pair": _OWN,
+                    "layer": layer,
+                    "query_head": head,
+                    **at,
+                    "rank": rank,
+                    "rank_rounded": row["rounded_ranks"][layer][head],
+                }
+
+
+def _pair_rows(pairs: Mapping[str, Any], *, which: str = "kv_head") -> Iterator[dict[str, Any]]:
     for name, pair in pairs.items():
         yield {"kind": "pair", "pair": name, "cv_of_max": pair["cv_of_max"]}
         for dim, value in enumerate(pair["mean"], start=1):
             yield {"kind": "mean", "pair": name, "dim": dim, "singular_value": value}
         for layer, heads in enumerate(pair["singular_values"]):
-            for kv_head, values in enumerate(heads):
-                head = {"pair": name, "layer": layer, "kv_head": kv_head}
-                effective = pair["effective_rank"][layer][kv_head]
+            for place, values in enumerate(heads):
+                head = {"pair": name, "layer": layer, which: place}
+                effective = pair["effective_rank"][layer][place]
                 yield {"kind": "head", **head, "effective_rank": effective}
-                energies = pair["energy_kept"][layer][kv_head]
+                energies = pair["energy_kept"][layer][place]
                 for dim, (value, energy) in enumerate(zip(values, energies, strict=True), start=1):
                     yield {
                         "kind": "value",

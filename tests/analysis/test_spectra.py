@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvprof.analysis.moments import LayerMoments, Moments
-from kvprof.analysis.pairs import PAIRS
-from kvprof.analysis.spectra import spectrum_data
+from kvprof.analysis.pairs import PAIRS, pair_gram, query_head_gram
+from kvprof.analysis.spectra import query_head_data, spectrum_data
 from tests.analysis import stacked
 
 SHAPES = [(2, 2, 8, 6), (1, 3, 4, 6)]  # kv heads, group, width of K, width of V: layers differ
@@ -139,3 +139,69 @@ def test_the_data_is_json_and_work_on_it_leaves_the_moments_alone(seen):
     json.dumps(spectrum_data(moments, list(PAIRS), [0.1]), allow_nan=False)
     assert all(torch.equal(a, b.gram("k")) for a, b in zip(before, moments.layers, strict=True))
     assert (moments.tokens, moments.sequences) == (33, 3)
+
+
+def test_bases_per_query_head_are_those_of_each_head_stacked_on_its_keys(seen):
+    moments, chunks, _ = seen
+    rates, grid = [0.05, 0.3], 3
+    data = query_head_data(moments, rates, grid=grid)
+    assert data["group"] == [group for _, group, *_ in SHAPES]
+    exact, grouped = [], []
+    for (kv_heads, group, *_), vectors in zip(SHAPES, chunks, strict=True):
+        q, k = stacked.rows([vectors["q"]]), stacked.rows([vectors["k"]])
+        exact.append(
+            [
+                stacked.singular_values(np.concatenate([q[h], k[h // group]]))
+                for h in range(kv_heads * group)
+            ]
+        )
+        grouped.append(
+            [
+                stacked.singular_values(np.concatenate([*q[h * group : (h + 1) * group], k[h]]))
+                for h in range(kv_heads)
+            ]
+        )
+    for ours, theirs in zip(data["qk"]["singular_values"], exact, strict=True):
+        for row, values in zip(ours, theirs, strict=True):
+            stacked.close_to_largest(row, values)
+
+    def up(rank: int, width: int) -> int:
+        return min(-(-rank // grid) * grid, width)
+
+    for row, rate in zip(data["removal"], rates, strict=True):
+        own = [[ranks(head, rate) for head in layer] for layer in exact]
+        shared = [[ranks(head, rate) for head in layer] for layer in grouped]
+        assert (row["removal_rate"], row["grid"], row["ranks"]) == (rate, grid, own)
+        widths = [d for *_, d, _ in SHAPES]
+        rounded = [[up(r, d) for r in layer] for layer, d in zip(own, widths, strict=True)]
+        assert row["rounded_ranks"] == rounded
+        assert row["stored_dims"] == sum(map(sum, own))
+        assert row["stored_dims_rounded"] == sum(map(sum, rounded))
+        assert row["grouped_dims"] == sum(map(sum, shared))
+        assert row["grouped_dims_rounded"] == sum(
+            up(r, d) for layer, d in zip(shared, widths, strict=True) for r in layer
+        )
+        # Uncompressed keys are stored once per KV head.
+        assert row["full_dims"] == sum(kv * d for kv, _, d, _ in SHAPES)
+    json.dumps(data, allow_nan=False)
+
+
+def test_the_paired_form_is_the_sum_over_a_groups_query_heads(seen):
+    moments, *_ = seen
+    for layer, (kv_heads, group, d, _) in enumerate(SHAPES):
+        own = query_head_gram(moments, layer)
+        paired = pair_gram(moments, layer, "qk", paired=True)
+        summed = own.view(kv_heads, group, d, d).sum(1)
+        torch.testing.assert_close(summed, paired, rtol=1e-12, atol=0)
+
+
+def test_with_one_query_head_per_kv_head_both_bases_are_the_same(seen):
+    generator = torch.Generator().manual_seed(1)
+    shapes = dict.fromkeys(("q", "k", "v"), (3, 5))
+    moments = Moments([LayerMoments.empty(shapes, torch.device("cpu"))], "model")
+    moments.add(0, {key: torch.randn(2, 3, 9, 5, generator=generator) for key in shapes})
+    moments.count(2, 9)
+    data = query_head_data(moments, [0.2], grid=1)
+    assert data["group"] == [1]
+    assert data["qk"] == spectrum_data(moments, ["qk"], [])["pairs"]["qk"]
+    assert data["removal"][0]["stored_dims"] == data["removal"][0]["grouped_dims"]

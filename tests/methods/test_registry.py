@@ -12,6 +12,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
 from kvprof.methods.description import ranks_of
 from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.libraries import LIBRARIES
 from kvprof.methods.registry import (
     COMBINATIONS,
     METHODS,
@@ -33,6 +34,12 @@ def at_rate(name, wanted, arch="Llama", **options):
     return plan_for_rate(family(name, arch, **options), wanted, CONTEXT, itemsize=2)
 
 
+def skip_without_library(name):
+    if name in LIBRARIES:
+        module = LIBRARIES[name].module.partition(".")[0]
+        pytest.importorskip(module, reason=f"{LIBRARIES[name].package} is not installed")
+
+
 def fine(name):
     needs_ranks = name.startswith(("fdc", "zack", "palu", "tale", "kq", "svd", "strawman"))
     return {**(FINE if needs_ranks else {}), **({"heads": 2} if name.startswith("palu") else {})}
@@ -41,6 +48,7 @@ def fine(name):
 @pytest.mark.parametrize("arch", ["Llama", "Qwen3", "OPT", "Gemma2", "GptOss"])
 @pytest.mark.parametrize("name", [*METHODS, *COMBINATIONS])
 def test_every_listed_name_plans_and_fits(name, arch):
+    skip_without_library(name)
     options = fine(name)
     wanted = 0.0 if name == "full" else 0.3
     plan = at_rate(name, wanted, arch, **options)

@@ -16,8 +16,12 @@ def spectrum_result(
     warnings: tuple[str, ...] = (),
     labels: tuple[str, ...] = (),
     seed: int = 0,
+    group: int | None = None,
 ) -> dict[str, Any]:
-    """Heads per layer (default 4 in each of 6) and width per layer (default 128)."""
+    """Heads per layer (default 4 in each of 6) and width per layer (default 128).
+
+    With `group` the result has bases per query head, that many query heads for each KV head.
+    """
     heads = heads if heads is not None else [4] * 6
     widths = widths if widths is not None else [128] * len(heads)
     rng = np.random.default_rng(seed)
@@ -28,6 +32,9 @@ def spectrum_result(
             _removal(spectra, rate, grid, sum(a * b for a, b in zip(heads, widths, strict=True)))
             for rate in removal
         ]
+    data: dict[str, Any] = {"pairs": spectra, "removal": rows}
+    if group is not None:
+        data["per_query_head"] = _per_query_head(spectra["qk"], heads, widths, removal, grid, group)
     return {
         "schema": "kvprof/1",
         "kind": "spectrum",
@@ -57,7 +64,7 @@ def spectrum_result(
             "default_tokens_source": "8k is the papers' figure (FDC §6.7), not one measured here.",
             "labels": list(labels),
         },
-        "data": {"pairs": spectra, "removal": rows},
+        "data": data,
     }
 
 
@@ -110,6 +117,31 @@ def _removal(spectra: dict[str, Any], rate: float, grid: int, dims: int) -> dict
         kept = sum(sum(map(sum, row[f"{prefix}ranks_{pair}"])) for pair in ("qk", "vo"))
         row[key] = 1 - kept / (2 * dims)
     return row
+
+
+def _per_query_head(
+    grouped: dict[str, Any], heads: list[int], widths: list[int], removal: tuple[float, ...],
+    grid: int, group: int,
+) -> dict[str, Any]:  # fmt: skip
+    rng = np.random.default_rng(7)
+    own = _pair("q", [count * group for count in heads], widths, rng)
+
+    def ranks(pair: dict[str, Any], rate: float, multiple: int) -> list[list[int]]:
+        return [
+            [min(-(-_rank(np.array(head), rate) // multiple) * multiple, len(head)) for head in x]
+            for x in pair["singular_values"]
+        ]
+
+    rows = []
+    for rate in removal:
+        row: dict[str, Any] = {"removal_rate": rate, "grid": grid}
+        row |= {"ranks": ranks(own, rate, 1), "rounded_ranks": ranks(own, rate, grid)}
+        for key, pair in (("stored_dims", own), ("grouped_dims", grouped)):
+            row[key] = sum(map(sum, ranks(pair, rate, 1)))
+            row[f"{key}_rounded"] = sum(map(sum, ranks(pair, rate, grid)))
+        row["full_dims"] = sum(a * b for a, b in zip(heads, widths, strict=True))
+        rows.append(row)
+    return {"group": [group] * len(heads), "qk": own, "removal": rows}
 
 
 def _rank(head: np.ndarray, rate: float) -> int:

@@ -20,6 +20,9 @@ SHAPES = {
     "no removal": {"pairs": ("k", "v")},
     "one pair": {"pairs": ("qk",)},
     "no grid": {"grid": 1},
+    "per query head": {"group": 4},
+    "per query head, ragged": {"heads": [2, 1], "widths": [64, 128], "group": 2, "grid": 1},
+    "one query head": {"group": 1},
     "loud": {
         "complete": False,
         "warnings": ("stopped by Ctrl-C after 4,096 of 8,192 tokens", "[bold]literal[/bold]"),
@@ -163,3 +166,27 @@ def test_all_zero_spectrum_is_drawn_as_nothing():
     pair = result["data"]["pairs"]["k"]
     pair["mean"] = [0.0] * 128
     assert "nothing to plot" in render_text(report(result), 80)
+
+
+def test_bases_per_query_head_are_weighed_against_grouped_ones():
+    result = spectrum_result(group=4)
+    lines = section(render_text(report(result), 120), "One basis of qk per query head")
+    assert "4 per KV head and token instead of one" in " ".join(" ".join(lines).split())
+    rows = [line.split() for line in lines if re.match(r" +\d+ %", line)]
+    data = result["data"]["per_query_head"]
+    assert len(rows) == len(data["removal"])
+    for cells, row in zip(rows, data["removal"], strict=True):
+        found = [float(cell.rstrip("×").replace(",", "")) for cell in cells if cell != "%"]
+        ranks = [rank for layer in row["ranks"] for rank in layer]
+        exact = [100 * row["removal_rate"], sum(ranks) / len(ranks), row["stored_dims"]]
+        exact += [row["grouped_dims"], row["full_dims"], row["stored_dims"] / row["grouped_dims"]]
+        exact += [row["stored_dims"] / row["full_dims"], row["stored_dims_rounded"]]
+        exact += [row["grouped_dims_rounded"]]
+        assert found == pytest.approx(exact, abs=0.051)
+    assert "One basis" not in render_text(report(spectrum_result()), 80)
+
+
+def test_one_query_head_per_kv_head_is_one_sentence():
+    text = render_text(report(spectrum_result(group=1)), 80)
+    assert "Every KV head has one query head here, so both bases are the same." in text
+    assert "with grouped bases" not in text

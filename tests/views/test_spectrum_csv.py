@@ -70,3 +70,29 @@ def test_tidy_csv_leaves_missing_empty_and_refuses_unknown_columns():
     assert tidy_csv(("a", "b"), [{"a": 0.1}, {"b": None}]) == "a,b\n0.1,\n,\n"
     with pytest.raises(ValueError, match="c"):
         tidy_csv(("a",), [{"c": 1}])
+
+
+def test_bases_per_query_head_are_a_pair_of_their_own():
+    result = spectrum_result(heads=[2, 1], widths=[8, 8], group=3, grid=4)
+    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    own = [row for row in rows if row["pair"] == "qk_per_query_head"]
+    data = result["data"]["per_query_head"]
+    assert all(not row["kv_head"] for row in own)
+    values = {
+        (int(row["layer"]), int(row["query_head"]), int(row["dim"]) - 1): float(
+            row["singular_value"]
+        )
+        for row in own
+        if row["kind"] == "value"
+    }
+    assert len(values) == 9 * 8
+    for (layer, head, dim), value in values.items():
+        assert value == data["qk"]["singular_values"][layer][head][dim]
+    by_rate = {row["removal_rate"]: row for row in data["removal"]}
+    ranks = [row for row in own if row["kind"] == "rank"]
+    assert len(ranks) == 9 * len(by_rate)
+    for row in ranks:
+        at, place = by_rate[float(row["removal_rate"])], (int(row["layer"]), int(row["query_head"]))
+        assert int(row["rank"]) == at["ranks"][place[0]][place[1]]
+        assert int(row["rank_rounded"]) == at["rounded_ranks"][place[0]][place[1]]
+    assert {row["query_head"] for row in rows if row["pair"] != "qk_per_query_head"} == {""}

@@ -1,0 +1,219 @@
+"""Collects what methods have to know of a model before they can plan, each thing once."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvprof.calibration.fisher import FISHER_FORMS, GRADIENT_LENGTH, fisher_information
+from kvprof.calibration.moment_store import MomentStore, batch_size_for
+from kvprof.calibration.options import (
+    CalibrationInterrupted,
+    CalibrationOptions,
+    Progress,
+    silent,
+)
+from kvprof.calibration.sensitivity import PROBED_LENGTH, PROBED_TOKENS, measure_sensitivities
+from kvprof.calibration.tokens import CalibrationTokens, read_tokens
+from kvprof.errors import UsageError
+from kvprof.methods.family import HeadWeights, MethodInputs, PlanFamily
+from kvprof.methods.registry import COMBINATIONS, calibration_needs, method_names, plan_family
+from kvprof.models.load import LoadedModel
+from kvprof.sources.defaults import DEFAULT_TOKENS
+from kvprof.sources.grammar import SourceKind, parse_source
+
+__all__ = ["CalibrationInterrupted", "CalibrationOptions", "Calibrator", "Progress"]
+
+# What a combination's name is joined by, and its options that are not its method's.
+_JOINTS = ("+", "-")
+_MODIFIER_OPTIONS = ("bits", "keep")
+
+
+# Figures per head, and what a plan keeps about how they were measured.
+_Weighed = tuple[HeadWeights, dict[str, Any]]
+
+
+class Calibrator:
+    """Runs a model over calibration data as methods ask for it, and never twice for the same.
+
+    Moments are kept by source; those before RoPE and those of several heads jointly are collected
+    only for methods that need them. Fisher information and sensitivities (``allocation`` ``fisher``
+    and ``budget``) are measured on text: on the user's, or where that is random tokens or saved
+    moments, on the embedded calibration split. Random tokens would say what matters for predicting
+    noise.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    options : CalibrationOptions
+    progress : Progress, optional
+        Called once per stage; silent by default.
+    should_stop : callable
+        Asked after each batch; True ends with `CalibrationInterrupted`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: CalibrationOptions,
+        *,
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._progress = progress or silent
+        self._should_stop = should_stop
+        self._moments = MomentStore(loaded, options, self._progress, should_stop)
+        self._fisher: dict[str, _Weighed] = {}
+        self._sensitivities: dict[tuple[object, ...], _Weighed] = {}
+
+    def expect(self, method: str, **options: Any) -> None:
+        """Announce a method, so that one pass collects what all announced ones need.
+
+        Raises
+        ------
+        UsageError
+            For an unknown method.
+        """
+        needs = calibration_needs(method, **options)
+        if needs is not None:
+            self._moments.expect(needs)
+
+    def inputs(self, method: str, **options: Any) -> MethodInputs:
+        """Return what `plan_family` needs for a method with these options.
+
+        Parameters
+        ----------
+        method : str
+            A method's or a combination's name.
+        **options
+            The method's own. ``allocation`` ``fisher`` and ``budget`` have their measurements made;
+            with ``fisher`` also ``fisher_form`` (`FISHER_FORMS`), which the method itself must not
+            be given.
+
+        Raises
+        ------
+        UsageError
+            For an unknown method, a source that is too short, or moments of another model.
+        CalibrationInterrupted
+            When `should_stop` said so.
+        """
+        loaded, allocation = self._loaded, options.get("allocation")
+        form = options.pop("fisher_form", None)
+        if form is not None and (allocation != "fisher" or form not in FISHER_FORMS):
+            raise UsageError(
+                f"fisher_form {form!r}: with allocation fisher it is one of "
+                f"{', '.join(FISHER_FORMS)}, and without it means nothing"
+            )
+        needs = calibration_needs(method, **options)
+        made = {
+            "model": loaded.spec,
+            "architecture": loaded.layout.architecture,
+            "revision": loaded.revision,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+        }
+        inputs = MethodInputs(loaded.layout, loaded.fingerprint, made=made)
+        if needs is not None:
+            inputs = replace(inputs, moments=self._moments.get(needs))
+        if allocation in ("fisher", "budget"):
+            base, own = _base(method, options)
+            family = self._shared_out(base, inputs, own)
+            if allocation == "fisher":
+                return self._with_fisher(inputs, form or FISHER_FORMS[0])
+            return self._with_sensitivities(inputs, base, own, family)
+        return inputs
+
+    def family(self, method: str, **options: Any) -> PlanFamily:
+        """Return the plans of a method, calibrated.
+
+        Raises
+        ------
+        UsageError, CalibrationInterrupted
+            As `inputs`; and for an option that the method does not have.
+        """
+        inputs = self.inputs(method, **options)
+        own = {key: value for key, value in options.items() if key != "fisher_form"}
+        return plan_family(method, inputs, **own)
+
+    # Fisher information and sensitivities.
+
+    def _text(self, most: int, longest: int) -> CalibrationTokens:
+        """Read at most so many tokens of text, in sequences that several kinds of text fit in."""
+        source = self._options.source
+        if source is None or source.kind in (SourceKind.RANDOM, SourceKind.MOMENTS):
+            source = parse_source("calibration")
+        else:
+            most = min(most, self._options.tokens or most)
+        length = min(self._options.seq_len, longest)
+        return read_tokens(self._loaded, source, tokens=None, most=most, seq_len=length)
+
+    def _shared_out(self, base: str, inputs: MethodInputs, own: Mapping[str, Any]) -> PlanFamily:
+        """Return the method's plans with its own allocation: what could have ranks at all."""
+        # The name of the option is refused here where the method has none.
+        plain = {key: value for key, value in own.items() if key != "allocation"}
+        family = plan_family(base, inputs, **plain)
+        if not family.targets or family.at_ranks is None:
+            raise UsageError(
+                f"{base} hands out no ranks, so --allocation {own['allocation']} means nothing"
+            )
+        return family
+
+    def _with_fisher(self, inputs: MethodInputs, form: str) -> MethodInputs:
+        if form not in self._fisher:
+            text = self._text(DEFAULT_TOKENS, GRADIENT_LENGTH)
+            title = f"gradients of {text.source.name} text"
+            with self._progress(title, text.count) as bar:
+                weights = fisher_information(
+                    self._loaded,
+                    text.batches(1),
+                    form=form,
+                    advance=bar.advance,
+                    should_stop=self._should_stop,
+                )
+            if weights is None:
+                raise CalibrationInterrupted("interrupted while taking gradients")
+            self._fisher[form] = weights, {"form": form, **_about(text)}
+        weights, made = self._fisher[form]
+        return replace(inputs, fisher=weights, made={**inputs.made, "fisher": made})
+
+    def _with_sensitivities(
+        self, inputs: MethodInputs, base: str, own: Mapping[str, Any], family: PlanFamily
+    ) -> MethodInputs:
+        # Ranks are handed out from the same bases whatever the grid is.
+        bases = {k: v for k, v in own.items() if k not in ("allocation", "grid", "minimum")}
+        key = (base, repr(sorted(bases.items())), id(inputs.moments))
+        if key not in self._sensitivities:
+            text = self._text(PROBED_TOKENS, PROBED_LENGTH)
+            title = f"probing {len(family.targets)} targets of {base} on {text.source.name} text"
+            with self._progress(title, len(family.targets)) as bar:
+                found = measure_sensitivities(
+                    self._loaded,
+                    family,
+                    list(text.batches(batch_size_for(self._loaded, self._options, text.seq_len))),
+                    advance=bar.advance,
+                    should_stop=self._should_stop,
+                )
+            if found is None:
+                raise CalibrationInterrupted("interrupted while probing heads")
+            self._sensitivities[key] = found.weights, {**found.described, **_about(text)}
+        weights, made = self._sensitivities[key]
+        return replace(inputs, sensitivities=weights, made={**inputs.made, "sensitivity": made})
+
+
+def _about(text: CalibrationTokens) -> dict[str, Any]:
+    return {
+        "source": text.source.name,
+        "tokens": text.count,
+        "seq_len": text.seq_len,
+        **text.described(),
+    }
+
+
+def _base(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the method that a combination is built on, and the options that are its own."""
+    known = [name for name in method_names() if name not in COMBINATIONS]
+    if method in known:
+        return method, dict(options)
+    fitting = [name for name in known if any(method.startswith(name + joint) for joint in _JOINTS)]
+    own = {key: value for key, value in options.items() if key not in _MODIFIER_OPTIONS}
+    return max(fitting, key=len), own

@@ -1,0 +1,168 @@
+"""Fisher information of the key and value projections, head by head (Palu §3.3)."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers.pytorch_utils import Conv1D
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.methods.family import HeadWeights
+from kvprof.models.load import LoadedModel
+from kvprof.models.projections import head_columns
+
+__all__ = ["FISHER_FORMS", "GRADIENT_LENGTH", "fisher_information"]
+
+#: How the squared gradients of a head's weights become one figure; the first is the default.
+FISHER_FORMS = ("paper", "code")
+
+#: Longest sequence that a gradient is taken of, Palu's own (§4.1): the backward pass keeps every
+#: activation, and the expectation is over sequences, so more of them say more than longer ones.
+GRADIENT_LENGTH = 1024
+
+_SIDES = {"keys": "k", "values": "v"}
+
+
+def fisher_information(
+    loaded: LoadedModel,
+    batches: Iterable[Tensor],
+    *,
+    form: str = "paper",
+    advance: Callable[[int], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> HeadWeights | None:
+    """Return how much information about the next token each head's W_K and W_V carry.
+
+    The empirical Fisher information ``E[grad²]``: the mean over sequences of the squared gradient
+    of a sequence's mean next-token loss, each sequence by itself (the square of a batch's summed
+    gradient would be another figure). The paper sums it over a matrix (Palu §3.3); its code takes
+    the mean over the matrix of ``sqrt(E[grad²])``, which flattens the ranks.
+
+    Nothing of the model changes: gradients are taken for these weights alone, no ``.grad`` is
+    written, and ``requires_grad`` is put back, also after an exception.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    batches : iterable of Tensor
+        ``[B, T]`` token ids of text, T at least 2.
+    form : str
+        ``paper`` or ``code``.
+    advance : callable
+        Told the number of tokens of each sequence that is done.
+    should_stop : callable
+        Asked after each sequence; True ends with None.
+
+    Returns
+    -------
+    mapping or None
+        ``{"keys": [layer][kv_head], "values": …}``, none negative; a head's figure is over its own
+        columns, ``[hidden, head_dim]``. Of the heads of a group the sum (``paper``) and the mean
+        (``code``) of the group's matrix is a multiple of the mean over its heads.
+
+    Raises
+    ------
+    UsageError
+        Where K or V has no plain projection, the weights are offloaded or quantised, or there is no
+        sequence.
+    FailedError
+        When a gradient is not finite.
+    """
+    if form not in FISHER_FORMS:
+        raise UsageError(f"fisher_form: {form!r} is none of {', '.join(FISHER_FORMS)}")
+    places = _places(loaded)
+    weights = {name: _weight(loaded, name) for name, _ in places.values()}
+    squares: dict[str, Tensor] = {}
+    count = 0
+    with _only_these(loaded, list(weights.values())):
+        for sequence in (row for batch in batches for row in batch):
+            gradients = _gradients(loaded, sequence, list(weights.values()))
+            for name, gradient in zip(weights, gradients, strict=True):
+                square = gradient.float().square_()
+                squares[name] = squares[name].add_(square) if name in squares else square
+            count += 1
+            advance(len(sequence))
+            if should_stop():
+                return None
+    if not count:
+        raise UsageError("Fisher information needs text of two tokens or more")
+    return _per_head(loaded, places, {name: s / count for name, s in squares.items()}, form)
+
+
+_Place = tuple[str, Tensor]
+
+
+def _places(loaded: LoadedModel) -> dict[tuple[str, int, int], _Place]:
+    """Return where each side's, layer's and head's weights lie."""
+    return {
+        (side, facts.index, head): head_columns(loaded.model, facts, kind, [head])
+        for side, kind in _SIDES.items()
+        for facts in loaded.layout.layers
+        for head in range(facts.num_kv_heads)
+    }
+
+
+def _weight(loaded: LoadedModel, name: str) -> nn.Parameter:
+    module = loaded.model.get_submodule(name)
+    weight = getattr(module, "weight", None)
+    plain = type(module) is nn.Linear or isinstance(module, Conv1D)
+    if not plain or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
+        raise UsageError(
+            f"{loaded.spec}: no gradient can be taken of {name} ({type(module).__name__}), so "
+            "there is no Fisher information; choose another --allocation"
+        )
+    if weight.is_meta:
+        raise UsageError(
+            f"{loaded.spec}: {name} is offloaded, and gradients need every weight on a device; "
+            "choose another --allocation or --device"
+        )
+    return weight
+
+
+def _gradients(
+    loaded: LoadedModel, sequence: Tensor, weights: Sequence[nn.Parameter]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of one sequence's mean next-token loss."""
+    ids = sequence.unsqueeze(0).to(loaded.device)
+    with torch.enable_grad():
+        logits = loaded.model(input_ids=ids, use_cache=False).logits[0, :-1]
+        loss = cross_entropy(logits.float(), ids[0, 1:].to(logits.device))
+        return torch.autograd.grad(loss, weights)
+
+
+@contextmanager
+def _only_these(loaded: LoadedModel, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let gradients flow to some weights and to nothing else; put everything back afterwards."""
+    before = {parameter: parameter.requires_grad for parameter in loaded.model.parameters()}
+    try:
+        loaded.model.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for parameter, wanted in before.items():
+            parameter.requires_grad_(wanted)
+
+
+def _per_head(
+    loaded: LoadedModel,
+    places: dict[tuple[str, int, int], _Place],
+    means: dict[str, Tensor],
+    form: str,
+) -> HeadWeights:
+    found: dict[str, list[list[float]]] = {
+        side: [[] for _ in loaded.layout.layers] for side in _SIDES
+    }
+    for (side, layer, _), (name, columns) in places.items():
+        linear = isinstance(loaded.model.get_submodule(name), nn.Linear)
+        mean = means[name]
+        part = mean.index_select(0 if linear else 1, columns.to(mean.device)).double()
+        figure = float(part.sum() if form == "paper" else part.sqrt().mean())
+        if not figure < float("inf"):
+            raise FailedError(
+                f"{loaded.spec}: the gradient of {name} is not finite; --dtype is too narrow for it"
+            )
+        found[side][layer].append(figure)
+    return found

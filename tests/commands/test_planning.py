@@ -1,0 +1,118 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvprof.commands.planning import calibration_options, make_plan, method_options
+from kvprof.errors import UsageError
+from kvprof.interrupt import Stop
+from kvprof.methods.accounting import rate
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import save_plan
+from kvprof.models.load import LoadedModel, load_model, wrap_model
+from tests.models.tiny import tiny
+
+FINE = {"grid": 2, "minimum": 2}
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder: Path) -> LoadedModel:
+    return load_model(str(tiny_folder), device="cpu")
+
+
+def planned(loaded: LoadedModel, **given: Any) -> Plan:
+    arguments: dict[str, Any] = {
+        "method": None, "rate": None, "removal": None, "plan_file": None, "calibrate": None,
+        "calibrate_tokens": None, "options": {}, "context": 96, "seq_len": 64, "stop": Stop(),
+    }  # fmt: skip
+    return make_plan(loaded, **{**arguments, **given})
+
+
+def test_a_rate_is_reached_with_no_more_compression_than_asked(loaded: LoadedModel) -> None:
+    plan = planned(loaded, method="kq", rate=0.4, calibrate="random:512", options=FINE)
+    assert 0.4 <= rate(plan, 96, itemsize=4) < 0.45
+    assert plan.made["calibration"]["seq_len"] == 64
+    full = planned(loaded, method="kq", rate=0.0, calibrate="random:512", options=FINE)
+    assert rate(full, 96, itemsize=4) == 0.0
+    one = planned(loaded, method="fdc", removal=0.2, calibrate_tokens="512", options=FINE)
+    assert one.made["removal_rate"] == 0.2
+    assert one.made["calibration"]["tokens"] == 512
+
+
+def test_a_method_of_one_setting_needs_no_rate(loaded: LoadedModel) -> None:
+    assert planned(loaded, method="fp8").method == "fp8"
+    assert planned(loaded, method="full").method == "full"
+    for method in ("kq", "kivi", "h2o"):
+        with pytest.raises(UsageError, match=f"--method {method} needs --rate"):
+            planned(loaded, method=method)
+
+
+def test_a_saved_plan_is_read_and_nothing_may_be_said_beside_it(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.safetensors"
+    saved = planned(loaded, method="kq", rate=0.3, calibrate="random:512", options=FINE)
+    save_plan(saved, path)
+    assert planned(loaded, plan_file=path).made == saved.made
+    with pytest.raises(UsageError, match=r"leave out --method and --rate and --grid and --option"):
+        planned(loaded, plan_file=path, method="kq", rate=0.0, options={"grid": 2, "values": "x"})
+    with pytest.raises(UsageError, match="not for the model given"):
+        planned(wrap_model(tiny("Llama", seed=9)), plan_file=path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give --method with --rate"),
+        ({"method": "kq", "rate": 0.1, "removal": 0.1}, "--rate and --removal"),
+        ({"method": "mine", "rate": 0.1}, "'mine' is unknown"),
+        ({"method": "fp8", "calibrate": "random:8k"}, "fp8 needs no calibration"),
+        ({"method": "kq", "rate": 0.1, "calibrate": "nowhere.txt"}, "'nowhere.txt' is no file"),
+        ({"method": "kq", "rate": 0.1, "calibrate": "random:8k", "calibrate_tokens": "1k"},
+         "two counts"),
+        ({"method": "kq", "rate": 0.1, "calibrate_tokens": "lots"}, "--calibrate-tokens: 'lots'"),
+        ({"method": "kq", "rate": 0.99, "calibrate_tokens": "512"}, "reaches rates from 0.000 to"),
+        ({"method": "kq", "rate": 1.5, "calibrate_tokens": "512"}, "not between 0 and 1"),
+        ({"method": "palu", "removal": 0.1, "calibrate_tokens": "512", "options": {"heads": 2}},
+         "--removal is FDC's"),
+        ({"method": "kq", "rate": 0.1, "calibrate_tokens": "512", "options": {"heads": 2}},
+         "kq has no option heads"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(
+    loaded: LoadedModel, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        planned(loaded, **given)
+
+
+def test_an_interrupted_calibration_ends_with_130(
+    loaded: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = Stop()
+    stop.requested = True
+    with pytest.raises(typer.Exit) as ended:
+        planned(loaded, method="kq", rate=0.3, calibrate_tokens="16k", stop=stop)
+    assert ended.value.exit_code == 130
+    assert "there is no plan yet" in capsys.readouterr().err
+
+
+def test_options_are_read_as_what_they_are() -> None:
+    extra = ["heads=4", "recent=0.2", "lazy=false", "hadamard=True", "values=svd-v", "bits=2, 4"]
+    assert method_options("budget", None, 8, extra) == {
+        "allocation": "budget", "minimum": 8, "heads": 4, "recent": 0.2, "lazy": False,
+        "hadamard": True, "values": "svd-v", "bits": (2, 4),
+    }  # fmt: skip
+    assert method_options(None, None, None, None) == {}
+    for wrong in ("heads", "=4", "a b=4"):
+        with pytest.raises(UsageError, match="write KEY=VALUE"):
+            method_options(None, None, None, [wrong])
+    with pytest.raises(UsageError, match="given twice"):
+        method_options(None, 16, None, ["grid=8"])
+
+
+def test_calibration_options_default_to_the_method(tmp_path: Path) -> None:
+    options = calibration_options(None, None, seq_len=None)
+    assert (options.source, options.tokens, options.seq_len) == (None, None, 2048)
+    assert calibration_options("prose", "4k", seq_len=512).tokens == 4096

@@ -1,0 +1,125 @@
+"""At full rank every method says what the model says, on every architecture that it accepts.
+
+`tests.runtime.test_generation` asks the runtime that of plans with random bases; here the plans are
+the methods' own, calibrated.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvprof.analysis.collect import CollectOptions, collect_moments
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import dim_rate
+from kvprof.methods.family import MethodInputs, plan_at
+from kvprof.methods.plan import Plan
+from kvprof.methods.registry import METHODS, plan_family
+from kvprof.models.load import load_model
+from kvprof.runtime.compressed import compressed
+from kvprof.sources.grammar import parse_source
+from tests.methods.models import FINE, inputs, model
+from tests.models.tiny import ARCHITECTURES
+from tests.runtime.test_generation import padded
+
+#: Every method but those that quantise or evict, and their options that change what is computed.
+METHODS_AT_FULL_RANK: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "fdc": ("fdc", FINE),
+    "fdc_raw": ("fdc", {**FINE, "keys": "svd-qk-paired", "values": "svd-vo-raw"}),
+    "zack": ("zack", FINE),
+    "kq": ("kq", FINE),
+    "svd_kv": ("svd-kv", FINE),
+    "svd_k": ("svd-k", FINE),
+    "svd_v": ("svd-v", FINE),
+    "palu": ("palu", {**FINE, "heads": 2}),
+    "palu_alone": ("palu", {**FINE, "heads": 1}),
+    "palu_hadamard": ("palu", {**FINE, "heads": 2, "hadamard": True}),
+    "tale": ("tale", {**FINE, "heads": 2}),
+    "tale_eager": ("tale", {**FINE, "heads": 2, "lazy": False, "sink": 0}),
+    "strawman": ("strawman", FINE),
+}
+_LOSSY = ("fp8", "per-token", "kivi", "kvquant", "hqq", "quanto", "tale+kivi", "sink-recent", "h2o",
+          "keyformer")  # fmt: skip
+_TOKENS = 6
+
+
+def full_rank(name: str, arch: str) -> Plan:
+    method, options = METHODS_AT_FULL_RANK[name]
+    plan = plan_at(plan_family(method, inputs(arch), **options), 0.0)
+    assert dim_rate(plan) == 0
+    return plan
+
+
+def generated(arch: str, plan: Plan | None, **options: Any) -> Any:
+    ids, mask = padded()
+    settings = {"attention_mask": mask, "max_new_tokens": _TOKENS, "do_sample": False,
+                "eos_token_id": None, "pad_token_id": 0, "output_logits": True,
+                "return_dict_in_generate": True, **options}  # fmt: skip
+    torch.manual_seed(3)
+    if plan is None:
+        return model(arch).model.generate(ids, **settings)
+    with compressed(model(arch), plan):
+        return model(arch).model.generate(ids, **settings)
+
+
+def test_no_method_is_left_out() -> None:
+    assert {method for method, _ in METHODS_AT_FULL_RANK.values()} | set(_LOSSY) == set(METHODS)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_tokens_and_logits_are_the_models_own(arch: str) -> None:
+    """Batch of 3 with left padding; logits of the prompt's last token and of every step."""
+    wanted = generated(arch, None)
+    logits = torch.stack(wanted.logits)
+    for name in METHODS_AT_FULL_RANK:
+        if arch == "Mistral" and name.startswith("tale"):
+            with pytest.raises(UsageError, match="every layer has a sliding window"):
+                full_rank(name, arch)
+            continue
+        found = generated(arch, full_rank(name, arch))
+        assert torch.equal(found.sequences, wanted.sequences), name
+        error = (torch.stack(found.logits) - logits).norm() / logits.norm()
+        assert error < 1e-4, (name, float(error))
+
+
+@pytest.mark.parametrize("arch", ["Llama", "GPT2", "Gemma3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.8},
+        {"num_beams": 3},
+        {"cache_implementation": "static"},
+    ],
+    ids=["sampled", "beams", "static"],
+)
+def test_sampled_tokens_beams_and_static_caches_too(arch: str, options: dict[str, Any]) -> None:
+    own = {key: value for key, value in options.items() if key != "cache_implementation"}
+    wanted = generated(arch, None, **own).sequences
+    for name in METHODS_AT_FULL_RANK:
+        found = generated(arch, full_rank(name, arch), **options).sequences
+        assert torch.equal(found, wanted), name
+
+
+@pytest.mark.slow
+def test_on_the_reference_model() -> None:
+    """The same with the model that ships with kvprof, calibrated on 512 tokens."""
+    loaded = load_model("reference", device="cpu", dtype="float32")
+    settings = CollectOptions(
+        512, 128, pre_rope=True, joint_heads=loaded.layout.layers[0].num_kv_heads
+    )
+    *_, moments = collect_moments(loaded, parse_source("random:512"), settings)
+    given = MethodInputs(loaded.layout, loaded.fingerprint, moments)
+    ids, mask = padded()
+    options = {"attention_mask": mask, "max_new_tokens": _TOKENS, "do_sample": False,
+               "eos_token_id": None, "pad_token_id": 0, "output_logits": True,
+               "return_dict_in_generate": True}  # fmt: skip
+    wanted = loaded.model.generate(ids, **options)
+    logits = torch.stack(wanted.logits)
+    for name, (method, chosen) in METHODS_AT_FULL_RANK.items():
+        plan = plan_at(plan_family(method, given, **chosen), 0.0)
+        with compressed(loaded, plan):
+            found = loaded.model.generate(ids, **options)
+        assert torch.equal(found.sequences, wanted.sequences), name
+        error = (torch.stack(found.logits) - logits).norm() / logits.norm()
+        assert error < 1e-4, (name, float(error))
