@@ -96,10 +96,16 @@ def cpu_model() -> str:
 
 
 def usable_threads() -> int:
-    """Return the hardware threads this process may run on (a container may have fewer)."""
+    """Return the hardware threads this process may use (a container may have fewer)."""
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        count = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # not there, or "max"
+        pass
+    return count
 
 
 def memory_bytes() -> int:

@@ -32,6 +32,7 @@ class CommandNeeds:
     uses_gpu: bool = False
 
 
+_QUANTISERS = (("hqq", "--method hqq"), ("optimum-quanto", "--method quanto"))
 _MODEL_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy", "jsonschema")
 
 #: By command; `kvprof.cli.COMMANDS` has the same names.
@@ -42,6 +43,14 @@ COMMAND_NEEDS = {
     "stability": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
     ),
+    "plan": CommandNeeds((*_MODEL_PACKAGES, "platformdirs"), _QUANTISERS, uses_gpu=True),
+    "eval": CommandNeeds(_MODEL_PACKAGES, (("lm-eval", "--harness"), *_QUANTISERS), uses_gpu=True),
+    "frontier": CommandNeeds(
+        (*_MODEL_PACKAGES, "plotext", "platformdirs"),
+        (("matplotlib", "--svg and --png"), *_QUANTISERS),
+        uses_gpu=True,
+    ),
+    "generate": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
     "doctor": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py", "numpy", "packaging")),
 }
 

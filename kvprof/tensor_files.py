@@ -29,7 +29,7 @@ def save_tensors(
     ----------
     path : Path
     tensors : dict of str to Tensor
-        On any device.
+        On any device; two names may share one tensor, which is then written twice.
     metadata : dict of str to str
         What belongs with them; ``format`` and ``digest`` are added.
     format_name : str
@@ -42,7 +42,14 @@ def save_tensors(
     UsageError
         When the file exists and `force` is not given.
     """
-    stored = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    stored: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in tensors.items():
+        own = value.detach().cpu().contiguous()
+        place = own.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, as the two sides of an orthogonal basis do.
+        stored[name] = own.clone() if place in seen else own
+        seen.add(place)
     described = {**metadata, "format": format_name}
     described["digest"] = _digest(stored, described)
     write_bytes_atomic(path, save(stored, described), force=force)

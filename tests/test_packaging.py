@@ -13,10 +13,13 @@ import kvprof
 ROOT = Path(kvprof.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
+EXTRAS = PROJECT["optional-dependencies"]
+# What '.[dev]' installs, and so what constraints.txt pins; the other extras are for users to add.
+INSTALLED_EXTRAS = ("plot", "recipe", "dev")
 OPTIONAL = [
     Requirement(line)
-    for lines in PROJECT["optional-dependencies"].values()
-    for line in lines
+    for extra in INSTALLED_EXTRAS
+    for line in EXTRAS[extra]
     if not line.startswith("kvprof[")
 ]
 PINS = {
@@ -30,6 +33,11 @@ PINS = {
 def test_every_dependency_is_pinned_inside_its_range(requirement: Requirement) -> None:
     pin = PINS[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(pin)
+
+
+def test_dev_installs_the_extras_that_are_pinned() -> None:
+    (own,) = (line for line in EXTRAS["dev"] if line.startswith("kvprof["))
+    assert Requirement(own).extras | {"dev"} == set(INSTALLED_EXTRAS)
 
 
 def test_pins_are_exact_and_of_no_particular_build() -> None:

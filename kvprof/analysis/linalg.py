@@ -6,15 +6,16 @@ a GPU come over for it: cuSOLVER takes them one by one and is slower than the tr
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["eigh", "map_threads", "svd"]
+__all__ = ["eigh", "few_threads", "map_threads", "svd"]
 
 Item = TypeVar("Item")
 Out = TypeVar("Out")
@@ -22,8 +23,23 @@ Out = TypeVar("Out")
 # Below this many matrices per thread, handing them over costs more than it saves.
 _FEWEST_PER_THREAD = 4
 
+# What many small products and factorisations can use; more threads only wait for each other. 64 on
+# two cores made the bases of the reference model 27 times slower.
+_FEW = 4
+
 # Up to this size cuSOLVER decomposes a whole batch at once, by Jacobi's method.
 _JACOBI_WIDTH = 32
+
+
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """Let torch use a few threads of the CPU at most while the body runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, _FEW))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:

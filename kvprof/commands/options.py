@@ -1,11 +1,13 @@
 """Options that several commands share: the model, where it runs, how it is fed."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvprof import console
+from kvprof.environment import usable_threads
 from kvprof.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def load_for_command(
     """Load the model that a command was asked for; ``reference`` when it names none."""
     from kvprof.models.load import load_model
 
+    _use_what_is_there()
     spec = model or "reference"
     with console.status(f"loading {spec}"):
         return load_model(
@@ -73,6 +76,19 @@ def load_for_command(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+
+
+def _use_what_is_there() -> None:
+    """Keep torch from starting more threads than a container's share of the processor has room for.
+
+    Torch counts the whole machine's cores; threads beyond the share make everything many times
+    slower. Whoever sets ``OMP_NUM_THREADS`` knows better.
+    """
+    import torch
+
+    usable = usable_threads()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable:
+        torch.set_num_threads(usable)
 
 
 def defined_pairs(

@@ -1,7 +1,9 @@
 """Options and steps that ``plan``, ``eval``, ``frontier`` and ``generate`` share: one plan."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,96 +21,13 @@ if TYPE_CHECKING:
     from kvprof.models.load import LoadedModel
 
 __all__ = [
-    "AllocationOption",
-    "CalibrateOption",
-    "CalibrateTokensOption",
-    "GridOption",
-    "MethodOption",
-    "MethodOptionsOption",
-    "MinimumOption",
-    "PlanFileOption",
-    "RateOption",
-    "RemovalOption",
+    "calibration_interrupts",
     "calibration_options",
+    "check_calibration",
+    "check_choice",
     "make_plan",
-    "method_options",
+    "plan_of",
 ]
-
-MethodOption = Annotated[
-    str | None,
-    typer.Option("--method", help="fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer."),
-]
-RateOption = Annotated[
-    float | None,
-    typer.Option("--rate", help="Share of the cache's bytes saved, everything counted; 0 is full."),
-]
-RemovalOption = Annotated[
-    float | None,
-    typer.Option("--removal", help="Instead of --rate: the removal rate of FDC eq. 1."),
-]
-PlanFileOption = Annotated[
-    Path | None, typer.Option("--plan", help="A saved plan, instead of --method.")
-]
-CalibrateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--calibrate",
-        help="random:8k, prose, code, tasks, calibration (embedded), a file, or saved moments. "
-        "Default by method.",
-    ),
-]
-CalibrateTokensOption = Annotated[
-    str | None,
-    typer.Option("--calibrate-tokens", help="How many; k is 1,024. Default 8k, less of a text."),
-]
-AllocationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--allocation", help="removal, uniform, tail, fisher or budget. Default by method."
-    ),
-]
-GridOption = Annotated[
-    int | None,
-    typer.Option("--grid", min=1, help="Ranks are multiples of this. Default by method."),
-]
-MinimumOption = Annotated[
-    int | None, typer.Option("--minimum", min=1, help="Smallest rank. Default by method.")
-]
-MethodOptionsOption = Annotated[
-    list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="Another option of the method; repeatable."),
-]
-
-
-def method_options(
-    allocation: str | None, grid: int | None, minimum: int | None, extra: list[str] | None
-) -> dict[str, Any]:
-    """Return the options of a method as keyword arguments; those not given are left out.
-
-    Parameters
-    ----------
-    allocation, grid, minimum
-        From the command line.
-    extra : list of str or None
-        ``KEY=VALUE``; values are read as whole numbers, numbers, ``true`` or ``false``, several of
-        these with commas between them, or else as text.
-
-    Raises
-    ------
-    UsageError
-        When an entry has no value, or an option is given twice.
-    """
-    named = {"allocation": allocation, "grid": grid, "minimum": minimum}
-    options = {key: value for key, value in named.items() if value is not None}
-    for entry in extra or []:
-        key, equals, value = entry.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals or not key.isidentifier():
-            raise UsageError(f"--option {entry!r}: write KEY=VALUE, for example heads=4")
-        if key in options:
-            raise UsageError(f"--option {entry!r}: {key} is given twice")
-        options[key] = _value(value.strip())
-    return options
 
 
 def calibration_options(
@@ -175,7 +94,7 @@ def make_plan(
     typer.Exit
         With 130 when the calibration was interrupted: nothing can be planned then.
     """
-    _check_choice(
+    check_choice(
         method, plan_file, rate=rate, removal=removal, calibrate=calibrate,
         calibrate_tokens=calibrate_tokens, options=options,
     )  # fmt: skip
@@ -183,36 +102,91 @@ def make_plan(
         from kvprof.methods.plan_files import load_plan
 
         return load_plan(plan_file, fingerprint=loaded.fingerprint)
-    assert method is not None
+    assert method is not None  # check_choice has seen to it
+    check_calibration(
+        method, options, calibrated=bool(calibrate or calibrate_tokens),
+        rated=rate is not None or removal is not None,
+    )  # fmt: skip
 
-    from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
+    from kvprof.calibration.calibrator import Calibrator
+
+    given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
+    calibrator = Calibrator(loaded, given, progress=console.track, should_stop=stop)
+    with calibration_interrupts():
+        family = calibrator.family(method, **options)
+    with console.status(f"planning {method}"):
+        return plan_of(loaded, family, rate, removal, context)
+
+
+def check_calibration(
+    method: str, options: Mapping[str, Any], *, calibrated: bool, rated: bool
+) -> None:
+    """Refuse what a method has no use for, or lacks.
+
+    Parameters
+    ----------
+    method : str
+    options : mapping
+        Of the method.
+    calibrated, rated : bool
+        Whether the user said how to calibrate, and how much to remove.
+
+    Raises
+    ------
+    UsageError
+        Naming the options.
+    """
     from kvprof.methods.registry import calibration_needs
 
     needs = calibration_needs(method, **options)
-    if needs is None and (calibrate or calibrate_tokens):
+    if needs is None and calibrated:
         raise UsageError(
             f"{method} needs no calibration; leave out --calibrate and --calibrate-tokens"
         )
-    if needs is not None and rate is None and removal is None:
+    if needs is not None and not rated:
         raise UsageError(f"--method {method} needs --rate or --removal")
-    given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
-    calibrator = Calibrator(loaded, given, progress=console.track, should_stop=stop)
+
+
+@contextmanager
+def calibration_interrupts() -> Iterator[None]:
+    """Say that nothing was planned, and end with 130, when the body's calibration is interrupted.
+
+    Raises
+    ------
+    typer.Exit
+    """
+    from kvprof.calibration.calibrator import CalibrationInterrupted
+
     try:
-        family = calibrator.family(method, **options)
+        yield
     except CalibrationInterrupted as cause:
         console.error(f"calibration {cause}: there is no plan yet, and nothing is kept")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    with console.status(f"planning {method}"):
-        return _chosen(loaded, family, rate, removal, context)
 
 
-def _chosen(
+def plan_of(
     loaded: "LoadedModel",
     family: "PlanFamily",
     rate: float | None,
     removal: float | None,
     context: int,
 ) -> "Plan":
+    """Return the plan of a family that the user's rate or removal rate asks for.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    family : PlanFamily
+    rate, removal : float or None
+        From the command line; neither is needed where the method has one setting.
+    context : int
+        Tokens at which the bytes of a rate are counted.
+
+    Raises
+    ------
+    UsageError
+        For a rate out of reach, or a removal rate of a method that has none.
+    """
     from kvprof.methods.family import plan_at, plan_for_rate
     from kvprof.methods.low_rank import KNOBS
 
@@ -230,7 +204,7 @@ def _chosen(
     raise UsageError(f"--method {family.method} needs --rate or --removal")
 
 
-def _check_choice(
+def check_choice(
     method: str | None,
     plan_file: Path | None,
     *,
@@ -260,17 +234,3 @@ def _check_choice(
 
 
 _NAMED = ("allocation", "grid", "minimum")
-
-
-def _value(text: str) -> Any:
-    """Read one value of ``--option``."""
-    if "," in text:
-        return tuple(_value(part.strip()) for part in text.split(","))
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

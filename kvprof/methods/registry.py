@@ -12,6 +12,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from kvprof.analysis.linalg import few_threads
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import dim_rate, rate
 from kvprof.methods.evictors import EVICTORS, evicted, evictor_family
@@ -108,7 +109,8 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
         function = _load(installed[name])
     if function is not None:
         _refuse_unknown(name, function, options)
-        return function(inputs, **options)
+        with few_threads():
+            return function(inputs, **options)
     base, modifiers = _parts(name)
     if not modifiers:
         raise _unknown(name)

@@ -1,6 +1,7 @@
 """Which tokens leave the cache, and the scores that decide it (H2O, Keyformer, recent)."""
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ __all__ = ["gumbel", "survivors", "token_scores"]
 _CHUNK = 1024
 
 
-def gumbel(eviction: Eviction, layer: int, units: int, start: int, stop: int) -> Tensor:
+def gumbel(
+    eviction: Eviction, layer: int, units: int, start: int, stop: int, device: torch.device
+) -> Tensor:
     """Return the standard Gumbel samples of the tokens `start` … `stop` of a sequence.
 
     They depend on the seed, the layer and the token's place only, so that a sequence is treated the
@@ -22,15 +25,23 @@ def gumbel(eviction: Eviction, layer: int, units: int, start: int, stop: int) ->
     Returns
     -------
     Tensor
-        ``[units, stop - start]`` float32 on the CPU.
+        ``[units, stop - start]`` float32.
     """
     pieces = []
     for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
-        generator = torch.Generator().manual_seed(eviction.seed * 1_000_003 + layer * 8191 + chunk)
-        uniform = torch.rand(units, _CHUNK, generator=generator).clamp(1e-20, 1 - 1e-7)
         begin = chunk * _CHUNK
-        pieces.append(-(-uniform.log()).log()[:, max(start - begin, 0) : stop - begin])
+        samples = _gumbel_chunk(eviction.seed, layer, chunk, units, device)
+        pieces.append(samples[:, max(start - begin, 0) : stop - begin])
     return torch.cat(pieces, dim=1)
+
+
+@lru_cache(maxsize=512)
+def _gumbel_chunk(seed: int, layer: int, chunk: int, units: int, device: torch.device) -> Tensor:
+    """Draw on the CPU, the same everywhere, and once: each step wants one token of it."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer * 8191 + chunk)
+    with torch.inference_mode(False):
+        uniform = torch.rand(units, _CHUNK, generator=generator).clamp(1e-20, 1 - 1e-7)
+        return (-(-uniform.log()).log()).to(device)
 
 
 def token_scores(
@@ -74,7 +85,9 @@ def token_scores(
     return torch.stack(totals, dim=1)
 
 
-def survivors(eviction: Eviction, seen: int, candidates: int, scores: Tensor | None) -> Tensor:
+def survivors(
+    eviction: Eviction, seen: int, candidates: int, scores: Tensor | None, device: torch.device
+) -> Tensor:
     """Return the places of the tokens that stay.
 
     Parameters
@@ -86,6 +99,7 @@ def survivors(eviction: Eviction, seen: int, candidates: int, scores: Tensor | N
         Tokens that are there: stored before plus new.
     scores : Tensor or None
         ``[rows, units, candidates]``; None for ``recent``.
+    device : torch.device
 
     Returns
     -------
@@ -97,7 +111,7 @@ def survivors(eviction: Eviction, seen: int, candidates: int, scores: Tensor | N
     newest = min(math.floor(eviction.recent_share * count + 1e-9), count - sink)
     if scores is None:
         newest = count - sink
-        places = torch.arange(candidates)
+        places = torch.arange(candidates, device=device)
         return torch.cat([places[:sink], places[candidates - newest :]]).view(1, 1, -1)
     ranked = scores.clone()
     ranked[..., :sink] = torch.inf

@@ -13,6 +13,7 @@ from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.eviction import gumbel, survivors, token_scores
 from kvprof.runtime.heads import Bundle
+from kvprof.runtime.indices import index_of
 from kvprof.runtime.parts import Part, joined, picked, plain_part
 from kvprof.runtime.passes import OwnTokens
 from kvprof.runtime.shapes import unflatten
@@ -64,6 +65,13 @@ class Keeper:
             for head in first_heads
         ]
 
+    def _chosen(self, index: Tensor, bundle: Bundle) -> Tensor:
+        """Take each group's tokens out of those of all that is evicted together."""
+        units = tuple(self.units_of(bundle))
+        if units == tuple(range(index.shape[1])):
+            return index
+        return index.index_select(1, index_of(units, index.device))
+
     def scored(
         self, cohort: Cohort, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
     ) -> Scoring:
@@ -75,8 +83,9 @@ class Keeper:
         fresh = torch.zeros(rows, units, tokens, device=device)
         cohort.scores = fresh if cohort.scores is None else torch.cat([cohort.scores, fresh], -1)
         if eviction.kind == "keyformer":
-            drawn = gumbel(eviction, self._index, units, cohort.seen, cohort.seen + tokens)
-            drawn = drawn.to(device).expand(rows, -1, -1)
+            stop = cohort.seen + tokens
+            drawn = gumbel(eviction, self._index, units, cohort.seen, stop, device)
+            drawn = drawn.expand(rows, -1, -1)
             cohort.noise = drawn if cohort.noise is None else torch.cat([cohort.noise, drawn], -1)
         steps = torch.arange(cohort.seen, cohort.seen + tokens, device=device)
         progress = (steps / max(1, own.reach - 1)).clamp(max=1)
@@ -114,8 +123,9 @@ class Keeper:
         cohort.seen += own.tokens
         index = None
         if self.eviction is not None:
-            index = survivors(self.eviction, cohort.seen, candidates, cohort.scores)
-            index = index.to(own.query.device).expand(len(cohort.rows), len(self.units), -1)
+            device = own.query.device
+            index = survivors(self.eviction, cohort.seen, candidates, cohort.scores, device)
+            index = index.expand(len(cohort.rows), len(self.units), -1)
             self._keep_beside(cohort, own, index, candidates)
         cohort.keys = self._kept(cohort, "keys", cohort.keys, keys, key_latents, index)
         cohort.values = self._kept(cohort, "values", cohort.values, values, value_latents, index)
@@ -140,7 +150,7 @@ class Keeper:
         for place, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
             parts = [*(old[place] if old else []), plain_part(latent)]
             dropped = sum(part.tokens for part in parts) - wanted[-1].stop
-            chosen = None if index is None else index[:, self.units_of(bundle)]
+            chosen = None if index is None else self._chosen(index, bundle)
             kept = []
             for segment in wanted:
                 codec = self._codecs[side, segment.level] if segment.quantised else PLAIN

@@ -133,15 +133,11 @@ def picked(parts: Sequence[Part], index: Tensor, codec: Codec, width: int) -> Pa
     codec : Codec
     width : int
     """
-    first, last = int(index.min()), int(index.max())
-    candidates, begin, skipped = [], 0, 0
-    for part in parts:
-        end = begin + part.tokens
-        if end > first and begin <= last:
-            candidates.append(part.recoded(codec, width))
-        elif end <= first:
-            skipped = end
-        begin = end
+    if all(part.codec == codec and part.width == width for part in parts):
+        # Nothing to recode, so no need to know which parts are meant: asking would make a GPU wait.
+        candidates, skipped = list(parts), 0
+    else:
+        candidates, skipped = _within(parts, int(index.min()), int(index.max()), codec, width)
     whole = _concatenated(candidates) if len(candidates) > 1 else candidates[0]
     place = (index - skipped).unsqueeze(-1)
 
@@ -150,6 +146,21 @@ def picked(parts: Sequence[Part], index: Tensor, codec: Codec, width: int) -> Pa
         for name, tensor in whole.stored.items()
     }
     return Part(codec, width, index.shape[-1], whole.dtype, result)
+
+
+def _within(
+    parts: Sequence[Part], first: int, last: int, codec: Codec, width: int
+) -> tuple[list[Part], int]:
+    """Return the parts that hold tokens `first` … `last`, recoded, and how many lie before them."""
+    found, begin, skipped = [], 0, 0
+    for part in parts:
+        end = begin + part.tokens
+        if end > first and begin <= last:
+            found.append(part.recoded(codec, width))
+        elif end <= first:
+            skipped = end
+        begin = end
+    return found, skipped
 
 
 def _concatenated(parts: Sequence[Part]) -> Part:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from kvprof.analysis.linalg import eigh, map_threads, svd
+from kvprof.analysis.linalg import eigh, few_threads, map_threads, svd
 
 
 @pytest.fixture(params=[1, 3])
@@ -57,3 +57,22 @@ def test_a_batch_inside_a_batch_does_not_wait_for_itself(threads):
 def test_an_error_in_a_thread_reaches_the_caller(threads):
     with pytest.raises(ZeroDivisionError):
         map_threads(lambda item: 1 // item, range(8))
+
+
+def test_few_threads_are_put_back_also_after_an_error():
+    seen = []
+
+    def fail():
+        seen.append(torch.get_num_threads())
+        raise ValueError("inside")
+
+    before = torch.get_num_threads()
+    try:
+        for threads, expected in ((7, 4), (1, 1)):
+            torch.set_num_threads(threads)
+            with pytest.raises(ValueError, match="inside"), few_threads():
+                fail()
+            assert seen.pop() == expected
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

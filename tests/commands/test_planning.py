@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import typer
 
-from kvprof.commands.planning import calibration_options, make_plan, method_options
+from kvprof.commands.method_options import method_options
+from kvprof.commands.planning import calibration_options, make_plan
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import rate

@@ -112,3 +112,11 @@ def test_a_plan_that_contradicts_itself_is_damaged(tmp_path, change):
         load_plan(tmp_path / "p")
     assert isinstance(caught.value, FailedError)
     assert str(caught.value).startswith("p: damaged plan: ")
+
+
+@pytest.mark.parametrize("name", ["fdc", "svd-kv", "kq", "palu"])
+def test_full_rank_can_be_saved_though_both_sides_are_one_tensor(name, tmp_path):
+    options = {**FINE, **({"heads": 2} if name == "palu" else {})}
+    before = plan_at(plan_family(name, inputs("Llama"), **options), 0.0)
+    save_plan(before, tmp_path / "p")
+    assert compare_plans(before, load_plan(tmp_path / "p")) == {}

@@ -50,7 +50,7 @@ def oracle(
     for place, unit in enumerate(units):
         alive: list[int] = []
         scores: dict[int, float] = {}
-        noise = gumbel(eviction, 0, len(units), 0, LENGTH)[place].double()
+        noise = gumbel(eviction, 0, len(units), 0, LENGTH, torch.device("cpu"))[place].double()
         for own in [range(PREFILL), *([t] for t in range(PREFILL, LENGTH))]:
             scores |= dict.fromkeys(own, 0.0)
             there = [*alive, *own]

@@ -1,0 +1,214 @@
+"""``kvprof eval``: what a compressed cache costs in accuracy."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.eval_plans import PlanRequest, check_request, make_plans, split_methods
+from kvprof.commands.eval_run import run_evaluations
+from kvprof.commands.method_options import (
+    AllocationOption,
+    CalibrateOption,
+    CalibrateTokensOption,
+    GridOption,
+    MethodOptionsOption,
+    MinimumOption,
+    PlanFileOption,
+    RateOption,
+    RemovalOption,
+    method_options,
+)
+from kvprof.commands.options import (
+    BatchSizeOption,
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    RevisionOption,
+    TrustOption,
+    load_for_command,
+)
+from kvprof.commands.output import CsvOption, ForceOption, JsonOption, OutOption, Outputs
+from kvprof.commands.sample import (
+    Sample,
+    SeqLenOption,
+    SequencesOption,
+    TasksOption,
+    TeacherForcedOption,
+    load_sample,
+)
+from kvprof.environment import collect_environment
+from kvprof.errors import ExitCode, UsageError
+from kvprof.interrupt import graceful_interrupt
+from kvprof.records.result import build_result
+
+if TYPE_CHECKING:
+    from kvprof.evaluation.harness import HarnessSettings
+    from kvprof.models.load import LoadedModel
+
+
+def eval(
+    model: ModelArgument = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option("--method", help="kq, fdc, zack, palu, tale, kq-4bit …; repeatable."),
+    ] = None,
+    rate: RateOption = None,
+    removal: RemovalOption = None,
+    plan: PlanFileOption = None,
+    calibrate: CalibrateOption = None,
+    calibrate_tokens: CalibrateTokensOption = None,
+    allocation: AllocationOption = None,
+    grid: GridOption = None,
+    minimum: MinimumOption = None,
+    option: MethodOptionsOption = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", help="prose, code (embedded) or a file; repeatable. Default prose."),
+    ] = None,
+    sequences: SequencesOption = None,
+    seq_len: SeqLenOption = None,
+    tasks: TasksOption = "all",
+    task_items: Annotated[
+        int | None,
+        typer.Option("--task-items", min=1, help="Questions of each task. Default by device."),
+    ] = None,
+    teacher_forced: TeacherForcedOption = False,
+    harness: Annotated[
+        str | None,
+        typer.Option("--harness", help="Tasks of lm-evaluation-harness (needs the extra harness)."),
+    ] = None,
+    harness_limit: Annotated[
+        int | None, typer.Option("--harness-limit", min=1, help="Questions of each of its tasks.")
+    ] = None,
+    harness_include: Annotated[
+        Path | None, typer.Option("--harness-include", help="Folder with task files of your own.")
+    ] = None,
+    batch_size: BatchSizeOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = None,
+    csv: CsvOption = None,
+    out: OutOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Evaluate compressed caches: accuracy, perplexity, divergence and tasks, decoded for real."""
+    outputs = Outputs(json=json, csv=csv, out=out, force=force)
+    outputs.check()
+    request = PlanRequest(
+        split_methods(method),
+        rate,
+        removal,
+        plan,
+        calibrate,
+        calibrate_tokens,
+        method_options(allocation, grid, minimum, option),
+    )
+    check_request(request)
+    chosen = _harness(harness, harness_limit, harness_include, batch_size)
+    loaded = load_for_command(
+        model,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    sample = load_sample(
+        loaded,
+        text=text,
+        sequences=sequences,
+        seq_len=seq_len,
+        tasks=tasks,
+        task_items=task_items,
+        teacher_forced=teacher_forced,
+        batch_size=batch_size,
+    )
+    with graceful_interrupt() as stop:
+        plans = make_plans(loaded, request, sample, stop)
+        run = run_evaluations(loaded, sample, plans, chosen, stop)
+        result = build_result(
+            "eval",
+            environment=collect_environment(),
+            inputs=_inputs(loaded, request, sample, chosen),
+            data=run.data,
+            warnings=[*sample.warnings, *_short(sample, sequences), *run.warnings],
+            complete=run.complete,
+            incomplete_reason=str(run.failure) if run.failure is not None else None,
+        )
+        _show(result, outputs)
+    if run.failure is not None:
+        raise run.failure
+    if not run.complete:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _harness(
+    tasks: str | None, limit: int | None, include: Path | None, batch_size: int | None
+) -> "HarnessSettings | None":
+    if tasks is None:
+        if limit is not None or include is not None:
+            raise UsageError("--harness-limit and --harness-include need --harness TASKS")
+        return None
+    from kvprof.evaluation.harness import HarnessSettings, check_harness
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if not names:
+        raise UsageError(f"--harness {tasks!r} names no task")
+    settings = HarnessSettings(names, limit, include, batch_size or 1)
+    check_harness(settings)
+    return settings
+
+
+def _short(sample: Sample, sequences: int | None) -> list[str]:
+    """Warn of texts that have fewer sequences than the user asked for."""
+    return [
+        f"{one.name} has {len(one.ids)} sequences of {one.ids.shape[1]:,} tokens, fewer than the "
+        f"{sequences} asked for"
+        for one in sample.evaluator.samples
+        if sequences is not None and len(one.ids) < sequences
+    ]
+
+
+def _inputs(
+    loaded: "LoadedModel",
+    request: PlanRequest,
+    sample: Sample,
+    harness: "HarnessSettings | None",
+) -> dict[str, Any]:
+    """Return every resolved input, so that a reader can repeat the run."""
+    evaluator = sample.evaluator
+    settings = evaluator.settings
+    return {
+        "model": loaded.spec,
+        "architecture": loaded.layout.architecture,
+        "revision": loaded.revision,
+        "fingerprint": loaded.fingerprint,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "methods": list(request.methods),
+        "rate": request.rate,
+        "removal": request.removal,
+        "plan": request.plan_file.name if request.plan_file is not None else None,
+        "calibrate": request.calibrate,
+        "calibrate_tokens": request.calibrate_tokens,
+        "options": request.options,
+        **sample.inputs(),
+        "context": evaluator.context,
+        "batch_size": evaluator.workload.batch_size,
+        "resamples": settings.resamples,
+        "seed": settings.seed,
+        "digest": evaluator.digest,
+        "harness": list(harness.tasks) if harness is not None else None,
+    }
+
+
+def _show(result: dict[str, Any], outputs: Outputs) -> None:
+    from kvprof.views import evaluation as view
+
+    outputs.write(result, csv_text=lambda: view.to_csv(result))
+    if outputs.report_to_stdout:
+        terminal = console.report_console()
+        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

@@ -1,0 +1,166 @@
+"""The plans that ``eval`` compares: those asked for, from one calibration, and FP8 beside them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.planning import calibration_options, check_choice, plan_of
+from kvprof.commands.sample import Sample
+from kvprof.errors import ExitCode, UsageError
+from kvprof.interrupt import Stop
+
+if TYPE_CHECKING:
+    from kvprof.methods.plan import Plan
+    from kvprof.models.load import LoadedModel
+
+__all__ = ["PlanRequest", "check_request", "make_plans", "split_methods"]
+
+# Rows of every table; there is nothing to ask of them.
+_ALWAYS = ("full", "fp8")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command line says about plans.
+
+    Attributes
+    ----------
+    methods : tuple of str
+        Empty with a plan file.
+    rate, removal : float or None
+    plan_file : Path or None
+    calibrate, calibrate_tokens : str or None
+    options : dict
+        Of every method.
+    """
+
+    methods: tuple[str, ...]
+    rate: float | None
+    removal: float | None
+    plan_file: Path | None
+    calibrate: str | None
+    calibrate_tokens: str | None
+    options: dict[str, Any]
+
+
+def split_methods(given: list[str] | None) -> tuple[str, ...]:
+    """Read ``--method kq --method fdc,palu``.
+
+    Raises
+    ------
+    UsageError
+        When one is named twice.
+    """
+    names = [name.strip() for entry in given or [] for name in entry.split(",") if name.strip()]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--method: {twice[0]} is named twice")
+    return tuple(names)
+
+
+def check_request(request: PlanRequest) -> None:
+    """Refuse what contradicts itself or would mean nothing, before the model is loaded.
+
+    Raises
+    ------
+    UsageError
+        Naming the options.
+    """
+    check_choice(
+        request.methods[0] if request.methods else None, request.plan_file, rate=request.rate,
+        removal=request.removal, calibrate=request.calibrate,
+        calibrate_tokens=request.calibrate_tokens, options=request.options,
+    )  # fmt: skip
+    if request.plan_file is not None:
+        return
+    from kvprof.methods.registry import calibration_needs
+
+    rated = [method for method in request.methods if method not in _ALWAYS]
+    needs = [calibration_needs(method, **request.options) for method in rated]
+    if not any(needs) and (request.calibrate or request.calibrate_tokens):
+        raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
+    if any(needs) and request.rate is None and request.removal is None:
+        raise UsageError(f"--method {','.join(rated)} needs --rate or --removal")
+    if request.options and not rated:
+        raise UsageError(f"{' and '.join(request.methods)} have no options")
+
+
+def make_plans(
+    loaded: "LoadedModel", request: PlanRequest, sample: Sample, stop: Stop
+) -> "list[Plan]":
+    """Make every plan before anything is evaluated: what cannot be planned is found out first.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    request : PlanRequest
+    sample : Sample
+        Rates are counted at its mean context; calibration takes sequences of its length.
+    stop : Stop
+
+    Returns
+    -------
+    list of Plan
+        ``fp8`` first, then those asked for. The uncompressed model needs no plan.
+
+    Raises
+    ------
+    UsageError
+        For a rate out of reach, a plan for another model, or one that was calibrated on the text
+        it is evaluated on.
+    typer.Exit
+        With 130 when the calibration was interrupted.
+    """
+    from kvprof.calibration.overlap import check_separate
+
+    if request.plan_file is not None:
+        from kvprof.methods.plan_files import load_plan
+
+        asked = [load_plan(request.plan_file, fingerprint=loaded.fingerprint)]
+    else:
+        asked = _from_methods(loaded, request, sample, stop)
+    for plan in asked:
+        check_separate(plan, sample.sources, sample.evaluator.samples)
+    fp8 = [] if any(plan.method == "fp8" for plan in asked) else [_unrated(loaded, "fp8")]
+    return [*fp8, *asked]
+
+
+def _from_methods(
+    loaded: "LoadedModel", request: PlanRequest, sample: Sample, stop: Stop
+) -> "list[Plan]":
+    from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
+
+    rated = [method for method in request.methods if method not in _ALWAYS]
+    evaluator = sample.evaluator
+    given = calibration_options(
+        request.calibrate, request.calibrate_tokens, seq_len=evaluator.workload.seq_len
+    )
+    calibrator = Calibrator(loaded, given, progress=console.track, should_stop=stop)
+    for method in rated:
+        calibrator.expect(method, **request.options)
+    plans = []
+    try:
+        for method in request.methods:
+            if method in _ALWAYS:
+                plans.append(_unrated(loaded, method))
+                continue
+            family = calibrator.family(method, **request.options)
+            with console.status(f"planning {method}"):
+                plans.append(
+                    plan_of(loaded, family, request.rate, request.removal, evaluator.context)
+                )
+    except CalibrationInterrupted as cause:
+        console.error(f"calibration {cause}: nothing was evaluated, and nothing is kept")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    return plans
+
+
+def _unrated(loaded: "LoadedModel", method: str) -> "Plan":
+    """Return the one plan of a method that has nothing to turn."""
+    from kvprof.methods.family import MethodInputs, plan_at
+    from kvprof.methods.registry import plan_family
+
+    family = plan_family(method, MethodInputs(loaded.layout, loaded.fingerprint))
+    return plan_at(family, (family.settings or family.bounds)[0])

@@ -1,0 +1,276 @@
+"""``kvprof plan --fit``: the plans of several methods against one memory."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvprof import console
+from kvprof.commands.method_options import method_options
+from kvprof.commands.planning import calibration_options
+from kvprof.errors import LackingError, UsageError
+from kvprof.interrupt import Stop
+from kvprof.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from kvprof.calibration.calibrator import Calibrator
+    from kvprof.evaluation.recorded_rates import RecordedRate
+    from kvprof.evaluation.requests import MethodRequest
+    from kvprof.methods.fit import Memory
+    from kvprof.methods.plan import Plan
+    from kvprof.models.load import LoadedModel
+
+__all__ = ["DEFAULT_METHODS", "fit_data", "fit_sizes"]
+
+DEFAULT_METHODS = "fdc,zack,palu,tale,kq"
+# Rows of every fit; they have one setting and need no rate.
+_ALWAYS = ("full", "fp8")
+_BATCHES = (1, 8, 32)
+_CONTEXTS = (4096, 16384, 65536)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b", re.IGNORECASE)
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
+_LARGEST = 2.0**60
+_FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+
+
+def fit_sizes(memory: str, reserve: str) -> tuple[int, int]:
+    """Read ``--fit`` and ``--reserve``, in bytes.
+
+    Parameters
+    ----------
+    memory : str
+        ``80GB``; a GB is 1,024³ bytes, as GPUs are sold.
+    reserve : str
+        The same, or a share of the memory: ``10%``.
+
+    Raises
+    ------
+    UsageError
+        For what is no size, and a reserve that leaves nothing.
+    """
+    total = _size(memory, "--fit")
+    if total < 1:
+        raise UsageError(f"--fit {memory} holds nothing; give a memory such as 80GB")
+    share = _SHARE.fullmatch(reserve.strip())
+    kept = int(total * float(share[1]) / 100) if share else _size(reserve, "--reserve")
+    if kept >= total:
+        raise UsageError(f"--reserve {reserve} leaves nothing of --fit {memory}")
+    return total, kept
+
+
+def fit_data(
+    loaded: "LoadedModel",
+    sizes: tuple[int, int],
+    *,
+    methods: str | None,
+    rate: float | None,
+    plan_files: Sequence[Path],
+    record_files: Sequence[Path],
+    calibrate: str | None,
+    calibrate_tokens: str | None,
+    options: Mapping[str, Any],
+    context: int,
+    stop: Stop,
+) -> tuple[dict[str, Any], bool]:
+    """Return what fits, method by method.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    sizes : tuple of int
+        Memory and reserve, from `fit_sizes`.
+    methods : str or None
+        As for ``kvprof frontier --methods``; None takes `DEFAULT_METHODS`, or with plan files none.
+    rate : float or None
+        Of methods of which no rate is recorded.
+    plan_files, record_files : sequence of Path
+        Saved plans that are rows too; frontiers whose rates are taken first.
+    calibrate, calibrate_tokens : str or None
+        From the command line.
+    options : mapping
+        Of every method that has them.
+    context : int
+        Tokens at which `rate` is counted.
+    stop : Stop
+        Asked after each batch of a calibration.
+
+    Returns
+    -------
+    data : dict
+        ``fit`` of kind ``plan``.
+    complete : bool
+        False when the user interrupted; the rows so far are there.
+
+    Raises
+    ------
+    LackingError
+        When the model alone does not fit.
+    UsageError
+        For unknown methods and plans or frontiers of another model.
+    """
+    from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
+    from kvprof.evaluation.recorded_rates import load_recorded_rates
+    from kvprof.evaluation.requests import parse_methods
+    from kvprof.methods.fit import Memory
+    from kvprof.methods.plan_files import load_plan
+
+    total, reserve = sizes
+    tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
+    memory = Memory(total, reserve, sum(t.numel() * t.element_size() for t in tensors))
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    if memory.lacking:
+        raise LackingError(
+            f"{loaded.spec}: {format_bytes(memory.weights)} of weights in {dtype} and "
+            f"{format_bytes(reserve)} in reserve are {format_bytes(memory.lacking)} more than "
+            f"{format_bytes(total)}; give more memory, a smaller --reserve, or another --dtype"
+        )
+    own = loaded.context_length if loaded.context_length < 2**40 else None
+    contexts = sorted({*_CONTEXTS, *([own] if own is not None else [])})
+    plans = [(path, load_plan(path, fingerprint=loaded.fingerprint)) for path in plan_files]
+    asked = methods or ("full" if plans else DEFAULT_METHODS)
+    requests = parse_methods(
+        asked, dict(options), lambda written: method_options(None, None, None, written)
+    )
+    recorded = load_recorded_rates(loaded.fingerprint, record_files, warn=console.warn)
+    calibrator = Calibrator(
+        loaded,
+        calibration_options(calibrate, calibrate_tokens, seq_len=None),
+        progress=console.track,
+        should_stop=stop,
+    )
+    for request in requests:
+        known = recorded.get(request.label)
+        if known is not None or rate is not None:
+            # One pass over the calibration data collects what all of them need.
+            calibrator.expect(request.method, **(known.options if known else request.options))
+    rows: list[dict[str, Any]] = []
+    missing: list[dict[str, str]] = []
+    complete = True
+    try:
+        for request in sorted(requests, key=lambda request: request.method not in _ALWAYS):
+            if stop():
+                complete = False
+                break
+            known = recorded.get(request.label)
+            try:
+                chosen = _chosen(loaded, calibrator, request, known, rate, context)
+            except UsageError as reason:  # the others still have something to say
+                missing.append({"label": request.label, "reason": str(reason)})
+                continue
+            rows.append(_row(loaded, chosen, memory, contexts))
+    except CalibrationInterrupted:
+        complete = False
+    for path, plan in plans:
+        rows.append(_row(loaded, _Chosen(path.name, plan, "plan", context), memory, contexts))
+    if missing and not rows:
+        raise UsageError(missing[0]["reason"])  # of full width already: no plan fits this model
+    return {
+        "memory_bytes": total,
+        "reserve_bytes": reserve,
+        "weights_bytes": memory.weights,
+        "dtype": dtype,
+        "model_context": own,
+        "batches": list(_BATCHES),
+        "contexts": contexts,
+        "rows": rows,
+        "missing": missing,
+    }, complete
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A plan, and why it is this one."""
+
+    label: str
+    plan: "Plan"
+    rate_from: str
+    context: int
+    record: str | None = None
+
+
+def _chosen(
+    loaded: "LoadedModel",
+    calibrator: "Calibrator",
+    request: "MethodRequest",
+    known: "RecordedRate | None",
+    rate: float | None,
+    context: int,
+) -> _Chosen:
+    """Plan a method at the rate recorded for it, else at the one given.
+
+    Raises
+    ------
+    UsageError
+        When there is neither, the rate is out of reach, or the method does not fit the model.
+    """
+    import torch
+
+    from kvprof.methods.family import plan_at, plan_for_rate
+
+    if known is not None and known.max_rate is None:
+        raise UsageError(f"no tested rate kept 99 % of the {known.metric} ({known.origin})")
+    single = request.method in _ALWAYS
+    if not single and known is None and rate is None:
+        raise UsageError(
+            "no 99 % rate is recorded for this model; measure it with kvprof frontier, or give "
+            "--rate"
+        )
+    options = request.options if known is None else known.options
+    family = calibrator.family(request.method, **options)
+    if single:
+        return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
+    if known is not None and known.max_rate is not None:
+        # Bytes as the frontier counted them, so that the ranks are its own.
+        itemsize = getattr(torch, known.dtype).itemsize
+        plan = plan_for_rate(family, known.max_rate, known.context, itemsize=itemsize)
+        return _Chosen(request.label, plan, "recorded", known.context, known.origin)
+    assert rate is not None
+    plan = plan_for_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
+    return _Chosen(request.label, plan, "given", context)
+
+
+def _row(
+    loaded: "LoadedModel", chosen: _Chosen, memory: "Memory", contexts: Sequence[int]
+) -> dict[str, Any]:
+    from kvprof.methods.accounting import rate
+    from kvprof.methods.fit import fit_plan
+
+    itemsize, own = loaded.dtype.itemsize, loaded.context_length
+    fit = fit_plan(
+        chosen.plan,
+        memory,
+        loaded.layout,
+        itemsize=itemsize,
+        batches=_BATCHES,
+        contexts=contexts,
+    )
+    return {
+        "label": chosen.label,
+        "method": chosen.plan.method,
+        "rate": rate(chosen.plan, chosen.context, itemsize=itemsize),
+        "rate_context": chosen.context,
+        "rate_from": chosen.rate_from,
+        "rate_record": chosen.record,
+        "added_weights_bytes": fit.weights.added,
+        "kept_beside_bytes": fit.weights.beside,
+        "room_bytes": fit.room,
+        "longest_context": [
+            {"batch": batch, "tokens": tokens, "over_model_context": tokens is None or tokens > own}
+            for batch, tokens in fit.contexts.items()
+        ],
+        "largest_batch": [
+            {"context": length, "batch": batch, "over_model_context": length > own}
+            for length, batch in fit.batches.items()
+        ],
+    }
+
+
+def _size(text: str, option: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{option}: {text!r} is no size; write for example 80GB or 512MiB")
+    value = float(match[1]) * _FACTORS[match[2].lower()]
+    if value > _LARGEST:
+        raise UsageError(f"{option}: {text[:20]} is more than any machine has")
+    return int(value)

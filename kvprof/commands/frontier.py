@@ -1,0 +1,177 @@
+"""``kvprof frontier``: how far each method goes before the model notices."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.frontier_run import keep_rates, run_frontier
+from kvprof.commands.method_options import (
+    AllocationOption,
+    CalibrateOption,
+    CalibrateTokensOption,
+    GridOption,
+    MinimumOption,
+    method_options,
+)
+from kvprof.commands.options import (
+    BatchSizeOption,
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    RevisionOption,
+    TrustOption,
+    load_for_command,
+)
+from kvprof.commands.output import (
+    CsvOption,
+    ForceOption,
+    JsonOption,
+    OutOption,
+    Outputs,
+    PngOption,
+    SvgOption,
+)
+from kvprof.commands.planning import calibration_options
+from kvprof.commands.sample import (
+    SeqLenOption,
+    SequencesOption,
+    TaskItemsOption,
+    TasksOption,
+    TeacherForcedOption,
+    TextOption,
+    load_sample,
+)
+from kvprof.environment import collect_environment
+from kvprof.errors import ExitCode, UsageError
+from kvprof.interrupt import graceful_interrupt
+from kvprof.records.result import build_result
+
+DEFAULT_METHODS = "fdc,zack,palu,tale,kq"
+
+
+def frontier(
+    model: ModelArgument = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            help="Joined by commas; kq:allocation=budget,grid=32 gives one options of its own. "
+            "full and fp8 are always there.",
+        ),
+    ] = DEFAULT_METHODS,
+    target: Annotated[
+        float, typer.Option("--target", help="Share of the baseline's metric to keep.")
+    ] = 0.99,
+    metric: Annotated[
+        str,
+        typer.Option("--metric", help="accuracy, perplexity, tasks (mean), or a task's name."),
+    ] = "accuracy",
+    points: Annotated[
+        int, typer.Option("--points", min=1, help="Evaluations per method, at most.")
+    ] = 6,
+    text: TextOption = None,
+    sequences: SequencesOption = None,
+    seq_len: SeqLenOption = None,
+    tasks: TasksOption = "all",
+    task_items: TaskItemsOption = None,
+    teacher_forced: TeacherForcedOption = False,
+    calibrate: CalibrateOption = None,
+    calibrate_tokens: CalibrateTokensOption = None,
+    allocation: AllocationOption = None,
+    grid: GridOption = None,
+    minimum: MinimumOption = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", help="Where evaluations are kept. Default KVPROF_CACHE, or yours."),
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Measure everything, and keep nothing for later.")
+    ] = False,
+    batch_size: BatchSizeOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = None,
+    csv: CsvOption = None,
+    svg: SvgOption = None,
+    png: PngOption = None,
+    out: OutOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Find the largest compression of each method that keeps a share of the model's quality."""
+    outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
+    outputs.check()
+    if not 0 < target <= 1:
+        raise UsageError(f"--target {target:g} is no share; write 0.99 for 99 %")
+    if cache is not None and no_cache:
+        raise UsageError("--cache and --no-cache contradict each other; keep one")
+    common = method_options(allocation, grid, minimum, None)
+
+    from kvprof.evaluation.evaluation_cache import cache_folder
+    from kvprof.evaluation.frontier import FrontierOptions
+    from kvprof.evaluation.requests import parse_methods
+
+    requests = parse_methods(methods, common, lambda own: method_options(None, None, None, own))
+    loaded = load_for_command(
+        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+    )
+    sample = load_sample(
+        loaded, text=text, sequences=sequences, seq_len=seq_len, tasks=tasks,
+        task_items=task_items, teacher_forced=teacher_forced, batch_size=batch_size,
+    )  # fmt: skip
+    described = sample.inputs()
+    calibration = calibration_options(calibrate, calibrate_tokens, seq_len=described["seq_len"])
+    with graceful_interrupt() as stop:
+        run = run_frontier(
+            sample.evaluator,
+            sample.sources,
+            requests,
+            calibration,
+            FrontierOptions(metric, target, points),
+            None if no_cache else cache_folder(cache),
+            stop,
+        )
+        if run is None:
+            console.error("interrupted before anything could be compared; there is no result")
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        result = build_result(
+            "frontier",
+            environment=collect_environment(),
+            inputs={
+                "model": loaded.spec,
+                "revision": loaded.revision,
+                "fingerprint": loaded.fingerprint,
+                "device": str(loaded.device),
+                "methods": methods,
+                "metric": metric,
+                "target": target,
+                "points": points,
+                **common,
+                **described,
+                "calibrate": calibrate,
+                "calibration": run.calibration,
+                "seed": calibration.seed,
+                "evaluations_found": run.found,
+                "evaluations_measured": run.measured,
+            },
+            data=run.data,
+            warnings=[*sample.warnings, *run.warnings],
+            complete=run.complete,
+        )
+        if not no_cache:
+            keep_rates(result, cache)
+        _show(result, outputs)
+    if not run.complete:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _show(result: dict[str, Any], outputs: Outputs) -> None:
+    from kvprof.views import frontier as view
+
+    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
+    if outputs.report_to_stdout:
+        terminal = console.report_console()
+        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

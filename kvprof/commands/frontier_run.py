@@ -1,0 +1,199 @@
+"""The run of ``kvprof frontier``: calibration, cache and progress around the search."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvprof import console
+from kvprof.errors import KvprofError, UsageError
+from kvprof.interrupt import Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvprof.calibration.calibrator import CalibrationOptions
+    from kvprof.evaluation.evaluator import Evaluator
+    from kvprof.evaluation.frontier import FrontierOptions
+    from kvprof.evaluation.requests import MethodRequest
+    from kvprof.methods.family import PlanFamily
+    from kvprof.sources.grammar import Source
+
+__all__ = ["FrontierRun", "keep_rates", "run_frontier"]
+
+
+class _NotSeparateError(Exception):
+    """Calibration data is evaluation data: no row of a table, but the end of the run."""
+
+
+@dataclass(frozen=True)
+class FrontierRun:
+    """What a frontier found.
+
+    Attributes
+    ----------
+    data : dict
+        Of the result.
+    complete : bool
+    warnings : list of str
+    found, measured : int
+        Evaluations that the cache had, and those that were run.
+    calibration : dict
+        Label to the source and number of tokens; methods that need none are not there.
+    """
+
+    data: dict[str, Any]
+    complete: bool
+    warnings: list[str]
+    found: int
+    measured: int
+    calibration: dict[str, dict[str, Any]]
+
+
+def run_frontier(
+    evaluator: "Evaluator",
+    sources: "Sequence[Source]",
+    requests: "list[MethodRequest]",
+    calibration: "CalibrationOptions",
+    options: "FrontierOptions",
+    folder: Path | None,
+    stop: Stop,
+) -> FrontierRun | None:
+    """Search every method, with one progress bar over all of them.
+
+    Parameters
+    ----------
+    evaluator : Evaluator
+    sources : sequence of Source
+        Of the evaluation's text.
+    requests : list of MethodRequest
+    calibration : CalibrationOptions
+    options : FrontierOptions
+    folder : Path or None
+        Of the cache; None for none.
+    stop : Stop
+        Asked before and during every evaluation.
+
+    Returns
+    -------
+    FrontierRun or None
+        None when it was interrupted before anything could be compared.
+
+    Raises
+    ------
+    UsageError
+        When calibration data is evaluation data, the metric is not measured, or the only method
+        asked for does not fit the model.
+    """
+    from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
+    from kvprof.calibration.overlap import check_separate
+    from kvprof.evaluation.evaluation_cache import EvaluationCache
+    from kvprof.evaluation.frontier import Frontier, expected_steps
+    from kvprof.evaluation.rate_search import Interrupted
+    from kvprof.evaluation.targets import check_metric
+
+    check_metric(options.metric, list(dict.fromkeys(item.task for item in evaluator.items)))
+    warnings: list[str] = []
+    calibration_of: dict[str, dict[str, Any]] = {}
+
+    def warn(text: str) -> None:
+        console.warn(text)
+        warnings.append(text)
+
+    cache = EvaluationCache(folder, evaluator.digest, warn)
+    cache.check()
+    if folder is not None and len(cache):
+        console.note(
+            f"{len(cache)} evaluations of this model on this data are in {folder}; those that come "
+            "up again are not repeated"
+        )
+    total = expected_steps(requests, options.points, evaluator)
+    with console.track(f"frontier of {evaluator.loaded.spec}", total) as progress:
+
+        @contextmanager
+        def stage(description: str, total: int, /) -> Iterator[_Counter]:
+            # A bar of its own would draw over the one that shows the whole run.
+            yield _Counter(progress, description, total)
+
+        calibrator = Calibrator(evaluator.loaded, calibration, progress=stage, should_stop=stop)
+        for request in requests:
+            calibrator.expect(request.method, **request.options)
+
+        def family_of(request: "MethodRequest") -> "PlanFamily":
+            try:
+                family = calibrator.family(request.method, **request.options)
+            except CalibrationInterrupted:
+                raise Interrupted from None
+            made = family.build((family.settings or family.bounds)[0]).made
+            try:
+                check_separate(made, sources, evaluator.samples)
+            except UsageError as clash:
+                raise _NotSeparateError(str(clash)) from None
+            if known := made.get("calibration"):
+                calibration_of[request.label] = {
+                    key: known.get(key) for key in ("source", "tokens", "seq_len")
+                }
+            return family
+
+        search = Frontier(
+            evaluator,
+            cache,
+            options,
+            family_of,
+            itemsize=evaluator.loaded.dtype.itemsize,
+            describe=progress.describe,
+            advance=progress.advance,
+            should_stop=stop,
+        )
+        try:
+            data = search.run(requests)
+        except Interrupted:
+            return None
+        except _NotSeparateError as clash:
+            raise UsageError(str(clash)) from None
+    dtype = str(evaluator.loaded.dtype).removeprefix("torch.")
+    _refuse_only_failure(data, search.complete)
+    return FrontierRun(
+        {**data, "dtype": dtype},
+        search.complete,
+        [*warnings, *search.warnings],
+        cache.found,
+        search.measured,
+        calibration_of,
+    )
+
+
+def keep_rates(result: dict[str, Any], cache: Path | None) -> None:
+    """Record what ``kvprof plan --fit`` reads; that it cannot be kept costs a warning."""
+    from kvprof.evaluation.recorded_rates import record_rates
+
+    try:
+        record_rates(result, cache)
+    except KvprofError as failure:
+        console.warn(f"the rates are not recorded for kvprof plan --fit: {failure}")
+
+
+def _refuse_only_failure(data: dict[str, Any], complete: bool) -> None:
+    """Refuse a frontier of one method that could not be evaluated at all."""
+    from kvprof.evaluation.requests import ALWAYS
+
+    asked = [method for method in data["methods"] if method["method"] not in ALWAYS]
+    if complete and len(asked) == 1 and not asked[0]["points"]:
+        raise UsageError(f"{asked[0]['label']}: {asked[0]['reason']}")
+
+
+class _Counter:
+    """Tells how far a calibration is in the words in front of the one bar."""
+
+    def __init__(self, progress: console.Tracker, description: str, total: int) -> None:
+        self._progress = progress
+        self._description = description
+        self._total = total
+        self._done = 0
+        self.advance(0)
+
+    def advance(self, amount: int = 1) -> None:
+        self._done += amount
+        share = self._done / max(1, self._total)
+        self._progress.describe(f"{self._description}, {share:.0%}")

@@ -1,0 +1,268 @@
+"""``kvprof generate``: text with a compressed cache, and where it departs from the model's own."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.context import ContextOption, resolve_context
+from kvprof.commands.method_options import (
+    AllocationOption,
+    CalibrateOption,
+    CalibrateTokensOption,
+    GridOption,
+    MethodOption,
+    MethodOptionsOption,
+    MinimumOption,
+    PlanFileOption,
+    RateOption,
+    RemovalOption,
+    method_options,
+)
+from kvprof.commands.options import (
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    RevisionOption,
+    TrustOption,
+    load_for_command,
+)
+from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
+from kvprof.commands.planning import check_choice, make_plan
+from kvprof.commands.prompt import check_length, read_prompt
+from kvprof.environment import collect_environment
+from kvprof.errors import ExitCode, UsageError
+from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.records.result import build_result
+from kvprof.sizes import parse_count
+
+if TYPE_CHECKING:
+    from kvprof.methods.plan import Plan
+    from kvprof.models.load import LoadedModel
+    from kvprof.runtime.cache import CompressedCache
+    from kvprof.runtime.generation import Generated, GenerationSettings
+
+# Measured and counted bytes of a cache agree to this share (issue 4).
+_AGREEMENT = 0.01
+
+
+def generate(
+    model: ModelArgument = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Text to continue; - reads stdin.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="File with the text to continue.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    max_new_tokens: Annotated[
+        str, typer.Option("--max-new-tokens", help="Tokens to write at most.")
+    ] = "128",
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw tokens; greedy without it.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Of --sample. Default 1.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Draw among the most probable tokens of this share. All."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of --sample. 0.")] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Show where the uncompressed model would differ.")
+    ] = False,
+    method: MethodOption = None,
+    rate: RateOption = None,
+    removal: RemovalOption = None,
+    plan_file: PlanFileOption = None,
+    calibrate: CalibrateOption = None,
+    calibrate_tokens: CalibrateTokensOption = None,
+    allocation: AllocationOption = None,
+    grid: GridOption = None,
+    minimum: MinimumOption = None,
+    option: MethodOptionsOption = None,
+    context: ContextOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = None,
+    out: OutOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Write text with a compressed cache; its bytes are told on stderr."""
+    outputs = Outputs(json=json, out=out, force=force)
+    outputs.check()
+    wanted = parse_count(max_new_tokens, what="--max-new-tokens")
+    _check_sampling(sample, temperature, top_p, seed)
+    text = read_prompt(prompt, prompt_file)
+    options = method_options(allocation, grid, minimum, option)
+    wish: dict[str, Any] = {
+        "method": method, "rate": rate, "removal": removal, "plan_file": plan_file,
+        "calibrate": calibrate, "calibrate_tokens": calibrate_tokens, "options": options,
+    }  # fmt: skip
+    check_choice(**wish)
+    loaded = load_for_command(
+        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+    from kvprof.runtime.generation import GenerationSettings, prompt_ids
+
+    text, ids = prompt_ids(loaded, text, chat=chat)
+    check_length(loaded, len(ids), wanted)
+    context_tokens = resolve_context(context, loaded)
+    settings = GenerationSettings(
+        wanted,
+        sample,
+        1.0 if temperature is None else temperature,
+        1.0 if top_p is None else top_p,
+        seed or 0,
+    )
+    with graceful_interrupt() as stop:
+        plan = make_plan(loaded, **wish, context=context_tokens, seq_len=None, stop=stop)
+        data = _generated(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
+    data = {"prompt": text, "prompt_tokens": len(ids), **data}
+    cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)
+    result = build_result(
+        "generate",
+        environment=collect_environment(),
+        inputs={
+            "model": loaded.spec,
+            "revision": loaded.revision,
+            "fingerprint": loaded.fingerprint,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "device": str(loaded.device),
+            "method": plan.method,
+            "plan": plan.made,
+            "plan_file": plan_file,
+            "context": context_tokens,
+            "max_new_tokens": wanted,
+            "chat": chat,
+            "sample": sample,
+            "temperature": settings.temperature if sample else None,
+            "top_p": settings.top_p if sample else None,
+            "seed": settings.seed if sample else None,
+            "diff": diff,
+        },
+        data=data,
+        warnings=_warnings(data),
+        complete=not cut,
+    )
+    _show(result, outputs)
+    if cut:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _check_sampling(
+    sample: bool, temperature: float | None, top_p: float | None, seed: int | None
+) -> None:
+    given = {"--temperature": temperature, "--top-p": top_p, "--seed": seed}
+    if not sample and (said := [name for name, value in given.items() if value is not None]):
+        raise UsageError(f"{' and '.join(said)} means nothing without --sample")
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise UsageError(f"--temperature {temperature:g} is not above 0; greedy is the default")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"--top-p {top_p:g} is no share; give more than 0 and at most 1")
+
+
+def _generated(
+    loaded: "LoadedModel",
+    plan: "Plan",
+    ids: list[int],
+    settings: "GenerationSettings",
+    outputs: Outputs,
+    *,
+    diff: bool,
+    stop: Stop,
+) -> dict[str, Any]:
+    """Run the compressed model, then with `diff` the uncompressed one."""
+    from kvprof.runtime.compressed import compressed
+    from kvprof.runtime.generation import difference, generate_text
+
+    terminal = console.report_console()
+
+    def write(piece: str) -> None:
+        # A terminal that is no UTF-8 cannot show everything that a model writes.
+        shown = piece.encode(terminal.encoding, "replace").decode(terminal.encoding)
+        terminal.out(shown, end="", highlight=False)
+
+    def run(*, streams: bool) -> "Generated":
+        return generate_text(
+            loaded,
+            ids,
+            settings,
+            write=write if streams else None,
+            keep_logits=diff,
+            should_stop=stop,
+        )
+
+    streams = outputs.report_to_stdout
+    waiting = console.status("writing with the compressed cache")
+    with compressed(loaded, plan) as session, nullcontext() if streams else waiting:
+        ours = run(streams=streams)
+        if streams:
+            terminal.out("", highlight=False)
+        cache = _cache(loaded, plan, session.cache)
+    tokenizer = loaded.tokenizer()
+    data: dict[str, Any] = {
+        "text": tokenizer.decode(ours.tokens, skip_special_tokens=True),
+        "tokens": ours.tokens,
+        "ended": ours.ended,
+        "cache": cache,
+        "difference": None,
+    }
+    if diff and ours.ended != "interrupted":
+        with console.status("writing with the uncompressed model"):
+            theirs = run(streams=False)
+        if theirs.ended != "interrupted":
+            data["difference"] = difference(ours, theirs, tokenizer.decode)
+    return data
+
+
+def _cache(
+    loaded: "LoadedModel", plan: "Plan", cache: "CompressedCache | None"
+) -> dict[str, Any] | None:
+    """Return what the cache holds, measured and counted."""
+    from kvprof.methods.accounting import bytes_at, full_bytes
+
+    if cache is None:
+        return None
+    tokens, itemsize = cache.get_seq_length(), loaded.dtype.itemsize
+    full = full_bytes(plan, tokens, itemsize=itemsize)
+    return {
+        "tokens": tokens,
+        "measured_bytes": cache.nbytes,
+        "account_bytes": bytes_at(plan, tokens, itemsize=itemsize).total,
+        "full_bytes": full,
+        "rate": 1.0 - cache.nbytes / full,
+    }
+
+
+def _warnings(data: dict[str, Any]) -> list[str]:
+    cache = data["cache"]
+    if cache is None:
+        return []
+    measured, account = cache["measured_bytes"], cache["account_bytes"]
+    if abs(measured - account) <= _AGREEMENT * account:
+        return []
+    return [
+        f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: one of the "
+        "two is wrong"
+    ]
+
+
+def _show(result: dict[str, Any], outputs: Outputs) -> None:
+    from kvprof.views import generation as view
+
+    outputs.write(result)
+    if outputs.report_to_stdout and result["data"]["difference"] is not None:
+        terminal = console.report_console()
+        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))
+    console.note(view.cache_line(result))
+    for warning in result["warnings"]:
+        console.warn(warning)

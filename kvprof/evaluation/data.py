@@ -1,0 +1,133 @@
+"""The text that plans are evaluated on: sequences of equal length, never the calibration split."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import resources
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvprof.analysis.collect import model_tokens
+from kvprof.errors import UsageError
+from kvprof.models.load import LoadedModel
+from kvprof.sources.grammar import Source, SourceKind
+from kvprof.sources.windows import windows
+
+__all__ = ["TextSample", "default_shape", "text_samples"]
+
+_SPLITS = resources.files("kvprof") / "assets" / "splits" / "evaluation"
+_SHORTEST = 4  # two tokens to prefill, two to decode
+
+# Sequences and tokens of each, by kind of device: what about 30 s of a small model allow a CPU.
+_CPU_SHAPE = (16, 512)
+_GPU_SHAPE = (64, 1024)
+
+
+@dataclass(frozen=True, eq=False)
+class TextSample:
+    """Sequences of one source.
+
+    Attributes
+    ----------
+    name : str
+        Of the source, for tables.
+    ids : Tensor
+        ``[n, T]`` int64 on the CPU; what the tokenizer puts in front (BOS) stands at position 0.
+    digest : str
+        SHA-256 of name, shape and ids.
+    """
+
+    name: str
+    ids: Tensor
+    digest: str
+
+
+def default_shape(loaded: LoadedModel) -> tuple[int, int]:
+    """Return how many sequences of how many tokens an evaluation takes unless told otherwise."""
+    sequences, seq_len = _CPU_SHAPE if loaded.device.type == "cpu" else _GPU_SHAPE
+    return sequences, min(seq_len, loaded.context_length)
+
+
+def text_samples(
+    loaded: LoadedModel, sources: Sequence[Source], *, seq_len: int, sequences: int
+) -> list[TextSample]:
+    """Take sequences of each source.
+
+    Embedded names (``prose``, ``code``, ``tasks``) give the evaluation split, from which sequences
+    are taken at equal distances, so that a small sample is not one document. Of a file the first
+    sequences are taken; its end is not read.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    sources : sequence of Source
+        Embedded, text or token ids.
+    seq_len : int
+        Tokens of each sequence.
+    sequences : int
+        Of each source, at most; a short source gives what it has.
+
+    Raises
+    ------
+    UsageError
+        When a source is shorter than one sequence, cannot be evaluated on (random tokens, moments,
+        the calibration split), is named twice, or `seq_len` does not fit the model.
+    """
+    if seq_len < _SHORTEST:
+        raise UsageError(f"--seq-len {seq_len}: half of it is decoded; take {_SHORTEST} or more")
+    if seq_len > loaded.context_length:
+        raise UsageError(
+            f"--seq-len {seq_len:,} is over the context of {loaded.spec}, {loaded.context_length:,}"
+        )
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"--text: {twice} is named twice; rows are told apart by their names")
+    return [_sample(loaded, source, seq_len, sequences) for source in sources]
+
+
+def _sample(loaded: LoadedModel, source: Source, seq_len: int, sequences: int) -> TextSample:
+    embedded = source.kind is SourceKind.EMBEDDED
+    with _readable(source) as readable:
+        found: list[NDArray[np.int64]] = []
+        longest = 0
+        # The last window of a text, and any of a token-id file, may be shorter.
+        for window in windows(readable, model_tokens(loaded), tokens=None, seq_len=seq_len):
+            longest = max(longest, len(window))
+            if len(window) == seq_len:
+                found.append(window)
+            if not embedded and len(found) == sequences:
+                break
+    if not found:
+        raise UsageError(
+            f"--text {source.name} has {longest:,} tokens, fewer than one sequence of {seq_len:,}; "
+            "give more text, or a smaller --seq-len"
+        )
+    if len(found) > sequences:
+        found = [found[index * len(found) // sequences] for index in range(sequences)]
+    ids = np.stack(found)
+    digest = hashlib.sha256(f"{source.name} {ids.shape}".encode())
+    digest.update(ids.astype("<i8").tobytes())
+    return TextSample(source.name, torch.from_numpy(ids), digest.hexdigest())
+
+
+@contextmanager
+def _readable(source: Source) -> Iterator[Source]:
+    """Give the source that holds the text to evaluate on: of an embedded name its own split."""
+    if source.kind is SourceKind.RANDOM:
+        raise UsageError("--text random: nothing in random tokens can be predicted; give a text")
+    if source.kind is SourceKind.MOMENTS:
+        raise UsageError(f"--text {source.name} holds saved moments, not text")
+    if source.kind is not SourceKind.EMBEDDED:
+        yield source
+        return
+    if source.name == "calibration":
+        raise UsageError(
+            "--text calibration: it is kept for calibrating; evaluate on prose, code or tasks"
+        )
+    with resources.as_file(_SPLITS / f"{source.name}.jsonl") as path:
+        yield replace(source, kind=SourceKind.TEXT, paths=(path,))

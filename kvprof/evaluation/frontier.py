@@ -1,0 +1,254 @@
+"""How far each method goes before a target is missed: every method searched, nothing lost.
+
+The search of one method is `kvprof.evaluation.rate_search`; what is kept of the baseline's metric,
+`kvprof.evaluation.targets`. Here the methods take their turns: evaluations come from the cache or
+are measured and kept at once, a method that does not fit the model becomes a row that says why, and
+an interruption leaves everything measured so far.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvprof.errors import KvprofError
+from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache
+from kvprof.evaluation.frontier_row import frontier_row
+from kvprof.evaluation.rate_search import Interrupted, MeasuredRate, search_rates
+from kvprof.evaluation.requests import ALWAYS, MethodRequest
+from kvprof.evaluation.targets import check_baseline, share_of
+from kvprof.methods.family import PlanFamily
+from kvprof.methods.plan import Plan
+
+__all__ = ["Evaluates", "Frontier", "FrontierOptions", "expected_steps"]
+
+
+class Evaluates(Protocol):
+    """What is needed of `kvprof.evaluation.evaluator.Evaluator`."""
+
+    context: int
+    steps: int
+    baseline_steps: int
+
+    def baseline(
+        self, advance: Callable[[int], None] = ..., should_stop: Callable[[], bool] = ...
+    ) -> dict[str, Any]:
+        """Return the uncompressed model's figures."""
+
+    def evaluate(
+        self,
+        plan: Plan,
+        advance: Callable[[int], None] = ...,
+        should_stop: Callable[[], bool] = ...,
+    ) -> dict[str, Any]:
+        """Return a plan's figures."""
+
+
+@dataclass(frozen=True)
+class FrontierOptions:
+    """What is searched for.
+
+    Attributes
+    ----------
+    metric : str
+        See `kvprof.evaluation.targets.share_of`.
+    target : float
+        Share of the baseline's metric that has to be kept.
+    points : int
+        Evaluations per method at most.
+    """
+
+    metric: str = "accuracy"
+    target: float = 0.99
+    points: int = 6
+
+
+def expected_steps(requests: Sequence[MethodRequest], points: int, evaluator: Evaluates) -> int:
+    """Return how many units a frontier advances its progress by, the baseline included.
+
+    Parameters
+    ----------
+    requests : sequence of MethodRequest
+    points : int
+        Evaluations per method at most.
+    evaluator : Evaluates
+        Says how many units one evaluation has.
+    """
+    planned = sum(_planned(request, points) for request in requests)
+    return evaluator.baseline_steps + planned * evaluator.steps
+
+
+def _planned(request: MethodRequest, points: int) -> int:
+    return 1 if request.method in ALWAYS else points
+
+
+class Frontier:
+    """Searches methods one after the other.
+
+    Parameters
+    ----------
+    evaluator : Evaluates
+    cache : EvaluationCache
+    options : FrontierOptions
+    family_of : callable
+        Calibrates a method and returns its plans.
+    itemsize : int
+        Bytes of a value in the run's dtype.
+    describe : callable
+        Told in words what is being done.
+    advance : callable
+        Told how many units are done; see `expected_steps`.
+    should_stop : callable
+        Asked before and during every evaluation.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluates,
+        cache: EvaluationCache,
+        options: FrontierOptions,
+        family_of: Callable[[MethodRequest], PlanFamily],
+        *,
+        itemsize: int,
+        describe: Callable[[str], None] = lambda _: None,
+        advance: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._evaluator = evaluator
+        self._cache = cache
+        self._options = options
+        self._family_of = family_of
+        self._itemsize = itemsize
+        self._describe = describe
+        self._advance = advance
+        self._stop = should_stop
+        self.complete = True
+        self.warnings: list[str] = []
+        #: Evaluations that were run, not found.
+        self.measured = 0
+        self._ran_baseline = False
+
+    def run(self, requests: Sequence[MethodRequest]) -> dict[str, Any]:
+        """Search every method and return ``data`` of a frontier result.
+
+        Parameters
+        ----------
+        requests : sequence of MethodRequest
+            Each label once.
+
+        Raises
+        ------
+        UsageError
+            When the baseline has nothing of the metric to keep, or the only method asked for (but
+            for `ALWAYS`) does not fit the model.
+        Interrupted
+            Before the baseline was known: there is nothing to return.
+        """
+        asked = [request for request in requests if request.method not in ALWAYS]
+        # The first calibration comes first: what is wrong with its data, or with the only method,
+        # shows before anything is measured.
+        ready: dict[str, PlanFamily | KvprofError] = {}
+        for request in asked[:1]:
+            self._describe(f"{request.label}: calibrating")
+            try:
+                ready[request.label] = self._family_of(request)
+            except KvprofError as failure:
+                if len(asked) == 1:
+                    raise
+                ready[request.label] = failure
+        self._describe("the uncompressed model")
+        baseline = self._baseline()
+        check_baseline(self._options.metric, baseline)
+        methods = []
+        for number, request in enumerate(requests, 1):
+            lead = f"{request.label} ({number} of {len(requests)})"
+            methods.append(self._method(request, lead, ready.get(request.label)))
+        return {
+            "metric": self._options.metric,
+            "target": self._options.target,
+            "baseline": baseline,
+            "context": self._evaluator.context,
+            "methods": methods,
+        }
+
+    def _baseline(self) -> dict[str, Any]:
+        """Return the baseline, from the cache where nothing else may have to be measured."""
+        found = self._cache.get(BASELINE)
+        return self._measured_baseline() if found is None else found
+
+    def _measured_baseline(self) -> dict[str, Any]:
+        found = self._evaluator.baseline(self._advance, self._stop)
+        if not found["complete"]:
+            raise Interrupted
+        self._ran_baseline = True
+        self._cache.put(BASELINE, found)
+        return found
+
+    def _method(
+        self, request: MethodRequest, lead: str, ready: PlanFamily | KvprofError | None
+    ) -> dict[str, Any]:
+        points: list[MeasuredRate] = []
+        reason: str | None = None
+        planned = _planned(request, self._options.points)
+
+        def keep(tested: MeasuredRate) -> None:
+            points.append(tested)
+
+        def evaluate(plan: Plan, digest: str) -> tuple[float | None, dict[str, Any]]:
+            self._describe(f"{lead}: evaluation {len(points) + 1} of {planned} at most")
+            evaluation = self._evaluation(plan, digest)
+            self.warnings += [text for text in evaluation["warnings"] if text not in self.warnings]
+            return share_of(evaluation, self._options.metric), evaluation
+
+        try:
+            if self._stop():
+                raise Interrupted
+            if isinstance(ready, KvprofError):
+                raise ready
+            if ready is None:
+                self._describe(f"{lead}: calibrating")
+                ready = self._family_of(request)
+            search_rates(
+                ready,
+                evaluate,
+                target=self._options.target,
+                tokens=self._evaluator.context,
+                itemsize=self._itemsize,
+                points=self._options.points,
+                keep=keep,
+            )
+        except Interrupted:
+            self.complete = False
+            reason = "interrupted"
+        except KvprofError as failure:
+            reason = str(failure)
+            if points:
+                self.warnings.append(
+                    f"{request.label}: stopped after {len(points)} evaluations: {failure}"
+                )
+        self._advance(max(0, planned - len(points)) * self._evaluator.steps)
+        return frontier_row(request, points, reason, self._options.metric, self._options.target)
+
+    def _evaluation(self, plan: Plan, digest: str) -> dict[str, Any]:
+        if self._stop():
+            raise Interrupted
+        steps = self._evaluator.steps
+        found = self._cache.get(digest)
+        if found is not None:
+            self._advance(steps)
+            return found
+        if not self._ran_baseline:
+            self._measured_baseline()  # what plans are compared with token by token
+        told = 0
+
+        def advance(amount: int) -> None:
+            nonlocal told
+            told += amount
+            self._advance(amount)
+
+        found = self._evaluator.evaluate(plan, advance, self._stop)
+        if not found["complete"]:
+            raise Interrupted
+        self._advance(max(0, steps - told))
+        self._cache.put(digest, found)
+        self.measured += 1
+        return found

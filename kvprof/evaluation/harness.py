@@ -1,0 +1,200 @@
+"""Tasks of lm-evaluation-harness, run by its own Python interface on a compressed model.
+
+The harness scores choices in single forward passes and lets the model generate where a task asks
+for it; both go through the compressed cache. Its protocol is its own: figures are comparable to
+others of the harness, not to the rest of an evaluation.
+"""
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.methods.plan import Plan
+from kvprof.models.load import LoadedModel
+from kvprof.models.noise import quiet
+from kvprof.runtime.compressed import compressed
+
+__all__ = ["HarnessSettings", "check_harness", "harness_rows", "settings_described"]
+
+HARNESS_PROTOCOL = (
+    "lm-evaluation-harness: choices are scored in a single pass, texts are generated greedily or "
+    "as the task says"
+)
+_STDERR = "_stderr"
+_COUNT = "sample_len"  # of the questions; it stands among the figures
+_LOGGERS = ("lm-eval", "lm_eval", "datasets")
+
+
+@dataclass(frozen=True)
+class HarnessSettings:
+    """What of the harness is run.
+
+    Attributes
+    ----------
+    tasks : tuple of str
+        Names that it knows, also from `include`.
+    limit : int or None
+        Questions of each task, at most.
+    include : Path or None
+        A folder with task files (YAML) of one's own.
+    batch_size : int
+        Its requests at once. It pads on the right, so that windows and levels of a plan see the
+        padding as the newest tokens; with 1 there is none.
+    seed : int
+        Of its random generators.
+    """
+
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    include: Path | None = None
+    batch_size: int = 1
+    seed: int = 0
+
+
+def check_harness(settings: HarnessSettings) -> None:
+    """Find out before the work whether the tasks can be run.
+
+    Raises
+    ------
+    LackingError
+        When lm-eval is not installed.
+    UsageError
+        For a task that it does not know, or an include that is no folder.
+    """
+    if find_spec("lm_eval") is None:
+        raise LackingError(
+            "--harness needs lm-eval, which is missing: pip install 'kvprof[harness]'"
+        )
+    if settings.include is not None and not settings.include.is_dir():
+        raise UsageError(f"--harness-include {settings.include} is no folder")
+    with _silenced():
+        known = set(_manager(settings.include).all_tasks)
+    for task in settings.tasks:
+        if task not in known:
+            raise UsageError(
+                f"--harness: {task!r} is no task of lm-eval; `lm_eval ls tasks` lists them, and "
+                "--harness-include names a folder with your own"
+            )
+
+
+def harness_rows(
+    loaded: LoadedModel, plan: Plan | None, settings: HarnessSettings
+) -> list[dict[str, Any]]:
+    """Run the tasks on a model, compressed or as it is.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        With a tokenizer.
+    plan : Plan or None
+        None runs the uncompressed model.
+    settings : HarnessSettings
+
+    Returns
+    -------
+    list of dict
+        ``method, task, metric, value, stderr, items``; a row per figure that the harness reports.
+
+    Raises
+    ------
+    FailedError
+        When the harness gives up (for example because data cannot be downloaded).
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    # Before the context: the wrapper examines the model, and the context then swaps its modules.
+    with _silenced():
+        model = HFLM(
+            pretrained=loaded.model,
+            tokenizer=loaded.tokenizer(),
+            batch_size=settings.batch_size,
+            max_length=loaded.context_length,
+        )
+    context = compressed(loaded, plan) if plan is not None else contextlib.nullcontext()
+    try:
+        with context, _silenced():
+            found = lm_eval.simple_evaluate(
+                model=model,
+                tasks=list(settings.tasks),
+                limit=settings.limit,
+                task_manager=_manager(settings.include),
+                random_seed=settings.seed,
+                numpy_random_seed=settings.seed,
+                torch_random_seed=settings.seed,
+                fewshot_random_seed=settings.seed,
+                log_samples=False,
+            )
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as problem:  # whatever a task's own code, or the download of its data, raises
+        raise FailedError(f"lm-eval gave up: {type(problem).__name__}: {problem}") from problem
+    return _rows(found, "full" if plan is None else plan.method)
+
+
+def settings_described(settings: HarnessSettings) -> dict[str, Any]:
+    """Return the settings as a result keeps them."""
+    return {
+        "tasks": list(settings.tasks),
+        "limit": settings.limit,
+        "include": settings.include.name if settings.include is not None else None,
+        "batch_size": settings.batch_size,
+        "version": version("lm-eval"),
+        "protocol": HARNESS_PROTOCOL,
+    }
+
+
+def _rows(found: dict[str, Any], method: str) -> list[dict[str, Any]]:
+    counts = found.get("n-samples", {})
+    rows = []
+    for task, figures in found["results"].items():
+        for key, value in figures.items():
+            name, _, variant = key.partition(",")
+            if name.endswith(_STDERR) or name == _COUNT or not isinstance(value, int | float):
+                continue
+            spread = figures.get(f"{name}{_STDERR},{variant}")
+            rows.append(
+                {
+                    "method": method,
+                    "task": task,
+                    "metric": name if variant in ("", "none") else f"{name} ({variant})",
+                    "value": float(value),
+                    "stderr": float(spread) if isinstance(spread, int | float) else None,
+                    "items": counts.get(task, {}).get("effective"),
+                }
+            )
+    return rows
+
+
+@cache
+def _manager(include: Path | None) -> Any:
+    """Return the harness's index of tasks; it reads thousands of files for it, so only once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(include) if include is not None else None)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Hold back what the harness prints, logs and draws: stdout and stderr are kvprof's."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with (
+            quiet(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

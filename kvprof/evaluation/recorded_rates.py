@@ -1,0 +1,211 @@
+"""The rates at which a model's methods met a target, as frontiers measured them.
+
+``kvprof plan --fit`` reads them. They come, each overruling the one before, from the records that
+ship with kvprof, from the frontiers run on this machine, and from result files given by the user.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import UsageError
+from kvprof.evaluation.evaluation_cache import cache_folder
+from kvprof.records.files import read_result, write_text_atomic
+
+__all__ = ["RecordedRate", "load_recorded_rates", "record_rates"]
+
+_FORMAT = "kvprof-rates/1"
+_KIND = "frontier"
+
+
+@dataclass(frozen=True)
+class RecordedRate:
+    """What one method reached on one model.
+
+    Attributes
+    ----------
+    label : str
+        The method, with its options as they were written for ``--methods``.
+    method : str
+    options : dict
+        Of the method.
+    target : float
+        Share of the baseline's metric that had to be kept.
+    metric : str
+    max_rate : float or None
+        The largest tested rate that did; None where no tested rate did.
+    context : int
+        Tokens at which bytes were counted.
+    dtype : str
+        Of the run: the full width that the rate is relative to.
+    created : str
+        When, in UTC.
+    origin : str
+        ``shipped``, ``measured here``, or the file's name.
+    """
+
+    label: str
+    method: str
+    options: dict[str, Any]
+    target: float
+    metric: str
+    max_rate: float | None
+    context: int
+    dtype: str
+    created: str
+    origin: str
+
+
+def load_recorded_rates(
+    fingerprint: str,
+    extra_files: Sequence[Path] = (),
+    *,
+    target: float = 0.99,
+    metric: str = "accuracy",
+    cache: Path | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> dict[str, RecordedRate]:
+    """Return what is known of a model, by the method's label.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Of the model.
+    extra_files : sequence of Path
+        Frontier results, or folders of such runs; a later one overrules.
+    target : float
+        Share that had to be kept.
+    metric : str
+        Of what.
+    cache : Path or None
+        As ``--cache``.
+    warn : callable
+        Told of a damaged record on this machine, which is then left out.
+
+    Raises
+    ------
+    UsageError
+        When a file given is no frontier, or one of another model.
+    FailedError
+        When a file given is damaged.
+    """
+    found: list[RecordedRate] = []
+    for result in _shipped():
+        if result["inputs"]["fingerprint"] == fingerprint:
+            found += _rates(result, "shipped")
+    found += _kept(cache_folder(cache), fingerprint, warn)
+    for path in extra_files:
+        result = read_result(path)
+        if result["kind"] != _KIND:
+            raise UsageError(
+                f"{path} is a result of kind {result['kind']}; rates come from kvprof frontier"
+            )
+        if result["inputs"]["fingerprint"] != fingerprint:
+            raise UsageError(
+                f"{path} is a frontier of {result['inputs']['model']} "
+                f"({result['inputs']['fingerprint'][:12]}), not of the model given "
+                f"({fingerprint[:12]})"
+            )
+        found += _rates(result, path.name)
+    return {
+        entry.label: entry
+        for entry in found
+        if entry.metric == metric and abs(entry.target - target) < 1e-9
+    }
+
+
+def record_rates(result: Mapping[str, Any], cache: Path | None = None) -> Path | None:
+    """Keep what a complete frontier found; an entry of the same method and target is replaced.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``frontier``.
+    cache : Path or None
+        As ``--cache``.
+
+    Returns
+    -------
+    Path or None
+        The file; None for an incomplete result, of which nothing is kept.
+
+    Raises
+    ------
+    FailedError
+        When it cannot be written.
+    """
+    if not result["complete"]:
+        return None
+    folder = cache_folder(cache)
+    fingerprint = result["inputs"]["fingerprint"]
+    entries = {
+        (entry.label, entry.metric, entry.target): entry
+        for entry in (
+            *_kept(folder, fingerprint, lambda _: None),
+            *_rates(result, "measured here"),
+        )
+    }
+    path = _file(folder, fingerprint)
+    content = {
+        "format": _FORMAT,
+        "fingerprint": fingerprint,
+        "rates": [asdict(entry) for entry in entries.values()],
+    }
+    write_text_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n", force=True)
+    return path
+
+
+def _rates(result: Mapping[str, Any], origin: str) -> list[RecordedRate]:
+    """Return one entry per method that was evaluated; one that does not fit has none."""
+    data = result["data"]
+    return [
+        RecordedRate(
+            label=method["label"],
+            method=method["method"],
+            options=dict(method["options"]),
+            target=float(data["target"]),
+            metric=data["metric"],
+            max_rate=method["max_rate"],
+            context=int(data["context"]),
+            dtype=data["dtype"],
+            created=result["created"],
+            origin=origin,
+        )
+        for method in data["methods"]
+        if method["points"]
+    ]
+
+
+def _kept(folder: Path, fingerprint: str, warn: Callable[[str], None]) -> list[RecordedRate]:
+    path = _file(folder, fingerprint)
+    if not path.is_file():
+        return []
+    try:
+        stored = json.loads(path.read_text("utf-8"))
+        if stored["format"] != _FORMAT or stored["fingerprint"] != fingerprint:
+            raise ValueError("it is of another version or another model")
+        entries = [RecordedRate(**entry) for entry in stored["rates"]]
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        warn(f"{path}: damaged record of rates is left out ({cause})")
+        return []
+    return [replace(entry, origin="measured here") for entry in entries]
+
+
+def _file(folder: Path, fingerprint: str) -> Path:
+    # A fingerprint may hold what a file name cannot.
+    name = "".join(c if c.isalnum() else "-" for c in fingerprint)
+    return folder / f"rates-{name[:64]}.json"
+
+
+def _shipped() -> list[dict[str, Any]]:
+    folder = resources.files("kvprof") / "assets" / "frontier"
+    if not folder.is_dir():
+        return []
+    results = []
+    with resources.as_file(folder) as place:
+        for path in sorted(place.glob("*.json")):
+            results.append(read_result(path))
+    return results

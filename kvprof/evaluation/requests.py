@@ -1,0 +1,133 @@
+"""What ``--methods`` says: rows of a frontier, each a method with options of its own or none."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvprof.errors import UsageError
+from kvprof.methods.registry import (
+    COMBINATIONS,
+    ENTRY_POINTS,
+    METHODS,
+    calibration_needs,
+    method_names,
+)
+
+__all__ = ["ALWAYS", "MethodRequest", "option_names", "parse_methods"]
+
+#: Rows of every frontier beside the methods asked for; they have nothing to turn.
+ALWAYS = ("full", "fp8")
+
+# Of a combination's quantiser and evictor, and of the calibration with Fisher information.
+_BESIDE = ("bits", "keep", "fisher_form")
+
+
+@dataclass(frozen=True)
+class MethodRequest:
+    """One row of a frontier.
+
+    Attributes
+    ----------
+    label : str
+        As the user wrote it: the method, with options of its own where it has any.
+    method : str
+        Registered name.
+    options : dict
+        All of the method's options, those of the whole command included.
+    """
+
+    label: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_methods(
+    text: str,
+    common: Mapping[str, Any],
+    read_options: Callable[[list[str]], dict[str, Any]],
+) -> list[MethodRequest]:
+    """Return the rows that a list of methods asks for, and those of `ALWAYS` after them.
+
+    Parameters
+    ----------
+    text : str
+        Methods with commas between them. Options of one method follow it after a colon, also with
+        commas between: ``fdc,kq:allocation=budget,grid=32,palu`` are three methods.
+    common : mapping
+        Options given to every method that has them and does not say otherwise.
+    read_options : callable
+        From ``["allocation=budget", "grid=32"]`` to options, as for ``--option``.
+
+    Raises
+    ------
+    UsageError
+        For an unknown method or option, a row that stands there twice, or a common option that no
+        method has.
+    """
+    requests: list[MethodRequest] = []
+    for label, method, written in _entries(text):
+        calibration_needs(method)  # refuses an unknown name
+        known = option_names(method)
+        own = read_options(written)
+        for option in own:
+            if option not in known and option not in _BESIDE:
+                has = f"it has {', '.join(known)}" if known else "it has none"
+                raise UsageError(f"--methods {label}: {method} has no option {option}: {has}")
+        shared = {key: value for key, value in common.items() if key in known and key not in own}
+        requests.append(MethodRequest(label, method, {**shared, **own}))
+    for option, value in common.items():
+        if all(request.options.get(option) != value for request in requests):
+            raise UsageError(f"--{option} {value}: none of the methods takes it from there")
+    labels = [request.label for request in requests]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise UsageError(f"--methods: {twice[0]} stands there twice")
+    return [*requests, *(MethodRequest(name, name) for name in ALWAYS if name not in labels)]
+
+
+def option_names(method: str) -> tuple[str, ...]:
+    """Return the options of a method; for a combination those of the method it is built on.
+
+    Parameters
+    ----------
+    method : str
+        Known to `kvprof.methods.registry`.
+    """
+    single = [name for name in method_names() if name not in COMBINATIONS]
+    base = method
+    if base not in single:
+        parts = [name for name in single if method.startswith((f"{name}+", f"{name}-"))]
+        base = max(parts, key=len)
+    function: Any = METHODS.get(base)
+    if function is None:
+        (point,) = (point for point in entry_points(group=ENTRY_POINTS) if point.name == base)
+        function = point.load()
+    return tuple(
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    )
+
+
+def _entries(text: str) -> list[tuple[str, str, list[str]]]:
+    """Split ``fdc,kq:a=1,b=2`` into labels, methods and their options as written."""
+    entries: list[tuple[str, list[str]]] = []
+    for piece in (part.strip() for part in text.split(",")):
+        if not piece:
+            continue
+        method, colon, option = piece.partition(":")
+        if colon or "=" not in piece:
+            entries.append((method.strip(), [option.strip()] if option.strip() else []))
+        elif not entries or not entries[-1][1]:
+            raise UsageError(
+                f"--methods: {piece!r} belongs to no method; write for example kq:{piece}"
+            )
+        else:
+            entries[-1][1].append(piece)
+    if not entries:
+        raise UsageError(f"--methods: {text!r} names no method; write for example fdc,kq")
+    return [
+        (f"{method}:{','.join(options)}" if options else method, method, options)
+        for method, options in entries
+    ]

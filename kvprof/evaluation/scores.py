@@ -1,0 +1,259 @@
+"""From one figure per decoded token to the figures of an evaluation, as JSON values."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvprof.analysis.quality import (
+    difference_interval,
+    divergence,
+    draws,
+    perplexity,
+    perplexity_ratio_interval,
+    ratio_interval,
+    target_scores,
+    wide,
+)
+from kvprof.evaluation.tasks import TaskItem
+
+__all__ = ["Pair", "TokenScores", "score_tokens", "task_figures", "text_figures", "worst_tokens"]
+
+_TAIL = 0.999
+
+#: Source, sequence and position to the token's id, its text and the text before it.
+Describe = Callable[[str, int, int], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """What a model made of every decoded token.
+
+    Attributes
+    ----------
+    correct : ndarray
+        ``[sequences, decoded]`` bool: the likeliest token was the right one.
+    loss : ndarray
+        ``[sequences, decoded]``: negative log-probability of the right one, in nats.
+    kl : ndarray
+        ``[sequences, decoded]``: divergence from the uncompressed model, in nats.
+    """
+
+    correct: NDArray[np.bool_]
+    loss: NDArray[np.float64]
+    kl: NDArray[np.float64]
+
+    @property
+    def finite(self) -> bool:
+        """Whether every figure is a number."""
+        return bool(np.isfinite(self.loss).all() and np.isfinite(self.kl).all())
+
+    @classmethod
+    def joined(cls, parts: Iterable["TokenScores"]) -> "TokenScores":
+        """Return the sequences of all parts, in order."""
+        every = list(parts)
+        return cls(
+            np.concatenate([part.correct for part in every]),
+            np.concatenate([part.loss for part in every]),
+            np.concatenate([part.kl for part in every]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One source's scores by both models, for the same sequences."""
+
+    base: TokenScores
+    found: TokenScores
+
+
+def score_tokens(
+    logits: Iterable[Tensor],
+    targets: Tensor,
+    base: Tensor | None,
+    advance: Callable[[int], None],
+) -> TokenScores:
+    """Score every decoded token of a batch; only one figure per token leaves the device.
+
+    Parameters
+    ----------
+    logits : iterable of Tensor
+        ``[B, vocabulary]`` for one decoded token after the other; may compute them as it goes.
+    targets : Tensor
+        ``[B, decoded]``, the tokens that came.
+    base : Tensor or None
+        ``[B, decoded, vocabulary]``, the uncompressed model's logits; None leaves `kl` at 0.
+    advance : callable
+        Told 1 for every decoded token.
+    """
+    columns: list[Tensor] = []
+    for place, step in enumerate(logits):
+        with torch.inference_mode():
+            own = wide(step).log_softmax(-1)
+            correct, loss = target_scores(own, targets[:, place].to(step.device))
+            kl = torch.zeros_like(loss)
+            if base is not None:
+                kl = divergence(wide(base[:, place].to(step.device)).log_softmax(-1), own)
+            columns.append(torch.stack([correct.to(loss.dtype), loss, kl]))
+        advance(1)
+    figures = torch.stack(columns, dim=-1).cpu().double().numpy()
+    return TokenScores(figures[0] > 0, figures[1], figures[2])
+
+
+def text_figures(pairs: Mapping[str, Pair], resamples: int, seed: int) -> dict[str, Any]:
+    """Return what an evaluation says of text, over all sources and for each.
+
+    Parameters
+    ----------
+    pairs : mapping
+        Source to scores; sequences of all sources are of one length.
+    resamples, seed : int
+        Of the bootstrap, which draws sequences of each source on their own.
+    """
+    counts = draws([len(pair.base.loss) for pair in pairs.values()], resamples, seed)
+    base = TokenScores.joined(pair.base for pair in pairs.values())
+    found = TokenScores.joined(pair.found for pair in pairs.values())
+    sources = {}
+    first = 0
+    for name, pair in pairs.items():
+        own = counts[:, first : first + len(pair.base.loss)]
+        first += len(pair.base.loss)
+        whole = _figures(pair.base, pair.found, own)
+        sources[name] = {
+            "accuracy": whole["accuracy"],
+            "baseline_accuracy": whole["baseline_accuracy"],
+            "relative_accuracy": whole["relative_accuracy"],
+            "interval": whole["relative_accuracy_interval"],
+            "perplexity": whole["perplexity"],
+            "baseline_perplexity": whole["baseline_perplexity"],
+            "kl_mean": whole["kl"]["mean"],
+            "sequences": len(pair.found.loss),
+            "tokens": pair.found.loss.size,
+        }
+    return {
+        **_figures(base, found, counts),
+        "sources": sources,
+        "decoded_tokens": found.loss.size,
+        "sequences": len(found.loss),
+    }
+
+
+def _figures(base: TokenScores, found: TokenScores, counts: NDArray[np.int64]) -> dict[str, Any]:
+    hits, own_hits = (x.correct.sum(axis=1).astype(np.float64) for x in (found, base))
+    losses, own_losses = (x.loss.sum(axis=1) for x in (found, base))
+    tokens = np.full(len(losses), float(found.loss.shape[1]))
+    accuracy, own_accuracy = (float(x.correct.mean()) for x in (found, base))
+    return {
+        "accuracy": accuracy,
+        "baseline_accuracy": own_accuracy,
+        "relative_accuracy": accuracy / own_accuracy if own_accuracy else None,
+        "relative_accuracy_interval": _plain(ratio_interval(counts, hits, own_hits)),
+        "perplexity": perplexity(found.loss),
+        "baseline_perplexity": perplexity(base.loss),
+        "perplexity_ratio": float(np.exp((losses - own_losses).sum() / tokens.sum())),
+        "perplexity_ratio_interval": _plain(
+            perplexity_ratio_interval(counts, own_losses, losses, tokens)
+        ),
+        "kl": {
+            "mean": float(found.kl.mean()),
+            "p999": float(np.quantile(found.kl, _TAIL)),
+            "worst": float(found.kl.max()),
+        },
+    }
+
+
+def worst_tokens(
+    pairs: Mapping[str, Pair], number: int, start: int, describe: Describe
+) -> list[dict[str, Any]]:
+    """Return the tokens whose prediction diverged most, the worst first.
+
+    Parameters
+    ----------
+    pairs : mapping
+        Source to scores.
+    number : int
+        How many.
+    start : int
+        Position of the first decoded token.
+    describe : callable
+        Adds ``token``, ``text`` and ``before``.
+    """
+    found = []
+    for name, pair in pairs.items():
+        for flat in np.argsort(-pair.found.kl, axis=None, kind="stable")[:number]:
+            sequence, place = (int(i) for i in np.unravel_index(flat, pair.found.kl.shape))
+            found.append(
+                {
+                    "source": name,
+                    "sequence": sequence,
+                    "position": start + place,
+                    **describe(name, sequence, start + place),
+                    "kl": float(pair.found.kl[sequence, place]),
+                    "probability": float(np.exp(-pair.found.loss[sequence, place])),
+                    "baseline_probability": float(np.exp(-pair.base.loss[sequence, place])),
+                }
+            )
+    return sorted(found, key=lambda token: -token["kl"])[:number]
+
+
+def task_figures(
+    items: Sequence[TaskItem],
+    base: Sequence[bool | None],
+    found: Sequence[bool | None],
+    resamples: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Return each task's exact matches, by depth and by length too.
+
+    Parameters
+    ----------
+    items : sequence of TaskItem
+    base, found : sequence of bool or None
+        Whether the uncompressed and the compressed model answered right; None where the run ended
+        before. Only questions that both answered count.
+    resamples, seed : int
+        Of the bootstrap, which draws questions.
+    """
+    tasks: dict[str, Any] = {}
+    for task in dict.fromkeys(item.task for item in items):
+        rows = [
+            (item, float(own), float(other))
+            for item, own, other in zip(items, base, found, strict=True)
+            if item.task == task and own is not None and other is not None
+        ]
+        if not rows:
+            continue
+        own = np.array([row[1] for row in rows])
+        other = np.array([row[2] for row in rows])
+        interval = difference_interval(draws([len(rows)], resamples, seed), own, other)
+        tasks[task] = {
+            **_share(rows),
+            "difference_interval": _plain(interval),
+            "by_depth": _by(rows, "depth"),
+            "by_length": _by(rows, "length"),
+        }
+    return tasks
+
+
+def _by(rows: Sequence[tuple[TaskItem, float, float]], attribute: str) -> dict[str, Any]:
+    values = sorted({v for item, *_ in rows if (v := getattr(item, attribute)) is not None})
+    return {
+        f"{value:g}": _share([row for row in rows if getattr(row[0], attribute) == value])
+        for value in values
+    }
+
+
+def _share(rows: Sequence[tuple[TaskItem, float, float]]) -> dict[str, Any]:
+    return {
+        "accuracy": sum(row[2] for row in rows) / len(rows),
+        "baseline": sum(row[1] for row in rows) / len(rows),
+        "items": len(rows),
+    }
+
+
+def _plain(interval: tuple[float, float] | None) -> list[float] | None:
+    return list(interval) if interval is not None else None

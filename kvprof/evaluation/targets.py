@@ -1,0 +1,167 @@
+"""What share of the uncompressed model's metric an evaluation keeps, and up to which rate."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvprof.errors import UsageError
+
+__all__ = [
+    "METRICS",
+    "check_baseline",
+    "check_metric",
+    "max_rate",
+    "max_rate_interval",
+    "share_interval_of",
+    "share_of",
+]
+
+#: Beside these, the name of any task that is evaluated.
+METRICS = ("accuracy", "perplexity", "tasks")
+
+
+def check_metric(metric: str, tasks: Sequence[str]) -> None:
+    """Refuse a metric that is not measured.
+
+    Parameters
+    ----------
+    metric : str
+        One of `METRICS`, or a task's name.
+    tasks : sequence of str
+        Names of the tasks that are evaluated.
+
+    Raises
+    ------
+    UsageError
+        When it is none of these.
+    """
+    if metric not in (*METRICS, *tasks):
+        known = ", ".join((*METRICS, *tasks))
+        raise UsageError(f"--metric: {metric!r} is not measured here; choose from {known}")
+    if metric == "tasks" and not tasks:
+        raise UsageError("--metric tasks: no tasks are evaluated; name some with --tasks")
+
+
+def check_baseline(metric: str, baseline: Mapping[str, Any]) -> None:
+    """Refuse a metric of which the uncompressed model has nothing that could be kept.
+
+    Parameters
+    ----------
+    metric : str
+        As `check_metric` lets through.
+    baseline : mapping
+        The uncompressed model's evaluation.
+
+    Raises
+    ------
+    UsageError
+        When that is so.
+    """
+    if metric == "perplexity":
+        return
+    tasks = {name: task["accuracy"] for name, task in baseline["tasks"].items()}
+    whole = {"accuracy": baseline["accuracy"], **tasks, "tasks": sum(tasks.values())}
+    if not whole[metric]:
+        raise UsageError(
+            f"--metric {metric}: the uncompressed model itself gets nothing right, so there is no "
+            "share of it to keep; choose perplexity"
+        )
+
+
+def share_of(evaluation: Mapping[str, Any], metric: str) -> float | None:
+    """Return what share of the baseline an evaluation keeps; None where nothing was measured.
+
+    For ``perplexity`` it is the baseline's over the evaluation's, for ``tasks`` the mean accuracy
+    over the mean of the baseline's.
+
+    Parameters
+    ----------
+    evaluation : mapping
+        Of `kvprof.evaluation.evaluator`.
+    metric : str
+        As `check_metric` lets through.
+    """
+    if metric == "accuracy":
+        kept: float | None = evaluation["relative_accuracy"]
+        return kept
+    if metric == "perplexity":
+        perplexity = evaluation["perplexity"]
+        return evaluation["baseline_perplexity"] / perplexity if perplexity else None
+    tasks = evaluation["tasks"]
+    chosen = list(tasks.values()) if metric == "tasks" else [tasks[metric]]
+    whole = sum(task["baseline"] for task in chosen)
+    return sum(task["accuracy"] for task in chosen) / whole if whole else None
+
+
+def share_interval_of(evaluation: Mapping[str, Any], metric: str) -> list[float | None] | None:
+    """Return the paired 95 % interval of `share_of`; None where the evaluation has none.
+
+    Parameters
+    ----------
+    evaluation, metric
+        As for `share_of`.
+    """
+    if metric == "accuracy":
+        found: list[float | None] | None = evaluation["relative_accuracy_interval"]
+        return found
+    if metric == "perplexity":
+        ratio = evaluation.get("perplexity_ratio_interval")
+        # Over the baseline's there, under it here: the ends change places.
+        return [1.0 / ratio[1], 1.0 / ratio[0]] if ratio and None not in ratio else None
+    if metric == "tasks":
+        return None  # the tasks' items are not paired with each other
+    task = evaluation["tasks"][metric]
+    difference = task.get("difference_interval")
+    if not difference or None in difference or not task["baseline"]:
+        return None
+    return [1.0 + end / task["baseline"] for end in difference]
+
+
+def max_rate(points: Sequence[Mapping[str, Any]], target: float) -> float | None:
+    """Return the largest tested rate that meets a target with every lower tested rate meeting it.
+
+    Parameters
+    ----------
+    points : sequence of mapping
+        With ``rate`` and ``share``, in any order.
+    target : float
+        Share of the baseline that has to be kept; the point estimate decides.
+    """
+    return _last_meeting([(point["rate"], point["share"]) for point in points], target)
+
+
+def max_rate_interval(
+    points: Sequence[Mapping[str, Any]], target: float
+) -> tuple[float | None, float | None] | None:
+    """Return between which tested rates the true largest rate lies, given the shares' intervals.
+
+    The lower end is the largest tested rate whose interval lies wholly at or above the target, with
+    every lower one's doing so (None: not even the lowest). The upper end is the smallest tested
+    rate whose interval lies wholly below it (None: no tested rate does).
+
+    Parameters
+    ----------
+    points : sequence of mapping
+        With ``rate``, ``share`` and ``share_interval``.
+    target : float
+
+    Returns
+    -------
+    tuple of float or None
+        None where a point has no interval.
+    """
+    ends = [(point["rate"], point["share_interval"]) for point in points]
+    if not ends or any(end is None or None in end for _, end in ends):
+        return None
+    low = _last_meeting([(rate, end[0]) for rate, end in ends], target)
+    surely_below = [rate for rate, end in ends if end[1] < target]
+    return low, min(surely_below, default=None)
+
+
+def _last_meeting(figures: Sequence[tuple[float, float | None]], target: float) -> float | None:
+    found = None
+    for rate, share in sorted(figures, key=lambda figure: figure[0]):
+        # 0.99 written in decimal may lie above the ratio of two counts that is 0.99 exactly.
+        if share is None or share < target - 1e-12:
+            break
+        found = rate
+    return found

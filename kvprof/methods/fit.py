@@ -1,0 +1,227 @@
+"""What fits into a memory: which context at a batch, which batch at a context.
+
+Pure arithmetic on plans. A length fits when every shorter one does too: with a quantiser that works
+in blocks the bytes fall each time a block is quantised, so that the account has to be searched and
+cannot be divided.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.plan import Plan
+from kvprof.methods.running_weights import RunningWeights, running_weights
+from kvprof.methods.tokens import kept, level_ends, quantised_tokens
+from kvprof.models.layout import ModelLayout
+
+__all__ = [
+    "Fit",
+    "Memory",
+    "fit_plan",
+    "largest_context",
+    "peak_bytes",
+]
+
+# Longer than any context; what still fits there has no limit (sliding windows alone).
+_ENDLESS = 2**40
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory and what is taken from it before the cache gets any.
+
+    Attributes
+    ----------
+    total : int
+        Bytes.
+    reserve : int
+        Bytes for activations and the allocator.
+    weights : int
+        Bytes of the model's own weights.
+    """
+
+    total: int
+    reserve: int
+    weights: int
+
+    def __post_init__(self) -> None:
+        if self.total <= 0 or self.weights < 0:
+            raise UsageError(f"a memory of {self.total:,} bytes holds nothing")
+        if not 0 <= self.reserve < self.total:
+            raise UsageError(
+                f"a reserve of {self.reserve:,} bytes leaves nothing of {self.total:,} bytes"
+            )
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that the model alone lacks; 0 where it fits."""
+        return max(0, self.weights + self.reserve - self.total)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of one plan fits.
+
+    Attributes
+    ----------
+    weights : RunningWeights
+    room : int
+        Bytes left for the cache; negative when the weights alone are too large.
+    contexts : dict
+        Batch to the longest context in tokens; 0 where none fits, None where there is no limit.
+    batches : dict
+        Context in tokens to the largest batch.
+    """
+
+    weights: RunningWeights
+    room: int
+    contexts: dict[int, int | None]
+    batches: dict[int, int]
+
+
+def fit_plan(
+    plan: Plan,
+    memory: Memory,
+    layout: ModelLayout,
+    *,
+    itemsize: int,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+) -> Fit:
+    """Return which context fits at each batch and which batch at each context.
+
+    Parameters
+    ----------
+    plan : Plan
+        For this model.
+    memory : Memory
+    layout : ModelLayout
+    itemsize : int
+        Bytes of a value in the run's dtype.
+    batches, contexts : sequence of int
+        Sequences, and tokens of each, that are asked about.
+
+    Raises
+    ------
+    UsageError
+        For a batch or a context below 1.
+    """
+    for what, values in (("batch", batches), ("context", contexts)):
+        if values and min(values) < 1:
+            raise UsageError(f"a {what} of {min(values)} makes no sense")
+    weights = running_weights(plan, layout, itemsize=itemsize)
+    room = memory.total - memory.reserve - memory.weights - weights.added
+    return Fit(
+        weights,
+        room,
+        {batch: largest_context(plan, room // batch, itemsize=itemsize) for batch in batches},
+        {
+            context: max(0, room) // peak_bytes(plan, context, itemsize=itemsize)
+            for context in contexts
+        },
+    )
+
+
+def largest_context(plan: Plan, room: int, *, itemsize: int) -> int | None:
+    """Return the longest sequence whose cache fits, at every length on the way to it.
+
+    Parameters
+    ----------
+    plan : Plan
+    room : int
+        Bytes for one sequence.
+    itemsize : int
+        Bytes of a value in the run's dtype.
+
+    Returns
+    -------
+    int or None
+        Tokens; 0 when not even one fits, None when the cache stops growing before it is full.
+    """
+
+    def stored(tokens: int) -> int:
+        return bytes_at(plan, tokens, itemsize=itemsize).total
+
+    if room < stored(1):
+        return 0
+    high = 2
+    while stored(high) <= room:
+        if high >= _ENDLESS:
+            return None
+        high *= 2
+    longest = _last(lambda tokens: stored(tokens) <= room, high // 2, high)
+    # The next length does not fit, but a peak before it may not fit either.
+    fall = _largest_fall(plan, itemsize)
+    safe, unsure = 1, []
+    for peak in _peaks(plan, longest):
+        size = stored(peak)
+        if size + fall <= room:
+            safe = peak
+            break
+        unsure.append((peak, size))
+    for peak, size in reversed(unsure):
+        if size > room:
+            return _last(lambda tokens: stored(tokens) <= room, safe, peak)
+        safe = peak
+    return longest
+
+
+def peak_bytes(plan: Plan, tokens: int, *, itemsize: int) -> int:
+    """Return the most bytes that one sequence's cache holds on its way to `tokens` tokens.
+
+    Parameters
+    ----------
+    plan : Plan
+    tokens : int
+    itemsize : int
+        Bytes of a value in the run's dtype.
+    """
+    most = bytes_at(plan, tokens, itemsize=itemsize).total
+    for peak in _peaks(plan, tokens):
+        size = bytes_at(plan, peak, itemsize=itemsize).total
+        most = max(most, size)
+        if size + _largest_fall(plan, itemsize) <= most:
+            break
+    return most
+
+
+def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the last number that something holds for, of those from `low` on.
+
+    It holds at `low`, not at `high`, and changes once in between.
+    """
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _peaks(plan: Plan, tokens: int) -> Iterator[int]:
+    """Yield, newest first, the lengths below `tokens` after which a block of tokens shrinks."""
+    block = plan.quantiser.block if plan.quantiser is not None else 1
+    if block == 1 and plan.levels.batch == 1:
+        return  # one token at a time: what it costs is always more than what an older one frees
+
+    def moved(length: int) -> tuple[int, ...]:
+        rest = max(0, kept(plan.eviction, length) - plan.levels.sink)
+        quantised = quantised_tokens(plan.quantiser, rest) if block > 1 else 0
+        ends = level_ends(plan.levels, rest)[:-1] if plan.levels.batch > 1 else []
+        return quantised, *ends
+
+    after = moved(tokens)
+    for length in range(tokens - 1, 0, -1):
+        before = moved(length)
+        if before != after:
+            yield length
+        after = before
+
+
+def _largest_fall(plan: Plan, itemsize: int) -> int:
+    """Return more bytes than the cache ever lies above the line that it grows along."""
+    block = plan.quantiser.block if plan.quantiser is not None else 1
+    # Eviction keeps a token for several that come; a block of those that are kept moves at once.
+    return 2 * (block + plan.levels.batch) * full_bytes(plan, 1, itemsize=itemsize)

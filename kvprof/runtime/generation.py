@@ -1,0 +1,229 @@
+"""Text from a model, token by token, and where the texts of two runs part."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from kvprof.errors import UsageError
+from kvprof.models.load import LoadedModel
+from kvprof.models.noise import quiet
+
+__all__ = ["Generated", "GenerationSettings", "difference", "generate_text", "prompt_ids"]
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How tokens are chosen.
+
+    Attributes
+    ----------
+    max_new_tokens : int
+    sample : bool
+        Draw tokens; otherwise always the most probable one.
+    temperature, top_p : float
+        Of the draw; 1 and 1 draw from the model's own distribution.
+    seed : int
+        Of the draw; two runs with one seed use the same random numbers.
+    """
+
+    max_new_tokens: int = 128
+    sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """What one run wrote.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The new ones.
+    ended : str
+        ``end_of_text``, ``length`` or ``interrupted``.
+    logits : Tensor or None
+        ``[len(tokens), vocabulary]`` of each step, as the model gave them.
+    """
+
+    tokens: list[int]
+    ended: str
+    logits: Tensor | None = None
+
+
+def prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> tuple[str, list[int]]:
+    """Return the prompt as the model gets it, as text and as ids.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prompt : str
+    chat : bool
+        Put it into the model's chat template as a user's message.
+
+    Raises
+    ------
+    UsageError
+        Without a tokenizer or a chat template, or when no token is left of the prompt.
+    """
+    tokenizer = loaded.tokenizer()
+    if chat:
+        if tokenizer.chat_template is None:
+            raise UsageError(f"--chat: the tokenizer of {loaded.spec} has no chat template")
+        message = [{"role": "user", "content": prompt}]
+        prompt = str(
+            tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        )
+    # A template writes its own special tokens.
+    ids = list(tokenizer(prompt, add_special_tokens=not chat, verbose=False)["input_ids"])
+    if not ids:
+        raise UsageError(f"the prompt {prompt!r} is empty, and {loaded.spec} puts no token first")
+    return prompt, ids
+
+
+def generate_text(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    settings: GenerationSettings,
+    *,
+    write: Callable[[str], None] | None = None,
+    keep_logits: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Generated:
+    """Continue a prompt with transformers' own ``generate``.
+
+    Inside `kvprof.runtime.compressed.compressed` the cache is the compressed one.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prompt : sequence of int
+    settings : GenerationSettings
+    write : callable, optional
+        Given each piece of text as soon as it is complete.
+    keep_logits : bool
+        Needs memory for every step's logits.
+    should_stop : callable
+        Asked after each token.
+    """
+    tokenizer = loaded.tokenizer()
+    own = loaded.model.generation_config
+    ends = _as_list(own.eos_token_id)
+    choice: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
+    if settings.sample:
+        # 0 turns off the 50 that transformers would cut to by default.
+        choice = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
+    ids = torch.tensor([list(prompt)], device=loaded.device)
+    torch.manual_seed(settings.seed)
+    with quiet(), torch.inference_mode():
+        result: Any = loaded.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=settings.sample,
+            num_beams=1,
+            pad_token_id=own.pad_token_id if own.pad_token_id is not None else (ends or [0])[0],
+            streamer=_Streamer(tokenizer, write) if write is not None else None,
+            stopping_criteria=StoppingCriteriaList([_Asked(should_stop)]),
+            return_dict_in_generate=True,
+            output_logits=keep_logits,
+            **choice,
+        )
+    tokens = result.sequences[0, len(prompt) :].tolist()
+    ended = "length" if len(tokens) == settings.max_new_tokens else "interrupted"
+    if tokens and tokens[-1] in ends:
+        ended = "end_of_text"
+    logits = torch.cat(result.logits).float().cpu() if keep_logits else None
+    return Generated(tokens, ended, logits)
+
+
+def difference(
+    compressed: Generated, full: Generated, decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """Return where two continuations of one prompt part, as JSON values.
+
+    Up to the first different token both models saw the same text, so that their probabilities can
+    be compared; after it they cannot.
+
+    Parameters
+    ----------
+    compressed, full : Generated
+        With logits.
+    decode : callable
+        From ids to text.
+
+    Returns
+    -------
+    dict
+        As ``difference`` in the schema of kind ``generate``.
+    """
+    ours, theirs = compressed.tokens, full.tokens
+    assert compressed.logits is not None
+    assert full.logits is not None
+    both = min(len(ours), len(theirs))
+    same = next((i for i in range(both) if ours[i] != theirs[i]), both)
+    position = None if ours == theirs else same
+    # The step that chose different tokens still had the same text before it.
+    steps = both if position is None else min(same + 1, both)
+    mine = compressed.logits[:steps].double().log_softmax(-1)
+    other = full.logits[:steps].double().log_softmax(-1)
+    terms = torch.where(other > -torch.inf, other.exp() * (other - mine), 0.0)
+
+    def choice(tokens: list[int]) -> dict[str, Any] | None:
+        if position is None or position >= steps:
+            return None
+        token = tokens[position]
+        return {
+            "id": token,
+            "text": decode([token]),
+            "compressed_probability": float(mine[position, token].exp()),
+            "full_probability": float(other[position, token].exp()),
+        }
+
+    return {
+        "text": decode(theirs),
+        "tokens": theirs,
+        "ended": full.ended,
+        "position": position,
+        "common_text": decode(ours[:same]),
+        "compressed_rest": decode(ours[same:]),
+        "full_rest": decode(theirs[same:]),
+        "compressed_token": choice(ours),
+        "full_token": choice(theirs),
+        # Equal distributions may come out a rounding error below 0.
+        "kl": terms.sum(-1).clamp(min=0).tolist(),
+    }
+
+
+class _Asked(StoppingCriteria):  # type: ignore[misc]
+    """Stops when the user asks for it."""
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self._should_stop = should_stop
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self._should_stop(), device=input_ids.device)
+
+
+class _Streamer(TextStreamer):  # type: ignore[misc]
+    """Hands out text as soon as no later token can change it."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Pass a piece on."""
+        if text:
+            self._write(text)
+
+
+def _as_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [int(value)]

@@ -1,0 +1,175 @@
+"""The report of ``kvprof eval``: what a compressed cache costs in accuracy."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvprof.views.evaluation_csv import to_csv
+from kvprof.views.evaluation_tables import (
+    depth_table,
+    harness_table,
+    interval_text,
+    main_table,
+    source_table,
+    task_columns,
+    worst_table,
+)
+from kvprof.views.numbers import percent
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.tables import key_values
+
+__all__ = ["report", "to_csv"]
+
+_RATE = (
+    "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "
+    "against full width in {dtype} at {context:,} tokens (the mean context of a scored token)."
+)
+_KEPT = (
+    "Accuracy: per cent of the scored tokens that were the likeliest. Kept: that accuracy over the "
+    "uncompressed model's. 95 % interval: where it would lie on other sequences of the same kind "
+    "(paired bootstrap over sequences, both models on the same tokens)."
+)
+_KL = (
+    "KL: divergence of the next token's distribution from the uncompressed model's, in nats; the "
+    "worst is that of a single token. Row full is the uncompressed model itself, so it has none."
+)
+_FULL_RUN = (
+    "KL: divergence of the next token's distribution from the uncompressed model's, in nats; the "
+    "worst is that of a single token. Row full ran through the compressed cache at full width."
+)
+_TASKS = (
+    "Tasks: questions answered right, every token of the answer, by greedy decoding through the "
+    "cache."
+)
+_PROTOCOLS = {
+    "decode": "the first half of each sequence is prefilled in one pass, the rest decoded step by "
+    "step through the compressed cache and scored",
+    "teacher_forced": "TEACHER-FORCED: a single pass over each sequence, its second half scored; "
+    "what decoding through the cache would add to the error is not in it",
+}
+
+
+def report(
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+) -> RenderableType:
+    """Return the report for people.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``eval``.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    """
+    data = result["data"]
+    evaluations = data["evaluations"]
+    parts: list[RenderableType] = []
+    if not result["complete"]:
+        parts += [incomplete_note(), Text()]
+    if evaluations:
+        parts += [paragraph(_answer(evaluations), "bold"), Text(), main_table(evaluations)]
+        by_source = source_table(evaluations)
+        if by_source is not None:
+            parts += [heading("By text"), by_source]
+        parts += _task_part(evaluations)
+        parts += _worst_part(evaluations)
+    if data["harness"] is not None and data["harness"]["rows"]:
+        parts += [heading("lm-evaluation-harness"), harness_table(data["harness"]["rows"])]
+        protocol = data["harness"]["protocol"]
+        parts += [paragraph(f"By its own protocol, not the one above ({protocol}).", "dim")]
+    if evaluations:
+        parts += [heading("How to read this"), bullets(_notes(result))]
+    parts += [heading("Measured with"), key_values(_provenance(result))]
+    if result["warnings"]:
+        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
+    if not result["complete"]:
+        parts += [Text(), incomplete_note()]
+    return Fitted(Group(*parts), width=width, colour=colour)
+
+
+def _asked(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows that are not always there, or all but the baseline when there are none."""
+    own = [one for one in evaluations if one["method"] not in ("full", "fp8")]
+    return own or [one for one in evaluations if one["method"] != "full"] or list(evaluations)
+
+
+def _answer(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    sentences = []
+    for one in _asked(evaluations):
+        kept = f"{percent(one['relative_accuracy'])} of the uncompressed model's accuracy"
+        if one["relative_accuracy"] is None:
+            kept = "an accuracy that the uncompressed model, which has none, gives no measure for"
+        bounds = one["relative_accuracy_interval"]
+        spread = "" if bounds is None else f" (95 % interval {interval_text(bounds)} %)"
+        saved = f"saves {percent(one['rate'])} of the cache's bytes"
+        sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}.")
+    return " ".join(sentences)
+
+
+def _task_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    tables = [depth_table(evaluations, by) for by in ("by_depth", "by_length")]
+    shown = [table for table in tables if table is not None]
+    if not shown:
+        return []
+    parts: list[RenderableType] = [heading("Tasks by depth and length")]
+    for place, table in enumerate(shown):
+        parts += [Text(), table] if place else [table]
+    return parts
+
+
+def _worst_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    tables = [worst_table(one) for one in _asked(evaluations)]
+    shown = [table for table in tables if table is not None]
+    parts: list[RenderableType] = [heading("Worst tokens")] if shown else []
+    for place, table in enumerate(shown):
+        parts += [Text(), table] if place else [table]
+    return parts
+
+
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    data = result["data"]
+    evaluations = data["evaluations"]
+    ran = any(one["method"] == "full" and one["plan"] is not None for one in evaluations)
+    notes = [
+        _RATE.format(dtype=data["dtype"], context=data["context"]),
+        _KEPT,
+        _FULL_RUN if ran else _KL,
+    ]
+    if task_columns(evaluations):
+        notes.append(_TASKS)
+    return notes
+
+
+def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the figures depend on, in words; what the result does not name is left out."""
+    inputs, evaluations = result["inputs"], result["data"]["evaluations"]
+    calibrated = {
+        one["method"]: found
+        for one in evaluations
+        if one["plan"] is not None and (found := one["plan"]["made"].get("calibration")) is not None
+    }
+    tokens = max((one["decoded_tokens"] for one in evaluations), default=0)
+    shown = {
+        "model": inputs["model"],
+        "fingerprint": inputs["fingerprint"],
+        "protocol": _PROTOCOLS[inputs["protocol"]],
+        "text": f"{', '.join(inputs['text'])}: {inputs['sequences']} sequences of "
+        f"{inputs['seq_len']:,} tokens, {tokens:,} scored",
+        "tasks": f"{', '.join(inputs['tasks']).replace('_', ' ')}: {inputs['task_items']} questions"
+        if inputs["tasks"]
+        else None,
+        "calibration": "; ".join(_calibration(name, of) for name, of in calibrated.items()) or None,
+        "plan": inputs["plan"],
+        "dtype": f"{inputs['dtype']} on {inputs['device']}",
+        "seconds": ", ".join(f"{one['method']} {one['seconds']:.0f}" for one in evaluations),
+        "written": result.get("created"),
+    }
+    return {key: str(value) for key, value in shown.items() if value is not None}
+
+
+def _calibration(method: str, found: Mapping[str, Any]) -> str:
+    return f"{method} on {found['tokens']:,} tokens of {found['source']}"

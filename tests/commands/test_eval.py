@@ -1,0 +1,227 @@
+import csv
+import io
+import json
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.errors import LackingError
+from kvprof.evaluation.evaluator import Evaluator
+from kvprof.records.schema import validate_result
+from tests.commands.running import kvprof
+
+SMALL = ("--sequences", 3, "--seq-len", 32, "--tasks", "none")
+FINE = ("--grid", 1, "--minimum", 1)
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "notes.txt"
+    path.write_text("".join(f"Line-{i}-of-a-text-about-caches;" for i in range(200)))
+    return path
+
+
+def eval_json(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    done = kvprof("eval", *arguments, "--json", path, "--force")
+    assert done.code == 0, done.stderr
+    result = json.loads(path.read_text())
+    validate_result(result)
+    return result
+
+
+def test_full_and_fp8_stand_beside_every_method(
+    tiny_folder: Path, notes: Path, tmp_path: Path
+) -> None:
+    result = eval_json(
+        tmp_path, tiny_folder, "--method", "kq,fdc", "--method", "svd-kv", "--rate", 0.4,
+        *SMALL, *FINE, "--text", notes, "--text", "prose",
+    )  # fmt: skip
+    rows = result["data"]["evaluations"]
+    assert [row["method"] for row in rows] == ["full", "fp8", "kq", "fdc", "svd-kv"]
+    full, fp8, *others = rows
+    assert (full["rate"], full["kl"]["worst"], full["relative_accuracy"]) == (0, 0, 1)
+    assert fp8["rate"] == 0.75  # a byte instead of four
+    assert result["data"]["dtype"] == "float32"
+    assert result["data"]["context"] == 24
+    for row in others:
+        assert 0.4 <= row["rate"] < 0.45
+        assert row["bytes_per_token"] == pytest.approx(full["bytes_per_token"] * (1 - row["rate"]))
+        assert row["kl"]["mean"] > fp8["kl"]["mean"]
+        assert list(row["sources"]) == ["notes.txt", "prose"]
+        assert row["decoded_tokens"] == 2 * 3 * 16
+        assert row["plan"]["made"]["calibration"]["source"] == "random"
+        assert not {"sketch", "files", "digest"} & row["plan"]["made"]["calibration"].keys()
+    inputs = result["inputs"]
+    assert inputs["methods"] == ["kq", "fdc", "svd-kv"]
+    assert inputs["text"] == ["notes.txt", "prose"]
+    assert inputs["protocol"] == "decode"
+
+
+def test_report_and_csv(tiny_folder: Path, notes: Path) -> None:
+    arguments = ("eval", tiny_folder, "--method", "kq", "--rate", 0.5, *SMALL, *FINE)
+    done = kvprof(*arguments, "--text", notes, "--teacher-forced")
+    assert done.code == 0, done.stderr
+    assert "saves 50" in done.stdout
+    assert "TEACHER-FORCED" in done.stdout
+    done = kvprof(*arguments, "--text", notes, "--csv", "-")
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert {row["method"] for row in rows} == {"full", "fp8", "kq"}
+
+
+def test_a_plan_from_a_file(tiny_folder: Path, notes: Path, tmp_path: Path) -> None:
+    from kvprof.methods.family import MethodInputs, plan_at
+    from kvprof.methods.plan_files import save_plan
+    from kvprof.methods.registry import plan_family
+    from kvprof.models.load import load_model
+
+    loaded = load_model(str(tiny_folder))
+    family = plan_family("sink-recent", MethodInputs(loaded.layout, loaded.fingerprint))
+    save_plan(plan_at(family, family.bounds[1] / 2), tmp_path / "my.plan")
+    arguments = (tiny_folder, "--plan", tmp_path / "my.plan", *SMALL, "--text", notes)
+    result = eval_json(tmp_path, *arguments)
+    assert [x["method"] for x in result["data"]["evaluations"]] == ["full", "fp8", "sink-recent"]
+    assert result["inputs"]["plan"] == "my.plan"
+    done = kvprof("eval", *arguments, "--method", "kq")
+    assert done.code == 2
+    assert "says everything already; leave out --method" in done.error
+
+
+def test_full_by_name_runs_through_the_cache(
+    tiny_folder: Path, notes: Path, tmp_path: Path
+) -> None:
+    result = eval_json(tmp_path, tiny_folder, "--method", "full", *SMALL, "--text", notes)
+    rows = {row["method"]: row for row in result["data"]["evaluations"]}
+    assert list(rows) == ["fp8", "full"]
+    assert rows["full"]["measured_bytes"] == rows["full"]["accounted_bytes"]
+    assert rows["full"]["kl"]["worst"] < 1e-9
+
+
+def test_questions_on_the_reference_model(tmp_path: Path) -> None:
+    result = eval_json(
+        tmp_path, "--method", "kq", "--rate", 0.0, "--calibrate", "random:1k", "--sequences", 1,
+        "--seq-len", 8, "--tasks", "needle", "--task-items", 2,
+    )  # fmt: skip
+    for row in result["data"]["evaluations"]:
+        needle = row["tasks"]["needle"]
+        assert (needle["accuracy"], needle["baseline"], needle["items"]) == (1, 1, 2)
+    assert row["worst_tokens"][0]["text"]
+    assert row["relative_accuracy_interval"] is None  # one sequence shows no spread
+
+
+def test_questions_that_do_not_fit_are_counted(
+    tiny_folder: Path, notes: Path, tmp_path: Path
+) -> None:
+    result = eval_json(
+        tmp_path, tiny_folder, "--method", "fp8", "--sequences", 500, "--seq-len", 32,
+        "--tasks", "copy", "--text", notes,
+    )  # fmt: skip
+    left_out, few = result["warnings"]
+    assert left_out.startswith("40 questions exceed the context")
+    assert few.startswith("notes.txt has ")
+    assert "fewer than the 500 asked for" in few
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give --method with --rate"),
+        (("--method", "kq"), "needs --rate or --removal"),
+        (("--method", "kq,kq", "--rate", 0.5), "kq is named twice"),
+        (("--method", "qk", "--rate", 0.5), "'qk' is unknown"),
+        (("--method", "kq", "--rate", 0.999, *FINE), "reaches rates from"),
+        (("--method", "kq", "--rate", 0.5, "--removal", 0.1), "keep one"),
+        (("--method", "kq", "--rate", 0.5, "--option", "width=3"), "has no option width"),
+        (("--method", "fp8", "--grid", 4), "no options"),
+        (("--method", "fp8", "--calibrate", "prose"), "nothing is calibrated"),
+        (("--method", "fp8", "--tasks", "needles"), "'needles' is no task"),
+        (("--method", "fp8", "--text", "random:8k"), "nothing in random tokens can be predicted"),
+        (("--method", "fp8", "--text", "no-such.txt"), "is no file and no known source"),
+        (("--method", "fp8", "--seq-len", "1k"), "over the context"),
+        (("--method", "fp8", "--harness-limit", 3), "need --harness TASKS"),
+    ],
+)
+def test_wrong_use_is_told_in_a_line(
+    tiny_folder: Path, arguments: tuple[Any, ...], words: str
+) -> None:
+    small = () if "--tasks" in arguments or "--seq-len" in arguments else SMALL
+    done = kvprof("eval", tiny_folder, *arguments, *small)
+    assert done.code == 2, done.stderr
+    assert words in done.error
+
+
+def test_a_text_shorter_than_a_sequence(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("abc")
+    done = kvprof("eval", tiny_folder, "--method", "fp8", *SMALL, "--text", path)
+    assert done.code == 2
+    assert "fewer than one sequence of 32" in done.error
+
+
+def test_calibrating_on_the_evaluations_data_is_refused(tiny_folder: Path, notes: Path) -> None:
+    done = kvprof(
+        "eval", tiny_folder, "--method", "kq", "--rate", 0.4, *SMALL, *FINE, "--text", notes,
+        "--calibrate", notes,
+    )  # fmt: skip
+    assert done.code == 2
+    assert "was calibrated on" in done.error
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    tiny_folder: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Evaluator.evaluate
+
+    def interrupted(self: Evaluator, plan: Any, *rest: Any) -> dict[str, Any]:
+        if plan.method == "kq":
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, plan, *rest)
+
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+    done = kvprof(
+        "eval", tiny_folder, "--method", "kq,svd-kv", "--rate", 0.4, *FINE, "--sequences", 4,
+        "--seq-len", 32, "--tasks", "none", "--batch-size", 1, "--text", notes,
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.code == 130
+    assert "INCOMPLETE" in done.stdout
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    validate_result(result)
+    assert not result["complete"]
+    rows = {row["method"]: row for row in result["data"]["evaluations"]}
+    assert list(rows) == ["full", "fp8", "kq"]
+    assert rows["fp8"]["sequences"] == 4
+    assert rows["kq"]["sequences"] == 1
+
+
+def test_a_failure_in_the_middle_keeps_what_was_measured(
+    tiny_folder: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Evaluator.evaluate
+
+    def short(self: Evaluator, plan: Any, *rest: Any) -> dict[str, Any]:
+        if plan.method == "kq":
+            raise LackingError("out of memory; --batch-size 2 would fit")
+        return evaluate(self, plan, *rest)
+
+    monkeypatch.setattr(Evaluator, "evaluate", short)
+    done = kvprof(
+        "eval", tiny_folder, "--method", "kq", "--rate", 0.4, *FINE, *SMALL, "--text", notes,
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.code == 3
+    assert "--batch-size 2 would fit" in done.error
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["incomplete_reason"] == "out of memory; --batch-size 2 would fit"
+    assert [row["method"] for row in result["data"]["evaluations"]] == ["full", "fp8"]
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_the_harness_is_an_extra(tiny_folder: Path) -> None:
+    done = kvprof("eval", tiny_folder, "--method", "fp8", "--harness", "arc_easy")
+    assert done.code == 3
+    assert "pip install 'kvprof[harness]'" in done.error

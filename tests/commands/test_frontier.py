@@ -1,0 +1,152 @@
+"""``kvprof frontier`` from the command line, on a tiny model."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvprof.records.schema import validate_result
+from tests.commands.running import kvprof
+
+SMALL = (
+    "--text", "prose", "--text", "code", "--sequences", "3", "--seq-len", "48", "--tasks", "none",
+    "--calibrate-tokens", "512", "--metric", "perplexity", "--target", "0.97", "--points", "4",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KVPROF_CACHE", str(folder))
+    return folder
+
+
+def frontier_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    done = kvprof("frontier", *arguments, *SMALL, "--json", path, "--force")
+    assert done.code == code, done.stderr
+    result: dict[str, Any] = json.loads(path.read_text())
+    validate_result(result)
+    return result
+
+
+def test_a_frontier_is_measured_reported_and_resumed(
+    tiny_folder: Path, tmp_path: Path, cache: Path
+) -> None:
+    methods = ("--methods", "kq,kq:allocation=tail,kivi", "--grid", 1, "--minimum", 1)
+    first = frontier_json(tmp_path, tiny_folder, *methods)
+    labels = [method["label"] for method in first["data"]["methods"]]
+    assert labels == ["kq", "kq:allocation=tail", "kivi", "full", "fp8"]
+    by_label = {method["label"]: method for method in first["data"]["methods"]}
+    assert len(by_label["kq"]["points"]) == 4
+    assert by_label["kq"]["options"] == {"grid": 1, "minimum": 1}
+    assert by_label["kivi"]["options"] == {}
+    full = by_label["full"]["points"][0]
+    assert full["rate"] == 0
+    assert full["share"] == pytest.approx(1, abs=1e-6)
+    assert full["bytes_per_token"] == 3 * 2 * 2 * 16 * 4
+    assert by_label["fp8"]["points"][0]["rate"] == 0.75  # of float32
+    base = first["data"]["baseline"]["perplexity"]
+    for method in first["data"]["methods"]:
+        for point in method["points"]:
+            assert point["share"] == pytest.approx(base / point["perplexity"])
+            low, high = point["share_interval"]
+            assert low <= point["share"] + 1e-9
+            assert high >= point["share"] - 1e-9
+    assert first["inputs"]["calibration"]["kq"] == {
+        "source": "random", "tokens": 512, "seq_len": 48,
+    }  # fmt: skip
+    assert first["inputs"]["evaluations_found"] == 0
+
+    done = kvprof("frontier", tiny_folder, *methods, *SMALL)
+    assert done.code == 0
+    assert "evaluations of this model on this data are in" in done.stderr
+    assert "goes furthest" in " ".join(done.stdout.split())
+    again = frontier_json(tmp_path, tiny_folder, *methods)
+    assert again["data"] == first["data"]
+    assert again["inputs"]["evaluations_measured"] == 0
+    from kvprof.evaluation.recorded_rates import load_recorded_rates
+
+    found = load_recorded_rates(first["inputs"]["fingerprint"], target=0.97, metric="perplexity")
+    assert found["kq"].max_rate == by_label["kq"]["max_rate"]
+
+
+def test_without_a_cache_nothing_is_kept(tiny_folder: Path, tmp_path: Path, cache: Path) -> None:
+    frontier_json(tmp_path, tiny_folder, "--methods", "fp8", "--no-cache")
+    assert not cache.exists()
+
+
+def test_csv_and_figures(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    svg, png = tmp_path / "f.svg", tmp_path / "f.png"
+    done = kvprof(
+        "frontier", tiny_folder, *SMALL, "--methods", "kivi", "--csv", "-", "--svg", svg, "--png",
+        png,
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1 + 4 + 2
+    assert svg.read_text().lstrip().startswith("<?xml")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.evaluation.evaluator import Evaluator
+
+    original = Evaluator.evaluate
+    calls: list[int] = []
+
+    def interrupted(self: Evaluator, *arguments: Any, **named: Any) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+    result = frontier_json(tmp_path, tiny_folder, "--methods", "kivi", code=130)
+    assert result["complete"] is False
+    by_label = {method["label"]: method for method in result["data"]["methods"]}
+    assert len(by_label["kivi"]["points"]) == 2
+    assert by_label["full"]["reason"] == "interrupted"
+    monkeypatch.setattr(Evaluator, "evaluate", original)
+    resumed = frontier_json(tmp_path, tiny_folder, "--methods", "kivi")
+    assert resumed["complete"] is True
+    assert resumed["inputs"]["evaluations_found"] == 3  # with the baseline
+
+
+def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.random.default_rng(0).integers(3, 90, (8, 48)))
+    done = kvprof(
+        "frontier", tiny_folder, "--methods", "kq,fdc", "--text", ids, "--calibrate", ids,
+        "--tasks", "none", "--seq-len", "48",
+    )  # fmt: skip
+    assert done.code == 2
+    assert "calibrated on" in done.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--methods", "nonsense"], "'nonsense'"),
+        (["--methods", "kq:colour=red"], "colour"),
+        (["--target", "0"], "--target"),
+        (["--target", "1.5"], "--target"),
+        (["--metric", "speed"], "'speed'"),
+        (["--metric", "tasks"], "--tasks"),
+        (["--cache", "x", "--no-cache"], "--no-cache"),
+        (["--allocation", "budget", "--methods", "kivi"], "--allocation"),
+        (["--text", "missing.txt"], "missing.txt"),
+        (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_gets_one_line(tiny_folder: Path, arguments: list[str], says: str) -> None:
+    done = kvprof("frontier", tiny_folder, *SMALL, *arguments)
+    assert says in done.error
+    assert done.code == 2
+    assert done.stdout == ""

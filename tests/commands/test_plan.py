@@ -1,0 +1,351 @@
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.evaluation.recorded_rates import RecordedRate
+from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.plan_files import load_plan
+from kvprof.models.load import load_model
+from kvprof.records.schema import validate_result
+from tests.commands.running import kvprof
+from tests.models.folder import save_tiny
+
+FINE = ("--grid", 1, "--minimum", 1)
+COARSE = ("--grid", 4, "--minimum", 4)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rates recorded on this machine are nobody's business here."""
+    monkeypatch.setenv("KVPROF_CACHE", str(tmp_path / "cache"))
+
+
+def plan_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
+    path = tmp_path / "plan.json"
+    done = kvprof("plan", *arguments, "--json", path, "--force")
+    assert done.code == code, done.stderr
+    result = json.loads(path.read_text())
+    validate_result(result)
+    return result
+
+
+def test_a_plan_is_told_as_it_is_saved(tiny_folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "fdc.safetensors"
+    result = plan_json(
+        tmp_path, tiny_folder, "--method", "fdc", "--rate", 0.3, *COARSE, "--save", saved
+    )
+    told, plan = result["data"]["plan"], load_plan(saved)
+    tokens = told["context"]
+    assert tokens == 96  # three quarters of the model's 128
+    assert told["bytes"]["total"] == bytes_at(plan, tokens, itemsize=4).total
+    assert told["bytes"]["full"] == full_bytes(plan, tokens, itemsize=4)
+    assert told["rate"] >= 0.3
+    assert told["ranks"]["keys"] == [[g.rank for g in x.keys.groups] for x in plan.layers]
+    assert told["folded"] == {"W_V": 3, "W_O": 3}
+    assert told["online"] == {"K into its latent": 3, "Q into the latent": 3}
+    assert result["inputs"]["fingerprint"] == plan.fingerprint
+
+
+def test_rounding_costs_what_the_ranks_say(tiny_folder: Path, tmp_path: Path) -> None:
+    told = plan_json(tmp_path, tiny_folder, "--method", "fdc", "--removal", 0.3, *COARSE)
+    rounding = told["data"]["plan"]["rounding"]
+    fine = plan_json(tmp_path, tiny_folder, "--method", "fdc", "--removal", 0.3, *FINE)
+    assert rounding["value"] == 0.3
+    assert (rounding["grid"], rounding["minimum"]) == (4, 4)
+    assert rounding["requested"] == fine["data"]["plan"]["ranks"]
+    assert rounding["stored"] == told["data"]["plan"]["ranks"]
+    lost = 0
+    for side in ("keys", "values"):
+        for asked, kept in zip(rounding["requested"][side], rounding["stored"][side], strict=True):
+            assert all(b == min(16, -(-a // 4) * 4) for a, b in zip(asked, kept, strict=True))
+            lost += sum(kept) - sum(asked)
+    assert rounding["bytes_lost"] == lost * 96 * 4
+    assert rounding["requested_rate"] == fine["data"]["plan"]["rate"]
+    assert fine["data"]["plan"]["rounding"]["bytes_lost"] == 0
+
+
+def test_a_combination_rounds_the_ranks_of_its_method(tiny_folder: Path, tmp_path: Path) -> None:
+    one = plan_json(tmp_path, tiny_folder, "--method", "kq-4bit", "--rate", 0.3, *COARSE)
+    rounding = one["data"]["plan"]["rounding"]
+    assert rounding["bytes_lost"] > 0
+    plain = plan_json(
+        tmp_path, tiny_folder, "--method", "kq", "--removal", rounding["value"], *FINE
+    )
+    assert rounding["requested"] == plain["data"]["plan"]["ranks"]
+
+
+@pytest.mark.parametrize("method", ["full", "fp8"])
+def test_methods_without_ranks_have_no_rounding(
+    tiny_folder: Path, tmp_path: Path, method: str
+) -> None:
+    told = plan_json(tmp_path, tiny_folder, "--method", method)["data"]["plan"]
+    assert told["rounding"] is None
+    assert told["folded"] == told["online"] == {}
+    assert told["weights"]["total"] == told["weights"]["running"] == 0
+    assert told["rate"] == (0.75 if method == "fp8" else 0)
+
+
+def test_bytes_are_counted_at_the_context_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+    arguments = (tiny_folder, "--method", "kivi", "--option", "bits=2")
+    short = kvprof("plan", *arguments, "--context", 100)
+    assert short.code == 2  # kivi has no option bits: its knob is the bits
+    short_plan = plan_json(tmp_path, tiny_folder, "--method", "kivi", "--rate", 0, "--context", 100)
+    long_plan = plan_json(tmp_path, tiny_folder, "--method", "kivi", "--rate", 0, "--context", "4k")
+    assert short_plan["data"]["plan"]["rate"] == 0  # nothing has left the window yet
+    assert long_plan["data"]["plan"]["context"] == 4096
+    assert long_plan["data"]["plan"]["rate"] > 0.5
+
+
+def test_the_report_says_it_in_words(tiny_folder: Path) -> None:
+    arguments = ("plan", tiny_folder, "--method", "palu", "--rate", 0.3, "--grid", 4,
+                 "--option", "heads=2")  # fmt: skip
+    short, long = kvprof(*arguments), kvprof(*arguments, "--describe")
+    assert short.code == long.code == 0
+    brief, words = (" ".join(done.stdout.split()) for done in (short, long))
+    assert "K rebuilt from its latent at every use" in brief
+    assert "not bytes" in brief  # beside paper_rate
+    assert "96 tokens (--context)" in brief
+    assert "rebuilt at every use" not in brief.replace("latent at every use", "")
+    assert "projected before RoPE and rebuilt at every use; folded into W_K" in words
+    assert "Rank of keys by layer" in long.stdout
+
+
+def test_a_saved_plan_needs_no_model(tiny_folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "tale.safetensors"
+    made = plan_json(
+        tmp_path, tiny_folder, "--method", "tale", "--rate", 0.2, *FINE, "--save", saved
+    )["data"]["plan"]
+    alone = plan_json(tmp_path, "--plan", saved)["data"]["plan"]
+    assert alone["weights"] is None
+    for key in ("bytes", "rate", "ranks", "levels", "folded", "context"):
+        assert alone[key] == made[key]
+    assert made["levels"]["least_ranks"]["values"] != made["ranks"]["values"]
+    with_model = plan_json(tmp_path, tiny_folder, "--plan", saved)["data"]["plan"]
+    assert with_model["weights"] == made["weights"]
+    half = plan_json(tmp_path, "--plan", saved, "--dtype", "bf16")["data"]["plan"]
+    assert half["bytes"]["full"] * 2 == made["bytes"]["full"]
+
+
+def test_two_plans_are_compared(tiny_folder: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    arguments = (tiny_folder, "--method", "fdc", *FINE)
+    first = plan_json(tmp_path, *arguments, "--rate", 0.2, "--save", one)["data"]["plan"]
+    second = plan_json(tmp_path, *arguments, "--rate", 0.4, "--save", other)["data"]["plan"]
+    compared = plan_json(tmp_path, "--plan", one, "--compare", other)["data"]["comparison"]
+    assert compared["rate"] == second["rate"]
+    place = {entry["path"]: entry for entry in compared["differences"]}
+    for layer, (a, b) in enumerate(
+        zip(first["ranks"]["keys"], second["ranks"]["keys"], strict=True)
+    ):
+        for group, (x, y) in enumerate(zip(a, b, strict=True)):
+            entry = place.get(f"layers.{layer}.keys.groups.{group}.ranks.0")
+            assert (entry["this"], entry["other"]) == (x, y) if entry else x == y
+    same = kvprof("plan", "--plan", one, "--compare", one)
+    assert "Both store and compute the same." in same.stdout
+
+
+def test_text_and_json_lines_calibrate(tiny_folder: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.txt"
+    plain.write_text("The cache holds keys and values. " * 60)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"Line {i}: " + "ab " * 20}) + "\n"
+                             for i in range(40)))  # fmt: skip
+    for source in (plain, lines):
+        told = plan_json(
+            tmp_path, tiny_folder, "--method", "kq", "--rate", 0.2, *FINE, "--calibrate", source
+        )
+        assert told["data"]["plan"]["made"]["calibration"]["source"] == source.name
+
+
+def fit_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
+    return plan_json(tmp_path, *arguments, code=code)["data"]["fit"]
+
+
+def test_fit_counts_weights_reserve_and_cache(tiny_folder: Path, tmp_path: Path) -> None:
+    fit = fit_json(tmp_path, tiny_folder, "--fit", "2MB", "--rate", 0.3, *FINE)
+    weights = sum(p.numel() * 4 for p in load_model(str(tiny_folder)).model.parameters())
+    assert fit["memory_bytes"] == 2 * 1024**2
+    assert fit["reserve_bytes"] == fit["memory_bytes"] // 10
+    assert fit["weights_bytes"] >= weights
+    rows = {row["label"]: row for row in fit["rows"]}
+    assert list(rows) == ["full", "fp8", "fdc", "zack", "palu", "tale", "kq"]
+    assert fit["missing"] == []
+    full = rows["full"]
+    assert full["room_bytes"] == 2 * 1024**2 - fit["reserve_bytes"] - fit["weights_bytes"]
+    for entry in full["longest_context"]:
+        # 3 layers, K and V of 2 heads of 16, 4 bytes.
+        assert entry["tokens"] == full["room_bytes"] // entry["batch"] // 768
+        assert entry["over_model_context"] == (entry["tokens"] > 128)
+    lengths = [entry["context"] for entry in full["largest_batch"]]
+    assert lengths == [128, 4096, 16384, 65536]
+    assert full["largest_batch"][0]["batch"] == full["room_bytes"] // (128 * 768)
+    assert rows["fp8"]["room_bytes"] == full["room_bytes"]
+    assert {row["rate_from"] for row in fit["rows"]} == {"itself", "given"}
+    assert all(row["rate"] >= 0.3 for row in fit["rows"][2:])
+
+
+def test_fit_takes_the_recorded_rates(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry(label: str, rate: float | None, **options: Any) -> RecordedRate:
+        method = label.partition(":")[0]
+        return RecordedRate(label, method, options, 0.99, "accuracy", rate, 100, "float32",
+                            "2026-01-01T00:00:00Z", "measured here")  # fmt: skip
+
+    known = {"fdc": entry("fdc", 0.25, grid=1, minimum=1), "palu": entry("palu", None),
+             "kq:grid=2": entry("kq:grid=2", 0.5, grid=2, minimum=2)}  # fmt: skip
+    monkeypatch.setattr(
+        "kvprof.evaluation.recorded_rates.load_recorded_rates", lambda *a, **k: known
+    )
+    arguments = (tiny_folder, "--fit", "2MB", "--methods", "fdc,palu,zack,kq:grid=2")
+    fit = fit_json(tmp_path, *arguments)
+    rows = {row["label"]: row for row in fit["rows"]}
+    assert list(rows) == ["full", "fp8", "fdc", "kq:grid=2"]
+    assert 0.25 <= rows["fdc"]["rate"] < 0.28
+    assert rows["fdc"]["rate_from"] == "recorded"
+    assert rows["fdc"]["rate_context"] == 100
+    assert rows["kq:grid=2"]["rate"] >= 0.5
+    reasons = {entry["label"]: entry["reason"] for entry in fit["missing"]}
+    assert "no tested rate" in reasons["palu"]
+    assert "kvprof frontier" in reasons["zack"]
+    given = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE)
+    zack = next(row for row in given["rows"] if row["label"] == "zack")
+    assert zack["rate_from"] == "given"
+
+
+def test_fit_takes_saved_plans(tiny_folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "own.safetensors"
+    plan_json(tmp_path, tiny_folder, "--method", "kq", "--rate", 0.4, *FINE, "--save", saved)
+    fit = fit_json(tmp_path, tiny_folder, "--fit", "1MB", "--plan", saved, "--reserve", "64KB")
+    assert [row["label"] for row in fit["rows"]] == ["full", "fp8", "own.safetensors"]
+    assert fit["reserve_bytes"] == 64 * 1024
+    own = fit["rows"][-1]
+    stored = load_plan(saved)
+    tokens = own["longest_context"][0]["tokens"]
+    assert bytes_at(stored, tokens, itemsize=4).total <= own["room_bytes"]
+    assert bytes_at(stored, tokens + 1, itemsize=4).total > own["room_bytes"]
+
+
+def test_methods_that_do_not_reach_the_rate_are_told(tiny_folder: Path, tmp_path: Path) -> None:
+    fit = fit_json(
+        tmp_path, tiny_folder, "--fit", "2MB", "--methods", "tale,fdc", "--rate", 0.8, *FINE
+    )
+    assert [entry["label"] for entry in fit["missing"]] == ["tale"]
+    assert "reaches rates" in fit["missing"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 2, "--method"),
+        (["--method", "fdc"], 2, "--rate"),
+        (["--method", "nothing", "--rate", "0.5"], 2, "'nothing'"),
+        (["--method", "fdc", "--rate", "1"], 2, "--rate 1"),
+        (["--method", "fdc", "--rate", "0.5", "--removal", "0.1"], 2, "--removal"),
+        (["--method", "fdc", "--rate", "0.5", "--context", "0"], 2, "--context"),
+        (["--method", "fdc", "--rate", "0.5", "--reserve", "5%"], 2, "--reserve"),
+        (["--plan", "missing.safetensors"], 2, "missing.safetensors"),
+        (["--plan", "a", "--plan", "b"], 2, "several"),
+        (["--fit", "many"], 2, "'many'"),
+        (["--fit", "-5GB"], 2, "-5GB"),
+        (["--fit", "0GB"], 2, "0GB"),
+        (["--fit", "9" * 30 + "GB"], 2, "more than any machine"),
+        (["--fit", "1GB", "--reserve", "1GB"], 2, "--reserve 1GB"),
+        (["--fit", "1GB", "--reserve", "-1%"], 2, "-1%"),
+        (["--fit", "1GB", "--methods", "nothing"], 2, "nothing"),
+        (["--fit", "1GB", "--rate", "2"], 2, "--rate 2"),
+        (["--fit", "1GB", "--save", "x.safetensors"], 2, "--save"),
+        (["--fit", "1GB", "--method", "fdc", "--methods", "kq"], 2, "keep one"),
+        (["--fit", "100KB"], 3, "more than"),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_code(
+    tiny_folder: Path, tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    done = kvprof("plan", tiny_folder, *arguments)
+    assert says in done.error
+    assert done.code == code
+    assert done.stdout == ""
+
+
+def test_plans_of_another_model_are_refused(
+    tiny_folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "own.safetensors"
+    plan_json(tmp_path, tiny_folder, "--method", "fp8", "--save", saved)
+    foreign = tmp_path / "foreign.safetensors"
+    plan_json(tmp_path, other_folder, "--method", "fp8", "--save", foreign)
+    for arguments in (
+        (other_folder, "--plan", saved),
+        (other_folder, "--fit", "1MB", "--plan", saved),
+        ("--plan", saved, "--compare", foreign),
+    ):
+        done = kvprof("plan", *arguments)
+        assert done.code == 2
+        assert "not for the model given" in done.error
+    damaged = tmp_path / "cut.safetensors"
+    damaged.write_bytes(saved.read_bytes()[:-40])
+    assert kvprof("plan", "--plan", damaged).code == 1
+
+
+def test_what_exists_is_not_overwritten(tiny_folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "kept.safetensors"
+    saved.write_text("mine")
+    done = kvprof("plan", tiny_folder, "--method", "fp8", "--save", saved)
+    assert (done.code, saved.read_text()) == (2, "mine")
+    assert kvprof("plan", tiny_folder, "--method", "fp8", "--save", saved, "--force").code == 0
+    assert load_plan(saved).method == "fp8"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_report_keeps_its_width(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    plan = kvprof("plan", tiny_folder, "--method", "tale+kivi", "--describe", "--rate", 0)
+    fit = kvprof("plan", tiny_folder, "--fit", "80GB", "--methods", "fdc", "--rate", 0.2, *FINE)
+    for done in (plan, fit):
+        assert done.code == 0, done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= columns
+
+
+def test_the_memory_is_of_binary_gigabytes(tiny_folder: Path, tmp_path: Path) -> None:
+    for text in ("80GB", "80 GiB", "80gb"):
+        fit = fit_json(tmp_path, tiny_folder, "--fit", text, "--methods", "full")
+        assert fit["memory_bytes"] == 80 * 1024**3
+
+
+def test_ctrl_c_keeps_the_rows_that_were_made(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.commands import fitting
+
+    original = fitting._chosen
+
+    def pressed_after_two(*arguments: Any) -> Any:
+        chosen = original(*arguments)
+        if chosen.label == "fp8":
+            os.kill(os.getpid(), signal.SIGINT)
+        return chosen
+
+    monkeypatch.setattr(fitting, "_chosen", pressed_after_two)
+    path = tmp_path / "cut.json"
+    done = kvprof("plan", tiny_folder, "--fit", "1MB", "--rate", 0.2, "--json", path)
+    assert done.code == 130
+    assert "INCOMPLETE" in done.stdout
+    result = json.loads(path.read_text())
+    assert not result["complete"]
+    rows = result["data"]["fit"]["rows"]
+    assert {row["label"] for row in rows} <= {"full", "fp8"}
+    assert "fp8" in {row["label"] for row in rows}
+
+
+def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "mla", arch="DeepseekV3")
+    for arguments in (("--fit", "1GB", "--rate", 0.2), ("--method", "fp8")):
+        done = kvprof("plan", folder, *arguments)
+        assert (done.code, "multi-head latent attention" in done.error) == (2, True)

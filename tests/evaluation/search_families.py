@@ -1,0 +1,120 @@
+"""Families whose plans are real ones of a tiny model, and an evaluator that knows their quality."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvprof.evaluation.rate_search import Interrupted
+from kvprof.methods.accounting import rate
+from kvprof.methods.family import PlanFamily
+from kvprof.methods.plan import Plan
+from kvprof.methods.registry import plan_family
+from tests.methods.models import FINE, inputs
+
+CONTEXT, ITEMSIZE = 100, 4
+
+
+def family(method: str = "kq", **options: Any) -> PlanFamily:
+    """Return a family of the tiny Llama (heads of 16)."""
+    return plan_family(method, inputs("Llama"), **options)
+
+
+def fine(method: str = "kq", **options: Any) -> PlanFamily:
+    """Return a family with ranks of any size."""
+    return family(method, **{**FINE, **options})
+
+
+def true_rate(plan: Plan) -> float:
+    return rate(plan, CONTEXT, itemsize=ITEMSIZE)
+
+
+def evaluation(share: float, *, half: float = 0.004, baseline: float = 0.5) -> dict[str, Any]:
+    """Return an evaluation that keeps `share` of the accuracy, give or take `half`."""
+    return {
+        "method": "as evaluated",
+        "rate": 0.0,
+        "bytes_per_token": 100.0,
+        "context": CONTEXT,
+        "accuracy": share * baseline,
+        "baseline_accuracy": baseline,
+        "relative_accuracy": share,
+        "relative_accuracy_interval": [share - half, share + half],
+        "perplexity": 10.0 / share,
+        "baseline_perplexity": 10.0,
+        "perplexity_ratio_interval": [0.99 / share, 1.01 / share],
+        "kl": {"mean": 1.0 - share, "p999": 1.0, "worst": 2.0},
+        "sources": {
+            name: {"relative_accuracy": share, "interval": [share - half, share + half]}
+            for name in ("prose", "code")
+        },
+        "tasks": {
+            "needle": {
+                "accuracy": 0.8 * share, "baseline": 0.8, "items": 20,
+                "difference_interval": [-0.08, 0.04],
+            },
+            "copy": {"accuracy": 0.4, "baseline": 0.4, "items": 20,
+                     "difference_interval": [0.0, 0.0]},
+        },
+        "worst_tokens": [],
+        "decoded_tokens": 800,
+        "sequences": 8,
+        "seconds": 1.0,
+        "complete": True,
+        "warnings": [],
+    }  # fmt: skip
+
+
+class FakeEvaluator:
+    """Knows what share of the baseline a plan of some rate keeps, and counts what it was asked."""
+
+    digest = "data"
+    context = CONTEXT
+    steps = 10
+    baseline_steps = 4
+
+    def __init__(self, share: Callable[[float], float], *, stop_after: int | None = None) -> None:
+        self._share = share
+        self._stop_after = stop_after
+        self.rates: list[float] = []
+        self.baselines = 0
+
+    def baseline(
+        self,
+        advance: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
+        self.baselines += 1
+        advance(self.baseline_steps)
+        found = evaluation(1.0)
+        for task in found["tasks"].values():
+            task["accuracy"] = task["baseline"]
+        return found
+
+    def evaluate(
+        self,
+        plan: Plan,
+        advance: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
+        assert self.baselines, "plans are compared with the baseline's logits"
+        if self._stop_after is not None and len(self.rates) >= self._stop_after:
+            return {**evaluation(0.0), "complete": False}
+        self.rates.append(true_rate(plan))
+        advance(self.steps - 1)  # rounding: one step is never told
+        return evaluation(self._share(self.rates[-1]))
+
+    def stopped(self) -> bool:
+        return self._stop_after is not None and len(self.rates) >= self._stop_after
+
+
+def counted(share: Callable[[float], float]) -> tuple[Callable[..., Any], list[float]]:
+    """Return an ``evaluate`` for `search_rates` and the rates that it was asked for."""
+    seen: list[float] = []
+
+    def evaluate(plan: Plan, digest: str) -> tuple[float, dict[str, Any]]:
+        if len(seen) > 40:
+            raise Interrupted
+        seen.append(true_rate(plan))
+        kept = share(seen[-1])
+        return kept, evaluation(kept)
+
+    return evaluate, seen

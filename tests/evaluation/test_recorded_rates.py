@@ -1,0 +1,99 @@
+"""Rates that frontiers recorded: kept here, shipped, or in a file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.evaluation import recorded_rates
+from kvprof.evaluation.recorded_rates import load_recorded_rates, record_rates
+from kvprof.records.files import write_result
+from tests.records.sample import spectrum_result
+from tests.views.synthetic_frontier import frontier_result
+
+MODEL = "f" * 32
+
+
+def changed(label: str, max_rate: float | None, **data: Any) -> dict[str, Any]:
+    result = frontier_result()
+    result["data"] |= data
+    for method in result["data"]["methods"]:
+        if method["label"] == label:
+            method["max_rate"] = max_rate
+    return result
+
+
+def test_a_complete_frontier_is_remembered(tmp_path: Path) -> None:
+    assert load_recorded_rates(MODEL, cache=tmp_path) == {}
+    assert record_rates(frontier_result(), tmp_path) is not None
+    found = load_recorded_rates(MODEL, cache=tmp_path)
+    # zack did not fit the model, so nothing is known of it; palu is known to miss the target.
+    assert set(found) == {"fdc", "kq:allocation=budget", "kq", "palu", "full", "fp8"}
+    best = found["kq:allocation=budget"]
+    assert (best.method, best.options, best.max_rate) == ("kq", {"allocation": "budget"}, 0.48)
+    assert (best.target, best.metric, best.context, best.dtype) == (
+        0.99, "accuracy", 384, "bfloat16",
+    )  # fmt: skip
+    assert best.origin == "measured here"
+    assert best.created
+    assert found["palu"].max_rate is None
+    assert load_recorded_rates("another", cache=tmp_path) == {}
+
+
+def test_later_results_replace_the_same_method_metric_and_target(tmp_path: Path) -> None:
+    record_rates(frontier_result(), tmp_path)
+    record_rates(changed("fdc", 0.3), tmp_path)
+    record_rates(changed("fdc", 0.6, target=0.95), tmp_path)
+    record_rates(changed("fdc", 0.2, metric="tasks"), tmp_path)
+    assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.3
+    assert load_recorded_rates(MODEL, cache=tmp_path)["kq"].max_rate == 0.41
+    assert load_recorded_rates(MODEL, cache=tmp_path, target=0.95)["fdc"].max_rate == 0.6
+    assert load_recorded_rates(MODEL, cache=tmp_path, metric="tasks")["fdc"].max_rate == 0.2
+
+
+def test_an_interrupted_frontier_is_not(tmp_path: Path) -> None:
+    assert record_rates(frontier_result(complete=False), tmp_path) is None
+    assert load_recorded_rates(MODEL, cache=tmp_path) == {}
+
+
+def test_files_overrule_what_is_kept_here(tmp_path: Path) -> None:
+    record_rates(frontier_result(), tmp_path)
+    path = tmp_path / "mine.json"
+    write_result(path, changed("fdc", 0.31))
+    found = load_recorded_rates(MODEL, [path], cache=tmp_path)
+    assert (found["fdc"].max_rate, found["fdc"].origin) == (0.31, "mine.json")
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    other, spectrum, cut = (tmp_path / name for name in ("o.json", "s.json", "c.json"))
+    write_result(other, frontier_result())
+    write_result(spectrum, spectrum_result())
+    cut.write_text(other.read_text()[:200])
+    with pytest.raises(UsageError, match="reference"):
+        load_recorded_rates("another", [other], cache=tmp_path)
+    with pytest.raises(UsageError, match="spectrum"):
+        load_recorded_rates(MODEL, [spectrum], cache=tmp_path)
+    with pytest.raises(FailedError, match=r"c\.json"):
+        load_recorded_rates(MODEL, [cut], cache=tmp_path)
+
+
+def test_a_damaged_record_is_told_and_left_out(tmp_path: Path) -> None:
+    path = record_rates(frontier_result(), tmp_path)
+    assert path is not None
+    path.write_text(path.read_text()[:100])
+    told: list[str] = []
+    assert load_recorded_rates(MODEL, cache=tmp_path, warn=told.append) == {}
+    assert len(told) == 1
+    record_rates(frontier_result(), tmp_path)
+    assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.34
+
+
+def test_shipped_records_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "package" / "assets" / "frontier"
+    write_result(shipped / "reference.json", changed("kq", 0.39))
+    monkeypatch.setattr(recorded_rates.resources, "files", lambda _: tmp_path / "package")
+    found = load_recorded_rates(MODEL, cache=tmp_path)
+    assert (found["kq"].max_rate, found["kq"].origin) == (0.39, "shipped")
+    record_rates(frontier_result(), tmp_path)
+    assert load_recorded_rates(MODEL, cache=tmp_path)["kq"].max_rate == 0.41

@@ -1,0 +1,131 @@
+import csv
+import io
+import re
+
+import pytest
+
+from kvprof.records.schema import validate_result
+from kvprof.views.evaluation import report, to_csv
+from kvprof.views.evaluation_csv import COLUMNS
+from kvprof.views.page import render_text
+
+from .synthetic_evaluation import evaluation_result
+
+
+def shown(result, width=100):
+    return render_text(report(result, width), width)
+
+
+def line(text, start):
+    (found,) = [row for row in text.splitlines() if row.startswith(start)]
+    return found
+
+
+def test_results_for_these_tests_are_real_ones():
+    validate_result(evaluation_result(texts=("prose", "code"), harness=True))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_nothing_is_wider_than_the_page_and_every_figure_is_whole(width):
+    result = evaluation_result(texts=("prose", "code"), harness=True)
+    text = shown(result, width)
+    assert max(map(len, text.splitlines())) <= width
+    for one in result["data"]["evaluations"]:
+        assert f"{one['bytes_per_token']:,.0f}" in text
+        low, high = one["relative_accuracy_interval"]
+        assert f"{100 * low:.1f}–{100 * high:.1f}" in text
+        for task in one["tasks"].values():
+            assert f"{task['accuracy'] * task['items']:.0f}/{task['items']}" in text
+
+
+def test_one_table_at_120_columns_and_two_at_80():
+    result = evaluation_result(("full", "fp8", "kq"))
+    for width, tables in ((120, 1), (80, 2)):
+        text = shown(result, width)
+        head = text[: text.index("Tasks by depth")]
+        assert head.count("─\n") == tables, head
+        assert "variables" in head
+        assert "frequent" in head
+
+
+def test_the_first_line_answers():
+    result = evaluation_result(("full", "fp8", "kq"))
+    row = result["data"]["evaluations"][2]
+    text = " ".join(shown(result, 200).split())
+    low, high = row["relative_accuracy_interval"]
+    assert text.startswith(
+        f"kq saves 50.0 % of the cache's bytes and keeps {100 * row['relative_accuracy']:.1f} % of "
+        f"the uncompressed model's accuracy (95 % interval {100 * low:.1f}–{100 * high:.1f} %)."
+    )
+
+
+def test_texts_stand_apart_only_where_there_are_several():
+    assert "By text" not in shown(evaluation_result())
+    text = shown(evaluation_result(texts=("prose", "code")))
+    assert re.search(r"^kq, code +\d", text, re.MULTILINE)
+
+
+def test_answers_by_depth_and_length():
+    text = shown(evaluation_result(("full", "fp8", "kq")))
+    # 3 tasks have a depth, each question at two lengths; two in seven fail at place 2.
+    row = line(text[text.index("by depth") :].split("\n\n")[0], "full")
+    assert row.split() == ["full", "6/6", "6/6", "6/6"]
+    row = line(text[text.index("by length") :].split("\n\n")[0], "full")
+    assert row.split() == ["full", "12/12", "12/12"]
+
+
+def test_worst_tokens_are_of_the_methods_asked_for_and_print_as_they_are():
+    text = shown(evaluation_result(("full", "fp8", "kq")))
+    worst = text[text.index("Worst tokens") : text.index("How to read this")]
+    assert "kq: tokens that diverge most" in worst
+    assert "fp8" not in worst
+    assert "…bold] + some" in worst  # no markup
+    assert "[\\n" in worst
+
+
+def test_what_was_not_done_is_not_shown():
+    text = shown(evaluation_result(tasks=()))
+    assert "Tasks" not in text
+    assert "lm-evaluation-harness" not in text
+
+
+def test_protocols_are_named():
+    assert "decoded step by" in shown(evaluation_result())
+    assert "TEACHER-FORCED" in shown(evaluation_result(protocol="teacher_forced"))
+    text = shown(evaluation_result(harness=True))
+    assert "By its own protocol" in text
+    assert re.search(r"arc_easy,\s+acc_norm", text)
+
+
+def test_an_incomplete_result_says_so_twice():
+    text = shown(evaluation_result(("full",), complete=False, warnings=["a [doubt]"]))
+    assert text.count("INCOMPLETE") == 2
+    assert "- a [doubt]" in text
+    validate_result(evaluation_result((), complete=False))
+    assert "INCOMPLETE" in shown(evaluation_result((), complete=False))
+
+
+def test_csv_holds_every_figure_in_full():
+    result = evaluation_result(texts=("prose", "code"), harness=True)
+    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    assert list(rows[0]) == list(COLUMNS)
+
+    def one(**wanted):
+        (row,) = [r for r in rows if all(r[key] == value for key, value in wanted.items())]
+        return row
+
+    for evaluation in result["data"]["evaluations"]:
+        name = evaluation["method"]
+        row = one(method=name, scope="all", metric="relative_accuracy")
+        assert float(row["value"]) == evaluation["relative_accuracy"]
+        assert [float(row["low"]), float(row["high"])] == evaluation["relative_accuracy_interval"]
+        row = one(method=name, scope="text", name="code", metric="perplexity")
+        assert float(row["baseline"]) == evaluation["sources"]["code"]["baseline_perplexity"]
+        row = one(method=name, scope="all", metric="kl_p999")
+        assert float(row["value"]) == evaluation["kl"]["p999"]
+        row = one(method=name, scope="task", name="copy", metric="accuracy")
+        assert float(row["value"]) == evaluation["tasks"]["copy"]["accuracy"]
+        assert int(row["count"]) == 6
+        row = one(method=name, scope="task_depth", name="needle 0.5")
+        assert float(row["value"]) == evaluation["tasks"]["needle"]["by_depth"]["0.5"]["accuracy"]
+    assert one(method="kq", scope="harness", metric="acc")["value"] == "0.5"

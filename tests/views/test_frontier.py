@@ -1,0 +1,90 @@
+"""The report of a frontier: order, doubts, reasons, widths; its CSV and its figure."""
+
+import csv
+import io
+
+import pytest
+
+from kvprof.records.schema import validate_result
+from kvprof.views.figure import figure_bytes
+from kvprof.views.frontier import figure, report, to_csv
+from kvprof.views.frontier_data import lowest_drawn, ranked, undecided
+from kvprof.views.page import render_text
+from tests.views.synthetic_frontier import TASKS, frontier_result
+
+
+def test_methods_are_ranked_and_those_without_a_rate_come_last() -> None:
+    labels = [method["label"] for method in ranked(frontier_result())]
+    assert labels == ["fp8", "kq:allocation=budget", "kq", "fdc", "full", "palu", "zack"]
+
+
+def test_neighbours_whose_rates_may_be_swapped_are_named() -> None:
+    result = frontier_result()
+    assert undecided(result) == [("kq:allocation=budget", "kq"), ("kq", "fdc")]
+    result["data"]["methods"][0]["max_rate_interval"] = [0.25, 0.38]
+    result["data"]["methods"][2]["max_rate_interval"] = [0.38, 0.44]
+    assert undecided(result) == []
+
+
+def test_the_report_says_what_it_found() -> None:
+    text = " ".join(render_text(report(frontier_result()), 120).split())
+    assert "fp8 goes furthest: it saves 50.0 %" in text
+    assert "Next comes kq:allocation=budget with 48.0 %" in text
+    assert "zack: zack folds Q and K, which QK-norm does not allow" in text
+    assert "Cannot be told apart" in text
+    assert "kq:allocation=budget 0.480 0.450–0.530 1.92 12,780 0.9910 [0.987, 0.995]" in text
+    assert "fdc, kq: 8k tokens of random in sequences of 512; palu: 8k tokens of calib" in text
+    assert "INCOMPLETE" not in text
+    assert "INCOMPLETE" in render_text(report(frontier_result(complete=False)), 120)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(width: int) -> None:
+    text = render_text(report(frontier_result()), width)
+    assert max(map(len, text.splitlines())) <= width
+    for figure_ in ("0.450–0.530", "[0.987, 0.995]", "12,780", "0.9910", "frequent"):
+        assert figure_ in text
+
+
+def test_an_interrupted_frontier_without_points_is_still_a_report() -> None:
+    result = frontier_result(complete=False, tasks=False)
+    for method in result["data"]["methods"]:
+        method |= {"points": [], "max_rate": None, "reason": "interrupted"}
+    text = render_text(report(result), 80)
+    assert "No method kept 99 %" in text
+    assert "nothing to plot" in text
+
+
+def test_points_far_below_the_target_do_not_flatten_the_plot() -> None:
+    result = frontier_result()
+    assert lowest_drawn(result) == pytest.approx(0.9)
+    assert "points below 0.9 are left out" in render_text(report(result), 120)
+
+
+def test_csv_has_a_row_per_tested_rate() -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv(frontier_result()))))
+    assert len(rows) == 17
+    best = [row for row in rows if row["max_rate"] == "True"]
+    assert [(row["label"], float(row["rate"])) for row in best] == [
+        ("fdc", 0.34), ("kq:allocation=budget", 0.48), ("kq", 0.41), ("full", 0.0), ("fp8", 0.5),
+    ]  # fmt: skip
+    assert float(best[0]["share_low"]) == pytest.approx(0.988)
+    assert all(float(row[f"task_{task}_baseline"]) == 0.975 for row in rows for task in TASKS)
+    assert rows[0]["options"] == "{}"
+
+
+def test_the_figure_is_drawn_and_reproducible() -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    result = frontier_result()
+    first = figure_bytes(figure(result), "svg")
+    assert first == figure_bytes(figure(result), "svg")
+    axes = figure(result).axes[0]
+    assert axes.get_ylim()[0] == pytest.approx(0.9)
+
+
+def test_the_schema_knows_the_result() -> None:
+    validate_result(frontier_result())
+    broken = frontier_result()
+    del broken["data"]["methods"][0]["points"][0]["share"]
+    with pytest.raises(ValueError, match="share"):
+        validate_result(broken)

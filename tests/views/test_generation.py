@@ -1,0 +1,80 @@
+from typing import Any
+
+import pytest
+
+from kvprof.views.generation import cache_line, report
+from kvprof.views.page import render_text
+
+LONG = "The pages of a process are found through tables that the kernel keeps. " * 9
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    found = {
+        "text": LONG, "tokens": [1, 2, 4], "ended": "length", "position": 2, "common_text": LONG,
+        "compressed_rest": "goes left " * 30, "full_rest": "goes right " * 25,
+        "compressed_token": {"id": 3, "text": " left", "compressed_probability": 0.5,
+                             "full_probability": 0.25},
+        "full_token": {"id": 4, "text": " right", "compressed_probability": 0.125,
+                       "full_probability": 0.625},
+        "kl": [0.001, 0.002, 0.25],
+    }  # fmt: skip
+    cache = {"tokens": 9, "measured_bytes": 2048, "account_bytes": 2048, "full_bytes": 4096,
+             "rate": 0.5}  # fmt: skip
+    return {
+        "kind": "generate", "complete": True, "warnings": [], "inputs": {"dtype": "bfloat16"},
+        "data": {"tokens": [1, 2, 3], "cache": cache, "difference": {**found, **changes}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 99, 100, 120, 200])
+def test_no_line_is_too_wide_and_no_word_is_lost(width: int) -> None:
+    text = render_text(report(result()), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("left") == 30 + 1
+    assert text.count("right") == 25 + 1
+
+
+def test_wide_reports_put_the_texts_side_by_side() -> None:
+    def line_of(width: int, words: str) -> int:
+        lines = render_text(report(result()), width).splitlines()
+        return next(i for i, line in enumerate(lines) if words in line)
+
+    assert line_of(120, "compressed goes on") == line_of(120, "uncompressed goes on")
+    assert (
+        "uncompressed"
+        not in render_text(report(result()), 80).splitlines()[line_of(80, "compressed goes on")]
+    )
+
+
+def test_figures_of_the_departure() -> None:
+    text = render_text(report(result()), 200)
+    assert "departs at new token 3 of 3; the 2 before it are the same" in text
+    assert "0.0843 nats a step on average, 0.250 at most" in " ".join(text.split())
+    rows = [line.split() for line in text.splitlines() if line.startswith(("comp", "uncomp"))]
+    assert rows[-2:] == [["compressed", "'", "left'", "0.5000", "0.2500"],
+                         ["uncompressed", "'", "right'", "0.1250", "0.6250"]]  # fmt: skip
+    assert "(399 characters …)" in text  # of the common text
+
+
+def test_texts_that_are_the_same() -> None:
+    text = render_text(report(result(position=None, compressed_token=None, full_token=None)), 80)
+    assert "All 3 new tokens are the uncompressed model's own." in text
+    assert "goes on" not in text
+    first = render_text(report(result(position=0, common_text="", kl=[0.5])), 80)
+    assert "departs at the first of 3 new tokens" in first
+
+
+def test_of_many_steps_the_largest_and_the_last_are_shown() -> None:
+    kl = [0.001 * (step % 50) for step in range(100)] + [0.0]
+    text = render_text(report(result(kl=kl)), 80)
+    assert "the largest of 101, and the last" in text
+    assert " 50: 0.049" in text
+    assert "101: 0" in text
+    assert "  1: " not in text
+
+
+def test_the_cache_in_one_line() -> None:
+    assert cache_line(result()) == (
+        "cache after 9 tokens: 2.0 KiB measured, 2.0 KiB by the plan's account; full width "
+        "4.0 KiB in bfloat16, rate 0.500"
+    )
