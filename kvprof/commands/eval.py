@@ -34,8 +34,10 @@ from kvprof.commands.sample import (
     Sample,
     SeqLenOption,
     SequencesOption,
+    TaskItemsOption,
     TasksOption,
     TeacherForcedOption,
+    TextOption,
     load_sample,
 )
 from kvprof.environment import collect_environment
@@ -63,17 +65,11 @@ def eval(
     grid: GridOption = None,
     minimum: MinimumOption = None,
     option: MethodOptionsOption = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", help="prose, code (embedded) or a file; repeatable. Default prose."),
-    ] = None,
+    text: TextOption = None,
     sequences: SequencesOption = None,
     seq_len: SeqLenOption = None,
     tasks: TasksOption = "all",
-    task_items: Annotated[
-        int | None,
-        typer.Option("--task-items", min=1, help="Questions of each task. Default by device."),
-    ] = None,
+    task_items: TaskItemsOption = None,
     teacher_forced: TeacherForcedOption = False,
     harness: Annotated[
         str | None,
@@ -134,7 +130,7 @@ def eval(
             environment=collect_environment(),
             inputs=_inputs(loaded, request, sample, chosen),
             data=run.data,
-            warnings=[*sample.warnings, *_short(sample, sequences), *run.warnings],
+            warnings=[*sample.warnings, *run.warnings],
             complete=run.complete,
             incomplete_reason=str(run.failure) if run.failure is not None else None,
         )
@@ -160,16 +156,6 @@ def _harness(
     settings = HarnessSettings(names, limit, include, batch_size or 1)
     check_harness(settings)
     return settings
-
-
-def _short(sample: Sample, sequences: int | None) -> list[str]:
-    """Warn of texts that have fewer sequences than the user asked for."""
-    return [
-        f"{one.name} has {len(one.ids)} sequences of {one.ids.shape[1]:,} tokens, fewer than the "
-        f"{sequences} asked for"
-        for one in sample.evaluator.samples
-        if sequences is not None and len(one.ids) < sequences
-    ]
 
 
 def _inputs(

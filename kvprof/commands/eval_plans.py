@@ -83,6 +83,12 @@ def check_request(request: PlanRequest) -> None:
         raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
     if any(needs) and request.rate is None and request.removal is None:
         raise UsageError(f"--method {','.join(rated)} needs --rate or --removal")
+    if not rated and (request.rate is not None or request.removal is not None):
+        option = "--rate" if request.rate is not None else "--removal"
+        raise UsageError(
+            f"{' and '.join(request.methods)}: nothing to turn, each has one rate; leave out "
+            f"{option}"
+        )
     if request.options and not rated:
         raise UsageError(f"{' and '.join(request.methods)} have no options")
 

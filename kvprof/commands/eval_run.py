@@ -102,6 +102,7 @@ def _run_harness(
     run: EvalRun,
     stop: Stop,
 ) -> None:
+    from kvprof.evaluation.assembly import hidden_in_one_pass
     from kvprof.evaluation.harness import harness_rows, settings_described
 
     rows: list[dict[str, Any]] = []
@@ -111,6 +112,11 @@ def _run_harness(
             run.complete = False
             return
         name = "uncompressed" if plan is None else plan.method
+        if plan is not None and (hidden := hidden_in_one_pass(plan)):
+            run.warnings.append(
+                f"{name}: where lm-eval scores choices, in a single pass, what {hidden} costs is "
+                "not in its figures; where it generates, it is"
+            )
         try:
             with console.status(f"lm-eval, {loaded.spec}, {name}"):
                 rows += harness_rows(loaded, plan, settings)

@@ -1,7 +1,7 @@
 """``kvprof plan --fit``: the plans of several methods against one memory."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from kvprof.interrupt import Stop
 from kvprof.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from kvprof.calibration.calibrator import Calibrator
+    from kvprof.calibration.calibrator import CalibrationOptions, Calibrator
     from kvprof.evaluation.recorded_rates import RecordedRate
     from kvprof.evaluation.requests import MethodRequest
     from kvprof.methods.fit import Memory
@@ -110,7 +110,7 @@ def fit_data(
         For unknown methods and plans or frontiers of another model.
     """
     from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
-    from kvprof.evaluation.recorded_rates import load_recorded_rates
+    from kvprof.evaluation.recorded_rates import canonical_label, load_recorded_rates
     from kvprof.evaluation.requests import parse_methods
     from kvprof.methods.fit import Memory
     from kvprof.methods.plan_files import load_plan
@@ -128,22 +128,31 @@ def fit_data(
     own = loaded.context_length if loaded.context_length < 2**40 else None
     contexts = sorted({*_CONTEXTS, *([own] if own is not None else [])})
     plans = [(path, load_plan(path, fingerprint=loaded.fingerprint)) for path in plan_files]
-    asked = methods or ("full" if plans else DEFAULT_METHODS)
+    asked = ("full" if plans else DEFAULT_METHODS) if methods is None else methods
     requests = parse_methods(
         asked, dict(options), lambda written: method_options(None, None, None, written)
     )
     recorded = load_recorded_rates(loaded.fingerprint, record_files, warn=console.warn)
-    calibrator = Calibrator(
-        loaded,
-        calibration_options(calibrate, calibrate_tokens, seq_len=None),
-        progress=console.track,
-        should_stop=stop,
-    )
-    for request in requests:
-        known = recorded.get(request.label)
-        if known is not None or rate is not None:
-            # One pass over the calibration data collects what all of them need.
-            calibrator.expect(request.method, **(known.options if known else request.options))
+    told = calibrate is not None or calibrate_tokens is not None
+    calibrators: dict[str, Calibrator] = {}
+
+    def calibrator_for(known: "RecordedRate | None") -> Calibrator:
+        """Return what calibrates as a record was, or as the user says; one for each."""
+        if known is None or known.calibration is None:
+            given = calibration_options(calibrate, calibrate_tokens, seq_len=None)
+        else:
+            given = _recorded_calibration(known)
+        return calibrators.setdefault(
+            repr(given),
+            Calibrator(loaded, given, progress=console.track, should_stop=stop),
+        )
+
+    # A record is of a method with these options and its own calibration, and of nothing else.
+    records = {
+        request.label: recorded.get(canonical_label(request.method, request.options))
+        for request in requests
+        if not told or request.method in _ALWAYS
+    }
     rows: list[dict[str, Any]] = []
     missing: list[dict[str, str]] = []
     complete = True
@@ -152,9 +161,9 @@ def fit_data(
             if stop():
                 complete = False
                 break
-            known = recorded.get(request.label)
+            known = records.get(request.label)
             try:
-                chosen = _chosen(loaded, calibrator, request, known, rate, context)
+                chosen = _chosen(loaded, calibrator_for, request, known, rate, context)
             except UsageError as reason:  # the others still have something to say
                 missing.append({"label": request.label, "reason": str(reason)})
                 continue
@@ -191,7 +200,7 @@ class _Chosen:
 
 def _chosen(
     loaded: "LoadedModel",
-    calibrator: "Calibrator",
+    calibrator_for: "Callable[[RecordedRate | None], Calibrator]",
     request: "MethodRequest",
     known: "RecordedRate | None",
     rate: float | None,
@@ -208,26 +217,48 @@ def _chosen(
 
     from kvprof.methods.family import plan_at, plan_for_rate
 
+    if request.method in _ALWAYS:
+        family = calibrator_for(None).family(request.method)
+        return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
     if known is not None and known.max_rate is None:
         raise UsageError(f"no tested rate kept 99 % of the {known.metric} ({known.origin})")
-    single = request.method in _ALWAYS
-    if not single and known is None and rate is None:
+    if known is None and rate is None:
         raise UsageError(
-            "no 99 % rate is recorded for this model; measure it with kvprof frontier, or give "
-            "--rate"
+            "no 99 % rate is recorded for this model with these options and this calibration; "
+            "measure it with kvprof frontier, or give --rate"
         )
-    options = request.options if known is None else known.options
-    family = calibrator.family(request.method, **options)
-    if single:
-        return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
+    family = calibrator_for(known).family(request.method, **request.options)
     if known is not None and known.max_rate is not None:
-        # Bytes as the frontier counted them, so that the ranks are its own.
+        # Calibrated and counted as the frontier did, so that the ranks are its own.
         itemsize = getattr(torch, known.dtype).itemsize
         plan = plan_for_rate(family, known.max_rate, known.context, itemsize=itemsize)
         return _Chosen(request.label, plan, "recorded", known.context, known.origin)
     assert rate is not None
     plan = plan_for_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
     return _Chosen(request.label, plan, "given", context)
+
+
+def _recorded_calibration(known: "RecordedRate") -> "CalibrationOptions":
+    """Return the calibration of a record.
+
+    Raises
+    ------
+    UsageError
+        When it was a file: its name alone does not bring it back.
+    """
+    from kvprof.calibration.calibrator import CalibrationOptions
+    from kvprof.sources.grammar import EMBEDDED, parse_source
+
+    assert known.calibration is not None  # the caller has looked
+    source = known.calibration["source"]
+    if source not in ("random", *EMBEDDED):
+        raise UsageError(
+            f"its recorded rate was calibrated on {source}; give --calibrate with that file, and "
+            "--rate"
+        )
+    return CalibrationOptions(
+        parse_source(source), known.calibration["tokens"], known.calibration["seq_len"]
+    )
 
 
 def _row(

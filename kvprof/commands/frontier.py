@@ -113,8 +113,12 @@ def frontier(
     from kvprof.evaluation.evaluation_cache import cache_folder
     from kvprof.evaluation.frontier import FrontierOptions
     from kvprof.evaluation.requests import parse_methods
+    from kvprof.methods.registry import calibration_needs
 
     requests = parse_methods(methods, common, lambda own: method_options(None, None, None, own))
+    needs = [calibration_needs(request.method, **request.options) for request in requests]
+    if (calibrate or calibrate_tokens) and not any(needs):
+        raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
     loaded = load_for_command(
         model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
     )

@@ -1,5 +1,6 @@
 """Options that say which method, how much of it, and what it is calibrated on."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,9 +105,14 @@ def _value(text: str) -> Any:
         return tuple(_value(part.strip()) for part in text.split(","))
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if not math.isfinite(number):
+        raise UsageError(f"--option: {text} is no number that an option can have")
+    return number

@@ -116,7 +116,7 @@ def plan(
         "cannot be had with --fit, which plans several methods; run kvprof plan without it",
         {"--removal": removal, "--describe": describe, "--compare": compare, "--save": save},
     )
-    if method and methods:
+    if method is not None and methods is not None:
         raise UsageError("--method and --methods both name what --fit is for; keep one")
     if rate is not None and not 0 <= rate < 1:
         raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
@@ -127,7 +127,7 @@ def plan(
         data, complete = fit_data(
             loaded,
             sizes,
-            methods=methods or method,
+            methods=method if methods is None else methods,
             rate=rate,
             plan_files=files,
             record_files=rates or [],
@@ -143,7 +143,12 @@ def plan(
 
 
 def _refuse(why: str, given: dict[str, Any]) -> None:
-    if said := [name for name, value in given.items() if value]:
+    # By identity: a removal rate of 0 was given all the same.
+    if said := [
+        name
+        for name, value in given.items()
+        if value is not None and value is not False and value != []
+    ]:
         raise UsageError(f"{' and '.join(said)} {why}")
 
 
@@ -165,17 +170,23 @@ def _one_plan(
     if save is not None and files:
         raise UsageError(f"--save {save}: the plan of --plan is saved already; leave one out")
     check_choice(plan_file=files[0] if files else None, **given)
+    from kvprof.methods.plan_files import load_plan, save_plan
+
     failure: KvprofError | None = None
-    loaded, rounded = None, None
+    loaded, rounded, other = None, None, None
     if files and model is None:
         made, dtype = _saved(files[0], how["dtype"])
         inputs: dict[str, Any] = {
             "model": made.made.get("model"), "fingerprint": made.fingerprint, "dtype": dtype,
         }  # fmt: skip
         at = resolve_context(context, None, made)
+        if compare is not None:
+            other = load_plan(compare, fingerprint=made.fingerprint)
     else:
         loaded = load_for_command(model, **how)
         inputs, at = _model_inputs(loaded), resolve_context(context, loaded)
+        if compare is not None:  # before the work: no calibration is lost to a file that is damaged
+            other = load_plan(compare, fingerprint=loaded.fingerprint)
         with graceful_interrupt() as stop:
             if files:
                 made = make_plan(
@@ -185,10 +196,8 @@ def _one_plan(
                 rounded = rounded_plan(loaded, **given, context=at, stop=stop)
                 made = rounded.plan
 
-    from kvprof.methods.plan_files import load_plan, save_plan
     from kvprof.methods.plan_report import comparison, plan_report
 
-    other = load_plan(compare, fingerprint=made.fingerprint) if compare is not None else None
     if save is not None:
         try:
             save_plan(made, save, force=outputs.force)

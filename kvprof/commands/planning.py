@@ -231,6 +231,11 @@ def check_choice(
         raise UsageError("give --method with --rate, for example --method kq --rate 0.5, or --plan")
     if rate is not None and removal is not None:
         raise UsageError("--rate and --removal both say how much is removed; keep one")
+    if rate is not None and not 0 <= rate < 1:  # a NaN neither
+        raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
+    from kvprof.methods.registry import calibration_needs
+
+    calibration_needs(method, **options)  # an unknown name, or a library that is missing
 
 
 _NAMED = ("allocation", "grid", "minimum")

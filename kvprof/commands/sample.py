@@ -125,6 +125,12 @@ def load_sample(
         warnings.append(
             f"{selection.left_out} questions exceed the context of {loaded.spec} and are left out"
         )
+    warnings += [
+        f"{one.name} has {len(one.ids)} sequences of {one.ids.shape[1]:,} tokens, fewer than the "
+        f"{sequences} asked for"
+        for one in samples
+        if sequences is not None and len(one.ids) < sequences
+    ]
     settings = EvaluationSettings(teacher_forced=teacher_forced, batch_size=batch_size)
     evaluator = Evaluator(loaded, samples, selection.items, settings)
     return Sample(sources, evaluator, tuple(warnings))

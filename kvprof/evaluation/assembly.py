@@ -14,7 +14,13 @@ from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 
-__all__ = ["EvaluationSettings", "Found", "assembled", "without_intervals"]
+__all__ = [
+    "EvaluationSettings",
+    "Found",
+    "assembled",
+    "hidden_in_one_pass",
+    "without_intervals",
+]
 
 _DEVIATION = 0.01  # of measured bytes from the account
 _BEFORE = 8  # tokens shown in front of a worst one
@@ -132,6 +138,11 @@ def assembled(
             f"{plan.method}: the cache held {measured:,.0f} bytes per sequence of {seen:,} tokens, "
             f"its account says {account:,}; rates rest on the account"
         )
+    if settings.teacher_forced and (hidden := hidden_in_one_pass(plan)):
+        warnings.append(
+            f"{plan.method}: teacher-forced, what {hidden} costs is not in its figures on text: a "
+            "single pass attends to its own tokens before that"
+        )
     return {
         "method": plan.method,
         "rate": rate(plan, context, itemsize=itemsize),
@@ -147,6 +158,25 @@ def assembled(
         "complete": found.complete,
         "warnings": warnings,
     }
+
+
+def hidden_in_one_pass(plan: Plan) -> str | None:
+    """Return in words what of a plan costs nothing in a single pass; None where all of it shows.
+
+    A pass attends to its own tokens before they are quantised or evicted, and with a lazy plan or
+    bases of its own exactly (see `kvprof.methods.plan`); with nothing stored before it, that is all
+    it attends to.
+
+    Parameters
+    ----------
+    plan : Plan
+    """
+    parts = {
+        "quantising": plan.quantiser is not None,
+        "evicting": plan.eviction is not None,
+        "its projections (prefill is exact)": plan.lazy or plan.online_bases,
+    }
+    return " and ".join(name for name, there in parts.items() if there) or None
 
 
 def without_intervals(evaluation: dict[str, Any]) -> dict[str, Any]:

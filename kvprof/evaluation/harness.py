@@ -1,8 +1,9 @@
 """Tasks of lm-evaluation-harness, run by its own Python interface on a compressed model.
 
 The harness scores choices in single forward passes and lets the model generate where a task asks
-for it; both go through the compressed cache. Its protocol is its own: figures are comparable to
-others of the harness, not to the rest of an evaluation.
+for it; both run compressed, but a single pass does not show what quantising and eviction cost. Its
+protocol is its own: figures are comparable to others of the harness, not to the rest of an
+evaluation.
 """
 
 import contextlib

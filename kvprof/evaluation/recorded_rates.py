@@ -1,7 +1,8 @@
 """The rates at which a model's methods met a target, as frontiers measured them.
 
-``kvprof plan --fit`` reads them. They come, each overruling the one before, from the records that
-ship with kvprof, from the frontiers run on this machine, and from result files given by the user.
+``kvprof plan --fit`` reads them. They come from the records that ship with kvprof, from the
+frontiers run on this machine (which overrule where they scored as many tokens or more), and from
+result files given by the user, which overrule both.
 """
 
 import json
@@ -15,9 +16,9 @@ from kvprof.errors import UsageError
 from kvprof.evaluation.evaluation_cache import cache_folder
 from kvprof.records.files import read_result, write_text_atomic
 
-__all__ = ["RecordedRate", "load_recorded_rates", "record_rates"]
+__all__ = ["RecordedRate", "canonical_label", "load_recorded_rates", "record_rates"]
 
-_FORMAT = "kvprof-rates/1"
+_FORMAT = "kvprof-rates/2"
 _KIND = "frontier"
 
 
@@ -28,7 +29,7 @@ class RecordedRate:
     Attributes
     ----------
     label : str
-        The method, with its options as they were written for ``--methods``.
+        `canonical_label` of the method and its options.
     method : str
     options : dict
         Of the method.
@@ -41,6 +42,11 @@ class RecordedRate:
         Tokens at which bytes were counted.
     dtype : str
         Of the run: the full width that the rate is relative to.
+    calibration : dict or None
+        ``source``, ``tokens`` and ``seq_len`` of what the bases came from; None where a method
+        needs none.
+    tokens : int
+        Scored tokens that it rests on.
     created : str
         When, in UTC.
     origin : str
@@ -55,8 +61,23 @@ class RecordedRate:
     max_rate: float | None
     context: int
     dtype: str
+    calibration: dict[str, Any] | None
+    tokens: int
     created: str
     origin: str
+
+
+def canonical_label(method: str, options: Mapping[str, Any]) -> str:
+    """Return one name for a method with options, however they were given.
+
+    Parameters
+    ----------
+    method : str
+    options : mapping
+        Those that were given, for one method or for all.
+    """
+    written = ",".join(f"{key}={options[key]}" for key in sorted(options))
+    return f"{method}:{written}" if written else method
 
 
 def load_recorded_rates(
@@ -68,7 +89,7 @@ def load_recorded_rates(
     cache: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> dict[str, RecordedRate]:
-    """Return what is known of a model, by the method's label.
+    """Return what is known of a model, by `canonical_label`.
 
     Parameters
     ----------
@@ -92,11 +113,12 @@ def load_recorded_rates(
     FailedError
         When a file given is damaged.
     """
-    found: list[RecordedRate] = []
+    own: list[RecordedRate] = []
     for result in _shipped():
         if result["inputs"]["fingerprint"] == fingerprint:
-            found += _rates(result, "shipped")
-    found += _kept(cache_folder(cache), fingerprint, warn)
+            own += _rates(result, "shipped")
+    own += _kept(cache_folder(cache), fingerprint, warn)
+    given: list[RecordedRate] = []
     for path in extra_files:
         result = read_result(path)
         if result["kind"] != _KIND:
@@ -109,10 +131,17 @@ def load_recorded_rates(
                 f"({result['inputs']['fingerprint'][:12]}), not of the model given "
                 f"({fingerprint[:12]})"
             )
-        found += _rates(result, path.name)
-    return {
+        given += _rates(result, path.name)
+    found: dict[str, RecordedRate] = {}
+    for entry in own:
+        known = found.get(entry.label)
+        wanted = entry.metric == metric and abs(entry.target - target) < 1e-9
+        # A quick look does not overrule what was measured with care.
+        if wanted and (known is None or entry.tokens >= known.tokens):
+            found[entry.label] = entry
+    return found | {
         entry.label: entry
-        for entry in found
+        for entry in given
         if entry.metric == metric and abs(entry.target - target) < 1e-9
     }
 
@@ -130,14 +159,15 @@ def record_rates(result: Mapping[str, Any], cache: Path | None = None) -> Path |
     Returns
     -------
     Path or None
-        The file; None for an incomplete result, of which nothing is kept.
+        The file; None for an incomplete result and a teacher-forced one, of which nothing is kept:
+        a single pass does not show what quantising and eviction cost.
 
     Raises
     ------
     FailedError
         When it cannot be written.
     """
-    if not result["complete"]:
+    if not result["complete"] or result["inputs"].get("protocol") == "teacher_forced":
         return None
     folder = cache_folder(cache)
     fingerprint = result["inputs"]["fingerprint"]
@@ -163,7 +193,7 @@ def _rates(result: Mapping[str, Any], origin: str) -> list[RecordedRate]:
     data = result["data"]
     return [
         RecordedRate(
-            label=method["label"],
+            label=canonical_label(method["method"], method["options"]),
             method=method["method"],
             options=dict(method["options"]),
             target=float(data["target"]),
@@ -171,6 +201,8 @@ def _rates(result: Mapping[str, Any], origin: str) -> list[RecordedRate]:
             max_rate=method["max_rate"],
             context=int(data["context"]),
             dtype=data["dtype"],
+            calibration=result["inputs"]["calibration"].get(method["label"]),
+            tokens=min(point["decoded_tokens"] for point in method["points"]),
             created=result["created"],
             origin=origin,
         )

@@ -212,13 +212,24 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
     )
     if wanted > most + 1e-12:
         raise UsageError(
-            f"{family.method} reaches rates from {max(0.0, least):.3f} to {most:.3f} at "
-            f"{tokens:,} tokens, not {wanted:g}"
+            f"{family.method} reaches rates from {max(0.0, least):.3f} to {max(0.0, most):.3f} at "
+            f"{tokens:,} tokens, not {wanted:g}{_grid_words(family)}"
         )
     value = values[0]
     if wanted > 0 and least < wanted:
         value = _least_knob(family, wanted, tokens, itemsize)
     return _finished(family, family.build(value), {**asked, family.knob: value})
+
+
+def _grid_words(family: PlanFamily) -> str:
+    """Say which ranks there are, where that is what limits the rate."""
+    options = family.build((family.settings or family.bounds)[0]).made.get("options", {})
+    if "grid" not in options or "minimum" not in options:
+        return ""
+    return (
+        f"; ranks are multiples of {options['grid']} from {options['minimum']} on "
+        "(options grid and minimum)"
+    )
 
 
 def _least_knob(family: PlanFamily, wanted: float, tokens: int, itemsize: int) -> float:

@@ -172,4 +172,6 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _calibration(method: str, found: Mapping[str, Any]) -> str:
-    return f"{method} on {found['tokens']:,} tokens of {found['source']}"
+    # The embedded samples have a split of their own for it.
+    split = " (calibration split)" if found["source"] in ("prose", "code", "tasks") else ""
+    return f"{method} on {found['tokens']:,} tokens of {found['source']}{split}"

@@ -87,8 +87,10 @@ def _answer(result: Mapping[str, Any]) -> str:
         for method in ranked(result)
         if (point := best_point(method)) is not None and method["label"] != "full"
     ]
-    if not best:
-        return f"No method kept {goal} at any rate that was tested."
+    if not best and not result["complete"]:
+        return f"Interrupted before any method was seen to keep {goal}."
+    if not best or best[0][1] <= 0:
+        return f"No method kept {goal} at any compressed rate that was tested."
     label, rate, ratio = best[0]
     text = f"With {goal} kept, {label} goes furthest: it saves {100 * rate:.1f} % of the cache's "
     text += f"bytes ({ratio:.2f} times smaller)."

@@ -14,7 +14,7 @@ from tests.commands.running import kvprof
 
 SMALL = (
     "--text", "prose", "--text", "code", "--sequences", "3", "--seq-len", "48", "--tasks", "none",
-    "--calibrate-tokens", "512", "--metric", "perplexity", "--target", "0.97", "--points", "4",
+    "--metric", "perplexity", "--target", "0.97", "--points", "4",
 )  # fmt: skip
 
 
@@ -37,7 +37,8 @@ def frontier_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, A
 def test_a_frontier_is_measured_reported_and_resumed(
     tiny_folder: Path, tmp_path: Path, cache: Path
 ) -> None:
-    methods = ("--methods", "kq,kq:allocation=tail,kivi", "--grid", 1, "--minimum", 1)
+    methods = ("--methods", "kq,kq:allocation=tail,kivi", "--grid", 1, "--minimum", 1,
+               "--calibrate-tokens", 512)  # fmt: skip
     first = frontier_json(tmp_path, tiny_folder, *methods)
     labels = [method["label"] for method in first["data"]["methods"]]
     assert labels == ["kq", "kq:allocation=tail", "kivi", "full", "fp8"]
@@ -72,7 +73,12 @@ def test_a_frontier_is_measured_reported_and_resumed(
     from kvprof.evaluation.recorded_rates import load_recorded_rates
 
     found = load_recorded_rates(first["inputs"]["fingerprint"], target=0.97, metric="perplexity")
-    assert found["kq"].max_rate == by_label["kq"]["max_rate"]
+    options = by_label["kq"]["options"]
+    kq = next(e for e in found.values() if e.method == "kq" and e.options == options)
+    assert kq.max_rate == by_label["kq"]["max_rate"]
+    # By its options too: those of the whole command make it another method.
+    assert kq.label == "kq:" + ",".join(f"{k}={v}" for k, v in sorted(kq.options.items()))
+    assert kq.calibration == first["inputs"]["calibration"]["kq"]
 
 
 def test_without_a_cache_nothing_is_kept(tiny_folder: Path, tmp_path: Path, cache: Path) -> None:
@@ -143,6 +149,9 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
         (["--allocation", "budget", "--methods", "kivi"], "--allocation"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
+        (["--methods", "kivi,per-token", "--calibrate-tokens", "512"], "nothing is calibrated"),
+        (["--methods", ""], "names no method"),
+        (["--target", "nan"], "--target nan"),
     ],
 )
 def test_bad_input_gets_one_line(tiny_folder: Path, arguments: list[str], says: str) -> None:

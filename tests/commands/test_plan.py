@@ -193,28 +193,38 @@ def test_fit_takes_the_recorded_rates(
 ) -> None:
     def entry(label: str, rate: float | None, **options: Any) -> RecordedRate:
         method = label.partition(":")[0]
+        calibration = {"source": "random", "tokens": 256, "seq_len": 64}
         return RecordedRate(label, method, options, 0.99, "accuracy", rate, 100, "float32",
-                            "2026-01-01T00:00:00Z", "measured here")  # fmt: skip
+                            calibration, 1000, "2026-01-01T00:00:00Z", "measured here")  # fmt: skip
 
-    known = {"fdc": entry("fdc", 0.25, grid=1, minimum=1), "palu": entry("palu", None),
-             "kq:grid=2": entry("kq:grid=2", 0.5, grid=2, minimum=2)}  # fmt: skip
+    entries = (
+        entry("fdc:grid=1,minimum=1", 0.25, grid=1, minimum=1),
+        entry("palu", None),
+        entry("kq:grid=2,minimum=2", 0.5, grid=2, minimum=2),
+    )
+    known = {one.label: one for one in entries}
     monkeypatch.setattr(
         "kvprof.evaluation.recorded_rates.load_recorded_rates", lambda *a, **k: known
     )
-    arguments = (tiny_folder, "--fit", "2MB", "--methods", "fdc,palu,zack,kq:grid=2")
+    arguments = (tiny_folder, "--fit", "2MB", "--methods",
+                 "fdc:grid=1,minimum=1,palu,zack,kq:minimum=2,grid=2")  # fmt: skip
     fit = fit_json(tmp_path, *arguments)
     rows = {row["label"]: row for row in fit["rows"]}
-    assert list(rows) == ["full", "fp8", "fdc", "kq:grid=2"]
-    assert 0.25 <= rows["fdc"]["rate"] < 0.28
-    assert rows["fdc"]["rate_from"] == "recorded"
-    assert rows["fdc"]["rate_context"] == 100
-    assert rows["kq:grid=2"]["rate"] >= 0.5
+    fdc, kq = "fdc:grid=1,minimum=1", "kq:minimum=2,grid=2"
+    assert list(rows) == ["full", "fp8", fdc, kq]
+    assert 0.25 <= rows[fdc]["rate"] < 0.28
+    assert rows[fdc]["rate_from"] == "recorded"
+    assert rows[fdc]["rate_context"] == 100
+    assert rows[kq]["rate"] >= 0.5
     reasons = {entry["label"]: entry["reason"] for entry in fit["missing"]}
     assert "no tested rate" in reasons["palu"]
     assert "kvprof frontier" in reasons["zack"]
     given = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE)
     zack = next(row for row in given["rows"] if row["label"] == "zack")
     assert zack["rate_from"] == "given"
+    # A record is of its own calibration: with another one it says nothing.
+    other = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE, "--calibrate", "random:128")
+    assert {row["rate_from"] for row in other["rows"]} == {"itself", "given"}
 
 
 def test_fit_takes_saved_plans(tiny_folder: Path, tmp_path: Path) -> None:
@@ -259,6 +269,8 @@ def test_methods_that_do_not_reach_the_rate_are_told(tiny_folder: Path, tmp_path
         (["--fit", "1GB", "--methods", "nothing"], 2, "nothing"),
         (["--fit", "1GB", "--rate", "2"], 2, "--rate 2"),
         (["--fit", "1GB", "--save", "x.safetensors"], 2, "--save"),
+        (["--fit", "1GB", "--removal", "0"], 2, "--removal"),
+        (["--fit", "1GB", "--methods", ""], 2, "names no method"),
         (["--fit", "1GB", "--method", "fdc", "--methods", "kq"], 2, "keep one"),
         (["--fit", "100KB"], 3, "more than"),
     ],
@@ -290,6 +302,12 @@ def test_plans_of_another_model_are_refused(
     damaged = tmp_path / "cut.safetensors"
     damaged.write_bytes(saved.read_bytes()[:-40])
     assert kvprof("plan", "--plan", damaged).code == 1
+    # What is compared with is read before a calibration could be lost to it.
+    for other, code in ((damaged, 1), (foreign, 2), (tmp_path / "missing.safetensors", 2)):
+        arguments = ("--method", "kq", "--rate", 0.4, *FINE, "--compare", other)
+        done = kvprof("plan", tiny_folder, *arguments)
+        assert done.code == code
+        assert "calibrating" not in done.stderr
 
 
 def test_what_exists_is_not_overwritten(tiny_folder: Path, tmp_path: Path) -> None:

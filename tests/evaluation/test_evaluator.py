@@ -104,6 +104,30 @@ def test_full_width_changes_nothing(teacher_forced: bool) -> None:
     assert not found["warnings"]
 
 
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("kq", None),
+        ("fp8", "quantising"),
+        ("tale", "prefill is exact"),
+        ("fdc+keyformer", "evicting"),
+        ("strawman", "prefill is exact"),
+    ],
+)
+def test_a_single_pass_says_what_it_cannot_show(name: str, hidden: str | None) -> None:
+    one = evaluator(teacher_forced=True)
+    found = one.evaluate(plan(name, 0.25, 15))
+    if hidden is None:
+        assert not found["warnings"]
+        assert found["kl"]["mean"] > 1e-3
+        return
+    (warning,) = found["warnings"]
+    assert hidden in warning
+    if name != "fdc+keyformer":  # whose projections do show
+        assert found["kl"]["worst"] < 1e-9
+        assert evaluator().evaluate(plan(name, 0.25, 15))["kl"]["worst"] > 1e-4
+
+
 @pytest.mark.parametrize("name", ["kq", "fp8", "tale", "fdc+keyformer", "strawman"])
 def test_the_cache_holds_what_the_account_says(name: str) -> None:
     found = evaluator().evaluate(plan(name, 0.25, 15))

@@ -57,6 +57,13 @@ def test_an_interrupted_frontier_is_not(tmp_path: Path) -> None:
     assert load_recorded_rates(MODEL, cache=tmp_path) == {}
 
 
+def test_a_teacher_forced_frontier_is_not(tmp_path: Path) -> None:
+    result = frontier_result()
+    result["inputs"]["protocol"] = "teacher_forced"
+    assert record_rates(result, tmp_path) is None
+    assert load_recorded_rates(MODEL, cache=tmp_path) == {}
+
+
 def test_files_overrule_what_is_kept_here(tmp_path: Path) -> None:
     record_rates(frontier_result(), tmp_path)
     path = tmp_path / "mine.json"
@@ -97,3 +104,21 @@ def test_shipped_records_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (found["kq"].max_rate, found["kq"].origin) == (0.39, "shipped")
     record_rates(frontier_result(), tmp_path)
     assert load_recorded_rates(MODEL, cache=tmp_path)["kq"].max_rate == 0.41
+
+
+def test_a_quick_look_does_not_overrule_what_rests_on_more_tokens(tmp_path: Path) -> None:
+    def scored(tokens: int, rate: float) -> dict[str, Any]:
+        result = changed("fdc", rate)
+        for method in result["data"]["methods"]:
+            for point in method["points"]:
+                point["decoded_tokens"] = tokens
+        return result
+
+    shipped, quick = scored(50_000, 0.2), scored(256, 0.9)
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded_rates, "_shipped", lambda: [shipped])
+        record_rates(quick, tmp_path)
+        assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.2
+        record_rates(scored(50_000, 0.3), tmp_path)
+        assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.3

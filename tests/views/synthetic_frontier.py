@@ -20,7 +20,7 @@ def point(rate: float, share: float, *, half: float = 0.004, tasks: bool = True)
         "share": share,
         "share_interval": interval,
         "accuracy": 0.5 * share,
-        "relative_accuracy": share,
+        "decoded_tokens": 4096, "relative_accuracy": share,
         "relative_accuracy_interval": interval,
         "perplexity": 9.0 / share,
         "kl": {"mean": 1.0 - share + 1e-7, "p999": 0.5, "worst": 2.0},
