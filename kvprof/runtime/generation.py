@@ -200,7 +200,7 @@ def difference(
     }
 
 
-class _Asked(StoppingCriteria):  # type: ignore[misc]
+class _Asked(StoppingCriteria):  # type: ignore[misc]  # transformers carries no types
     """Stops when the user asks for it."""
 
     def __init__(self, should_stop: Callable[[], bool]) -> None:
@@ -210,7 +210,7 @@ class _Asked(StoppingCriteria):  # type: ignore[misc]
         return torch.full((len(input_ids),), self._should_stop(), device=input_ids.device)
 
 
-class _Streamer(TextStreamer):  # type: ignore[misc]
+class _Streamer(TextStreamer):  # type: ignore[misc]  # transformers carries no types
     """Hands out text as soon as no later token can change it."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:

@@ -145,11 +145,11 @@ class _Steps:
         self._kl = kl
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        steps = range(len(self._kl))
+        steps: Sequence[int] = range(len(self._kl))
         title = "KL divergence by step, in nats"
         if len(steps) > _SHOWN_STEPS:
             largest = sorted(steps, key=lambda step: -self._kl[step])[: _SHOWN_STEPS - 1]
-            steps = sorted({*largest, len(self._kl) - 1})  # type: ignore[assignment]
+            steps = sorted({*largest, len(self._kl) - 1})
             title += f" (the largest of {len(self._kl):,}, and the last)"
         yield Text(title, style="bold", overflow="fold")
         label = max(len(str(step + 1)) for step in steps)
