@@ -11,6 +11,7 @@ from kvprof.commands.planning import calibration_options, check_choice, plan_of
 from kvprof.commands.sample import Sample
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import Stop
+from kvprof.methods.named import ALWAYS
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["PlanRequest", "check_request", "make_plans", "split_methods"]
 
 # Rows of every table; there is nothing to ask of them.
-_ALWAYS = ("full", "fp8")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def check_request(request: PlanRequest) -> None:
         return
     from kvprof.methods.registry import calibration_needs
 
-    rated = [method for method in request.methods if method not in _ALWAYS]
+    rated = [method for method in request.methods if method not in ALWAYS]
     needs = [calibration_needs(method, **request.options) for method in rated]
     if not any(needs) and (request.calibrate or request.calibrate_tokens):
         raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
@@ -138,7 +138,7 @@ def _from_methods(
 ) -> "list[Plan]":
     from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
 
-    rated = [method for method in request.methods if method not in _ALWAYS]
+    rated = [method for method in request.methods if method not in ALWAYS]
     evaluator = sample.evaluator
     given = calibration_options(
         request.calibrate, request.calibrate_tokens, seq_len=evaluator.workload.seq_len
@@ -149,7 +149,7 @@ def _from_methods(
     plans = []
     try:
         for method in request.methods:
-            if method in _ALWAYS:
+            if method in ALWAYS:
                 plans.append(_unrated(loaded, method))
                 continue
             family = calibrator.family(method, **request.options)

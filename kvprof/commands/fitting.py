@@ -11,6 +11,7 @@ from kvprof.commands.method_options import method_options
 from kvprof.commands.planning import calibration_options
 from kvprof.errors import LackingError, UsageError
 from kvprof.interrupt import Stop
+from kvprof.methods.named import ALWAYS, COMPARED
 from kvprof.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -21,11 +22,8 @@ if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
     from kvprof.models.load import LoadedModel
 
-__all__ = ["DEFAULT_METHODS", "fit_data", "fit_sizes"]
+__all__ = ["fit_data", "fit_sizes"]
 
-DEFAULT_METHODS = "fdc,zack,palu,tale,kq"
-# Rows of every fit; they have one setting and need no rate.
-_ALWAYS = ("full", "fp8")
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (4096, 16384, 65536)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b", re.IGNORECASE)
@@ -81,7 +79,7 @@ def fit_data(
     sizes : tuple of int
         Memory and reserve, from `fit_sizes`.
     methods : str or None
-        As for ``kvprof frontier --methods``; None takes `DEFAULT_METHODS`, or with plan files none.
+        As for ``kvprof frontier --methods``; None takes `COMPARED`, or with plan files none.
     rate : float or None
         Of methods of which no rate is recorded.
     plan_files, record_files : sequence of Path
@@ -128,7 +126,7 @@ def fit_data(
     own = loaded.context_length if loaded.context_length < 2**40 else None
     contexts = sorted({*_CONTEXTS, *([own] if own is not None else [])})
     plans = [(path, load_plan(path, fingerprint=loaded.fingerprint)) for path in plan_files]
-    asked = ("full" if plans else DEFAULT_METHODS) if methods is None else methods
+    asked = ("full" if plans else COMPARED) if methods is None else methods
     requests = parse_methods(
         asked, dict(options), lambda written: method_options(None, None, None, written)
     )
@@ -151,13 +149,13 @@ def fit_data(
     records = {
         request.label: recorded.get(canonical_label(request.method, request.options))
         for request in requests
-        if not told or request.method in _ALWAYS
+        if not told or request.method in ALWAYS
     }
     rows: list[dict[str, Any]] = []
     missing: list[dict[str, str]] = []
     complete = True
     try:
-        for request in sorted(requests, key=lambda request: request.method not in _ALWAYS):
+        for request in sorted(requests, key=lambda request: request.method not in ALWAYS):
             if stop():
                 complete = False
                 break
@@ -217,7 +215,7 @@ def _chosen(
 
     from kvprof.methods.family import plan_at, plan_for_rate
 
-    if request.method in _ALWAYS:
+    if request.method in ALWAYS:
         family = calibrator_for(None).family(request.method)
         return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
     if known is not None and known.max_rate is None:

@@ -46,9 +46,8 @@ from kvprof.commands.sample import (
 from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.methods.named import COMPARED
 from kvprof.records.result import build_result
-
-DEFAULT_METHODS = "fdc,zack,palu,tale,kq"
 
 
 def frontier(
@@ -60,7 +59,7 @@ def frontier(
             help="Joined by commas; kq:allocation=budget,grid=32 gives one options of its own. "
             "full and fp8 are always there.",
         ),
-    ] = DEFAULT_METHODS,
+    ] = COMPARED,
     target: Annotated[
         float, typer.Option("--target", help="Share of the baseline's metric to keep.")
     ] = 0.99,

@@ -176,7 +176,7 @@ def keep_rates(result: dict[str, Any], cache: Path | None) -> None:
 
 def _refuse_only_failure(data: dict[str, Any], complete: bool) -> None:
     """Refuse a frontier of one method that could not be evaluated at all."""
-    from kvprof.evaluation.requests import ALWAYS
+    from kvprof.methods.named import ALWAYS
 
     asked = [method for method in data["methods"] if method["method"] not in ALWAYS]
     if complete and len(asked) == 1 and not asked[0]["points"]:

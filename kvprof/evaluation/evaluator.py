@@ -33,8 +33,6 @@ from kvprof.runtime.compressed import Compression, compressed
 
 __all__ = ["EvaluationSettings", "Evaluator"]
 
-# Grows when the same plan and data would give other figures than before.
-_PROTOCOL_VERSION = 1
 _UNCOMPRESSED = "the uncompressed model"
 
 ShouldStop = Callable[[], bool]
@@ -96,7 +94,6 @@ class Evaluator:
         settings = asdict(self.settings)
         del settings["batch_size"]  # it changes nothing beyond rounding
         described = {
-            "protocol": _PROTOCOL_VERSION,
             "model": self.loaded.fingerprint,
             "dtype": str(self.loaded.dtype),
             "device": self.loaded.device.type,

@@ -14,9 +14,10 @@ from kvprof.errors import KvprofError
 from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache
 from kvprof.evaluation.frontier_row import frontier_row
 from kvprof.evaluation.rate_search import Interrupted, MeasuredRate, search_rates
-from kvprof.evaluation.requests import ALWAYS, MethodRequest
+from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_baseline, share_of
 from kvprof.methods.family import PlanFamily
+from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
 
 __all__ = ["Evaluates", "Frontier", "FrontierOptions", "expected_steps"]

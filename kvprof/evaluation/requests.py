@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from kvprof.errors import UsageError
+from kvprof.methods.named import ALWAYS
 from kvprof.methods.registry import (
     COMBINATIONS,
     ENTRY_POINTS,
@@ -15,10 +16,7 @@ from kvprof.methods.registry import (
     method_names,
 )
 
-__all__ = ["ALWAYS", "MethodRequest", "option_names", "parse_methods"]
-
-#: Rows of every frontier beside the methods asked for; they have nothing to turn.
-ALWAYS = ("full", "fp8")
+__all__ = ["MethodRequest", "option_names", "parse_methods"]
 
 # Of a combination's quantiser and evictor, and of the calibration with Fisher information.
 _BESIDE = ("bits", "keep", "fisher_form")

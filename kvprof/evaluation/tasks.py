@@ -22,7 +22,6 @@ __all__ = [
     "default_task_items",
     "parse_tasks",
     "select_tasks",
-    "task_items",
 ]
 
 TASKS = ("needle", "variables", "copy", "frequent_words")
@@ -96,11 +95,6 @@ def parse_tasks(text: str) -> tuple[str, ...]:
 def default_task_items(loaded: LoadedModel) -> int:
     """Return how many questions of each task an evaluation asks unless told otherwise."""
     return _CPU_ITEMS if loaded.device.type == "cpu" else _GPU_ITEMS
-
-
-def task_items(loaded: LoadedModel, names: Sequence[str], per_task: int) -> list[TaskItem]:
-    """Return the questions of `select_tasks`, without the count of those left out."""
-    return select_tasks(loaded, names, per_task).items
 
 
 def select_tasks(loaded: LoadedModel, names: Sequence[str], per_task: int) -> TaskSelection:

@@ -1,7 +1,6 @@
 """Index tensors that the same few heads and rows ask for at every step.
 
-Making one anew copies it to the device and waits for that: with several per layer and step it is
-most of a decoding step's time on a GPU.
+Making one anew copies it to the device and waits for that, several times per layer and step.
 """
 
 from functools import lru_cache

@@ -52,7 +52,7 @@ def test_figures_are_the_divergence_per_predicted_error(
     assert {key: [len(row) for row in rows] for key, rows in found.items()} == {
         "keys": [HEADS] * LAYERS, "values": [HEADS] * LAYERS,
     }  # fmt: skip
-    whole = family(method).at_ranks([WIDTH] * 2 * LAYERS * HEADS)  # type: ignore[misc]
+    whole = family(method).at_ranks([WIDTH] * 2 * LAYERS * HEADS)  # type: ignore[misc]  # there for low-rank methods
     for target in family(method).targets:
         if target.side != side:
             continue

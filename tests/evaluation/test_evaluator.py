@@ -138,7 +138,7 @@ def test_the_cache_holds_what_the_account_says(name: str) -> None:
 def test_a_cache_that_is_larger_than_its_account_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvprof.runtime.cache import CompressedCache
 
-    held = CompressedCache.nbytes.fget  # type: ignore[attr-defined]
+    held = CompressedCache.nbytes.fget  # type: ignore[attr-defined]  # of the property
     monkeypatch.setattr(CompressedCache, "nbytes", property(lambda cache: int(1.02 * held(cache))))
     found = evaluator().evaluate(plan("kq", 0.4, 15))
     (warning,) = found["warnings"]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.tasks import TASKS, parse_tasks, select_tasks, task_items
+from kvprof.evaluation.tasks import TASKS, parse_tasks, select_tasks
 from kvprof.models.load import LoadedModel, load_model
 from tests.models.folder import byte_tokenizer
 from tests.models.tiny import tiny
@@ -21,7 +21,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def test_few_questions_cover_lengths_and_depths() -> None:
     loaded = load_model("reference")
-    items = task_items(loaded, TASKS, 8)
+    items = select_tasks(loaded, TASKS, 8).items
     assert Counter(item.task for item in items) == dict.fromkeys(TASKS, 8)
     needles = [item for item in items if item.task == "needle"]
     assert Counter(item.length for item in needles) == dict.fromkeys((256, 512, 1024, 1536), 2)
@@ -41,7 +41,9 @@ def test_few_questions_cover_lengths_and_depths() -> None:
 
 
 def test_a_smaller_choice_is_the_start_of_a_larger_one(loaded: LoadedModel) -> None:
-    assert task_items(loaded, ["needle"], 10)[:4] == task_items(loaded, ["needle"], 4)
+    assert (
+        select_tasks(loaded, ["needle"], 10).items[:4] == select_tasks(loaded, ["needle"], 4).items
+    )
 
 
 def test_questions_longer_than_the_context_are_counted(loaded: LoadedModel) -> None:
@@ -62,6 +64,6 @@ def test_names() -> None:
 def test_none_needs_no_tokenizer(tmp_path: Path) -> None:
     tiny("Llama").save_pretrained(tmp_path)
     bare = load_model(str(tmp_path))
-    assert task_items(bare, (), 8) == []
+    assert select_tasks(bare, (), 8).items == []
     with pytest.raises(UsageError, match="has no tokenizer"):
-        task_items(bare, ["needle"], 1)
+        select_tasks(bare, ["needle"], 1)
