@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -17,70 +16,36 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 from kvprof.errors import FailedError
-from kvprof.kernels.cuts import Cut, tile_height
-from kvprof.kernels.decode import Tuning, kinds_of
-from kvprof.kernels.decode_kernel import decode_pieces, merge_pieces
+from kvprof.kernels.variants import Variant
 
-__all__ = ["ARCHITECTURES", "VARIANTS", "Variant", "compile_variant"]
+__all__ = ["ARCHITECTURES", "MOST", "OPERATIONS", "compile_variant", "variants"]
 
 #: Compute capability times ten: A100, H100 and H200, B200.
 ARCHITECTURES = (80, 90, 100)
 
+#: The operations whose variants are compiled: each package lists its own in ``variants.py``.
+OPERATIONS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/variants.py")))
 
-@dataclass(frozen=True)
-class Variant:
-    """One kernel as it is compiled.
+#: No more than this many variants: a kernel that needs more has too many compile-time parameters.
+MOST = 30
 
-    Attributes
-    ----------
-    name : str
-    kernel : JITFunction
-    signature : dict
-        Types of its arguments.
-    constants : dict
-        Compile-time arguments.
-    warps : int
+
+def variants() -> list[Variant]:
+    """Return what is compiled, operation after operation.
+
+    Raises
+    ------
+    FailedError
+        When there are more than `MOST`.
     """
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    warps: int
-
-
-def _decode(name: str, dtype: str, widths: tuple[tuple[int, int], ...]) -> Variant:
-    tuning = Tuning()
-    pairs = tuple((*pair, tile_height(*pair, tuning.tile)) for pair in widths)
-    signature = {
-        "queries": f"*{dtype}", "cache": f"*{dtype}", "partial": "*fp32", "logs": "*fp32",
-        "items": "*i32", "heads": "*i64", "capacity": "i32", "batch": "i32", "scale": "fp32",
-    }  # fmt: skip
-    constants = {
-        "KINDS": kinds_of(Cut((), (), pairs)), "COUNT": len(pairs), "STAGES": tuning.stages,
-        "GROUP": 4, "WIDEST": max(value for _, value in widths), "QUERY_ROW": 2048,
-    }  # fmt: skip
-    return Variant(f"decode {name} {dtype}", decode_pieces, signature, constants, tuning.warps)
-
-
-def _merge(columns: int) -> Variant:
-    signature = {"partial": "*fp32", "logs": "*fp32", "parts": "*i32", "output": "*bf16",
-                 "places": "*i32"}  # fmt: skip
-    constants = {"GROUP": 4, "WIDEST": columns, "COLUMNS": columns, "MOST": 128, "HEADS": 8,
-                 "OUTPUT_ROW": 2048}  # fmt: skip
-    return Variant(f"merge {columns}", merge_pieces, signature, constants, 4)
-
-
-_RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
-
-#: What is compiled: full width, uniform halves, a ragged layer, and the odd widths at both ends.
-VARIANTS = (
-    _decode("full", "bf16", ((128, 128),)),
-    _decode("uniform", "fp16", ((64, 64),)),
-    _decode("ragged", "bf16", _RAGGED),
-    _decode("ends", "bf16", ((16, 256), (240, 16))),
-    _merge(128),
-)
+    found = [
+        variant
+        for operation in OPERATIONS
+        for variant in import_module(f"kvprof.kernels.{operation}.variants").VARIANTS
+    ]
+    if len(found) > MOST:
+        raise FailedError(f"{len(found)} kernel variants are listed, and at most {MOST} may be")
+    return found
 
 
 def compile_variant(variant: Variant, architecture: int) -> dict[str, int]:
@@ -105,7 +70,7 @@ def compile_variant(variant: Variant, architecture: int) -> dict[str, int]:
     binary = compile_source(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": variant.warps},
+        options={"num_warps": variant.warps, "num_stages": variant.stages},
     )
     return {"shared": binary.metadata.shared, **_assembled(binary.asm["ptx"], architecture)}
 
@@ -134,7 +99,7 @@ def _assembled(ptx: str, architecture: int) -> dict[str, int]:
 
 def main() -> None:
     """Compile all of it."""
-    for variant in VARIANTS:
+    for variant in variants():
         for architecture in ARCHITECTURES:
             found = compile_variant(variant, architecture)
             sys.stdout.write(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprof.kernels.cuts import COST_PER_TOKEN, equal_shares, tile_height
+from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, tile_height
 from kvprof.kernels.planes import RaggedLayout
 
 widths = st.integers(1, 16).map(lambda n: 16 * n)

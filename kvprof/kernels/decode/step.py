@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.errors import UsageError
-from kvprof.kernels.cuts import Cut, equal_shares
-from kvprof.kernels.decode_kernel import decode_pieces, merge_pieces
+from kvprof.kernels.decode.cuts import Cut, equal_shares
+from kvprof.kernels.decode.kernel import decode_pieces, merge_pieces
 from kvprof.kernels.planes import RaggedLayout, chunks
 
 __all__ = ["DecodeStep", "Tuning", "decode_step", "kinds_of"]

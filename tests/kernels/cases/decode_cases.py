@@ -1,4 +1,4 @@
-"""The ragged decode kernel against float64 attention; run by test_decode.py in its own process."""
+"""The ragged decode kernel against float64 attention; run by test_cases.py."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.decode import DecodeStep, Tuning, decode_step
+from kvprof.kernels.decode.reference import reference_decode
+from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reference import reference_decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

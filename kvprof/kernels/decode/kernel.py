@@ -5,7 +5,7 @@
 Reading the cache is all that a decoding step has to wait for, so everything here is about loads:
 widths are compile-time constants with a branch per kind of head, chunks are planes of their own
 (`kvprof.kernels.planes`), a program is one warp with several tiles on their way, and pieces cost
-the same (`kvprof.kernels.cuts`).
+the same (`kvprof.kernels.decode.cuts`).
 """
 
 import triton

@@ -1,0 +1,31 @@
+"""What a compiled form of a kernel is, so that each operation can list its own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Variant"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it is compiled.
+
+    Attributes
+    ----------
+    name : str
+    kernel : JITFunction
+    signature : dict
+        Types of its arguments.
+    constants : dict
+        Compile-time arguments.
+    warps : int
+    stages : int
+        Of the compiler's software pipeline, where the kernel leaves it to the launch.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    stages: int = 3
