@@ -4,8 +4,9 @@ r"""Join frontiers of one model on one sample into one record that can be commit
     python tools/merge_frontiers.py docs/findings/frontier-random.json --brief \
         --to kvprof/assets/frontier/reference.json
 
-Methods can be searched by several processes at once; rows that were interrupted are left out, and
-so are the worst tokens of every evaluation. --brief keeps of every method the one point that met
+Methods can be searched by several processes at once; rows that were interrupted are left out but
+for those that --interrupted names, which keep that word as their reason. The worst tokens of every
+evaluation are left out. --brief keeps of every method the one point that met
 the target furthest out (or the lowest): what ``kvprof plan --fit`` needs ships with kvprof.
 """
 
@@ -22,8 +23,8 @@ _SAMPLE = ("fingerprint", "text", "sequences", "seq_len", "tasks", "task_items",
            "metric", "target", "calibrate", "seed")  # fmt: skip
 
 
-def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one result with the complete rows of all.
+def merged(results: list[dict[str, Any]], interrupted: list[str]) -> dict[str, Any]:
+    """Return one result with the complete rows of all, and of the interrupted ones those named.
 
     Raises
     ------
@@ -38,7 +39,8 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
             if result["inputs"][key] != first["inputs"][key]:
                 raise ValueError(f"{key}: {result['inputs'][key]} is not {first['inputs'][key]}")
         for row in result["data"]["methods"]:
-            if row["reason"] == "interrupted" or not row["points"]:
+            stopped = row["reason"] == "interrupted" and row["label"] not in interrupted
+            if stopped or not row["points"]:
                 continue
             known = rows.setdefault(row["label"], row)
             if known["max_rate"] != row["max_rate"]:
@@ -80,9 +82,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--interrupted", action="append", default=[], metavar="LABEL")
     parser.add_argument("--brief", action="store_true", help="one point of every method")
     arguments = parser.parse_args()
-    result = merged([read_result(path) for path in arguments.results])
+    result = merged([read_result(path) for path in arguments.results], arguments.interrupted)
     if arguments.brief:
         result = brief(result)
     validate_result(result)
