@@ -38,6 +38,7 @@ COMMANDS = (
     CommandEntry("eval", "What does a compressed cache cost in accuracy?"),
     CommandEntry("frontier", "How far does each method go before accuracy falls below a target?"),
     CommandEntry("generate", "Write text with a compressed cache; see where it departs."),
+    CommandEntry("bench", "How much faster is attention on a smaller cache, really?"),
     CommandEntry("doctor", "What has this machine, and what can each command do here?"),
 )
 

@@ -51,6 +51,11 @@ COMMAND_NEEDS = {
         uses_gpu=True,
     ),
     "generate": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
+    "bench": CommandNeeds(
+        (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py"),
+        (("matplotlib", "--svg and --png"),),
+        uses_gpu=True,
+    ),
     "doctor": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py", "numpy", "packaging")),
 }
 

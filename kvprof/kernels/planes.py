@@ -1,17 +1,40 @@
 """Where the keys and values of a layer lie when every head has widths of its own.
 
-A width is a sum of chunks, powers of two from 256 to 16, each at most once: 112 = 64 + 32 + 16.
-Every chunk of a head is a plane of its own, dense and row by row, because a row of 112 values is
-no whole number of the 128-byte lines that memory is read in, and a mask over 128 columns reads what
-nobody wants. One flat buffer holds a layer::
+A width is a sum of chunks, powers of two from 512 to 16, each at most once and at most four of
+them: 112 = 64 + 32 + 16. Every chunk of a head is a plane of its own, dense and row by row, because
+a row of 112 values is no whole number of the 128-byte lines that memory is read in, and a mask over
+128 columns reads what nobody wants. One flat buffer holds a layer, here with head 0 of key width
+112 and value width 64, two sequences and bf16::
 
-    head 0                                                          head 1 …
-    ├── K, chunk 64 ──┬── K, chunk 32 ──┬─ K, chunk 16 ─┬─ V, chunk 64 ─┤
-    each plane:  sequence 0: token 0 [64 values] token 1 [64 values] … token capacity-1
-                 sequence 1: …
+    byte 0
+    │ head 0                                                                      │ head 1 …
+    ├── K, chunk 64 ──────┬── K, chunk 32 ────┬── K, chunk 16 ────┬── V, chunk 64 ┤
+    0                     256 C               384 C               448 C           704 C
+
+    one plane, K, chunk 64: ``[batch, capacity, 64]``, 128 bytes a token
+    ├─ sequence 0 ────────────────────────────┬─ sequence 1 ──────────────────────┤
+    │ token 0 │ token 1 │ … │ token C-1       │ token 0 │ token 1 │ … │ token C-1 │
+    0         128       256                   128 C
+
+``C`` is the capacity in tokens. So column ``c`` of chunk ``w`` of token ``t`` of sequence ``b``
+lies ``(b·C + t)·w + c`` values behind the beginning of its plane, and the planes of a head before
+it hold ``batch·C`` tokens each.
+
+The paged form is the same buffer read otherwise: a "sequence" is a page and the capacity is the
+tokens of a page (a multiple of 16), so a plane is ``[pages, page tokens, w]``. A table
+``[batch, most pages]`` of int32 tells which page holds what::
+
+    table[b] = 7 2 9 …                 pages of 64 tokens: token 130 of sequence b
+    token t of sequence b is           is in page table[b, 130 // 64] = 9, place 130 % 64 = 2;
+    in page table[b, t // page],       column c of chunk w lies (9·64 + 2)·w + c values behind
+    place t % page                     the beginning of its plane
+
+A page number is valid for all planes of all heads: one table serves a layer, or every layer whose
+pool has as many pages.
 
 Queries are stored densely, head after head: the ``G`` query heads of KV head 0, each ``dk_0`` wide,
-then those of KV head 1. Outputs likewise with ``dv``.
+then those of KV head 1. Outputs likewise with ``dv``. A "head" may be a latent that several KV
+heads share: ``G`` then counts the query heads of all of them.
 """
 
 from collections.abc import Sequence
@@ -24,10 +47,26 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 
-__all__ = ["LARGEST_WIDTH", "STEP", "RaggedLayout", "chunks"]
+__all__ = [
+    "LARGEST_GROUP",
+    "LARGEST_WIDTH",
+    "MOST_CHUNKS",
+    "STEP",
+    "RaggedLayout",
+    "chunks",
+    "widened",
+]
 
+#: Widths are multiples of it to 256, and of twice it above (so that four chunks suffice).
 STEP = 16
-LARGEST_WIDTH = 256
+LARGEST_WIDTH = 512
+MOST_CHUNKS = 4
+#: Query heads that may share a stored head.
+LARGEST_GROUP = 64
+
+
+def _step(width: int) -> int:
+    return STEP if width <= LARGEST_WIDTH // 2 else 2 * STEP
 
 
 def chunks(width: int) -> tuple[int, ...]:
@@ -36,14 +75,28 @@ def chunks(width: int) -> tuple[int, ...]:
     Raises
     ------
     UsageError
-        When the width is no multiple of 16 from 16 to 256.
+        When the width is no multiple of 16 from 16 to 256 nor of 32 to 512.
     """
-    if not STEP <= width <= LARGEST_WIDTH or width % STEP:
+    if not STEP <= width <= LARGEST_WIDTH or width % _step(width):
         raise UsageError(
             f"a head of width {width} cannot run: widths are multiples of {STEP} from {STEP} to "
-            f"{LARGEST_WIDTH}"
+            f"{LARGEST_WIDTH // 2}, and of {2 * STEP} to {LARGEST_WIDTH}"
         )
-    return tuple(chunk for chunk in (256, 128, 64, 32, 16) if width & chunk)
+    return tuple(chunk for chunk in (512, 256, 128, 64, 32, 16) if width & chunk)
+
+
+def widened(width: int) -> int:
+    """Return the least width that can run and holds `width` columns.
+
+    Raises
+    ------
+    UsageError
+        When `width` is below 1 or above 512.
+    """
+    if not 1 <= width <= LARGEST_WIDTH:
+        raise UsageError(f"a head of width {width} cannot run: widths go to {LARGEST_WIDTH}")
+    step = _step(width)
+    return -(-width // step) * step
 
 
 @dataclass(frozen=True)
@@ -55,9 +108,15 @@ class RaggedLayout:
     key_widths, value_widths : tuple of int
         Per KV head.
     group : int
-        Query heads per KV head, G.
+        Query heads per KV head, G, at most 64.
     batch, capacity : int
-        Sequences, and tokens that each has room for.
+        Sequences, and tokens that each has room for; for a pool of pages the pages, and the tokens
+        of a page.
+
+    Raises
+    ------
+    UsageError
+        When widths, group, batch or capacity cannot run.
     """
 
     key_widths: tuple[int, ...]
@@ -74,10 +133,10 @@ class RaggedLayout:
                 f"{len(self.key_widths)} key widths and {len(self.value_widths)} value widths "
                 "are no layer"
             )
-        if min(self.group, self.batch, self.capacity) < 1 or self.group > STEP:
+        if min(self.group, self.batch, self.capacity) < 1 or self.group > LARGEST_GROUP:
             raise UsageError(
                 f"a layer of {self.group} query heads per KV head, {self.batch} sequences and "
-                f"{self.capacity} tokens cannot run (1 to {STEP} query heads)"
+                f"{self.capacity} tokens cannot run (1 to {LARGEST_GROUP} query heads)"
             )
 
     @property
@@ -109,8 +168,14 @@ class RaggedLayout:
         return (0, *accumulate(self.group * width for width in self.value_widths))
 
     def packed(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Return the buffer that holds ``[batch, capacity, width]`` of every head."""
-        planes = [
+        """Return the buffer that holds every head's keys and values.
+
+        Parameters
+        ----------
+        keys, values : sequence of Tensor
+            ``[batch, capacity, width]`` per head.
+        """
+        parts = [
             plane.reshape(-1)
             for head in range(self.heads)
             for states, width in (
@@ -119,18 +184,23 @@ class RaggedLayout:
             )
             for plane in torch.split(states, list(chunks(width)), dim=-1)
         ]
-        return torch.cat(planes)
+        return torch.cat(parts)
 
-    def head(self, buffer: Tensor, head: int) -> tuple[Tensor, Tensor]:
-        """Return a head's K and V as ``[batch, capacity, width]``, copied out of the buffer."""
+    def planes(self, buffer: Tensor, head: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return a head's planes of K and of V, ``[batch, capacity, chunk]`` each: views."""
         widths = (self.key_widths[head], self.value_widths[head])
-        found = []
+        found: list[list[Tensor]] = []
         for start, width in zip(self.offsets[head], widths, strict=True):
-            planes = []
+            own = []
             for chunk in chunks(width):
                 size = self.batch * self.capacity * chunk
                 plane = buffer[start : start + size]
-                planes.append(plane.view(self.batch, self.capacity, chunk))
+                own.append(plane.view(self.batch, self.capacity, chunk))
                 start += size
-            found.append(torch.cat(planes, dim=-1))
+            found.append(own)
         return found[0], found[1]
+
+    def head(self, buffer: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        """Return a head's K and V as ``[batch, capacity, width]``, copied out of the buffer."""
+        keys, values = self.planes(buffer, head)
+        return torch.cat(keys, dim=-1), torch.cat(values, dim=-1)

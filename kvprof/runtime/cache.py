@@ -1,147 +1,21 @@
 """The compressed cache: transformers' cache interface around what each layer stores."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvprof.errors import UsageError
 from kvprof.models.interface import Rotation
 from kvprof.runtime.arena import Arena
-from kvprof.runtime.cohort import Cohort
+from kvprof.runtime.cache_layer import CompressedLayer
 from kvprof.runtime.rotary import RotaryTable, angles
 
 if TYPE_CHECKING:
     from kvprof.runtime.session import Compression
 
-__all__ = ["CompressedCache", "CompressedLayer"]
-
-
-class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's store.
-
-    `update` only takes notice of the tokens and hands K and V back; the attention function, which
-    has the queries too, attends and stores.
-
-    Parameters
-    ----------
-    sliding_window : int or None
-    owner : CompressedCache
-    arena : Arena or None
-        Room reserved in advance (a static cache).
-    """
-
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(
-        self, sliding_window: int | None, owner: "CompressedCache", arena: Arena | None
-    ) -> None:
-        super().__init__()
-        self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-        self.seen = 0
-        self.pending = 0
-        self.cohorts: list[Cohort] = []
-        self._owner = owner
-        self._arena = arena
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: tensors are made when their widths are known."""
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Take notice of new tokens and return them, uncompressed and without the past.
-
-        Raises
-        ------
-        UsageError
-            Outside the `compressed` context, where nobody would read the past.
-        """
-        if not self._owner.compression.active:
-            raise UsageError(
-                "a compressed cache works inside its own kvprof.compressed context only; "
-                "generate there, or leave past_key_values out"
-            )
-        self.is_initialized = True
-        self.pending = key_states.shape[-2]
-        return key_states, value_states
-
-    def stored(self) -> None:
-        """Close a pass: what was pending is in the store now."""
-        self.seen += self.pending
-        self.pending = 0
-        if self._arena is not None:
-            self._arena.take(self.cohorts)
-
-    def get_seq_length(self) -> int:
-        """Return how many tokens were seen, padding and evicted ones included."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that a mask is for: all that were ever seen."""
-        if self.sliding_window is None:
-            return self.seen + query_length, 0
-        past = min(self.seen, self.sliding_window - 1)
-        return past + query_length, self.seen - past
-
-    def get_max_length(self) -> int:
-        """Return the capacity in tokens, -1 where there is no limit."""
-        if self.sliding_window is not None:
-            return self.sliding_window
-        return -1 if self._arena is None else self._arena.capacity
-
-    def get_max_cache_shape(self) -> int:
-        """Return the same, under its older name."""
-        return self.get_max_length()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.seen = self.pending = 0
-        self.cohorts = []
-
-    def select(self, index: list[int]) -> None:
-        """Make row i what row ``index[i]`` was (beams, contrastive search, repeats)."""
-        chosen = []
-        for cohort in self.cohorts:
-            where = {row: place for place, row in enumerate(cohort.rows)}
-            new = [row for row, old in enumerate(index) if old in where]
-            if new:
-                chosen.append(cohort.selected([where[index[row]] for row in new], new))
-        self.cohorts = chosen
-        if self._arena is not None:
-            self._arena.take(self.cohorts)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
-        self.select(beam_idx.tolist())
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        rows = sum(len(cohort.rows) for cohort in self.cohorts)
-        self.select(torch.arange(rows)[indices.cpu()].tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        rows = sum(len(cohort.rows) for cohort in self.cohorts)
-        self.select([row for row in range(rows) for _ in range(repeats)])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to go back: tokens were truncated, quantised or evicted on the way.
-
-        Raises
-        ------
-        UsageError
-            Always, but for 0.
-        """
-        if tokens_to_remove:
-            raise UsageError(
-                "a compressed cache cannot be rolled back, so assisted and speculative decoding "
-                "do not work with it; decode plainly"
-            )
+__all__ = ["CompressedCache"]
 
 
 class CompressedCache(Cache):  # type: ignore[misc]
@@ -153,18 +27,28 @@ class CompressedCache(Cache):  # type: ignore[misc]
         What it belongs to.
     capacity : int or None
         Tokens to reserve room for at once (a static cache); None grows with the sequence.
+
+    Attributes
+    ----------
+    kernels : KernelState or None
+        What the layers that run on the kernels share; None where none does.
+    left : str or None
+        Why layers that could have are not, or no longer, run on them.
     """
 
     def __init__(self, compression: "Compression", capacity: int | None = None) -> None:
         self.compression = compression
         self.capacity = capacity
         self.reach = capacity
-        layers = []
+        self.kernels = compression.route.new_state()
+        self.left: str | None = None
+        layers: list[CompressedLayer] = []
         for layer in compression.plan.layers:
             arena = None
             if capacity is not None:
                 arena = Arena(compression.plan, layer, capacity)
-            layers.append(CompressedLayer(layer.sliding_window, self, arena))
+            planes = compression.route.new_store(len(layers), capacity)
+            layers.append(CompressedLayer(layer.sliding_window, self, arena, planes))
         super().__init__(layers=layers)
         self._tables: list[RotaryTable] = []
         self._table_of: dict[int, int] = {}
@@ -173,12 +57,18 @@ class CompressedCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of everything that is stored, as `kvprof.methods.accounting` counts them."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        total = sum(tensor.nbytes for tensor in self._tensors())
+        for layer in self.layers:
+            if layer.planes is not None and self.kernels is not None:
+                total += layer.planes.bytes_at(self.kernels.seen(layer.seen))
+        return total
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the memory behind it: with a static cache its whole capacity."""
-        behind = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors()}
+        planes = [layer.planes.buffer for layer in self.layers if layer.planes is not None]
+        tensors = [*self._tensors(), *planes]
+        behind = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         return sum(storage.nbytes() for storage in behind.values())
 
     def _tensors(self) -> list[Tensor]:
@@ -208,6 +98,50 @@ class CompressedCache(Cache):  # type: ignore[misc]
         super().reset()
         self._tables.clear()
         self._table_of.clear()
+        if self.kernels is not None:
+            self.kernels.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens (assisted decoding), where every layer can.
+
+        Raises
+        ------
+        UsageError
+            As `CompressedLayer.crop` does; then no layer has changed.
+        """
+        if tokens_to_remove and not self.is_croppable:
+            fixed = next(layer for layer in self.layers if not layer.is_croppable)
+            fixed.crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if self.kernels is not None:
+            self.kernels.crop(self.get_seq_length())
+
+    def replayed(self, tokens: int = 1) -> None:
+        """Take notice of passes that a CUDA graph has replayed.
+
+        While a pass is captured nothing is stored. A replay stores, and the device counts; the host
+        has to be told, or lengths and bytes that it reports stay behind.
+
+        Parameters
+        ----------
+        tokens : int
+            New tokens of every row, over all replays.
+
+        Raises
+        ------
+        UsageError
+            When they had no room (what came after the last slot was lost), or when nothing runs on
+            the kernels.
+        """
+        if self.kernels is None or any(layer.planes is None for layer in self.layers):
+            raise UsageError("only a cache that the kernels keep can be captured and replayed")
+        for layer in self.layers:
+            layer.seen += tokens
+        most = max(self.kernels.seen(self.get_seq_length()), default=0)
+        if self.capacity is not None and most > self.capacity:
+            raise UsageError(
+                f"the static cache has room for {self.capacity} tokens, not for {most}"
+            )
 
     def _select_tables(self, index: list[int]) -> None:
         for place, table in enumerate(self._tables):
@@ -218,12 +152,17 @@ class CompressedCache(Cache):  # type: ignore[misc]
         """Follow the beams."""
         super().reorder_cache(beam_idx)
         self._select_tables(beam_idx.tolist())
+        if self.kernels is not None:
+            self.kernels.select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
         super().batch_select_indices(indices)
         for place, table in enumerate(self._tables):
             self._tables[place] = RotaryTable(table.cos[indices], table.sin[indices])
+        if self.kernels is not None:
+            rows = torch.arange(len(self.kernels.first))
+            self.kernels.select(rows[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
@@ -231,3 +170,6 @@ class CompressedCache(Cache):  # type: ignore[misc]
         for place, table in enumerate(self._tables):
             cos, sin = (x.repeat_interleave(repeats, dim=0) for x in (table.cos, table.sin))
             self._tables[place] = RotaryTable(cos, sin)
+        if self.kernels is not None:
+            rows = range(len(self.kernels.first))
+            self.kernels.select([row for row in rows for _ in range(repeats)])

@@ -20,18 +20,19 @@ from kvprof.models.interface import text_decoder, watched_rotations
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.runtime.folding import OutputSwitch, folded_modules
-from kvprof.runtime.masks import whole_mask
+from kvprof.runtime.masks import masks, whole_mask
+from kvprof.runtime.operator import active, attend
 from kvprof.runtime.session import Compression
 
 __all__ = ["Compression", "compressed"]
 
 _NAME = "kvprof_compressed"
-# By the identity of every attention module that runs compressed: the registered function is global.
-_active: dict[int, tuple[Compression, int]] = {}
 
 
 @contextmanager
-def compressed(model: PreTrainedModel | LoadedModel, plan: Plan) -> Iterator[Compression]:
+def compressed(
+    model: PreTrainedModel | LoadedModel, plan: Plan, kernels: str | None = None
+) -> Iterator[Compression]:
     """Run a model with a plan's compressed cache while the body runs.
 
     Inference only: no gradients flow through the attention. A plain forward pass without a cache
@@ -43,6 +44,12 @@ def compressed(model: PreTrainedModel | LoadedModel, plan: Plan) -> Iterator[Com
         A model is examined first (`wrap_model`), which puts it into eval mode.
     plan : Plan
         Made for this model.
+    kernels : str, optional
+        ``auto``: layers run on kvprof's kernels where these can run them and are the faster way;
+        on a GPU none does yet, because prefill over heads of unlike width was found wrong there.
+        ``on``: all layers do, or there is an error. ``off``: none does. By default what the
+        environment variable ``KVPROF_KERNELS`` says, else ``auto``. `Compression.kernel_reasons`
+        tells what became of it.
 
     Yields
     ------
@@ -52,12 +59,13 @@ def compressed(model: PreTrainedModel | LoadedModel, plan: Plan) -> Iterator[Com
     Raises
     ------
     UsageError
-        For a plan that does not fit, and for wrong use inside: a cache of another kind, a model in
-        training mode, contexts that nest, rolling back.
+        For a plan that does not fit, a layer that cannot run on the kernels with ``on``, and for
+        wrong use inside: a cache of another kind, a model in training mode, contexts that nest,
+        rolling back what cannot be.
     """
     loaded = model if isinstance(model, LoadedModel) else wrap_model(model)
     check_fits(plan, loaded.layout, loaded.fingerprint)
-    session = Compression(loaded, plan)
+    session = Compression(loaded, plan, kernels)
     with _running(session):
         yield session
 
@@ -70,13 +78,14 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    if id(module) not in _active:
+    if id(module) not in active:
         raise UsageError(
             f"{type(module).__name__} runs under kvprof's compressed attention outside "
             "kvprof.compressed"
         )
-    compression, index = _active[id(module)]
-    return compression.attend(index, query, key, value, attention_mask, options), None
+    compression, index = active[id(module)]
+    place = id(module)
+    return attend(compression, index, place, query, key, value, attention_mask, options), None
 
 
 AttentionInterface.register(_NAME, _attention)
@@ -99,7 +108,7 @@ def _running(session: Compression) -> Iterator[None]:
     model, layout = session.loaded.model, session.loaded.layout
     decoder = text_decoder(model)
     places = {id(model.get_submodule(x.attention)): x.index for x in layout.layers}
-    if any(place in _active for place in places):
+    if any(place in active for place in places):
         raise UsageError(f"{layout.architecture} runs compressed already; contexts do not nest")
     modules = folded_modules(session.loaded, session.plan)
     before = decoder.config._attn_implementation
@@ -114,8 +123,8 @@ def _running(session: Compression) -> Iterator[None]:
         _set_attention(decoder, _NAME)
         if decoder.config._attn_implementation != _NAME:
             raise UsageError(f"{layout.architecture} does not let kvprof compute its attention")
-        _active.update({place: (session, index) for place, index in places.items()})
-        stack.callback(lambda: [_active.pop(place) for place in places])
+        active.update({place: (session, index) for place, index in places.items()})
+        stack.callback(lambda: [active.pop(place) for place in places])
         if session.rebuilds:
             stack.enter_context(watched_rotations(decoder, session.watching))
         hook = decoder.register_forward_pre_hook(session.begin, with_kwargs=True)
@@ -127,4 +136,5 @@ def _running(session: Compression) -> Iterator[None]:
             stack.callback(delattr, model, "_prepare_cache_for_generation")
         session.active = True
         stack.callback(setattr, session, "active", False)
+        stack.callback(setattr, masks, "needed", True)
         yield

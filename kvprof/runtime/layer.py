@@ -62,7 +62,7 @@ class LayerRuntime:
 
     def run(self, cohort: Cohort, own: OwnTokens) -> Tensor:
         """Attend and store; returns the heads' outputs side by side, ``[rows, t, Σ_h w_h]``."""
-        keys, values = self._prepared(own.query.device, own.query.dtype)
+        keys, values = self.bundles(own.query.device, own.query.dtype)
         first = self.plan.online_bases and cohort.seen == 0
         exact = first or self.exact(own.several)
         if first:
@@ -187,9 +187,10 @@ class LayerRuntime:
             for place, bundle in enumerate(bundles)
         ]
 
-    def _prepared(
+    def bundles(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[list[Bundle], list[Bundle]]:
+        """Return the head groups of the keys and of the values, put together."""
         key = (device, dtype)
         if key not in self._bundles:
             online = self.plan.online_bases

@@ -1,5 +1,7 @@
 """Who may see whom: masks in full, and where each row's real tokens begin."""
 
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,12 +9,27 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 from kvprof.errors import UsageError
+from kvprof.runtime.graphs import is_capturing
 
-__all__ = ["first_real", "has_holes", "visible_keys", "whole_mask"]
+__all__ = ["MaskFacts", "Masks", "mask_facts", "masks", "visible_keys", "whole_mask"]
+
+
+class Masks(threading.local):
+    """Whether the pass under way needs masks: kernels know themselves what is causal.
+
+    A mask of a long prompt is larger than its keys and values.
+    """
+
+    needed = True
+
+
+masks = Masks()
 
 
 def whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Give the whole mask, always: its absence means causal to one kernel, all to another."""
+    if not masks.needed:
+        return None
     kwargs["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -31,17 +48,49 @@ def visible_keys(mask: Tensor | None, stored: int, tokens: int) -> Tensor | None
     return mask[..., mask.shape[-1] - tokens - stored :]
 
 
-def first_real(mask: Any, batch: int, tokens: int, past: int) -> list[int]:
-    """Return where each row's first real token stands."""
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return [0] * batch
-    real = mask.bool()
-    first = real.int().argmax(dim=1)
-    return torch.where(real.any(1), first, past + tokens).tolist()
+@dataclass(frozen=True)
+class MaskFacts:
+    """What the host knows of a pass's attention mask.
+
+    Attributes
+    ----------
+    starts : list of int
+        Where each row's first real token stands.
+    holes : bool
+        Whether tokens after it are hidden.
+    plain : bool
+        Whether nothing but padding on the left is hidden, as far as the mask can be read.
+    """
+
+    starts: list[int]
+    holes: bool
+    plain: bool
 
 
-def has_holes(mask: Any) -> bool:
-    """Whether a 2D mask hides tokens after the first real one."""
+def mask_facts(mask: Any, batch: int, tokens: int, past: int) -> MaskFacts:
+    """Read a pass's attention mask; a GPU is asked once.
+
+    Parameters
+    ----------
+    mask : object
+        As the model was given it: None, or ``[batch, keys]``; others cannot be read.
+    batch, tokens, past : int
+        Of the pass, and tokens before it.
+
+    Raises
+    ------
+    UsageError
+        When a CUDA graph is being captured, which no mask can be read in.
+    """
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return False
-    return bool((mask.int().diff(dim=1) < 0).any())
+        return MaskFacts([0] * batch, False, mask is None)
+    if is_capturing(mask.device):
+        raise UsageError(
+            "a CUDA graph cannot hold a pass whose attention mask must be read; leave "
+            "attention_mask out of the captured step, and give position_ids"
+        )
+    real = mask.bool()[:, : past + tokens]
+    first = torch.where(real.any(1), real.int().argmax(dim=1), past + tokens)
+    holes = (real.int().diff(dim=1) < 0).any(1)
+    starts, torn = torch.stack([first, holes.to(first)]).tolist()
+    return MaskFacts(starts, any(torn), not any(torn) and real.shape[1] == past + tokens)

@@ -18,9 +18,11 @@ from kvprof.models.rotation import before_rotation
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.folding import OutputSwitch
+from kvprof.runtime.graphs import uncompiled
 from kvprof.runtime.indices import index_of
+from kvprof.runtime.kernel_route import KernelRoute
 from kvprof.runtime.layer import LayerRuntime
-from kvprof.runtime.masks import first_real, has_holes, visible_keys
+from kvprof.runtime.masks import mask_facts, visible_keys
 from kvprof.runtime.passes import OwnTokens
 
 __all__ = ["Compression"]
@@ -37,9 +39,13 @@ class Compression:
         The one that the last forward pass used, for looking at its bytes.
     active : bool
         Whether the context is open.
+    route : KernelRoute
+        Which layers run on the kernels.
+    widths : list of int
+        Per layer, the columns that its attention puts out (but for a lazy plan's prefill).
     """
 
-    def __init__(self, loaded: LoadedModel, plan: Plan) -> None:
+    def __init__(self, loaded: LoadedModel, plan: Plan, kernels: str | None = None) -> None:
         self.loaded = loaded
         self.plan = plan
         self.cache: CompressedCache | None = None
@@ -47,11 +53,27 @@ class Compression:
         self._layers = [
             LayerRuntime(plan, index, facts) for index, facts in enumerate(loaded.layout.layers)
         ]
+        self.route = KernelRoute(loaded, plan, kernels)
+        self.widths = [sum(self._widths(runtime, False)) for runtime in self._layers]
         self.switches: dict[int, OutputSwitch] = {}
         self.watching = Interception("compressed", lambda call: None)
         self._starts: list[int] = []
         self._fired: set[int] = set()
         self._lent = False  # a cache for this pass alone, which the caller must not get to see
+
+    @property
+    def kernel_reasons(self) -> list[str | None]:
+        """Per layer, why it does not run on the kernels; None where it does.
+
+        What only a pass can tell (a mask, a short prompt on a CPU) is of the last one.
+        """
+        left = None if self.cache is None else self.cache.left
+        return [reason or left for reason in self.route.reasons]
+
+    @property
+    def opaque(self) -> bool:
+        """Whether a layer's attention can be one operator: nothing reaches it but its arguments."""
+        return not (self.rebuilds or self.switches)
 
     @property
     def rebuilds(self) -> bool:
@@ -72,6 +94,7 @@ class Compression:
 
     # Forward passes.
 
+    @uncompiled
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the decoder's forward: see to the cache and to where real tokens begin."""
         bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
@@ -96,10 +119,11 @@ class Compression:
         self._fired.clear()
         self.watching.rotations.clear()
         past = cache.get_seq_length()
-        self._starts = first_real(
-            given.get("attention_mask"), inputs.shape[0], inputs.shape[1], past
-        )
-        if self.plan.eviction is not None and has_holes(given.get("attention_mask")):
+        batch, tokens = inputs.shape[:2]
+        mask = mask_facts(given.get("attention_mask"), batch, tokens, past)
+        self._starts = mask.starts
+        self.route.begin(cache, mask, past, tokens, self._layers)
+        if self.plan.eviction is not None and mask.holes:
             raise UsageError(
                 "tokens cannot be evicted from a batch whose mask hides tokens after the first "
                 "real one; pad on the left"
@@ -118,6 +142,7 @@ class Compression:
                 "this context's new_cache()"
             )
 
+    @uncompiled
     def end(self, module: nn.Module, args: Any, result: Any) -> Any:
         """After it: make sure that every layer attended through the cache."""
         missing = [x.facts.index for x in self._layers if x.facts.index not in self._fired]
@@ -126,10 +151,13 @@ class Compression:
                 f"{self.loaded.layout.architecture}: layer {missing[0]} did not attend through the "
                 "compressed cache; the output of this pass is wrong"
             )
+        if self.cache is not None:
+            self.route.end(self.cache)
         if self._lent and isinstance(result, ModelOutput):
             return replace(result, past_key_values=None)
         return result[:1] if self._lent else result
 
+    @uncompiled
     @torch.no_grad()
     def attend(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
@@ -145,6 +173,11 @@ class Compression:
         if options.get("dropout"):
             raise UsageError("the model is in training mode; call model.eval() first")
         store = cache.layers[index]
+        done = self.route.run(index, cache, query, key, value, options)
+        if done is not None:
+            store.stored()
+            self._fired.add(index)
+            return done.unsqueeze(2)
         batch, _, tokens, _ = query.shape
         unrotated = rotation = table = None
         if runtime.rebuilds:

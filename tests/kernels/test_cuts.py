@@ -1,31 +1,45 @@
-"""Work is cut into whole pieces of nearly equal cost."""
+"""Work is cut into whole pieces of nearly equal cost, or given out longest first."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, tile_height
+from kvprof.errors import UsageError
+from kvprof.kernels.decode.cuts import (
+    COST_PER_TOKEN,
+    checked_lengths,
+    equal_shares,
+    kinds,
+    longest_first,
+    predicted_makespan_over_mean,
+    tile_height,
+)
 from kvprof.kernels.planes import RaggedLayout
 
 widths = st.integers(1, 16).map(lambda n: 16 * n)
+RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
 
 
 @given(
     st.lists(st.tuples(widths, widths), min_size=1, max_size=5),
-    st.lists(st.integers(1, 5000), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), min_size=1, max_size=3),
     st.integers(1, 300),
 )
-def test_every_token_of_every_head_is_in_exactly_one_piece(pairs, lengths, pieces):
+def test_every_visible_token_of_every_head_is_in_exactly_one_piece(pairs, rows, pieces):
     keys, values = zip(*pairs, strict=True)
-    layout = RaggedLayout(keys, values, 4, len(lengths), max(lengths))
-    cut = equal_shares(layout, lengths, pieces, 8192)
+    starts, lengths = zip(*(sorted(row) for row in rows), strict=True)
+    layout = RaggedLayout(keys, values, 4, len(lengths), 5000)
+    cut = equal_shares(layout, lengths, pieces, 8192, starts)
     assert sum(count for _, count in cut.parts) == len(cut.items)
+    # The device has room for no more than this.
+    assert len(cut.items) <= pieces + len(cut.parts)
     for number, (first, count) in enumerate(cut.parts):
         row, head = divmod(number, layout.heads)
-        at = 0
+        at = starts[row]
         for item in cut.items[first : first + count]:
             assert item[:3] == (row, head, at)
-            assert item[3] > at
-            assert cut.pairs[item[4]][:2] == (keys[head], values[head])
+            assert item[3] > at or starts[row] == lengths[row]
+            assert kinds(layout)[item[4]] == (keys[head], values[head])
             at = item[3]
         assert at == lengths[row]
 
@@ -34,7 +48,7 @@ def test_pieces_of_a_long_context_cost_the_same_whatever_their_head_is_wide():
     layout = RaggedLayout((112, 32, 64), (32, 48, 64), 4, 2, 100_000)
     cut = equal_shares(layout, [100_000, 60_000], 512, 8192)
     costs = [
-        (stop - start) * (sum(cut.pairs[kind][:2]) + COST_PER_TOKEN)
+        (stop - start) * (sum(kinds(layout)[kind]) + COST_PER_TOKEN)
         for _, _, start, stop, kind in cut.items
     ]
     assert 490 <= len(costs) <= 534
@@ -46,3 +60,44 @@ def test_tiles_hold_as_much_whatever_their_width():
         height = tile_height(key, value, 8192)
         assert height & (height - 1) == 0
         assert height == 512 or 4096 < height * (key + value) <= 8192 or height == 16
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))
+def test_longest_first_gives_every_task_once_and_keeps_its_bound(costs, workers):
+    lists = longest_first(costs, workers)
+    assert sorted(task for own in lists for task in own) == list(range(len(costs)))
+    for own in lists:
+        assert [costs[task] for task in own] == sorted((costs[t] for t in own), reverse=True)
+    # Graham: at most 4/3 of the optimum, which is at least the mean and the longest task.
+    ordered = sorted(costs, reverse=True)
+    pair = ordered[workers - 1] + ordered[workers] if len(costs) > workers else 0
+    least = max(sum(costs) / workers, ordered[0], pair)
+    assert max(sum(costs[task] for task in own) for own in lists) <= 4 / 3 * least + 1e-9
+
+
+def test_equal_shares_beat_whole_heads_where_there_are_few_heads():
+    keys, values = zip(*RAGGED, strict=True)
+    layout = RaggedLayout(keys, values, 4, 1, 102_400)
+    whole = predicted_makespan_over_mean(layout, [102_400], 132, schedule="lpt")
+    # Eight tasks on 132 multiprocessors: the longest alone against the mean of all.
+    costs = [sum(pair) + COST_PER_TOKEN for pair in RAGGED]
+    assert whole == pytest.approx(max(costs) * 132 / sum(costs))
+    assert 1.0 <= predicted_makespan_over_mean(layout, [102_400], 132) < 1.25
+    with pytest.raises(UsageError, match="'best'"):
+        predicted_makespan_over_mean(layout, [102_400], 132, schedule="best")
+
+
+def test_one_multiprocessor_has_all_the_work():
+    layout = RaggedLayout((64, 32), (64, 16), 4, 2, 1000)
+    for schedule in ("equal", "lpt"):
+        assert predicted_makespan_over_mean(layout, [1000, 3], 1, schedule=schedule) == 1.0
+
+
+def test_lengths_that_make_no_sense_are_refused():
+    checked_lengths([1, 64], [0, 63], 2, 64)
+    for lengths, starts in (
+        ([0, 1], None), ([65, 1], None), ([1], None), ([5, 5], [5, 0]), ([5, 5], [-1, 0]),
+        ([5, 5], [0]),
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            checked_lengths(lengths, starts, 2, 64)

@@ -1,10 +1,13 @@
-"""How a decoding step's work is cut into pieces that cost the same (methods: load balance).
+"""How a decoding step's work is cut and assigned, stated on the host (methods: load balance).
 
-A head's work is its context times its widths, plus a constant per token for what does not shrink
-with the width (softmax). Cutting each head into as many pieces as its share of the whole asks for
-leaves no multiprocessor waiting for the widest head.
+The device does the same (`kvprof.kernels.decode.schedule`). A head's work is its context times its
+widths, plus a constant per token for what does not shrink with the width (softmax). Cutting each
+head into as many pieces as its share of the whole asks for leaves no multiprocessor waiting for the
+widest head. FDC §5.3 instead keeps every head whole and gives the longest first to the least
+loaded multiprocessor.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,10 +15,23 @@ from itertools import pairwise
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 
-__all__ = ["COST_PER_TOKEN", "Cut", "equal_shares", "tile_height"]
+__all__ = [
+    "COST_PER_TOKEN",
+    "SCHEDULES",
+    "Cut",
+    "checked_lengths",
+    "equal_shares",
+    "kinds",
+    "longest_first",
+    "predicted_makespan_over_mean",
+    "tile_height",
+]
 
 #: Columns that a token costs beside its own: softmax does not shrink with the width.
 COST_PER_TOKEN = 32
+
+#: Ways to spread a step over the multiprocessors.
+SCHEDULES = ("equal", "lpt")
 
 
 @dataclass(frozen=True)
@@ -24,17 +40,14 @@ class Cut:
 
     Attributes
     ----------
-    items : tuple of (row, head, start, stop, pair)
-        Tokens ``start … stop - 1`` of one KV head of one sequence; `pair` indexes `pairs`.
+    items : tuple of (row, head, start, stop, kind)
+        Tokens ``start … stop - 1`` of one KV head of one row; `kind` indexes `kinds`.
     parts : tuple of (first item, count)
-        For every sequence and KV head, row after row.
-    pairs : tuple of (key width, value width, tile height)
-        The kinds of heads that there are.
+        For every row and KV head, row after row.
     """
 
     items: tuple[tuple[int, int, int, int, int], ...]
     parts: tuple[tuple[int, int], ...]
-    pairs: tuple[tuple[int, int, int], ...]
 
 
 def tile_height(key_width: int, value_width: int, tile: int) -> int:
@@ -52,44 +65,157 @@ def tile_height(key_width: int, value_width: int, tile: int) -> int:
     return height
 
 
-def equal_shares(layout: RaggedLayout, lengths: Sequence[int], pieces: int, tile: int) -> Cut:
-    """Cut all heads of all sequences into about `pieces` pieces of equal cost.
+def kinds(layout: RaggedLayout) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of widths that a layer has, each once and sorted.
+
+    Layers with the same pairs, in whatever order, so share one compiled kernel.
+    """
+    return tuple(sorted(set(zip(layout.key_widths, layout.value_widths, strict=True))))
+
+
+def checked_lengths(
+    lengths: Sequence[int], starts: Sequence[int] | None, rows: int, capacity: int
+) -> None:
+    """Refuse lengths and first visible tokens that make no sense.
+
+    Raises
+    ------
+    UsageError
+        When there are not `rows` of them, when a row is empty or longer than there is room for,
+        or when it sees none of its tokens.
+    """
+    if len(lengths) != rows:
+        raise UsageError(f"{len(lengths)} lengths for {rows} sequences")
+    for length in lengths:
+        if not 1 <= length <= capacity:
+            raise UsageError(
+                f"a context of {length} tokens cannot run: the cache holds 1 to {capacity}"
+            )
+    if starts is None:
+        return
+    if len(starts) != rows:
+        raise UsageError(f"{len(starts)} first tokens for {rows} sequences")
+    for start, length in zip(starts, lengths, strict=True):
+        if not 0 <= start < length:
+            raise UsageError(
+                f"a row of {length} tokens cannot be seen from token {start} on: 0 to {length - 1}"
+            )
+
+
+def _tasks(
+    layout: RaggedLayout, lengths: Sequence[int], starts: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    """Return first and last token of every row's every head."""
+    begins = starts if starts is not None else [0] * len(lengths)
+    return [pair for pair in zip(begins, lengths, strict=True) for _ in range(layout.heads)]
+
+
+def _cost(layout: RaggedLayout, head: int, tokens: int) -> int:
+    return tokens * (layout.key_widths[head] + layout.value_widths[head] + COST_PER_TOKEN)
+
+
+def equal_shares(
+    layout: RaggedLayout,
+    lengths: Sequence[int],
+    pieces: int,
+    tile: int,
+    starts: Sequence[int] | None = None,
+) -> Cut:
+    """Cut all heads of all rows into about `pieces` pieces of equal cost.
 
     Parameters
     ----------
     layout : RaggedLayout
     lengths : sequence of int
-        Tokens of each sequence.
+        Tokens of each row (in the paged form there may be more or fewer rows than the pool's
+        pages).
     pieces : int
         How many pieces to aim at, a few per multiprocessor; every head has at least one.
     tile : int
-        See `tile_height`; a piece is a whole number of tiles but for a sequence's end.
+        See `tile_height`; a piece is a whole number of tiles but for a row's end.
+    starts : sequence of int, optional
+        First visible token of each row; 0 by default.
+    """
+    pairs = kinds(layout)
+    tasks = _tasks(layout, lengths, starts)
+    costs = [
+        _cost(layout, number % layout.heads, stop - start)
+        for number, (start, stop) in enumerate(tasks)
+    ]
+    total = max(1, sum(costs))
+    items: list[tuple[int, int, int, int, int]] = []
+    parts = []
+    for number, (start, stop) in enumerate(tasks):
+        row, head = divmod(number, layout.heads)
+        widths = (layout.key_widths[head], layout.value_widths[head])
+        height = tile_height(*widths, tile)
+        tiles = max(1, -(-(stop - start) // height))
+        count = min(tiles, max(1, (2 * costs[number] * pieces + total) // (2 * total)))
+        parts.append((len(items), count))
+        bounds = [min(stop, start + tiles * part // count * height) for part in range(count + 1)]
+        kind = pairs.index(widths)
+        items += [(row, head, begin, end, kind) for begin, end in pairwise(bounds)]
+    return Cut(tuple(items), tuple(parts))
+
+
+def longest_first(costs: Sequence[int], workers: int) -> list[list[int]]:
+    """Give each task, longest first, to the worker with the least to do (FDC §5.3).
+
+    Ties go to the lower number, of tasks as of workers.
+    """
+    found: list[list[int]] = [[] for _ in range(workers)]
+    loads = [(0, worker) for worker in range(workers)]
+    for task in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        load, worker = heapq.heappop(loads)
+        found[worker].append(task)
+        heapq.heappush(loads, (load + costs[task], worker))
+    return found
+
+
+def predicted_makespan_over_mean(
+    layout: RaggedLayout,
+    lengths: Sequence[int],
+    multiprocessors: int,
+    *,
+    schedule: str = "equal",
+    pieces: int = 8,
+    tile: int = 8192,
+    starts: Sequence[int] | None = None,
+) -> float:
+    """Return the busiest multiprocessor's work over the mean work of all, 1 at best.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+    lengths : sequence of int
+        Tokens of each row.
+    multiprocessors : int
+    schedule : str
+        ``equal``: pieces go in order to whichever multiprocessor is free first, as the hardware
+        hands out programs. ``lpt``: whole heads, assigned beforehand.
+    pieces : int
+        Per multiprocessor; for ``equal``.
+    tile : int
+        See `tile_height`; for ``equal``.
+    starts : sequence of int, optional
+        First visible token of each row.
 
     Raises
     ------
     UsageError
-        When a sequence is empty, or longer than the layout has room for.
+        For an unknown schedule.
     """
-    if len(lengths) != layout.batch:
-        raise UsageError(f"{len(lengths)} lengths for {layout.batch} sequences")
-    for length in lengths:
-        if not 1 <= length <= layout.capacity:
-            raise UsageError(
-                f"a context of {length} tokens cannot run: the cache holds 1 to {layout.capacity}"
-            )
-    widths = list(zip(layout.key_widths, layout.value_widths, strict=True))
-    kinds = list(dict.fromkeys(widths))
-    costs = [length * (sum(pair) + COST_PER_TOKEN) for length in lengths for pair in widths]
-    share = sum(costs) / max(1, pieces)
-    items: list[tuple[int, int, int, int, int]] = []
-    parts = []
-    for number, cost in enumerate(costs):
-        row, head = divmod(number, layout.heads)
-        height = tile_height(*widths[head], tile)
-        tiles = -(-lengths[row] // height)
-        count = min(tiles, max(1, round(cost / share)))
-        parts.append((len(items), count))
-        bounds = [min(lengths[row], tiles * part // count * height) for part in range(count + 1)]
-        kind = kinds.index(widths[head])
-        items += [(row, head, start, stop, kind) for start, stop in pairwise(bounds)]
-    return Cut(tuple(items), tuple(parts), tuple((*w, tile_height(*w, tile)) for w in kinds))
+    if schedule == "lpt":
+        costs = [
+            _cost(layout, number % layout.heads, stop - start)
+            for number, (start, stop) in enumerate(_tasks(layout, lengths, starts))
+        ]
+        loads = [sum(costs[task] for task in own) for own in longest_first(costs, multiprocessors)]
+    elif schedule == "equal":
+        cut = equal_shares(layout, lengths, pieces * multiprocessors, tile, starts)
+        loads = [0] * multiprocessors
+        for _, head, start, stop, _ in cut.items:
+            heapq.heapreplace(loads, loads[0] + _cost(layout, head, stop - start))
+    else:
+        raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    return max(loads) * multiprocessors / max(1, sum(loads))

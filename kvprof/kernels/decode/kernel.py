@@ -1,131 +1,176 @@
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
-"""Split-context decode over heads of unlike width: one program per piece of work, then a merge.
+"""Split-context decode over heads of unlike width: one program per piece, or a list per worker.
 
 Reading the cache is all that a decoding step has to wait for, so everything here is about loads:
 widths are compile-time constants with a branch per kind of head, chunks are planes of their own
-(`kvprof.kernels.planes`), a program is one warp with several tiles on their way, and pieces cost
-the same (`kvprof.kernels.decode.cuts`).
+(`kvprof.kernels.planes`), a program is one warp with several tiles on their way where heads are
+narrow, and pieces cost the same (`kvprof.kernels.decode.schedule`).
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
-__all__ = ["decode_pieces", "merge_pieces"]
+__all__ = ["ITEM", "decode_lists", "decode_pieces"]
 
-# tl.dot wants at least 16 rows; query heads of a group fill some of them.
-_ROWS = tl.constexpr(16)
+#: Numbers of an item: row, KV head, first token, token behind the last, kind of head (-1: none).
+ITEM = 5
+_ITEM = tl.constexpr(ITEM)
 
 
 @triton.jit
-def _plane(plane, tokens, stop, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """Load rows of a plane, ``[tokens, WIDTH]``; zeros behind `stop`."""
-    at = plane + tokens[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+def _plane(
+    plane, start, places, there, WIDTH: tl.constexpr, PAGE: tl.constexpr, CHECK: tl.constexpr
+):
+    """Load rows of a plane, ``[places, WIDTH]``; zeros where there is no token.
+
+    Places count from row `start` of a contiguous plane, which belongs to the base: the differences
+    between a thread's addresses are then constants, without which a kernel of many kinds of heads
+    spills. In a pool they are places of the whole plane.
+    """
+    offsets = places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if PAGE == 0:
+        plane = tl.multiple_of(plane + tl.full([], start, tl.int64) * WIDTH, 16)
     if CHECK:
-        return tl.load(at, mask=(tokens < stop)[:, None], other=0.0)
-    return tl.load(at)
+        return tl.load(plane + offsets, mask=there[:, None], other=0.0)
+    return tl.load(plane + offsets)
 
 
 @triton.jit
 def _tile(
     a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, start, stop,
+    pages, scale, cap,
     K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
-    HEIGHT: tl.constexpr, CHECK: tl.constexpr,
+    HEIGHT: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Go on with one tile of tokens: scores, online softmax in base 2, weighted values."""
-    tokens = start + tl.arange(0, HEIGHT)
-    scores = tl.dot(q0, tl.trans(_plane(k0, tokens, stop, K0, CHECK)), input_precision="ieee")
+    places = tl.arange(0, HEIGHT)
+    tokens = start + places
+    there = tokens < stop
+    if PAGE > 0:
+        if CHECK:
+            page = tl.load(pages + tokens // PAGE, mask=there, other=0)
+        else:
+            page = tl.load(pages + tokens // PAGE)
+        places = page.to(tl.int64) * PAGE + tokens % PAGE
+    more = _plane(k0, start, places, there, K0, PAGE, CHECK)
+    scores = tl.dot(q0, tl.trans(more), input_precision="ieee")
     if K1 > 0:
-        more = _plane(k1, tokens, stop, K1, CHECK)
+        more = _plane(k1, start, places, there, K1, PAGE, CHECK)
         scores = tl.dot(q1, tl.trans(more), scores, input_precision="ieee")
     if K2 > 0:
-        more = _plane(k2, tokens, stop, K2, CHECK)
+        more = _plane(k2, start, places, there, K2, PAGE, CHECK)
         scores = tl.dot(q2, tl.trans(more), scores, input_precision="ieee")
     if K3 > 0:
-        more = _plane(k3, tokens, stop, K3, CHECK)
+        more = _plane(k3, start, places, there, K3, PAGE, CHECK)
         scores = tl.dot(q3, tl.trans(more), scores, input_precision="ieee")
+    if CAPPED:
+        # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1), which has no overflow to mind.
+        scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
     if CHECK:
-        scores = tl.where((tokens < stop)[None, :], scores, float("-inf"))
+        scores = tl.where(there[None, :], scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     fade = tl.exp2(top - higher)
     weights = tl.exp2(scores - higher[:, None])
     total = total * fade + tl.sum(weights, 1)
     weights = weights.to(q0.dtype)
-    value = _plane(v0, tokens, stop, V0, CHECK)
+    value = _plane(v0, start, places, there, V0, PAGE, CHECK)
     a0 = tl.dot(weights, value, a0 * fade[:, None], input_precision="ieee")
     if V1 > 0:
-        value = _plane(v1, tokens, stop, V1, CHECK)
+        value = _plane(v1, start, places, there, V1, PAGE, CHECK)
         a1 = tl.dot(weights, value, a1 * fade[:, None], input_precision="ieee")
     if V2 > 0:
-        value = _plane(v2, tokens, stop, V2, CHECK)
+        value = _plane(v2, start, places, there, V2, PAGE, CHECK)
         a2 = tl.dot(weights, value, a2 * fade[:, None], input_precision="ieee")
     if V3 > 0:
-        value = _plane(v3, tokens, stop, V3, CHECK)
+        value = _plane(v3, start, places, there, V3, PAGE, CHECK)
         a3 = tl.dot(weights, value, a3 * fade[:, None], input_precision="ieee")
     return a0, a1, a2, a3, higher, total
 
 
 @triton.jit
 def _query(query, heads, scale, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Load one chunk of a group's queries, ``[16, WIDTH]``, scaled for scores in base 2."""
+    """Load one chunk of a group's queries, ``[ROWS, WIDTH]``, scaled for scores in base 2."""
     loaded = tl.load(query + tl.arange(0, WIDTH)[None, :], mask=(heads < GROUP)[:, None], other=0.0)
     return (loaded.to(tl.float32) * scale).to(loaded.dtype)
 
 
 @triton.jit
+def _beginning(head, own, before, WIDTH: tl.constexpr, PAGE: tl.constexpr):
+    """Return where a chunk's plane begins, or in a contiguous cache a row's part of it.
+
+    Every offset is a multiple of 16 values: said, so that loads are as wide as they can be.
+    """
+    if PAGE > 0:
+        return tl.multiple_of(head + before, 16)
+    return tl.multiple_of(head + (before + own * WIDTH), 16)
+
+
+@triton.jit
 def _piece(
-    queries, cache, partial, logs, item, row, query_at, key_at, value_at, start, stop,
-    capacity, batch, scale,
+    queries, cache, partial, logs, item, block, row, query_at, key_at, value_at, start, stop,
+    pages, tokens, capacity, widest, scale, cap,
     K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
-    HEIGHT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, WIDEST: tl.constexpr,
+    HEIGHT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens of one piece and leave its part of the result."""
-    heads = tl.arange(0, _ROWS)
-    plane = batch.to(tl.int64) * capacity
+    LOWER: tl.constexpr = HEIGHT // 2 if HEIGHT > 16 else 16
+    heads = block * ROWS + tl.arange(0, ROWS)
+    plane = tl.full([], tokens, tl.int64)
+    keys = tl.multiple_of(cache + key_at, 16)
+    values = tl.multiple_of(cache + value_at, 16)
     own = row.to(tl.int64) * capacity
-    # Every offset is a multiple of 16 values: said, so that loads are as wide as they can be.
-    k0 = tl.multiple_of(cache + key_at + own * K0, 16)
-    k1 = tl.multiple_of(cache + key_at + plane * K0 + own * K1, 16)
-    k2 = tl.multiple_of(cache + key_at + plane * (K0 + K1) + own * K2, 16)
-    k3 = tl.multiple_of(cache + key_at + plane * (K0 + K1 + K2) + own * K3, 16)
-    v0 = tl.multiple_of(cache + value_at + own * V0, 16)
-    v1 = tl.multiple_of(cache + value_at + plane * V0 + own * V1, 16)
-    v2 = tl.multiple_of(cache + value_at + plane * (V0 + V1) + own * V2, 16)
-    v3 = tl.multiple_of(cache + value_at + plane * (V0 + V1 + V2) + own * V3, 16)
+    k0 = _beginning(keys, own, plane * 0, K0, PAGE)
+    k1 = _beginning(keys, own, plane * K0, K1, PAGE)
+    k2 = _beginning(keys, own, plane * (K0 + K1), K2, PAGE)
+    k3 = _beginning(keys, own, plane * (K0 + K1 + K2), K3, PAGE)
+    v0 = _beginning(values, own, plane * 0, V0, PAGE)
+    v1 = _beginning(values, own, plane * V0, V1, PAGE)
+    v2 = _beginning(values, own, plane * (V0 + V1), V2, PAGE)
+    v3 = _beginning(values, own, plane * (V0 + V1 + V2), V3, PAGE)
     query = queries + query_at + heads[:, None] * (K0 + K1 + K2 + K3)
-    q0 = _query(query, heads, scale, K0, GROUP)
+    # A capped score is scaled after the product: `scale` / cap in the queries would underflow fp16.
+    before = 1.0 if CAPPED else scale
+    q0 = _query(query, heads, before, K0, GROUP)
     q1 = q0
     q2 = q0
     q3 = q0
     if K1 > 0:
-        q1 = _query(query + K0, heads, scale, K1, GROUP)
+        q1 = _query(query + K0, heads, before, K1, GROUP)
     if K2 > 0:
-        q2 = _query(query + K0 + K1, heads, scale, K2, GROUP)
+        q2 = _query(query + K0 + K1, heads, before, K2, GROUP)
     if K3 > 0:
-        q3 = _query(query + K0 + K1 + K2, heads, scale, K3, GROUP)
-    a0 = tl.zeros([_ROWS, V0], tl.float32)
-    a1 = tl.zeros([_ROWS, V1 if V1 > 0 else 1], tl.float32)
-    a2 = tl.zeros([_ROWS, V2 if V2 > 0 else 1], tl.float32)
-    a3 = tl.zeros([_ROWS, V3 if V3 > 0 else 1], tl.float32)
+        q3 = _query(query + K0 + K1 + K2, heads, before, K3, GROUP)
+    a0 = tl.zeros([ROWS, V0], tl.float32)
+    a1 = tl.zeros([ROWS, V1 if V1 > 0 else 1], tl.float32)
+    a2 = tl.zeros([ROWS, V2 if V2 > 0 else 1], tl.float32)
+    a3 = tl.zeros([ROWS, V3 if V3 > 0 else 1], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
-    top = tl.full([_ROWS], -1e30, tl.float32)
-    total = tl.zeros([_ROWS], tl.float32)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     whole = start + (stop - start) // HEIGHT * HEIGHT
     for at in tl.range(start, whole, HEIGHT, num_stages=STAGES):
         a0, a1, a2, a3, top, total = _tile(
             a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, stop,
-            K0, K1, K2, K3, V0, V1, V2, V3, HEIGHT, False,
+            pages, scale, cap,
+            K0, K1, K2, K3, V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False,
         )  # fmt: skip
-    if whole < stop:
+    # What is left of a row's end, with a mask: lower tiles, because masked loads go through
+    # registers, and a tall one would have the whole kernel spill.
+    for at in tl.range(whole, stop, LOWER, num_stages=1):
         a0, a1, a2, a3, top, total = _tile(
-            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, whole, stop,
-            K0, K1, K2, K3, V0, V1, V2, V3, HEIGHT, True,
+            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, stop,
+            pages, scale, cap,
+            K0, K1, K2, K3, V0, V1, V2, V3, LOWER, PAGE, CAPPED, True,
         )  # fmt: skip
     real = heads < GROUP
-    result = partial + (item * GROUP + heads[:, None]) * WIDEST
-    share = 1.0 / total[:, None]
+    result = partial + (item * GROUP + heads[:, None]) * widest
+    # A piece without tokens leaves zeros of weight exp2(-inf).
+    share = tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
     tl.store(result + tl.arange(0, V0)[None, :], a0 * share, mask=real[:, None])
     if V1 > 0:
         tl.store(result + V0 + tl.arange(0, V1)[None, :], a1 * share, mask=real[:, None])
@@ -137,83 +182,114 @@ def _piece(
 
 
 @triton.jit
-def decode_pieces(
-    queries, cache, partial, logs, items, heads, capacity, batch, scale,
+def _item(
+    item, block, queries, cache, partial, logs, items, heads, table, trace,
+    table_row, tokens, capacity, query_row, widest, scale, cap,
     KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    WIDEST: tl.constexpr, QUERY_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Run one piece per program.
+    """Run the branch of an item's kind of head."""
+    row = tl.load(items + item * _ITEM)
+    head = tl.load(items + item * _ITEM + 1)
+    start = tl.load(items + item * _ITEM + 2)
+    stop = tl.load(items + item * _ITEM + 3)
+    kind = tl.load(items + item * _ITEM + 4)
+    if kind >= 0:
+        begun = item.to(tl.int64)
+        if TRACE:
+            begun = cuda.globaltimer()
+        query_at = tl.load(heads + head * COLUMNS) + row.to(tl.int64) * query_row
+        key_at = tl.load(heads + head * COLUMNS + 1)
+        value_at = tl.load(heads + head * COLUMNS + 2)
+        pages = table
+        if PAGE > 0:
+            pages = table + row.to(tl.int64) * table_row
+            stop = tl.maximum(tl.minimum(stop, table_row * PAGE), start)
+        for number in tl.static_range(COUNT):
+            if kind == number:
+                _piece(
+                    queries, cache, partial, logs, item, block, row, query_at, key_at, value_at,
+                    start, stop, pages, tokens, capacity, widest, scale, cap,
+                    KINDS[number * 9], KINDS[number * 9 + 1], KINDS[number * 9 + 2],
+                    KINDS[number * 9 + 3], KINDS[number * 9 + 4], KINDS[number * 9 + 5],
+                    KINDS[number * 9 + 6], KINDS[number * 9 + 7], KINDS[number * 9 + 8],
+                    STAGES, GROUP, ROWS, PAGE, CAPPED,
+                )  # fmt: skip
+        if TRACE:
+            # Blocks of one item overwrite one another: they run side by side.
+            tl.store(trace + item * 3, cuda.smid().to(tl.int64))
+            tl.store(trace + item * 3 + 1, begun)
+            tl.store(trace + item * 3 + 2, cuda.globaltimer())
+
+
+@triton.jit
+def decode_pieces(
+    queries, cache, partial, logs, items, heads, table, trace,
+    table_row, tokens, capacity, query_row, widest, scale, cap,
+    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+    TRACE: tl.constexpr,
+):  # fmt: skip
+    """Run one item per program (per block of its query heads); an item of kind -1 is none.
 
     Parameters
     ----------
     queries, cache
         As `kvprof.kernels.planes` lays them out.
     partial, logs
-        ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
+        ``[items, GROUP, widest]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
     items
         ``[items, 5]`` int32: row, head, start, stop, kind.
     heads
-        ``[heads, 3]`` int64: where a head's queries, K and V begin.
+        ``[heads, COLUMNS]`` int64: where a head's queries, K and V begin, and more.
+    table
+        ``[rows, table_row]`` int32 pages, read when `PAGE` (tokens of a page) is not 0.
+    trace
+        ``[items, 3]`` int64: multiprocessor, begin and end in nanoseconds; written with `TRACE`.
+    tokens, capacity
+        Tokens of a plane, and of a row of it.
+    query_row, widest
+        Values in a row of queries, and in a query head's place in `partial`.
     scale
-        The model's scaling times log2(e).
+        The model's scaling times log2(e); with a cap, 2·log2(e)·scaling / cap.
+    cap
+        Times log2(e).
     KINDS
         Nine numbers per kind of head: the chunks of K and of V (0 where there is none), the tile's
         height.
+    ROWS
+        Query heads that a program takes, 16, 32 or 64; where a group has more, as many programs
+        follow one another for each item.
     """
-    item = tl.program_id(0)
-    row = tl.load(items + item * 5)
-    head = tl.load(items + item * 5 + 1)
-    start = tl.load(items + item * 5 + 2)
-    stop = tl.load(items + item * 5 + 3)
-    kind = tl.load(items + item * 5 + 4)
-    query_at = tl.load(heads + head * 3) + row.to(tl.int64) * QUERY_ROW
-    key_at = tl.load(heads + head * 3 + 1)
-    value_at = tl.load(heads + head * 3 + 2)
-    for number in tl.static_range(COUNT):
-        if kind == number:
-            _piece(
-                queries, cache, partial, logs, item, row, query_at, key_at, value_at, start, stop,
-                capacity, batch, scale,
-                KINDS[number * 9], KINDS[number * 9 + 1], KINDS[number * 9 + 2],
-                KINDS[number * 9 + 3], KINDS[number * 9 + 4], KINDS[number * 9 + 5],
-                KINDS[number * 9 + 6], KINDS[number * 9 + 7], KINDS[number * 9 + 8],
-                STAGES, GROUP, WIDEST,
-            )  # fmt: skip
+    BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    program = tl.program_id(0)
+    _item(
+        program // BLOCKS, program % BLOCKS, queries, cache, partial, logs, items, heads, table,
+        trace, table_row, tokens, capacity, query_row, widest, scale, cap, KINDS, COUNT, STAGES,
+        GROUP, ROWS, COLUMNS, PAGE, CAPPED, TRACE,
+    )  # fmt: skip
 
 
 @triton.jit
-def merge_pieces(
-    partial, logs, parts, output, places,
-    GROUP: tl.constexpr, WIDEST: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr,
-    HEADS: tl.constexpr, OUTPUT_ROW: tl.constexpr,
+def decode_lists(
+    queries, cache, partial, logs, items, heads, table, trace, lists, counts,
+    table_row, tokens, capacity, query_row, widest, scale, cap, longest,
+    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Join a query head's parts by their log sums; a program per sequence, KV head, query head.
+    """Run a worker's own list of items per program, one after the other.
 
-    Parameters
-    ----------
-    parts
-        ``[batch * heads, 2]`` int32: first item and count.
-    places
-        ``[heads, 2]`` int32: where a head's outputs begin in a row, and dv.
-    MOST
-        Power of two from the largest count on.
+    Parameters are those of `decode_pieces`, and `lists` ``[workers, longest]`` int32 with `counts`
+    ``[workers]``: the items of each worker.
     """
-    number = tl.program_id(0)
-    query = tl.program_id(1)
-    first = tl.load(parts + number * 2)
-    count = tl.load(parts + number * 2 + 1)
-    head = number % HEADS
-    at = tl.load(places + head * 2)
-    width = tl.load(places + head * 2 + 1)
-    part = tl.arange(0, MOST)
-    there = part < count
-    logs_here = tl.load(logs + (first + part) * GROUP + query, mask=there, other=float("-inf"))
-    weights = tl.exp2(logs_here - tl.max(logs_here, 0))
-    weights = weights / tl.sum(weights, 0)
-    columns = tl.arange(0, COLUMNS)
-    wanted = there[:, None] & (columns < width)[None, :]
-    rows = partial + ((first + part)[:, None] * GROUP + query) * WIDEST + columns[None, :]
-    result = tl.sum(tl.load(rows, mask=wanted, other=0.0) * weights[:, None], 0)
-    row = (number // HEADS).to(tl.int64) * OUTPUT_ROW
-    target = output + row + at + query * width + columns
-    tl.store(target, result.to(output.dtype.element_ty), mask=columns < width)
+    BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    worker = tl.program_id(0) // BLOCKS
+    for place in range(tl.load(counts + worker)):
+        item = tl.load(lists + worker * longest + place)
+        _item(
+            item, tl.program_id(0) % BLOCKS, queries, cache, partial, logs, items, heads, table,
+            trace, table_row, tokens, capacity, query_row, widest, scale, cap, KINDS, COUNT, STAGES,
+            GROUP, ROWS, COLUMNS, PAGE, CAPPED, TRACE,
+        )  # fmt: skip

@@ -1,169 +1,261 @@
 """One decoding step of attention over compressed keys and values of unlike widths."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
-from kvprof.errors import UsageError
-from kvprof.kernels.decode.cuts import Cut, equal_shares
-from kvprof.kernels.decode.kernel import decode_pieces, merge_pieces
-from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.errors import LackingError, UsageError
+from kvprof.kernels.decode.checks import check_run, whole_numbers
+from kvprof.kernels.decode.cuts import SCHEDULES, checked_lengths, predicted_makespan_over_mean
+from kvprof.kernels.decode.launch import head_table, launch_decode
+from kvprof.kernels.decode.operator import cut_operator, decode_operator, uses_triton
+from kvprof.kernels.decode.trace import Trace
+from kvprof.kernels.decode.tuning import Tuning, tuning_for
+from kvprof.kernels.planes import STEP, RaggedLayout
 
-__all__ = ["DecodeStep", "Tuning", "decode_step", "kinds_of"]
-
-_MOST_CHUNKS = 4
+__all__ = ["DecodeStep", "Schedule", "Trace", "Tuning", "decode_step"]
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """What is chosen for a GPU and not for a model.
+class Schedule(NamedTuple):
+    """A step's work as it was cut; layers of the same widths and capacity may share it.
 
     Attributes
     ----------
-    pieces : int
-        Pieces of work per multiprocessor.
-    tile : int
-        Values of K and V in a tile.
-    stages : int
-        Tiles on their way at once.
-    warps : int
-        Of a program.
+    lengths : Tensor
+        ``[rows]`` int32, tokens of each row.
+    starts : Tensor or None
+        ``[rows]`` int32, first visible token of each row.
+    scheduled : list of Tensor
+        Items, parts, lists and counts, as `kvprof.kernels.decode.launch.launch_cut` returns them;
+        empty where no Triton kernel runs.
     """
 
-    pieces: int = 8
-    tile: int = 8192
-    stages: int = 4
-    warps: int = 1
-
-
-def kinds_of(cut: Cut) -> tuple[int, ...]:
-    """Return the kinds of heads of a cut as `decode_pieces` takes them, nine numbers each."""
-    numbers: list[int] = []
-    for key_width, value_width, height in cut.pairs:
-        for width in (key_width, value_width):
-            own = chunks(width)
-            numbers += [*own, *(0,) * (_MOST_CHUNKS - len(own))]
-        numbers.append(height)
-    return tuple(numbers)
+    lengths: Tensor
+    starts: Tensor | None
+    scheduled: list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """A decoding step with its work cut and its workspace made; `run` does it.
+    """A decoding step of a layer; `cut` its work once, `run` it for every layer of its widths.
 
     Attributes
     ----------
     layout : RaggedLayout
-    cut : Cut
+    rows : int
+        Sequences.
+    paged : bool
+    schedule : str
+        ``equal`` or ``lpt``.
     tuning : Tuning
+    multiprocessors : int
+    heads : Tensor
+        From `kvprof.kernels.decode.launch.head_table`.
     """
 
     layout: RaggedLayout
-    cut: Cut
+    rows: int
+    paged: bool
+    schedule: str
     tuning: Tuning
-    _items: Tensor
-    _parts: Tensor
-    _heads: Tensor
-    _places: Tensor
-    _partial: Tensor
-    _logs: Tensor
+    multiprocessors: int
+    heads: Tensor
 
-    def run(self, query: Tensor, buffer: Tensor, scaling: float) -> Tensor:
-        """Return ``[batch, Σ_g G·dv_g]`` in the dtype of `query`.
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a row can have."""
+        if not self.paged:
+            return self.layout.capacity
+        return min(self.layout.batch * self.layout.capacity, 2**31 - 1)
+
+    def cut(
+        self, lengths: Tensor | Sequence[int], starts: Tensor | Sequence[int] | None = None
+    ) -> Schedule:
+        """Cut the step's work on the device; a CUDA graph may hold it.
+
+        Parameters
+        ----------
+        lengths : Tensor or sequence of int
+            ``[rows]`` int32, tokens of each row. A tensor is not read on the host: the kernel
+            clamps what it finds to 0 … `capacity`, and a row without tokens gets zeros. Numbers are
+            checked instead.
+        starts : Tensor or sequence of int, optional
+            ``[rows]`` int32, the first token that a row sees (sliding windows).
+
+        Raises
+        ------
+        UsageError
+            When a tensor's shape, dtype or device does not fit, or a number is out of range.
+        """
+        if not isinstance(lengths, Tensor):
+            listed = None if starts is None or isinstance(starts, Tensor) else list(starts)
+            checked_lengths(list(lengths), listed, self.rows, self.capacity)
+        device = self.heads.device
+        lengths = whole_numbers(lengths, "lengths", self.rows, device)
+        if starts is not None:
+            starts = whole_numbers(starts, "first tokens", self.rows, device)
+        if not uses_triton(self.heads.device):
+            return Schedule(lengths, starts, [])
+        pieces = self.tuning.pieces * self.multiprocessors if self.schedule == "equal" else 0
+        found = cut_operator(
+            lengths, starts, self.heads, self.capacity, pieces, self.multiprocessors
+        )
+        return Schedule(lengths, starts, list(found))
+
+    def run(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        schedule: Schedule,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        table: Tensor | None = None,
+    ) -> Tensor:
+        """Return the step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
 
         Parameters
         ----------
         query : Tensor
-            ``[batch, Σ_g G·dk_g]``, contiguous.
+            ``[rows, Σ_g G·dk_g]``.
         buffer : Tensor
             The layer's cache, `RaggedLayout.elements` values of the same dtype.
+        schedule : Schedule
+            From `cut`, of this step or of one with the same widths, rows, capacity and tuning.
         scaling : float
             Factor of ``q · k``.
+        softcap : float
+            Scores become ``softcap · tanh(score / softcap)``; 0 leaves them.
+        sinks : Tensor, optional
+            ``[heads, G]`` float32: a further logit per query head that takes weight and gives
+            nothing.
+        table : Tensor, optional
+            ``[rows, most pages]`` int32, for a paged step. What it names is not checked; a row's
+            tokens behind its last page are left out.
 
         Raises
         ------
         UsageError
             When shapes or dtypes do not fit together, or bf16 is to be interpreted.
         """
-        layout = self.layout
-        if tuple(query.shape) != (layout.batch, layout.query_offsets[-1]):
-            raise UsageError(
-                f"queries of shape {tuple(query.shape)} do not fit the layout, which wants "
-                f"{(layout.batch, layout.query_offsets[-1])}"
-            )
-        if buffer.numel() != layout.elements or buffer.dtype != query.dtype:
-            raise UsageError(
-                f"a cache of {buffer.numel():,} values in {buffer.dtype} does not fit "
-                f"{layout.elements:,} in {query.dtype}"
-            )
-        if query.dtype == torch.bfloat16 and isinstance(decode_pieces, InterpretedFunction):
-            raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
-        widest = max(layout.value_widths)
-        output = query.new_empty(layout.batch, layout.output_offsets[-1])
-        decode_pieces[(len(self._items),)](
-            query.contiguous(), buffer, self._partial, self._logs, self._items, self._heads,
-            layout.capacity, layout.batch, scaling * math.log2(math.e),
-            KINDS=kinds_of(self.cut), COUNT=len(self.cut.pairs), STAGES=self.tuning.stages,
-            GROUP=layout.group, WIDEST=widest, QUERY_ROW=layout.query_offsets[-1],
-            num_warps=self.tuning.warps,
-        )  # fmt: skip
-        merge_pieces[(layout.batch * layout.heads, layout.group)](
-            self._partial, self._logs, self._parts, output, self._places,
-            GROUP=layout.group, WIDEST=widest, COLUMNS=triton.next_power_of_2(widest),
-            MOST=triton.next_power_of_2(max(count for _, count in self.cut.parts)),
-            HEADS=layout.heads, OUTPUT_ROW=layout.output_offsets[-1], num_warps=4,
+        check_run(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
+        layout, tuning = self.layout, self.tuning
+        output: Tensor = decode_operator(
+            query, buffer, schedule.lengths, schedule.starts, self.heads, schedule.scheduled,
+            sinks, table, scaling, softcap, layout.key_widths, layout.value_widths,
+            (layout.group, layout.batch, layout.capacity),
+            (tuning.pieces, tuning.tile, tuning.stages, tuning.warps),
         )  # fmt: skip
         return output
+
+    def trace(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        schedule: Schedule,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        table: Tensor | None = None,
+    ) -> Trace:
+        """Run a step and tell when each item ran on which multiprocessor.
+
+        Unlike `run` it waits for the device. Parameters are those of `run`.
+
+        Raises
+        ------
+        LackingError
+            Without a GPU.
+        UsageError
+            As `run` does.
+        """
+        if query.device.type != "cuda":
+            raise LackingError("what runs where on a GPU can be told on a GPU only")
+        check_run(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
+        items = schedule.scheduled[0]
+        seen = torch.zeros(len(items), 3, dtype=torch.int64, device=query.device)
+        output = launch_decode(
+            query.contiguous(), buffer, self.layout, self.tuning, self.heads, schedule.scheduled,
+            scaling, softcap=softcap, sinks=sinks, table=table, trace=seen,
+        )  # fmt: skip
+        real = items[:, 4] >= 0
+        row, head = items[real, :2].long().unbind(1)
+        multiprocessor, begin, end = seen[real].unbind(1)
+        return Trace(row, head, multiprocessor, begin, end, output)
+
+    def predicted_makespan_over_mean(
+        self, lengths: Sequence[int], starts: Sequence[int] | None = None
+    ) -> float:
+        """Return `kvprof.kernels.decode.cuts.predicted_makespan_over_mean` of this step."""
+        return predicted_makespan_over_mean(
+            self.layout, lengths, self.multiprocessors, schedule=self.schedule,
+            pieces=self.tuning.pieces, tile=self.tuning.tile, starts=starts,
+        )  # fmt: skip
 
 
 def decode_step(
     layout: RaggedLayout,
-    lengths: Sequence[int],
-    device: torch.device,
+    device: torch.device | str,
     *,
-    multiprocessors: int | None = None,
     tuning: Tuning | None = None,
+    multiprocessors: int | None = None,
+    page_tokens: int | None = None,
+    rows: int | None = None,
+    schedule: str = "equal",
 ) -> DecodeStep:
-    """Cut a step's work and make its workspace.
+    """Prepare a layer's decoding step.
 
     Parameters
     ----------
     layout : RaggedLayout
-    lengths : sequence of int
-        Tokens of each sequence.
-    device : torch.device
-    multiprocessors : int, optional
-        That the work is for; the device's own by default.
+        In the paged form, of the pool: its batch is the pages, its capacity a page's tokens.
+    device : torch.device or str
     tuning : Tuning, optional
+        `tuning_for` the layout by default.
+    multiprocessors : int, optional
+        That the work is for; the device's own by default (on a CPU, 1).
+    page_tokens : int, optional
+        Tokens of a page, a multiple of 16, and the layout's capacity; contiguous by default.
+    rows : int, optional
+        Sequences of the paged form.
+    schedule : str
+        ``equal`` (pieces of equal cost) or ``lpt`` (FDC §5.3: whole heads, longest first, each to
+        the least loaded multiprocessor).
 
     Raises
     ------
     UsageError
-        For lengths that do not fit.
+        For an unknown schedule, or pages or rows that do not fit the layout.
     """
-    tuning = tuning or Tuning()
+    # With its index, as tensors have it.
+    device = torch.empty(0, device=device).device
+    if schedule not in SCHEDULES:
+        raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    paged = page_tokens is not None
+    if paged and (page_tokens != layout.capacity or layout.capacity % STEP):
+        raise UsageError(
+            f"pages of {page_tokens} tokens do not fit a pool whose pages have {layout.capacity}: "
+            f"both must be the same multiple of {STEP}"
+        )
+    if rows is None:
+        if paged:
+            raise UsageError("a paged step needs to know its rows (sequences)")
+        rows = layout.batch
+    if rows < 1 or (not paged and rows != layout.batch):
+        raise UsageError(f"{rows} rows do not fit a cache of {layout.batch} sequences or pages")
     if multiprocessors is None:
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    cut = equal_shares(layout, lengths, tuning.pieces * multiprocessors, tuning.tile)
-    heads = [
-        (at, *offsets)
-        for at, offsets in zip(layout.query_offsets[:-1], layout.offsets, strict=True)
-    ]
-    places = list(zip(layout.output_offsets[:-1], layout.value_widths, strict=True))
-
-    def whole(rows: object) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int32, device=device)
-
-    pieces = len(cut.items)
+        multiprocessors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 1
+        )
+    tuning = tuning or tuning_for(layout, schedule)
     return DecodeStep(
-        layout, cut, tuning,
-        whole(cut.items), whole(cut.parts),
-        torch.tensor(heads, dtype=torch.int64, device=device), whole(places),
-        torch.empty(pieces, layout.group, max(layout.value_widths), device=device),
-        torch.empty(pieces, layout.group, device=device),
+        layout, rows, paged, schedule, tuning, multiprocessors,
+        head_table(layout, tuning.tile, device),
     )  # fmt: skip

@@ -1,42 +1,75 @@
 """The forms of the decode kernels that are compiled for every architecture."""
 
-from kvprof.kernels.decode.cuts import Cut, tile_height
-from kvprof.kernels.decode.kernel import decode_pieces, merge_pieces
-from kvprof.kernels.decode.step import Tuning, kinds_of
+from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
+from kvprof.kernels.decode.launch import HEAD_COLUMNS, kind_numbers
+from kvprof.kernels.decode.merge import merge_pieces
+from kvprof.kernels.decode.schedule import cut_equal
+from kvprof.kernels.decode.tuning import built_for, rows_of, tuning_for
+from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
 
 
-def _decode(name: str, dtype: str, widths: tuple[tuple[int, int], ...]) -> Variant:
-    tuning = Tuning()
-    pairs = tuple((*pair, tile_height(*pair, tuning.tile)) for pair in widths)
+def _decode(
+    name: str,
+    dtype: str,
+    widths: tuple[tuple[int, int], ...],
+    *,
+    group: int = 4,
+    page: int = 0,
+    capped: bool = False,
+    schedule: str = "equal",
+) -> Variant:
+    keys, values = zip(*widths, strict=True)
+    layout = RaggedLayout(keys, values, group, 1, 1)
+    size = 4 if dtype == "fp32" else 2
+    tuning = built_for(tuning_for(layout, schedule), size, paged=page > 0)
+    lists = {"lists": "*i32", "counts": "*i32"} if schedule == "lpt" else {}
     signature = {
         "queries": f"*{dtype}", "cache": f"*{dtype}", "partial": "*fp32", "logs": "*fp32",
-        "items": "*i32", "heads": "*i64", "capacity": "i32", "batch": "i32", "scale": "fp32",
+        "items": "*i32", "heads": "*i64", "table": "*i32", "trace": "*i32", **lists,
+        "table_row": "i32", "tokens": "i32", "capacity": "i32", "query_row": "i32",
+        "widest": "i32", "scale": "fp32", "cap": "fp32",
+        **({"longest": "i32"} if lists else {}),
     }  # fmt: skip
     constants = {
-        "KINDS": kinds_of(Cut((), (), pairs)), "COUNT": len(pairs), "STAGES": tuning.stages,
-        "GROUP": 4, "WIDEST": max(value for _, value in widths), "QUERY_ROW": 2048,
+        "KINDS": kind_numbers(widths, tuning.tile), "COUNT": len(widths), "STAGES": tuning.stages,
+        "GROUP": group, "ROWS": rows_of(layout), "COLUMNS": HEAD_COLUMNS, "PAGE": page,
+        "CAPPED": capped, "TRACE": False,
     }  # fmt: skip
-    return Variant(f"decode {name} {dtype}", decode_pieces, signature, constants, tuning.warps)
+    kernel = decode_lists if lists else decode_pieces
+    return Variant(f"decode {name} {dtype}", kernel, signature, constants, tuning.warps)
 
 
-def _merge(columns: int) -> Variant:
+def _merge(width: int, most: int) -> Variant:
     signature = {"partial": "*fp32", "logs": "*fp32", "parts": "*i32", "output": "*bf16",
-                 "places": "*i32"}  # fmt: skip
-    constants = {"GROUP": 4, "WIDEST": columns, "COLUMNS": columns, "MOST": 128, "HEADS": 8,
-                 "OUTPUT_ROW": 2048}  # fmt: skip
-    return Variant(f"merge {columns}", merge_pieces, signature, constants, 4)
+                 "heads": "*i64", "sinks": "*fp32"}  # fmt: skip
+    constants = {"GROUP": 4, "WIDEST": 128, "WIDTH": width, "MOST": most, "HEADS": 8,
+                 "OUTPUT_ROW": 2048, "COLUMNS": HEAD_COLUMNS, "SINKS": True}  # fmt: skip
+    return Variant("decode merge", merge_pieces, signature, constants, 4)
+
+
+def _cut() -> Variant:
+    signature = {"lengths": "*i32", "starts": "*i32", "heads": "*i64", "items": "*i32",
+                 "parts": "*i32", "count": "i32", "capacity": "i32", "pieces": "i32",
+                 "room": "i32"}  # fmt: skip
+    constants = {"HEADS": 8, "COLUMNS": HEAD_COLUMNS, "BLOCK": 256, "STARTS": True}
+    return Variant("decode cut", cut_equal, signature, constants, 1)
 
 
 _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
 
-#: Full width, uniform halves, a ragged layer, and the odd widths at both ends.
+#: Full width, a ragged layer, the odd widths at both ends, and what options and groups add.
 VARIANTS = (
     _decode("full", "bf16", ((128, 128),)),
-    _decode("uniform", "fp16", ((64, 64),)),
     _decode("ragged", "bf16", _RAGGED),
     _decode("ends", "bf16", ((16, 256), (240, 16))),
-    _merge(128),
+    _decode("paged, capped", "fp16", _RAGGED[:3], page=64, capped=True),
+    _decode("latents", "bf16", ((512, 480), (128, 512)), group=16),
+    _decode("latents, large group", "bf16", ((256, 256), (240, 128)), group=32),
+    _decode("longest first", "bf16", _RAGGED, schedule="lpt"),
+    _decode("ragged", "fp32", _RAGGED[:3]),
+    _merge(32, 256),
+    _cut(),
 )

@@ -1,48 +1,60 @@
-"""The ragged decode kernel against float64 attention; run by test_cases.py."""
+"""The ragged decode kernels against float64 attention; run by test_cases.py."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprof.errors import UsageError
+from kvprof.errors import LackingError, UsageError
+from kvprof.kernels.decode import launch
+from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
 from kvprof.kernels.planes import RaggedLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+LIMITS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+widths = st.integers(1, 16).map(lambda n: 16 * n)
+few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def states(layout: RaggedLayout, dtype: torch.dtype, seed: int, scale: float = 1.0):
+@pytest.fixture(autouse=True)
+def poisoned():
+    # New memory holds NaN: a workspace or an output that is read before it is written tells.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.zeros(1).new_empty(9, dtype=torch.float32).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def states(layout: RaggedLayout, rows: int, dtype: torch.dtype, seed: int, scale: float = 1.0):
     generator = torch.Generator().manual_seed(seed)
 
-    def random(width: int) -> torch.Tensor:
-        shape = (layout.batch, layout.capacity, width)
-        return (scale * torch.randn(shape, generator=generator)).to(dtype)
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
 
-    keys = [random(width) for width in layout.key_widths]
-    values = [random(width) for width in layout.value_widths]
-    query = torch.randn(layout.batch, layout.query_offsets[-1], generator=generator).to(dtype)
-    return query.to(DEVICE), layout.packed(keys, values).to(DEVICE)
-
-
-def step(layout: RaggedLayout, lengths: list[int], *, pieces: int = 4, tile: int = 2048):
-    return decode_step(
-        layout, lengths, DEVICE, multiprocessors=2, tuning=Tuning(pieces=pieces, tile=tile)
+    keys, values = (
+        [scale * random(layout.batch, layout.capacity, width) for width in side]
+        for side in (layout.key_widths, layout.value_widths)
     )
+    query = random(rows, layout.query_offsets[-1]).to(dtype)
+    return query.to(DEVICE), layout.packed(keys, values).to(dtype).to(DEVICE)
+
+
+def step(layout: RaggedLayout, *, pieces: int = 4, tile: int = 2048, **more) -> DecodeStep:
+    return decode_step(
+        layout, DEVICE, multiprocessors=2, tuning=Tuning(pieces=pieces, tile=tile), **more
+    )
+
+
+def whole(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
-
-
-def poisoned(prepared: DecodeStep) -> DecodeStep:
-    prepared._partial.fill_(float("nan"))
-    prepared._logs.fill_(float("nan"))
-    return prepared
-
-
-widths = st.integers(1, 16).map(lambda n: 16 * n)
 
 
 @st.composite
@@ -54,59 +66,187 @@ def layers(draw):
         tuple(draw(widths) for _ in range(heads)), tuple(draw(widths) for _ in range(heads)),
         draw(st.integers(1, 8)), batch, max(lengths) + draw(st.integers(0, 9)),
     )  # fmt: skip
-    return layout, lengths
+    return layout, lengths, [draw(st.integers(0, length - 1)) for length in lengths]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@few
 @given(
-    layers(), st.sampled_from([torch.float16, torch.float32]), st.integers(1, 9),
-    st.sampled_from([512, 4096]), st.integers(0, 10**6),
+    layers(), st.sampled_from(DTYPES), st.integers(1, 9), st.sampled_from([512, 4096]),
+    st.sampled_from(["equal", "lpt"]), st.booleans(), st.sampled_from([0.0, 2.0]), st.booleans(),
+    st.integers(0, 10**6),
 )  # fmt: skip
-def test_any_widths_lengths_and_cuts_give_attention(layer, dtype, pieces, tile, seed):
-    layout, lengths = layer
-    query, buffer = states(layout, dtype, seed)
-    found = poisoned(step(layout, lengths, pieces=pieces, tile=tile)).run(query, buffer, 0.09)
-    limit = 2e-3 if dtype == torch.float16 else 1e-5
-    assert error(found, reference_decode(query, buffer, layout, lengths, 0.09)) < limit
+def test_any_widths_lengths_options_and_schedules_give_attention(
+    layer, dtype, pieces, tile, schedule, windows, softcap, with_sinks, seed
+):
+    layout, lengths, starts = layer
+    query, buffer = states(layout, layout.batch, dtype, seed)
+    sinks = torch.randn(layout.heads, layout.group).to(DEVICE) if with_sinks else None
+    prepared = step(layout, pieces=pieces, tile=tile, schedule=schedule)
+    cut = prepared.cut(whole(lengths), whole(starts) if windows else None)
+    found = prepared.run(query, buffer, cut, 0.09, softcap=softcap, sinks=sinks)
+    wanted = reference_decode(
+        query, buffer, layout, lengths, 0.09,
+        softcap=softcap, sinks=sinks, starts=starts if windows else None,
+    )  # fmt: skip
+    assert error(found, wanted) < LIMITS[dtype]
+
+
+@few
+@given(
+    st.integers(1, 3).map(lambda n: 16 * n), st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    st.sampled_from(DTYPES), st.integers(0, 10**6),
+)  # fmt: skip
+def test_pages_in_any_order_give_attention(page, lengths, dtype, seed):
+    most = -(-max(lengths) // page)
+    pool = RaggedLayout((48, 16), (32, 80), 3, most * len(lengths) + 2, page)
+    query, buffer = states(pool, len(lengths), dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randperm(pool.batch, generator=generator)[: most * len(lengths)]
+    table = table.view(len(lengths), most).int().to(DEVICE)
+    prepared = step(pool, tile=1024, page_tokens=page, rows=len(lengths))
+    # What a length promises beyond the table's last page is left out.
+    long = [length if length < most * page else length + 500 for length in lengths]
+    found = prepared.run(query, buffer, prepared.cut(whole(long)), 0.1, table=table)
+    wanted = reference_decode(query, buffer, pool, lengths, 0.1, table=table)
+    assert error(found, wanted) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("group", [16, 40])
+def test_large_groups_and_wide_latents(group):
+    for key, value in ((32, 48), (512, 480)):
+        layout = RaggedLayout((key,), (value,), group, 1, 50)
+        query, buffer = states(layout, 1, torch.float32, group)
+        prepared = decode_step(layout, DEVICE, multiprocessors=1)
+        found = prepared.run(query, buffer, prepared.cut([50]), 0.05)
+        assert error(found, reference_decode(query, buffer, layout, [50], 0.05)) < 1e-5
 
 
 def test_narrow_beside_wide_and_extreme_scores():
-    layout = RaggedLayout((16, 256, 112), (240, 16, 80), 4, 1, 333)
-    query, buffer = states(layout, torch.float32, 1, scale=30.0)
-    found = poisoned(step(layout, [333])).run(query, buffer, 1.0)
-    wanted = reference_decode(query, buffer, layout, [333], 1.0)
-    assert error(found, wanted) < 1e-5
-    assert torch.isfinite(found).all()
+    layout = RaggedLayout((16, 256, 112), (240, 16, 80), 4, 1, 1023)
+    query, buffer = states(layout, 1, torch.float32, 1, scale=30.0)
+    prepared = step(layout, tile=8192)
+    found = prepared.run(query, buffer, prepared.cut([1023]), 1.0)
+    assert error(found, reference_decode(query, buffer, layout, [1023], 1.0)) < 1e-5
 
 
-def test_what_lies_behind_the_context_does_not_count():
-    layout = RaggedLayout((48, 32), (16, 64), 2, 2, 100)
-    query, buffer = states(layout, torch.float32, 2)
-    before = step(layout, [40, 7]).run(query, buffer, 0.1)
+def test_what_lies_outside_the_context_does_not_count_and_a_row_of_nothing_is_zero():
+    layout = RaggedLayout((48, 32), (16, 64), 2, 3, 100)
+    query, buffer = states(layout, 3, torch.float32, 2)
+    prepared = step(layout)
+    cut = prepared.cut(whole([40, 7, 0]), whole([5, 0, 3]))
+    before = prepared.run(query, buffer, cut, 0.1)
+    assert torch.equal(before[2], torch.zeros_like(before[2]))
     for head in range(2):
-        for start, width in zip(
-            layout.offsets[head], (layout.key_widths[head], layout.value_widths[head]), strict=True
-        ):
-            for chunk in (c for c in (64, 32, 16) if width & c):
-                plane = buffer[start : start + 200 * chunk].view(2, 100, chunk)
-                plane[0, 40:] = float("nan")
-                plane[1, 7:] = float("nan")
-                start += 200 * chunk
-    assert torch.equal(step(layout, [40, 7]).run(query, buffer, 0.1), before)
+        for plane in (part for side in layout.planes(buffer, head) for part in side):
+            plane[0, 40:] = plane[0, :5] = plane[1, 7:] = plane[2] = float("nan")
+    assert torch.equal(prepared.run(query, buffer, cut, 0.1), before)
+    sinks = torch.full((2, 2), 3.0, device=DEVICE)
+    assert not prepared.run(query, buffer, cut, 0.1, sinks=sinks)[2].any()
+
+
+def test_lengths_on_the_device_are_clamped_and_one_schedule_serves_layers_of_equal_widths():
+    layout = RaggedLayout((48, 32), (16, 64), 2, 2, 100)
+    prepared, other = step(layout), step(layout)
+    cut = prepared.cut(whole([1000, -5]))
+    query, buffer = states(layout, 2, torch.float32, 4)
+    found = other.run(query, buffer, cut, 0.1)
+    assert error(found, reference_decode(query, buffer, layout, [100, 0], 0.1)) < 1e-5
+
+
+@few
+@given(layers(), st.integers(1, 9), st.booleans(), st.integers(1, 5))
+def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
+    layout, lengths, starts = layer
+    starts = starts if windows else None
+    begins = None if starts is None else whole(starts)
+    tuning = Tuning(pieces=pieces, tile=512)
+    prepared = decode_step(layout, DEVICE, tuning=tuning, multiprocessors=workers)
+    items, parts, _, _ = prepared.cut(whole(lengths), begins).scheduled
+    wanted = equal_shares(layout, lengths, pieces * workers, 512, starts)
+    there = len(wanted.items)
+    assert items[:there].tolist() == [list(item) for item in wanted.items]
+    assert (items[there:, 4] == -1).all()
+    assert parts.tolist() == [list(part) for part in wanted.parts]
+    whole_heads = decode_step(
+        layout, DEVICE, tuning=tuning, multiprocessors=workers, schedule="lpt"
+    )
+    items, _, lists, counts = whole_heads.cut(whole(lengths), begins).scheduled
+    costs = [
+        (stop - start) * (layout.key_widths[head] + layout.value_widths[head] + COST_PER_TOKEN)
+        for _, head, start, stop, _ in items.tolist()
+    ]
+    found = [own[:count] for own, count in zip(lists.tolist(), counts.tolist(), strict=True)]
+    assert found == longest_first(costs, workers)
+
+
+def test_more_parts_than_a_merge_reads_at_once_and_more_tasks_than_a_block(monkeypatch):
+    monkeypatch.setattr(launch, "merge_sizes", lambda *_: (16, 16))
+    monkeypatch.setattr(launch, "_BLOCK", 32)
+    layout = RaggedLayout((16, 32), (48, 16), 1, 1, 600)
+    query, buffer = states(layout, 1, torch.float32, 5)
+    prepared = step(layout, pieces=40, tile=16)
+    cut = prepared.cut([600])
+    assert int(cut.scheduled[1][:, 1].max()) > 32
+    found = prepared.run(query, buffer, cut, 0.3)
+    assert error(found, reference_decode(query, buffer, layout, [600], 0.3)) < 1e-5
+    many = RaggedLayout((16,) * 4, (16,) * 4, 1, 12, 40)
+    lengths = [1 + 7 * row % 40 for row in range(12)]
+    query, buffer = states(many, 12, torch.float32, 6)
+    for schedule in ("equal", "lpt"):
+        prepared = step(many, schedule=schedule, tile=512)
+        found = prepared.run(query, buffer, prepared.cut(lengths), 0.3)
+        assert error(found, reference_decode(query, buffer, many, lengths, 0.3)) < 1e-5
 
 
 def test_what_cannot_run_is_refused():
     layout = RaggedLayout((32,), (32,), 2, 1, 64)
-    query, buffer = states(layout, torch.float32, 3)
+    query, buffer = states(layout, 1, torch.float32, 3)
+    prepared = step(layout)
     for lengths in ([0], [65], [1, 2]):
         with pytest.raises(UsageError):
-            step(layout, lengths)
-    with pytest.raises(UsageError, match="24"):
-        RaggedLayout((24,), (32,), 2, 1, 64)
+            prepared.cut(lengths)
+    with pytest.raises(UsageError, match="int64"):
+        prepared.cut(whole([3]).long())
+    cut = prepared.cut([64])
     with pytest.raises(UsageError, match="do not fit"):
-        step(layout, [64]).run(query[:, :-1], buffer, 1.0)
+        prepared.run(query[:, :-1], buffer, cut, 1.0)
     with pytest.raises(UsageError, match="does not fit"):
-        step(layout, [64]).run(query, buffer[:-1], 1.0)
+        prepared.run(query, buffer[:-1], cut, 1.0)
+    with pytest.raises(UsageError, match="soft-cap"):
+        prepared.run(query, buffer, cut, 1.0, softcap=-1.0)
+    with pytest.raises(UsageError, match="sinks"):
+        prepared.run(query, buffer, cut, 1.0, sinks=torch.zeros(2, 2, device=DEVICE))
+    with pytest.raises(UsageError, match="no pages"):
+        prepared.run(query, buffer, cut, 1.0, table=whole([0])[None])
+    for more in ({"schedule": "best"}, {"page_tokens": 32, "rows": 1}, {"rows": 2},
+                 {"page_tokens": 64}):  # fmt: skip
+        with pytest.raises(UsageError):
+            decode_step(layout, DEVICE, **more)
     if DEVICE.type == "cpu":
         with pytest.raises(UsageError, match="interpreter"):
-            step(layout, [64]).run(query.bfloat16(), buffer.bfloat16(), 1.0)
+            prepared.run(query.bfloat16(), buffer.bfloat16(), cut, 1.0)
+        with pytest.raises(LackingError):
+            prepared.trace(query, buffer, cut, 1.0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_a_graph_holds_schedule_and_step_and_a_trace_tells_where_items_ran():
+    layout = RaggedLayout((112, 32, 64), (32, 48, 64), 4, 2, 4096)
+    query, buffer = states(layout, 2, torch.bfloat16, 7)
+    lengths = whole([4096, 100])
+    for schedule in ("equal", "lpt"):
+        prepared = decode_step(layout, DEVICE, schedule=schedule)
+        prepared.run(query, buffer, prepared.cut(lengths), 0.09)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = prepared.run(query, buffer, prepared.cut(lengths), 0.09)
+        for now in ([17, 4000], [4096, 1]):
+            lengths.copy_(whole(now))
+            graph.replay()
+            assert error(found, reference_decode(query, buffer, layout, now, 0.09)) < 1e-2
+        seen = prepared.trace(query, buffer, prepared.cut(lengths), 0.09)
+        assert (seen.end >= seen.begin).all()
+        assert error(seen.output, reference_decode(query, buffer, layout, now, 0.09)) < 1e-2
+        assert int(seen.multiprocessor.min()) >= 0
+        assert int(seen.multiprocessor.max()) < prepared.multiprocessors

@@ -1,0 +1,226 @@
+"""What is timed: a call with its inputs, what it moves and computes, its float64 reference."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.benchmark.shapes import Shape
+
+__all__ = [
+    "Case",
+    "Lack",
+    "Place",
+    "Sample",
+    "attention64",
+    "relative_error",
+    "sampled_heads",
+    "sampled_positions",
+]
+
+_MOST_COPIES = 16
+_SAMPLED_QUERIES = 16  # of a prefill's positions, per head that is checked
+
+
+class Lack(Exception):  # noqa: N818 - a fact about this machine, no error of the run
+    """A call that cannot be made here; its message says why, for the reader of the result."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case stands.
+
+    Attributes
+    ----------
+    shape : Shape
+    phase : str
+        ``decode`` (one new token per sequence) or ``prefill`` (all tokens attend to those before).
+    batch, seq : int
+        Sequences, and tokens of each.
+    dtype : torch.dtype
+        Of queries, outputs and full width.
+    device : torch.device
+    cache_bytes : int
+        Of the device's own largest cache, out of which no input may be read.
+    seed : int
+        Of the inputs.
+    """
+
+    shape: Shape
+    phase: str
+    batch: int
+    seq: int
+    dtype: torch.dtype
+    device: torch.device
+    cache_bytes: int = 0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Such as ``decode, batch 8, 102,400 tokens``."""
+        return f"{self.phase}, batch {self.batch}, {self.seq:,} tokens"
+
+    @property
+    def queries(self) -> int:
+        """Tokens per sequence that attend."""
+        return 1 if self.phase == "decode" else self.seq
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of K and V at full width in `dtype`."""
+        shape = self.shape
+        return 2 * self.batch * self.seq * shape.num_kv_heads * shape.head_dim * self.dtype.itemsize
+
+    @property
+    def visible(self) -> int:
+        """Pairs of a query and a key that it sees, per head, over all sequences."""
+        return self.batch * (self.seq if self.phase == "decode" else self.seq * (self.seq + 1) // 2)
+
+    def attention_flops(self, key_columns: int, value_columns: int) -> int:
+        """Return the flops of ``QKᵀ`` and ``PV``, two per multiplication and addition.
+
+        Parameters
+        ----------
+        key_columns, value_columns : int
+            Summed over the query heads.
+        """
+        return 2 * self.visible * (key_columns + value_columns)
+
+    def copies(self, nbytes: int) -> int:
+        """Return how many copies of inputs of `nbytes` are read in turn: together twice the cache.
+
+        At most 16: inputs that small are measured warm, and the run says so.
+        """
+        return min(_MOST_COPIES, max(1, -(-2 * self.cache_bytes // max(1, nbytes))))
+
+    def random(self, generator: torch.Generator, *sizes: int) -> Tensor:
+        """Return normal random values of the run's dtype on its device; never zeros."""
+        return torch.randn(sizes, generator=generator, dtype=self.dtype, device=self.device)
+
+    def generator(self, salt: int = 0) -> torch.Generator:
+        """Return a source of random values of this place's seed."""
+        return torch.Generator(device=self.device).manual_seed(1000 * self.seed + salt)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What one head of one sequence should give, and what it gave.
+
+    Attributes
+    ----------
+    queries : Tensor
+        ``[positions, G, d_k]``.
+    keys, values : Tensor
+        ``[tokens, d_k]``, ``[tokens, d_v]``: what is stored, dequantised where it is quantised.
+    found : Tensor
+        ``[positions, G, d_v]``.
+    visible : Tensor or None
+        ``[positions]`` int64: tokens that each position sees; None for all.
+    sinks : Tensor or None
+        ``[G]``, logits of the learned sinks.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    found: Tensor
+    visible: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Case:
+    """One call that is timed.
+
+    Attributes
+    ----------
+    name : str
+        Of the method, or of the full-width kernel.
+    place : Place
+    runs : sequence of callable
+        The call on each copy of its inputs; each returns its output.
+    bytes_moved : int
+        Of one call: every input read once and the output written once; partial results not.
+    cache_bytes : int
+        Stored, of all sequences of the layer.
+    flops : int
+        Of one call.
+    samples : callable
+        From the output of the first run to what is checked against float64.
+    scaling, softcap : float
+        Of the reference.
+    schedule : str or None
+        How the work was cut.
+    ranks : dict or None
+        ``keys`` and ``values``: widths per stored head; None for full width.
+    trace : callable or None
+        Runs once more and returns every piece's ``begin``, ``end`` and ``multiprocessor``, on a
+        GPU; None where the work is not cut.
+    note : str or None
+        What the reader should know about the figure.
+    """
+
+    name: str
+    place: Place
+    runs: Sequence[Callable[[], Tensor]]
+    bytes_moved: int
+    cache_bytes: int
+    flops: int
+    samples: Callable[[Tensor], Iterable[Sample]]
+    scaling: float
+    softcap: float = 0.0
+    schedule: str | None = None
+    ranks: dict[str, list[int]] | None = None
+    trace: Callable[[], Any] | None = None
+    note: str | None = None
+
+    def error(self, output: Tensor) -> float:
+        """Return the relative Frobenius error of the sampled heads; infinite where NaN is left."""
+        return relative_error(self.samples(output), self.scaling, self.softcap)
+
+
+def sampled_heads(batch: int, heads: int) -> list[tuple[int, int]]:
+    """Return the (sequence, head) pairs that are checked: the first, the last, one in between."""
+    return list(dict.fromkeys([(0, 0), (batch - 1, heads - 1), (batch // 2, heads // 2)]))
+
+
+def sampled_positions(place: Place) -> Tensor:
+    """Return positions of a prefill that are checked: the first, the last and some in between."""
+    if place.queries == 1:
+        return torch.zeros(1, dtype=torch.int64)
+    count = min(_SAMPLED_QUERIES, place.queries)
+    return torch.linspace(0, place.queries - 1, count, dtype=torch.float64).long()
+
+
+def attention64(sample: Sample, scaling: float, softcap: float = 0.0) -> Tensor:
+    """Return a sample's attention in float64, ``[positions, G, d_v]``."""
+    queries, keys, values = (
+        tensor.double() for tensor in (sample.queries, sample.keys, sample.values)
+    )
+    scores = torch.einsum("pgd,td->pgt", queries, keys) * scaling
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if sample.visible is not None:
+        there = torch.arange(keys.shape[0], device=keys.device) < sample.visible[:, None].to(
+            keys.device
+        )
+        scores = scores.masked_fill(~there[:, None, :], -torch.inf)
+    if sample.sinks is not None:
+        logits = sample.sinks.double()[None, :, None].expand(scores.shape[0], -1, 1)
+        weights = torch.softmax(torch.cat([scores, logits], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("pgt,td->pgd", weights, values)
+
+
+def relative_error(samples: Iterable[Sample], scaling: float, softcap: float = 0.0) -> float:
+    """Return the relative Frobenius error over all samples together."""
+    wrong = right = 0.0
+    for sample in samples:
+        wanted = attention64(sample, scaling, softcap)
+        wrong += float((sample.found.double() - wanted).square().sum())
+        right += float(wanted.square().sum())
+    error = (wrong / right) ** 0.5 if right > 0 else float("inf")
+    return error if error == error else float("inf")  # NaN: something was never written

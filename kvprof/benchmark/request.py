@@ -1,0 +1,81 @@
+"""What a run of the benchmark is asked for, checked before anything is made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvprof.benchmark.methods import Method, parse_method
+from kvprof.errors import UsageError
+
+__all__ = ["DEFAULT_METHODS", "PHASES", "SCHEDULES", "BenchRequest"]
+
+PHASES = ("decode", "prefill")
+#: Ways to cut the work, of either phase; ``all`` on the command line means these.
+SCHEDULES = ("equal", "lpt", "rows")
+DEFAULT_METHODS = ("full", "fp8", "fdc", "kq", "palu", "tale", "fdc-4bit")
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What to measure.
+
+    Attributes
+    ----------
+    shape : str or Path
+        See `kvprof.benchmark.shapes.load_shape`.
+    seqs, batches : tuple of int
+        Contexts in tokens, and sequences at once.
+    rate : float
+        Of ``fdc``, ``kq`` and ``palu``, counted at each context. TALE has its published setting,
+        and a quantised form takes the ranks of the rate and has a higher one of its own.
+    ranks : str, Path or None
+        Widths from a file instead of the recorded profile; see `kvprof.benchmark.ranks.ranks_from`.
+    phases, methods, schedules : tuple of str
+    dtype : str
+        ``auto`` (bfloat16 on a GPU, float32 on a CPU), or a dtype's name.
+    repeats : int or None
+        Samples per row; None takes 30 on a GPU and 7 on a CPU.
+    device : str
+        ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    seed : int
+        Of the inputs.
+    """
+
+    shape: str | Path = "Llama-3.1-8B"
+    seqs: tuple[int, ...] = (102_400,)
+    batches: tuple[int, ...] = (1,)
+    rate: float = 0.5
+    ranks: str | Path | None = None
+    phases: tuple[str, ...] = PHASES
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    schedules: tuple[str, ...] = ("equal",)
+    dtype: str = "auto"
+    repeats: int | None = None
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if any(seq < 1 for seq in self.seqs) or not self.seqs:
+            raise UsageError(
+                f"a context of {min(self.seqs, default=0)} tokens holds nothing to attend to; give "
+                "1 or more"
+            )
+        if any(batch < 1 for batch in self.batches) or not self.batches:
+            raise UsageError(f"a batch of {min(self.batches, default=0)} is none; give 1 or more")
+        if self.repeats is not None and self.repeats < 3:
+            raise UsageError(f"{self.repeats} repeats say nothing of a spread; give 3 or more")
+        if not 0 <= self.rate < 1:
+            raise UsageError(f"a rate of {self.rate:g} is not between 0 and 1")
+        for what, given, known in (
+            ("phase", self.phases, PHASES), ("schedule", self.schedules, SCHEDULES),
+        ):  # fmt: skip
+            if not given or (unknown := [name for name in given if name not in known]):
+                raise UsageError(
+                    f"no {what} {(unknown[0] if given else '')!r}: there are {', '.join(known)}"
+                )
+        if not self.methods:
+            raise UsageError("no method was named; --methods takes for example fdc,fp8")
+        self.parsed_methods()
+
+    def parsed_methods(self) -> list[Method]:
+        """Return what the names of the methods mean, each once."""
+        return [parse_method(name) for name in dict.fromkeys(self.methods)]

@@ -1,0 +1,173 @@
+"""A row of the result from a case and its samples, and what makes its figures doubtful."""
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from kvprof.benchmark.case import Case
+from kvprof.benchmark.machine import Machine
+from kvprof.benchmark.timing import median_interval, spread
+
+__all__ = ["TOLERANCE", "Doubts", "Found", "Timed", "add_row"]
+
+#: Relative Frobenius error beyond which a result is wrong, and its time means nothing.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+_SPREAD = {"cuda": 0.05, "cpu": 0.15}
+_DRIFT = 0.05
+_OVER = 1.02  # times the measured bandwidth; what a measurement may be off
+
+
+@dataclass
+class Found:
+    """What a run has measured so far.
+
+    Attributes
+    ----------
+    rows, baselines, schedules : list of dict
+        As in the result's data.
+    warnings : list of str
+    stopped : str or None
+        Why the run ended before its end.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    baselines: list[dict[str, Any]] = field(default_factory=list)
+    schedules: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    stopped: str | None = None
+
+    def warn(self, text: str) -> None:
+        """Add a warning once."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+
+@dataclass
+class Doubts:
+    """What is wrong with the samples of several rows, so that it is said once.
+
+    Attributes
+    ----------
+    wide, short, drift : dict
+        Row to spread, to number of samples, and to the baseline's change beside it.
+    """
+
+    wide: dict[str, float] = field(default_factory=dict)
+    short: dict[str, int] = field(default_factory=dict)
+    drift: dict[str, float] = field(default_factory=dict)
+
+    def compare(self, row: str, beside: float, first: float) -> None:
+        """Note how far the baseline's time beside a row is from the one it had at first."""
+        if abs(beside / first - 1) > _DRIFT:
+            self.drift[row] = beside / first - 1
+
+    def said(self, where: str, repeats: int, baseline: str | None) -> list[str]:
+        """Return a warning of each kind that there is."""
+        found = []
+        if self.wide:
+            found.append(
+                f"{where}: samples spread by up to {max(self.wide.values()):.0%} "
+                f"({', '.join(self.wide)}); something else may be running"
+            )
+        if self.short:
+            found.append(
+                f"{where}: {min(self.short.values())} samples instead of {repeats} "
+                f"({', '.join(self.short)}), to save time"
+            )
+        if self.drift:
+            most = max(self.drift.values(), key=abs)
+            found.append(
+                f"{where}: the time of {baseline} changed by up to {most:+.0%} during the run "
+                f"({', '.join(self.drift)}); speed-ups are against samples taken in turn"
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """A case and its samples.
+
+    Attributes
+    ----------
+    name : str
+        Of the method.
+    case : Case
+    seconds : list of float
+    error : float
+        Against float64.
+    beside : list of float or None
+        Samples of the best full-width kernel, taken in turn; None where none ran.
+    baseline : str or None
+        Its name.
+    evenness : float or None
+        Measured makespan over mean.
+    """
+
+    name: str
+    case: Case
+    seconds: list[float]
+    error: float
+    beside: list[float] | None = None
+    baseline: str | None = None
+    evenness: float | None = None
+
+
+def add_row(timed: Timed, machine: Machine, repeats: int, found: Found, doubts: Doubts) -> None:
+    """Add a row with all that follows from its samples, and note what makes it doubtful.
+
+    Parameters
+    ----------
+    timed : Timed
+    machine : Machine
+        Whose bandwidth it is held against.
+    repeats : int
+        Samples that were asked for.
+    found : Found
+        Where the row goes, and what is said of it alone.
+    doubts : Doubts
+        What is said of several rows together.
+    """
+    case, seconds, middle = timed.case, timed.seconds, median(timed.seconds)
+    place = case.place
+    moved, limit = case.bytes_moved / middle / 1e12, machine.tb_per_s
+    right = timed.error <= TOLERANCE[place.dtype]
+    found.rows.append(
+        {
+            "method": timed.name, "phase": place.phase, "batch": place.batch, "seq": place.seq,
+            "dtype": str(place.dtype).removeprefix("torch."), "schedule": case.schedule,
+            "ranks": case.ranks or _whole(case), "rate": 1 - case.cache_bytes / place.full_bytes,
+            "seconds": seconds, "seconds_interval": median_interval(seconds),
+            "bytes_moved": case.bytes_moved, "cache_bytes": case.cache_bytes,
+            "tb_per_s": moved, "bandwidth_share": moved / limit if limit else None,
+            "flop_per_s": case.flops / middle,
+            "baseline": timed.baseline,
+            "speedup": median(timed.beside) / middle if timed.beside and right else None,
+            "error": timed.error if timed.error != float("inf") else None,
+            "makespan_over_mean": timed.evenness,
+        }
+    )  # fmt: skip
+    what = f"{timed.name}, {place.name}"
+    if not right:
+        found.warn(
+            f"{what}: the result is wrong (error {timed.error:.2g} against float64), so its time "
+            "means nothing and it has no speed-up"
+        )
+    row = timed.name
+    if case.schedule not in (None, "equal"):
+        row += f" {case.schedule}"
+    if (wide := spread(seconds)) > _SPREAD[place.device.type]:
+        doubts.wide[row] = wide
+    if len(seconds) < repeats:
+        doubts.short[row] = len(seconds)
+    if limit and moved > _OVER * limit and place.phase == "decode":
+        found.warn(
+            f"{what}: {moved:.3g} TB/s is more than was measured of memory ({limit:.3g}): either "
+            "that is low, or inputs come out of a cache"
+        )
+
+
+def _whole(case: Case) -> dict[str, list[int]]:
+    shape = case.place.shape
+    return {side: [shape.head_dim] * shape.num_kv_heads for side in ("keys", "values")}

@@ -1,0 +1,128 @@
+"""Numbers as they are stored: affine codes of 8, 4 or 2 bits, e4m3, full precision.
+
+The affine rule is that of `kvprof.runtime.codecs`: zero is the minimum and scale the range over
+``2^bits - 1`` of a group of columns of one token, both rounded to float16 before the codes are
+made.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+
+__all__ = [
+    "Bits",
+    "Quantised",
+    "container_bits",
+    "dequantise",
+    "e4m3",
+    "from_bytes",
+    "in_bytes",
+    "quantise",
+    "spread",
+]
+
+#: Bits of a code, ``"fp8"`` for e4m3 without a scale, None for the run's dtype.
+Bits = int | str | None
+
+_E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Quantised(NamedTuple):
+    """Rows as codes.
+
+    Attributes
+    ----------
+    codes : Tensor
+        ``[..., width]`` uint8.
+    scale, zero : Tensor
+        ``[..., groups]`` float16.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def container_bits(bits: Bits) -> int:
+    """Return how many bits a value takes where it is stored; 0 for full precision.
+
+    A byte holds 1, 2 or 4 values, so 3 bits lie in the container of 4.
+
+    Raises
+    ------
+    UsageError
+        For a format that the kernels do not have.
+    """
+    if bits is None:
+        return 0
+    if bits == "fp8":
+        return 8
+    if bits not in (2, 3, 4, 8):
+        raise UsageError(
+            f"values of {bits!r} bits cannot be stored: 2, 3, 4, 8, 'fp8' or None (full precision)"
+        )
+    return 4 if bits == 3 else int(bits)
+
+
+def spread(scales: Tensor, columns: int | None, width: int) -> Tensor:
+    """Give every column its group's scale: ``[..., groups]`` to ``[..., width]``."""
+    if scales.shape[-1] == 1:
+        return scales.expand(*scales.shape[:-1], width)
+    return scales.repeat_interleave(columns or width, dim=-1)[..., :width]
+
+
+def quantise(rows: Tensor, bits: int, columns: int | None) -> Quantised:
+    """Quantise rows ``[..., width]`` with a scale and a zero per `columns` of a row.
+
+    Parameters
+    ----------
+    rows : Tensor
+    bits : int
+        2, 3, 4 or 8.
+    columns : int or None
+        That share a scale; None for the whole row.
+    """
+    width = rows.shape[-1]
+    group = columns or width
+    values = rows.float()
+    missing = -width % group
+    # Copies of the last column change neither minimum nor maximum.
+    filled = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
+    grouped = torch.unflatten(filled, -1, (-1, group))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    zero = low.to(torch.float16)
+    scale = ((high - low) / (2**bits - 1)).to(torch.float16)
+    wide_zero, wide_scale = (spread(x.float(), columns, width) for x in (zero, scale))
+    level = (values - wide_zero) / torch.where(wide_scale > 0, wide_scale, 1.0)
+    return Quantised(level.round().clamp(0, 2**bits - 1).to(torch.uint8), scale, zero)
+
+
+def dequantise(found: Quantised, columns: int | None) -> Tensor:
+    """Return the rows that codes stand for, float32."""
+    width = found.codes.shape[-1]
+    scale, zero = (spread(x.float(), columns, width) for x in (found.scale, found.zero))
+    return zero + scale * found.codes.float()
+
+
+def e4m3(rows: Tensor) -> Tensor:
+    """Return the bytes of a saturating cast to e4m3."""
+    clamped = rows.clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
+    return clamped.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def in_bytes(codes: Tensor, bits: int, per_byte: int) -> Tensor:
+    """Join codes along dimension -3, ``[..., n * per_byte, i, c]`` to ``[..., n, i, c]`` bytes."""
+    parts = torch.unflatten(codes, -3, (-1, per_byte)).to(torch.int32)
+    shifts = bits * torch.arange(per_byte, device=codes.device, dtype=torch.int32)
+    return (parts << shifts[:, None, None]).sum(-3).to(torch.uint8)
+
+
+def from_bytes(octets: Tensor, bits: int, per_byte: int) -> Tensor:
+    """Undo `in_bytes`."""
+    shifts = bits * torch.arange(per_byte, device=octets.device, dtype=torch.uint8)
+    codes = (octets.unsqueeze(-3) >> shifts[:, None, None]) & (2**bits - 1)
+    joined: Tensor = codes.flatten(-4, -3)
+    return joined

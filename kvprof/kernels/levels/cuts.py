@@ -1,0 +1,84 @@
+"""How a step over segments is cut into pieces that cost the same, stated on the host.
+
+The device does the same (`kvprof.kernels.levels.schedule`). A unit is one segment of one KV head of
+one row; its cost is its tokens times their bytes plus a constant per token.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvprof.kernels.levels.layout import LevelsLayout
+from kvprof.kernels.levels.side import MOST_PLACES, PLACES
+from kvprof.kernels.levels.tuning import Tuning
+
+__all__ = ["equal_shares", "places_of", "token_bytes"]
+
+
+def token_bytes(layout: LevelsLayout, segment: int, head: int) -> int:
+    """Return the bytes that a token of a head moves, scales and zeros included."""
+    return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
+
+
+def places_of(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
+    """Return the places of a tile, so that it holds about `tile` bytes; a power of two.
+
+    At least 32, a block; 64 where a token has a place of its own and a scale, which would be too
+    small to be loaded asynchronously one by one.
+    """
+    slots = layout.segments[segment].slots
+    scales = any(side.groups for side in layout.sides(segment, head))
+    places = 2 * PLACES if scales and slots == 1 else PLACES
+    own = token_bytes(layout, segment, head) * slots
+    while places < MOST_PLACES and 2 * places * own <= tile:
+        places *= 2
+    return places
+
+
+def equal_shares(
+    layout: LevelsLayout, lengths: Sequence[Sequence[int]], pieces: int, tuning: Tuning
+) -> tuple[list[tuple[int, int, int, int, int]], list[tuple[int, int]]]:
+    """Cut all units into about `pieces` pieces of equal cost.
+
+    Parameters
+    ----------
+    layout : LevelsLayout
+    lengths : sequence of sequence of int
+        Tokens of each segment and row.
+    pieces : int
+        How many to aim at; every unit with tokens has at least one.
+    tuning : Tuning
+
+    Returns
+    -------
+    items : list of (row, head, segment, start, stop)
+        By row, then head, then segment, then token.
+    parts : list of (first item, count)
+        For every row and head.
+    """
+    count = len(layout.segments)
+    units = [
+        (row, head, segment)
+        for row in range(layout.batch)
+        for head in range(layout.heads)
+        for segment in range(count)
+    ]
+    costs = [
+        lengths[segment][row] * (token_bytes(layout, segment, head) + tuning.per_token)
+        for row, head, segment in units
+    ]
+    total = max(1, sum(costs))
+    items: list[tuple[int, int, int, int, int]] = []
+    parts = []
+    for (row, head, segment), cost in zip(units, costs, strict=True):
+        if segment == 0:
+            first = len(items)
+        length = lengths[segment][row]
+        slots = layout.segments[segment].slots
+        height = slots * places_of(layout, segment, head, tuning.tile)
+        tiles = -(-length // height)
+        share = min(tiles, max(1, (2 * cost * pieces + total) // (2 * total)))
+        bounds = [min(length, tiles * part // max(1, share) * height) for part in range(share + 1)]
+        items += [(row, head, segment, start, stop) for start, stop in pairwise(bounds)]
+        if segment == count - 1:
+            parts.append((first, len(items) - first))
+    return items, parts

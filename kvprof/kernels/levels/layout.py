@@ -1,0 +1,242 @@
+"""Where quantised keys and values of a layer lie, in one or more segments of the context.
+
+A segment is tokens that are stored alike: a `RaggedLayout`'s widths in a format per side. One
+segment of 4 bits is quantised decoding; TALE is three: sinks as they are, the middle with values
+cut to their first columns and few bits, the recent tokens at full width with more bits. The context
+of a row is all its segments together; their order means nothing to attention.
+
+One uint8 buffer holds a layer: segment after segment, head after head, sequence after sequence,
+block after block. A block is ``32·S`` tokens of one head with all that is known of them, so that a
+kernel finds everything at constant distances and reads one stretch of memory::
+
+    one block, head of width 96 and 64, both sides 4 bits in groups of 32 columns (S = 2)
+    ├ K codes ─────────────┬ K scales ──┬ K zeros ───┬ V codes ────┬ V scales ┬ V zeros ─┤
+    │ three planes of 32   │ g0  g1  g2 │ g0  g1  g2 │ two of 32   │ g0  g1   │ g0  g1   │
+    0                      3072         3456         3840          5888       6144       6400
+
+A plane is 64, 32 or 16 columns, none in two groups of scales. ``S`` (slots) is how many tokens
+share a byte on the side with the fewest bits: 1 at 8 bits, 2 at 4, 4 at 2. Token ``t`` of a
+sequence is slot ``t % S`` of place ``t % 32S // S`` of block ``t // 32S``; the capacity is padded
+to pairs of blocks. A byte holds the same column of neighbouring tokens and never two columns, so
+that unpacking moves nothing between lanes, whatever the width, and so that both sides enter a
+product with what is summed over in the bytes of a word: columns for K, places for V. With 4 bits on
+both sides::
+
+    K, a plane of w columns: [place, column], w bytes a place
+    │ place 0                            │ place 1                            │ … place 31 │
+    │ byte c: token 0 low, token 1 high  │ byte c: token 2 low, token 3 high  │            │
+    0                                    w                                    2w          32w
+
+    V, a plane of w columns: [column, place], 32 bytes a column
+    │ column 0                                                           │ column 1 …
+    │ byte 0: token 0 low, 1 high │ byte 1: token 2 low, 3 high │ … 31   │
+    0                             1                                      32
+
+At 2 bits a byte holds four tokens, lowest bits first. Where the other side has fewer bits, a place
+is several bytes that lie apart: ``[slots / tokens of a byte, place, column]`` (V: ``…, column,
+place]``). 3 bits lie in the container of 4, e4m3 in that of 8. A side at full precision has rows,
+``[token, column]`` per plane.
+
+Scales and zeros are float16, ``[group, place, slot]``, which is token by token, so that one word
+has the scales of two neighbouring tokens; but the zeros of V, which enter a product with the tokens
+of one slot, lie ``[group, slot, place]``. A group is `columns` adjacent columns; the last of a row
+may be narrower. Everything begins on a multiple of 16 bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvprof.errors import UsageError
+from kvprof.kernels.levels.codes import Bits, container_bits
+from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
+from kvprof.kernels.planes import STEP, RaggedLayout
+
+__all__ = ["LevelsLayout", "Segment"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens that are stored alike.
+
+    Attributes
+    ----------
+    layout : RaggedLayout
+        Widths, group, batch and the segment's own capacity.
+    key_bits, value_bits : int, "fp8" or None
+        8, 4, 3 or 2 bits with a float16 scale and zero per token and group of columns; e4m3; full
+        precision.
+    columns : int or None
+        That share a scale, a multiple of 16; None for a token's whole row.
+
+    Raises
+    ------
+    UsageError
+        For formats or columns that the kernels do not have.
+    """
+
+    layout: RaggedLayout
+    key_bits: Bits = None
+    value_bits: Bits = None
+    columns: int | None = 32
+
+    def __post_init__(self) -> None:
+        container_bits(self.key_bits)
+        container_bits(self.value_bits)
+        if self.columns is not None and (self.columns < STEP or self.columns % STEP):
+            raise UsageError(
+                f"{self.columns} columns cannot share a scale: a multiple of {STEP}, or None for "
+                "the whole row"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Tokens that share a place of a block."""
+        containers = (container_bits(bits) for bits in (self.key_bits, self.value_bits))
+        return max(8 // bits if bits else 1 for bits in containers)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a sequence."""
+        return self.capacity // (PLACES * self.slots)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for, with the padding."""
+        block = MOST_PLACES * self.slots
+        return -(-self.layout.capacity // block) * block
+
+
+@dataclass(frozen=True)
+class LevelsLayout:
+    """One layer's segments; the same heads, group and batch in each.
+
+    Attributes
+    ----------
+    segments : tuple of Segment
+    dtype : torch.dtype
+        Of the run, and of what is stored at full precision.
+
+    Raises
+    ------
+    UsageError
+        When the segments do not belong to one layer.
+    """
+
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        shapes = {(s.layout.heads, s.layout.group, s.layout.batch) for s in self.segments}
+        if len(shapes) != 1:
+            raise UsageError(
+                "the segments of a layer have the same heads, group and batch, and these have "
+                f"{sorted(shapes)}"
+            )
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UsageError(f"a layer in {self.dtype} cannot run: bfloat16, float16 or float32")
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.segments[0].layout.heads
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.segments[0].layout.group
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.segments[0].layout.batch
+
+    @cached_property
+    def widest(self) -> RaggedLayout:
+        """What queries and outputs look like: per head the widest of its segments."""
+        layouts = [segment.layout for segment in self.segments]
+        keys = tuple(map(max, *(x.key_widths for x in layouts), (0,) * self.heads))
+        values = tuple(map(max, *(x.value_widths for x in layouts), (0,) * self.heads))
+        return RaggedLayout(keys, values, self.group, self.batch, 1)
+
+    def sides(self, segment: int, head: int) -> tuple[Side, Side]:
+        """Return K and V of a head of a segment."""
+        own = self.segments[segment]
+        shared = (own.columns, own.slots, self.dtype)
+        return (
+            Side(False, own.layout.key_widths[head], own.key_bits, *shared),
+            Side(True, own.layout.value_widths[head], own.value_bits, *shared),
+        )
+
+    def block_bytes(self, segment: int, head: int) -> int:
+        """Return the bytes of a block of a head."""
+        return sum(side.nbytes for side in self.sides(segment, head))
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Byte at which a head begins, per segment and head."""
+        sizes = [
+            self.batch * segment.blocks * self.block_bytes(number, head)
+            for number, segment in enumerate(self.segments)
+            for head in range(self.heads)
+        ]
+        starts = [0, *accumulate(sizes)]
+        return tuple(
+            tuple(starts[number * self.heads : (number + 1) * self.heads])
+            for number in range(len(self.segments))
+        )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the buffer: codes, scales, zeros and the padding to pairs of blocks."""
+        return sum(
+            self.batch * segment.blocks * self.block_bytes(number, head)
+            for number, segment in enumerate(self.segments)
+            for head in range(self.heads)
+        )
+
+    def blocks(self, buffer: Tensor, segment: int, head: int) -> tuple[Tensor, Tensor]:
+        """Return the blocks of a head's K and V, ``[batch, blocks, bytes]`` each: views."""
+        start, size = self.offsets[segment][head], self.block_bytes(segment, head)
+        count = self.segments[segment].blocks
+        whole = buffer[start : start + self.batch * count * size].view(self.batch, count, size)
+        border = self.sides(segment, head)[0].nbytes
+        return whole[..., :border], whole[..., border:]
+
+    def empty(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return a buffer without tokens."""
+        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+
+    def packed(self, states: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Tensor:
+        """Return the buffer that holds tokens from each segment's first on, quantised.
+
+        Parameters
+        ----------
+        states : sequence of (keys, values)
+            Per segment; ``[batch, tokens, width]`` per head, at most the segment's capacity.
+        """
+        buffer = self.empty(states[0][0][0].device)
+        for number, pair in enumerate(states):
+            for head in range(self.heads):
+                for blocks, side, given in zip(
+                    self.blocks(buffer, number, head), self.sides(number, head), pair, strict=True
+                ):
+                    missing = self.segments[number].capacity - given[head].shape[1]
+                    side.store(blocks, pad(given[head], (0, 0, 0, missing)))
+        return buffer
+
+    def head(self, buffer: Tensor, segment: int, head: int) -> tuple[Tensor, Tensor]:
+        """Return a head's K and V, ``[batch, capacity, width]`` float32, dequantised."""
+        capacity = self.segments[segment].layout.capacity
+        keys, values = (
+            side.load(blocks)[:, :capacity]
+            for blocks, side in zip(
+                self.blocks(buffer, segment, head), self.sides(segment, head), strict=True
+            )
+        )
+        return keys, values

@@ -1,0 +1,169 @@
+"""One side, K or V, of one head of a segment: what a block holds of it and in which order."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.levels.codes import (
+    Bits,
+    Quantised,
+    container_bits,
+    dequantise,
+    e4m3,
+    from_bytes,
+    in_bytes,
+    quantise,
+)
+
+__all__ = ["MOST_PLACES", "PLACES", "Plane", "Side"]
+
+#: Places of a block: bytes of codes that lie side by side for one column of V.
+PLACES = 32
+#: Places that a kernel reads at once at most; the capacity is padded to so many.
+MOST_PLACES = 64
+_WIDEST_PLANE = 64
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Columns ``start … start + width - 1`` of a side; they share the scales of `group`."""
+
+    start: int
+    width: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """K or V of a head; `kvprof.kernels.levels.layout` has the drawing.
+
+    Attributes
+    ----------
+    values : bool
+        Whether it is V.
+    width : int
+    bits : int, "fp8" or None
+    columns : int or None
+    slots : int
+        Tokens of a place.
+    dtype : torch.dtype
+        Of full precision.
+    """
+
+    values: bool
+    width: int
+    bits: Bits
+    columns: int | None
+    slots: int
+    dtype: torch.dtype
+
+    @property
+    def container(self) -> int:
+        """Bits of a stored code; 0 at full precision."""
+        return container_bits(self.bits)
+
+    @property
+    def per_byte(self) -> int:
+        """Tokens in a byte."""
+        return 8 // self.container if self.container else 1
+
+    @property
+    def groups(self) -> int:
+        """Scales of a token."""
+        return -(-self.width // (self.columns or self.width)) if isinstance(self.bits, int) else 0
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """Planes of 64, 32 or 16 columns, none of which lies in two groups."""
+        found = []
+        group_width = self.columns if self.groups and self.columns else self.width
+        for group, begin in enumerate(range(0, self.width, group_width)):
+            at, left = begin, min(group_width, self.width - begin)
+            while left:
+                width = next(w for w in (_WIDEST_PLANE, 32, 16) if w <= left)
+                found.append(Plane(at, width, group))
+                at, left = at + width, left - width
+        return tuple(found)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a block's codes, or of its values at full precision."""
+        stored = self.container or 8 * self.dtype.itemsize
+        return PLACES * self.slots * self.width * stored // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a block's scales, and again of its zeros."""
+        return 2 * self.groups * PLACES * self.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return self.code_bytes + 2 * self.scale_bytes
+
+    def plane_at(self, plane: Plane) -> int:
+        """Return the byte of a block at which a plane begins."""
+        return self.code_bytes * plane.start // self.width
+
+    def codes(self, blocks: Tensor, plane: Plane) -> Tensor:
+        """Return a plane's bytes as a view ``[batch, blocks, part, place, column]``."""
+        start = self.plane_at(plane)
+        own = blocks[..., start : start + self.code_bytes * plane.width // self.width]
+        parts = self.slots // self.per_byte
+        if self.values:
+            return torch.unflatten(own, -1, (parts, plane.width, PLACES)).transpose(-1, -2)
+        return torch.unflatten(own, -1, (parts, PLACES, plane.width))
+
+    def rows(self, blocks: Tensor, plane: Plane) -> Tensor:
+        """Return a plane at full precision as a view ``[batch, blocks, token, column]``."""
+        start = self.plane_at(plane)
+        own = blocks[..., start : start + self.code_bytes * plane.width // self.width]
+        return torch.unflatten(own.view(self.dtype), -1, (PLACES * self.slots, plane.width))
+
+    def scales(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scales and zeros as views ``[batch, blocks, group, place, slot]``."""
+        behind = self.code_bytes + self.scale_bytes
+        scale = blocks[..., self.code_bytes : behind].view(torch.float16)
+        zero = blocks[..., behind : behind + self.scale_bytes].view(torch.float16)
+        scale = torch.unflatten(scale, -1, (self.groups, PLACES, self.slots))
+        if self.values:
+            return scale, torch.unflatten(zero, -1, (self.groups, self.slots, PLACES)).transpose(
+                -1, -2
+            )
+        return scale, torch.unflatten(zero, -1, (self.groups, PLACES, self.slots))
+
+    def store(self, blocks: Tensor, states: Tensor) -> None:
+        """Write ``[batch, tokens, width]``, whole blocks, into ``[batch, blocks, nbytes]``."""
+        if self.bits is None:
+            blocked = torch.unflatten(states, 1, (-1, PLACES * self.slots))
+            for plane in self.planes:
+                columns = slice(plane.start, plane.start + plane.width)
+                self.rows(blocks, plane).copy_(blocked[..., columns])
+            return
+        if self.bits == "fp8":
+            codes = e4m3(states)
+        else:
+            assert isinstance(self.bits, int)
+            codes, *scales = quantise(states, self.bits, self.columns)
+            for stored, given in zip(self.scales(blocks), scales, strict=True):
+                stored.copy_(torch.unflatten(given, 1, (-1, PLACES, self.slots)).movedim(-1, 2))
+        # [batch, blocks, slot, place, column]
+        blocked = torch.unflatten(codes, 1, (-1, PLACES, self.slots)).transpose(2, 3)
+        joined = in_bytes(blocked, self.container, self.per_byte)
+        for plane in self.planes:
+            columns = slice(plane.start, plane.start + plane.width)
+            self.codes(blocks, plane).copy_(joined[..., columns])
+
+    def load(self, blocks: Tensor) -> Tensor:
+        """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""
+        if self.bits is None:
+            parts = [self.rows(blocks, plane) for plane in self.planes]
+            return torch.cat(parts, dim=-1).flatten(1, 2).float()
+        joined = torch.cat([self.codes(blocks, plane) for plane in self.planes], dim=-1)
+        codes = from_bytes(joined, self.container, self.per_byte).transpose(2, 3).flatten(1, 3)
+        if self.bits == "fp8":
+            return codes.contiguous().view(torch.float8_e4m3fn).float()
+        scale, zero = (x.movedim(2, -1).flatten(1, 3) for x in self.scales(blocks))
+        return dequantise(Quantised(codes, scale, zero), self.columns)

@@ -1,0 +1,216 @@
+"""One decoding step over quantised storage, in one or more segments of the context."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.kernels.levels.launch import interpreted, unit_table
+from kvprof.kernels.levels.layout import LevelsLayout
+from kvprof.kernels.levels.operator import (
+    cut_operator,
+    layout_numbers,
+    levels_operator,
+    uses_triton,
+)
+from kvprof.kernels.levels.tuning import Tuning, tuning_for
+
+__all__ = ["LevelsStep", "Schedule", "Tuning", "levels_step"]
+
+
+class Schedule(NamedTuple):
+    """A step's work as it was cut; layers of the same layout may share it.
+
+    Attributes
+    ----------
+    lengths : Tensor
+        ``[segments, batch]`` int32.
+    scheduled : list of Tensor
+        Items and parts; empty where no Triton kernel runs.
+    """
+
+    lengths: Tensor
+    scheduled: list[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LevelsStep:
+    """A decoding step of a layer; `cut` its work once, `run` it for every layer of its layout.
+
+    Attributes
+    ----------
+    layout : LevelsLayout
+    tuning : Tuning
+    multiprocessors : int
+    units : Tensor
+        From `kvprof.kernels.levels.launch.unit_table`.
+    eye : Tensor
+        256 bytes, 1 at 128: rows of the identity are read from it.
+    """
+
+    layout: LevelsLayout
+    tuning: Tuning
+    multiprocessors: int
+    units: Tensor
+    eye: Tensor
+
+    def cut(self, lengths: Tensor | Sequence[Sequence[int]]) -> Schedule:
+        """Cut the step's work on the device; a CUDA graph may hold it.
+
+        Parameters
+        ----------
+        lengths : Tensor or sequence of sequence of int
+            ``[segments, batch]`` int32, tokens of each segment and row; 0 is allowed. A tensor is
+            not read on the host: the kernel clamps what it finds, and a row without any token gets
+            zeros. Numbers are checked instead.
+
+        Raises
+        ------
+        UsageError
+            When the shape, dtype or device does not fit, or a number is out of range.
+        """
+        layout = self.layout
+        wanted = (len(layout.segments), layout.batch)
+        if not isinstance(lengths, Tensor):
+            self._check_numbers(lengths)
+            lengths = torch.tensor(lengths, dtype=torch.int32, device=self.units.device)
+        if tuple(lengths.shape) != wanted or lengths.dtype != torch.int32:
+            raise UsageError(
+                f"lengths of shape {tuple(lengths.shape)} in {lengths.dtype} do not fit: "
+                f"{wanted} in int32"
+            )
+        if lengths.device != self.units.device:
+            raise UsageError(
+                f"lengths on {lengths.device} do not fit a step on {self.units.device}"
+            )
+        if not uses_triton(lengths.device):
+            return Schedule(lengths, [])
+        pieces = self.tuning.pieces * self.multiprocessors
+        found = cut_operator(lengths.contiguous(), self.units, layout.heads, pieces)
+        return Schedule(lengths, list(found))
+
+    def _check_numbers(self, lengths: Sequence[Sequence[int]]) -> None:
+        layout = self.layout
+        if len(lengths) != len(layout.segments) or any(len(x) != layout.batch for x in lengths):
+            raise UsageError(
+                f"lengths {list(map(list, lengths))} are not {layout.batch} for each of "
+                f"{len(layout.segments)} segments"
+            )
+        for number, (tokens, segment) in enumerate(zip(lengths, layout.segments, strict=True)):
+            for length in tokens:
+                if not 0 <= length <= segment.layout.capacity:
+                    raise UsageError(
+                        f"segment {number} cannot have {length} tokens: 0 to "
+                        f"{segment.layout.capacity}"
+                    )
+        for row in range(layout.batch):
+            if not any(tokens[row] for tokens in lengths):
+                raise UsageError(f"row {row} has a context of 0 tokens in all segments")
+
+    def run(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        schedule: Schedule,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return the step's attention, ``[batch, Σ_g G·dv_g]`` in the dtype of `query`.
+
+        Parameters
+        ----------
+        query : Tensor
+            ``[batch, Σ_g G·dk_g]``, dk of the widest segment; one with narrower keys uses the first
+            columns.
+        buffer : Tensor
+            The layer's cache, `LevelsLayout.nbytes` bytes.
+        schedule : Schedule
+            From `cut`, of this step or of one with the same layout and tuning.
+        scaling : float
+            Factor of ``q · k``.
+        softcap : float
+            Scores become ``softcap · tanh(score / softcap)``; 0 leaves them.
+        sinks : Tensor, optional
+            ``[heads, G]`` float32: a further logit per query head that takes weight and gives
+            nothing.
+
+        Returns
+        -------
+        Tensor
+            dv is that of the widest segment; a narrower one adds to the first columns.
+
+        Raises
+        ------
+        UsageError
+            When shapes or dtypes do not fit together, or the dtype cannot run.
+        """
+        self._check(query, buffer, softcap, sinks)
+        tuning = self.tuning
+        output: Tensor = levels_operator(
+            query, buffer, schedule.lengths, self.units, self.eye, schedule.scheduled, sinks,
+            scaling, softcap, layout_numbers(self.layout),
+            (tuning.pieces, tuning.tile, tuning.stages, tuning.warps, tuning.per_token),
+        )  # fmt: skip
+        return output
+
+    def _check(self, query: Tensor, buffer: Tensor, softcap: float, sinks: Tensor | None) -> None:
+        layout = self.layout
+        wanted = (layout.batch, layout.widest.query_offsets[-1])
+        if tuple(query.shape) != wanted or query.dtype != layout.dtype:
+            raise UsageError(
+                f"queries of shape {tuple(query.shape)} in {query.dtype} do not fit the layout, "
+                f"which wants {wanted} in {layout.dtype}"
+            )
+        if buffer.dtype != torch.uint8 or buffer.numel() != layout.nbytes:
+            raise UsageError(
+                f"a cache of {buffer.numel():,} values in {buffer.dtype} does not fit "
+                f"{layout.nbytes:,} bytes in uint8"
+            )
+        if softcap < 0:
+            raise UsageError(f"a soft-cap of {softcap} makes no sense: 0 for none, or above")
+        if sinks is not None and (
+            tuple(sinks.shape) != (layout.heads, layout.group) or sinks.dtype != torch.float32
+        ):
+            raise UsageError(
+                f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
+                f"{(layout.heads, layout.group)} in float32"
+            )
+        if query.device.type == "cuda" and layout.dtype == torch.float32:
+            raise UsageError("segments run in bfloat16 or float16 on a GPU, not in float32")
+        if interpreted() and layout.dtype == torch.bfloat16:
+            raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
+
+
+def levels_step(
+    layout: LevelsLayout,
+    device: torch.device,
+    *,
+    tuning: Tuning | None = None,
+    multiprocessors: int | None = None,
+) -> LevelsStep:
+    """Prepare decoding steps of a layout.
+
+    Parameters
+    ----------
+    layout : LevelsLayout
+    device : torch.device
+    tuning : Tuning, optional
+        What the layout asks for by default.
+    multiprocessors : int, optional
+        That the work is cut for; the device's own by default (1 without a GPU).
+    """
+    tuning = tuning or tuning_for(layout)
+    if multiprocessors is None:
+        multiprocessors = 1
+        if device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    eye = torch.zeros(256, dtype=torch.uint8)
+    eye[128] = 1
+    return LevelsStep(
+        layout, tuning, multiprocessors, unit_table(layout, tuning, device), eye.to(device)
+    )

@@ -1,0 +1,237 @@
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+"""Causal attention of many new tokens over heads of unlike width (FDC §5.3, prefill).
+
+A program takes one block of a schedule (`kvprof.kernels.prefill.schedules`): neighbouring rows of
+one KV head, a row being one of the head's ``G`` query heads at one position, so that tiles are full
+whatever ``G`` is and the query heads share every tile of K and V. It goes through its rows a tile
+at a time. Prefill is bound by arithmetic: widths are compile-time constants with a branch per kind
+of head, tiles behind the diagonal are never visited, and only those on it are masked.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+__all__ = ["prefill_blocks"]
+
+# log2(e): scores are exponentiated in base 2.
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _plane(plane, tokens, low, stop, WIDTH: tl.constexpr, CHECK: tl.constexpr):
+    """Load rows of a plane, ``[tokens, WIDTH]``; zeros outside ``low … stop - 1``."""
+    at = plane + tokens[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if CHECK:
+        # What lies there may be anything, and 0 * NaN is NaN.
+        return tl.load(at, mask=((tokens >= low) & (tokens < stop))[:, None], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _tile(
+    a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3,
+    start, low, stop, positions, scale, softcap, window,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
+    KEYS: tl.constexpr, CHECK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Go on with one tile of keys: scores, online softmax in base 2, weighted values."""
+    tokens = start + tl.arange(0, KEYS)
+    more = _plane(k0, tokens, low, stop, K0, CHECK)
+    scores = tl.dot(q0, tl.trans(more), input_precision="ieee")
+    if K1 > 0:
+        more = _plane(k1, tokens, low, stop, K1, CHECK)
+        scores = tl.dot(q1, tl.trans(more), scores, input_precision="ieee")
+    if K2 > 0:
+        more = _plane(k2, tokens, low, stop, K2, CHECK)
+        scores = tl.dot(q2, tl.trans(more), scores, input_precision="ieee")
+    if K3 > 0:
+        more = _plane(k3, tokens, low, stop, K3, CHECK)
+        scores = tl.dot(q3, tl.trans(more), scores, input_precision="ieee")
+    factor = scale
+    if SOFTCAP:
+        # softcap * tanh(x / softcap), tanh as 2 sigmoid(2 x) - 1, which overflows nowhere.
+        scores = (softcap * _LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0)
+        factor = 1.0
+    if CHECK:
+        seen = tokens[None, :] <= positions[:, None]
+        if WINDOW:
+            seen = seen & (tokens[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    # The factor is applied after the maximum: one multiply-add per score, and no rounded queries.
+    higher = tl.maximum(top, tl.max(scores, 1) * factor)
+    fade = tl.exp2(top - higher)
+    weights = tl.exp2(scores * factor - higher[:, None])
+    total = total * fade + tl.sum(weights, 1)
+    weights = weights.to(q0.dtype)
+    value = _plane(v0, tokens, low, stop, V0, CHECK)
+    a0 = tl.dot(weights, value, a0 * fade[:, None], input_precision="ieee")
+    if V1 > 0:
+        value = _plane(v1, tokens, low, stop, V1, CHECK)
+        a1 = tl.dot(weights, value, a1 * fade[:, None], input_precision="ieee")
+    if V2 > 0:
+        value = _plane(v2, tokens, low, stop, V2, CHECK)
+        a2 = tl.dot(weights, value, a2 * fade[:, None], input_precision="ieee")
+    if V3 > 0:
+        value = _plane(v3, tokens, low, stop, V3, CHECK)
+        a3 = tl.dot(weights, value, a3 * fade[:, None], input_precision="ieee")
+    return a0, a1, a2, a3, higher, total
+
+
+@triton.jit
+def _rows(
+    queries, cache, output, sinks, table, head, first, end, past, own, query_row, output_row,
+    scale, softcap, window,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Attend for one tile of rows, ``first … end - 1``, of one KV head of one sequence."""
+    rows = first + tl.arange(0, ROWS)
+    real = rows < end
+    tokens = rows // GROUP
+    heads = rows % GROUP
+    positions = past + tokens
+    # Every offset is a multiple of 16 values: said, so that loads are as wide as they can be.
+    k0 = tl.multiple_of(cache + tl.load(table + 2) + own * K0, 16)
+    k1 = tl.multiple_of(cache + tl.load(table + 3) + own * K1, 16)
+    k2 = tl.multiple_of(cache + tl.load(table + 4) + own * K2, 16)
+    k3 = tl.multiple_of(cache + tl.load(table + 5) + own * K3, 16)
+    v0 = tl.multiple_of(cache + tl.load(table + 6) + own * V0, 16)
+    v1 = tl.multiple_of(cache + tl.load(table + 7) + own * V1, 16)
+    v2 = tl.multiple_of(cache + tl.load(table + 8) + own * V2, 16)
+    v3 = tl.multiple_of(cache + tl.load(table + 9) + own * V3, 16)
+    at = tokens.to(tl.int64) * query_row + heads * (K0 + K1 + K2 + K3)
+    query = tl.multiple_of(queries + tl.load(table) + at, 16)[:, None]
+    q0 = tl.load(query + tl.arange(0, K0)[None, :], mask=real[:, None], other=0.0)
+    q1 = q0
+    q2 = q0
+    q3 = q0
+    if K1 > 0:
+        q1 = tl.load(query + K0 + tl.arange(0, K1)[None, :], mask=real[:, None], other=0.0)
+    if K2 > 0:
+        q2 = tl.load(query + K0 + K1 + tl.arange(0, K2)[None, :], mask=real[:, None], other=0.0)
+    if K3 > 0:
+        more = query + K0 + K1 + K2 + tl.arange(0, K3)[None, :]
+        q3 = tl.load(more, mask=real[:, None], other=0.0)
+    a0 = tl.zeros([ROWS, V0], tl.float32)
+    a1 = tl.zeros([ROWS, V1 if V1 > 0 else 1], tl.float32)
+    a2 = tl.zeros([ROWS, V2 if V2 > 0 else 1], tl.float32)
+    a3 = tl.zeros([ROWS, V3 if V3 > 0 else 1], tl.float32)
+    # Finite, so that a tile in which a row sees nothing fades by exp2 of something.
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        top = tl.maximum(tl.load(sinks + head * GROUP + heads).to(tl.float32) * _LOG2E, top)
+        total = tl.full([ROWS], 1.0, tl.float32)
+    lowest = past + first // GROUP
+    highest = past + (tl.minimum(first + ROWS, end) - 1) // GROUP
+    stop = tl.maximum(highest + 1, 0)
+    whole = tl.maximum(lowest + 1, 0) // KEYS * KEYS
+    low = 0
+    begin = 0
+    if WINDOW:
+        low = tl.maximum(lowest - window + 1, 0)
+        begin = tl.minimum(tl.cdiv(tl.maximum(highest - window + 1, 0), KEYS) * KEYS, whole)
+        for at in tl.range(low // KEYS * KEYS, begin, KEYS, num_stages=1):
+            a0, a1, a2, a3, top, total = _tile(
+                a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3,
+                at, low, stop, positions, scale, softcap, window,
+                K0, K1, K2, K3, V0, V1, V2, V3, KEYS, True, SOFTCAP, WINDOW,
+            )  # fmt: skip
+    for at in tl.range(begin, whole, KEYS, num_stages=STAGES):
+        a0, a1, a2, a3, top, total = _tile(
+            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3,
+            at, low, stop, positions, scale, softcap, window,
+            K0, K1, K2, K3, V0, V1, V2, V3, KEYS, False, SOFTCAP, WINDOW,
+        )  # fmt: skip
+    for at in tl.range(whole, stop, KEYS, num_stages=1):
+        a0, a1, a2, a3, top, total = _tile(
+            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3,
+            at, low, stop, positions, scale, softcap, window,
+            K0, K1, K2, K3, V0, V1, V2, V3, KEYS, True, SOFTCAP, WINDOW,
+        )  # fmt: skip
+    # A row before the sequence's first token sees nothing and is zero.
+    share = 1.0 / tl.where(total > 0.0, total, 1.0)[:, None]
+    at = tokens.to(tl.int64) * output_row + heads * (V0 + V1 + V2 + V3)
+    target = tl.multiple_of(output + tl.load(table + 1) + at, 16)[:, None]
+    kind = output.dtype.element_ty
+    tl.store(target + tl.arange(0, V0)[None, :], (a0 * share).to(kind), mask=real[:, None])
+    if V1 > 0:
+        place = target + V0 + tl.arange(0, V1)[None, :]
+        tl.store(place, (a1 * share).to(kind), mask=real[:, None])
+    if V2 > 0:
+        place = target + V0 + V1 + tl.arange(0, V2)[None, :]
+        tl.store(place, (a2 * share).to(kind), mask=real[:, None])
+    if V3 > 0:
+        place = target + V0 + V1 + V2 + tl.arange(0, V3)[None, :]
+        tl.store(place, (a3 * share).to(kind), mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["first_block", "tokens", "capacity", "window"])
+def prefill_blocks(
+    queries, cache, output, lengths, sinks, blocks, heads, trace, first_block, tokens, capacity,
+    query_row, output_row, scale, softcap, window,
+    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """Run one block per program.
+
+    Parameters
+    ----------
+    queries, output
+        ``[batch, tokens, query_row]`` and ``[batch, tokens, output_row]``.
+    cache
+        As `kvprof.kernels.planes` lays it out.
+    lengths
+        ``[batch]`` int32: tokens of each sequence, the new ones included; beyond the capacity none
+        are read.
+    sinks
+        ``[heads, GROUP]`` logits, read when SINKS.
+    blocks
+        ``[blocks, 5]`` int32: sequence, head, first row, rows, kind; a head's row is its query head
+        ``row % GROUP`` at new token ``row // GROUP``.
+    heads
+        ``[heads, 10]`` int64: where a head's queries and outputs begin in a row, then its four
+        planes of K and of V in the cache.
+    trace
+        ``[blocks, 3]`` int64: multiprocessor, start and stop in nanoseconds, written when TRACE.
+    first_block
+        Of the table, for this launch.
+    scale, softcap, window
+        The model's scaling times log2(e); the cap of scores when SOFTCAP (then scale is the
+        scaling itself); tokens that a token sees, itself included, when WINDOW.
+    KINDS
+        Ten numbers per kind of head: the chunks of K and of V (0 where there is none), the rows and
+        the keys of a tile.
+    """
+    block = tl.program_id(0) + first_block
+    row = tl.load(blocks + block * 5)
+    head = tl.load(blocks + block * 5 + 1)
+    first = tl.load(blocks + block * 5 + 2)
+    end = first + tl.load(blocks + block * 5 + 3)
+    kind = tl.load(blocks + block * 5 + 4)
+    begun = row.to(tl.int64)
+    if TRACE:
+        begun = cuda.globaltimer()
+    past = tl.minimum(tl.load(lengths + row), capacity) - tokens
+    far = row.to(tl.int64)
+    for number in tl.static_range(COUNT):
+        if kind == number:
+            for at in tl.range(first, end, KINDS[number * 10 + 8], num_stages=1):
+                _rows(
+                    queries + far * tokens * query_row, cache, output + far * tokens * output_row,
+                    sinks, heads + head * 10, head, at, end, past, far * capacity,
+                    query_row, output_row, scale, softcap, window,
+                    KINDS[number * 10], KINDS[number * 10 + 1], KINDS[number * 10 + 2],
+                    KINDS[number * 10 + 3], KINDS[number * 10 + 4], KINDS[number * 10 + 5],
+                    KINDS[number * 10 + 6], KINDS[number * 10 + 7], KINDS[number * 10 + 8],
+                    KINDS[number * 10 + 9], STAGES, GROUP, SOFTCAP, SINKS, WINDOW,
+                )  # fmt: skip
+    if TRACE:
+        tl.store(trace + block * 3, cuda.smid().to(tl.int64))
+        tl.store(trace + block * 3 + 1, begun)
+        tl.store(trace + block * 3 + 2, cuda.globaltimer())

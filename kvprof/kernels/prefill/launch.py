@@ -1,0 +1,299 @@
+"""Launches the Triton kernel over the blocks of a schedule; nothing here waits for the device."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
+from kvprof.kernels.prefill.kernel import prefill_blocks
+from kvprof.kernels.prefill.schedules import Blocks, Work, cut_blocks
+from kvprof.kernels.prefill.streams import side_by_side
+from kvprof.kernels.prefill.tuning import SHARED_MEMORY, Tile, Tuning, head_tiles
+
+__all__ = ["Launch", "PrefillStep", "Trace", "interpreted", "kind_numbers", "prefill_step"]
+
+
+class Launch(NamedTuple):
+    """Neighbouring blocks of the table that one launch runs.
+
+    Attributes
+    ----------
+    first, blocks : int
+    kinds : tuple of int
+        From `kind_numbers`.
+    tile : Tile
+    """
+
+    first: int
+    blocks: int
+    kinds: tuple[int, ...]
+    tile: Tile
+
+
+class Trace(NamedTuple):
+    """What each block did, ``[blocks]`` int64 each.
+
+    Attributes
+    ----------
+    row, head : Tensor
+    multiprocessor : Tensor
+    begin, end : Tensor
+        The GPU's clock in nanoseconds.
+    output : Tensor
+        What `PrefillStep.run` returns.
+    """
+
+    row: Tensor
+    head: Tensor
+    multiprocessor: Tensor
+    begin: Tensor
+    end: Tensor
+    output: Tensor
+
+
+def interpreted() -> bool:
+    """Tell whether Triton interprets its kernels, which it decides when it is first imported."""
+    return isinstance(prefill_blocks, InterpretedFunction)
+
+
+def kind_numbers(kinds: Sequence[tuple[int, int, Tile]]) -> tuple[int, ...]:
+    """Return kinds of heads (key width, value width, tile) as the kernel takes them, ten each."""
+    numbers: list[int] = []
+    for key_width, value_width, tile in kinds:
+        for width in (key_width, value_width):
+            own = chunks(width)
+            numbers += [*own, *(0,) * (MOST_CHUNKS - len(own))]
+        numbers += [tile.rows, tile.keys]
+    return tuple(numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillStep:
+    """A prompt's attention with its work cut; layers of the same widths may share it.
+
+    Attributes
+    ----------
+    layout : RaggedLayout
+    tokens : int
+        New tokens of every sequence.
+    window : int
+    blocks : Blocks
+        The schedule, with its predicted makespan.
+    table, places : Tensor
+        On the device: the blocks, and where each head's queries, outputs and planes begin.
+    launches : tuple of Launch
+    """
+
+    layout: RaggedLayout
+    tokens: int
+    window: int
+    blocks: Blocks
+    table: Tensor
+    places: Tensor
+    launches: tuple[Launch, ...]
+
+    def jobs(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        output: Tensor,
+        lengths: Tensor,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        trace: Tensor | None = None,
+    ) -> list[Callable[[], None]]:
+        """Return what is to be launched, each on a stream of its own (`side_by_side`).
+
+        Parameters
+        ----------
+        query, buffer, lengths, scaling, softcap, sinks
+            As for `kvprof.kernels.prefill.step.prefill`, contiguous.
+        output : Tensor
+            ``[batch, tokens, Σ_g G·dv_g]``; only the columns of this step's heads are written.
+        trace : Tensor, optional
+            ``[blocks, 3]`` int64 that gets each block's multiprocessor, begin and end (ns).
+        """
+        unused = self.table
+        tensors = (
+            query, buffer, output, lengths, unused if sinks is None else sinks, self.table,
+            self.places, unused if trace is None else trace,
+        )  # fmt: skip
+        scale = scaling if softcap else scaling * math.log2(math.e)
+        numbers = (self.tokens, self.layout.capacity, query.shape[-1], output.shape[-1])
+        scores = (scale, softcap, self.window)
+
+        def job(launch: Launch) -> Callable[[], None]:
+            options: dict[str, Any] = {"num_warps": launch.tile.warps}
+            if launch.tile.registers:
+                options["maxnreg"] = launch.tile.registers
+            return lambda: prefill_blocks[(launch.blocks,)](
+                *tensors, launch.first, *numbers, *scores,
+                KINDS=launch.kinds, COUNT=len(launch.kinds) // 10, STAGES=launch.tile.stages,
+                GROUP=self.layout.group, SOFTCAP=softcap > 0, SINKS=sinks is not None,
+                WINDOW=self.window > 0, TRACE=trace is not None, **options,
+            )  # fmt: skip
+
+        return [job(launch) for launch in self.launches]
+
+    def run(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        lengths: Tensor,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        trace: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``[batch, tokens, Σ_g G·dv_g]``; parameters are those of `jobs`."""
+        output = query.new_empty(*query.shape[:2], self.layout.output_offsets[-1])
+        jobs = self.jobs(
+            query, buffer, output, lengths, scaling, softcap=softcap, sinks=sinks, trace=trace
+        )
+        side_by_side(jobs, query.device)
+        return output
+
+    def trace(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        lengths: Tensor,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Trace:
+        """Run and tell when each block ran on which multiprocessor; waits for the device.
+
+        Raises
+        ------
+        LackingError
+            Without a GPU.
+        """
+        if query.device.type != "cuda":
+            raise LackingError("what runs where on a GPU can be told on a GPU only")
+        seen = torch.zeros(len(self.table), 3, dtype=torch.int64, device=query.device)
+        output = self.run(query, buffer, lengths, scaling, softcap=softcap, sinks=sinks, trace=seen)
+        row, head = self.table[:, :2].long().unbind(1)
+        multiprocessor, begin, end = seen.unbind(1)
+        return Trace(row, head, multiprocessor, begin, end, output)
+
+
+def _in_launches(
+    blocks: Blocks, layout: RaggedLayout, tiles: Sequence[Tile], fused: bool
+) -> tuple[Blocks, list[int], tuple[Launch, ...]]:
+    """Put the blocks of a launch together; return them, each head's kind and the launches."""
+    pairs = list(zip(layout.key_widths, layout.value_widths, tiles, strict=True))
+    # In the order in which they first come: with heavy blocks first, the heaviest kind.
+    kinds = list(dict.fromkeys(pairs[head] for _, head, *_ in blocks.items))
+    if fused:
+        numbers = kind_numbers(kinds)
+        own = [kinds.index(pair) if pair in kinds else 0 for pair in pairs]
+        return blocks, own, (Launch(0, len(blocks.items), numbers, kinds[0][2]),)
+    number = {kind: at for at, kind in enumerate(kinds)}
+    order = sorted(range(len(blocks.items)), key=lambda at: number[pairs[blocks.items[at][1]]])
+    items = tuple(blocks.items[at] for at in order)
+    launches = []
+    first = 0
+    for kind in kinds:
+        count = sum(pairs[head] == kind for _, head, *_ in items)
+        launches.append(Launch(first, count, kind_numbers([kind]), kind[2]))
+        first += count
+    costs = tuple(blocks.costs[at] for at in order)
+    return Blocks(items, costs, blocks.places), [0] * layout.heads, tuple(launches)
+
+
+def _where(layout: RaggedLayout) -> list[list[int]]:
+    """Return the rows of the kernel's ``heads``."""
+    found = []
+    for head in range(layout.heads):
+        row = [layout.query_offsets[head], layout.output_offsets[head]]
+        widths = (layout.key_widths[head], layout.value_widths[head])
+        for start, width in zip(layout.offsets[head], widths, strict=True):
+            planes = []
+            for chunk in chunks(width):
+                planes.append(start)
+                start += layout.batch * layout.capacity * chunk
+            row += [*planes, *(0,) * (MOST_CHUNKS - len(planes))]
+        found.append(row)
+    return found
+
+
+@lru_cache(maxsize=256)
+def prefill_step(
+    layout: RaggedLayout,
+    tokens: int,
+    device: torch.device,
+    *,
+    past: tuple[int, ...] | None = None,
+    window: int = 0,
+    schedule: str = "equal",
+    tuning: Tuning | None = None,
+    element_size: int = 2,
+    multiprocessors: int | None = None,
+    heads: tuple[int, ...] | None = None,
+    costs: tuple[tuple[int, int, float], ...] | None = None,
+) -> PrefillStep:
+    """Cut a prompt's work and put the table on the device; made once and remembered.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+    tokens : int
+        New tokens of every sequence.
+    device : torch.device
+        With its index.
+    past : tuple of int, optional
+        Tokens before the new ones, per sequence, as far as the host knows; none by default. It
+        decides how the work is cut, never what is computed.
+    window : int
+    schedule : str
+        One of `kvprof.kernels.prefill.schedules.SCHEDULES`.
+    tuning : Tuning, optional
+    element_size : int
+        Bytes of a value.
+    multiprocessors : int, optional
+        The device's own by default (on a CPU, 1).
+    heads : tuple of int, optional
+        KV heads to compute; all by default.
+    costs : tuple of (key width, value width, cost), optional
+        Measured costs of a score (`kvprof.kernels.prefill.grid.class_costs`).
+
+    Raises
+    ------
+    UsageError
+        For an unknown schedule or a capacity beyond 2³¹ values of a plane.
+    FailedError
+        While a CUDA graph is captured: the table must be there before.
+    """
+    if layout.capacity * max(layout.key_widths + layout.value_widths) >= 2**31:
+        raise UsageError(f"a capacity of {layout.capacity:,} tokens is too large for one plane")
+    tuning, shared = tuning or Tuning(), SHARED_MEMORY
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise FailedError("run this prefill once before a CUDA graph captures it")
+        properties = torch.cuda.get_device_properties(device)
+        shared = properties.shared_memory_per_multiprocessor - 1024
+        multiprocessors = multiprocessors or properties.multi_processor_count
+    tiles = head_tiles(layout, tuning, element_size, shared)
+    if device.type == "cuda" and properties.major < 9:
+        # There queries stay in registers: with few of them they would be spilled.
+        tiles = tuple(replace(tile, registers=0) for tile in tiles)
+    measured = None if costs is None else {(k, v): cost for k, v, cost in costs}
+    work = Work(layout, tokens, past or (0,) * layout.batch, tiles, window, measured)
+    own = heads if heads is not None else tuple(range(layout.heads))
+    places = (multiprocessors or 1) * max(tiles[head].programs for head in own)
+    blocks = cut_blocks(schedule, work, own, places, pieces=tuning.pieces, step=tuning.step)
+    blocks, kinds, launches = _in_launches(blocks, layout, tiles, bool(tuning.fused))
+    where = torch.tensor(_where(layout), dtype=torch.int64, device=device)
+    return PrefillStep(layout, tokens, window, blocks, blocks.table(kinds, device), where, launches)

@@ -1,0 +1,271 @@
+"""Which way a prompt's attention is computed: by measuring, remembered in the process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.prefill.launch import prefill_step
+from kvprof.kernels.prefill.library import (
+    REWARDED,
+    library_jobs,
+    padded_width,
+    width_classes,
+)
+from kvprof.kernels.prefill.streams import side_by_side
+from kvprof.kernels.prefill.tuning import Tuning
+
+__all__ = [
+    "PATHS", "Choice", "best_paths", "from_table", "measured_path", "pair_seconds", "run_paths",
+]  # fmt: skip
+
+#: What a caller may ask for.
+PATHS = ("auto", "triton", "library")
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found best.
+
+    Attributes
+    ----------
+    paths : tuple of str
+        ``triton`` or ``library``, per KV head.
+    seconds : dict
+        Measured times: ``triton`` and ``library`` for all heads that way, ``mixed`` where each
+        class of widths took its faster one and they differ.
+    """
+
+    paths: tuple[str, ...]
+    seconds: Mapping[str, float]
+
+
+def best_paths(layout: RaggedLayout, seconds: Callable[[tuple[str | None, ...]], float]) -> Choice:
+    """Return the fastest of all Triton, all library and each class its own.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+    seconds : callable
+        Measures a path per head; None leaves a head out.
+    """
+    heads = range(layout.heads)
+    if max(layout.key_widths + layout.value_widths) > REWARDED[-1]:
+        return Choice(("triton",) * layout.heads, {})
+    options: dict[str, tuple[str, ...]] = {
+        path: (path,) * layout.heads for path in ("triton", "library")
+    }
+    found = {name: seconds(paths) for name, paths in options.items()}
+    classes = width_classes(layout, heads)
+    if len(classes) > 1:
+        mixed = ["triton"] * layout.heads
+        for own in classes.values():
+            alone = {
+                path: seconds(tuple(path if head in own else None for head in heads))
+                for path in options
+            }
+            for head in own:
+                mixed[head] = min(alone, key=lambda path: alone[path])
+        if len(set(mixed)) > 1:
+            options["mixed"] = tuple(mixed)
+            found["mixed"] = seconds(tuple(mixed))
+    return Choice(options[min(found, key=lambda name: found[name])], found)
+
+
+def from_table(
+    layout: RaggedLayout, table: Mapping[tuple[int, int], Mapping[str, float]]
+) -> Choice:
+    """Return each class's faster path by a table of times.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+    table : mapping
+        Seconds by path, ``triton`` and ``library``, of each padded pair of widths.
+
+    Raises
+    ------
+    UsageError
+        When a class is not in the table.
+    """
+    paths = []
+    for pair in zip(layout.key_widths, layout.value_widths, strict=True):
+        padded = (padded_width(pair[0]), padded_width(pair[1]))
+        times = table.get(padded)
+        if times is None or set(times) != {"triton", "library"}:
+            raise UsageError(f"the table of times lacks triton or library for {padded}")
+        paths.append(min(times, key=lambda path: times[path]))
+    return Choice(tuple(paths), {})
+
+
+def run_paths(
+    paths: Sequence[str | None],
+    query: Tensor,
+    buffer: Tensor,
+    layout: RaggedLayout,
+    lengths: Tensor,
+    scaling: float,
+    *,
+    schedule: str,
+    tuning: Tuning,
+) -> Tensor:
+    """Run heads their ways side by side, without soft-cap, sinks, window or past.
+
+    Parameters
+    ----------
+    paths : sequence of str or None
+        Per KV head; None leaves the head's outputs as they are (undefined).
+    query, buffer, layout, lengths, scaling, schedule, tuning
+        As for `kvprof.kernels.prefill.step.prefill`, contiguous.
+    """
+    output = query.new_empty(*query.shape[:2], layout.output_offsets[-1])
+    own = {
+        path: tuple(head for head, wanted in enumerate(paths) if wanted == path)
+        for path in ("triton", "library")
+    }
+    jobs: list[Callable[[], None]] = []
+    if own["library"]:
+        jobs += library_jobs(query, buffer, output, layout, scaling, own["library"])
+    if own["triton"]:
+        step = prefill_step(
+            layout, query.shape[1], query.device, schedule=schedule, tuning=tuning,
+            element_size=query.element_size(), heads=own["triton"],
+        )  # fmt: skip
+        jobs += step.jobs(query, buffer, output, lengths, scaling)
+    side_by_side(jobs, query.device)
+    return output
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+_REMEMBERED: dict[tuple[object, ...], Choice] = {}
+
+
+def measured_path(
+    layout: RaggedLayout,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    schedule: str = "equal",
+    tuning: Tuning | None = None,
+) -> Choice:
+    """Time both ways on random data and remember the faster for about as many tokens.
+
+    Layers with the same widths, group and batch share what was found, up to twice the tokens.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+    tokens : int
+        New tokens of every sequence, with none before.
+    dtype : torch.dtype
+    device : torch.device
+        A GPU, with its index.
+    schedule : str
+        Of the Triton kernel.
+    tuning : Tuning, optional
+
+    Raises
+    ------
+    LackingError
+        Without a GPU.
+    FailedError
+        While a CUDA graph is captured: measure before.
+    """
+    if device.type != "cuda":
+        raise LackingError("the paths of prefill are measured on a GPU only")
+    tuning = tuning or Tuning()
+    key = (
+        layout.key_widths, layout.value_widths, layout.group, layout.batch, tokens.bit_length(),
+        dtype, device, schedule, tuning,
+    )  # fmt: skip
+    if key in _REMEMBERED:
+        return _REMEMBERED[key]
+    if torch.cuda.is_current_stream_capturing():
+        raise FailedError(
+            "run this prefill once before a CUDA graph captures it, or name its path: auto measures"
+        )
+    own = replace(layout, capacity=tokens)
+    timed = _timed(own, dtype, device, schedule, tuning)
+    _REMEMBERED[key] = best_paths(own, timed)
+    return _REMEMBERED[key]
+
+
+def pair_seconds(
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    heads: int = 8,
+    group: int = 4,
+    schedule: str = "equal",
+    tuning: Tuning | None = None,
+) -> Callable[[int, int], float]:
+    """Return a measure for `kvprof.kernels.prefill.grid.class_costs`: the faster path's time.
+
+    Parameters
+    ----------
+    tokens : int
+        Of one sequence.
+    dtype : torch.dtype
+    device : torch.device
+        A GPU, with its index.
+    heads, group : int
+        KV heads, all of the pair's widths, and query heads of each; a head is told its share.
+    schedule : str
+    tuning : Tuning, optional
+
+    Raises
+    ------
+    LackingError
+        Without a GPU.
+    """
+    if device.type != "cuda":
+        raise LackingError("the paths of prefill are measured on a GPU only")
+
+    def seconds(key_width: int, value_width: int) -> float:
+        layout = RaggedLayout((key_width,) * heads, (value_width,) * heads, group, 1, tokens)
+        timed = _timed(layout, dtype, device, schedule, tuning or Tuning())
+        paths = ["triton"]
+        if max(key_width, value_width) <= REWARDED[-1]:
+            paths.append("library")
+        return min(timed((path,) * heads) for path in paths) / heads
+
+    return seconds
+
+
+def _timed(
+    layout: RaggedLayout, dtype: torch.dtype, device: torch.device, schedule: str, tuning: Tuning
+) -> Callable[[tuple[str | None, ...]], float]:
+    """Return what times paths, each sequence as long as the capacity, on random data."""
+    tokens = layout.capacity
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype, device=device)
+
+    query = random(layout.batch, tokens, layout.query_offsets[-1])
+    buffer = random(layout.elements)
+    lengths = torch.full((layout.batch,), tokens, dtype=torch.int32, device=device)
+
+    def seconds(paths: tuple[str | None, ...]) -> float:
+        times = []
+        for _ in range(_REPEATS + 1):
+            begin, end = _event(), _event()
+            begin.record()
+            run_paths(paths, query, buffer, layout, lengths, 0.1, schedule=schedule, tuning=tuning)
+            end.record()
+            end.synchronize()
+            times.append(float(begin.elapsed_time(end)) / 1e3)
+        return median(times[1:])
+
+    return seconds

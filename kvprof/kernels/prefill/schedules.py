@@ -1,0 +1,289 @@
+"""How a prompt's work is cut into blocks of rows and in which order they run (FDC §5.3).
+
+A block is neighbouring rows of one KV head of one sequence, a row being one query head at one new
+token: row ``r`` is query head ``r % G`` at token ``r // G``. What it costs is what the kernel does:
+its tiles of rows, each with the keys that causality leaves, in whole tiles, times the head's widths
+and a constant for softmax, which does not shrink with the width. FDC ignores causality when it
+makes blocks; it is counted here whenever a cost is told.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.prefill.tuning import Tile
+
+__all__ = [
+    "COST_PER_SCORE",
+    "SCHEDULES",
+    "Blocks",
+    "Work",
+    "block_costs",
+    "cut_blocks",
+    "equal_blocks",
+    "grown_blocks",
+    "makespan_over_mean",
+    "plain_blocks",
+]
+
+#: Columns that a score costs beside its head's own: exponential, maximum and sum. From cuDNN's
+#: times at widths 128 and 64 (15.03 and 9.76 ms at 32K on an H200); FDC counts 1.
+COST_PER_SCORE = 110
+
+#: Ways to cut and order a prompt's work.
+SCHEDULES = ("equal", "rows", "plain")
+
+Block = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do.
+
+    Attributes
+    ----------
+    layout : RaggedLayout
+    tokens : int
+        New tokens of every sequence.
+    past : tuple of int
+        Tokens before them, per sequence; negative for a sequence padded on the left.
+    tiles : tuple of Tile
+        Of each head.
+    window : int
+        Tokens that a token sees, itself included; 0 for all.
+    costs : mapping, optional
+        Of a score, by key and value width, in any unit; the widths and `COST_PER_SCORE` by default.
+    """
+
+    layout: RaggedLayout
+    tokens: int
+    past: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    window: int = 0
+    costs: Mapping[tuple[int, int], float] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a head of a sequence."""
+        return self.tokens * self.layout.group
+
+    def score_cost(self, head: int) -> float:
+        """Return what one score of a head costs."""
+        widths = (self.layout.key_widths[head], self.layout.value_widths[head])
+        if self.costs is None:
+            return float(sum(widths) + COST_PER_SCORE)
+        if widths not in self.costs:
+            raise UsageError(f"no cost is known for keys {widths[0]} and values {widths[1]} wide")
+        return self.costs[widths]
+
+    def sums(self, sequence: int, head: int) -> NDArray[np.float64]:
+        """Return what all of a head's tiles before each boundary between two cost."""
+        tile = self.tiles[head]
+        bounds = np.minimum(np.arange(-(-self.rows // tile.rows) + 1) * tile.rows, self.rows)
+        scores = _scores(self, sequence, tile, bounds[:-1], bounds[1:])
+        return np.concatenate([[0.0], np.cumsum(scores)]) * self.score_cost(head)
+
+    def cost(self, block: Block) -> float:
+        """Return what a block costs."""
+        sequence, head, first, rows = block
+        tile = self.tiles[head]
+        starts = np.arange(first, first + rows, tile.rows)
+        stops = np.minimum(starts + tile.rows, first + rows)
+        return float(_scores(self, sequence, tile, starts, stops).sum()) * self.score_cost(head)
+
+
+def _scores(
+    work: Work, sequence: int, tile: Tile, starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the scores that tiles of rows ``start … stop - 1`` compute, masked ones included."""
+    group, past = work.layout.group, work.past[sequence]
+    end = np.maximum(0, past + (stops - 1) // group + 1)
+    begin = np.maximum(0, past + starts // group + 1 - work.window) if work.window else 0
+    visited = np.maximum(0, -(-end // tile.keys) - begin // tile.keys)
+    # One more tile of keys: the queries are read and the outputs written.
+    found: NDArray[np.float64] = tile.rows * tile.keys * (visited + 1.0)
+    return found
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A schedule.
+
+    Attributes
+    ----------
+    items : tuple of (sequence, head, first row, rows)
+        In the order in which they are to start.
+    costs : tuple of float
+        Of each.
+    places : int
+        Programs that run at once.
+    """
+
+    items: tuple[Block, ...]
+    costs: tuple[float, ...]
+    places: int
+
+    @cached_property
+    def makespan_over_mean(self) -> float:
+        """Predicted: when the last place is done over when all could be, 1 at best."""
+        return makespan_over_mean(self.costs, self.places)
+
+    def table(self, kinds: Sequence[int], device: torch.device) -> Tensor:
+        """Return ``[blocks, 5]`` int32 as the kernel takes it; `kinds` is each head's kind."""
+        rows = [(*item, kinds[item[1]]) for item in self.items]
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def makespan_over_mean(costs: Sequence[float], places: int) -> float:
+    """Return the makespan over the mean load when the next block goes to the first free place."""
+    loads = [0.0] * places
+    for cost in costs:
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads) * places / max(sum(loads), 1e-300)
+
+
+def cut_blocks(
+    schedule: str, work: Work, heads: Sequence[int], places: int, *, pieces: int, step: int
+) -> Blocks:
+    """Cut the work of some heads.
+
+    Parameters
+    ----------
+    schedule : str
+        One of `SCHEDULES`.
+    work : Work
+    heads : sequence of int
+    places : int
+        Programs that run at once, on all multiprocessors.
+    pieces : int
+        Blocks per place, for ``equal``.
+    step : int
+        Rows of a block are a multiple of it, for ``rows``.
+
+    Raises
+    ------
+    UsageError
+        For an unknown schedule.
+    """
+    if schedule == "equal":
+        items = equal_blocks(work, heads, pieces * places)
+    elif schedule == "rows":
+        items = grown_blocks(work, heads, places, step)
+    elif schedule == "plain":
+        items = plain_blocks(work, heads)
+    else:
+        raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    costs = np.array(block_costs(work, items))
+    # Heavy first: what is left for the end is small.
+    order = np.argsort(-costs, kind="stable") if schedule == "equal" else np.arange(len(items))
+    return Blocks(tuple(items[n] for n in order), tuple(costs[order].tolist()), places)
+
+
+def block_costs(work: Work, blocks: Sequence[Block]) -> list[float]:
+    """Return what each block costs; those of whole tiles from the same sums."""
+    sums: dict[tuple[int, int], NDArray[np.float64]] = {}
+    found = []
+    for block in blocks:
+        sequence, head, first, rows = block
+        height, stop = work.tiles[head].rows, first + rows
+        if first % height or (stop % height and stop != work.rows):
+            found.append(work.cost(block))
+            continue
+        if (sequence, head) not in sums:
+            sums[sequence, head] = work.sums(sequence, head)
+        own = sums[sequence, head]
+        found.append(float(own[-(-stop // height)] - own[first // height]))
+    return found
+
+
+def plain_blocks(work: Work, heads: Sequence[int]) -> list[Block]:
+    """Return a block per tile of rows, in order: what a kernel that knows no ranks does."""
+    return [
+        (sequence, head, first, min(work.tiles[head].rows, work.rows - first))
+        for sequence in range(len(work.past))
+        for head in heads
+        for first in range(0, work.rows, work.tiles[head].rows)
+    ]
+
+
+def equal_blocks(work: Work, heads: Sequence[int], pieces: int) -> list[Block]:
+    """Return about `pieces` blocks of equal cost, causality counted.
+
+    Each head of each sequence gets its share of the blocks, cut at whole tiles: tall where the
+    causal length is short, a single tile where even that is more than a share.
+    """
+    tasks = [
+        (sequence, head, work.sums(sequence, head))
+        for sequence in range(len(work.past))
+        for head in heads
+    ]
+    share = sum(float(sums[-1]) for *_, sums in tasks) / max(1, pieces)
+    found: list[Block] = []
+    for sequence, head, sums in tasks:
+        height = work.tiles[head].rows
+        count = min(len(sums) - 1, max(1, round(float(sums[-1]) / share)))
+        # The tile boundary nearest to each equal share of the head's own cost.
+        wanted = sums[-1] * np.arange(1, count) / count
+        after = np.searchsorted(sums, wanted)
+        nearest = np.where(sums[after] - wanted <= wanted - sums[after - 1], after, after - 1)
+        bounds = [min(int(cut) * height, work.rows) for cut in np.unique(nearest)]
+        found += [
+            (sequence, head, start, stop - start)
+            for start, stop in pairwise(sorted({0, *bounds, work.rows}))
+        ]
+    return found
+
+
+def grown_blocks(work: Work, heads: Sequence[int], places: int, step: int = 16) -> list[Block]:
+    """Return FDC's blocks: taller for narrow heads, the last round split (FDC §5.3).
+
+    With ``d_sum = d_qk + d_v + 1`` a head's blocks have ``B_r · d_sum_max / d_sum`` rows, ``B_r``
+    being the rows of a tile, so that all cost the same when causality is ignored, as the paper
+    does. What is left for the last round, in which not every place gets a block, is split into
+    blocks of ``wl / d_sum`` rows with ``wl = (1/N) Σ B_r · d_sum`` for ``N`` places.
+
+    Parameters
+    ----------
+    work : Work
+    heads : sequence of int
+    places : int
+        N; the paper's SMs.
+    step : int
+        Rows are a multiple of it; the paper's 16.
+    """
+    layout = work.layout
+    sums = {head: layout.key_widths[head] + layout.value_widths[head] + 1 for head in heads}
+    widest = max(heads, key=lambda head: sums[head])
+
+    def whole(rows: float) -> int:
+        return max(step, round(rows / step) * step)
+
+    blocks: list[Block] = []
+    for sequence in range(len(work.past)):
+        for head in heads:
+            height = whole(work.tiles[widest].rows * sums[widest] / sums[head])
+            blocks += [
+                (sequence, head, first, min(height, work.rows - first))
+                for first in range(0, work.rows, height)
+            ]
+    last = len(blocks) % places
+    if not last:
+        return blocks
+    full, rest = blocks[:-last], blocks[-last:]
+    load = sum(rows * sums[head] for _, head, _, rows in rest) / places
+    for sequence, head, first, rows in rest:
+        height = whole(load / sums[head])
+        full += [
+            (sequence, head, at, min(height, first + rows - at))
+            for at in range(first, first + rows, height)
+        ]
+    return full

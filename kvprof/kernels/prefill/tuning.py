@@ -1,0 +1,163 @@
+"""What of the prefill kernel is chosen for a GPU and a pair of widths, and not for a model."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+from kvprof.kernels.planes import RaggedLayout
+
+__all__ = ["SHARED_MEMORY", "Tile", "Tuning", "head_tiles", "shared_bytes"]
+
+#: Bytes that the programs of one multiprocessor share on an H100 or H200.
+SHARED_MEMORY = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one kind of head is computed.
+
+    Attributes
+    ----------
+    rows, keys : int
+        Of a tile of scores, powers of two.
+    warps : int
+        Of a program.
+    stages : int
+        Tiles of K and V on their way at once, fewer where shared memory does not suffice.
+    programs : int
+        That are to fit on a multiprocessor at once, so that one computes softmax while another
+        multiplies.
+    registers : int
+        Most of a thread; 0 leaves it to the compiler.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    registers: int = 0
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the prefill kernel is built and its work cut.
+
+    Attributes
+    ----------
+    narrow, wide, widest, latent : Tile
+        For heads with values up to `narrow_values` wide, keys and values up to `wide_widths`, up to
+        `widest_widths`, and wider.
+    narrow_values, wide_widths, widest_widths : int
+    pieces : int
+        Programs per place for one (`Tile.programs` on every multiprocessor), schedule ``equal``.
+    step : int
+        Rows of a grown block are a multiple of it, schedule ``rows``.
+    fused : int
+        1 for one launch with a branch per kind of head, sized by the widest; 0 for a launch per
+        kind, on streams of their own.
+    own : tuple of (key width, value width, Tile)
+        Pairs of widths that are computed otherwise, as a sweep found.
+    """
+
+    narrow: Tile = Tile(128, 64, 8, 3, 2, 128)
+    wide: Tile = Tile(128, 64, 8, 3, 1)
+    widest: Tile = Tile(64, 32, 8, 2, 1)
+    latent: Tile = Tile(32, 32, 8, 2, 1)
+    narrow_values: int = 64
+    wide_widths: int = 128
+    widest_widths: int = 256
+    pieces: int = 16
+    step: int = 16
+    fused: int = 0
+    own: tuple[tuple[int, int, Tile], ...] = ()
+
+    def numbers(self) -> list[int]:
+        """Return it as whole numbers, as an operator of torch can take it."""
+        found: list[int] = []
+        for value in (getattr(self, field.name) for field in fields(self)[:-1]):
+            found += astuple(value) if isinstance(value, Tile) else (value,)
+        return found + [number for k, v, tile in self.own for number in (k, v, *astuple(tile))]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "Tuning":
+        """Return what `numbers` told."""
+        rest = list(numbers)
+        size = len(fields(Tile))
+
+        def tile() -> Tile:
+            return Tile(*(rest.pop(0) for _ in range(size)))
+
+        found: dict[str, Any] = {
+            field.name: tile() if isinstance(field.default, Tile) else rest.pop(0)
+            for field in fields(cls)[:-1]
+        }
+        own = []
+        while rest:
+            own.append((rest.pop(0), rest.pop(0), tile()))
+        return cls(**found, own=tuple(own))
+
+    def tile(
+        self,
+        key_width: int,
+        value_width: int,
+        element_size: int = 2,
+        shared: int = SHARED_MEMORY,
+    ) -> Tile:
+        """Return the tile of a pair of widths, made to fit.
+
+        Parameters
+        ----------
+        key_width, value_width : int
+        element_size : int
+            Bytes of a value; four make the tile half as large both ways.
+        shared : int
+            Bytes that the programs of a multiprocessor share.
+        """
+        widths = (key_width, value_width)
+        found = next((tile for *pair, tile in self.own if tuple(pair) == widths), None)
+        if found is None:
+            if max(widths) > self.wide_widths:
+                found = self.widest if max(widths) <= self.widest_widths else self.latent
+            else:
+                found = self.narrow if value_width <= self.narrow_values else self.wide
+        if element_size == 4:
+            smaller = {"rows": max(16, found.rows // 2), "keys": max(16, found.keys // 2)}
+            found = replace(found, **smaller, programs=1, registers=0)
+        while (
+            shared_bytes(found, *widths, element_size) > shared // found.programs
+            and (found.stages > 1 or found.keys > 16)
+        ):  # fmt: skip
+            if found.stages > 1:
+                found = replace(found, stages=found.stages - 1)
+            else:
+                found = replace(found, keys=found.keys // 2)
+        return found
+
+
+def shared_bytes(tile: Tile, key_width: int, value_width: int, element_size: int) -> int:
+    """Return what a program keeps in shared memory, in bytes, with what the system takes of it."""
+    tiles = tile.rows * key_width + tile.stages * tile.keys * (key_width + value_width)
+    return tiles * element_size + 1024
+
+
+def head_tiles(
+    layout: RaggedLayout,
+    tuning: Tuning,
+    element_size: int = 2,
+    shared: int = SHARED_MEMORY,
+) -> tuple[Tile, ...]:
+    """Return every head's tile; one launch for all kinds gives all as many warps and stages.
+
+    Parameters are those of `Tuning.tile`.
+    """
+    pairs = zip(layout.key_widths, layout.value_widths, strict=True)
+    tiles = tuple(tuning.tile(*pair, element_size, shared) for pair in pairs)
+    if not tuning.fused:
+        return tiles
+    common = {
+        "warps": max(tile.warps for tile in tiles), "stages": min(tile.stages for tile in tiles),
+        "programs": min(tile.programs for tile in tiles),
+        "registers": 0 if any(not tile.registers for tile in tiles) else tiles[0].registers,
+    }  # fmt: skip
+    return tuple(replace(tile, **common) for tile in tiles)

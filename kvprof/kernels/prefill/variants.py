@@ -1,0 +1,40 @@
+"""The forms of the prefill kernel that are compiled for every architecture."""
+
+from kvprof.kernels.prefill.kernel import prefill_blocks
+from kvprof.kernels.prefill.launch import kind_numbers
+from kvprof.kernels.prefill.tuning import Tuning
+from kvprof.kernels.variants import Variant
+
+__all__ = ["VARIANTS"]
+
+#: Bytes that a program may have on each GPU that is compiled for, A100 being the least.
+_SHARED = 163 * 1024
+
+
+def _prefill(
+    name: str, dtype: str, key_width: int, value_width: int, *, options: bool = False
+) -> Variant:
+    tile = Tuning().tile(key_width, value_width, 2, _SHARED)
+    signature = {
+        "queries": f"*{dtype}", "cache": f"*{dtype}", "output": f"*{dtype}", "lengths": "*i32",
+        "sinks": "*fp32", "blocks": "*i32", "heads": "*i64", "trace": "*i64",
+        "first_block": "i32", "tokens": "i32", "capacity": "i32", "query_row": "i32",
+        "output_row": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32",
+    }  # fmt: skip
+    constants = {
+        "KINDS": kind_numbers([(key_width, value_width, tile)]), "COUNT": 1, "STAGES": tile.stages,
+        "GROUP": 4, "SOFTCAP": options, "SINKS": options, "WINDOW": options, "TRACE": False,
+    }  # fmt: skip
+    return Variant(
+        f"prefill {name} {dtype}", prefill_blocks, signature, constants, tile.warps, tile.stages
+    )
+
+
+#: Full width, the uniform half, the most chunks, everything that models add, a wide latent.
+VARIANTS = (
+    _prefill("full", "bf16", 128, 128),
+    _prefill("uniform", "fp16", 64, 64),
+    _prefill("ragged", "bf16", 112, 48),
+    _prefill("options", "bf16", 48, 80, options=True),
+    _prefill("latent", "bf16", 512, 512),
+)

@@ -1,0 +1,147 @@
+"""The CPU path: torch's own products, heads of one width together, a block of tokens at a time."""
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.planes import chunks
+from kvprof.kernels.project.work import Places, Rotary, Stream, Work
+
+__all__ = ["project_cpu"]
+
+#: Rows (tokens times heads) of a block: its states stay in a core's cache.
+_ROWS = 4096
+
+
+def project_cpu(work: Work) -> Tensor | None:
+    """Run a pass; return the queries ``[batch, tokens, Σ_g G·dk_g]`` where there are any."""
+    output = None
+    if work.query is not None:
+        output = _queries(work.query, work.rotary)
+    if work.places is not None:
+        places = work.places
+        kept, slots = _slots(places, work.states.shape[1])
+        begins = [0]
+        for pair in zip(places.key_widths, places.value_widths, strict=True):
+            begins += [begins[-1] + pair[0], begins[-1] + sum(pair)]  # two entries: K, then V
+        if work.keys is not None:
+            _store(work.keys, work.rotary, places, begins[0:-1:2], kept, slots)
+        if work.values is not None:
+            _store(work.values, None, places, begins[1::2], kept, slots)
+    return output
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> Tensor:
+    """Turn ``[rows, heads, d]`` by tables ``[rows, dim or dim/2]``, in fp32."""
+    dim, half = rotary.dim, rotary.dim // 2
+    if rotary.interleaved:
+        members = (slice(0, dim, 2), slice(1, dim, 2))
+    else:
+        members = (slice(0, half), slice(half, dim))
+    part = states[..., rotary.offset : rotary.offset + dim]
+    first, second = (part[..., member].float() for member in members)
+    tables = [
+        (table if table.shape[-1] == half else table[..., member]).float()[:, None]
+        for table in (cos, sin)
+        for member in members
+    ]
+    result = torch.empty_like(states) if dim == states.shape[-1] else states.clone()
+    turned = result[..., rotary.offset : rotary.offset + dim]
+    turned[..., members[0]] = (first * tables[0]).addcmul_(second, tables[2], value=-1)
+    turned[..., members[1]] = (second * tables[1]).addcmul_(first, tables[3])
+    return result
+
+
+def _rows(stream: Stream, rotary: Rotary | None, rows: slice) -> Tensor:
+    """Return some rows of ``[batch · tokens, heads, d]``, turned."""
+    batch, tokens = stream.states.shape[:2]
+    states = stream.states.flatten(0, 1)[rows]
+    if rotary is None:
+        return states
+    cos, sin = (
+        table.expand(batch, tokens, -1).flatten(0, 1)[rows] for table in (rotary.cos, rotary.sin)
+    )
+    return _rotate(states, cos, sin, rotary)
+
+
+def _by_width(stream: Stream) -> list[tuple[list[int], Tensor]]:
+    """Return heads of one width and their stacked bases ``[heads, d, width]``."""
+    assert stream.bases is not None
+    depth = stream.states.shape[-1]
+    matrices = torch.split(stream.bases, [depth * width for width in stream.widths])
+    found = []
+    for width in dict.fromkeys(stream.widths):
+        heads = [head for head, own in enumerate(stream.widths) if own == width]
+        found.append((heads, torch.stack([matrices[h].view(depth, width) for h in heads])))
+    return found
+
+
+def _blocks(stream: Stream) -> list[slice]:
+    batch, tokens = stream.states.shape[:2]
+    heads = stream.states.shape[2] if stream.states.dim() == 4 else len(stream.widths)
+    size = max(16, _ROWS // heads)
+    return [slice(at, at + size) for at in range(0, batch * tokens, size)]
+
+
+def _queries(stream: Stream, rotary: Rotary | None) -> Tensor:
+    batch, tokens, heads, depth = stream.states.shape
+    group = heads // len(stream.widths)
+    output = stream.states.new_empty(batch * tokens, group * sum(stream.widths))
+    columns = torch.split(output, [group * width for width in stream.widths], dim=1)
+    stacks = _by_width(stream)
+    for rows in _blocks(stream):
+        states = _rows(stream, rotary, rows)
+        states = states.reshape(len(states), -1, group, depth).transpose(0, 1)
+        for own, bases in stacks:
+            made = torch.bmm(states[own].flatten(1, 2), bases).view(
+                len(own), -1, group, len(bases[0].T)
+            )
+            for head, latents in zip(own, made, strict=True):
+                columns[head][rows] = latents.flatten(1)
+    return output.view(batch, tokens, -1)
+
+
+def _slots(places: Places, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return which rows are stored, ``[batch · tokens]``, and where in the pool each of them is."""
+    start = places.start.long()[:, None]
+    token = torch.arange(tokens)[None]
+    skipped = torch.zeros_like(start) if places.valid is None else places.valid.long()[:, None]
+    place = start + token - skipped
+    kept = (start >= 0) & (token >= skipped)
+    if places.table is None:
+        kept = kept & (place < places.capacity)
+        slots = torch.arange(len(start))[:, None] * places.capacity + place
+    else:
+        slot = place.div(places.capacity, rounding_mode="floor")
+        most = places.table.shape[1]
+        page = places.table.long().gather(1, slot.clamp(0, most - 1))
+        kept = kept & (slot < most) & (page >= 0) & (page < places.pool)
+        slots = page * places.capacity + place.remainder(places.capacity)
+    return kept.flatten(), slots.flatten()
+
+
+def _store(
+    stream: Stream, rotary: Rotary | None, places: Places, begins: list[int],
+    kept: Tensor, slots: Tensor,
+) -> None:  # fmt: skip
+    """Make one stream's latents and copy them into their planes."""
+    size = places.pool * places.capacity
+    stacks = None if stream.bases is None else _by_width(stream)
+    for rows in _blocks(stream):
+        chosen, targets = kept[rows], slots[rows][kept[rows]]
+        whole = len(targets) == len(chosen)
+        states = _rows(stream, rotary, rows)
+        states = states if whole else states[chosen]
+        if stacks is None:
+            made = list(enumerate(torch.split(states, list(stream.widths), dim=1)))
+        else:
+            made = [
+                pair
+                for own, bases in stacks
+                for pair in zip(own, torch.bmm(states.transpose(0, 1)[own], bases), strict=True)
+            ]
+        for head, latents in made:
+            at, before = begins[head] * size, 0
+            for chunk in chunks(stream.widths[head]):
+                plane = places.buffer[at : at + size * chunk].view(size, chunk)
+                plane.index_copy_(0, targets, latents[:, before : before + chunk])
+                at, before = at + size * chunk, before + chunk

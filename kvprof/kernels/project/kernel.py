@@ -1,0 +1,264 @@
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+"""Rotate, multiply by a head's basis, store: a program per block of rows and unit of columns.
+
+A row is one token of one sequence. Queries go to dense rows, keys and values to the planes of
+`kvprof.kernels.planes`; `kvprof.kernels.project.units` says which columns a program makes. Units of
+one block of rows are neighbours in the grid, so the states they share are read from memory once.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["project_rows"]
+
+# Numbers per unit; units.FIELDS is the same.
+_FIELDS = tl.constexpr(7)
+
+
+@triton.jit
+def _angles(table, at, pair, real, HALF: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+            ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    """Load one table's entries for both members of some pairs."""
+    inside = real[:, None] & (pair < HALF)[None, :]
+    if not FULL:
+        first = tl.load(table[:, None] + pair[None, :], mask=inside, other=0.0)
+        second = first
+    elif INTERLEAVED:
+        both = 2 * at + tl.arange(0, 2 * PAIRS)
+        wanted = real[:, None] & (both < DIM)[None, :]
+        loaded = tl.load(table[:, None] + both[None, :], mask=wanted, other=0.0)
+        first, second = tl.split(tl.reshape(loaded, [ROWS, PAIRS, 2]))
+    else:
+        first = tl.load(table[:, None] + pair[None, :], mask=inside, other=0.0)
+        second = tl.load(table[:, None] + HALF + pair[None, :], mask=inside, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    sums, states, cos, sin, basis, length, real,
+    DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add what the dimensions that turn give: both members of a pair meet their own basis rows."""
+    HALF: tl.constexpr = DIM // 2
+    columns = tl.arange(0, WIDTH)[None, :]
+    for at in tl.range(0, HALF, PAIRS, num_stages=STAGES):
+        pair = at + tl.arange(0, PAIRS)
+        inside = real[:, None] & (pair < HALF)[None, :]
+        if INTERLEAVED:
+            # Loaded as they lie and split in registers: a load with a gap would be 2 bytes wide.
+            both = 2 * at + tl.arange(0, 2 * PAIRS)
+            wanted = real[:, None] & (both < DIM)[None, :]
+            loaded = tl.load(states[:, None] + OFFSET + both[None, :], mask=wanted, other=0.0)
+            first, second = tl.split(tl.reshape(loaded, [ROWS, PAIRS, 2]))
+            upper = OFFSET + 2 * pair
+            lower = upper + 1
+        else:
+            first = tl.load(states[:, None] + OFFSET + pair[None, :], mask=inside, other=0.0)
+            second = tl.load(
+                states[:, None] + (OFFSET + HALF) + pair[None, :], mask=inside, other=0.0
+            )
+            upper = OFFSET + pair
+            lower = upper + HALF
+        cos_first, cos_second = _angles(
+            cos, at, pair, real, HALF, DIM, PAIRS, ROWS, INTERLEAVED, FULL
+        )
+        sin_first, sin_second = _angles(
+            sin, at, pair, real, HALF, DIM, PAIRS, ROWS, INTERLEAVED, FULL
+        )
+        there = (pair < HALF)[:, None]
+        above = tl.load(basis + upper[:, None] * length + columns, mask=there, other=0.0)
+        below = tl.load(basis + lower[:, None] * length + columns, mask=there, other=0.0)
+        left = first.to(tl.float32)
+        right = second.to(tl.float32)
+        turned = (left * cos_first - right * sin_first).to(above.dtype)
+        sums = tl.dot(turned, above, sums, input_precision="ieee")
+        turned = (right * cos_second + left * sin_second).to(above.dtype)
+        sums = tl.dot(turned, below, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _plain(
+    sums, states, basis, length, real,
+    DEPTH: tl.constexpr, DIM: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add what the dimensions that do not turn give: all but ``OFFSET … OFFSET + DIM - 1``."""
+    REST: tl.constexpr = DEPTH - DIM
+    columns = tl.arange(0, WIDTH)[None, :]
+    for at in tl.range(0, REST, BLOCK, num_stages=STAGES):
+        place = at + tl.arange(0, BLOCK)
+        inside = place < REST
+        if OFFSET == 0:
+            place += DIM
+        elif OFFSET < REST:
+            place = tl.where(place < OFFSET, place, place + DIM)
+        wanted = real[:, None] & inside[None, :]
+        loaded = tl.load(states[:, None] + place[None, :], mask=wanted, other=0.0)
+        rows = tl.load(basis + place[:, None] * length + columns, mask=inside[:, None], other=0.0)
+        sums = tl.dot(loaded, rows, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _places(first, skipped, table, sequence, token, real, pool, capacity, most):
+    """Return each row's place in the pool, and whether it has one."""
+    place = first - skipped + token
+    stored = real & (first >= 0) & (token >= skipped)
+    if table is None:
+        stored = stored & (place < capacity)
+        place += sequence.to(tl.int64) * capacity
+    else:
+        slot = place // capacity
+        stored = stored & (slot < most)
+        page = tl.load(table + sequence.to(tl.int64) * most + slot, mask=stored, other=-1)
+        stored = stored & (page >= 0) & (page < pool)
+        place = page.to(tl.int64) * capacity + place % capacity
+    return place, stored
+
+
+@triton.jit
+def _unit(
+    query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer,
+    start, valid, table, head, basis_at, length, plane, stride, column, row, real,
+    tokens, pool, capacity, most,
+    query_row, query_token, query_head, key_row, key_token, key_head,
+    value_row, value_token, value_head, cos_row, cos_token, sin_row, sin_token,
+    STREAM: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr,
+    DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Make and store ``[ROWS, WIDTH]``; see `project_rows`."""
+    sequence = row // tokens
+    token = row % tokens
+    # 64 bits: a long prompt of a wide layer has more than 2^31 values.
+    across = sequence.to(tl.int64)
+    along = token.to(tl.int64)
+    if STREAM > 0:
+        # Loaded before the product, which does not need them, so that nothing waits after it.
+        first = tl.load(start + sequence, mask=real, other=-1)
+        skipped = tl.zeros([ROWS], tl.int32)
+        if valid is not None:
+            skipped = tl.load(valid + sequence, mask=real, other=0)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    if STREAM == 0:
+        states = query + across * query_row + along * query_token + head * query_head
+        basis = query_bases + basis_at
+    elif STREAM == 1:
+        states = keys + across * key_row + along * key_token + head * key_head
+        basis = key_bases + basis_at
+    else:
+        states = values + across * value_row + along * value_token + head * value_head
+        basis = value_bases + basis_at if VALUE_DEPTH > 0 else states
+    # Said here, at the sums themselves: the compiler loses what is said of a function's argument.
+    if ALIGNED:
+        states = tl.multiple_of(states, 16)
+        basis = tl.multiple_of(basis, 16)
+    if STREAM < 2:
+        if DIM > 0:
+            cos_at = cos + across * cos_row + along * cos_token
+            sin_at = sin + across * sin_row + along * sin_token
+            if ALIGNED:
+                cos_at = tl.multiple_of(cos_at, 16)
+                sin_at = tl.multiple_of(sin_at, 16)
+            sums = _rotated(
+                sums, states, cos_at, sin_at, basis, length, real,
+                DIM, OFFSET, INTERLEAVED, FULL, PAIRS, ROWS, WIDTH, STAGES,
+            )  # fmt: skip
+        if DIM < DEPTH:
+            sums = _plain(
+                sums, states, basis, length, real, DEPTH, DIM, OFFSET, BLOCK, WIDTH, STAGES
+            )
+    elif VALUE_DEPTH > 0:
+        sums = _plain(
+            sums, states, basis, length, real, VALUE_DEPTH, 0, 0, VALUE_BLOCK, WIDTH, STAGES
+        )
+    else:
+        latents = states[:, None] + tl.arange(0, WIDTH)[None, :]
+        sums = tl.load(latents, mask=real[:, None], other=0.0)
+    if STREAM == 0:
+        target = output + row.to(tl.int64) * stride + column
+        stored = real
+    else:
+        place, stored = _places(first, skipped, table, sequence, token, real, pool, capacity, most)
+        target = buffer + plane * pool * capacity + place * stride + column
+    if ALIGNED:
+        target = tl.multiple_of(target, 16)
+    target = target[:, None] + tl.arange(0, WIDTH)[None, :]
+    tl.store(target, sums.to(target.dtype.element_ty), mask=stored[:, None])
+
+
+@triton.jit
+def project_rows(
+    query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer, units,
+    start, valid, table, count, rows, tokens, pool, capacity, most,
+    query_row, query_token, query_head, key_row, key_token, key_head,
+    value_row, value_token, value_head, cos_row, cos_token, sin_row, sin_token,
+    CASES: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr,
+    DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr,
+    DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Make one unit's columns of one block of rows.
+
+    Parameters
+    ----------
+    query, keys, values
+        States, each with its strides (row of the batch, token, head); None where there are none.
+    query_bases, key_bases, value_bases
+        `BasisSet.packed`.
+    cos, sin
+        Tables, with their strides; None where DIM is 0.
+    output
+        Dense rows of projected queries.
+    buffer
+        The layer's planes.
+    units
+        ``[count, 7]`` int64, see `units.FIELDS`.
+    start, valid, table
+        See `step.project_keys`; `most` is the length of a row of `table`.
+    rows, tokens
+        Tokens of the whole pass, and of one sequence.
+    CASES
+        Stream and width per case.
+    ALIGNED
+        Whether every tensor begins at, and every stride is, a multiple of 16 bytes.
+    DEPTH, VALUE_DEPTH
+        Widths of a head before projection; VALUE_DEPTH 0: values are latents already.
+    DIM, OFFSET
+        Dimensions that turn, and where they begin.
+    FULL
+        Whether a table has an entry per dimension, and not per pair.
+    PAIRS, BLOCK, VALUE_BLOCK
+        Pairs, and other dimensions, of one step of a product.
+    """
+    program = tl.program_id(0)
+    unit = units + (program % count) * _FIELDS
+    # All at once, before the branch: at decode every wait shows.
+    case = tl.load(unit)
+    head = tl.load(unit + 1)
+    basis_at = tl.load(unit + 2)
+    # A multiple of 16 by construction: said, so that a basis is loaded as widely as it can be.
+    length = tl.multiple_of(tl.load(unit + 3), 16)
+    plane = tl.load(unit + 4)
+    stride = tl.load(unit + 5)
+    column = tl.load(unit + 6)
+    row = (program // count) * ROWS + tl.arange(0, ROWS)
+    real = row < rows
+    for number in tl.static_range(COUNT):
+        if case == number:
+            _unit(
+                query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer,
+                start, valid, table, head, basis_at, length, plane, stride, column, row, real,
+                tokens, pool, capacity, most,
+                query_row, query_token, query_head, key_row, key_token, key_head,
+                value_row, value_token, value_head, cos_row, cos_token, sin_row, sin_token,
+                CASES[2 * number], CASES[2 * number + 1], ALIGNED, DEPTH, VALUE_DEPTH,
+                DIM, OFFSET, INTERLEAVED, FULL, ROWS, PAIRS, BLOCK, VALUE_BLOCK, STAGES,
+            )  # fmt: skip

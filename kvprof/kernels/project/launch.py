@@ -1,0 +1,179 @@
+"""The Triton launch of a pass: which blocks it is cut into, and what the kernel is told."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from kvprof.errors import UsageError
+from kvprof.kernels.project.kernel import project_rows
+from kvprof.kernels.project.units import Units, units
+from kvprof.kernels.project.work import Rotary, Stream, Work
+
+__all__ = ["INTERPRETED", "Tuning", "block_of", "constants", "cut", "launch", "tuning_for"]
+
+#: Whether Triton was told to interpret its kernels, on a CPU.
+INTERPRETED = isinstance(project_rows, InterpretedFunction)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is chosen for a GPU and not for a model.
+
+    Attributes
+    ----------
+    rows : int
+        Tokens of a program, a power of two from 16 on.
+    widest : int
+        Columns of a program at most.
+    warps, stages : int
+        Of a program; steps of its products on their way at once.
+    """
+
+    rows: int
+    widest: int
+    warps: int
+    stages: int
+
+
+def tuning_for(rows: int, dtype: torch.dtype) -> Tuning:
+    """Return what suits a pass of `rows` tokens over all sequences.
+
+    A decoding step waits for latency: few rows, many programs, everything loaded at once. A prompt
+    waits for memory and wants its states read once. fp32 has no tensor cores here, and its products
+    live in registers.
+    """
+    if rows <= 128:
+        return Tuning(16, 64, 4, 3)
+    return Tuning(32, 64, 4, 2) if dtype == torch.float32 else Tuning(64, 128, 8, 2)
+
+
+def block_of(size: int, tuning: Tuning) -> int:
+    """Return how many of `size` dimensions a step of a product takes.
+
+    At decode all of them up to 64, since a step is a wait; for a prompt 32 or 16, whichever pads
+    less.
+    """
+    if tuning.rows == 16:
+        return next(block for block in (16, 32, 64) if block >= min(size, 64))
+    return 32 if -(-size // 32) * 32 == -(-size // 16) * 16 else 16
+
+
+def cut(work: Work, widest: int) -> Units:
+    """Return the units of a pass."""
+
+    def given(stream: Stream) -> tuple[tuple[int, ...], int]:
+        return stream.widths, 0 if stream.bases is None else stream.states.shape[-1]
+
+    query = None
+    if work.query is not None:
+        query = (*given(work.query), work.query.states.shape[2] // len(work.query.widths))
+    places = work.places
+    return units(
+        query,
+        None if work.keys is None else given(work.keys),
+        None if work.values is None else given(work.values),
+        ((), ()) if places is None else (places.key_widths, places.value_widths),
+        widest,
+        work.states.device,
+    )
+
+
+def launch(work: Work) -> Tensor | None:
+    """Run a pass; return the queries ``[batch, tokens, Σ_g G·dk_g]`` where there are any.
+
+    Raises
+    ------
+    UsageError
+        When bf16 is to be interpreted.
+    """
+    first = work.states
+    batch, tokens = first.shape[:2]
+    if INTERPRETED and first.dtype == torch.bfloat16:
+        raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
+    output = None
+    if work.query is not None:
+        group = work.query.states.shape[2] // len(work.query.widths)
+        output = first.new_empty(batch, tokens, group * sum(work.query.widths))
+    if batch * tokens == 0:
+        return output
+    tuning = tuning_for(batch * tokens, first.dtype)
+    table, cases = cut(work, tuning.widest)
+    places = work.places
+    turned = next((s.states.shape[-1] for s in (work.query, work.keys) if s is not None), 0)
+    depth = 0 if work.values is None or work.values.bases is None else work.values.states.shape[-1]
+    rotary = work.rotary
+    grid = (len(table) * triton.cdiv(batch * tokens, tuning.rows),)
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+        project_rows[grid](
+            *(None if s is None else s.states for s in (work.query, work.keys, work.values)),
+            *(None if s is None else s.bases for s in (work.query, work.keys, work.values)),
+            *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
+            output, *((None,) if places is None else (places.buffer,)), table,
+            *((None,) * 3 if places is None else (places.start, places.valid, places.table)),
+            len(table), batch * tokens, tokens,
+            *((0, 0) if places is None else (places.pool, places.capacity)),
+            0 if places is None or places.table is None else places.table.shape[1],
+            *_strides(work.query), *_strides(work.keys), *_strides(work.values),
+            *_table_strides(rotary),
+            CASES=cases, COUNT=len(cases) // 2, ALIGNED=_aligned(work, output),
+            **constants(turned, depth, rotary, tuning),
+            num_warps=tuning.warps,
+        )  # fmt: skip
+    return output
+
+
+def constants(
+    depth: int, value_depth: int, rotary: Rotary | None, tuning: Tuning
+) -> dict[str, int | bool]:
+    """Return the kernel's compile-time numbers but for its cases."""
+    dim = 0 if rotary is None else rotary.dim
+    return {
+        "DEPTH": depth,
+        "VALUE_DEPTH": value_depth,
+        "DIM": dim,
+        "OFFSET": 0 if rotary is None else rotary.offset,
+        "INTERLEAVED": rotary is not None and rotary.interleaved,
+        "FULL": rotary is not None and rotary.cos.shape[-1] == dim,
+        "ROWS": tuning.rows,
+        "PAIRS": block_of(dim // 2, tuning),
+        "BLOCK": block_of(depth - dim, tuning),
+        "VALUE_BLOCK": block_of(value_depth, tuning),
+        "STAGES": tuning.stages,
+    }
+
+
+def _aligned(work: Work, output: Tensor | None) -> bool:
+    """Whether all that is loaded or stored in rows lies at multiples of 16 bytes."""
+    tensors = [output]
+    for stream in (work.query, work.keys, work.values):
+        tensors += [] if stream is None else [stream.states, stream.bases]
+    tensors += [] if work.rotary is None else [work.rotary.cos, work.rotary.sin]
+    tensors += [] if work.places is None else [work.places.buffer]
+    return all(
+        tensor.data_ptr() % 16 == 0
+        and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+        for tensor in tensors
+        if tensor is not None
+    )
+
+
+def _strides(stream: Stream | None) -> tuple[int, int, int]:
+    """Return the strides of the batch, of tokens and of heads (of columns, for latents)."""
+    if stream is None:
+        return 0, 0, 0
+    strides = stream.states.stride()
+    return strides[0], strides[1], strides[2]
+
+
+def _table_strides(rotary: Rotary | None) -> tuple[int, int, int, int]:
+    if rotary is None:
+        return 0, 0, 0, 0
+    (cos_row, cos_token), (sin_row, sin_token) = (
+        (0 if len(table) == 1 else table.stride(0), table.stride(1))
+        for table in (rotary.cos, rotary.sin)
+    )
+    return cos_row, cos_token, sin_row, sin_token

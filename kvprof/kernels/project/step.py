@@ -1,0 +1,262 @@
+"""FDC's online compression: what a layer calls between its projections and its attention.
+
+Q and K of a token are turned by RoPE, multiplied by their head's basis and cut to its width; K goes
+into the packed cache at once, Q to the dense rows that `decode` and `prefill` take. V goes into the
+cache beside K: as latents where its basis was folded into ``W_V``, through its basis where not. At
+decode, `project_step` does all three in one launch (FDC §5.1, §5.2; ZACK §4.3).
+
+Where tokens go: token i of sequence b is stored at place ``start[b] + i``. With `valid`, the first
+``valid[b]`` tokens (left padding) are not stored and leave no gap: token i lies at
+``start[b] + i - valid[b]``. A sequence whose start is -1 stores nothing, and a token for which
+there is no room (behind the capacity, or on a page that the table does not name) is not stored.
+Paged: place t is on page ``table[b, t // capacity]``, where `capacity` is the layout's.
+
+RoPE: without `cos` and `sin` states come turned already, as transformers hands them to an attention
+function. Tables are ``[batch or 1, tokens, rotary_dim]``, an entry per dimension, or
+``[batch or 1, tokens, rotary_dim / 2]``, one per pair (GLM's and DeepSeek's tables hold every angle
+twice, half after half, and pair neighbours: give their first half).
+
+The arithmetic is fp32: turned states are rounded to their dtype once, then multiplied.
+"""
+
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.project import operators
+from kvprof.kernels.project.bases import BasisSet
+from kvprof.kernels.project.checks import (
+    check_cache,
+    check_latents,
+    check_states,
+    check_widths,
+    rotary_turn,
+)
+
+__all__ = ["project_keys", "project_queries", "project_step", "project_values", "store_values"]
+
+
+def project_queries(
+    query: Tensor,
+    bases: BasisSet,
+    layout: RaggedLayout,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_dim: int | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Return projected queries, ``[batch, tokens, Σ_g G·dk_g]``.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[batch, tokens, heads·G, d]``; any strides, but heads' values side by side.
+    bases : BasisSet
+        ``[d, dk]`` per KV head, which its G query heads share.
+    layout : RaggedLayout
+        Of the cache they will meet.
+    cos, sin : Tensor, optional
+        Tables of angles.
+    rotary_dim : int, optional
+        Dimensions that turn; by default all from `offset` on.
+    offset : int
+        Where they begin in a head.
+    interleaved : bool
+        Pairs are (2i, 2i + 1) and not (i, i + rotary_dim/2).
+
+    Raises
+    ------
+    UsageError
+        When shapes, dtypes or devices do not fit together.
+    """
+    check_states("queries", query, bases, layout.heads * layout.group)
+    check_widths("key", bases, layout.key_widths)
+    turn = rotary_turn(query, cos, sin, rotary_dim, offset, interleaved)
+    made: Tensor = operators.project_queries(
+        query, bases.packed, list(bases.widths), cos, sin, turn
+    )
+    return made
+
+
+def project_keys(
+    keys: Tensor,
+    bases: BasisSet,
+    layout: RaggedLayout,
+    buffer: Tensor,
+    start: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_dim: int | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+    valid: Tensor | None = None,
+    table: Tensor | None = None,
+) -> None:
+    """Turn keys, multiply them by their heads' bases and store them.
+
+    Parameters
+    ----------
+    keys : Tensor
+        ``[batch, tokens, heads, d]``; any strides, but a head's values side by side.
+    bases : BasisSet
+        ``[d, dk]`` per KV head.
+    layout : RaggedLayout
+        Of the cache; its batch and capacity are pages and tokens of a page where there is a table.
+    buffer : Tensor
+        The cache, `RaggedLayout.elements` values. Nothing but the tokens' own columns is written.
+    start : Tensor
+        ``[batch]`` int32, on the device: where each sequence's first stored token goes; -1 for a
+        sequence that stores nothing.
+    cos, sin, rotary_dim, offset, interleaved
+        As `project_queries` takes them.
+    valid : Tensor, optional
+        ``[batch]`` int32: leading tokens that are padding and are skipped.
+    table : Tensor, optional
+        ``[batch, most pages]`` int32.
+
+    Raises
+    ------
+    UsageError
+        When shapes, dtypes or devices do not fit together.
+    """
+    check_states("keys", keys, bases, layout.heads)
+    check_widths("key", bases, layout.key_widths)
+    check_cache(keys, layout, buffer, start, valid, table)
+    turn = rotary_turn(keys, cos, sin, rotary_dim, offset, interleaved)
+    operators.project_keys(
+        keys, bases.packed, buffer, *_shape(layout), start, valid, table, cos, sin, turn
+    )
+
+
+def store_values(
+    values: Tensor,
+    layout: RaggedLayout,
+    buffer: Tensor,
+    start: Tensor,
+    *,
+    valid: Tensor | None = None,
+    table: Tensor | None = None,
+) -> None:
+    """Store values that a folded ``W_V`` has made as latents.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[batch, tokens, Σ dv]``, head after head.
+    layout, buffer, start, valid, table
+        As `project_keys` takes them.
+
+    Raises
+    ------
+    UsageError
+        When shapes, dtypes or devices do not fit together.
+    """
+    check_latents(values, layout)
+    check_cache(values, layout, buffer, start, valid, table)
+    operators.project_values(values, None, buffer, *_shape(layout), start, valid, table)
+
+
+def project_values(
+    values: Tensor,
+    bases: BasisSet,
+    layout: RaggedLayout,
+    buffer: Tensor,
+    start: Tensor,
+    *,
+    valid: Tensor | None = None,
+    table: Tensor | None = None,
+) -> None:
+    """Multiply values by their heads' bases and store them, where ``W_V`` is not folded.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[batch, tokens, heads, d]``.
+    bases : BasisSet
+        ``[d, dv]`` per KV head.
+    layout, buffer, start, valid, table
+        As `project_keys` takes them.
+
+    Raises
+    ------
+    UsageError
+        When shapes, dtypes or devices do not fit together.
+    """
+    check_states("values", values, bases, layout.heads)
+    check_widths("value", bases, layout.value_widths)
+    check_cache(values, layout, buffer, start, valid, table)
+    operators.project_values(values, bases.packed, buffer, *_shape(layout), start, valid, table)
+
+
+def project_step(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bases: BasisSet,
+    layout: RaggedLayout,
+    buffer: Tensor,
+    start: Tensor,
+    *,
+    query_bases: BasisSet | None = None,
+    value_bases: BasisSet | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_dim: int | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+    valid: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """Project Q, K and V of one pass in one launch; return Q, ``[batch, tokens, Σ_g G·dk_g]``.
+
+    Parameters
+    ----------
+    query, keys : Tensor
+        ``[batch, tokens, heads·G, d]`` and ``[batch, tokens, heads, d]``.
+    values : Tensor
+        ``[batch, tokens, Σ dv]``, or ``[batch, tokens, heads, d]`` with `value_bases`.
+    bases : BasisSet
+        Of K, and of Q too unless `query_bases` is given (methods whose pair of bases differs).
+    query_bases, value_bases : BasisSet, optional
+    layout, buffer, start, cos, sin, rotary_dim, offset, interleaved, valid, table
+        As `project_keys` takes them.
+
+    Raises
+    ------
+    UsageError
+        When shapes, dtypes or devices do not fit together.
+    """
+    query_bases = bases if query_bases is None else query_bases
+    check_states("queries", query, query_bases, layout.heads * layout.group)
+    check_states("keys", keys, bases, layout.heads)
+    check_widths("key", query_bases, layout.key_widths)
+    check_widths("key", bases, layout.key_widths)
+    if value_bases is None:
+        check_latents(values, layout)
+    else:
+        check_states("values", values, value_bases, layout.heads)
+        check_widths("value", value_bases, layout.value_widths)
+    check_cache(keys, layout, buffer, start, valid, table)
+    for name, states in (("queries", query), ("values", values)):
+        if states.shape[:2] != keys.shape[:2] or states.dtype != keys.dtype:
+            raise UsageError(
+                f"{name} {tuple(states.shape)} in {states.dtype} are not of the same pass as keys "
+                f"{tuple(keys.shape)} in {keys.dtype}"
+            )
+    if query.shape[3] != keys.shape[3]:
+        raise UsageError(f"queries are {query.shape[3]} wide and keys {keys.shape[3]}")
+    turn = rotary_turn(keys, cos, sin, rotary_dim, offset, interleaved)
+    made: Tensor = operators.project_step(
+        query, keys, values, query_bases.packed, bases.packed,
+        None if value_bases is None else value_bases.packed,
+        buffer, *_shape(layout), start, valid, table, cos, sin, turn,
+    )  # fmt: skip
+    return made
+
+
+def _shape(layout: RaggedLayout) -> tuple[list[int], list[int], int, int]:
+    """Return a layout as an operator takes it."""
+    return list(layout.key_widths), list(layout.value_widths), layout.batch, layout.capacity

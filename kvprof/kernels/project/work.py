@@ -1,0 +1,91 @@
+"""What one pass of projection is given, for the Triton launch and for the CPU path alike."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Places", "Rotary", "Stream", "Work"]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """RoPE of a pass: the tables, ``[batch or 1, tokens, dim or dim/2]``, and what they turn.
+
+    Attributes
+    ----------
+    cos, sin : Tensor
+    dim, offset : int
+        Dimensions of a head that turn, and where they begin.
+    interleaved : bool
+        Pairs are neighbours (2i, 2i + 1), not halves (i, i + dim/2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    dim: int
+    offset: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class Stream:
+    """States and their heads' bases.
+
+    Attributes
+    ----------
+    states : Tensor
+        ``[batch, tokens, heads, d]``, or ``[batch, tokens, Σ width]`` where there is no basis.
+    bases : Tensor or None
+        `BasisSet.packed`; None where latents come as they are to be stored.
+    widths : tuple of int
+        Kept columns per KV head.
+    """
+
+    states: Tensor
+    bases: Tensor | None
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens go.
+
+    Attributes
+    ----------
+    buffer : Tensor
+        The layer's planes.
+    key_widths, value_widths : tuple of int
+        Of the layout.
+    pool, capacity : int
+        Sequences and tokens of each, or pages and tokens of each.
+    start : Tensor
+        ``[batch]`` int32.
+    valid, table : Tensor or None
+        ``[batch]`` and ``[batch, most pages]`` int32.
+    """
+
+    buffer: Tensor
+    key_widths: tuple[int, ...]
+    value_widths: tuple[int, ...]
+    pool: int
+    capacity: int
+    start: Tensor
+    valid: Tensor | None
+    table: Tensor | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass: any of queries, keys and values. RoPE turns queries and keys, never values."""
+
+    query: Stream | None = None
+    keys: Stream | None = None
+    values: Stream | None = None
+    rotary: Rotary | None = None
+    places: Places | None = None
+
+    @property
+    def states(self) -> Tensor:
+        """The states of the first stream that there is: they tell dtype, device and rows."""
+        streams = (self.query, self.keys, self.values)
+        return next(stream.states for stream in streams if stream is not None)

@@ -1,0 +1,223 @@
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler, and it
+# unpacks no tuples.
+# ruff: noqa: RUF005
+"""Split-context decode that rebuilds keys from latents before RoPE (Palu §3.1.2, appendix B).
+
+A tile of latents is loaded once for all KV heads that share it. Rebuilding costs ``r·n·d``
+multiplications per token and group against ``r_k + r_v`` columns read, so this is bound by
+arithmetic from about two heads per group on, and everything here is about tensor cores:
+
+- Tokens are the rows of every large product: ``z [tokens, r] @ up_jᵀ [r, columns]``. What comes out
+  lies in registers just as the next product takes it in, ``K_j [tokens, columns] @ q_jᵀ``.
+- RoPE pairs a head's two halves. They are two products, ``k1`` and ``k2``, so a pair meets in one
+  thread without a shuffle; ``k1 cos - k2 sin`` is consumed before ``k2 cos + k1 sin`` is made. Four
+  score products of unrotated keys would keep four tiles of scores and need cos and sin per query.
+  Columns go by blocks, so no more than one block of both halves is ever held. Interleaved pairs are
+  the same kernel: the rows of ``up`` are sorted beforehand and queries are read with a stride of 2.
+- The scores of all heads of a group share one tile ``[tokens, rows]``: head j's queries meet K_j
+  with the other heads' rows zero. So there is one softmax and one product with the shared value
+  latents for the group, and the loop over heads carries nothing but the scores.
+
+Small ``up`` matrices are kept by the program and tiles of latents are pipelined; large ones come
+from L2 block by block, pipelined over the heads, and the next tile's latents are called into L2.
+"""
+
+import triton
+import triton.language as tl
+
+from kvprof.kernels.reconstruct.scores import load_rows, rebuilt_scores, stored_scores
+
+__all__ = ["COLUMNS", "KIND", "reconstruct_pieces"]
+
+#: Numbers per kind of group in KINDS.
+KIND = 9
+
+#: Numbers per group in the table `groups`: where its queries, K, V and `up` begin, its kind; where
+#: its outputs begin in a row, and its value width; what a token costs, and the tokens of a tile;
+#: its KV heads.
+COLUMNS = 10
+
+_COLUMNS = tl.constexpr(COLUMNS)
+_KIND = tl.constexpr(KIND)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _planes(cache, plane, own, tokens, mask, KINDS: tl.constexpr, BASE: tl.constexpr):
+    """Load a tile of every chunk of a latent."""
+    found = ()
+    start = cache
+    for i in tl.static_range(4):
+        if KINDS[BASE + i] > 0:
+            # Said to the compiler, so that loads are as wide as they can be.
+            at = tl.multiple_of(start + own * KINDS[BASE + i], 16)
+            found = found + (load_rows(at, tokens, mask, KINDS[BASE + i]),)
+            start += plane * KINDS[BASE + i]
+    return found
+
+
+@triton.jit
+def _call(at, tokens, WIDTH: tl.constexpr):
+    """Call rows of a plane into L2, one request for every line of 128 bytes."""
+    BYTES: tl.constexpr = at.dtype.element_ty.primitive_bitwidth // 8
+    LINE: tl.constexpr = 128 // BYTES
+    LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
+    lines = at + tokens[:, None] * WIDTH + tl.arange(0, LINES)[None, :] * LINE
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _call_planes(cache, plane, own, tokens, KINDS: tl.constexpr, BASE: tl.constexpr):
+    """Call a tile of every chunk of a latent into L2."""
+    start = cache
+    for i in tl.static_range(4):
+        if KINDS[BASE + i] > 0:
+            _call(start + own * KINDS[BASE + i], tokens, KINDS[BASE + i])
+            start += plane * KINDS[BASE + i]
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    # A function of its own: a number out of KINDS is a compile-time one only as an argument.
+    return tl.zeros([ROWS, WIDTH], tl.float32)
+
+
+@triton.jit
+def _piece(
+    queries, cache, up, cos, sin, partial, logs, item, row, query_at, key_at, value_at, up_at,
+    heads, start, stop, capacity, batch, angle_batch, angle_rows, angle_columns, scale, cap,
+    KINDS: tl.constexpr, BASE: tl.constexpr, BLOCKS: tl.constexpr, PAIRED: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, REBUILD: tl.constexpr, CAPPED: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, WIDEST: tl.constexpr,
+    AHEAD: tl.constexpr, KEPT: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Attend to the tokens of one piece and leave its part of the result."""
+    QUERIES: tl.constexpr = HEADS * GROUP
+    rows = tl.arange(0, ROWS)
+    real = rows < QUERIES
+    # Added to a loaded number: a batch of 1 is a constant to the compiler, which has no methods.
+    plane = (row.to(tl.int64) * 0 + batch) * capacity
+    own = row.to(tl.int64) * capacity
+    query = tl.multiple_of(queries + query_at, 16)
+    matrices = tl.multiple_of(up + up_at, 16)
+    acc = ()
+    for i in tl.static_range(4):
+        if KINDS[BASE + 4 + i] > 0:
+            acc = acc + (_zeros(ROWS, KINDS[BASE + 4 + i]),)
+    # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for at in tl.range(start, stop, HEIGHT, num_stages=STAGES if KEPT else 1):
+        tokens = at + tl.arange(0, HEIGHT)
+        mask = tokens < stop
+        if AHEAD:
+            soon = tl.minimum(tokens + HEIGHT, stop - 1)
+            _call_planes(cache + key_at, plane, own, soon, KINDS, BASE)
+            _call_planes(cache + value_at, plane, own, soon, KINDS, BASE + 4)
+        latents = _planes(cache + key_at, plane, own, tokens, mask, KINDS, BASE)
+        if REBUILD:
+            scores = rebuilt_scores(
+                latents, cos + row.to(tl.int64) * angle_batch, sin + row.to(tl.int64) * angle_batch,
+                tokens, mask, angle_rows, angle_columns, query, matrices, rows, heads,
+                KINDS, BASE, BLOCKS, PAIRED, COUNT, HEADS, GROUP, HEAD_DIM, HALF, INTERLEAVED,
+                KEPT, STAGES, HEIGHT, ROWS, PADDED,
+            )  # fmt: skip
+        else:
+            scores = stored_scores(latents, query, rows, real, KINDS, BASE, HEIGHT, ROWS)
+        scores = scores * scale
+        if CAPPED:
+            # cap * tanh(scores / cap), by exp2, in base-2 units like the scores.
+            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * _LOG2E / cap)))
+        scores = tl.where(mask[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 0))
+        fade = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[None, :])
+        total = total * fade + tl.sum(weights, 0)
+        top = higher
+        weights = tl.trans(weights.to(cache.dtype.element_ty))
+        values = _planes(cache + value_at, plane, own, tokens, mask, KINDS, BASE + 4)
+        new = ()
+        for i in tl.static_range(4):
+            if KINDS[BASE + 4 + i] > 0:
+                faded = acc[i] * fade[:, None]
+                new = new + (tl.dot(weights, values[i], faded, input_precision="ieee"),)
+        acc = new
+    result = partial + (item.to(tl.int64) * QUERIES + rows[:, None]) * WIDEST
+    share = 1.0 / total[:, None]
+    done = 0
+    for i in tl.static_range(4):
+        if KINDS[BASE + 4 + i] > 0:
+            columns = done + tl.arange(0, KINDS[BASE + 4 + i])
+            tl.store(result + columns[None, :], acc[i] * share, mask=real[:, None])
+            done += KINDS[BASE + 4 + i]
+    tl.store(logs + item * QUERIES + rows, top + tl.log2(total), mask=real)
+
+
+@triton.jit
+def reconstruct_pieces(
+    queries, cache, up, cos, sin, partial, logs, items, groups, capacity, batch,
+    angle_batch, angle_rows, angle_columns, scale, cap,
+    KINDS: tl.constexpr, KIND_COUNT: tl.constexpr, BLOCKS: tl.constexpr, PAIRED: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, REBUILD: tl.constexpr, CAPPED: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, WIDEST: tl.constexpr,
+    QUERY_ROW: tl.constexpr, AHEAD: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Run one piece per program.
+
+    Parameters
+    ----------
+    queries, cache
+        ``[batch, QUERY_ROW]``, and the layer's planes (`kvprof.kernels.planes`).
+    up
+        From `kvprof.kernels.reconstruct.weights.arranged`.
+    cos, sin
+        Tables; `angle_batch`, `angle_rows`, `angle_columns` are their strides (0: shared by rows).
+    partial, logs
+        ``[items, HEADS * GROUP, WIDEST]`` and ``[items, HEADS * GROUP]`` float32: results and log2
+        of the sums.
+    items
+        ``[items, 4]`` int32: row, group of heads, start, stop. An empty one leaves nothing.
+    groups
+        ``[groups, COLUMNS]`` int64.
+    scale, cap
+        The model's scaling and soft-cap times log2(e).
+    KINDS
+        Nine numbers per kind of group: the chunks of K and of V (0 behind the last), the tile's
+        height.
+    AHEAD, KEPT, STAGES
+        See `Tuning`.
+    BLOCKS
+        Columns of a head that are rebuilt at once: PAIRED blocks of each half, then those that
+        RoPE leaves alone; COUNT in all, PADDED rows of `up` per head.
+    """
+    item = tl.program_id(0)
+    row = tl.load(items + item * 4)
+    group = tl.load(items + item * 4 + 1)
+    start = tl.load(items + item * 4 + 2)
+    stop = tl.load(items + item * 4 + 3)
+    if start < stop:
+        own = groups + group * _COLUMNS
+        query_at = tl.load(own) + row.to(tl.int64) * QUERY_ROW
+        key_at = tl.load(own + 1)
+        value_at = tl.load(own + 2)
+        up_at = tl.load(own + 3)
+        kind = tl.load(own + 4)
+        # Loaded, though HEADS is known: a loop over a single head would be dissolved, and its
+        # blocks of `up` kept where there is no room for them.
+        heads = tl.load(own + 9).to(tl.int32)
+        for number in tl.static_range(KIND_COUNT):
+            if kind == number:
+                _piece(
+                    queries, cache, up, cos, sin, partial, logs, item, row, query_at, key_at,
+                    value_at, up_at, heads, start, stop, capacity, batch, angle_batch, angle_rows,
+                    angle_columns, scale, cap,
+                    KINDS, number * _KIND, BLOCKS, PAIRED, COUNT, HEADS, GROUP, HEAD_DIM, HALF,
+                    INTERLEAVED, REBUILD, CAPPED, STAGES, ROWS, PADDED, WIDEST, AHEAD, KEPT,
+                    KINDS[number * _KIND + 8],
+                )  # fmt: skip

@@ -1,0 +1,53 @@
+"""The forms of the reconstruction kernels that are compiled for every architecture."""
+
+from dataclasses import replace
+
+from kvprof.kernels.reconstruct.form import Form
+from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
+from kvprof.kernels.reconstruct.operator import constants_of
+from kvprof.kernels.reconstruct.tuning import Target, Tuning
+from kvprof.kernels.variants import Variant
+
+__all__ = ["VARIANTS"]
+
+
+def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
+    signature = {
+        "queries": f"*{dtype}", "cache": f"*{dtype}", "up": f"*{dtype}", "cos": f"*{dtype}",
+        "sin": f"*{dtype}", "partial": "*fp32", "logs": "*fp32", "items": "*i32", "groups": "*i64",
+        "capacity": "i32", "batch": "i32",
+        "scale": "fp32", "cap": "fp32",
+    }  # fmt: skip
+    constants = {
+        **constants_of(form, capped=capped),
+        "angle_batch": 0,
+        "angle_rows": 64,
+        "angle_columns": 1,
+    }
+    return Variant(
+        f"reconstruct {name} {dtype}", reconstruct_pieces, signature, constants,
+        form.tuning.warps, form.tuning.stages,
+    )  # fmt: skip
+
+
+def _form(
+    key_widths: tuple[int, ...], value_widths: tuple[int, ...], heads: int, head_dim: int,
+    rotary_dim: int, *, target: Target = Target(),  # noqa: B008  (frozen)
+) -> Form:  # fmt: skip
+    widths = (key_widths, value_widths)
+    form = Form(*widths, 8, 102400, heads, 4, head_dim, rotary_dim, False, 2, Tuning())
+    return replace(form, tuning=form.tuned(target))
+
+
+_GROUPED = ((256, 256), (256, 256), 4, 128, 128)
+
+#: Llama-3.1-8B's heads at rate 0.5: four to a latent as it is tuned for every architecture, one to
+#: a latent, ragged; a head that is no power of two, turned in part.
+VARIANTS = (
+    *(
+        _pieces(f"group 4 as for sm_{target.capability}", _form(*_GROUPED, target=target), "bf16")
+        for target in (Target(80, 166912), Target(90), Target(100))
+    ),
+    _pieces("group 1", _form((64, 64), (64, 64), 1, 128, 128), "bf16"),
+    _pieces("partial", _form((288, 160), (96, 320), 2, 112, 56), "fp16", capped=True),
+)

@@ -1,0 +1,231 @@
+"""Decides, layer by layer and pass by pass, what runs on kvprof's kernels and what on torch."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.methods.plan import Plan
+from kvprof.models.load import LoadedModel
+from kvprof.runtime.kernel_layer import KernelLayer
+from kvprof.runtime.kernel_state import KernelState
+from kvprof.runtime.kernel_store import KernelStore
+from kvprof.runtime.kernel_support import choice, kernel_reasons, runs_on_kernels
+from kvprof.runtime.masks import MaskFacts, masks
+
+if TYPE_CHECKING:
+    from kvprof.runtime.cache import CompressedCache
+    from kvprof.runtime.layer import LayerRuntime
+
+__all__ = ["KernelRoute"]
+
+# Measured on two shared cores of an EPYC, one layer of Llama-3.1-8B's shape, batch 1, one and two
+# threads. float32: prompts of 512 tokens and more run 2 to 9 times faster on the kernels; decoding
+# is 1.1 to 2.6 times slower with 1,024 tokens stored, and 1.1 to 4 times faster with 8,192. 16
+# bits: ragged ranks decode 1.6 to 3.5 times faster at any length, but equal ranks mostly up to 3
+# times slower at all lengths to 16,384.
+_LEAST_ON_A_CPU = 8192
+_SHORT_ON_A_CPU = f"on a CPU the kernels are the faster way from {_LEAST_ON_A_CPU:,} tokens on"
+_HALF_ON_A_CPU = "on a CPU torch's own products of 16 bits are the faster way"
+# 2026-11-21, H200: decode agrees with float64; prefill over heads of unlike width does not yet.
+_UNPROVEN_ON_A_GPU = "on a GPU the kernels run when asked for (kernels='on'): prefill is unproven"
+
+# How transformers names masks that are nothing but causal, with a window or without.
+_CAUSAL = ("full_attention", "sliding_attention")
+
+
+class KernelRoute:
+    """The way through the kernels, for one model and plan.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    plan : Plan
+    wanted : str or None
+        As `kvprof.runtime.kernel_support.choice` takes it.
+
+    Attributes
+    ----------
+    reasons : list of str or None
+        Per layer, why it does not run on the kernels.
+    least_tokens : int
+        Caches whose first pass is shorter stay with torch, because it is the faster way.
+
+    Raises
+    ------
+    UsageError
+        When all layers are to run on the kernels and one cannot.
+    """
+
+    def __init__(self, loaded: LoadedModel, plan: Plan, wanted: str | None) -> None:
+        self.wanted = choice(wanted)
+        self.least_tokens = 0
+        self._plan = plan
+        self._facts = loaded.layout.layers
+        self._patterns = _patterns(loaded)
+        device, dtype = loaded.device, loaded.dtype
+        self.reasons: list[str | None] = [
+            pattern or reason
+            for pattern, reason in zip(
+                self._patterns, kernel_reasons(plan, loaded.layout, device, dtype), strict=True
+            )
+        ]
+        if self.wanted == "off":
+            self.reasons = ["the kernels are switched off"] * len(self._facts)
+        elif self.wanted == "auto" and device.type == "cpu":
+            self.least_tokens = _LEAST_ON_A_CPU
+            if dtype != torch.float32:
+                self.reasons = [reason or _HALF_ON_A_CPU for reason in self.reasons]
+        elif self.wanted == "auto":
+            self.reasons = [reason or _UNPROVEN_ON_A_GPU for reason in self.reasons]
+        elif self.wanted == "on":
+            for index, reason in enumerate(self.reasons):
+                self._refuse(index, reason)
+        self._layers = [
+            None if reason is not None else KernelLayer(layer, facts)
+            for layer, facts, reason in zip(plan.layers, self._facts, self.reasons, strict=True)
+        ]
+        self._at: dict[tuple[int, torch.device, torch.dtype], str | None] = {}
+
+    @property
+    def used(self) -> bool:
+        """Whether any layer runs on the kernels."""
+        return any(layer is not None for layer in self._layers)
+
+    def new_state(self) -> KernelState | None:
+        """Return what a new cache's layers share; None where no layer runs on the kernels."""
+        return KernelState() if self.used else None
+
+    def new_store(self, index: int, capacity: int | None) -> KernelStore | None:
+        """Return a layer's empty store; None where it does not run on the kernels."""
+        layer = self._layers[index]
+        return None if layer is None else layer.new_store(capacity)
+
+    def begin(
+        self, cache: "CompressedCache", mask: MaskFacts, past: int, tokens: int,
+        runtimes: list["LayerRuntime"],
+    ) -> None:  # fmt: skip
+        """Begin a forward pass.
+
+        Parameters
+        ----------
+        cache : CompressedCache
+        mask : MaskFacts
+        past, tokens : int
+            Tokens before the pass and its own, padding included.
+        runtimes : list of LayerRuntime
+            Which go on where a mask asks for more than the kernels know.
+
+        Raises
+        ------
+        UsageError
+            For a batch that is not the cache's, and for such a mask where nothing but the kernels
+            is to run.
+        """
+        masks.needed = True
+        state = cache.kernels
+        if state is None:
+            return
+        if state.first and len(state.first) != len(mask.starts):
+            raise UsageError(
+                f"the cache holds {len(state.first)} sequences, and the batch has "
+                f"{len(mask.starts)}"
+            )
+        plain = mask.plain and state.continues(mask.starts, past)
+        if not plain:
+            if self.wanted == "on":
+                raise UsageError(
+                    f"{_MASKED}, and the kernels see every token from a row's first real one on; "
+                    "leave kernels='on' out"
+                )
+            self._leave(cache, past, runtimes, _MASKED)
+            return
+        if not state.first and tokens < self.least_tokens:
+            self._leave(cache, past, runtimes, _SHORT_ON_A_CPU)
+            return
+        state.begin(mask.starts, past, tokens)
+        masks.needed = not all(layer is not None for layer in self._layers)
+
+    def end(self, cache: "CompressedCache") -> None:
+        """End a forward pass."""
+        masks.needed = True
+        if cache.kernels is not None:
+            cache.kernels.end()
+
+    def run(
+        self, index: int, cache: "CompressedCache", query: Tensor, key: Tensor, value: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor | None:  # fmt: skip
+        """Run a layer on the kernels; None where it does not run there.
+
+        Raises
+        ------
+        UsageError
+            When the layer runs by itself, outside a forward pass of the model.
+        FailedError
+            When the states are of a kind that the kernels do not know, and no mask was made.
+        """
+        layer, state, store = self._layers[index], cache.kernels, cache.layers[index]
+        if layer is None or state is None or store.planes is None:
+            return None
+        reason = self._reason_at(index, query.device, query.dtype)
+        if reason is not None:
+            self._refuse(index, reason if self.wanted == "on" else None)
+            if not masks.needed:
+                raise FailedError(f"layer {index}: {reason}; run it with kernels='off'")
+            store.planes = None
+            return None
+        if (state.past, state.tokens) != (store.seen, query.shape[2]):
+            raise UsageError(
+                f"layer {index} runs by itself with a compressed cache; run the whole model, or "
+                "choose kernels='off'"
+            )
+        reach = cache.reach if cache.capacity is None else None
+        return layer.run(store.planes, state, query, key, value, options, reach)
+
+    def _reason_at(self, index: int, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why a layer cannot run on what it turns out to run on."""
+        key = index, device, dtype
+        if key not in self._at:
+            layer, facts = self._plan.layers[index], self._facts[index]
+            self._at[key] = runs_on_kernels(self._plan, layer, facts, device, dtype)
+        return self._at[key]
+
+    def _leave(
+        self, cache: "CompressedCache", past: int, runtimes: list["LayerRuntime"], reason: str
+    ) -> None:
+        """Hand what the kernels have stored over to the layers that run on torch."""
+        assert cache.kernels is not None
+        for layer, store, runtime in zip(self._layers, cache.layers, runtimes, strict=True):
+            if layer is not None and store.planes is not None and store.planes.layout is not None:
+                buffer = store.planes.buffer
+                bundles = runtime.bundles(buffer.device, buffer.dtype)
+                store.cohorts = layer.cohorts(store.planes, cache.kernels, past, bundles)
+            store.planes = None
+        cache.kernels, cache.left = None, reason
+
+    def _refuse(self, index: int, reason: str | None) -> None:
+        if reason is not None:
+            raise UsageError(
+                f"layer {index} cannot run on the kernels: {reason}; choose kernels='auto'"
+            )
+
+
+_MASKED = "the attention mask hides more than padding on the left"
+
+
+def _patterns(loaded: LoadedModel) -> list[str | None]:
+    """Say of each layer whether its mask is another than the kernels'."""
+    config = loaded.model.config.get_text_config(decoder=True)
+    modules = [loaded.model.get_submodule(facts.attention) for facts in loaded.layout.layers]
+    if getattr(config, "use_bidirectional_attention", None) or not all(
+        getattr(module, "is_causal", True) for module in modules
+    ):
+        return ["attention is not causal"] * len(modules)
+    kinds = getattr(config, "layer_types", None)
+    count = len(loaded.layout.layers)
+    if not isinstance(kinds, list | tuple) or len(kinds) != count:
+        chunk = getattr(config, "attention_chunk_size", None)
+        return [f"attention is chunked ({chunk} tokens)" if chunk else None] * count
+    return [None if kind in _CAUSAL else f"its mask is of the kind {kind!r}" for kind in kinds]

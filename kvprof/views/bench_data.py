@@ -1,0 +1,228 @@
+"""A bench result as its views need it: rows by phase, batch and context, medians and curves."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from kvprof.views.numbers import MISSING, count, number, span
+from kvprof.views.plot import Series
+
+__all__ = [
+    "Group",
+    "best_baseline",
+    "context_curves",
+    "finite",
+    "fits",
+    "groups",
+    "label",
+    "median_seconds",
+    "roofline_points",
+    "roofline_slope",
+    "widths",
+]
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """What was measured at one phase, batch and context.
+
+    Attributes
+    ----------
+    phase : str
+        ``decode`` or ``prefill``.
+    batch, seq : int
+    rows : list of mapping
+        Of ``data.rows``.
+    baselines : list of mapping
+        Of ``data.baselines``: full-width kernels, also those that could not run.
+    """
+
+    phase: str
+    batch: int
+    seq: int
+    rows: list[Row]
+    baselines: list[Row]
+
+    @property
+    def name(self) -> str:
+        """Such as ``Decode, batch 8, 100k tokens``."""
+        return f"{self.phase.capitalize()}, batch {self.batch}, {count(self.seq)} tokens"
+
+    @property
+    def schedules(self) -> list[str]:
+        """How work was cut, each way once; empty where nothing was."""
+        return list(dict.fromkeys(row["schedule"] for row in self.rows if row["schedule"]))
+
+
+def finite(value: float | None) -> float | None:
+    """Return a figure, or None for one that is missing, NaN or infinite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def median_seconds(row: Row) -> float | None:
+    """Return the median of a row's samples; None where there are none."""
+    samples = [value for value in row["seconds"] or () if finite(value) is not None]
+    return median(samples) if samples else None
+
+
+def groups(result: Mapping[str, Any]) -> list[Group]:
+    """Return what was measured by phase, batch and context, in the order of the run.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof bench``.
+    """
+    data = result["data"]
+    found: dict[tuple[str, int, int], Group] = {}
+    for name in ("rows", "baselines"):
+        for row in data[name]:
+            key = (row["phase"], row["batch"], row["seq"])
+            group = found.setdefault(key, Group(*key, [], []))
+            getattr(group, name).append(row)
+    # Contexts of one phase and batch stand together, however the run took them.
+    order = {key[:2]: place for place, key in reversed(list(enumerate(found)))}
+    return sorted(found.values(), key=lambda group: (order[group.phase, group.batch], group.seq))
+
+
+def best_baseline(group: Group) -> tuple[str, float] | None:
+    """Return the name and the median of the fastest full-width kernel; None where none ran."""
+    known = [
+        (seconds, row["name"])
+        for row in group.baselines
+        if (seconds := median_seconds(row)) is not None
+    ]
+    if not known:
+        return None
+    seconds, name = min(known)
+    return name, seconds
+
+
+def fits(group: Group) -> list[tuple[float, str]]:
+    """Return the speed-up and the label of each compressed method, the fastest first."""
+    found: dict[str, float] = {}
+    for row in group.rows:
+        speedup = finite(row["speedup"])
+        if row["method"] != "full" and speedup is not None:
+            name = row["method"]
+            found[name] = max(speedup, found.get(name, 0.0))
+    return sorted(((speedup, name) for name, speedup in found.items()), reverse=True)
+
+
+def label(row: Row, *, schedules: bool) -> str:
+    """Name a row: its method, and its schedule where several were run."""
+    return f"{row['method']}, {row['schedule']}" if schedules and row["schedule"] else row["method"]
+
+
+def widths(ranks: Mapping[str, Any] | None, heads: int | None = None) -> str:
+    """Write the widths that are kept: ``64 (32–112)``, their mean and their range; or the one.
+
+    Parameters
+    ----------
+    ranks : mapping or None
+        ``keys`` and ``values``, a width per stored head each.
+    heads : int or None
+        KV heads of the shape; where fewer are stored, several share each: ``256 / 4 heads``.
+    """
+    if ranks is None:
+        return MISSING
+    known = [float(width) for name in ("keys", "values") for width in ranks[name]]
+    if not known:
+        return MISSING
+    mean = number(sum(known) / len(known), 3 if max(known) < 1000 else 4)
+    text = mean if min(known) == max(known) else f"{mean} ({span(known)})"
+    shared = heads // len(ranks["keys"]) if heads and ranks["keys"] else 1
+    return f"{text} / {shared} heads" if shared > 1 else text
+
+
+def context_curves(members: Sequence[Group]) -> list[Series]:
+    """Return the time in milliseconds against the context, a curve per method and full width.
+
+    Parameters
+    ----------
+    members : sequence of Group
+        Of one phase and batch, by growing context.
+    """
+    several = any(len(group.schedules) > 1 for group in members)
+    curves: dict[str, dict[int, tuple[float | None, Sequence[float | None]]]] = {}
+    for group in members:
+        best = best_baseline(group)
+        if best is not None:
+            at = curves.setdefault("best full width", {})
+            at[group.seq] = (best[1] * 1e3, (None, None))
+        for row in group.rows:
+            seconds = median_seconds(row)
+            ends = [finite(end) for end in row["seconds_interval"] or (None, None)]
+            curves.setdefault(label(row, schedules=several), {})[group.seq] = (
+                None if seconds is None else seconds * 1e3,
+                [None if end is None else end * 1e3 for end in ends],
+            )
+    return [
+        Series(
+            name,
+            list(at),
+            [value for value, _ in at.values()],
+            [ends[0] for _, ends in at.values()],
+            [ends[1] for _, ends in at.values()],
+        )
+        for name, at in curves.items()
+    ]
+
+
+def roofline_points(result: Mapping[str, Any]) -> list[Series]:
+    """Return arithmetic intensity (FLOP per byte) against the rate reached (TFLOP/s), by method.
+
+    Of each phase and batch the longest context; a gap between two points keeps plots from joining
+    what is no curve.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof bench``.
+    """
+    longest: dict[tuple[str, int], Group] = {}
+    for group in groups(result):
+        longest[group.phase, group.batch] = group
+    points: dict[str, list[tuple[float, float]]] = {}
+    for group in longest.values():
+        for row in group.rows:
+            rate, moved = finite(row["flop_per_s"]), finite(row["tb_per_s"])
+            if rate and moved and rate > 0 and moved > 0:
+                found = points.setdefault(row["method"], [])
+                found.append((rate / (moved * 1e12), rate / 1e12))
+    return [_apart(name, sorted(found)) for name, found in points.items()]
+
+
+def roofline_slope(points: Iterable[Series], tb_per_s: float | None) -> Series | None:
+    """Return what memory allows at each intensity, up to a little over the best that was reached.
+
+    Parameters
+    ----------
+    points : iterable of Series
+        From `roofline_points`.
+    tb_per_s : float or None
+        Measured bandwidth; None, or no point at all, gives no slope.
+    """
+    drawn = [(x, y) for one in points for x, y in zip(one.x, one.y, strict=True) if y is not None]
+    if not drawn or finite(tb_per_s) is None or not tb_per_s:
+        return None
+    start = min(x for x, _ in drawn) / 1.25
+    end = min(1.25 * max(x for x, _ in drawn), 1.5 * max(y for _, y in drawn) / tb_per_s)
+    ends = [start, max(end, 2 * start)]
+    return Series(f"memory, {number(tb_per_s)} TB/s", ends, [x * tb_per_s for x in ends])
+
+
+def _apart(name: str, points: Sequence[tuple[float, float]]) -> Series:
+    x: list[float] = []
+    y: list[float | None] = []
+    for place, value in points:
+        if x:
+            x.append(place)
+            y.append(None)
+        x.append(place)
+        y.append(value)
+    return Series(name, x, y)

@@ -1,0 +1,94 @@
+"""The figure of a bench result: time against context by phase and batch, and the roofline."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from kvprof.views.bench_data import (
+    Group,
+    context_curves,
+    groups,
+    roofline_points,
+    roofline_slope,
+)
+from kvprof.views.figure import draw_curves, new_figure
+
+__all__ = ["figure", "sweeps"]
+
+_PANEL = (4.6, 3.5)  # inches
+_ROW = 2  # panels side by side
+
+
+def sweeps(result: Mapping[str, Any]) -> list[list[Group]]:
+    """Return the groups of each phase and batch that was run at several contexts.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof bench``.
+    """
+    by_place = groupby(groups(result), key=lambda group: (group.phase, group.batch))
+    members = [[group for group in found if group.rows] for _, found in by_place]
+    return [found for found in members if len(found) > 1]
+
+
+def figure(result: Mapping[str, Any]) -> Any:
+    """Return the roofline, after panels of time against context where there are several.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof bench``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        For `kvprof.views.figure.figure_bytes`.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    swept = sweeps(result)
+    panels = len(swept) + 1
+    columns = min(_ROW, panels)
+    lines = -(-panels // columns)
+    drawing = new_figure(_PANEL[0] * columns + (1.2 if panels == 1 else 0.0), _PANEL[1] * lines)
+    axes = list(drawing.subplots(lines, columns, squeeze=False).flat)
+    for place, members in zip(axes, swept, strict=False):
+        draw_curves(
+            place,
+            context_curves(members),
+            title=f"{members[0].phase}, batch {members[0].batch}",
+            x_label="context (tokens)",
+            y_label="time (ms)",
+            log_x=True,
+            log_y=True,
+        )
+    _roofline(axes[len(swept)], result)
+    for place in axes[panels:]:
+        place.remove()
+    unfinished = "" if result["complete"] else " (incomplete)"
+    drawing.suptitle(f"{result['data']['shape']['name']}{unfinished}", fontsize="medium")
+    return drawing
+
+
+def _roofline(axes: Any, result: Mapping[str, Any]) -> None:
+    points = roofline_points(result)
+    slope = roofline_slope(points, result["data"]["bandwidth"]["tb_per_s"])
+    draw_curves(
+        axes,
+        points,
+        title="roofline",
+        x_label="arithmetic intensity (FLOP per byte moved)",
+        y_label="reached (TFLOP/s)",
+        log_x=True,
+        log_y=True,
+    )
+    if slope is not None:
+        axes.plot(slope.x, slope.y, color="#555555", linewidth=0.9, linestyle=":")
+        axes.annotate(
+            f" {slope.label}", (slope.x[-1], slope.y[-1]), fontsize="small", color="#555555",
+            ha="left", va="top",
+        )  # fmt: skip

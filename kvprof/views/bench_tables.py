@@ -1,0 +1,229 @@
+"""The tables of a bench report: methods, the full-width kernels they have to beat, schedules."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Group as Together
+from rich.text import Text
+
+from kvprof.sizes import format_bytes
+from kvprof.views.bench_data import Group, finite, median_seconds, widths
+from kvprof.views.numbers import MISSING, count, number
+from kvprof.views.tables import Column, DataTable
+
+__all__ = ["RankedTable", "baseline_table", "method_table", "schedule_table"]
+
+_GAP = 2  # columns between two columns of a DataTable
+_BASELINES = 4  # in a table; torch alone has a dozen forms
+_SECONDS_FROM = 10.0  # a table whose times reach this many seconds is not written in milliseconds
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """A column, what it holds, and how early it goes when room is short (0: never)."""
+
+    column: Column
+    cells: Sequence[str]
+    goes: int = 0
+
+
+class RankedTable:
+    """A table that leaves out its least important columns where it is too wide, and says which.
+
+    Parameters
+    ----------
+    columns : sequence of _Ranked
+        The first one names the row.
+    """
+
+    def __init__(self, columns: Sequence[_Ranked]) -> None:
+        # A column without a single figure tells nothing.
+        self._columns = [
+            one for one in columns if not one.goes or any(cell != MISSING for cell in one.cells)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = list(self._columns)
+        dropped: list[str] = []
+        while _least(shown) > options.max_width and any(one.goes for one in shown):
+            least = max(shown, key=lambda one: one.goes)
+            shown.remove(least)
+            dropped.append(least.column.title)
+        yield DataTable(
+            [one.column for one in shown],
+            list(zip(*(one.cells for one in shown), strict=True)),
+        )
+        if dropped:
+            names = ", ".join(name for name in reversed(dropped))
+            yield Text(f"no room for: {names} (--csv has them)", style="dim", overflow="fold")
+
+
+def method_table(group: Group, shape: Mapping[str, Any]) -> RankedTable:
+    """Return one row per method and schedule at one phase, batch and context.
+
+    Parameters
+    ----------
+    group : Group
+        With at least one row.
+    shape : mapping
+        ``data.shape``: what full width keeps, of how many heads.
+    """
+    rows = group.rows
+    medians = [median_seconds(row) for row in rows]
+    scale, unit = _unit(medians)
+    kept = [
+        str(shape["head_dim"])
+        if row["method"] == "full" and row["ranks"] is None
+        else widths(row["ranks"], shape["num_kv_heads"])
+        for row in rows
+    ]
+    baselines = list(dict.fromkeys(row["baseline"] for row in rows if row["baseline"]))
+    columns = [
+        _Ranked(Column("method", words=True), [row["method"] for row in rows]),
+        _Ranked(Column("rate"), [_rate(row["rate"]) for row in rows]),
+        _Ranked(Column("width (range)"), kept, 1),
+        _Ranked(Column(f"time ({unit})"), [_scaled(value, scale) for value in medians]),
+        _Ranked(
+            Column("95 % interval"), [_span(row["seconds_interval"], scale) for row in rows], 3
+        ),
+        *_reached(group),
+        _Ranked(Column("speed-up"), [_times(row["speedup"]) for row in rows]),
+        _Ranked(Column("error"), [number(finite(row["error"]), 2) for row in rows], 6),
+        _Ranked(Column("cache"), [_bytes(row["cache_bytes"]) for row in rows], 7),
+    ]
+    if len(group.schedules) > 1:
+        cells = [row["schedule"] or MISSING for row in rows]
+        columns.insert(1, _Ranked(Column("schedule", words=True), cells))
+    if len(baselines) > 1:
+        cells = [row["baseline"] or MISSING for row in rows]
+        columns.append(_Ranked(Column("against", words=True), cells))
+    return RankedTable(columns)
+
+
+def _reached(group: Group) -> list[_Ranked]:
+    """Return the columns that a reader holds against the hardware.
+
+    Decode is bound by memory; prefill by arithmetic, where the share of the bandwidth says nothing.
+    """
+    if group.phase == "prefill":
+        rates = [
+            MISSING if (rate := finite(row["flop_per_s"])) is None else number(rate / 1e12)
+            for row in group.rows
+        ]
+        return [_Ranked(Column("TFLOP/s"), rates)]
+    return [
+        _Ranked(Column("TB/s"), [number(finite(row["tb_per_s"])) for row in group.rows]),
+        _Ranked(Column("share (%)"), [_percent(row["bandwidth_share"]) for row in group.rows], 1),
+    ]
+
+
+def baseline_table(group: Group) -> Together | None:
+    """Return the fastest full-width kernels of this machine; the others in a line below.
+
+    None where none ran.
+
+    Parameters
+    ----------
+    group : Group
+    """
+    timed = [(median_seconds(row), row["name"]) for row in group.baselines]
+    known = sorted((seconds, name) for seconds, name in timed if seconds is not None)
+    if not known:
+        return None
+    scale, unit = _unit([seconds for seconds, _ in known[:_BASELINES]])
+    columns = [
+        Column("full width, by", words=True),
+        Column(f"time ({unit})"),
+        Column("against the best"),
+    ]
+    best = known[0][0]
+    rows = [
+        [name, _time(seconds * scale), _times(best / seconds)]
+        for seconds, name in known[:_BASELINES]
+    ]
+    parts: list[RenderableType] = [DataTable(columns, rows)]
+    if slower := known[_BASELINES:]:
+        named = ", ".join(f"{name} {_times(best / seconds)}" for seconds, name in slower)
+        parts.append(Text(f"slower: {named}", style="dim", overflow="fold"))
+    return Together(*parts)
+
+
+def schedule_table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
+    """Return the makespan over the mean of each schedule, predicted and measured.
+
+    Parameters
+    ----------
+    entries : sequence of mapping
+        Of ``data.schedules``.
+    """
+    rows = [
+        (
+            entry["schedule"],
+            f"{entry['phase']}, batch {entry['batch']}, {count(entry['seq'])}",
+            _ratio(entry["predicted"]),
+            _ratio(entry["measured"]),
+        )
+        for entry in entries
+    ]
+    columns = (
+        Column("schedule", words=True),
+        Column("of", words=True),
+        Column("predicted"),
+        Column("measured"),
+    )
+    return DataTable(columns, rows)
+
+
+def _least(columns: Sequence[_Ranked]) -> int:
+    sizes = [one.column.least_width(one.cells) for one in columns]
+    return sum(sizes) + _GAP * (len(sizes) - 1)
+
+
+def _unit(seconds: Sequence[float | None]) -> tuple[float, str]:
+    known = [value for value in seconds if value is not None]
+    return (1.0, "s") if known and max(known) >= _SECONDS_FROM else (1e3, "ms")
+
+
+def _scaled(value: float | None, scale: float) -> str:
+    return MISSING if value is None else _time(value * scale)
+
+
+def _time(value: float) -> str:
+    # Medians of two good kernels differ by less than a hundredth; below 0.1 ms no timer tells that.
+    return number(value, 4 if value >= 0.1 else 3)
+
+
+def _span(bounds: Sequence[float | None] | None, scale: float) -> str:
+    ends = [finite(end) for end in bounds or ()]
+    known = [end * scale for end in ends if end is not None]
+    return f"{_time(known[0])}–{_time(known[1])}" if len(known) == 2 else MISSING
+
+
+def _rate(value: float | None) -> str:
+    known = finite(value)
+    if known is None:
+        return MISSING
+    # A rate that is 0 in bytes must not print as -0.000.
+    return f"{known:.3f}" if abs(known) >= 5e-4 else "0"
+
+
+def _percent(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else f"{100 * known:.1f}"
+
+
+def _times(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else f"{number(known)}×"
+
+
+def _ratio(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else f"{known:.3f}"
+
+
+def _bytes(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else format_bytes(known)

@@ -1,0 +1,278 @@
+"""A run end to end on a CPU: rows hold together, and what fails leaves the others standing."""
+
+from statistics import median
+
+import pytest
+import torch
+
+from kvprof.benchmark import point as point_module
+from kvprof.benchmark import run as run_module
+from kvprof.benchmark.request import BenchRequest
+from kvprof.benchmark.run import run_bench
+from kvprof.errors import LackingError, UsageError
+from kvprof.records.result import build_result
+from kvprof.records.schema import validate_result
+from tests.benchmark.folder import save_config
+from tests.records.sample import ENVIRONMENT
+
+KEYS = {
+    "method", "phase", "batch", "seq", "dtype", "schedule", "ranks", "rate", "seconds",
+    "seconds_interval", "bytes_moved", "cache_bytes", "tb_per_s", "bandwidth_share", "flop_per_s",
+    "baseline", "speedup", "error", "makespan_over_mean",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_config(tmp_path_factory.mktemp("small"))
+
+
+def quickly(patch):
+    """Measure no bandwidth, and let no thread wait for another on a machine that is shared."""
+    patch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
+    patch.setattr("kvprof.benchmark.machine.usable_threads", lambda: 1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    quickly(monkeypatch)
+
+
+def request_for(folder, **changes):
+    given = {
+        "shape": folder, "seqs": (300,), "phases": ("decode",), "methods": ("full", "fdc", "kq"),
+        "repeats": 3, "device": "cpu",
+    }  # fmt: skip
+    return BenchRequest(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def small_run(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        quickly(patch)
+        methods = ("full", "fp8", "fdc", "kq", "palu", "tale", "fdc-4bit")
+        return run_bench(
+            request_for(folder, methods=methods, batches=(1, 2), schedules=("equal", "lpt"))
+        )
+
+
+def test_every_row_has_the_agreed_keys_and_fits_together(small_run):
+    data, _ = small_run
+    assert len(data["rows"]) == 14
+    ran = {
+        (entry["batch"], entry["name"]): median(entry["seconds"])
+        for entry in data["baselines"]
+        if entry["seconds"]
+    }
+    for row in data["rows"]:
+        assert set(row) == KEYS
+        middle = median(row["seconds"])
+        assert len(row["seconds"]) == 3
+        assert row["seconds_interval"][0] <= middle <= row["seconds_interval"][1]
+        assert row["tb_per_s"] == pytest.approx(row["bytes_moved"] / middle / 1e12)
+        assert row["bandwidth_share"] == pytest.approx(row["tb_per_s"] / 0.02)
+        assert row["error"] < 1e-5
+        assert row["dtype"] == "float32"
+        # Of one batch the baseline is the fastest of those that ran.
+        own = {name: seconds for (batch, name), seconds in ran.items() if batch == row["batch"]}
+        assert row["baseline"] == min(own, key=own.get)
+        assert row["speedup"] > 0
+    full = [row for row in data["rows"] if row["method"] == "full"]
+    assert [(row["rate"], row["speedup"]) for row in full] == [(0, 1), (0, 1)]
+    assert full[0]["ranks"] == {"keys": [64] * 4, "values": [64] * 4}
+
+
+def test_rates_are_of_what_is_stored(small_run):
+    rows = {(row["method"], row["batch"]): row for row in small_run[0]["rows"]}
+    for batch in (1, 2):
+        whole = 2 * batch * 300 * 4 * 64 * 4
+        assert rows["full", batch]["cache_bytes"] == whole
+        for method in ("fdc", "kq", "palu"):
+            assert rows[method, batch]["rate"] == 0.5
+            assert rows[method, batch]["cache_bytes"] == whole // 2
+        # A quantised form takes the ranks of the rate and has a higher one of its own.
+        assert rows["fdc-4bit", batch]["ranks"] == rows["fdc", batch]["ranks"]
+        assert rows["fdc-4bit", batch]["rate"] > 0.85
+        assert rows["fp8", batch]["rate"] == pytest.approx(0.75, abs=0.02)  # of float32
+
+
+def test_ranks_and_shape_are_told(small_run):
+    data, _ = small_run
+    assert "resampled" in data["ranks"]["source"]
+    assert data["ranks"]["keys"] == data["ranks"]["methods"]["fdc"]["keys"]
+    assert data["shape"]["num_kv_heads"] == 4
+    assert data["bandwidth"]["tb_per_s"] == 0.02
+
+
+def test_without_a_gpu_schedules_are_predicted_once_per_place_and_said(small_run):
+    data, warnings = small_run
+    found = [(entry["schedule"], entry["batch"]) for entry in data["schedules"]]
+    assert sorted(found) == [("equal", 1), ("equal", 2), ("lpt", 1), ("lpt", 2)]
+    for entry in data["schedules"]:
+        assert entry["predicted"] >= 1
+        assert entry["measured"] is None
+        assert entry["strips"] is None
+    by_name = {(e["schedule"], e["batch"]): e["predicted"] for e in data["schedules"]}
+    # Four whole heads on 132 multiprocessors leave 128 of them idle.
+    assert by_name["lpt", 1] >= 33
+    assert by_name["equal", 1] < by_name["lpt", 1]
+    assert any("predicted" in text and "132" in text for text in warnings)
+    assert all(row["schedule"] is None for row in data["rows"])
+
+
+def test_the_result_is_valid_and_says_what_does_not_run(small_run):
+    data, warnings = small_run
+    result = build_result(
+        "bench", environment=ENVIRONMENT, data=data, warnings=warnings,
+        inputs={
+            "model": "small", "seqs": [300], "batches": [1, 2], "rate": 0.5, "ranks": None,
+            "phases": ["decode"], "methods": ["full"], "schedules": ["equal", "lpt"],
+            "dtype": "float32", "repeats": 3, "device": "cpu", "seed": 0,
+        },
+    )  # fmt: skip
+    validate_result(result)
+    for entry in data["baselines"]:
+        assert (entry["seconds"] is None) == (entry["reason"] is not None)
+
+
+def test_a_method_without_memory_leaves_the_others(folder, monkeypatch):
+    build = point_module.build_case
+
+    def short(method, *arguments, **options):
+        if method.name == "fdc":
+            raise torch.OutOfMemoryError("no room")
+        return build(method, *arguments, **options)
+
+    monkeypatch.setattr(point_module, "build_case", short)
+    data, warnings = run_bench(request_for(folder))
+    assert [row["method"] for row in data["rows"]] == ["full", "kq"]
+    assert any("fdc, decode" in text and "would fit" in text for text in warnings)
+
+
+def test_another_error_is_told_as_what_it_is(folder, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("a bug\nand much more about it")
+
+    monkeypatch.setattr(point_module, "build_case", broken)
+    data, warnings = run_bench(request_for(folder))
+    assert [row["method"] for row in data["rows"]] == ["full"]
+    assert any(text.endswith("it failed: a bug") for text in warnings)
+    assert data["stopped"] is None
+
+
+def test_a_gpu_that_stops_ends_the_run_and_keeps_its_rows(folder, monkeypatch):
+    def lost(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(point_module, "build_case", lost)
+    data, _ = run_bench(request_for(folder))
+    assert [row["method"] for row in data["rows"]] == ["full"]
+    assert "illegal memory access" in data["stopped"]
+
+
+def test_a_kernel_that_refuses_is_told_and_left_out(folder, monkeypatch):
+    def refuses(*_, **__):
+        raise UsageError("no such width")
+
+    monkeypatch.setattr(point_module, "build_case", refuses)
+    data, warnings = run_bench(request_for(folder))
+    assert [row["method"] for row in data["rows"]] == ["full"]
+    assert any(text.endswith("not measured: no such width") for text in warnings)
+
+
+def test_an_interrupted_run_keeps_its_complete_rows(folder, monkeypatch):
+    added = []
+    add = point_module.add_row
+
+    def counting(*arguments):
+        added.append(arguments[0].name)
+        add(*arguments)
+
+    monkeypatch.setattr(point_module, "add_row", counting)
+    data, _ = run_bench(request_for(folder), should_stop=lambda: "fdc" in added)
+    assert [row["method"] for row in data["rows"]] == ["full", "fdc"]
+    assert data["baselines"]
+
+
+def test_a_wrong_result_has_no_speedup(folder, monkeypatch):
+    build = point_module.build_case
+
+    def wrong(method, *arguments, **options):
+        case = build(method, *arguments, **options)
+        runs = case.runs
+        case.runs = [lambda: runs[0]() * 1.1]
+        return case
+
+    monkeypatch.setattr(point_module, "build_case", wrong)
+    data, warnings = run_bench(request_for(folder, methods=("full", "fdc")))
+    row = data["rows"][1]
+    assert row["error"] == pytest.approx(0.1, rel=1e-3)
+    assert row["speedup"] is None
+    assert any("wrong" in text for text in warnings)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_made(folder, monkeypatch):
+    monkeypatch.setattr(run_module, "free_bytes", lambda _: 40 * 2**20)
+    monkeypatch.setattr(run_module, "measure", lambda *_: None)
+    with pytest.raises(LackingError, match="the largest context that fits is about"):
+        run_bench(request_for(folder, seqs=(2**20,)))
+    _, warnings = run_bench(request_for(folder, seqs=(300, 2**20)))
+    assert any(text.startswith("left out: decode at batch 1 and 1,048,576") for text in warnings)
+
+
+def test_a_prefill_is_shortened_and_methods_without_one_are_told(folder, monkeypatch):
+    measured = []
+    monkeypatch.setattr(run_module, "measure", lambda point, *_: measured.append(point.place))
+    monkeypatch.setattr(run_module, "flop_rate", lambda *_: 1e9)
+    methods = ("full", "fdc", "fp8", "tale", "fdc-4bit", "palu")
+    _, warnings = run_bench(
+        request_for(folder, phases=("prefill",), seqs=(4096, 8192), methods=methods)
+    )
+    assert [place.seq for place in measured] == [512]
+    assert any("measured at 512 tokens" in text for text in warnings)
+    for name in ("fp8", "tale", "fdc-4bit", "palu"):
+        assert any(text.startswith(f"{name} has no prefill row") for text in warnings)
+
+
+def test_a_model_of_windows_is_measured_at_its_window(tmp_path, monkeypatch):
+    from transformers import MistralConfig
+
+    MistralConfig(num_hidden_layers=2, sliding_window=256).save_pretrained(tmp_path)
+    measured = []
+    monkeypatch.setattr(run_module, "measure", lambda point, *_: measured.append(point.place))
+    _, warnings = run_bench(request_for(tmp_path, seqs=(1024,)))
+    assert measured[0].seq == 256
+    assert any("sliding window of 256" in text for text in warnings)
+
+
+def test_widths_off_the_grid_warn(folder, tmp_path, monkeypatch):
+    (tmp_path / "r.json").write_text("[[33, 20], [64, 64], [64, 64], [64, 64]]")
+    monkeypatch.setattr(run_module, "measure", lambda *_: None)
+    data, warnings = run_bench(request_for(folder, ranks=tmp_path / "r.json"))
+    assert data["ranks"]["keys"][0] == 48
+    assert sum("rounded up" in text for text in warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seqs": (0,)}, "context of 0 tokens"),
+        ({"seqs": ()}, "context of 0"),
+        ({"batches": (0,)}, "batch of 0"),
+        ({"repeats": 2}, "2 repeats"),
+        ({"rate": 1.0}, "rate of 1"),
+        ({"phases": ("train",)}, "no phase 'train'"),
+        ({"schedules": ("fast",)}, "no schedule 'fast'"),
+        ({"methods": ("zip",)}, "no method 'zip'"),
+        ({"methods": ()}, "no method"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, said):
+    with pytest.raises(UsageError, match=said):
+        BenchRequest(**changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_lacking(folder):
+    with pytest.raises(LackingError):
+        run_bench(request_for(folder, device="cuda"))

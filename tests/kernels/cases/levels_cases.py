@@ -1,0 +1,224 @@
+"""Decoding over quantised segments against float64 attention; run by test_cases.py."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvprof.errors import UsageError
+from kvprof.kernels.levels.cuts import equal_shares
+from kvprof.kernels.levels.layout import LevelsLayout, Segment
+from kvprof.kernels.levels.reference import reference_levels
+from kvprof.kernels.levels.step import LevelsStep, Tuning, levels_step
+from kvprof.kernels.planes import RaggedLayout
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (
+    [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16, torch.float32]
+)
+FORMATS = (None, "fp8", 8, 4, 3, 2)
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+
+
+def random_states(layout: LevelsLayout, seed: int, *, scale: float = 1.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(capacity: int, width: int) -> torch.Tensor:
+        states = torch.randn(layout.batch, capacity, width, generator=generator)
+        return (scale * states + 0.3).to(layout.dtype)
+
+    states = [
+        tuple(
+            [random(segment.layout.capacity, width) for width in widths]
+            for widths in (segment.layout.key_widths, segment.layout.value_widths)
+        )
+        for segment in layout.segments
+    ]
+    row = layout.widest.query_offsets[-1]
+    query = torch.randn(layout.batch, row, generator=generator).to(layout.dtype)
+    return query.to(DEVICE), layout.packed(states).to(DEVICE)
+
+
+def step(layout: LevelsLayout, *, pieces: int = 4, tile: int = 4096) -> LevelsStep:
+    warps = levels_step(layout, DEVICE, multiprocessors=1).tuning.warps
+    tuning = Tuning(pieces=pieces, tile=tile, warps=warps)
+    return levels_step(layout, DEVICE, multiprocessors=2, tuning=tuning)
+
+
+def run(prepared: LevelsStep, query, buffer, lengths, scaling, **options):
+    """Run a step whose workspace and output begin as NaN."""
+    schedule = prepared.cut(lengths)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is empty with NaN
+    try:
+        assert torch.empty(1).isnan().all()
+        return prepared.run(query, buffer, schedule, scaling, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def check(layout: LevelsLayout, lengths, query, buffer, scaling=0.09, **options) -> None:
+    cut = {key: options.pop(key) for key in ("pieces", "tile") if key in options}
+    found = run(step(layout, **cut), query, buffer, lengths, scaling, **options)
+    wanted = reference_levels(query, buffer, layout, lengths, scaling, **options)
+    assert torch.isfinite(found).all()
+    assert error(found, wanted) < LIMITS[layout.dtype]
+
+
+def one(widths, key_bits, value_bits, *, group=2, batch=1, capacity=100, columns=32):
+    keys, values = zip(*widths, strict=True)
+    layout = RaggedLayout(keys, values, group, batch, capacity)
+    return Segment(layout, key_bits, value_bits, columns)
+
+
+narrow = st.integers(1, 7).map(lambda n: 16 * n)
+
+
+@st.composite
+def levels(draw):
+    heads, batch, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 9))
+    segments, lengths = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        own = [draw(st.integers(0, 100)) for _ in range(batch)]
+        keys, values = (tuple(draw(narrow) for _ in range(heads)) for _ in range(2))
+        capacity = max(1, *own) + draw(st.integers(0, 9))
+        segments.append(
+            Segment(
+                RaggedLayout(keys, values, group, batch, capacity),
+                draw(st.sampled_from(FORMATS)), draw(st.sampled_from(FORMATS)),
+                draw(st.sampled_from([16, 32, 64, None])),
+            )
+        )  # fmt: skip
+        lengths.append(own)
+    for row in range(batch):
+        lengths[0][row] = lengths[0][row] or 1  # every row has a context
+    return LevelsLayout(tuple(segments), draw(st.sampled_from(DTYPES))), lengths
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(levels(), st.integers(1, 9), st.sampled_from([1024, 8192]), st.integers(0, 10**6))
+def test_any_formats_widths_and_lengths_give_attention(found, pieces, tile, seed):
+    layout, lengths = found
+    check(layout, lengths, *random_states(layout, seed), pieces=pieces, tile=tile)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", FORMATS)
+def test_each_format_alone(bits, dtype):
+    layout = LevelsLayout((one([(80, 16), (16, 112)], bits, bits, batch=2, capacity=201),), dtype)
+    check(layout, [[201, 64]], *random_states(layout, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tale_levels_with_nested_values(dtype):
+    # The middle keeps the first columns of what the others hold whole; one row has no middle yet.
+    wide, cut = [(64, 96)], [(64, 48)]
+    layout = LevelsLayout(
+        (
+            one(wide, None, None, batch=2, capacity=4),
+            one(cut, 2, 2, batch=2, capacity=200),
+            one(wide, 4, 4, batch=2, capacity=70),
+        ),
+        dtype,
+    )
+    query, buffer = random_states(layout, 2)
+    check(layout, [[4, 4], [200, 0], [70, 9]], query, buffer)
+    # Tokens of the middle level leave the columns behind their own alone.
+    found = run(step(layout), query, buffer, [[0, 0], [200, 200], [0, 0]], 0.09)
+    first = found.view(2, 2, 96)
+    assert first[..., 48:].abs().max() == 0
+    assert first[..., :48].abs().min() > 0
+
+
+def test_many_query_heads_on_wide_grouped_latents():
+    layout = LevelsLayout((one([(48, 512)], 4, 4, group=12, capacity=70),), DTYPES[0])
+    check(layout, [[70]], *random_states(layout, 3), pieces=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [None, "fp8", 4])
+def test_sinks_softcap_and_extreme_scores(bits, dtype):
+    layout = LevelsLayout((one([(16, 80), (128, 16)], bits, bits, capacity=100),), dtype)
+    query, buffer = random_states(layout, 4, scale=20.0)
+    sinks = torch.randn(2, 2, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    check(layout, [[100]], query, buffer, 1.0)
+    check(layout, [[100]], query, buffer, 0.05, softcap=30.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("bits", FORMATS)
+def test_what_lies_behind_a_context_does_not_count(bits):
+    layout = LevelsLayout((one([(48, 32)], bits, bits, batch=2, capacity=150),), DTYPES[0])
+    query, buffer = random_states(layout, 6)
+    lengths = [[101, 7]]
+    before = run(step(layout), query, buffer, lengths, 0.1)
+    garbage = layout.empty(DEVICE).fill_(255)  # NaN in float16, bfloat16 and e4m3
+    tokens = torch.arange(150)
+    for side, mine, theirs in zip(
+        layout.sides(0, 0), layout.blocks(buffer, 0, 0), layout.blocks(garbage, 0, 0), strict=True
+    ):
+        for row, length in enumerate(lengths[0]):
+            kept = (tokens < length).nonzero().flatten().tolist()
+            for token in kept:
+                _copy_token(side, mine, theirs, row, token)
+    assert torch.equal(run(step(layout), query, garbage, lengths, 0.1), before)
+
+
+def _copy_token(side, source, target, row: int, token: int) -> None:
+    """Copy what is stored of a token, bit by bit, and nothing else."""
+    block, inside = divmod(token, 32 * side.slots)
+    place, slot = divmod(inside, side.slots)
+    for plane in side.planes:
+        if side.bits is None:
+            mine, theirs = side.rows(source, plane), side.rows(target, plane)
+            theirs[row, block, inside] = mine[row, block, inside]
+            continue
+        part, number = divmod(slot, side.per_byte)
+        mask = (2**side.container - 1) << (side.container * number)
+        mine = side.codes(source, plane)[row, block, part, place]
+        theirs = side.codes(target, plane)[row, block, part, place]
+        theirs.copy_((theirs & (255 - mask)) | (mine & mask))
+    if side.groups:
+        for mine, theirs in zip(side.scales(source), side.scales(target), strict=True):
+            theirs[row, block, :, place, slot] = mine[row, block, :, place, slot]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(levels(), st.integers(1, 40), st.sampled_from([1024, 8192]))
+def test_the_device_cuts_as_the_host_states(found, pieces, tile):
+    layout, lengths = found
+    prepared = step(layout, pieces=pieces, tile=tile)
+    device, parts = prepared.cut(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).scheduled
+    items, wanted = equal_shares(layout, lengths, 2 * pieces, prepared.tuning)
+    assert [tuple(item) for item in device.tolist() if item[2] >= 0] == items
+    assert [tuple(part) for part in parts.tolist()] == wanted
+    assert (device[len(items) :, 2] == -1).all()
+
+
+def test_lengths_on_the_device_are_clamped_and_empty_rows_give_zeros():
+    layout = LevelsLayout((one([(32, 32)], 4, 4, batch=2, capacity=70),), DTYPES[0])
+    query, buffer = random_states(layout, 7)
+    lengths = torch.tensor([[999, -5]], dtype=torch.int32, device=DEVICE)
+    found = run(step(layout), query, buffer, lengths, 0.1)
+    wanted = reference_levels(query, buffer, layout, [[70, 0]], 0.1)
+    assert error(found[0], wanted[0]) < LIMITS[layout.dtype]
+    assert (found[1] == 0).all()
+
+
+def test_what_cannot_run_is_refused():
+    layout = LevelsLayout((one([(32, 32)], 4, 4, capacity=64),), DTYPES[0])
+    query, buffer = random_states(layout, 8)
+    prepared = step(layout)
+    schedule = prepared.cut([[64]])
+    with pytest.raises(UsageError, match="do not fit the layout"):
+        prepared.run(query[:, :-1], buffer, schedule, 1.0)
+    with pytest.raises(UsageError, match="does not fit"):
+        prepared.run(query, buffer[:-1], schedule, 1.0)
+    with pytest.raises(UsageError, match="sinks"):
+        prepared.run(query, buffer, schedule, 1.0, sinks=torch.zeros(1, 1))
+    wrong = torch.bfloat16 if DEVICE.type == "cpu" else torch.float32
+    layout = LevelsLayout(layout.segments, wrong)
+    with pytest.raises(UsageError, match=r"interpreter|GPU"):
+        step(layout).run(query.to(wrong), layout.empty(DEVICE), schedule, 1.0)

@@ -1,0 +1,207 @@
+"""The ragged prefill kernel against float64 attention; run by test_cases.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvprof.errors import LackingError, UsageError
+from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.prefill.grid import class_costs
+from kvprof.kernels.prefill.paths import measured_path, pair_seconds, run_paths
+from kvprof.kernels.prefill.reference import reference_prefill
+from kvprof.kernels.prefill.step import Tile, Tuning, prefill, prefill_step
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if GPU else [])]
+LIMITS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def tuned(rows: int, keys: int, *, pieces: int = 2, fused: int = 0) -> Tuning:
+    """Small tiles, so that short prompts have many."""
+    tile = Tile(rows, keys, 4, 2, 1)
+    return Tuning(tile, tile, tile, tile, pieces=pieces, fused=fused)
+
+
+def states(layout: RaggedLayout, tokens: int, dtype: torch.dtype, seed: int, scale: float = 1.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def stored(width: int) -> torch.Tensor:
+        return (scale * random(layout.batch, layout.capacity, width)).to(dtype)
+
+    keys = [stored(width) for width in layout.key_widths]
+    values = [stored(width) for width in layout.value_widths]
+    query = random(layout.batch, tokens, layout.query_offsets[-1]).to(dtype)
+    return query.to(DEVICE), layout.packed(keys, values).to(DEVICE)
+
+
+def poison(buffer: torch.Tensor, layout: RaggedLayout, row: int, tokens: slice) -> None:
+    for head in range(layout.heads):
+        widths = (layout.key_widths[head], layout.value_widths[head])
+        for start, width in zip(layout.offsets[head], widths, strict=True):
+            for chunk in chunks(width):
+                size = layout.batch * layout.capacity * chunk
+                plane = buffer[start : start + size].view(layout.batch, layout.capacity, chunk)
+                plane[row, tokens] = float("nan")
+                start += size
+
+
+def whole(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+widths = st.integers(1, 16).map(lambda n: 16 * n)
+
+
+@st.composite
+def prompts(draw):
+    heads, batch, tokens = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 90)),
+    )
+    lengths = [max(1, tokens + draw(st.integers(-20, 60))) for _ in range(batch)]
+    layout = RaggedLayout(
+        tuple(draw(widths) for _ in range(heads)), tuple(draw(widths) for _ in range(heads)),
+        draw(st.integers(1, 8)), batch, max(lengths) + draw(st.integers(0, 9)),
+    )  # fmt: skip
+    options = {
+        "window": draw(st.sampled_from([0, 0, 1, 17, 40])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
+    }
+    return layout, tokens, lengths, options, draw(st.booleans())
+
+
+@settings(
+    max_examples=6 if GPU else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(
+    prompts(), st.sampled_from(DTYPES), st.sampled_from(["equal", "rows", "plain"]),
+    st.sampled_from([(64, 32, 0), (32, 64, 0), (64, 64, 1)]), st.booleans(),
+    st.integers(0, 10**6),
+)  # fmt: skip
+def test_any_widths_lengths_pasts_and_schedules_give_attention(
+    prompt, dtype, schedule, tile, known, seed
+):
+    layout, tokens, lengths, options, sunk = prompt
+    query, buffer = states(layout, tokens, dtype, seed)
+    sinks = torch.randn(layout.heads, layout.group).to(DEVICE) if sunk else None
+    for row, length in enumerate(lengths):
+        poison(buffer, layout, row, slice(length, None))
+    found = prefill(
+        query, buffer, layout, whole(lengths), 0.09, sinks=sinks, schedule=schedule, path="triton",
+        tuning=tuned(*tile[:2], fused=tile[2]), host_lengths=lengths if known else None, **options,
+    )  # fmt: skip
+    wanted = reference_prefill(query, buffer, layout, lengths, 0.09, sinks=sinks, **options)
+    assert torch.isfinite(found).all()
+    assert error(found, wanted) < LIMITS[dtype]
+    for row, length in enumerate(lengths):
+        assert not found[row, : max(0, tokens - length)].any()
+
+
+def test_narrow_beside_wide_and_extreme_scores():
+    layout = RaggedLayout((16, 256, 112), (240, 16, 80), 4, 1, 131)
+    query, buffer = states(layout, 131, torch.float32, 1, scale=30.0)
+    found = prefill(query, buffer, layout, whole([131]), 1.0, tuning=tuned(64, 64), path="triton")
+    wanted = reference_prefill(query, buffer, layout, [131], 1.0)
+    assert torch.isfinite(found).all()
+    assert error(found, wanted) < 1e-5
+
+
+def test_latents_that_many_query_heads_share():
+    layout = RaggedLayout((480, 32), (32, 512), 20, 1, 33)
+    query, buffer = states(layout, 9, torch.float16, 2)
+    found = prefill(query, buffer, layout, whole([33]), 0.05, path="triton", tuning=tuned(64, 32))
+    assert error(found, reference_prefill(query, buffer, layout, [33], 0.05)) < 2e-3
+
+
+def test_the_default_tuning_and_a_single_token():
+    layout = RaggedLayout((64, 48), (32, 64), 4, 2, 140)
+    query, buffer = states(layout, 1, torch.float16, 3)
+    found = prefill(query, buffer, layout, whole([1, 140]), 0.1)
+    assert error(found, reference_prefill(query, buffer, layout, [1, 140], 0.1)) < 2e-3
+    query, _ = states(layout, 70, torch.float16, 4)
+    found = prefill(query, buffer, layout, whole([70, 131]), 0.1)
+    assert error(found, reference_prefill(query, buffer, layout, [70, 131], 0.1)) < 2e-3
+
+
+def test_what_lies_before_every_window_is_not_read():
+    layout = RaggedLayout((48, 32), (16, 64), 2, 1, 100)
+    query, buffer = states(layout, 30, torch.float32, 5)
+    options = {"window": 11, "path": "triton", "tuning": tuned(32, 16)}
+    before = prefill(query, buffer, layout, whole([90]), 0.1, **options)
+    poison(buffer, layout, 0, slice(0, 60 - 10))
+    assert torch.equal(prefill(query, buffer, layout, whole([90]), 0.1, **options), before)
+
+
+def test_unequal_heads_may_go_different_ways():
+    layout = RaggedLayout((64, 48, 128), (32, 64, 80), 2, 2, 40)
+    query, buffer = states(layout, 40, torch.float32, 6)
+    found = run_paths(
+        ("library", "triton", "library"), query, buffer, layout, whole([40, 40]), 0.1,
+        schedule="equal", tuning=tuned(32, 32),
+    )  # fmt: skip
+    assert error(found, reference_prefill(query, buffer, layout, [40, 40], 0.1)) < 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["equal", "rows", "plain"])
+def test_a_trace_tells_of_every_block(schedule):
+    layout = RaggedLayout((64, 32), (32, 64), 2, 1, 200)
+    query, buffer = states(layout, 200, torch.float16, 7)
+    step = prefill_step(layout, 200, DEVICE, schedule=schedule, tuning=tuned(64, 32))
+    if not GPU:
+        with pytest.raises(LackingError, match="GPU"):
+            step.trace(query, buffer, whole([200]), 0.1)
+        return
+    trace = step.trace(query, buffer, whole([200]), 0.1)
+    assert len(trace.begin) == len(step.blocks.items)
+    assert (trace.end >= trace.begin).all()
+    assert (trace.begin > 0).all()
+    assert error(trace.output, reference_prefill(query, buffer, layout, [200], 0.1)) < 2e-3
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_a_graph_holds_it():
+    layout = RaggedLayout((64, 112), (64, 48), 4, 2, 300)
+    query, buffer = states(layout, 300, torch.bfloat16, 8)
+    lengths = whole([300, 300])
+    for path in ("triton", "library", "auto"):
+        options = {"path": path, "host_lengths": [300, 300]}
+        wanted = prefill(query, buffer, layout, lengths, 0.1, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = prefill(query, buffer, layout, lengths, 0.1, **options)
+        found.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert error(found, wanted.double()) < 1e-2
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_paths_are_measured_once():
+    layout = RaggedLayout((64, 112), (64, 48), 4, 1, 600)
+    choice = measured_path(layout, 600, torch.bfloat16, DEVICE)
+    assert {"triton", "library"} <= set(choice.seconds)
+    assert measured_path(layout, 600, torch.bfloat16, DEVICE) is choice
+    costs = class_costs(pair_seconds(512, torch.bfloat16, DEVICE, heads=2), (64, 128))
+    assert len(costs) == 4
+
+
+def test_bf16_is_refused_where_it_would_be_wrong():
+    layout = RaggedLayout((32,), (32,), 2, 1, 64)
+    query, buffer = states(layout, 8, torch.float32, 9)
+    if not GPU:
+        with pytest.raises(UsageError, match="interpreter"):
+            prefill(query.bfloat16(), buffer.bfloat16(), layout, whole([64]), 1.0)
+    with pytest.raises(UsageError, match="schedule"):
+        prefill_step(replace(layout, capacity=63), 8, DEVICE, schedule="none")

@@ -1,0 +1,63 @@
+"""Whole models through the Triton kernels against the torch path; run by test_cases.py."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.runtime.compressed import compressed
+from tests.models.tiny import tiny, token_ids
+from tests.runtime.plans import make_plan
+from tests.runtime.test_kernel_generation import PLANS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16]
+
+
+def model_of(arch: str, dtype: torch.dtype) -> LoadedModel:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if arch == "GptOss" else {}
+    model = tiny(arch, head_dim=32, num_hidden_layers=2, **kinds)
+    return wrap_model(model.to(DEVICE, dtype))
+
+
+def logits(model: LoadedModel, plan: Any, kernels: str, cuts: list[int]) -> tuple[Any, int]:
+    """Run a left-padded batch in pieces: prompts, single tokens, several in the middle."""
+    ids, mask = token_ids(2, cuts[-1]).to(DEVICE), torch.ones(2, cuts[-1], dtype=torch.long)
+    mask[1, :4] = 0
+    mask = mask.to(DEVICE)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = []
+    with compressed(model, plan, kernels) as session, torch.inference_mode():
+        cache = session.new_cache()
+        for start, stop in pairwise(cuts):
+            found.append(
+                model.model(
+                    ids[:, start:stop], attention_mask=mask[:, :stop],
+                    position_ids=positions[:, start:stop], past_key_values=cache,
+                ).logits
+            )  # fmt: skip
+    return torch.cat(found, 1)[mask.bool()].float(), cache.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("arch", ["Llama", "Gemma2", "GptOss"])
+def test_models_on_triton_say_what_they_say_on_torch(arch: str, dtype: torch.dtype) -> None:
+    """Unlike widths, soft-cap, sinks, windows of 6, rows that begin at tokens 0 and 4."""
+    model = model_of(arch, dtype)
+    plan = make_plan(model, **PLANS["ragged" if arch == "Llama" else "ragged_online"])
+    cuts = [0, 8, 9, 12, 13]
+    found, stored = logits(model, plan, "on", cuts)
+    wanted, nbytes = logits(model, plan, "off", cuts)
+    limit = 1e-4 if dtype == torch.float32 else 3e-2
+    assert (found - wanted).norm() / wanted.norm() < limit
+    assert stored == nbytes
+
+
+def test_rows_whose_prompt_has_not_begun_are_nothing() -> None:
+    model = model_of("Llama", torch.float32)
+    plan = make_plan(model, **PLANS["ragged"])
+    found, _ = logits(model, plan, "on", [0, 2, 3, 7, 8])
+    wanted, _ = logits(model, plan, "off", [0, 8])
+    assert (found - wanted).norm() / wanted.norm() < 1e-4

@@ -1,0 +1,118 @@
+"""The assembly that makes numbers of stored bytes, run by a small interpreter of PTX.
+
+Triton's own interpreter knows no assembly and a machine without a GPU runs none, so this is where
+each byte is shown to become the number that `numbers` says.
+"""
+
+import re
+
+import pytest
+import torch
+
+from kvprof.kernels.levels import unpack
+from kvprof.kernels.levels.unpack import FP8, numbers
+
+WORD = 0xFFFFFFFF
+
+
+def _permuted(low: int, high: int, selector: int) -> int:
+    octets = [(low >> 8 * n) & 255 for n in range(4)] + [(high >> 8 * n) & 255 for n in range(4)]
+    return sum(octets[(selector >> 4 * n) & 7] << 8 * n for n in range(4))
+
+
+def _bitwise(a: int, b: int, c: int, table: int) -> int:
+    found = 0
+    for index in range(8):
+        if table >> index & 1:
+            own = (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+            found |= own
+    return found & WORD
+
+
+def _pair(word: int, dtype: torch.dtype) -> torch.Tensor:
+    halves = torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32).to(torch.int16)
+    return halves.view(dtype)
+
+
+def _fused(a: int, b: int, c: int) -> int:
+    x, y, z = (_pair(word, torch.bfloat16).double() for word in (a, b, c))
+    low, high = (x * y + z).to(torch.bfloat16).view(torch.int16).tolist()
+    return (low & 0xFFFF) | (high & 0xFFFF) << 16
+
+
+def execute(assembly: str, word: int) -> tuple[int, int]:
+    """Run straight-line PTX on ``$2``; return ``$0`` and ``$1``."""
+    registers = {"$2": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in filter(None, (part.strip(" {}") for part in assembly.split(";"))):
+        if line.startswith(".reg"):
+            continue
+        operation, operands = line.split(" ", 1)
+        target, *names = (name.strip() for name in operands.split(","))
+        given = [value(name) for name in names]
+        registers[target] = {
+            "mov.b32": lambda a: a,
+            "and.b32": lambda a, b: a & b,
+            "shr.b32": lambda a, b: a >> b,
+            "prmt.b32": _permuted,
+            "lop3.b32": _bitwise,
+            "fma.rn.bf16x2": _fused,
+        }[operation](*given)
+    return registers["$0"], registers["$1"]
+
+
+def results(name: str, word: int, dtype: torch.dtype) -> torch.Tensor:
+    assembly = getattr(unpack, name).value
+    low, high = execute(assembly, word)
+    return torch.cat([_pair(low, dtype), _pair(high, dtype)]).double()
+
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+WORDS = [
+    sum((n * k + 7 * s) % 256 << 8 * s for s, k in enumerate((1, 3, 5, 7))) for n in range(256)
+]
+
+
+def octets(word: int) -> torch.Tensor:
+    return torch.tensor([word >> 8 * n & 255 for n in range(4)], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_come_out_in_order_with_their_offset(bits, dtype):
+    offset, factor = numbers(bits, NAMES[dtype])
+    assert factor == 1.0
+    for slot in range(8 // bits):
+        suffix = f"_{slot}" if bits < 8 else ""
+        name = f"_{bits}{suffix}_{NAMES[dtype].upper()}"
+        for word in WORDS:
+            wanted = (octets(word).int() >> (bits * slot)) & (2**bits - 1)
+            assert torch.equal(results(name, word, dtype) - offset, wanted.double())
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_e4m3_comes_out_with_its_denormals(dtype):
+    offset, factor = numbers(FP8, NAMES[dtype])
+    assert offset == 0.0
+    for word in WORDS:
+        given = octets(word).view(torch.float8_e4m3fn).double()
+        found = results(f"_FP8_{NAMES[dtype].upper()}", word, dtype) * factor
+        number = ~given.isnan()
+        assert torch.equal(found[number], given[number])
+
+
+def test_every_assembly_names_what_it_reads():
+    # The interpreter above knows all the operations that there are.
+    known = {"mov.b32", "and.b32", "shr.b32", "prmt.b32", "lop3.b32", "fma.rn.bf16x2"}
+    texts = [
+        text.value
+        for name, text in vars(unpack).items()
+        if re.match(r"_(2|4|8|FP8)_", name) and isinstance(getattr(text, "value", None), str)
+    ]
+    assert len(texts) == 16
+    for text in texts:
+        found = {line.strip(" {}").split(" ")[0] for line in text.split(";")}
+        assert found - {"", ".reg"} <= known

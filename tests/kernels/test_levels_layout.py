@@ -1,0 +1,163 @@
+"""What the buffer of segments holds: bytes, codes, appended tokens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprof.errors import UsageError
+from kvprof.kernels.levels.append import append
+from kvprof.kernels.levels.codes import container_bits, dequantise, quantise
+from kvprof.kernels.levels.layout import LevelsLayout, Segment
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.runtime.codecs import codec_for
+from kvprof.runtime.packing import unpack
+
+FORMATS = st.sampled_from([None, "fp8", 8, 4, 3, 2])
+WIDTHS = st.integers(1, 9).map(lambda n: 16 * n)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def segment(widths, key_bits, value_bits, *, columns=32, batch=2, capacity=100) -> Segment:
+    keys, values = zip(*widths, strict=True)
+    return Segment(RaggedLayout(keys, values, 2, batch, capacity), key_bits, value_bits, columns)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([8, 4, 3, 2]), WIDTHS, st.sampled_from([16, 32, 48, None]), st.integers(0, 99)
+)
+def test_codes_scales_and_rows_are_those_of_the_runtime(bits, width, columns, seed):
+    rows = 3 * random(2, 5, width, seed=seed).to(torch.bfloat16)
+    rows[0, 0] = 1.25  # no range: scale 0
+    side = SideQuantiser((bits,), "token", columns)
+    codec = codec_for(Quantiser("affine", side, side), side, 0)
+    stored = codec.encode(rows)
+    found = quantise(rows, bits, columns)
+    assert torch.equal(found.codes.long(), unpack(stored["codes"], bits, width).long())
+    assert torch.equal(found.scale, stored["scale"])
+    assert torch.equal(found.zero, stored["zero"])
+    assert torch.equal(
+        dequantise(found, columns).bfloat16(), codec.decode(stored, width, torch.bfloat16)
+    )
+
+
+def test_e4m3_is_that_of_the_runtime():
+    layout = LevelsLayout((segment([(48, 32)], "fp8", "fp8"),))
+    keys, values = 300 * random(2, 100, 48), random(2, 100, 32, seed=1)
+    codec = codec_for(Quantiser("fp8", None, None), SideQuantiser((8,)), 0)
+    buffer = layout.packed([([keys], [values])])
+    for found, rows in zip(layout.head(buffer, 0, 0), (keys, values), strict=True):
+        wanted = codec.decode(codec.encode(rows), rows.shape[-1], torch.float32)
+        assert torch.equal(found, wanted)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    FORMATS, FORMATS, st.sampled_from([16, 32, 64, None]), st.lists(WIDTHS, min_size=2, max_size=4),
+    st.integers(1, 300), st.integers(0, 99),
+)  # fmt: skip
+def test_every_token_is_found_where_it_was_put(
+    key_bits, value_bits, columns, widths, capacity, seed
+):
+    pairs = list(zip(widths[::2], widths[1::2], strict=False))
+    layout = LevelsLayout(
+        (
+            segment(pairs, key_bits, value_bits, columns=columns, capacity=capacity),
+            segment(pairs, value_bits, None, columns=columns, capacity=7),
+        )
+    )
+    states = [
+        tuple(
+            [random(2, own.layout.capacity, width, seed=seed + width).bfloat16() for width in sides]
+            for sides in (own.layout.key_widths, own.layout.value_widths)
+        )
+        for own in layout.segments
+    ]
+    buffer = layout.packed(states)
+    assert buffer.numel() == layout.nbytes
+    assert buffer.dtype == torch.uint8
+    for number, own in enumerate(layout.segments):
+        for head in range(layout.heads):
+            formats = (own.key_bits, own.value_bits)
+            for found, given_states, bits in zip(
+                layout.head(buffer, number, head), states[number], formats, strict=True
+            ):
+                rows = given_states[head]
+                if bits is None:
+                    wanted = rows.float()
+                elif bits == "fp8":
+                    wanted = rows.to(torch.float8_e4m3fn).float()
+                else:
+                    wanted = dequantise(quantise(rows, bits, columns), columns)
+                assert torch.equal(found, wanted)
+
+
+def test_bytes_are_counted_with_scales_zeros_and_padding():
+    # 102,400 tokens: 64 columns in 32 bytes, and per group of 32 columns 2 bytes twice.
+    layout = LevelsLayout((segment([(64, 64)], 4, 4, batch=1, capacity=102_400),))
+    assert layout.nbytes == 102_400 * 2 * (32 + 2 * 4)
+    # 4 tokens take the room of 64, a pair of blocks.
+    sinks = LevelsLayout((segment([(64, 64)], None, None, batch=1, capacity=4),))
+    assert sinks.nbytes == 64 * 2 * 64 * 2
+    assert [container_bits(bits) for bits in (None, 2, 3, 4, 8, "fp8")] == [0, 2, 4, 4, 8, 8]
+
+
+def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
+    for width in (16, 48, 112, 240, 256, 512):
+        for columns in (16, 32, 48, 64, None):
+            own = segment([(width, width)], 2, 4, columns=columns)
+            for side in LevelsLayout((own,)).sides(0, 0):
+                assert sum(plane.width for plane in side.planes) == width
+                for plane in side.planes:
+                    last = plane.start + plane.width - 1
+                    assert plane.start // (columns or width) == last // (columns or width)
+                    assert plane.group == plane.start // (columns or width)
+                    assert side.plane_at(plane) % 16 == 0
+                assert side.nbytes % 16 == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    FORMATS, FORMATS, st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.tuples(st.integers(0, 60), st.integers(0, 60)), st.integers(0, 99),
+)  # fmt: skip
+def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
+    layout = LevelsLayout((segment([(48, 80)], key_bits, value_bits, capacity=70),), torch.float16)
+    keys, values = (random(2, 70, width, seed=seed).half() for width in (48, 80))
+    wanted = layout.packed([([keys.clone()], [values.clone()])])
+    buffer = layout.packed([([keys], [values])])
+    at = torch.tensor(starts, dtype=torch.int32)
+    wiped_keys, wiped_values = keys.clone(), values.clone()
+    for row, start in enumerate(starts):
+        stop = min(70, start + sum(sizes))
+        wiped_keys[row, start:stop] = 77.0
+        wiped_values[row, start:stop] = -5.0
+    buffer = layout.packed([([wiped_keys], [wiped_values])])
+    for size in sizes:
+        places = (at[:, None] + torch.arange(size)).clamp(max=69).long()[..., None]
+        new = [x.gather(1, places.expand(-1, -1, x.shape[-1])) for x in (keys, values)]
+        append(buffer, layout, 0, [new[0]], [new[1]], at)
+        at = at + size
+    assert torch.equal(buffer, wanted)
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(UsageError, match="5"):
+        segment([(32, 32)], 5, 4)
+    with pytest.raises(UsageError, match="24"):
+        segment([(32, 32)], 4, 4, columns=24)
+    with pytest.raises(UsageError, match="same heads"):
+        LevelsLayout((segment([(32, 32)], 4, 4), segment([(32, 32), (16, 16)], 4, 4)))
+    with pytest.raises(UsageError, match="same heads"):
+        LevelsLayout(())
+    with pytest.raises(UsageError, match="float64"):
+        LevelsLayout((segment([(32, 32)], 4, 4),), torch.float64)
+    layout = LevelsLayout((segment([(32, 32)], 4, 4),))
+    new = [random(2, 1, 16)]
+    with pytest.raises(UsageError, match="32 wide"):
+        append(layout.empty(), layout, 0, new, new, torch.zeros(2, dtype=torch.int32))

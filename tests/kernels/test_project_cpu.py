@@ -1,0 +1,168 @@
+"""The projection's CPU path: what the kernel's cases ask, and torch.compile through it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprof.errors import UsageError
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.project import operators
+from kvprof.kernels.project.bases import basis_set
+from kvprof.kernels.project.step import (
+    project_keys,
+    project_queries,
+    project_step,
+    project_values,
+    store_values,
+)
+from tests.kernels.cases.project_cases import (
+    PROMPT,
+    Case,
+    Pass,
+    Rope,
+    check_one_by_one,
+    check_step,
+    few,
+    passes,
+)
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.float32, torch.bfloat16]
+
+
+@few
+@given(passes(), st.sampled_from(DTYPES), st.integers(0, 10**6))
+def test_any_pass(case, dtype, seed):
+    check_step(case, dtype, CPU, seed)
+    check_one_by_one(case, dtype, CPU, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_in_several_blocks(dtype, monkeypatch):
+    monkeypatch.setattr("kvprof.kernels.project.cpu._ROWS", 64)
+    check_step(PROMPT, dtype, CPU)
+
+
+LAYOUT = RaggedLayout((112, 32), (48, 64), 2, 2, 40)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_compiled_layer_does_the_same(folded):
+    case = Case(LAYOUT, 64, 3, (5, 9), value_depth=0 if folded else 80, rope=Rope(32, full=True))
+    made = Pass(case, torch.float32, CPU, 1)
+
+    def layer(query, keys, values, buffer, start, cos, sin):
+        queries = project_step(
+            query, keys * 1, values, made.bases, LAYOUT, buffer, start,
+            value_bases=made.value_bases, cos=cos, sin=sin, rotary_dim=32,
+        )  # fmt: skip
+        return queries * 2
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = compiled(
+        made.query, made.keys, made.values, made.buffer, made.start, made.cos, made.sin
+    )
+    made.check_queries(found / 2, made.bases)
+    made.check_buffer()
+
+
+def test_each_operator_compiles():
+    case = Case(LAYOUT, 64, 3, (5, 9), value_depth=80, valid=(0, 1))
+    made = Pass(case, torch.float32, CPU, 2)
+
+    def layer(query, keys, values, buffer, start, valid):
+        project_keys(keys, made.bases, LAYOUT, buffer, start, valid=valid)
+        project_values(values, made.value_bases, LAYOUT, buffer, start, valid=valid)
+        return project_queries(query, made.bases, LAYOUT)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    valid = made.places["valid"]
+    found = compiled(made.query, made.keys, made.values, made.buffer, made.start, valid)
+    made.check_queries(found, made.bases)
+    made.check_buffer()
+
+
+def test_operators_say_what_they_write():
+    case = Case(LAYOUT, 64, 3, (5, 9), rope=Rope(64, full=True), gap=0)
+    made = Pass(case, torch.float32, CPU, 3)
+    bases, turn = made.bases.packed, [64, 0, 0]
+    widths = (list(LAYOUT.key_widths), list(LAYOUT.value_widths))
+    place = (made.buffer, *widths, LAYOUT.batch, LAYOUT.capacity, made.start, None, None)
+    rope = (made.cos, made.sin, turn)
+    checks = {
+        operators.project_queries: (made.query, bases, widths[0], *rope),
+        operators.project_keys: (made.keys, bases, *place, *rope),
+        operators.project_values: (made.values, None, *place),
+        operators.project_step: (
+            made.query, made.keys, made.values, bases, bases, None, *place, *rope
+        ),
+    }  # fmt: skip
+    for operator, arguments in checks.items():
+        torch.library.opcheck(operator, arguments)
+
+
+def test_a_basis_set_holds_its_bases():
+    made = [torch.randn(24, width) for width in (16, 48, 32)]
+    packed = basis_set(made, dtype=torch.float16)
+    for head, basis in enumerate(made):
+        assert torch.equal(packed.head(head), basis.half())
+        begin, end = packed.offsets[head : head + 2]
+        assert torch.equal(packed.packed[begin:end].view(24, -1), basis.half())
+    for bad, said in (
+        ([], "none"),
+        ([torch.ones(24, 16), torch.ones(32, 16)], r"\(32, 16\)"),
+        ([torch.ones(24, 40)], "40"),
+        ([torch.ones(24, 16, dtype=torch.float64)], "float64"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            basis_set(bad)
+
+
+def refusals():
+    """Name each thing that does not fit, what it does to a good call, and what is said."""
+    bases = basis_set([torch.ones(64, 96), torch.ones(64, 32)])
+    yield "heads", lambda c: c | {"keys": c["keys"][:, :, :1]}, "wanted"
+    yield "dtype", lambda c: c | {"keys": c["keys"].half()}, "float16"
+    yield "strides", lambda c: c | {"keys": c["keys"].mT.contiguous().mT}, "contiguous"
+    yield "widths", lambda c: c | {"bases": bases}, "96"
+    yield "cache", lambda c: c | {"buffer": c["buffer"][:-1]}, "does not fit"
+    yield "batch", lambda c: c | {"layout": RaggedLayout((112, 32), (48, 64), 2, 1, 80)}, "2 seq"
+    yield "start", lambda c: c | {"start": c["start"].long()}, "int64"
+    yield "valid", lambda c: c | {"valid": c["start"][:1]}, "valid"
+    yield "table", lambda c: c | {"table": c["start"]}, "table"
+    yield "sin", lambda c: c | {"sin": None}, "both"
+    yield "no tables", lambda c: c | {"cos": None, "sin": None}, "without cos"
+    yield "tables", lambda c: c | {"cos": c["cos"][:, :2]}, "cos of shape"
+    yield "sin's width", lambda c: c | {"sin": c["sin"][..., :16]}, "entries per token"
+    yield "odd", lambda c: c | {"rotary_dim": 31}, "31"
+    yield "too far", lambda c: c | {"offset": 48}, "48"
+
+
+@pytest.mark.parametrize(("change", "said"), [(c, s) for _, c, s in refusals()],
+                         ids=[name for name, _, _ in refusals()])  # fmt: skip
+def test_what_does_not_fit_is_refused(change, said):
+    case = Case(LAYOUT, 64, 3, (5, 9), rope=Rope(32, full=True))
+    made = Pass(case, torch.float32, CPU, 4)
+    good = {
+        "keys": made.keys, "bases": made.bases, "layout": LAYOUT, "buffer": made.buffer,
+        "start": made.start, **made.rotary,
+    }  # fmt: skip
+    project_keys(**good)
+    with pytest.raises(UsageError, match=said):
+        project_keys(**change(good))
+
+
+def test_values_and_passes_that_do_not_fit_are_refused():
+    made = Pass(Case(LAYOUT, 64, 3, (5, 9)), torch.float32, CPU, 5)
+    place = (LAYOUT, made.buffer, made.start)
+    with pytest.raises(UsageError, match="112"):
+        store_values(made.values[..., :-16], *place)
+    for changed in ({"query": made.query[:, :2]}, {"values": made.values.half()}):
+        given = {"query": made.query, "keys": made.keys, "values": made.values} | changed
+        with pytest.raises(UsageError, match="same pass"):
+            project_step(*given.values(), made.bases, *place)
+    narrow = basis_set([torch.ones(32, 112), torch.ones(32, 32)])
+    with pytest.raises(UsageError, match="32 wide and keys 64"):
+        project_step(made.query[..., :32], made.keys, made.values, made.bases, *place,
+                     query_bases=narrow)  # fmt: skip

@@ -1,0 +1,162 @@
+"""On a GPU the kernels are what runs, and steps can be captured and models compiled."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.runtime.compressed import compressed
+from tests.models.tiny import tiny, token_ids
+from tests.runtime.plans import make_plan
+from tests.runtime.test_kernel_generation import PLANS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+ARCHITECTURES = ["Llama", "Qwen3", "Gemma2", "GptOss", "SmolLM3"]
+PROMPT, STEPS = 13, 8
+
+
+def model_of(arch: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return wrap_model(tiny(arch, head_dim=32).to("cuda", dtype))
+
+
+def generated(model: LoadedModel, plan: Any, kernels: str | None, **options: Any) -> Any:
+    ids, mask = token_ids(3, PROMPT).cuda(), torch.ones(3, PROMPT, dtype=torch.long)
+    mask[1, :4] = 0
+    mask[2, :1] = 0
+    torch.manual_seed(3)
+    with compressed(model, plan, kernels) as session:
+        found = model.model.generate(
+            ids, attention_mask=mask.cuda(), max_new_tokens=STEPS, do_sample=False,
+            eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+            **options,
+        )  # fmt: skip
+        assert session.cache is not None
+        found.nbytes = session.cache.nbytes
+        found.reasons = session.kernel_reasons
+    return found
+
+
+def error(found: Any, wanted: Any) -> float:
+    mine, other = torch.stack(found.logits).float(), torch.stack(wanted.logits).float()
+    return float((mine - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"cache_implementation": "static"}],
+    ids=["greedy", "beams", "static"],
+)
+def test_float32_says_what_the_torch_path_says(arch: str, options: dict[str, Any]) -> None:
+    model = model_of(arch)
+    for name, settings in PLANS.items():
+        plan = make_plan(model, **settings)
+        found = generated(model, plan, None, **options)
+        wanted = generated(model, plan, "off", **options)
+        assert found.reasons == [None] * len(plan.layers), name  # by default
+        assert torch.equal(found.sequences, wanted.sequences), name
+        assert error(found, wanted) < 1e-4, name
+        assert found.nbytes == wanted.nbytes, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_the_torch_path(arch: str, dtype: torch.dtype) -> None:
+    """Both against float32; tokens may part, so the prompt's last logits are compared."""
+    model = model_of(arch, dtype)
+    exact = wrap_model(tiny(arch, head_dim=32).to(dtype).to("cuda", torch.float32))
+    plan = make_plan(model, **PLANS["ragged"])
+    wanted = generated(exact, make_plan(exact, **PLANS["ragged"]), "off").logits[0]
+    errors = [
+        (generated(model, plan, kernels).logits[0].float() - wanted).norm() / wanted.norm()
+        for kernels in ("on", "off")
+    ]
+    assert errors[0] < 1.5 * errors[1] + 5e-3
+
+
+def steps(model: LoadedModel, session: Any, run: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Prefill a static cache with `model`, decode with `run`; return the steps' logits."""
+    cache = session.new_cache(PROMPT + STEPS)
+    with torch.no_grad():
+        model.model(token_ids(2, PROMPT).cuda(), past_key_values=cache)
+        found = []
+        for step in range(STEPS):
+            position = torch.full((2, 1), PROMPT + step, device="cuda")
+            found.append(
+                run(tokens[:, step : step + 1], position_ids=position, past_key_values=cache).logits
+            )
+    assert cache.get_seq_length() == PROMPT + STEPS
+    return torch.cat(found, 1)
+
+
+# Not gpt-oss, whose own choice of experts asks the host.
+@pytest.mark.parametrize("arch", ["Llama", "Qwen3", "Gemma2", "SmolLM3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_step_counts_for_itself(arch: str, dtype: torch.dtype) -> None:
+    """One capture, many replays, through windows that go round."""
+    model = model_of(arch, dtype)
+    tokens = token_ids(2, STEPS, seed=5).cuda()
+    with compressed(model, make_plan(model, **PLANS["ragged"]), "on") as session, torch.no_grad():
+        wanted = steps(model, session, model.model, tokens)
+
+        cache = session.new_cache(PROMPT + STEPS)
+        model.model(token_ids(2, PROMPT).cuda(), past_key_values=cache)
+        token, position = tokens[:, :1].clone(), torch.full((2, 1), PROMPT, device="cuda")
+        found = [model.model(token, position_ids=position, past_key_values=cache).logits]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            output = model.model(token, position_ids=position, past_key_values=cache).logits
+        assert cache.get_seq_length() == PROMPT + 1
+        for step in range(1, STEPS):
+            token.copy_(tokens[:, step : step + 1])
+            position.fill_(PROMPT + step)
+            graph.replay()
+            cache.replayed()
+            found.append(output.clone())
+        assert cache.get_seq_length() == PROMPT + STEPS
+        stored = cache.nbytes
+        steps(model, session, model.model, tokens)
+        assert session.cache is not None
+        assert stored == session.cache.nbytes
+    captured = torch.cat(found, 1)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (captured - wanted).float().norm() / wanted.float().norm() < limit
+
+
+@pytest.mark.parametrize("arch", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_goes_through(arch: str, mode: str) -> None:
+    model = model_of(arch)
+    tokens = token_ids(2, STEPS, seed=5).cuda()
+    torch._dynamo.reset()
+    with compressed(model, make_plan(model, **PLANS["ragged"]), "on") as session:
+        wanted = steps(model, session, model.model, tokens)
+        compiled = torch.compile(model.model, mode=mode)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # What a graph of Inductor's returns lasts until its next replay.
+            output = compiled(*args, **kwargs)
+            output.logits = output.logits.clone()
+            return output
+
+        found = steps(model, session, run, tokens)
+    assert (found - wanted).norm() / wanted.norm() < 1e-4
+
+
+def test_what_a_graph_cannot_hold_is_refused() -> None:
+    from kvprof.errors import UsageError
+
+    model = model_of("Llama")
+    token, position = token_ids(1, 1).cuda(), torch.full((1, 1), 5, device="cuda")
+    with compressed(model, make_plan(model, **PLANS["ragged"]), "on") as session, torch.no_grad():
+        cache = session.new_cache()
+        model.model(token_ids(1, 64).cuda(), past_key_values=cache)  # a whole tile: no room left
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with pytest.raises(UsageError, match="cannot make room"), torch.cuda.graph(graph):
+            model.model(token, position_ids=position, past_key_values=cache)

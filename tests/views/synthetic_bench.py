@@ -1,0 +1,161 @@
+"""A bench result with figures like those of a GPU, every one of them known."""
+
+import copy
+from typing import Any
+
+from kvprof.records.result import build_result
+from kvprof.views.bench import report
+from kvprof.views.page import render_text
+from tests.records.sample import ENVIRONMENT
+
+SWEEP: dict[str, Any] = {"seqs": (102_400, 4096, 32_768)}
+CUTS: dict[str, Any] = {"schedules": ("equal", "lpt"), "batches": (8,), "phases": ("decode",)}
+LIMIT = 4.54  # TB/s
+KEYS = [48, 32, 80, 96, 64, 48, 112, 80]
+VALUES = [64, 48, 32, 64, 96, 80, 32, 48]
+FULL_BYTES = 8 * 2 * 128 * 2  # of a token, one layer
+# Method: bytes kept of full width's, bits' worth of FLOP saved, share of the bandwidth reached.
+METHODS = {
+    "full": (1.0, 1.0, 0.981),
+    "fp8": (0.5, 1.0, 0.962),
+    "fdc": (0.5, 0.5, 0.941),
+    "kq": (0.5, 0.5, 0.953),
+    "palu": (0.5, 0.5, 0.312),
+    "tale": (0.158, 0.775, 0.702),
+    "fdc-4bit": (0.141, 0.5, 0.688),
+}
+CUT = ("fdc", "kq")  # what a schedule cuts; the others have no choice
+BASELINES = {"cudnn": 0.986, "flash": 0.944, "kvprof": 0.981}
+
+
+def row(method: str, phase: str, batch: int, seq: int, schedule: str | None = "equal") -> Any:
+    kept, flop, share = METHODS[method]
+    share *= min(1.0, 0.8 + 0.05 * batch) * seq / (seq + 2000)
+    cache = FULL_BYTES * seq * batch * kept
+    seconds = cache / (LIMIT * share * 1e12)
+    full = FULL_BYTES * seq * batch / (LIMIT * share_of_best(batch, seq) * 1e12)
+    flops = 4 * 32 * 128 * seq * batch * flop
+    if phase == "prefill":
+        flops *= seq / 2
+        seconds = flops / (6.0e14 * (0.9 if flop < 1 else 1.0))
+        full = 4 * 32 * 128 * seq * batch * seq / 2 / 6.1e14
+    seconds *= {"equal": 1.0, "lpt": 1.31, "rows": 1.04, None: 1.0}[schedule]
+    widths = {"keys": KEYS, "values": VALUES}
+    if method in ("fp8", "tale"):
+        widths = {"keys": [128] * 8, "values": [128 if method != "tale" else 64] * 8}
+    if method == "palu":
+        widths = {"keys": [256] * 2, "values": [256] * 2}
+    return {
+        "method": method,
+        "phase": phase,
+        "batch": batch,
+        "seq": seq,
+        "dtype": "bfloat16",
+        "schedule": schedule,
+        "ranks": widths if method != "full" else None,
+        "rate": 1 - kept,
+        "seconds": [seconds * (1 + 0.004 * step) for step in (-2, -1, 0, 1, 2)],
+        "seconds_interval": [seconds * 0.996, seconds * 1.004],
+        "bytes_moved": int(cache),
+        "cache_bytes": int(cache),
+        "tb_per_s": cache / seconds / 1e12,
+        "bandwidth_share": cache / seconds / 1e12 / LIMIT,
+        "flop_per_s": flops / seconds,
+        "baseline": "cudnn",
+        "speedup": full / seconds,
+        "error": 0.0021 if method != "fp8" else 0.0312,
+        "makespan_over_mean": 1.02 if schedule == "equal" else None,
+    }
+
+
+def share_of_best(batch: int, seq: int) -> float:
+    return BASELINES["cudnn"] * min(1.0, 0.8 + 0.05 * batch) * seq / (seq + 2000)
+
+
+def baseline(name: str, phase: str, batch: int, seq: int) -> dict[str, Any]:
+    place = {"name": name, "phase": phase, "batch": batch, "seq": seq}
+    if name == "flashinfer":
+        return place | {"seconds": None, "reason": "FlashInfer is not installed"}
+    seconds = FULL_BYTES * seq * batch / (LIMIT * share_of_best(batch, seq) * 1e12)
+    if phase == "prefill":
+        seconds = 4 * 32 * 128 * seq * batch * seq / 2 / 6.1e14
+    seconds *= BASELINES["cudnn"] / BASELINES[name]
+    return place | {"seconds": [seconds] * 3, "reason": None}
+
+
+def schedule(name: str, seq: int) -> dict[str, Any]:
+    """Return 132 SMs, of which the later ones have more to do unless the cut is equal."""
+    strips = []
+    for sm in range(132):
+        if name == "equal":
+            items = [(0.0, 0.4e-3), (0.402e-3, 0.405e-3 + sm * 2e-8)]
+        elif sm < 64:
+            items = [(0.0, 0.3e-3 + sm * 3e-6)]
+        else:
+            continue
+        strips += [[sm, start, stop] for start, stop in items]
+    return {
+        "schedule": name, "phase": "decode", "batch": 8, "seq": seq,
+        "predicted": 1.004 if name == "equal" else 2.61,
+        "measured": 1.013 if name == "equal" else 2.72, "strips": strips,
+    }  # fmt: skip
+
+
+def bench_result(
+    *,
+    seqs: tuple[int, ...] = (102_400,),
+    batches: tuple[int, ...] = (1, 8),
+    phases: tuple[str, ...] = ("decode", "prefill"),
+    methods: tuple[str, ...] = tuple(METHODS),
+    schedules: tuple[str | None, ...] = ("equal",),
+    complete: bool = True,
+) -> dict[str, Any]:
+    """Return a result of every combination; schedules are told apart when there are several."""
+    places = [(p, b, s) for p in phases for b in batches for s in seqs]
+    data = {
+        "rows": [
+            row(m, *place, how)
+            for place in places
+            for m in methods
+            for how in (schedules if m in CUT else (None,))
+        ],
+        "shape": {
+            "name": "Llama-3.1-8B", "layers": 32, "num_heads": 32, "num_kv_heads": 8,
+            "head_dim": 128, "measured": "one layer",
+        },
+        "ranks": {
+            "keys": KEYS, "values": VALUES,
+            "source": "the reference model's profile, resampled to this shape",
+        },
+        "bandwidth": {"tb_per_s": LIMIT, "what": "a large reduction, in this run"},
+        "baselines": [
+            baseline(name, *place) for place in places for name in (*BASELINES, "flashinfer")
+        ],
+        "schedules": [schedule(str(how), seqs[-1]) for how in schedules]
+        if len(schedules) > 1
+        else [],
+    }  # fmt: skip
+    environment = copy.deepcopy(ENVIRONMENT) | {
+        "gpus": [{"name": "NVIDIA H200", "memory_bytes": 2**37, "compute_capability": "9.0"}]
+    }
+    return build_result(
+        "bench",
+        environment=environment,
+        inputs={
+            "model": "Llama-3.1-8B", "seqs": list(seqs), "batches": list(batches), "rate": 0.5,
+            "ranks": None, "phases": list(phases), "methods": list(methods),
+            "schedules": list(schedules), "dtype": "bfloat16", "device": "cuda:0", "repeats": 5,
+            "seed": 0,
+        },
+        data=data,
+        warnings=[] if complete else ["fdc, decode, batch 8: samples spread by 12 %"],
+        complete=complete,
+    )  # fmt: skip
+
+
+def text_of(result: dict[str, Any], width: int = 120) -> str:
+    return render_text(report(result), width)
+
+
+def flat(result: dict[str, Any], width: int = 120) -> str:
+    return " ".join(text_of(result, width).split())

@@ -1,0 +1,175 @@
+"""The report of a bench: tables at every width, and what it says."""
+
+from typing import Any
+
+import pytest
+
+from kvprof.views.bench_data import groups
+from tests.views.synthetic_bench import CUTS, METHODS, SWEEP, bench_result, flat, text_of
+
+
+def block(text: str, title: str) -> list[str]:
+    """Return the lines below a heading, up to the next empty one."""
+    lines = text.splitlines()
+    start = lines.index(title) + 1
+    return lines[start : lines.index("", start)]
+
+
+def table(text: str, title: str) -> list[str]:
+    """Return the lines of the table below a heading that begin with a method's name."""
+    lines = block(text, title)
+    return [line for line in lines if line.split() and line.split()[0] in METHODS]
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def test_each_phase_and_batch_has_its_table_of_methods() -> None:
+    text = text_of(bench_result())
+    for title in ("Decode, batch 1", "Decode, batch 8", "Prefill, batch 1", "Prefill, batch 8"):
+        rows = table(text, f"{title}, 100k tokens")
+        assert [row.split()[0] for row in rows] == list(METHODS)
+
+
+def test_a_row_shows_what_was_measured() -> None:
+    result = bench_result(batches=(8,))
+    row = next(r for r in result["data"]["rows"] if r["method"] == "fdc")
+    row |= {"seconds": [4.1e-4, 4.0e-4, 4.3e-4], "seconds_interval": [4.0e-4, 4.2e-4],
+            "tb_per_s": 4.0625, "bandwidth_share": 0.8948, "speedup": 1.8649, "error": 0.00214,
+            "cache_bytes": 3 * 2**30 // 2, "rate": 0.5}  # fmt: skip
+    line = next(line for line in table(text_of(result), "Decode, batch 8, 100k tokens")
+                if line.split()[0] == "fdc")  # fmt: skip
+    assert line.split() == [
+        "fdc", "0.500", "64.0", "(32–112)", "0.4100", "0.4000–0.4200", "4.06", "89.5", "1.86×",
+        "0.0021", "1.5", "GiB",
+    ]  # fmt: skip
+
+
+def test_a_latent_that_several_heads_share_says_so() -> None:
+    for line in table(text_of(bench_result(), 80), "Decode, batch 8, 100k tokens"):
+        assert ("256 / 4 heads" in line) == (line.split()[0] == "palu")
+
+
+def test_full_width_is_the_width_of_the_heads() -> None:
+    line = table(text_of(bench_result()), "Decode, batch 8, 100k tokens")[0]
+    assert line.split()[:3] == ["full", "0", "128"]
+
+
+def test_prefill_is_held_against_arithmetic_not_bandwidth() -> None:
+    lines = block(text_of(bench_result()), "Prefill, batch 1, 100k tokens")
+    assert "TFLOP/s" in lines[0]
+    assert "TB/s" not in lines[0]
+    assert "TB/s" in block(text_of(bench_result()), "Decode, batch 1, 100k tokens")[0]
+
+
+@pytest.mark.parametrize("settings", [{}, SWEEP, CUTS], ids=["plain", "sweep", "schedules"])
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_line_is_too_wide_and_no_figure_breaks(width: int, settings: dict[str, Any]) -> None:
+    result = bench_result(**settings)
+    text = text_of(result, width)
+    assert max(map(len, text.splitlines())) <= width
+    for group in groups(result):
+        for row, line in zip(group.rows, table(text, group.name), strict=True):
+            cells = line.split()
+            assert cells[0] == row["method"]
+            assert f"{row['speedup']:#.3g}×" in cells
+            assert any(cell in ("0", f"{row['rate']:.3f}") for cell in cells)
+
+
+def test_the_least_important_columns_go_first_and_are_named() -> None:
+    result = bench_result(phases=("decode",))
+    wide = block(text_of(result, 120), "Decode, batch 8, 100k tokens")
+    narrow = block(text_of(result, 80), "Decode, batch 8, 100k tokens")
+    narrowest = block(text_of(result, 60), "Decode, batch 8, 100k tokens")
+    assert wide[0].split()[-2:] == ["error", "cache"]
+    assert not any("no room for" in line for line in wide)
+    assert any(line.startswith("no room for: error, cache") for line in narrow)
+    assert any("95 % interval, error, cache" in line for line in narrowest)
+    for lines in (wide, narrow, narrowest):
+        assert any("TB/s" in line and "speed-up" in line for line in lines[:2])
+
+
+def test_schedules_get_a_column_only_where_there_are_several() -> None:
+    assert "schedule" not in block(text_of(bench_result()), "Decode, batch 8, 100k tokens")[0]
+    rows = table(text_of(bench_result(**CUTS)), "Decode, batch 8, 100k tokens")
+    assert [line.split()[1] for line in rows] == ["–", "–", *["equal", "lpt"] * 2, "–", "–", "–"]
+
+
+def test_baselines_are_listed_by_time_with_the_reason_of_those_that_did_not_run() -> None:
+    result = bench_result(phases=("decode",), batches=(8,))
+    lines = text_of(result).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("full width, by"))
+    assert [line.split()[0] for line in lines[start + 2 : start + 5]] == [
+        "cudnn", "kvprof", "flash",
+    ]  # fmt: skip
+    assert lines[start + 2].endswith("1.00×")
+    assert "speed-up against cudnn" in lines
+    assert "- flashinfer: FlashInfer is not installed" in lines
+    for name in ("sdpa-math", "sdpa-math-rows"):
+        seconds = [1.0] if name == "sdpa-math" else None
+        result["data"]["baselines"].append(
+            {"name": name, "phase": "decode", "batch": 8, "seq": 102_400, "seconds": seconds,
+             "reason": None if seconds else "no room"}
+        )  # fmt: skip
+    lines = text_of(result).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("full width, by"))
+    assert lines[start + 5].split()[:2] == ["sdpa-math", "1,000"]
+    result["data"]["baselines"].append(result["data"]["baselines"][-2] | {"name": "last"})
+    assert any(line.startswith("slower: sdpa-math 0.000764×") for line in
+               text_of(result).splitlines())  # fmt: skip
+
+
+def test_a_kernel_that_ran_elsewhere_names_where_it_did_not() -> None:
+    result = bench_result(phases=("decode",))
+    row = next(r for r in result["data"]["baselines"] if r["name"] == "flash")
+    row |= {"seconds": None, "reason": "no kernel for this head"}
+    assert "- flash: no kernel for this head (decode at batch 1, 100k)" in text_of(result)
+
+
+def test_rows_with_unlike_baselines_name_theirs() -> None:
+    result = bench_result(phases=("decode",), batches=(8,))
+    result["data"]["rows"][0]["baseline"] = "flash"
+    text = text_of(result)
+    assert "speed-up against" not in text
+    assert "against" in block(text, "Decode, batch 8, 100k tokens")[0]
+    assert table(text, "Decode, batch 8, 100k tokens")[0].endswith("flash")
+
+
+# --- what it says -----------------------------------------------------------------------------
+
+
+def test_the_first_line_answers() -> None:
+    result = bench_result()
+    for row in result["data"]["rows"]:
+        row["speedup"] = {"fdc": 1.79, "fdc-4bit": 4.12, "fp8": 1.93}.get(row["method"], 0.5)
+    text = flat(result)
+    assert text.startswith(
+        "Decode, batch 8, 100k tokens: fdc-4bit is 4.12× as fast as the best full width (cudnn, "
+    )
+    assert "; then fp8 1.93×, fdc 1.79×, tale 0.500×." in text
+    assert "Prefill, batch 8, 100k tokens: fdc-4bit" in text
+
+
+def test_where_nothing_is_faster_that_is_the_answer() -> None:
+    result = bench_result(phases=("decode",))
+    for row in result["data"]["rows"]:
+        row["speedup"] = {"fdc": 0.91, "full": 1.2}.get(row["method"], 0.5)
+    text = flat(result)
+    assert "no method is faster than the best full width" in text
+    assert "fdc comes nearest (0.910×)" in text
+
+
+def test_the_notes_say_what_was_measured_with_which_ranks() -> None:
+    text = flat(bench_result())
+    assert "resampled to this shape: keys 70.0 (32–112), values 58.0 (32–96)" in text
+    assert "Share: of 4.54 TB/s that memory gives here (a large reduction, in this run)" in text
+    assert "the median of 5 samples" in text
+    assert "the attention of one layer" in text
+    assert "NVIDIA H200 (cuda:0)" in text
+    assert "INCOMPLETE" not in text
+
+
+def test_an_interrupted_bench_says_so_and_keeps_its_warnings() -> None:
+    text = flat(bench_result(complete=False))
+    assert text.count("INCOMPLETE") == 2
+    assert "samples spread by 12 %" in text

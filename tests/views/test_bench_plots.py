@@ -1,0 +1,250 @@
+"""The plots, the strips and the figure of a bench, whatever is missing; its CSV."""
+
+import csv
+import io
+import math
+from typing import Any
+
+import pytest
+
+from kvprof.records.schema import validate_result
+from kvprof.views.bench import figure, to_csv
+from kvprof.views.bench_data import context_curves, groups, roofline_points, roofline_slope
+from kvprof.views.bench_strips import Strips, at_once, busy_shares
+from kvprof.views.figure import figure_bytes
+from kvprof.views.page import render_text
+from tests.views.synthetic_bench import (
+    CUTS,
+    FULL_BYTES,
+    LIMIT,
+    METHODS,
+    SWEEP,
+    bench_result,
+    flat,
+    text_of,
+)
+
+FIGURES = ("seconds", "seconds_interval", "bytes_moved", "cache_bytes", "tb_per_s",
+           "bandwidth_share", "flop_per_s", "speedup", "error", "makespan_over_mean", "ranks",
+           "schedule", "baseline", "rate")  # fmt: skip
+
+
+def emptied(result: dict[str, Any], *, keep: int | None = None) -> dict[str, Any]:
+    """Return the result with every figure of its rows (but the first `keep`) not measured."""
+    for row in result["data"]["rows"][keep or 0 :]:
+        row |= dict.fromkeys(FIGURES) | {"seconds": []}
+    return result
+
+
+# --- plots ------------------------------------------------------------------------------------
+
+
+def test_time_is_drawn_against_context_only_where_there_are_several() -> None:
+    assert "time against context" not in text_of(bench_result())
+    text = text_of(bench_result(**SWEEP))
+    assert text.count("time against context") == 4
+
+
+def test_a_curve_is_in_milliseconds_by_growing_context() -> None:
+    result = bench_result(**SWEEP, phases=("decode",), batches=(8,))
+    first, *methods = context_curves(groups(result))
+    assert first.label == "best full width"
+    assert [one.label for one in methods] == list(METHODS)
+    for one in methods:
+        assert list(one.x) == [4096, 32_768, 102_400]
+        assert one.y == sorted(value for value in one.y if value is not None)
+    fdc = next(one for one in methods if one.label == "fdc")
+    row = next(r for r in result["data"]["rows"] if r["method"] == "fdc" and r["seq"] == 102_400)
+    assert fdc.y[-1] == pytest.approx(sorted(row["seconds"])[2] * 1e3)
+    assert fdc.low is not None
+    assert fdc.low[-1] == pytest.approx(row["seconds_interval"][0] * 1e3)
+
+
+def test_the_roofline_has_intensity_and_rate_and_no_line_between_points() -> None:
+    result = bench_result(phases=("decode",), batches=(8,), methods=("full",))
+    (full,) = roofline_points(result)
+    # 4 · G · d operations for each token's 2 · d values of two bytes: G FLOP per byte.
+    assert list(full.x) == pytest.approx([4.0])
+    row = result["data"]["rows"][0]
+    assert full.y[0] == pytest.approx(row["flop_per_s"] / 1e12)
+    slope = roofline_slope([full], LIMIT)
+    assert slope is not None
+    assert slope.y[0] == pytest.approx(slope.x[0] * LIMIT)
+    assert slope.x[0] < 4.0 < slope.x[-1]
+    for one in roofline_points(bench_result()):
+        drawn = [value is not None for value in one.y]
+        assert drawn == [place % 2 == 0 for place in range(len(drawn))]
+        assert sum(drawn) == 4
+
+
+def test_the_roofline_takes_the_longest_context() -> None:
+    longest = roofline_points(bench_result())
+    swept = roofline_points(bench_result(**SWEEP))
+    assert [one.y for one in swept] == [one.y for one in longest]
+
+
+def test_without_a_bandwidth_there_is_no_slope() -> None:
+    result = bench_result()
+    result["data"]["bandwidth"]["tb_per_s"] = None
+    validate_result(result)
+    text = text_of(result)
+    assert "● full" in text
+    assert "Share: of" not in text
+
+
+@pytest.mark.parametrize("width", [60, 120])
+@pytest.mark.parametrize(
+    "result",
+    [
+        bench_result(methods=("fdc",), batches=(1,), phases=("decode",)),
+        emptied(bench_result()),
+        emptied(bench_result(**SWEEP), keep=3),
+        emptied(bench_result(**CUTS)),
+    ],
+    ids=["one row", "nothing measured", "three rows measured", "schedules without figures"],
+)
+def test_missing_figures_leave_gaps(result: dict[str, Any], width: int) -> None:
+    validate_result(result)
+    text = text_of(result, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "nan" not in text
+    assert "None" not in text
+    assert len(list(csv.DictReader(io.StringIO(to_csv(result))))) == sum(
+        len(result["data"][name]) for name in ("rows", "baselines")
+    )
+
+
+def test_nan_and_infinity_are_figures_that_are_missing() -> None:
+    result = bench_result(**SWEEP)
+    for index, row in enumerate(result["data"]["rows"]):
+        bad = math.nan if index % 2 else math.inf
+        row |= {"tb_per_s": bad, "speedup": bad, "error": bad, "seconds": [bad, 1e-4, bad],
+                "seconds_interval": [bad, 1e-4], "bandwidth_share": bad}  # fmt: skip
+    text = text_of(result, 80)
+    assert "nan" not in text
+    assert "∞" not in text
+    assert "0.1000" in text
+
+
+def test_nothing_measured_is_still_a_report() -> None:
+    result = bench_result(complete=False)
+    result["data"] |= {"rows": [], "baselines": [], "ranks": None}
+    validate_result(result)
+    text = flat(result, 80)
+    assert "No speed-up was measured." in text
+    assert to_csv(result).count("\n") == 1
+
+
+# --- strips -----------------------------------------------------------------------------------
+
+
+def test_the_busy_share_of_a_slot_is_the_time_at_work_in_it() -> None:
+    shares = busy_shares([(0.0, 1.5), (3.0, 3.25)], 4.0, 4)
+    assert shares == pytest.approx([1.0, 0.5, 0.0, 0.25])
+    assert busy_shares([(0.0, 4.0), (0.0, 2.0)], 4.0, 2, places=2) == pytest.approx([1.0, 0.5])
+    assert busy_shares([], 0.0, 3) == [0.0] * 3
+
+
+def test_the_strips_are_the_least_the_median_and_the_most_loaded_sm() -> None:
+    pieces = [[sm, 10.0, 11.0 + sm] for sm in (4, 0, 3, 1, 2)]
+    lines = render_text(Strips(pieces, "equal"), 60).splitlines()
+    assert lines[0] == "equal"
+    assert [line.split(",")[0] for line in lines[1:4]] == ["SM 0", "SM 2", "SM 4"]
+    assert lines[3].endswith("100.0 %")
+    assert "█" * 20 in lines[3]
+    assert lines[4].startswith("all 5 with work")
+    assert lines[4].endswith("60.0 %")
+    assert lines[1].count("█") * 4 < lines[3].count("█") < lines[1].count("█") * 6
+
+
+def test_pieces_side_by_side_make_a_strip_higher_not_longer() -> None:
+    """SM 0 runs two pieces at once and then one; SM 1 one after the other, and ends later."""
+    pieces = [[0, 0.0, 4.0], [0, 0.0, 2.0], [1, 0.0, 2.0], [1, 2.0, 5.0]]
+    assert at_once([(0.0, 4.0), (0.0, 2.0)]) == 2
+    assert at_once([(0.0, 2.0), (2.0, 5.0)]) == 1
+    lines = render_text(Strips(pieces, "equal"), 80).splitlines()
+    assert lines[1].startswith("SM 0, least loaded")
+    assert lines[1].endswith("80.0 %")
+    assert lines[2].startswith("SM 1, most loaded")
+    assert lines[2].endswith("100.0 %")
+    assert lines[1].count("█") == pytest.approx(lines[1].count("▄"), abs=1)
+    assert "█" not in lines[2]
+    assert lines[3].endswith("90.0 %")
+
+
+def test_a_shorter_schedule_ends_before_the_axis_does() -> None:
+    alone = render_text(Strips([[0, 0.0, 1.0]], "x"), 60).splitlines()[1]
+    beside = render_text(Strips([[0, 0.0, 1.0]], "x", until=2.0), 60).splitlines()[1]
+    assert beside.count("█") * 2 == pytest.approx(alone.count("█"), abs=1)
+    assert beside.endswith("100.0 %")
+
+
+def test_all_schedules_are_reported_with_prediction_and_measurement() -> None:
+    text = text_of(bench_result(**CUTS))
+    assert "equal     decode, batch 8, 100k      1.004     1.013" in text
+    assert "lpt       decode, batch 8, 100k      2.610     2.720" in text
+    assert text.count("most loaded") == 2
+    result = bench_result(**CUTS)
+    for entry in result["data"]["schedules"]:
+        entry |= {"strips": None, "measured": None}
+    validate_result(result)
+    text = text_of(result)
+    assert "most loaded" not in text
+    assert "equal     decode, batch 8, 100k      1.004         –" in text
+
+
+@pytest.mark.parametrize("width", [12, 24, 40])
+def test_strips_fit_where_there_is_hardly_room(width: int) -> None:
+    pieces = bench_result(**CUTS)["data"]["schedules"][0]["strips"]
+    lines = render_text(Strips(pieces, "equal"), width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def test_csv_has_a_row_per_measurement_and_per_baseline() -> None:
+    result = bench_result(**SWEEP)
+    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    methods = [row for row in rows if row["kind"] == "method"]
+    others = [row for row in rows if row["kind"] == "baseline"]
+    assert len(methods) == 2 * 2 * 3 * len(METHODS)
+    assert len(others) == 2 * 2 * 3 * 4
+    first = result["data"]["rows"][0]
+    assert float(methods[0]["seconds"]) == sorted(first["seconds"])[2]
+    assert float(methods[0]["seconds_low"]) == first["seconds_interval"][0]
+    assert methods[0]["samples"] == "5"
+    assert float(methods[0]["bytes_moved"]) == FULL_BYTES * 102_400
+    fdc = next(row for row in methods if row["method"] == "fdc")
+    assert (fdc["keys_width_mean"], fdc["values_width_least"]) == ("70.0", "32")
+    absent = next(row for row in others if row["method"] == "flashinfer")
+    assert absent["reason"] == "FlashInfer is not installed"
+    assert absent["seconds"] == ""
+
+
+@pytest.mark.parametrize("settings", [{}, SWEEP, CUTS], ids=["plain", "sweep", "schedules"])
+def test_the_figure_has_a_panel_per_sweep_and_the_roofline(settings: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    drawn = figure(bench_result(**settings))
+    assert len(drawn.axes) == (5 if settings is SWEEP else 1)
+    roofline = drawn.axes[-1]
+    assert "intensity" in roofline.get_xlabel()
+    assert roofline.get_yscale() == "log"
+    if settings is SWEEP:
+        assert drawn.axes[0].get_title() == "decode, batch 1"
+        assert drawn.axes[0].get_xscale() == "log"
+
+
+def test_the_figure_is_reproducible() -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    result = bench_result(**SWEEP, phases=("decode",), batches=(8,))
+    assert figure_bytes(figure(result), "svg") == figure_bytes(figure(result), "svg")
+
+
+def test_the_figure_of_nothing_is_still_a_figure() -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    for result in (emptied(bench_result()), emptied(bench_result(**SWEEP), keep=1)):
+        assert figure_bytes(figure(result), "png").startswith(b"\x89PNG")
+    nothing = bench_result()
+    nothing["data"] |= {"rows": [], "baselines": []}
+    assert figure_bytes(figure(nothing), "svg")
