@@ -1,15 +1,15 @@
-"""Attention over segments without a GPU: blocks are dequantised and attended to as they pass."""
+"""Attention over segments without a GPU: block after block, dequantised in the products."""
 
 import torch
 from torch import Tensor
 
 from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.side import PLACES
+from kvprof.kernels.levels.side import PLACES, Side
 
 __all__ = ["levels_cpu"]
 
-#: Tokens that are dequantised at once: their keys and values stay in a core's cache.
-_BLOCK = 2048
+#: Tokens at once: few enough for a core's cache, enough to hide what a call costs.
+_BLOCK = 4096
 
 
 def levels_cpu(
@@ -24,7 +24,7 @@ def levels_cpu(
 ) -> Tensor:
     """Return one decoding step's attention, ``[batch, Σ_g G·dv_g]`` in the dtype of `query`.
 
-    All sequences of a block are dequantised and multiplied together, in float32 on all threads.
+    All sequences of a block are multiplied together, in float32 on all threads.
 
     Parameters
     ----------
@@ -84,22 +84,56 @@ def _segment(
     tokens = tokens.clamp(0, own.layout.capacity)
     longest = int(tokens.max())
     step = max(1, _BLOCK // block)
+    # Tokens in the order in which they are stored: by block, then slot, then place.
+    inside = torch.arange(block, device=queries.device).view(PLACES, own.slots).T.flatten()
     for begin in range(0, -(-longest // block), step):
-        keys, values = (side.load(blocks[:, begin : begin + step]) for side, blocks in pairs)
-        place = begin * block + torch.arange(keys.shape[1], device=queries.device)
-        there = place < tokens[:, None]
-        scores = queries[..., : keys.shape[-1]] @ keys.mT
+        (keys, key_blocks), (values, value_blocks) = (
+            (side, blocks[:, begin : begin + step]) for side, blocks in pairs
+        )
+        count = torch.arange(begin, begin + key_blocks.shape[1], device=queries.device)
+        there = (count[:, None] * block + inside).flatten() < tokens[:, None]
+        scores = _scores(keys, key_blocks, queries)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~there[:, None], float("-inf"))
-        # What lies behind a context may be no number, and zero times that is none either.
-        values = values.masked_fill(~there[..., None], 0.0)
         higher = torch.maximum(top, scores.amax(-1))
-        base = torch.where(higher.isinf(), 0.0, higher)
+        base = higher.masked_fill(higher.isinf(), 0.0)
         fade = torch.exp(top - base)
         weights = torch.exp(scores - base[..., None])
         total = total * fade + weights.sum(-1)
         found *= fade[..., None]
-        found[..., : values.shape[-1]] += weights @ values
+        found[..., : values.width] += _weighted(values, value_blocks, weights, there)
         top = higher
     return top, total
+
+
+def _columns(side: Side, group: int) -> slice:
+    width = side.columns or side.width
+    return slice(group * width, (group + 1) * width)
+
+
+def _scores(side: Side, blocks: Tensor, queries: Tensor) -> Tensor:
+    """Return ``[batch, G, tokens]``; scales and zeros are applied to products of codes."""
+    codes, scale, zero = side.raw(blocks)
+    queries = queries[..., : side.width]
+    if scale is None or zero is None:
+        return queries @ codes.mT
+    found = queries.new_zeros(*queries.shape[:2], codes.shape[1])
+    for group in range(side.groups):
+        part = queries[..., _columns(side, group)]
+        found.addcmul_(part @ codes[..., _columns(side, group)].mT, scale[:, group, None])
+        found.addcmul_(part.sum(-1, keepdim=True), zero[:, group, None])
+    return found
+
+
+def _weighted(side: Side, blocks: Tensor, weights: Tensor, there: Tensor) -> Tensor:
+    """Return ``[batch, G, width]``; what lies behind a context may be no number."""
+    codes, scale, zero = side.raw(blocks)
+    if scale is None or zero is None:
+        return weights @ codes.masked_fill_(~there[..., None], 0.0)
+    parts = []
+    for group in range(side.groups):
+        own_scale, own_zero = (x[:, group].masked_fill(~there, 0.0) for x in (scale, zero))
+        product = (weights * own_scale[:, None]) @ codes[..., _columns(side, group)]
+        parts.append(product + weights @ own_zero[..., None])
+    return torch.cat(parts, dim=-1)

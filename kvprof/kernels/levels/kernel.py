@@ -29,13 +29,17 @@ _FP8 = tl.constexpr(FP8)
 
 
 @triton.jit
-def _query(query, heads, width, scale, there, START: tl.constexpr, WIDTH: tl.constexpr,
-           DEPTH: tl.constexpr):  # fmt: skip
-    """Load columns of a group's queries, ``[DEPTH, heads]``, scaled; zeros from WIDTH on."""
+def _query(
+    query, heads, width, there,
+    START: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BOOST: tl.constexpr,
+):  # fmt: skip
+    """Load columns of a group's queries, ``[DEPTH, heads]``; zeros from WIDTH on."""
     column = tl.arange(0, DEPTH)
     at = query + heads[None, :] * width + START + column[:, None]
     found = tl.load(at, mask=(column < WIDTH)[:, None] & there[None, :], other=0.0)
-    return (found.to(tl.float32) * scale).to(found.dtype)
+    if BOOST != 1.0:
+        found = (found.to(tl.float32) * BOOST).to(found.dtype)
+    return found
 
 
 @triton.jit
@@ -85,8 +89,8 @@ def _piece(
     total = tl.zeros([HEADS], tl.float32)
     for number in tl.static_range(K_PLANES):
         loaded = _query(
-            query, heads, width, scale * K_BOOST, real, KINDS[KEYS + number * _PLANE],
-            KINDS[KEYS + number * _PLANE + 1], KINDS[KEYS + number * _PLANE + 2],
+            query, heads, width, real, KINDS[KEYS + number * _PLANE],
+            KINDS[KEYS + number * _PLANE + 1], KINDS[KEYS + number * _PLANE + 2], K_BOOST,
         )  # fmt: skip
         wanted += (loaded,)
         if K_GROUPS > 0:
@@ -117,16 +121,18 @@ def _piece(
     for at in tl.range(start, whole, PLACES * SLOTS, num_stages=STAGES):
         sums, fixes, top = tile(
             sums, fixes, top, wanted, starts, totals, units, ones, keys, values, halfs, at, stop,
-            cap, KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
-            K_ZEROS, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_ZEROS, V_BLOCK,
+            scale, cap,
+            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES, K_ZEROS,
+            K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_ZEROS, V_BLOCK,
             BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, Z_DTYPE, CAPPED, False, FAST,
         )  # fmt: skip
     # The end of a row: behind it lies room for a whole tile, but perhaps no number.
     for at in tl.range(whole, stop, PLACES * SLOTS, num_stages=2):
         sums, fixes, top = tile(
             sums, fixes, top, wanted, starts, totals, units, ones, keys, values, halfs, at, stop,
-            cap, KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
-            K_ZEROS, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_ZEROS, V_BLOCK,
+            scale, cap,
+            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES, K_ZEROS,
+            K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_ZEROS, V_BLOCK,
             BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, Z_DTYPE, CAPPED, True, FAST,
         )  # fmt: skip
     weight = tl.sum(tl.where((row == V_GROUPS)[:, None], fixes, 0.0), 0)

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from kvprof.kernels.levels.codes import (
     Bits,
-    Quantised,
     container_bits,
-    dequantise,
     e4m3,
     from_bytes,
     in_bytes,
     quantise,
+    spread,
 )
 
 __all__ = ["MOST_PLACES", "PLACES", "Plane", "Side"]
@@ -129,9 +128,8 @@ class Side:
         zero = blocks[..., behind : behind + self.scale_bytes].view(torch.float16)
         scale = torch.unflatten(scale, -1, (self.groups, PLACES, self.slots))
         if self.values:
-            return scale, torch.unflatten(zero, -1, (self.groups, self.slots, PLACES)).transpose(
-                -1, -2
-            )
+            zero = torch.unflatten(zero, -1, (self.groups, self.slots, PLACES))
+            return scale, zero.transpose(-1, -2)
         return scale, torch.unflatten(zero, -1, (self.groups, PLACES, self.slots))
 
     def store(self, blocks: Tensor, states: Tensor) -> None:
@@ -156,14 +154,37 @@ class Side:
             columns = slice(plane.start, plane.start + plane.width)
             self.codes(blocks, plane).copy_(joined[..., columns])
 
-    def load(self, blocks: Tensor) -> Tensor:
-        """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""
+    def raw(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return what is stored as numbers, its tokens by block, then slot, then place.
+
+        Parameters
+        ----------
+        blocks : Tensor
+            ``[batch, blocks, nbytes]``.
+
+        Returns
+        -------
+        codes : Tensor
+            ``[batch, tokens, width]`` float32.
+        scale, zero : Tensor or None
+            ``[batch, groups, tokens]`` float32; None where codes are the values themselves.
+        """
         if self.bits is None:
             parts = [self.rows(blocks, plane) for plane in self.planes]
-            return torch.cat(parts, dim=-1).flatten(1, 2).float()
+            rows = torch.unflatten(torch.cat(parts, dim=-1), 2, (PLACES, self.slots))
+            return rows.transpose(2, 3).flatten(1, 3).float(), None, None
         joined = torch.cat([self.codes(blocks, plane) for plane in self.planes], dim=-1)
-        codes = from_bytes(joined, self.container, self.per_byte).transpose(2, 3).flatten(1, 3)
+        codes = from_bytes(joined, self.container, self.per_byte).flatten(1, 3)
         if self.bits == "fp8":
-            return codes.contiguous().view(torch.float8_e4m3fn).float()
-        scale, zero = (x.movedim(2, -1).flatten(1, 3) for x in self.scales(blocks))
-        return dequantise(Quantised(codes, scale, zero), self.columns)
+            return codes.view(torch.float8_e4m3fn).float(), None, None
+        scale, zero = (x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.scales(blocks))
+        return codes.float(), scale, zero
+
+    def load(self, blocks: Tensor) -> Tensor:
+        """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""
+        codes, scale, zero = self.raw(blocks)
+        if scale is not None and zero is not None:
+            scale, zero = (spread(x.mT, self.columns, self.width) for x in (scale, zero))
+            codes = zero + scale * codes
+        ordered = torch.unflatten(codes, 1, (-1, self.slots, PLACES)).transpose(2, 3)
+        return ordered.flatten(1, 3)

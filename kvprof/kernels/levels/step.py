@@ -132,7 +132,7 @@ class LevelsStep:
         schedule : Schedule
             From `cut`, of this step or of one with the same layout and tuning.
         scaling : float
-            Factor of ``q · k``.
+            Factor of ``q · k``, above 0.
         softcap : float
             Scores become ``softcap · tanh(score / softcap)``; 0 leaves them.
         sinks : Tensor, optional
@@ -149,6 +149,8 @@ class LevelsStep:
         UsageError
             When shapes or dtypes do not fit together, or the dtype cannot run.
         """
+        if not scaling > 0:
+            raise UsageError(f"a scaling of {scaling} makes no sense: above 0")
         self._check(query, buffer, softcap, sinks)
         tuning = self.tuning
         output: Tensor = levels_operator(

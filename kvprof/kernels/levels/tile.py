@@ -105,13 +105,13 @@ def _value_plane(
 
 @triton.jit
 def _scores(
-    queries, starts, totals, keys, halfs, places, left, cap,
+    queries, starts, totals, keys, halfs, places, left, rate, cap,
     KINDS: tl.constexpr, KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr,
-    FACTOR: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, SCALES_AT: tl.constexpr,
+    PARTS: tl.constexpr, GROUPS: tl.constexpr, SCALES_AT: tl.constexpr,
     ZEROS_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK_HALFS: tl.constexpr,
     SLOTS: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a tile in base 2, ``[places, heads]`` per slot."""
+    """Return the products of a tile, ``[places, heads]`` per slot; capped ones in base 2."""
     scores = ()
     raws = ()
     for number in tl.static_range(PLANES):
@@ -135,11 +135,9 @@ def _scores(
     found = ()
     for slot in tl.static_range(SLOTS):
         score = scores[slot]
-        if FACTOR != 1.0:
-            score = score * FACTOR
         if CAPPED:
             # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1); `cap` is times log2(e).
-            twice = 2.0 * 1.4426950408889634 / cap
+            twice = 2.0 * 1.4426950408889634 / cap * rate
             score = cap - 2.0 * cap / (tl.exp2(score * twice) + 1.0)
         if CHECK:
             score = tl.where((left > slot)[:, None], score, float("-inf"))
@@ -149,7 +147,8 @@ def _scores(
 
 @triton.jit
 def tile(
-    sums, fixes, top, queries, starts, totals, units, ones, keys, values, halfs, at, stop, cap,
+    sums, fixes, top, queries, starts, totals, units, ones, keys, values, halfs, at, stop, scale,
+    cap,
     KINDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     K_FORMAT: tl.constexpr, K_FACTOR: tl.constexpr, K_PARTS: tl.constexpr, K_GROUPS: tl.constexpr,
     K_PLANES: tl.constexpr, K_SCALES: tl.constexpr, K_ZEROS: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -170,22 +169,27 @@ def tile(
     keys = tl.multiple_of(keys + block * K_BLOCK, 16)
     values = tl.multiple_of(values + block * V_BLOCK, 16)
     halfs = tl.multiple_of(halfs + block * BLOCK_HALFS, 16)
+    # Queries enter products as they are: rounded after scaling they would move large scores. The
+    # scale goes into the exponent instead, where it costs nothing.
+    rate = scale * K_FACTOR
     scores = _scores(
-        queries, starts, totals, keys, halfs, places, left, cap,
-        KINDS, KEYS, K_PLANES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_SCALES, K_ZEROS, K_BLOCK,
+        queries, starts, totals, keys, halfs, places, left, rate, cap,
+        KINDS, KEYS, K_PLANES, K_FORMAT, K_PARTS, K_GROUPS, K_SCALES, K_ZEROS, K_BLOCK,
         BLOCK_HALFS, SLOTS, CAPPED, CHECK, FAST,
     )  # fmt: skip
     highest = scores[0]
     for slot in tl.static_range(1, SLOTS):
         highest = tl.maximum(highest, scores[slot])
-    higher = tl.maximum(top, tl.max(highest, 0))
+    if CAPPED:
+        rate = 1.0
+    higher = tl.maximum(top, tl.max(highest, 0) * rate)
     fade = tl.exp2(top - higher)[None, :]
     # Weights up to 2^SHIFT, so that small ones are not lost where they are rounded.
     base = (higher - SHIFT)[None, :]
     fixes = fixes * fade
     weights = ()
     for slot in tl.static_range(SLOTS):
-        weights += (tl.exp2(scores[slot] - base),)
+        weights += (tl.exp2(scores[slot] * rate - base),)
     scaled = ()
     if V_GROUPS > 0:
         row = tl.arange(0, ROWS)
