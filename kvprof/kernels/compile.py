@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 
 from triton.backends.compiler import GPUTarget
@@ -15,6 +17,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
+from kvprof.environment import usable_threads
 from kvprof.errors import FailedError
 from kvprof.kernels.variants import Variant
 
@@ -97,15 +100,31 @@ def _assembled(ptx: str, architecture: int) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled": sum(map(int, spilled))}
 
 
+def _compiled(number: int, architecture: int) -> dict[str, int]:
+    """Compile a variant by its number: a kernel itself does not travel between processes."""
+    return compile_variant(variants()[number], architecture)
+
+
 def main() -> None:
-    """Compile all of it."""
-    for variant in variants():
-        for architecture in ARCHITECTURES:
-            found = compile_variant(variant, architecture)
+    """Compile all of it, on every core; decode kernels may spill nothing."""
+    jobs = [(number, each) for number in range(len(variants())) for each in ARCHITECTURES]
+    spilling = []
+    context = get_context("spawn")
+    with ProcessPoolExecutor(usable_threads(), mp_context=context) as pool:
+        for (number, architecture), found in zip(
+            jobs, pool.map(_compiled, *zip(*jobs, strict=True)), strict=True
+        ):
+            name = f"{variants()[number].name}, sm_{architecture}"
             sys.stdout.write(
-                f"{variant.name}, sm_{architecture}: {found['registers']} registers, "
-                f"{found['shared']:,} B shared, {found['spilled']} B spilled\n"
+                f"{name}: {found['registers']} registers, {found['shared']:,} B shared, "
+                f"{found['spilled']} B spilled\n"
             )
+            sys.stdout.flush()
+            if found["spilled"] and name.startswith("decode "):
+                spilling.append(name)
+    if spilling:
+        sys.stderr.write(f"kernels.compile: these spill registers: {'; '.join(spilling)}\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":
