@@ -71,7 +71,8 @@ def _tables(place: Place) -> tuple[Tensor, Tensor]:
     theta = place.shape.rope.theta or 10_000.0
     frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(place.seq, dtype=torch.float64)[:, None] * frequencies
-    return tuple(table.to(place.device, place.dtype) for table in (angles.cos(), angles.sin()))  # type: ignore[return-value]
+    cos, sin = (table.to(place.device, place.dtype) for table in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 def _samples(
