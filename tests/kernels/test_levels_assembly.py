@@ -1,16 +1,17 @@
 """The assembly that makes numbers of stored bytes, run by a small interpreter of PTX.
 
 Triton's own interpreter knows no assembly and a machine without a GPU runs none, so this is where
-each byte is shown to become the number that `numbers` says.
+each byte is shown to become the number that it stands for.
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from kvprof.kernels.levels import unpack
-from kvprof.kernels.levels.unpack import FP8, numbers
+from kvprof.kernels.levels.unpack import FP8, missing_factor
 
 WORD = 0xFFFFFFFF
 
@@ -34,9 +35,9 @@ def _pair(word: int, dtype: torch.dtype) -> torch.Tensor:
     return halves.view(dtype)
 
 
-def _fused(a: int, b: int, c: int) -> int:
-    x, y, z = (_pair(word, torch.bfloat16).double() for word in (a, b, c))
-    low, high = (x * y + z).to(torch.bfloat16).view(torch.int16).tolist()
+def _fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
+    x, y, z = (_pair(word, dtype).double() for word in (a, b, c))
+    low, high = (x * y + z).to(dtype).view(torch.int16).tolist()
     return (low & 0xFFFF) | (high & 0xFFFF) << 16
 
 
@@ -59,7 +60,8 @@ def execute(assembly: str, word: int) -> tuple[int, int]:
             "shr.b32": lambda a, b: a >> b,
             "prmt.b32": _permuted,
             "lop3.b32": _bitwise,
-            "fma.rn.bf16x2": _fused,
+            "fma.rn.bf16x2": partial(_fused, dtype=torch.bfloat16),
+            "fma.rn.f16x2": partial(_fused, dtype=torch.float16),
         }[operation](*given)
     return registers["$0"], registers["$1"]
 
@@ -82,21 +84,19 @@ def octets(word: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_codes_come_out_in_order_with_their_offset(bits, dtype):
-    offset, factor = numbers(bits, NAMES[dtype])
-    assert factor == 1.0
+def test_codes_come_out_in_order_about_the_middle_of_their_container(bits, dtype):
+    assert missing_factor(bits, NAMES[dtype]) == 1.0
     for slot in range(8 // bits):
         suffix = f"_{slot}" if bits < 8 else ""
         name = f"_{bits}{suffix}_{NAMES[dtype].upper()}"
         for word in WORDS:
             wanted = (octets(word).int() >> (bits * slot)) & (2**bits - 1)
-            assert torch.equal(results(name, word, dtype) - offset, wanted.double())
+            assert torch.equal(results(name, word, dtype), wanted.double() - 2 ** (bits - 1))
 
 
 @pytest.mark.parametrize("dtype", NAMES)
 def test_e4m3_comes_out_with_its_denormals(dtype):
-    offset, factor = numbers(FP8, NAMES[dtype])
-    assert offset == 0.0
+    factor = missing_factor(FP8, NAMES[dtype])
     for word in WORDS:
         given = octets(word).view(torch.float8_e4m3fn).double()
         found = results(f"_FP8_{NAMES[dtype].upper()}", word, dtype) * factor
@@ -106,7 +106,9 @@ def test_e4m3_comes_out_with_its_denormals(dtype):
 
 def test_every_assembly_names_what_it_reads():
     # The interpreter above knows all the operations that there are.
-    known = {"mov.b32", "and.b32", "shr.b32", "prmt.b32", "lop3.b32", "fma.rn.bf16x2"}
+    known = {
+        "mov.b32", "and.b32", "shr.b32", "prmt.b32", "lop3.b32", "fma.rn.bf16x2", "fma.rn.f16x2",
+    }  # fmt: skip
     texts = [
         text.value
         for name, text in vars(unpack).items()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.levels.append import append
-from kvprof.kernels.levels.codes import container_bits, dequantise, quantise
+from kvprof.kernels.levels.codes import container_bits, dequantise, quantise, spread
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
@@ -38,12 +38,20 @@ def test_codes_scales_and_rows_are_those_of_the_runtime(bits, width, columns, se
     codec = codec_for(Quantiser("affine", side, side), side, 0)
     stored = codec.encode(rows)
     found = quantise(rows, bits, columns)
-    assert torch.equal(found.codes.long(), unpack(stored["codes"], bits, width).long())
     assert torch.equal(found.scale, stored["scale"])
-    assert torch.equal(found.zero, stored["zero"])
-    assert torch.equal(
-        dequantise(found, columns).bfloat16(), codec.decode(stored, width, torch.bfloat16)
-    )
+    # The kernels count codes from the middle of a group, the runtime from its minimum: the same
+    # numbers but for where a float16 is rounded, which moves a code by one at most.
+    codes = found.codes.long() - (2 ** (container_bits(bits) - 1) - 2 ** (bits - 1))
+    assert codes.min() >= 0
+    assert codes.max() < 2**bits
+    scale = spread(found.scale.double(), columns, width)
+    moved = (codes - unpack(stored["codes"], bits, width).long()).abs()
+    assert moved[scale > 0].max() <= 1
+    rounding = 2**-10 * rows.double().abs().amax()
+    missed = (dequantise(found, bits, columns).double() - rows.double()).abs()
+    assert (missed <= 0.5 * scale + rounding).all()
+    theirs = (codec.decode(stored, width, torch.float32).double() - rows.double()).norm()
+    assert missed.norm() <= 1.05 * theirs + rounding
 
 
 def test_e4m3_is_that_of_the_runtime():
@@ -93,11 +101,11 @@ def test_every_token_is_found_where_it_was_put(
                 elif bits == "fp8":
                     wanted = rows.to(torch.float8_e4m3fn).float()
                 else:
-                    wanted = dequantise(quantise(rows, bits, columns), columns)
+                    wanted = dequantise(quantise(rows, bits, columns), bits, columns)
                 assert torch.equal(found, wanted)
 
 
-def test_bytes_are_counted_with_scales_zeros_and_padding():
+def test_bytes_are_counted_with_scales_middles_and_padding():
     # 102,400 tokens: 64 columns in 32 bytes, and per group of 32 columns 2 bytes twice.
     layout = LevelsLayout((segment([(64, 64)], 4, 4, batch=1, capacity=102_400),))
     assert layout.nbytes == 102_400 * 2 * (32 + 2 * 4)

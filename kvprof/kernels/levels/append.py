@@ -92,11 +92,11 @@ def _store(
         codes = e4m3(new)
     else:
         assert isinstance(side.bits, int)
-        codes, scale, zero = quantise(new, side.bits, side.columns)
+        codes, scale, middle = quantise(new, side.bits, side.columns)
         groups = torch.arange(side.groups, device=new.device) * (PLACES * side.slots)
         slot_first = token % side.slots * PLACES + token // side.slots
         at = (block + side.code_bytes) // 2
-        for given, order in ((scale, token), (zero, slot_first if side.values else token)):
+        for given, order in ((scale, token), (middle, slot_first if side.values else token)):
             places = (at + order)[..., None] + groups
             _replace(stored.view(torch.int16), places, there, given.view(torch.int16), -1)
             at = at + side.scale_bytes // 2

@@ -1,8 +1,12 @@
 """Numbers as they are stored: affine codes of 8, 4 or 2 bits, e4m3, full precision.
 
-The affine rule is that of `kvprof.runtime.codecs`: zero is the minimum and scale the range over
-``2^bits - 1`` of a group of columns of one token, both rounded to float16 before the codes are
-made.
+The affine rule is that of `kvprof.runtime.codecs`, ``x = zero + scale · code`` with the minimum as
+zero and the range over ``2^bits - 1`` as scale for a group of columns of one token; but counted
+from the middle, ``x = middle + scale · (stored - c / 2)`` with ``middle = zero + scale ·
+2^(bits - 1)`` and c the numbers that a container holds. Sums over a long context then have terms of
+either sign; counted from the minimum they would be large numbers that cancel, and what tensor cores
+round away would be larger than what is left. Middle and scale are rounded to float16 before codes
+are made.
 """
 
 from typing import NamedTuple
@@ -36,14 +40,14 @@ class Quantised(NamedTuple):
     Attributes
     ----------
     codes : Tensor
-        ``[..., width]`` uint8.
-    scale, zero : Tensor
+        ``[..., width]`` uint8, about the middle of their container.
+    scale, middle : Tensor
         ``[..., groups]`` float16.
     """
 
     codes: Tensor
     scale: Tensor
-    zero: Tensor
+    middle: Tensor
 
 
 def container_bits(bits: Bits) -> int:
@@ -75,7 +79,7 @@ def spread(scales: Tensor, columns: int | None, width: int) -> Tensor:
 
 
 def quantise(rows: Tensor, bits: int, columns: int | None) -> Quantised:
-    """Quantise rows ``[..., width]`` with a scale and a zero per `columns` of a row.
+    """Quantise rows ``[..., width]`` with a scale and a middle per `columns` of a row.
 
     Parameters
     ----------
@@ -93,18 +97,21 @@ def quantise(rows: Tensor, bits: int, columns: int | None) -> Quantised:
     filled = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
     grouped = torch.unflatten(filled, -1, (-1, group))
     low, high = grouped.amin(-1), grouped.amax(-1)
-    zero = low.to(torch.float16)
     scale = ((high - low) / (2**bits - 1)).to(torch.float16)
-    wide_zero, wide_scale = (spread(x.float(), columns, width) for x in (zero, scale))
-    level = (values - wide_zero) / torch.where(wide_scale > 0, wide_scale, 1.0)
-    return Quantised(level.round().clamp(0, 2**bits - 1).to(torch.uint8), scale, zero)
+    middle = (low + 2 ** (bits - 1) * scale.float()).to(torch.float16)
+    wide_middle, wide_scale = (spread(x.float(), columns, width) for x in (middle, scale))
+    level = ((values - wide_middle) / torch.where(wide_scale > 0, wide_scale, 1.0)).round()
+    half = 2 ** (bits - 1)
+    codes = level.clamp(-half, half - 1) + 2 ** (container_bits(bits) - 1)
+    return Quantised(codes.to(torch.uint8), scale, middle)
 
 
-def dequantise(found: Quantised, columns: int | None) -> Tensor:
+def dequantise(found: Quantised, bits: int, columns: int | None) -> Tensor:
     """Return the rows that codes stand for, float32."""
     width = found.codes.shape[-1]
-    scale, zero = (spread(x.float(), columns, width) for x in (found.scale, found.zero))
-    return zero + scale * found.codes.float()
+    scale, middle = (spread(x.float(), columns, width) for x in (found.scale, found.middle))
+    rows: Tensor = middle + scale * (found.codes.float() - 2 ** (container_bits(bits) - 1))
+    return rows
 
 
 def e4m3(rows: Tensor) -> Tensor:

@@ -113,27 +113,27 @@ def _columns(side: Side, group: int) -> slice:
 
 
 def _scores(side: Side, blocks: Tensor, queries: Tensor) -> Tensor:
-    """Return ``[batch, G, tokens]``; scales and zeros are applied to products of codes."""
-    codes, scale, zero = side.raw(blocks)
+    """Return ``[batch, G, tokens]``; scales and middles are applied to products of codes."""
+    codes, scale, middle = side.raw(blocks)
     queries = queries[..., : side.width]
-    if scale is None or zero is None:
+    if scale is None or middle is None:
         return queries @ codes.mT
     found = queries.new_zeros(*queries.shape[:2], codes.shape[1])
     for group in range(side.groups):
         part = queries[..., _columns(side, group)]
         found.addcmul_(part @ codes[..., _columns(side, group)].mT, scale[:, group, None])
-        found.addcmul_(part.sum(-1, keepdim=True), zero[:, group, None])
+        found.addcmul_(part.sum(-1, keepdim=True), middle[:, group, None])
     return found
 
 
 def _weighted(side: Side, blocks: Tensor, weights: Tensor, there: Tensor) -> Tensor:
     """Return ``[batch, G, width]``; what lies behind a context may be no number."""
-    codes, scale, zero = side.raw(blocks)
-    if scale is None or zero is None:
+    codes, scale, middle = side.raw(blocks)
+    if scale is None or middle is None:
         return weights @ codes.masked_fill_(~there[..., None], 0.0)
     parts = []
     for group in range(side.groups):
-        own_scale, own_zero = (x[:, group].masked_fill(~there, 0.0) for x in (scale, zero))
+        own_scale, own_middle = (x[:, group].masked_fill(~there, 0.0) for x in (scale, middle))
         product = (weights * own_scale[:, None]) @ codes[..., _columns(side, group)]
-        parts.append(product + weights @ own_zero[..., None])
+        parts.append(product + weights @ own_middle[..., None])
     return torch.cat(parts, dim=-1)

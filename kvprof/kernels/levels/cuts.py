@@ -15,7 +15,7 @@ __all__ = ["equal_shares", "places_of", "token_bytes"]
 
 
 def token_bytes(layout: LevelsLayout, segment: int, head: int) -> int:
-    """Return the bytes that a token of a head moves, scales and zeros included."""
+    """Return the bytes that a token of a head moves, scales and middles included."""
     return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
 
 
@@ -37,7 +37,10 @@ def places_of(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
 def equal_shares(
     layout: LevelsLayout, lengths: Sequence[Sequence[int]], pieces: int, tuning: Tuning
 ) -> tuple[list[tuple[int, int, int, int, int]], list[tuple[int, int]]]:
-    """Cut all units into about `pieces` pieces of equal cost.
+    """Cut all units into `pieces` pieces of equal cost, or a few less.
+
+    Never more, but for units that are smaller than a piece: all pieces are on the GPU at once, and
+    one that is not would run when the others are done.
 
     Parameters
     ----------
@@ -76,7 +79,7 @@ def equal_shares(
         slots = layout.segments[segment].slots
         height = slots * places_of(layout, segment, head, tuning.tile)
         tiles = -(-length // height)
-        share = min(tiles, max(1, (2 * cost * pieces + total) // (2 * total)))
+        share = min(tiles, max(1, cost * pieces // total))
         bounds = [min(length, tiles * part // max(1, share) * height) for part in range(share + 1)]
         items += [(row, head, segment, start, stop) for start, stop in pairwise(bounds)]
         if segment == count - 1:

@@ -6,16 +6,16 @@ Quantised keys and values are so few bytes that arithmetic per element counts. S
 are the rows of every product and the (few) query heads its eight or more columns; bytes become
 operands of the tensor cores without a conversion or a shuffle (`kvprof.kernels.levels.unpack`,
 `kvprof.kernels.levels.layout`); and what a code is offset, scaled and shifted by stays outside of
-the elements. With ``x = zero + scale · code`` and ``raw = code + offset``:
+the elements. With ``x = middle + scale · code``:
 
-- scores, per token and group of columns: ``scale · (raw · q - offset · Σq) + zero · Σq``, where
-  ``- offset · Σq`` is what the product starts from;
-- values, per group: ``w = p · scale``, rounded; ``Σ w · raw - offset · Σ w + Σ p · zero``. The last
-  two, and ``Σ p``, are rows of one more product, so that the offset goes exactly.
+- scores, per token and group of columns: ``scale · (code · q) + middle · Σq``;
+- values, per group: ``Σ w · code + Σ p · middle`` with ``w = p · scale``, rounded. The last, and
+  ``Σ p``, are rows of one more product.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from kvprof.kernels.levels.tile import HEADER, PLANE, tile
 from kvprof.kernels.levels.unpack import FP8, FULL
@@ -43,14 +43,14 @@ def _query(
 
 
 @triton.jit
-def _unit(eye, row, number, value, LENGTH: tl.constexpr, DTYPE: tl.constexpr):
-    """Return ``[rows, LENGTH]`` that is `value` in row `number` and 0 elsewhere.
+def _first_row(eye, row, LENGTH: tl.constexpr, DTYPE: tl.constexpr):
+    """Return ``[rows, LENGTH]`` that is 1 in the first row and 0 elsewhere.
 
     From memory, as bytes: the compiler then lays the product out as it does those of the codes, and
     the weights need not be rearranged for it.
     """
-    one = tl.load(eye + 128 + row - number).to(tl.float32) * value
-    return tl.broadcast_to(one.to(DTYPE)[:, None], [row.shape[0], LENGTH])
+    one = tl.load(eye + 128 + row).to(DTYPE)
+    return tl.broadcast_to(one[:, None], [row.shape[0], LENGTH])
 
 
 @triton.jit
@@ -70,21 +70,20 @@ def _piece(
     keys, values, halfs, eye, partial, logs, item, query, width, start, stop, output_width, scale,
     cap, first_head,
     KINDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    K_FORMAT: tl.constexpr, K_OFFSET: tl.constexpr, K_FACTOR: tl.constexpr, K_BOOST: tl.constexpr,
+    K_FORMAT: tl.constexpr, K_FACTOR: tl.constexpr, K_BOOST: tl.constexpr,
     K_PARTS: tl.constexpr, K_GROUPS: tl.constexpr, K_PLANES: tl.constexpr, K_SCALES: tl.constexpr,
-    K_ZEROS: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_FORMAT: tl.constexpr, V_OFFSET: tl.constexpr, V_FACTOR: tl.constexpr, SHIFT: tl.constexpr,
+    K_MIDDLES: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_FORMAT: tl.constexpr, V_FACTOR: tl.constexpr, SHIFT: tl.constexpr,
     V_PARTS: tl.constexpr, V_GROUPS: tl.constexpr, V_PLANES: tl.constexpr, V_SCALES: tl.constexpr,
-    V_ZEROS: tl.constexpr, V_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
+    V_MIDDLES: tl.constexpr, V_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
     BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, PLACES: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WIDEST: tl.constexpr,
-    CAPPED: tl.constexpr, V_DTYPE: tl.constexpr, Z_DTYPE: tl.constexpr, FAST: tl.constexpr,
+    CAPPED: tl.constexpr, V_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
     wanted = ()
-    starts = ()
     totals = ()
     total = tl.zeros([HEADS], tl.float32)
     for number in tl.static_range(K_PLANES):
@@ -97,19 +96,12 @@ def _piece(
             total += tl.sum(loaded.to(tl.float32), 0)
             if KINDS[KEYS + number * _PLANE + 5] == 1:
                 totals += (total[None, :],)
-                begin = (total * -K_OFFSET)[None, :]
-                starts += (tl.broadcast_to(begin, [PLACES, HEADS]),)
                 total = tl.zeros([HEADS], tl.float32)
-    if K_GROUPS == 0:
-        starts = (tl.zeros([PLACES, HEADS], tl.float32),)
     row = tl.arange(0, ROWS)
-    units = ()
-    for group in tl.static_range(V_GROUPS):
-        units += (_unit(eye, row, group, -V_OFFSET, PLACES, V_DTYPE),)
     if V_FORMAT == _FP8:
-        ones = _unit(eye, row, 0, 1.0, PLACES, V_DTYPE)
+        ones = _first_row(eye, row, PLACES, V_DTYPE)
     else:
-        here = tl.where(row == V_GROUPS, 1.0, 0.0).to(Z_DTYPE if V_GROUPS > 0 else V_DTYPE)
+        here = tl.where(row == V_GROUPS, 1.0, 0.0).to(M_DTYPE if V_GROUPS > 0 else V_DTYPE)
         ones = tl.broadcast_to(here[:, None], [ROWS, PLACES])
     sums = ()
     for number in tl.static_range(V_PLANES):
@@ -120,20 +112,18 @@ def _piece(
     whole = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
     for at in tl.range(start, whole, PLACES * SLOTS, num_stages=STAGES):
         sums, fixes, top = tile(
-            sums, fixes, top, wanted, starts, totals, units, ones, keys, values, halfs, at, stop,
-            scale, cap,
-            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES, K_ZEROS,
-            K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_ZEROS, V_BLOCK,
-            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, Z_DTYPE, CAPPED, False, FAST,
+            sums, fixes, top, wanted, totals, ones, keys, values, halfs, at, stop, scale, cap,
+            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
+            K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_MIDDLES, V_BLOCK,
+            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, CAPPED, False, FAST,
         )  # fmt: skip
     # The end of a row: behind it lies room for a whole tile, but perhaps no number.
     for at in tl.range(whole, stop, PLACES * SLOTS, num_stages=2):
         sums, fixes, top = tile(
-            sums, fixes, top, wanted, starts, totals, units, ones, keys, values, halfs, at, stop,
-            scale, cap,
-            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES, K_ZEROS,
-            K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_ZEROS, V_BLOCK,
-            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, Z_DTYPE, CAPPED, True, FAST,
+            sums, fixes, top, wanted, totals, ones, keys, values, halfs, at, stop, scale, cap,
+            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
+            K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_MIDDLES, V_BLOCK,
+            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, CAPPED, True, FAST,
         )  # fmt: skip
     weight = tl.sum(tl.where((row == V_GROUPS)[:, None], fixes, 0.0), 0)
     share = 1.0 / weight
@@ -154,14 +144,36 @@ def _piece(
 
 
 @triton.jit
+def _taken(counters, total, processors, FAST: tl.constexpr):
+    """Take what is to be done next from this multiprocessor's share, or else from another's.
+
+    Neighbouring work is of one kind of head mostly. A multiprocessor that has all kinds at once,
+    which is what the order of programs would give it, reads their code again and again: it does not
+    fit the instruction cache. Who comes when there is none left gets `total` or more.
+    """
+    found = tl.atomic_add(counters + processors, 1)
+    if found < total:
+        own = (cuda.smid() if FAST else tl.program_id(0)) % processors
+        found = total
+        while found == total:
+            begin = own * total // processors
+            number = begin + tl.atomic_add(counters + own, 1)
+            own = (own + 1) % processors
+            if number < (own * total // processors if own > 0 else total):
+                found = number
+    return found
+
+
+@triton.jit
 def level_pieces(
-    queries, octets, full, halfs, eye, partial, logs, items, units, query_row, scale, cap,
+    queries, octets, full, halfs, eye, partial, logs, counters, items, parts, units, tasks,
+    processors, blocks, query_row, scale, cap,
     KINDS: tl.constexpr, COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    WIDEST: tl.constexpr, CAPPED: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr,
+    WIDEST: tl.constexpr, CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Run one item per program and block of query heads; an item of segment -1 is none.
+    """Run one item and block of query heads per program.
 
     Parameters
     ----------
@@ -175,6 +187,14 @@ def level_pieces(
         ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
     items
         ``[items, 5]`` int32: row, head, segment, start, stop.
+    parts, tasks
+        ``[tasks, 2]`` int32: the first item of a row's head, and how many it has.
+    counters
+        ``[processors + 1]`` int32, 0: what was taken from each multiprocessor's share, and of all.
+    processors
+        Multiprocessors of the GPU.
+    blocks
+        Of query heads.
     units
         ``[segments * heads, COLUMNS]`` int64, from `kvprof.kernels.levels.launch.unit_table`.
     scale
@@ -186,18 +206,21 @@ def level_pieces(
         (`kvprof.kernels.levels.launch.kind_numbers`).
     HEADS
         Query heads of a program, a power of two from 8 on.
-    CODE, ZERO
-        Types in which the codes of V, and its zeros, are multiplied.
+    CODE, MIDDLE
+        Types in which the codes of V, and its middles, are multiplied.
     FAST
         Whether inline assembly can be used.
     """
-    item = tl.program_id(0)
-    row = tl.load(items + item * 5)
-    head = tl.load(items + item * 5 + 1)
-    segment = tl.load(items + item * 5 + 2)
-    start = tl.load(items + item * 5 + 3)
-    stop = tl.load(items + item * 5 + 4)
-    if segment >= 0:
+    there = tl.load(parts + 2 * tasks - 2) + tl.load(parts + 2 * tasks - 1)
+    total = there * blocks
+    taken = _taken(counters, total, processors, FAST)
+    if taken < total:
+        item = taken // blocks
+        row = tl.load(items + item * 5)
+        head = tl.load(items + item * 5 + 1)
+        segment = tl.load(items + item * 5 + 2)
+        start = tl.load(items + item * 5 + 3)
+        stop = tl.load(items + item * 5 + 4)
         unit = units + (segment * KV_HEADS + head) * COLUMNS
         query = queries + row.to(tl.int64) * query_row + tl.load(unit)
         width = tl.multiple_of(tl.load(unit + 1).to(tl.int32), 16)
@@ -210,11 +233,11 @@ def level_pieces(
                 values = octets + at
                 if KINDS[number * STRIDE] == _FULL:
                     keys = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
-                if KINDS[number * STRIDE + 10] == _FULL:
+                if KINDS[number * STRIDE + 9] == _FULL:
                     values = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
                 _piece(
                     keys, values, halfs + at // 2, eye, partial, logs, item, query, width, start,
-                    stop, output_width, scale, cap, tl.program_id(1) * HEADS,
+                    stop, output_width, scale, cap, taken % blocks * HEADS,
                     KINDS, number * STRIDE + _HEADER, number * STRIDE + _HEADER + PLANES * _PLANE,
                     KINDS[number * STRIDE], KINDS[number * STRIDE + 1],
                     KINDS[number * STRIDE + 2], KINDS[number * STRIDE + 3],
@@ -228,8 +251,7 @@ def level_pieces(
                     KINDS[number * STRIDE + 18], KINDS[number * STRIDE + 19],
                     KINDS[number * STRIDE + 20], KINDS[number * STRIDE + 21],
                     KINDS[number * STRIDE + 22], KINDS[number * STRIDE + 23],
-                    KINDS[number * STRIDE + 24], KINDS[number * STRIDE + 25],
                     GROUP, HEADS, WIDEST, CAPPED,
-                    queries.dtype.element_ty if KINDS[number * STRIDE + 10] == _FULL else CODE,
-                    ZERO, FAST,
+                    queries.dtype.element_ty if KINDS[number * STRIDE + 9] == _FULL else CODE,
+                    MIDDLE, FAST,
                 )  # fmt: skip

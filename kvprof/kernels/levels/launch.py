@@ -17,7 +17,7 @@ from kvprof.kernels.levels.schedule import cut_units
 from kvprof.kernels.levels.side import Side
 from kvprof.kernels.levels.tile import PLANE
 from kvprof.kernels.levels.tuning import Tuning, query_block
-from kvprof.kernels.levels.unpack import FP8, FULL, numbers
+from kvprof.kernels.levels.unpack import FP8, FULL, missing_factor
 
 __all__ = [
     "UNIT_COLUMNS",
@@ -124,8 +124,8 @@ def kind_numbers(
         while stages > 2 and (stages - 1) * moved > _SHARED:
             stages -= 1
         key_format, value_format = _format(keys), _format(values)
-        key_offset, key_factor = numbers(key_format, query)
-        value_offset, value_factor = numbers(value_format, code)
+        key_factor = missing_factor(key_format, query)
+        value_factor = missing_factor(value_format, code)
         # Products of e4m3 in bfloat16 would be denormal: half of what they lack goes to the query.
         boost = 2.0**60 if key_factor == 2.0**120 else 1.0
         shift = {FULL: 0.0, FP8: 60.0 if code == "bf16" else 0.0}.get(
@@ -133,10 +133,10 @@ def kind_numbers(
         )
         size, itemsize = layout.block_bytes(number, head), layout.dtype.itemsize
         found += [
-            key_format, key_offset, key_factor / boost, boost, slots // keys.per_byte,
+            key_format, key_factor / boost, boost, slots // keys.per_byte,
             keys.groups, len(keys.planes), keys.code_bytes // 2,
             (keys.code_bytes + keys.scale_bytes) // 2, size // (1 if key_format else itemsize),
-            value_format, value_offset, value_factor, shift, slots // values.per_byte,
+            value_format, value_factor, shift, slots // values.per_byte,
             values.groups, len(values.planes), (keys.nbytes + values.code_bytes) // 2,
             (keys.nbytes + values.code_bytes + values.scale_bytes) // 2,
             size // (1 if value_format else itemsize), values.width,
@@ -158,8 +158,8 @@ def constants(layout: LevelsLayout, tuning: Tuning, *, softcap: bool, fast: bool
         "COLUMNS": UNIT_COLUMNS, "GROUP": layout.group,
         "HEADS": query_block(layout, tuning.warps), "KV_HEADS": layout.heads,
         "WIDEST": max(layout.widest.value_widths), "CAPPED": softcap, "CODE": types[code],
-        # A weight of the zeros is a float16 as they are; the interpreter's run keeps its own.
-        "ZERO": tl.float16 if fast else types[name], "FAST": fast,
+        # A weight of the middles is a float16 as they are; the interpreter's run keeps its own.
+        "MIDDLE": tl.float16 if fast else types[name], "FAST": fast,
     }  # fmt: skip
 
 
@@ -201,6 +201,7 @@ def launch_levels(
     eye: Tensor,
     items: Tensor,
     parts: Tensor,
+    processors: int,
     scaling: float,
     *,
     softcap: float = 0.0,
@@ -222,6 +223,8 @@ def launch_levels(
         256 bytes uint8, 1 at 128.
     items, parts : Tensor
         From `launch_cut`.
+    processors : int
+        Multiprocessors of the GPU.
     scaling, softcap : float
     sinks : Tensor, optional
         ``[heads, G]`` float32.
@@ -239,10 +242,13 @@ def launch_levels(
     log2_e = math.log2(math.e)
     chosen = constants(layout, tuning, softcap=softcap > 0.0, fast=not interpreted())
     blocks = triton.cdiv(layout.group, chosen["HEADS"])
-    level_pieces[(len(items), blocks)](
+    options = {"maxnreg": tuning.registers} if tuning.registers and not interpreted() else {}
+    counters = torch.zeros(processors + 1, dtype=torch.int32, device=query.device)
+    level_pieces[(len(items) * blocks,)](
         query, buffer, buffer.view(layout.dtype), buffer.view(torch.float16), eye, partial, logs,
-        items, units, query.shape[1], scaling * log2_e, softcap * log2_e,
-        **chosen, num_warps=tuning.warps,
+        counters, items, parts, units, len(parts), processors, blocks, query.shape[1],
+        scaling * log2_e, softcap * log2_e,
+        **chosen, **options, num_warps=tuning.warps,
     )  # fmt: skip
     most = triton.next_power_of_2(max(1, 2 * len(items) // len(parts)))
     width = min(_MERGED, triton.next_power_of_2(widest))

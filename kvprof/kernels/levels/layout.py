@@ -10,7 +10,7 @@ block after block. A block is ``32·S`` tokens of one head with all that is know
 kernel finds everything at constant distances and reads one stretch of memory::
 
     one block, head of width 96 and 64, both sides 4 bits in groups of 32 columns (S = 2)
-    ├ K codes ─────────────┬ K scales ──┬ K zeros ───┬ V codes ────┬ V scales ┬ V zeros ─┤
+    ├ K codes ─────────────┬ K scales ──┬ K middles ─┬ V codes ────┬ V scales ┬ V middles ┤
     │ three planes of 32   │ g0  g1  g2 │ g0  g1  g2 │ two of 32   │ g0  g1   │ g0  g1   │
     0                      3072         3456         3840          5888       6144       6400
 
@@ -37,10 +37,10 @@ is several bytes that lie apart: ``[slots / tokens of a byte, place, column]`` (
 place]``). 3 bits lie in the container of 4, e4m3 in that of 8. A side at full precision has rows,
 ``[token, column]`` per plane.
 
-Scales and zeros are float16, ``[group, place, slot]``, which is token by token, so that one word
-has the scales of two neighbouring tokens; but the zeros of V, which enter a product with the tokens
-of one slot, lie ``[group, slot, place]``. A group is `columns` adjacent columns; the last of a row
-may be narrower. Everything begins on a multiple of 16 bytes.
+Scales and middles are float16, ``[group, place, slot]``, which is token by token, so that one word
+has the scales of two neighbouring tokens; but the middles of V, which enter a product with the
+tokens of one slot, lie ``[group, slot, place]``. A group is `columns` adjacent columns; the last of
+a row may be narrower. Everything begins on a multiple of 16 bytes.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class Segment:
     layout : RaggedLayout
         Widths, group, batch and the segment's own capacity.
     key_bits, value_bits : int, "fp8" or None
-        8, 4, 3 or 2 bits with a float16 scale and zero per token and group of columns; e4m3; full
+        8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns; e4m3; full
         precision.
     columns : int or None
         That share a scale, a multiple of 16; None for a token's whole row.
@@ -193,7 +193,7 @@ class LevelsLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the buffer: codes, scales, zeros and the padding to pairs of blocks."""
+        """Bytes of the buffer: codes, scales, middles and the padding to pairs of blocks."""
         return sum(
             self.batch * segment.blocks * self.block_bytes(number, head)
             for number, segment in enumerate(self.segments)

@@ -90,6 +90,7 @@ def levels_operator(
     softcap: float,
     layout: Sequence[int],
     tuning: Sequence[int],
+    processors: int,
 ) -> Tensor:
     """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU.
 
@@ -102,7 +103,9 @@ def levels_operator(
     layout
         From `layout_numbers`; the dtype is that of `query`.
     tuning
-        Pieces, tile, stages, warps and the cost per token.
+        Pieces, tile, stages, warps, the cost per token and the most registers.
+    processors
+        Multiprocessors of the GPU.
 
     Returns
     -------
@@ -114,7 +117,7 @@ def levels_operator(
         items, parts = scheduled
         return launch_levels(
             query.contiguous(), buffer, restored, Tuning(*tuning), units, eye, items, parts,
-            scaling, softcap=softcap, sinks=sinks,
+            processors, scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     return levels_cpu(query, buffer, restored, lengths, scaling, softcap=softcap, sinks=sinks)
 
@@ -132,6 +135,7 @@ def _(
     softcap: float,
     layout: Sequence[int],
     tuning: Sequence[int],
+    processors: int,
 ) -> Tensor:
     # From the numbers alone: a layout's own checks mean nothing to a tracer.
     heads, group = layout[0], layout[1]

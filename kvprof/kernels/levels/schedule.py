@@ -33,7 +33,7 @@ def cut_units(
     lengths, units, items, parts, count, batch, pieces, room,
     HEADS: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut all units into about `pieces` items of equal cost; a program per row and head.
+    """Cut all units into at most about `pieces` items of equal cost; a program per row and head.
 
     Every program adds up all costs and the items before its own: with a few hundred units that is
     cheaper than a second launch.
@@ -69,8 +69,8 @@ def cut_units(
         length, tiles, costs, height = _unit(
             number, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
         )
-        # cost / (total / pieces), rounded half up in whole numbers as on the host.
-        shares = (2 * costs * pieces + total) // (2 * total)
+        # cost / (total / pieces), rounded down: `kvprof.kernels.levels.cuts` says why.
+        shares = costs * pieces // total
         shares = tl.minimum(tl.maximum(shares, 1), tiles).to(tl.int32)
         first += tl.sum(tl.where(number < task * SEGMENTS, shares, 0), 0)
         last += tl.sum(shares, 0)
@@ -79,7 +79,7 @@ def cut_units(
         length, tiles, cost, height = _unit(
             task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
         )
-        share = (2 * cost * pieces + total) // (2 * total)
+        share = cost * pieces // total
         share = tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
         for at in range(0, share, BLOCK):
             part = at + lane

@@ -94,7 +94,7 @@ class Side:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a block's scales, and again of its zeros."""
+        """Bytes of a block's scales, and again of its middles."""
         return 2 * self.groups * PLACES * self.slots
 
     @property
@@ -122,15 +122,15 @@ class Side:
         return torch.unflatten(own.view(self.dtype), -1, (PLACES * self.slots, plane.width))
 
     def scales(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and zeros as views ``[batch, blocks, group, place, slot]``."""
+        """Return scales and middles as views ``[batch, blocks, group, place, slot]``."""
         behind = self.code_bytes + self.scale_bytes
         scale = blocks[..., self.code_bytes : behind].view(torch.float16)
-        zero = blocks[..., behind : behind + self.scale_bytes].view(torch.float16)
+        middle = blocks[..., behind : behind + self.scale_bytes].view(torch.float16)
         scale = torch.unflatten(scale, -1, (self.groups, PLACES, self.slots))
         if self.values:
-            zero = torch.unflatten(zero, -1, (self.groups, self.slots, PLACES))
-            return scale, zero.transpose(-1, -2)
-        return scale, torch.unflatten(zero, -1, (self.groups, PLACES, self.slots))
+            middle = torch.unflatten(middle, -1, (self.groups, self.slots, PLACES))
+            return scale, middle.transpose(-1, -2)
+        return scale, torch.unflatten(middle, -1, (self.groups, PLACES, self.slots))
 
     def store(self, blocks: Tensor, states: Tensor) -> None:
         """Write ``[batch, tokens, width]``, whole blocks, into ``[batch, blocks, nbytes]``."""
@@ -165,8 +165,8 @@ class Side:
         Returns
         -------
         codes : Tensor
-            ``[batch, tokens, width]`` float32.
-        scale, zero : Tensor or None
+            ``[batch, tokens, width]`` float32, counted from the middle of the container.
+        scale, middle : Tensor or None
             ``[batch, groups, tokens]`` float32; None where codes are the values themselves.
         """
         if self.bits is None:
@@ -177,14 +177,14 @@ class Side:
         codes = from_bytes(joined, self.container, self.per_byte).flatten(1, 3)
         if self.bits == "fp8":
             return codes.view(torch.float8_e4m3fn).float(), None, None
-        scale, zero = (x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.scales(blocks))
-        return codes.float(), scale, zero
+        scale, middle = (x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.scales(blocks))
+        return codes.float() - 2 ** (self.container - 1), scale, middle
 
     def load(self, blocks: Tensor) -> Tensor:
         """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""
-        codes, scale, zero = self.raw(blocks)
-        if scale is not None and zero is not None:
-            scale, zero = (spread(x.mT, self.columns, self.width) for x in (scale, zero))
-            codes = zero + scale * codes
+        codes, scale, middle = self.raw(blocks)
+        if scale is not None and middle is not None:
+            scale, middle = (spread(x.mT, self.columns, self.width) for x in (scale, middle))
+            codes = middle + scale * codes
         ordered = torch.unflatten(codes, 1, (-1, self.slots, PLACES)).transpose(2, 3)
         return ordered.flatten(1, 3)

@@ -1,7 +1,7 @@
 """One decoding step over quantised storage, in one or more segments of the context."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
@@ -156,7 +156,7 @@ class LevelsStep:
         output: Tensor = levels_operator(
             query, buffer, schedule.lengths, self.units, self.eye, schedule.scheduled, sinks,
             scaling, softcap, layout_numbers(self.layout),
-            (tuning.pieces, tuning.tile, tuning.stages, tuning.warps, tuning.per_token),
+            astuple(tuning), self.multiprocessors,
         )  # fmt: skip
         return output
 

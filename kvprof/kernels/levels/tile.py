@@ -14,7 +14,7 @@ from kvprof.kernels.levels.unpack import FULL, codes, halves, rounded
 __all__ = ["HEADER", "PLANE", "tile"]
 
 #: Numbers of a kind of head before its planes, and per plane; `kvprof.kernels.levels.launch`.
-HEADER = 26
+HEADER = 24
 PLANE = 7
 
 _PLANE = tl.constexpr(PLANE)
@@ -25,7 +25,7 @@ _BLOCK = tl.constexpr(32)
 
 @triton.jit
 def _key_plane(
-    raws, query, start, tile_at, places, left,
+    raws, query, tile_at, places, left,
     AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
     FORMAT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, FIRST: tl.constexpr,
     CHECK: tl.constexpr, FAST: tl.constexpr,
@@ -55,7 +55,7 @@ def _key_plane(
         for number in tl.static_range(SLOTS // PARTS):
             raw = codes(octets, number, FORMAT, query.dtype, FAST)
             if FIRST:
-                product = tl.dot(raw, query, start, input_precision="ieee")
+                product = tl.dot(raw, query, input_precision="ieee")
             else:
                 before = raws[part * (SLOTS // PARTS) + number]
                 product = tl.dot(raw, query, before, input_precision="ieee")
@@ -64,11 +64,11 @@ def _key_plane(
 
 
 @triton.jit
-def _scaled(scores, raws, scales, zeros, total, SLOTS: tl.constexpr, FIRST: tl.constexpr):
+def _scaled(scores, raws, scales, middles, total, SLOTS: tl.constexpr, FIRST: tl.constexpr):
     """Add a group's share to the scores of each slot."""
     found = ()
     for slot in tl.static_range(SLOTS):
-        more = zeros[slot][:, None] * total
+        more = middles[slot][:, None] * total
         if not FIRST:
             more = scores[slot] + more
         found += (more + scales[slot][:, None] * raws[slot],)
@@ -105,10 +105,10 @@ def _value_plane(
 
 @triton.jit
 def _scores(
-    queries, starts, totals, keys, halfs, places, left, rate, cap,
+    queries, totals, keys, halfs, places, left, rate, cap,
     KINDS: tl.constexpr, KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr,
     PARTS: tl.constexpr, GROUPS: tl.constexpr, SCALES_AT: tl.constexpr,
-    ZEROS_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK_HALFS: tl.constexpr,
+    MIDDLES_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK_HALFS: tl.constexpr,
     SLOTS: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Return the products of a tile, ``[places, heads]`` per slot; capped ones in base 2."""
@@ -117,7 +117,7 @@ def _scores(
     for number in tl.static_range(PLANES):
         # Start, width, inner size, group, first and last of its group, place in the block.
         raws = _key_plane(
-            raws, queries[number], starts[KINDS[KEYS + number * _PLANE + 3]], keys, places, left,
+            raws, queries[number], keys, places, left,
             KINDS[KEYS + number * _PLANE + 6], BLOCK_BYTES, SLOTS, PARTS, FORMAT,
             KINDS[KEYS + number * _PLANE + 1], KINDS[KEYS + number * _PLANE + 2],
             KINDS[KEYS + number * _PLANE + 4], CHECK, FAST,
@@ -125,9 +125,9 @@ def _scores(
         if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + 5] == 1):
             beyond = KINDS[KEYS + number * _PLANE + 3] * (_BLOCK * SLOTS)
             scales = halves(halfs, places, SCALES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
-            zeros = halves(halfs, places, ZEROS_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
+            middles = halves(halfs, places, MIDDLES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
             scores = _scaled(
-                scores, raws, scales, zeros, totals[KINDS[KEYS + number * _PLANE + 3]], SLOTS,
+                scores, raws, scales, middles, totals[KINDS[KEYS + number * _PLANE + 3]], SLOTS,
                 KINDS[KEYS + number * _PLANE + 3] == 0,
             )  # fmt: skip
     if GROUPS == 0:
@@ -147,15 +147,14 @@ def _scores(
 
 @triton.jit
 def tile(
-    sums, fixes, top, queries, starts, totals, units, ones, keys, values, halfs, at, stop, scale,
-    cap,
+    sums, fixes, top, queries, totals, ones, keys, values, halfs, at, stop, scale, cap,
     KINDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     K_FORMAT: tl.constexpr, K_FACTOR: tl.constexpr, K_PARTS: tl.constexpr, K_GROUPS: tl.constexpr,
-    K_PLANES: tl.constexpr, K_SCALES: tl.constexpr, K_ZEROS: tl.constexpr, K_BLOCK: tl.constexpr,
+    K_PLANES: tl.constexpr, K_SCALES: tl.constexpr, K_MIDDLES: tl.constexpr, K_BLOCK: tl.constexpr,
     V_FORMAT: tl.constexpr, V_PARTS: tl.constexpr, V_GROUPS: tl.constexpr, V_PLANES: tl.constexpr,
-    V_SCALES: tl.constexpr, V_ZEROS: tl.constexpr, V_BLOCK: tl.constexpr,
+    V_SCALES: tl.constexpr, V_MIDDLES: tl.constexpr, V_BLOCK: tl.constexpr,
     BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, PLACES: tl.constexpr, SHIFT: tl.constexpr,
-    ROWS: tl.constexpr, V_DTYPE: tl.constexpr, Z_DTYPE: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, V_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, CAPPED: tl.constexpr,
     CHECK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Go on with one tile: scores, online softmax in base 2, weighted values.
@@ -173,8 +172,8 @@ def tile(
     # scale goes into the exponent instead, where it costs nothing.
     rate = scale * K_FACTOR
     scores = _scores(
-        queries, starts, totals, keys, halfs, places, left, rate, cap,
-        KINDS, KEYS, K_PLANES, K_FORMAT, K_PARTS, K_GROUPS, K_SCALES, K_ZEROS, K_BLOCK,
+        queries, totals, keys, halfs, places, left, rate, cap,
+        KINDS, KEYS, K_PLANES, K_FORMAT, K_PARTS, K_GROUPS, K_SCALES, K_MIDDLES, K_BLOCK,
         BLOCK_HALFS, SLOTS, CAPPED, CHECK, FAST,
     )  # fmt: skip
     highest = scores[0]
@@ -196,13 +195,13 @@ def tile(
         lines = places // _BLOCK * BLOCK_HALFS + places % _BLOCK
         pointer = halfs + (row[:, None] * (_BLOCK * SLOTS) + lines[None, :])
         for slot in tl.static_range(SLOTS):
-            small = rounded(weights[slot], Z_DTYPE, FAST)
+            small = rounded(weights[slot], M_DTYPE, FAST)
             wanted = (row < V_GROUPS)[:, None]
-            zeros = tl.load(pointer + (V_ZEROS + slot * _BLOCK), mask=wanted, other=0.0)
-            zeros = zeros.to(Z_DTYPE)
+            middles = tl.load(pointer + (V_MIDDLES + slot * _BLOCK), mask=wanted, other=0.0)
+            middles = middles.to(M_DTYPE)
             if CHECK:
-                zeros = tl.where((left > slot)[None, :], zeros, 0.0)
-            fixes = tl.dot(zeros, small, fixes, input_precision="ieee")
+                middles = tl.where((left > slot)[None, :], middles, 0.0)
+            fixes = tl.dot(middles, small, fixes, input_precision="ieee")
             fixes = tl.dot(ones, small, fixes, input_precision="ieee")
     else:
         for slot in tl.static_range(SLOTS):
@@ -219,10 +218,6 @@ def tile(
                 if CHECK:
                     scale = tl.where(left > slot, scale, 0.0)
                 scaled += (rounded(weights[slot] * scale[:, None], V_DTYPE, FAST),)
-                fixes = tl.dot(
-                    units[KINDS[VALUES + number * _PLANE + 3]], scaled[slot], fixes,
-                    input_precision="ieee",
-                )  # fmt: skip
         more = _value_plane(
             sums[number] * fade, scaled, values, places, left,
             KINDS[VALUES + number * _PLANE + 6], V_BLOCK, SLOTS, V_PARTS, V_FORMAT,

@@ -17,7 +17,7 @@ class Tuning:
     Attributes
     ----------
     pieces : int
-        Pieces of work per multiprocessor.
+        Pieces of work per multiprocessor: as many as it runs at once.
     tile : int
         Bytes of K and V that a tile should hold.
     stages : int
@@ -26,13 +26,16 @@ class Tuning:
         Of a program.
     per_token : int
         Bytes that a token costs beside its own: softmax does not shrink with them.
+    registers : int
+        Most of a thread; 0 leaves it to the compiler.
     """
 
-    pieces: int = 8
+    pieces: int = 16
     tile: int = 4096
-    stages: int = 3
+    stages: int = 2
     warps: int = 1
-    per_token: int = 32
+    per_token: int = 16
+    registers: int = 128
 
 
 def _numbers(layout: LevelsLayout, heads: int, warps: int) -> int:
@@ -52,7 +55,12 @@ def query_block(layout: LevelsLayout, warps: int) -> int:
 
 
 def tuning_for(layout: LevelsLayout) -> Tuning:
-    """Return what a layer asks for: two warps for wide heads, and for four tokens in a byte."""
-    crowded = any(segment.slots == 4 for segment in layout.segments)
-    wide = _numbers(layout, 8, 1) > _REGISTERS
-    return Tuning(warps=2 if crowded or wide else 1)
+    """Return what was fastest on an H200 for a layer's widths and formats."""
+    sides = [side for number in range(len(layout.segments)) for side in layout.sides(number, 0)]
+    if all(side.bits is None for side in sides):
+        wide = _numbers(layout, 8, 1) > _REGISTERS
+        return Tuning(8, stages=3, warps=2 if wide else 1, per_token=32, registers=0)
+    if not any(side.groups for side in sides) or _numbers(layout, 8, 1) > _REGISTERS:
+        return Tuning(stages=3, warps=2)
+    # Larger tiles, of which fewer programs have room at once.
+    return Tuning(pieces=16 if all(segment.slots == 2 for segment in layout.segments) else 12)

@@ -4,11 +4,13 @@
 
 Converting an integer costs as much as four multiplications. So a code is put behind the high byte
 of a number whose mantissa has room for it: 0x4300 | x is 128 + x in bfloat16 while x < 128, and
-0x6400 | x is 1024 + x in float16 while x < 1024; one byte permutation makes two of them. 8 bits do
-not fit bfloat16's mantissa: there the low seven are put behind 128, and the top bit chooses between
--256 and -128, which is added: the code less 128, exactly. e4m3 is shifted into place and comes out
-2^120 (bfloat16) or 2^8 (float16) times too small, denormals included. Who multiplies takes the
-offset or the factor out again, outside of the loop over elements (`numbers`).
+0x6400 | x is 1024 + x in float16 while x < 1024; one byte permutation makes two of them. What was
+put there is subtracted with half the container's numbers, two at a time and exactly, so that codes
+come out about 0: left for the end, it would dwarf the sums of a long context, which tensor cores
+truncate. 8 bits do not fit bfloat16's mantissa: there the low seven are put behind 128, and the top
+bit chooses between -256 and -128, which is added: the code less 128, exactly. e4m3 is shifted into
+place and comes out 2^120 (bfloat16) or 2^8 (float16) times too small, denormals included. Who
+multiplies takes that factor out again, outside of the loop over elements (`missing_factor`).
 
 Triton's interpreter knows no inline assembly: there the same bits are made the long way.
 """
@@ -16,7 +18,7 @@ Triton's interpreter knows no inline assembly: there the same bits are made the 
 import triton
 import triton.language as tl
 
-__all__ = ["FP8", "FULL", "codes", "half", "halves", "numbers", "rounded"]
+__all__ = ["FP8", "FULL", "codes", "half", "halves", "missing_factor", "rounded"]
 
 #: What `FORMAT` is for full precision and for e4m3; otherwise it is the bits of a code.
 FULL = 0
@@ -26,8 +28,8 @@ _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
 
 
-def numbers(container: int, dtype: str) -> tuple[float, float]:
-    """Return the offset that `codes` leaves in a code, and the factor that e4m3 lacks.
+def missing_factor(container: int, dtype: str) -> float:
+    """Return by how much what `codes` returns is too small: 1 but for e4m3.
 
     Parameters
     ----------
@@ -36,29 +38,36 @@ def numbers(container: int, dtype: str) -> tuple[float, float]:
     dtype : str
         ``bf16``, ``fp16`` or ``fp32``.
     """
-    if container == FULL:
-        return 0.0, 1.0
     if container == FP8:
-        return 0.0, {"bf16": 2.0**120, "fp16": 2.0**8, "fp32": 1.0}[dtype]
-    if dtype == "bf16":
-        return (-128.0 if container == 8 else 128.0), 1.0
-    return {"fp16": 1024.0, "fp32": 0.0}[dtype], 1.0
+        return {"bf16": 2.0**120, "fp16": 2.0**8, "fp32": 1.0}[dtype]
+    return 1.0
+
+
+_BF16, _FP16 = "0x43434343", "0x64646464"
 
 
 def _nibbles(shift: int, mask: str, high: str) -> str:
-    """Return assembly for four bytes: a code of each, behind a high byte."""
+    """Return assembly for four bytes: a code of each, about the middle of its container."""
+    kind, one, less = {
+        # -(128 + 8), -(128 + 2), -(1024 + 8), -(1024 + 2), twice each
+        (_BF16, "0x0f0f0f0f"): ("bf16x2", "0x3f803f80", "0xc308c308"),
+        (_BF16, "0x03030303"): ("bf16x2", "0x3f803f80", "0xc302c302"),
+        (_FP16, "0x0f0f0f0f"): ("f16x2", "0x3c003c00", "0xe408e408"),
+        (_FP16, "0x03030303"): ("f16x2", "0x3c003c00", "0xe402e402"),
+    }[high, mask]
     return (
-        "{ .reg .b32 x; "
+        "{ .reg .b32 x, y, one, less; "
+        + f"mov.b32 one, {one}; mov.b32 less, {less}; "
         + (
             f"shr.b32 x, $2, {shift}; and.b32 x, x, {mask}; "
             if shift
             else f"and.b32 x, $2, {mask}; "
         )
-        + f"prmt.b32 $0, x, {high}, 0x4140; prmt.b32 $1, x, {high}, 0x4342; }}"
+        + f"prmt.b32 y, x, {high}, 0x4140; fma.rn.{kind} $0, y, one, less; "
+        + f"prmt.b32 y, x, {high}, 0x4342; fma.rn.{kind} $1, y, one, less; }}"
     )
 
 
-_BF16, _FP16 = "0x43434343", "0x64646464"
 _4_0_BF16 = tl.constexpr(_nibbles(0, "0x0f0f0f0f", _BF16))
 _4_1_BF16 = tl.constexpr(_nibbles(4, "0x0f0f0f0f", _BF16))
 _4_0_FP16 = tl.constexpr(_nibbles(0, "0x0f0f0f0f", _FP16))
@@ -71,7 +80,11 @@ _2_0_FP16 = tl.constexpr(_nibbles(0, "0x03030303", _FP16))
 _2_1_FP16 = tl.constexpr(_nibbles(2, "0x03030303", _FP16))
 _2_2_FP16 = tl.constexpr(_nibbles(4, "0x03030303", _FP16))
 _2_3_FP16 = tl.constexpr(_nibbles(6, "0x03030303", _FP16))
-_8_FP16 = tl.constexpr(f"prmt.b32 $0, $2, {_FP16}, 0x4140; prmt.b32 $1, $2, {_FP16}, 0x4342;")
+_8_FP16 = tl.constexpr(
+    "{ .reg .b32 y, one, less; mov.b32 one, 0x3c003c00; mov.b32 less, 0xe480e480; "  # -1152
+    + f"prmt.b32 y, $2, {_FP16}, 0x4140; fma.rn.f16x2 $0, y, one, less; "
+    + f"prmt.b32 y, $2, {_FP16}, 0x4342; fma.rn.f16x2 $1, y, one, less; }}"
+)
 
 
 def _pairs(selectors: tuple[str, str], body: str) -> str:
@@ -145,7 +158,7 @@ def _fast(octets, SLOT: tl.constexpr, FORMAT: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def _plain(octets, SLOT: tl.constexpr, FORMAT: tl.constexpr, FP16: tl.constexpr):
-    """Make the numbers of `_fast` the long way, or float32 without an offset."""
+    """Make the numbers of `_fast` the long way, or float32."""
     if FORMAT == _FP8:
         if FP16:
             word = octets.to(tl.uint16)
@@ -156,10 +169,9 @@ def _plain(octets, SLOT: tl.constexpr, FORMAT: tl.constexpr, FP16: tl.constexpr)
             found = found * 1.329227995784916e36  # 2^120
     else:
         word = (octets >> (FORMAT * SLOT)) & ((1 << FORMAT) - 1)
+        found = word.to(tl.float32) - (1 << (FORMAT - 1))
         if FP16:
-            found = (word.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-        else:
-            found = word.to(tl.float32)
+            found = found.to(tl.float16)
     return found
 
 
@@ -167,7 +179,9 @@ def _plain(octets, SLOT: tl.constexpr, FORMAT: tl.constexpr, FP16: tl.constexpr)
 def codes(
     octets, SLOT: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
 ):
-    """Return the codes of one slot of a byte as numbers of DTYPE, offset or scaled (`numbers`).
+    """Return the codes of one slot of a byte as numbers of DTYPE about 0.
+
+    Those of e4m3 lack `missing_factor`.
 
     Parameters
     ----------

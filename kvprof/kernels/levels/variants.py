@@ -33,7 +33,8 @@ def _levels(
     run = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     signature = {
         "queries": f"*{run}", "octets": "*u8", "full": f"*{run}", "halfs": "*fp16", "eye": "*u8",
-        "partial": "*fp32", "logs": "*fp32", "items": "*i32", "units": "*i64", "query_row": "i32",
+        "partial": "*fp32", "logs": "*fp32", "counters": "*i32", "items": "*i32", "parts": "*i32",
+        "units": "*i64", "tasks": "i32", "processors": "i32", "blocks": "i32", "query_row": "i32",
         "scale": "fp32", "cap": "fp32",
     }  # fmt: skip
     fixed = constants(layout, tuning, softcap=False, fast=True)

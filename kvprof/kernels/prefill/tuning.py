@@ -23,7 +23,8 @@ class Tile:
     warps : int
         Of a program.
     stages : int
-        Tiles of K and V on their way at once, fewer where shared memory does not suffice.
+        Tiles of K and V on their way at once, fewer where shared memory does not suffice, but two
+        (`kvprof.kernels.prefill.kernel` says why).
     programs : int
         That are to fit on a multiprocessor at once, so that one computes softmax while another
         multiplies.
@@ -61,7 +62,7 @@ class Tuning:
     """
 
     narrow: Tile = Tile(128, 64, 8, 3, 2, 128)
-    wide: Tile = Tile(128, 64, 8, 3, 1)
+    wide: Tile = Tile(128, 64, 8, 3, 2, 128)
     widest: Tile = Tile(64, 32, 8, 2, 1)
     latent: Tile = Tile(32, 32, 8, 2, 1)
     narrow_values: int = 64
@@ -126,9 +127,9 @@ class Tuning:
             found = replace(found, **smaller, programs=1, registers=0)
         while (
             shared_bytes(found, *widths, element_size) > shared // found.programs
-            and (found.stages > 1 or found.keys > 16)
+            and (found.stages > 2 or found.keys > 16)
         ):  # fmt: skip
-            if found.stages > 1:
+            if found.stages > 2:
                 found = replace(found, stages=found.stages - 1)
             else:
                 found = replace(found, keys=found.keys // 2)

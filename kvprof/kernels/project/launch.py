@@ -43,12 +43,14 @@ def tuning_for(rows: int, dtype: torch.dtype) -> Tuning:
     """Return what suits a pass of `rows` tokens over all sequences.
 
     A decoding step waits for latency: few rows, many programs, everything loaded at once. A prompt
-    waits for memory and wants its states read once. fp32 has no tensor cores here, and its products
-    live in registers.
+    waits for memory and wants its states read once. Not 64 rows: products would then take their
+    operands from constant places in shared memory, which the assembler of CUDA 12.8 gets wrong
+    (`kvprof.kernels.prefill.kernel`). fp32 has no tensor cores here, and its products live in
+    registers.
     """
     if rows <= 128:
         return Tuning(16, 64, 4, 3)
-    return Tuning(32, 64, 4, 2) if dtype == torch.float32 else Tuning(64, 128, 8, 2)
+    return Tuning(32, 64 if dtype == torch.float32 else 128, 4, 2)
 
 
 def block_of(size: int, tuning: Tuning) -> int:

@@ -25,6 +25,13 @@ LIMITS = {
 }
 
 
+# On a GPU every example compiles a kernel of its own.
+few = settings(
+    max_examples=3 if DEVICE.type == "cuda" else 8, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+
+
 def random_states(layout: LevelsLayout, seed: int, *, scale: float = 1.0):
     generator = torch.Generator().manual_seed(seed)
 
@@ -103,7 +110,7 @@ def levels(draw):
     return LevelsLayout(tuple(segments), draw(st.sampled_from(DTYPES))), lengths
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@few
 @given(levels(), st.integers(1, 9), st.sampled_from([1024, 8192]), st.integers(0, 10**6))
 def test_any_formats_widths_and_lengths_give_attention(found, pieces, tile, seed):
     layout, lengths = found
@@ -190,7 +197,7 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
             theirs[row, block, :, place, slot] = mine[row, block, :, place, slot]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@few
 @given(levels(), st.integers(1, 40), st.sampled_from([1024, 8192]))
 def test_the_device_cuts_as_the_host_states(found, pieces, tile):
     layout, lengths = found

@@ -146,12 +146,15 @@ def test_what_lies_before_every_window_is_not_read():
 
 def test_unequal_heads_may_go_different_ways():
     layout = RaggedLayout((64, 48, 128), (32, 64, 80), 2, 2, 40)
-    query, buffer = states(layout, 40, torch.float32, 6)
+    # torch has no kernel for grouped queries in float32 on a GPU.
+    dtype = torch.float16 if GPU else torch.float32
+    query, buffer = states(layout, 40, dtype, 6)
     found = run_paths(
         ("library", "triton", "library"), query, buffer, layout, whole([40, 40]), 0.1,
         schedule="equal", tuning=tuned(32, 32),
     )  # fmt: skip
-    assert error(found, reference_prefill(query, buffer, layout, [40, 40], 0.1)) < 1e-5
+    wanted = reference_prefill(query, buffer, layout, [40, 40], 0.1)
+    assert error(found, wanted) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("schedule", ["equal", "rows", "plain"])
