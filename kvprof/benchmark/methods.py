@@ -118,18 +118,18 @@ def method_widths(
     shape : Shape
     rate : float
     ranks : str, optional
-        A file with the widths of every KV head; it holds for all low-rank methods.
+        A file with the widths of every KV head; it holds for all low-rank methods but ``uniform``.
 
     Raises
     ------
     UsageError
         For a rate out of reach, or ranks of another shape.
     """
+    if method.kind == "uniform":
+        return _uniform(shape, rate)
     if method.low_rank:
         if ranks is not None:
             return ranks_from(ranks, shape)
-        if method.kind == "uniform":
-            return _uniform(shape, rate)
         return resampled(shape, rate, method.kind)
     if method.kind in ("palu", "palu-folded"):
         return _latents(method, shape, rate)

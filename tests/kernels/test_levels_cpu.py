@@ -108,7 +108,7 @@ def test_the_operator_is_registered_soundly():
 
     arguments = (
         query, buffer, schedule.lengths, prepared.units, prepared.eye, schedule.scheduled, None,
-        0.2, 0.0, layout_numbers(layout), [8, 4096, 3, 1, 32, 0], 1,
+        0.2, 0.0, layout_numbers(layout), [8, 4096, 3, 1, 32, 0, 0], 1,
     )  # fmt: skip
     torch.library.opcheck(levels_operator, arguments)
 

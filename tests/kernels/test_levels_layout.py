@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.levels.append import append
 from kvprof.kernels.levels.codes import container_bits, dequantise, quantise, spread
+from kvprof.kernels.levels.cuts import token_bytes, token_cost
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
@@ -113,6 +114,17 @@ def test_bytes_are_counted_with_scales_middles_and_padding():
     sinks = LevelsLayout((segment([(64, 64)], None, None, batch=1, capacity=4),))
     assert sinks.nbytes == 64 * 2 * 64 * 2
     assert [container_bits(bits) for bits in (None, 2, 3, 4, 8, "fp8")] == [0, 2, 4, 4, 8, 8]
+
+
+def test_a_padded_plane_of_keys_costs_what_it_is_padded_by():
+    def cost(pair: tuple[int, int], bits: int | str | None) -> int:
+        layout = LevelsLayout((segment([pair], bits, bits, columns=32),))
+        return token_cost(layout, 0, 0) - token_bytes(layout, 0, 0)
+
+    assert cost((64, 48), 4) == 0
+    assert cost((48, 64), 4) == 8
+    assert cost((112, 64), 8) == 16
+    assert cost((48, 64), None) == 0
 
 
 def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():

@@ -171,7 +171,7 @@ def level_pieces(
     KINDS: tl.constexpr, COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     WIDEST: tl.constexpr, CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr,
-    FAST: tl.constexpr,
+    FAST: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Run one item and block of query heads per program.
 
@@ -210,10 +210,12 @@ def level_pieces(
         Types in which the codes of V, and its middles, are multiplied.
     FAST
         Whether inline assembly can be used.
+    NEAR
+        `Tuning.near`; only then the counters are read.
     """
-    there = tl.load(parts + 2 * tasks - 2) + tl.load(parts + 2 * tasks - 1)
-    total = there * blocks
-    taken = _taken(counters, total, processors, FAST)
+    # The last task is the last head of the last row.
+    total = (tl.load(parts + 2 * tasks - 2) + tl.load(parts + 2 * tasks - 1)) * blocks
+    taken = _taken(counters, total, processors, FAST) if NEAR else tl.program_id(0)
     if taken < total:
         item = taken // blocks
         row = tl.load(items + item * 5)

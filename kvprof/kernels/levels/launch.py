@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.kernels.decode.merge import merge_pieces
-from kvprof.kernels.levels.cuts import places_of, token_bytes
+from kvprof.kernels.levels.cuts import places_of, token_bytes, token_cost
 from kvprof.kernels.levels.kernel import level_pieces
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.schedule import cut_units
@@ -69,7 +69,7 @@ def unit_table(layout: LevelsLayout, tuning: Tuning, device: torch.device) -> Te
             rows.append([
                 wide.query_offsets[head], wide.key_widths[head], layout.offsets[number][head],
                 wide.output_offsets[head], wide.value_widths[head],
-                token_bytes(layout, number, head) + tuning.per_token,
+                token_cost(layout, number, head) + tuning.per_token,
                 segment.slots * places_of(layout, number, head, tuning.tile),
                 kinds.index((number, *widths)),
                 segment.blocks * layout.block_bytes(number, head), segment.layout.capacity,
@@ -160,6 +160,7 @@ def constants(layout: LevelsLayout, tuning: Tuning, *, softcap: bool, fast: bool
         "WIDEST": max(layout.widest.value_widths), "CAPPED": softcap, "CODE": types[code],
         # A weight of the middles is a float16 as they are; the interpreter's run keeps its own.
         "MIDDLE": tl.float16 if fast else types[name], "FAST": fast,
+        "NEAR": bool(tuning.near),
     }  # fmt: skip
 
 
@@ -243,7 +244,9 @@ def launch_levels(
     chosen = constants(layout, tuning, softcap=softcap > 0.0, fast=not interpreted())
     blocks = triton.cdiv(layout.group, chosen["HEADS"])
     options = {"maxnreg": tuning.registers} if tuning.registers and not interpreted() else {}
-    counters = torch.zeros(processors + 1, dtype=torch.int32, device=query.device)
+    counters = items
+    if tuning.near:
+        counters = torch.zeros(processors + 1, dtype=torch.int32, device=query.device)
     level_pieces[(len(items) * blocks,)](
         query, buffer, buffer.view(layout.dtype), buffer.view(torch.float16), eye, partial, logs,
         counters, items, parts, units, len(parts), processors, blocks, query.shape[1],

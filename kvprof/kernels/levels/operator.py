@@ -103,7 +103,8 @@ def levels_operator(
     layout
         From `layout_numbers`; the dtype is that of `query`.
     tuning
-        Pieces, tile, stages, warps, the cost per token and the most registers.
+        Pieces, tile, stages, warps, the cost per token, the most registers and
+        whether neighbours go together.
     processors
         Multiprocessors of the GPU.
 

@@ -16,12 +16,12 @@ def _unit(
     number, lengths, units, count, batch,
     HEADS: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return tokens, tiles, cost and tile height of units; one is a segment of a row's head."""
+    """Return tokens, tiles, cost and tile height of units; one is a segment of a head's row."""
     there = number < count
     segment = number % SEGMENTS
-    row = number // (SEGMENTS * HEADS)
-    own = units + (segment * HEADS + number // SEGMENTS % HEADS) * COLUMNS
-    length = tl.load(lengths + segment * batch + row, mask=there, other=0).to(tl.int64)
+    task = number // SEGMENTS
+    own = units + (segment * HEADS + task // batch) * COLUMNS
+    length = tl.load(lengths + segment * batch + task % batch, mask=there, other=0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), tl.load(own + 9, mask=there, other=0))
     height = tl.load(own + 6, mask=there, other=1)
     tiles = (length + height - 1) // height
@@ -29,11 +29,18 @@ def _unit(
 
 
 @triton.jit
+def _share(before, cost, tiles, pieces, total):
+    """Return how many items a unit becomes: those that end in its stretch of the whole cost."""
+    share = (before + cost) * pieces // total - before * pieces // total
+    return tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
+
+
+@triton.jit
 def cut_units(
     lengths, units, items, parts, count, batch, pieces, room,
     HEADS: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut all units into at most about `pieces` items of equal cost; a program per row and head.
+    """Cut all units into `pieces` items of equal cost; a program per head and row.
 
     Every program adds up all costs and the items before its own: with a few hundred units that is
     cheaper than a second launch.
@@ -51,7 +58,7 @@ def cut_units(
     parts
         ``[batch * HEADS, 2]`` int32, written: first item and number of items of each row and head.
     count
-        Units: batch times HEADS times SEGMENTS, in that order.
+        Units: HEADS times batch times SEGMENTS, in that order.
     """
     task = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -64,37 +71,43 @@ def cut_units(
     total = tl.maximum(total, 1)
     first = tl.zeros([], tl.int32)
     last = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int64)
+    ended = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
         number = at + lane
         length, tiles, costs, height = _unit(
             number, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
         )
-        # cost / (total / pieces), rounded down: `kvprof.kernels.levels.cuts` says why.
-        shares = costs * pieces // total
-        shares = tl.minimum(tl.maximum(shares, 1), tiles).to(tl.int32)
-        first += tl.sum(tl.where(number < task * SEGMENTS, shares, 0), 0)
+        shares = _share(ended + tl.cumsum(costs, 0) - costs, costs, tiles, pieces, total)
+        earlier = number < task * SEGMENTS
+        first += tl.sum(tl.where(earlier, shares, 0), 0)
+        before += tl.sum(tl.where(earlier, costs, 0), 0)
         last += tl.sum(shares, 0)
+        ended += tl.sum(costs, 0)
+    row = task % batch
+    head = task // batch
     begin = first
     for segment in range(SEGMENTS):
         length, tiles, cost, height = _unit(
             task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
         )
-        share = cost * pieces // total
-        share = tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
+        share = _share(before, cost, tiles, pieces, total)
         for at in range(0, share, BLOCK):
             part = at + lane
             item = items + (begin + part) * 5
             mine = part < share
-            tl.store(item, task // HEADS + part * 0, mask=mine)
-            tl.store(item + 1, task % HEADS + part * 0, mask=mine)
+            tl.store(item, row + part * 0, mask=mine)
+            tl.store(item + 1, head + part * 0, mask=mine)
             tl.store(item + 2, segment + part * 0, mask=mine)
             start = tl.minimum(tiles * part // share * height, length)
             stop = tl.minimum(tiles * (part + 1) // share * height, length)
             tl.store(item + 3, start.to(tl.int32), mask=mine)
             tl.store(item + 4, stop.to(tl.int32), mask=mine)
         begin += share
-    tl.store(parts + task * 2, first)
-    tl.store(parts + task * 2 + 1, begin - first)
+        before += cost
+    own = parts + (row * HEADS + head) * 2
+    tl.store(own, first)
+    tl.store(own + 1, begin - first)
     # Every program clears its share of the room behind the last item.
     behind = last + task
     step = tl.num_programs(0)

@@ -25,17 +25,22 @@ class Tuning:
     warps : int
         Of a program.
     per_token : int
-        Bytes that a token costs beside its own: softmax does not shrink with them.
+        Bytes that a token costs beside `kvprof.kernels.levels.cuts.token_cost`: softmax does not
+        shrink with them.
     registers : int
         Most of a thread; 0 leaves it to the compiler.
+    near : int
+        1 where a multiprocessor takes neighbouring pieces, which pays where code is long; 0 for
+        pieces in order.
     """
 
     pieces: int = 16
     tile: int = 4096
     stages: int = 2
     warps: int = 1
-    per_token: int = 16
+    per_token: int = 26
     registers: int = 128
+    near: int = 1
 
 
 def _numbers(layout: LevelsLayout, heads: int, warps: int) -> int:
@@ -57,10 +62,13 @@ def query_block(layout: LevelsLayout, warps: int) -> int:
 def tuning_for(layout: LevelsLayout) -> Tuning:
     """Return what was fastest on an H200 for a layer's widths and formats."""
     sides = [side for number in range(len(layout.segments)) for side in layout.sides(number, 0)]
-    if all(side.bits is None for side in sides):
-        wide = _numbers(layout, 8, 1) > _REGISTERS
-        return Tuning(8, stages=3, warps=2 if wide else 1, per_token=32, registers=0)
-    if not any(side.groups for side in sides) or _numbers(layout, 8, 1) > _REGISTERS:
+    numbers = _numbers(layout, 8, 1)
+    if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
+        warps = 2 if numbers > _REGISTERS else 1
+        return Tuning(8, stages=3, warps=warps, per_token=32, registers=0, near=0)
+    if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2)
     # Larger tiles, of which fewer programs have room at once.
-    return Tuning(pieces=16 if all(segment.slots == 2 for segment in layout.segments) else 12)
+    # Larger tiles, of which fewer programs have room at once.
+    slots = {segment.slots for segment in layout.segments}
+    return Tuning(16 if slots == {2} else 13 if slots == {1} else 12)
