@@ -39,6 +39,10 @@ COMMANDS = (
     CommandEntry("frontier", "How far does each method go before accuracy falls below a target?"),
     CommandEntry("generate", "Write text with a compressed cache; see where it departs."),
     CommandEntry("bench", "How much faster is attention on a smaller cache, really?"),
+    CommandEntry("show", "Show a result again, also of a run that was killed or still runs."),
+    CommandEntry("compare", "What got better or worse between two results, and is that sure?"),
+    CommandEntry("export", "A result as CSV, Markdown, HTML, SVG or a trace for Perfetto."),
+    CommandEntry("tui", "Watch a measurement live, follow one, or replay a recorded one."),
     CommandEntry("doctor", "What has this machine, and what can each command do here?"),
 )
 

@@ -56,6 +56,10 @@ COMMAND_NEEDS = {
         (("matplotlib", "--svg and --png"),),
         uses_gpu=True,
     ),
+    "show": CommandNeeds(("jsonschema", "plotext", "numpy")),
+    "compare": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py")),
+    "export": CommandNeeds(("jsonschema", "plotext", "numpy"), (("matplotlib", "--to svg, html"),)),
+    "tui": CommandNeeds(("textual", "rich", "plotext", "jsonschema", "platformdirs")),
     "doctor": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py", "numpy", "packaging")),
 }
 

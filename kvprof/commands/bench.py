@@ -1,12 +1,29 @@
 """``kvprof bench``: how fast attention over a compressed cache is, against the best full width."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvprof import console
+from kvprof.commands.bench_device import resolve_device, resolve_dtype
+from kvprof.commands.bench_jct import (
+    BaselineOption,
+    CapacityOption,
+    CheckOption,
+    InputLenOption,
+    JctOption,
+    JctOptions,
+    KernelsOption,
+    LayersOption,
+    OutputLenOption,
+    RealOption,
+    RequestsOption,
+    TpOption,
+    TraceOption,
+    bench_jct,
+    refuse_kernel_options,
+)
 from kvprof.commands.output import (
     CsvOption,
     ForceOption,
@@ -17,7 +34,7 @@ from kvprof.commands.output import (
     SvgOption,
 )
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, FailedError, LackingError, UsageError
+from kvprof.errors import ExitCode, FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_counts
@@ -25,25 +42,27 @@ from kvprof.sizes import parse_counts
 if TYPE_CHECKING:
     from kvprof.benchmark.request import BenchRequest
 
-_DTYPES = {
-    "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16",
-    "float32": "float32", "fp32": "float32",
-}  # fmt: skip
-_DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
-
 
 def bench(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model",
             metavar="SHAPE|PATH",
-            help="A model's shape by name, or a folder with a config.json; no weights are needed.",
+            help="A model's shape by name, or a folder with a config.json; no weights are needed. "
+            "Default Llama-3.1-8B; with --jct the reference model.",
+            show_default=False,
         ),
-    ] = "Llama-3.1-8B",
+    ] = None,
     seq: Annotated[
-        str, typer.Option("--seq", metavar="LIST", help="Contexts in tokens: 4k,32k,100k.")
-    ] = "100k",
+        str | None,
+        typer.Option(
+            "--seq",
+            metavar="LIST",
+            help="Contexts in tokens: 4k,32k,100k. Default 100k.",
+            show_default=False,
+        ),
+    ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
@@ -68,30 +87,28 @@ def bench(
     ] = None,
     phase: Annotated[
         str | None,
-        typer.Option(
-            "--phase",
-            metavar="LIST",
-            help="decode, prefill. Default: both on a CPU; decode on a GPU, where prefill over "
-            "unlike widths is unproven.",
-            show_default=False,
-        ),
+        typer.Option("--phase", metavar="LIST", help="decode, prefill. Default: both."),
     ] = None,
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--methods",
             metavar="LIST",
-            help="Also uniform, palu-folded, kq-8bit …, palu:group=1, tale:bits=none.",
+            help="Also uniform, palu-folded, kq-8bit …, palu:group=1, tale:bits=none. Default "
+            "full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct full,palu,fdc.",
+            show_default=False,
         ),
-    ] = "full,fp8,fdc,kq,palu,tale,fdc-4bit",
+    ] = None,
     schedule: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--schedule",
             metavar="LIST",
-            help="How work is cut: equal, lpt (decode), rows (prefill), or all to compare them.",
+            help="How work is cut: equal, lpt (decode), rows (prefill), or all to compare them. "
+            "Default equal.",
+            show_default=False,
         ),
-    ] = "equal",
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -108,6 +125,18 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random inputs.")] = 0,
+    jct: JctOption = False,
+    input_len: InputLenOption = None,
+    output_len: OutputLenOption = None,
+    real: RealOption = None,
+    baseline: BaselineOption = None,
+    trace: TraceOption = None,
+    requests: RequestsOption = None,
+    tp: TpOption = None,
+    layers: LayersOption = None,
+    kernels: KernelsOption = None,
+    capacity: CapacityOption = False,
+    check: CheckOption = False,
     json: JsonOption = None,
     csv: CsvOption = None,
     svg: SvgOption = None,
@@ -115,29 +144,45 @@ def bench(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Time attention over compressed caches against the best full-width kernel on this machine."""
+    """Time attention over compressed caches against the best full-width kernel on this machine.
+
+    With --jct: where does the time of a whole request go?
+    """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
-    outputs.check()
-    seqs = tuple(parse_counts(seq, what="--seq"))
     batches = tuple(parse_counts(batch, what="--batch")) if batch is not None else None
     if not 0 <= rate < 1:
         raise UsageError(f"--rate {rate:g} is no share to save; write 0.5 to halve the bytes")
-    named = _device(device)
+    asked = JctOptions(
+        input_len=input_len, output_len=output_len, real=real, baseline=baseline, trace=trace,
+        requests=requests, tp=tp, layers=layers, kernels=kernels, capacity=capacity, check=check,
+    )  # fmt: skip
+    if jct:
+        refuse_kernel_options({"--seq": seq, "--phase": phase, "--schedule": schedule})
+        bench_jct(
+            asked, outputs, model=model, methods=_given(methods, "--methods"), batches=batches,
+            rate=rate, ranks=ranks, dtype=dtype, repeats=repeats, device=device, seed=seed,
+        )  # fmt: skip
+        return
+    asked.refuse_without_jct()
+    outputs.check()
+    seqs = tuple(parse_counts("100k" if seq is None else seq, what="--seq"))
+    schedule = "equal" if schedule is None else schedule
+    named = resolve_device(device)
 
     # Everything from here on needs torch.
-    from kvprof.benchmark.request import SCHEDULES, BenchRequest
+    from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
     from kvprof.benchmark.run import run_bench
 
     request = BenchRequest(
-        shape=model,
+        shape="Llama-3.1-8B" if model is None else model,
         seqs=seqs,
         batches=batches or ((1,) if named == "cpu" else (1, 8)),
         rate=rate,
         ranks=ranks,
-        phases=_phases(phase, named),
-        methods=_listed(methods, "--methods"),
+        phases=_listed(phase or "decode,prefill", "--phase"),
+        methods=_given(methods, "--methods") or DEFAULT_METHODS,
         schedules=SCHEDULES if schedule == "all" else _listed(schedule, "--schedule"),
-        dtype=_dtype(dtype, named),
+        dtype=resolve_dtype(dtype, named),
         repeats=repeats,
         device=named,
         seed=seed,
@@ -171,40 +216,8 @@ def _listed(text: str, option: str) -> tuple[str, ...]:
     return names
 
 
-def _phases(text: str | None, device: str) -> tuple[str, ...]:
-    if text is not None:
-        return _listed(text, "--phase")
-    return ("decode", "prefill") if device == "cpu" else ("decode",)
-
-
-def _dtype(name: str, device: str) -> str:
-    if name == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
-    if name not in _DTYPES:
-        raise UsageError(f"--dtype: {name!r} is none of auto, bfloat16, float16, float32")
-    return _DTYPES[name]
-
-
-def _device(name: str) -> str:
-    """Return ``cpu`` or ``cuda:N``, and say what to do where there is no such GPU."""
-    match = _DEVICE.fullmatch(name)
-    if match is None and name != "auto":
-        raise UsageError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:1")
-    if name == "cpu":
-        return name
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = int(match[1] or 0) if match is not None else 0
-    if index < gpus:
-        return f"cuda:{index}"
-    if match is None:
-        return "cpu"
-    instead = f"the last one is cuda:{gpus - 1}" if gpus else "--device cpu measures the CPU"
-    raise LackingError(
-        f"--device {name}: torch sees {gpus or 'no'} CUDA GPU{'' if gpus == 1 else 's'} here; "
-        f"{instead}, and kvprof doctor shows what this machine has"
-    )
+def _given(text: str | None, option: str) -> tuple[str, ...]:
+    return () if text is None else _listed(text, option)
 
 
 def _check_schedules(request: "BenchRequest") -> None:

@@ -21,7 +21,15 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from kvprof.errors import UsageError
 from kvprof.models.noise import quiet
 
-__all__ = ["AttentionCall", "Rotation", "intercept", "refusal", "text_decoder"]
+__all__ = [
+    "AttentionCall",
+    "Rotation",
+    "intercept",
+    "refusal",
+    "text_decoder",
+    "watched_rotations",
+    "wrapped_rotations",
+]
 
 _NAMES = {"sdpa": "kvprof_sdpa", "eager": "kvprof_eager"}
 _ROTARY = re.compile(r"apply_\w*rotary\w*")
@@ -145,8 +153,7 @@ for _implementation, _mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
 
 @contextmanager
 def watched_rotations(decoder: PreTrainedModel, watching: Interception) -> Iterator[None]:
-    """Wrap the rotary functions that the decoder's attention modules look up in their file."""
-    originals: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+    """Note every call of a rotary function by the decoder's attention modules."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -163,6 +170,23 @@ def watched_rotations(decoder: PreTrainedModel, watching: Interception) -> Itera
 
         return wrapper
 
+    with wrapped_rotations(decoder, wrap):
+        yield
+
+
+@contextmanager
+def wrapped_rotations(
+    decoder: PreTrainedModel, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace the rotary functions that the decoder's attention modules look up in their file.
+
+    Parameters
+    ----------
+    decoder : PreTrainedModel
+    wrap : callable
+        From a function to what is called in its place while the body runs.
+    """
+    originals: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
     namespaces = {id(space): space for space in map(forward_namespace, decoder.modules())}
     try:
         for space in namespaces.values():

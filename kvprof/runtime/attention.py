@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvprof.runtime.clock import part
 from kvprof.runtime.heads import Bundle
 from kvprof.runtime.indices import inverse_of
 from kvprof.runtime.shapes import unflatten
@@ -159,13 +160,13 @@ def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
     latent = heads = None
     start = 0
     for block in side.blocks:
-        part = own[..., start : start + block.shape[-2]]
+        share = own[..., start : start + block.shape[-2]]
         start += block.shape[-2]
         if block.dim() == 5:
-            product = block_output(part, block)
+            product = block_output(share, block)
             heads = product if heads is None else heads + product
             continue
-        product = block_output(part, block.unsqueeze(2))
+        product = block_output(share, block.unsqueeze(2))
         if latent is None:
             shape = (*product.shape[:-1], side.bundle.ranks[-1])
             latent = product if product.shape == shape else product.new_zeros(shape)
@@ -175,9 +176,10 @@ def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
         latent[..., : product.shape[-1]] += product
     if latent is not None and not side.in_latents:
         # [..., g, n, d, r] against [rows, g, n, G, t', r]
-        turned = latent.flatten(3, 4) @ side.bundle.up_by_head().mT
-        turned = unflatten(turned, 3, latent.shape[3:5])
-        heads = turned if heads is None else heads + turned
+        with part("decompress"):
+            turned = latent.flatten(3, 4) @ side.bundle.up_by_head().mT
+            turned = unflatten(turned, 3, latent.shape[3:5])
+            heads = turned if heads is None else heads + turned
         latent = None
     result = latent if latent is not None else heads
     assert result is not None  # a pass has tokens of its own

@@ -57,11 +57,18 @@ class CompressedCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of everything that is stored, as `kvprof.methods.accounting` counts them."""
-        total = sum(tensor.nbytes for tensor in self._tensors())
+        return sum(self.layer_bytes)
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """`nbytes` of each layer."""
+        found = []
         for layer in self.layers:
+            total = sum(t.nbytes for cohort in layer.cohorts for t in cohort.tensors())
             if layer.planes is not None and self.kernels is not None:
                 total += layer.planes.bytes_at(self.kernels.seen(layer.seen))
-        return total
+            found.append(total)
+        return found
 
     @property
     def allocated_bytes(self) -> int:

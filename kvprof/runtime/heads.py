@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvprof.methods.plan import HeadGroup
+from kvprof.runtime.clock import part
 from kvprof.runtime.indices import index_of
 from kvprof.runtime.shapes import unflatten
 
@@ -69,7 +70,10 @@ class Bundle:
         joined = self.joined(states)
         if self.folded:
             return joined[..., : self.ranks[-1]]
-        return joined if self.down is None else joined @ self.down
+        if self.down is None:
+            return joined
+        with part("compress"):
+            return joined @ self.down
 
     def split(self, joined: Tensor) -> Tensor:
         """Part the heads of ``[rows, g, N, n * d]`` again: ``[rows, g, n, N, d]``."""
@@ -79,7 +83,8 @@ class Bundle:
         """Return the heads that ``[rows, g, N, r']`` stand for: ``[rows, g, n, N, d]``."""
         if self.up is None:
             return self.split(latent)
-        return self.split(latent @ self.up[..., : latent.shape[-1]].mT)
+        with part("decompress"):
+            return self.split(latent @ self.up[..., : latent.shape[-1]].mT)
 
     def up_by_head(self) -> Tensor:
         """Return ``up_j`` per head, ``[..., g, n, d, r]``."""

@@ -9,6 +9,7 @@ from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.tokens import eviction_units, segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import KeyBlock, KeySide, Scoring, logits, slices, softmax
+from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.eviction import gumbel, survivors, token_scores
@@ -44,6 +45,12 @@ class Keeper:
             if self.eviction is None or self.eviction.kind == "recent"
             else eviction_units(layer)
         )
+        # To which part of job completion time it belongs to store tokens.
+        self._storing = "attention"
+        if self.eviction is not None:
+            self._storing = "evict"
+        elif layer.sliding_window is None and len(plan.levels.shares) > 1:
+            self._storing = "compress"
         # Made at once, so that a quantiser that does not exist is found out before anything runs.
         self._codecs: dict[tuple[str, int], Codec] = {
             (side, level): codec_for(plan.quantiser, getattr(plan.quantiser, side), level)
@@ -76,6 +83,12 @@ class Keeper:
         self, cohort: Cohort, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
     ) -> Scoring:
         """Let the pass add to the scores that decide what is evicted."""
+        with marked("evict"):
+            return self._scored(cohort, own, sides, scoring, exact)
+
+    def _scored(
+        self, cohort: Cohort, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
+    ) -> Scoring:
         eviction = self.eviction
         assert eviction is not None
         rows, units, tokens = len(cohort.rows), len(self.units), own.tokens
@@ -92,9 +105,10 @@ class Keeper:
 
         def add(scores: Tensor, probabilities: Tensor, queries: slice) -> None:
             assert cohort.scores is not None
-            cohort.scores += token_scores(
-                eviction, scores, probabilities, cohort.noise, progress[queries], self.units
-            )
+            with marked("evict"):
+                cohort.scores += token_scores(
+                    eviction, scores, probabilities, cohort.noise, progress[queries], self.units
+                )
 
         if eviction.order == "compress_first" or exact or not own.several:
             return replace(scoring, observe=add)
@@ -124,11 +138,15 @@ class Keeper:
         index = None
         if self.eviction is not None:
             device = own.query.device
-            index = survivors(self.eviction, cohort.seen, candidates, cohort.scores, device)
-            index = index.expand(len(cohort.rows), len(self.units), -1)
-            self._keep_beside(cohort, own, index, candidates)
-        cohort.keys = self._kept(cohort, "keys", cohort.keys, keys, key_latents, index)
-        cohort.values = self._kept(cohort, "values", cohort.values, values, value_latents, index)
+            with marked("evict"):
+                index = survivors(self.eviction, cohort.seen, candidates, cohort.scores, device)
+                index = index.expand(len(cohort.rows), len(self.units), -1)
+                self._keep_beside(cohort, own, index, candidates)
+        with marked(self._storing):
+            cohort.keys = self._kept(cohort, "keys", cohort.keys, keys, key_latents, index)
+            cohort.values = self._kept(
+                cohort, "values", cohort.values, values, value_latents, index
+            )
 
     def _keep_beside(self, cohort: Cohort, own: OwnTokens, index: Tensor, candidates: int) -> None:
         if cohort.scores is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.plan import LayerPlan
 from kvprof.models.layout import LayerLayout
+from kvprof.runtime.clock import part
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.heads import Bundle
 from kvprof.runtime.kernel_matrices import Matrices, matrices_of
@@ -36,6 +37,10 @@ class KernelLayer:
     def __init__(self, layer: LayerPlan, facts: LayerLayout) -> None:
         self.layer = layer
         self.facts = facts
+        # A layer that is stored as it is has nothing compressed, however its tokens are written.
+        sides = (*layer.keys.groups, *layer.values.groups)
+        self._storing = "attention" if all(group.identity for group in sides) else "compress"
+        self._turns = layer.values.projected and not layer.values.fold_up
         self._matrices: dict[tuple[torch.device, torch.dtype], Matrices] = {}
 
     def new_store(self, capacity: int | None) -> KernelStore:
@@ -80,12 +85,14 @@ class KernelLayer:
                 layout, store.buffer, passing.slots(window), passing, query, key, value
             )
             step = state.step(layout, query.device, window)
-            schedule = passing.once((layout, window), lambda: step.cut(passing.lengths(window)))
-            output = step.run(projected[:, 0], store.buffer, schedule, **scoring)
+            schedule = passing.once((layout, window), lambda: _cut(step, passing.lengths(window)))
+            output: Tensor = step.run(projected[:, 0], store.buffer, schedule, **scoring)
             output = output.unsqueeze(1)
         else:
             output = self._prefilled(store, layout, passing, state, (query, key, value), scoring)
-        output = self._in_heads(output)
+        if self._turns:
+            with part("decompress"):
+                output = self._in_heads(output)
         if passing.hidden is not None:
             output = output.masked_fill(passing.padding(), 0)
         return output
@@ -131,16 +138,18 @@ class KernelLayer:
         from kvprof.kernels.project.step import project_step  # Triton is for Linux only
 
         matrices = self._prepared(query.device, query.dtype)
-        values = value.transpose(1, 2)
-        if matrices.values is None:
-            values = values.flatten(2)
-            if matrices.columns is not None:
-                values = values.index_select(-1, matrices.columns)
-        projected: Tensor = project_step(
-            query.transpose(1, 2), key.transpose(1, 2), values, matrices.keys, layout, buffer,
-            start, query_bases=matrices.queries, value_bases=matrices.values, valid=passing.hidden,
-        )  # fmt: skip
-        return projected
+        with part(self._storing):
+            values = value.transpose(1, 2)
+            if matrices.values is None:
+                values = values.flatten(2)
+                if matrices.columns is not None:
+                    values = values.index_select(-1, matrices.columns)
+            projected: Tensor = project_step(
+                query.transpose(1, 2), key.transpose(1, 2), values, matrices.keys, layout, buffer,
+                start, query_bases=matrices.queries, value_bases=matrices.values,
+                valid=passing.hidden,
+            )  # fmt: skip
+            return projected
 
     def _scoring(self, options: dict[str, Any]) -> dict[str, Any]:
         scaling, sinks = options.get("scaling"), options.get("s_aux")
@@ -153,10 +162,8 @@ class KernelLayer:
         }
 
     def _in_heads(self, output: Tensor) -> Tensor:
-        """Turn latents back into heads, where no projection does it behind the attention."""
+        """Turn latents back into heads, which no projection does behind the attention."""
         matrices = self._prepared(output.device, output.dtype)
-        if not matrices.ups:
-            return output
         group, turned = self.facts.group, []
         for ups in matrices.ups:
             heads, rank, width = ups.up.shape
@@ -213,3 +220,9 @@ class KernelLayer:
                 own = [torch.stack([pair[place] for pair in heads[h]]) for h in bundle.kv_heads]
                 found.append([plain_part(torch.stack(own, dim=1))])
         return cohort
+
+
+def _cut(step: Any, lengths: Tensor) -> Any:
+    with part("schedule"):
+        schedule: Any = step.cut(lengths)
+    return schedule

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
+from kvprof.runtime.clock import part
 from kvprof.runtime.kernel_layer import KernelLayer
 from kvprof.runtime.kernel_state import KernelState
 from kvprof.runtime.kernel_store import KernelStore
@@ -28,8 +29,10 @@ __all__ = ["KernelRoute"]
 _LEAST_ON_A_CPU = 8192
 _SHORT_ON_A_CPU = f"on a CPU the kernels are the faster way from {_LEAST_ON_A_CPU:,} tokens on"
 _HALF_ON_A_CPU = "on a CPU torch's own products of 16 bits are the faster way"
-# 2026-11-21, H200: decode agrees with float64; prefill over heads of unlike width does not yet.
-_UNPROVEN_ON_A_GPU = "on a GPU the kernels run when asked for (kernels='on'): prefill is unproven"
+# On a GPU every set of widths is compiled when it first runs, which takes seconds: more than the
+# kernels save a short sequence.
+_LEAST_ON_A_GPU = 4096
+_SHORT_ON_A_GPU = f"on a GPU the kernels pay from {_LEAST_ON_A_GPU:,} tokens on"
 
 # How transformers names masks that are nothing but causal, with a window or without.
 _CAUSAL = ("full_attention", "sliding_attention")
@@ -60,7 +63,7 @@ class KernelRoute:
 
     def __init__(self, loaded: LoadedModel, plan: Plan, wanted: str | None) -> None:
         self.wanted = choice(wanted)
-        self.least_tokens = 0
+        self.least_tokens, self._short = 0, ""
         self._plan = plan
         self._facts = loaded.layout.layers
         self._patterns = _patterns(loaded)
@@ -74,11 +77,11 @@ class KernelRoute:
         if self.wanted == "off":
             self.reasons = ["the kernels are switched off"] * len(self._facts)
         elif self.wanted == "auto" and device.type == "cpu":
-            self.least_tokens = _LEAST_ON_A_CPU
+            self.least_tokens, self._short = _LEAST_ON_A_CPU, _SHORT_ON_A_CPU
             if dtype != torch.float32:
                 self.reasons = [reason or _HALF_ON_A_CPU for reason in self.reasons]
         elif self.wanted == "auto":
-            self.reasons = [reason or _UNPROVEN_ON_A_GPU for reason in self.reasons]
+            self.least_tokens, self._short = _LEAST_ON_A_GPU, _SHORT_ON_A_GPU
         elif self.wanted == "on":
             for index, reason in enumerate(self.reasons):
                 self._refuse(index, reason)
@@ -142,7 +145,7 @@ class KernelRoute:
             self._leave(cache, past, runtimes, _MASKED)
             return
         if not state.first and tokens < self.least_tokens:
-            self._leave(cache, past, runtimes, _SHORT_ON_A_CPU)
+            self._leave(cache, past, runtimes, self._short)
             return
         state.begin(mask.starts, past, tokens)
         masks.needed = not all(layer is not None for layer in self._layers)
@@ -151,7 +154,8 @@ class KernelRoute:
         """End a forward pass."""
         masks.needed = True
         if cache.kernels is not None:
-            cache.kernels.end()
+            with part("schedule"):
+                cache.kernels.end()
 
     def run(
         self, index: int, cache: "CompressedCache", query: Tensor, key: Tensor, value: Tensor,

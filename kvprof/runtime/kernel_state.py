@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.runtime.clock import part
 
 __all__ = ["KernelPass", "KernelState"]
 
@@ -127,18 +128,22 @@ class KernelState:
     def on(self, device: torch.device) -> KernelPass:
         """Return the pass under way, for the layers on a device."""
         if device not in self._passes:
-            known = self._seen.get(device)
-            if known is None or len(known) != len(self.first):
-                seen = self.seen(self.past)
-                with torch.inference_mode(False):
-                    self._seen[device] = torch.tensor(seen, dtype=torch.int32, device=device)
-            start = self._seen[device]
-            hidden, after = None, start + self.tokens
-            if any(self._hidden):
-                hidden = torch.tensor(self._hidden, dtype=torch.int32, device=device)
-                after = after - hidden
-            self._passes[device] = KernelPass(self.tokens, hidden, start, after)
+            with part("schedule"):
+                self._passes[device] = self._begun(device)
         return self._passes[device]
+
+    def _begun(self, device: torch.device) -> KernelPass:
+        known = self._seen.get(device)
+        if known is None or len(known) != len(self.first):
+            seen = self.seen(self.past)
+            with torch.inference_mode(False):
+                self._seen[device] = torch.tensor(seen, dtype=torch.int32, device=device)
+        start = self._seen[device]
+        hidden, after = None, start + self.tokens
+        if any(self._hidden):
+            hidden = torch.tensor(self._hidden, dtype=torch.int32, device=device)
+            after = after - hidden
+        return KernelPass(self.tokens, hidden, start, after)
 
     def end(self) -> None:
         """End the pass: its tokens are stored now."""

@@ -16,6 +16,7 @@ from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.tokens import level_ends
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import KeyBlock, KeySide, Scoring, ValueSide, attend
+from kvprof.runtime.clock import part
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.heads import Bundle, bundled
 from kvprof.runtime.indices import index_of
@@ -66,8 +67,9 @@ class LayerRuntime:
         first = self.plan.online_bases and cohort.seen == 0
         exact = first or self.exact(own.several)
         if first:
-            self._decompose(cohort, "keys", keys, own.key)
-            self._decompose(cohort, "values", values, own.value)
+            with part("basis"):
+                self._decompose(cohort, "keys", keys, own.key)
+                self._decompose(cohort, "values", values, own.value)
         keys = self._with_bases(cohort, "keys", keys)
         values = self._with_bases(cohort, "values", values)
         pre = self.layer.keys.placement is Placement.PRE_ROPE
@@ -100,18 +102,21 @@ class LayerRuntime:
         exact: bool,
     ) -> KeySide:  # fmt: skip
         query = bundle.by_group(unflatten(own.query, 1, (-1, self.facts.group)))
-        stored = [part.rows() for part in cohort.keys[place]] if cohort.keys else []
+        stored = [kept.rows() for kept in cohort.keys[place]] if cohort.keys else []
         latents = [*stored, *([] if exact else self._by_level(cohort, bundle, latent))]
         own_block = KeyBlock(query, bundle.by_group(own.key))
         if self.rebuilds or bundle.online or not bundle.projected:
             heads = [bundle.rebuilt(rows) for rows in latents]
             if self.rebuilds and heads:
-                heads = [self._rotated(cohort, bundle, torch.cat(heads, dim=3), own)]
+                with part("decompress"):
+                    heads = [self._rotated(cohort, bundle, torch.cat(heads, dim=3), own)]
             blocks = [KeyBlock(query, head) for head in heads]
         else:
             turned = query
             if latents and not self.layer.keys.fold_up:
-                turned = unflatten((query.flatten(3, 4) @ bundle.up_by_head()), 3, query.shape[3:5])
+                with part("compress"):
+                    turned = query.flatten(3, 4) @ bundle.up_by_head()
+                    turned = unflatten(turned, 3, query.shape[3:5])
             blocks = [KeyBlock(turned, rows.unsqueeze(2)) for rows in latents]
         return KeySide(bundle, [*blocks, own_block] if exact else blocks)
 
@@ -119,7 +124,7 @@ class LayerRuntime:
         self, cohort: Cohort, place: int, bundle: Bundle, latent: Tensor, own: OwnTokens,
         exact: bool,
     ) -> ValueSide:  # fmt: skip
-        stored = [part.rows() for part in cohort.values[place]] if cohort.values else []
+        stored = [kept.rows() for kept in cohort.values[place]] if cohort.values else []
         blocks = [*stored, *([] if exact else self._by_level(cohort, bundle, latent))]
         if bundle.online or not bundle.projected:
             blocks = [bundle.rebuilt(rows) for rows in blocks]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec
 
 __all__ = ["Part", "joined", "picked", "plain_part"]
@@ -36,7 +37,10 @@ class Part:
 
     def rows(self) -> Tensor:
         """Return the latents, ``[rows, groups, tokens, width]``, in `dtype`."""
-        return self.codec.decode(self.stored, self.width, self.dtype)
+        if self.codec is PLAIN:
+            return self.codec.decode(self.stored, self.width, self.dtype)
+        with marked("quantise"):
+            return self.codec.decode(self.stored, self.width, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +87,8 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _encoded(rows: Tensor, codec: Codec) -> Part:
-    return Part(codec, rows.shape[-1], rows.shape[-2], rows.dtype, codec.encode(rows))
+    with marked("quantise"):
+        return Part(codec, rows.shape[-1], rows.shape[-2], rows.dtype, codec.encode(rows))
 
 
 def joined(pieces: Sequence[tuple[Part, int, int]], codec: Codec, width: int) -> Part:

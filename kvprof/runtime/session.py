@@ -16,6 +16,7 @@ from kvprof.models.interface import Interception, Rotation
 from kvprof.models.load import LoadedModel
 from kvprof.models.rotation import before_rotation
 from kvprof.runtime.cache import CompressedCache
+from kvprof.runtime.clock import part
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.graphs import uncompiled
@@ -164,6 +165,13 @@ class Compression:
         options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """Run one layer's attention for a whole batch; returns ``[B, T, 1, Σ_h w_h]``."""
+        with part("attention", index):
+            return self._attend(index, query, key, value, mask, options)
+
+    def _attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         runtime, cache = self._layers[index], self.cache
         if cache is None or cache.layers[index].pending != query.shape[2]:
             raise UsageError(
@@ -187,7 +195,8 @@ class Compression:
             _, unrotated = before_rotation(
                 rotation, query, key, facts.rotary_offset, facts.rotary_transposed
             )
-            table = cache.angles(index, rotation, batch)
+            with part("decompress"):
+                table = cache.angles(index, rotation, batch)
         self._regroup(store.cohorts, store.seen)
         several = tokens > 1
         exact = runtime.exact(several)

@@ -1,0 +1,231 @@
+"""Job completion time from what was measured at a few contexts: sums over all steps.
+
+A request decodes at every context from the first to the last; a part is measured at a ladder of
+them. Between two rungs its time is taken as a straight line, which is exact for what grows with the
+context, never leaves the range of its neighbours, and makes the sum over all steps a weighted sum
+of measured times: every rung stands for a number of steps.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.interpolate import PchipInterpolator
+from scipy.optimize import nnls
+
+__all__ = [
+    "Integral",
+    "Prediction",
+    "beyond",
+    "integral",
+    "interpolated",
+    "ladder",
+    "percentiles",
+    "step_weights",
+]
+
+_CLOSE = 1.02  # rungs nearer than this measure the same
+#: Of requests, as the papers' tables have them.
+SHARES = (50.0, 90.0, 99.0)
+
+
+class Integral(NamedTuple):
+    """A sum over steps.
+
+    Attributes
+    ----------
+    value : float
+    error : float or None
+        How far it may be off because steps between rungs were not measured; None where there are
+        too few rungs to tell.
+    """
+
+    value: float
+    error: float | None
+
+
+class Prediction(NamedTuple):
+    """A time at a length that was not measured.
+
+    Attributes
+    ----------
+    value : float
+    coefficients : tuple of float
+        Of 1, T and T², none of them negative.
+    misfit : float
+        Largest relative distance of the curve from what it was fitted to.
+    """
+
+    value: float
+    coefficients: tuple[float, ...]
+    misfit: float
+
+
+def ladder(ends: Iterable[int], ratio: float = 2.0) -> list[int]:
+    """Return contexts to measure at: all ends, and between them steps of at most `ratio`.
+
+    Parameters
+    ----------
+    ends : iterable of int
+        First and last contexts of every request. Those that lie within 2 % of a larger one are
+        left out, but not the least of all.
+    ratio : float
+        Above 1.
+
+    Returns
+    -------
+    list of int
+        Ascending.
+    """
+    if ratio <= 1:
+        raise ValueError(f"a ladder cannot climb by a factor of {ratio:g}")
+    wanted = sorted(set(ends))
+    if not wanted or wanted[0] < 1:
+        raise ValueError("a ladder needs ends of 1 token or more")
+    kept = [wanted[-1]]
+    for point in reversed(wanted[:-1]):
+        if point * _CLOSE < kept[-1] or point == wanted[0]:
+            kept.append(point)
+    kept.reverse()
+    if len(kept) > 2 and kept[0] * _CLOSE >= kept[1]:
+        del kept[1]
+    found = [kept[0]]
+    for low, high in pairwise(kept):
+        count = int(np.ceil(np.log(high / low) / np.log(ratio) - 1e-9))
+        between = np.geomspace(low, high, max(1, count) + 1)[1:-1]
+        found += [round(float(point)) for point in between]
+        found.append(high)
+    return sorted(set(found))
+
+
+def step_weights(nodes: Sequence[int], first: int, last: int) -> NDArray[np.float64]:
+    """Return how many steps every rung stands for.
+
+    ``weights @ values`` is the sum over the contexts ``first … last`` of the straight lines between
+    `values`, without visiting them.
+
+    Parameters
+    ----------
+    nodes : sequence of int
+        Contexts that were measured, ascending, each once.
+    first, last : int
+        Contexts of the first and the last step, both counted.
+
+    Raises
+    ------
+    ValueError
+        When a step lies outside the nodes: nothing is extrapolated.
+    """
+    if last < first:
+        return np.zeros(len(nodes))
+    if not nodes or first < nodes[0] or last > nodes[-1]:
+        raise ValueError(f"steps from {first} to {last} are not within {list(nodes)}")
+    weights = np.zeros(len(nodes))
+    if len(nodes) == 1:
+        weights[0] = last - first + 1
+        return weights
+    for place, (low, high) in enumerate(pairwise(nodes)):
+        # A node belongs to the segment that begins with it, the last one to the last segment.
+        end = high if place == len(nodes) - 2 else high - 1
+        begin, stop = max(first, low), min(last, end)
+        if stop < begin:
+            continue
+        count = stop - begin + 1
+        right = count * ((begin + stop) / 2 - low) / (high - low)
+        weights[place] += count - right
+        weights[place + 1] += right
+    return weights
+
+
+def interpolated(nodes: Sequence[int], values: Sequence[float], at: int) -> float:
+    """Return the time at a context on the straight line between its neighbours.
+
+    Raises
+    ------
+    ValueError
+        When it lies outside the nodes.
+    """
+    if not nodes[0] <= at <= nodes[-1]:
+        raise ValueError(f"{at} is not within {list(nodes)}")
+    return float(np.interp(at, nodes, values))
+
+
+def integral(nodes: Sequence[int], values: Sequence[float], first: int, last: int) -> Integral:
+    """Return the sum of a time over all steps, and how far it may be off.
+
+    The error is the larger of two: a third of the change when every second rung is left out (what
+    halving the distances would still change of a smooth curve, whose error falls with their
+    square), and the distance to the sum over a smooth monotone curve through the same rungs.
+
+    Parameters
+    ----------
+    nodes, values
+        Contexts, ascending, and seconds at them.
+    first, last : int
+        As `step_weights` takes them.
+    """
+    points = np.asarray(values, dtype=np.float64)
+    value = float(step_weights(nodes, first, last) @ points)
+    if len(nodes) < 3 or last < first:
+        return Integral(value, None)
+    kept = sorted({*range(0, len(nodes), 2), len(nodes) - 1})
+    coarse = float(step_weights([nodes[i] for i in kept], first, last) @ points[kept])
+    smooth = PchipInterpolator(np.asarray(nodes, dtype=np.float64), points)
+    # The sum of f over first … last is close to its integral from half a step before to half a
+    # step after; the ends are held inside the nodes, where both curves are compared.
+    low, high = max(first - 0.5, nodes[0]), min(last + 0.5, nodes[-1])
+    if high <= low:
+        return Integral(value, None)
+    curved = float(smooth.integrate(low, high)) / (high - low)
+    lined = _line_mean(np.asarray(nodes, dtype=np.float64), points, low, high)
+    steps = last - first + 1
+    return Integral(value, max(abs(value - coarse) / 3, abs(curved - lined) * steps))
+
+
+def _line_mean(
+    nodes: NDArray[np.float64], values: NDArray[np.float64], low: float, high: float
+) -> float:
+    """Return the mean of the straight lines between two places."""
+    places = np.concatenate([[low], nodes[(nodes > low) & (nodes < high)], [high]])
+    return float(np.trapezoid(np.interp(places, nodes, values), places)) / (high - low)
+
+
+def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: int) -> Prediction:
+    """Predict a time at a length that is too long to measure.
+
+    ``a + b·T (+ c·T²)`` with no negative coefficient, fitted to relative distances: linear layers
+    cost by the token, and causal attention by pairs of them.
+
+    Parameters
+    ----------
+    lengths, values
+        Measured, two or more.
+    at : int
+    degree : int
+        1 or 2.
+
+    Raises
+    ------
+    ValueError
+        With fewer than two measured lengths, or another degree.
+    """
+    if degree not in (1, 2) or len(lengths) < 2:
+        raise ValueError(f"{len(lengths)} lengths do not tell a curve of degree {degree}")
+    longest = max(lengths)
+    powers = np.arange(degree + 1)
+    terms = (np.asarray(lengths, dtype=np.float64)[:, None] / longest) ** powers
+    seconds = np.asarray(values, dtype=np.float64)
+    found, _ = nnls(terms / seconds[:, None], np.ones(len(seconds)))
+    misfit = float(np.abs(terms @ found / seconds - 1).max())
+    value = float(((at / longest) ** powers) @ found)
+    coefficients = tuple(float(c / longest**p) for c, p in zip(found, powers, strict=True))
+    return Prediction(value, coefficients, misfit)
+
+
+def percentiles(values: Sequence[float], shares: Sequence[float] = SHARES) -> dict[str, float]:
+    """Return the mean and percentiles (``p50``, ``p90``, ``p99``) of one figure over requests."""
+    found = np.percentile(np.asarray(values, dtype=np.float64), shares)
+    named = {f"p{share:g}": float(value) for share, value in zip(shares, found, strict=True)}
+    return {"mean": float(np.mean(values)), **named}

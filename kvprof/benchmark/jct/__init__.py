@@ -1,0 +1,1 @@
+"""Job completion time: real runs, composed runs, and what both are made of."""

@@ -1,0 +1,273 @@
+"""A composed run of one request, told as events: one layer's parts, put together.
+
+Nobody runs the request: `kvprof.benchmark.jct.composer` says how its time comes about.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.jct.balance import balances
+from kvprof.benchmark.jct.composer import Composer
+from kvprof.benchmark.jct.composition import Composition
+from kvprof.benchmark.jct.lengths import Request
+from kvprof.benchmark.jct.measured import Bench, Point
+from kvprof.benchmark.jct.model_shape import ModelShape
+from kvprof.benchmark.jct.storage import cache_bytes, full_bytes, level_tokens
+from kvprof.benchmark.limits import flop_rate
+from kvprof.benchmark.machine import open_machine
+from kvprof.records.events import (
+    CaseFinished,
+    CaseStarted,
+    Event,
+    LayerMeasured,
+    MemorySample,
+    PartSample,
+    StepFinished,
+    Warned,
+)
+
+__all__ = ["measure_case"]
+
+Emit = Callable[[Event], None]
+_DOUBTFUL = 0.02  # of decode: an integration error that is worth a warning
+
+
+def measure_case(
+    model: ModelShape,
+    method: str,
+    *,
+    case: str,
+    batch: int,
+    input_len: int,
+    output_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    emit: Emit,
+    now: Callable[[], float],
+    should_stop: Callable[[], bool],
+    rate: float = 0.5,
+    ranks: str | None = None,
+    composer: Composer | None = None,
+) -> Composition:
+    """Compose one request and tell what happens as events.
+
+    Parameters
+    ----------
+    model : ModelShape
+        One GPU's part of it under tensor parallelism.
+    method : str
+        See `kvprof.benchmark.jct.ablations.parse_variant`.
+    case : str
+        Its name in the run.
+    batch, input_len, output_len : int
+    dtype, device
+    emit : callable
+        Given every event.
+    now : callable
+        Seconds since the start of the run.
+    should_stop : callable
+        Asked between samples.
+    rate : float
+        Of the cache's bytes, for low ranks.
+    ranks : str, optional
+        A file with widths instead of the recorded profile.
+    composer : Composer, optional
+        That has measured other requests of the same method and batch already.
+
+    Raises
+    ------
+    Interrupted
+        When `should_stop` said so; what was measured has been told.
+    UsageError, LackingError, RuntimeError
+        When the method cannot run there.
+    """
+    request = Request(input_len, output_len)
+    if composer is None:
+        variant = parse_variant(method)
+        machine = open_machine(device)
+        bench = Bench(
+            model,
+            machine,
+            dtype,
+            should_stop=should_stop,
+            warn=lambda text: emit(Warned(now(), text, case)),
+        )
+        composer = Composer(
+            bench,
+            variant,
+            variant.widths(model.attention, rate, ranks),
+            batch,
+            [request],
+            flop_rate(machine, dtype),
+        )
+    return _Told(composer, request, case, emit, now).run()
+
+
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """Composes one request, and tells it."""
+
+    composer: Composer
+    request: Request
+    case: str
+    emit: Emit
+    now: Callable[[], float]
+
+    def run(self) -> Composition:
+        composer, request, now = self.composer, self.request, self.now
+        firsts = composer.first_points()
+        self._start(firsts)
+        prefill, seconds = composer.prefill(request.input_len, self._prefill_part)
+        self.emit(StepFinished(now(), self.case, "prefill", 0, request.input_len, seconds))
+        decode, steps, error = composer.decode(request, self._decode_part, self._step)
+        found = composer.composition(request, prefill, seconds, decode, steps, error)
+        if found.predicted_from is not None:
+            self._warn(
+                f"prefill of {request.input_len:,} tokens is predicted from prompts of up to "
+                f"{found.predicted_from:,}: one layer would take too long or too much memory here"
+            )
+        if error is not None and error > _DOUBTFUL * found.decode_seconds:
+            self._warn(
+                f"decode may be off by {error / found.decode_seconds:.1%}: times between the "
+                "contexts that were measured do not lie on a line"
+            )
+        self._layer(firsts)
+        self.emit(
+            CaseFinished(
+                now(),
+                self.case,
+                found.prefill_seconds,
+                found.decode_seconds,
+                None,
+                None,
+                found.energy_joules,
+            )
+        )
+        return found
+
+    def _warn(self, text: str) -> None:
+        self.emit(Warned(self.now(), text, self.case))
+
+    def _start(self, firsts: Sequence[Point]) -> None:
+        composer, request = self.composer, self.request
+        variant, widths, shape = composer.variant, composer.widths, composer.bench.model.attention
+        dtype, tokens = composer.bench.dtype, request.stored
+        stored = cache_bytes(variant, shape, widths, composer.batch, tokens, dtype)
+        full = full_bytes(shape, composer.batch, tokens, dtype)
+        labels = {key: text for point in firsts for key, text in point.labels.items()}
+        if composer.bench.machine.is_gpu:
+            labels["host"] = "no part: passes are taken to be CUDA graphs"
+        else:
+            labels["host"] = "counted in the parts that it calls"
+        if firsts[0].watts is not None:
+            labels["energy"] = "power while a layer was repeated, times each phase's seconds"
+        if widths is not None:
+            labels["widths"] = widths.source
+        whole = [shape.head_dim] * shape.num_kv_heads
+        layers = [
+            {
+                "layer": layer,
+                "key_ranks": list(widths.keys) if widths is not None else whole,
+                "value_ranks": list(widths.values) if widths is not None else whole,
+                "nbytes": stored // shape.layers,
+            }
+            for layer in range(shape.layers)
+        ]
+        self.emit(
+            CaseStarted(
+                self.now(),
+                self.case,
+                variant.name,
+                1 - stored / full,
+                composer.batch,
+                request.input_len,
+                request.output_len,
+                layers,
+                labels,
+            )
+        )
+        for context in sorted({request.input_len, tokens}):
+            self.emit(
+                MemorySample(
+                    self.now(),
+                    self.case,
+                    context,
+                    cache_bytes(variant, shape, widths, composer.batch, context, dtype),
+                    cache_bytes(variant, shape, widths, composer.batch, context, dtype),
+                    full_bytes(shape, composer.batch, context, dtype),
+                    None,
+                    level_tokens(variant, shape, context),
+                )
+            )
+
+    def _prefill_part(self, parts: dict[str, float], weight: float) -> None:
+        for part, seconds in parts.items():
+            self.emit(
+                PartSample(
+                    self.now(),
+                    self.case,
+                    "prefill",
+                    part,
+                    seconds,
+                    0,
+                    self.request.input_len,
+                    None,
+                    weight,
+                )
+            )
+
+    def _decode_part(
+        self, context: int, steps: float, parts: dict[str, float], count: float
+    ) -> None:
+        for part, seconds in parts.items():
+            self.emit(
+                PartSample(
+                    self.now(),
+                    self.case,
+                    "decode",
+                    part,
+                    seconds,
+                    context - self.request.input_len,
+                    context,
+                    None,
+                    steps * count,
+                )
+            )
+
+    def _step(self, context: int, seconds: float, weight: float) -> None:
+        self.emit(
+            StepFinished(
+                self.now(),
+                self.case,
+                "decode",
+                context - self.request.input_len,
+                context,
+                seconds,
+                weight,
+            )
+        )
+
+    def _layer(self, firsts: Sequence[Point]) -> None:
+        """Tell the measured layer's error, and how its work is spread."""
+        composer = self.composer
+        bench, variant, shape = composer.bench, composer.variant, composer.bench.model.attention
+        known = [point.error for point in firsts if point.error is not None]
+        tokens = self.request.stored
+        stored = cache_bytes(variant, shape, composer.widths, composer.batch, tokens, bench.dtype)
+        if known:
+            self.emit(LayerMeasured(self.now(), self.case, 0, max(known), stored // shape.layers))
+        if variant.family == "ragged" and composer.widths is not None:
+            context = max(self.request.first, self.request.last)
+            place = bench.place("decode", composer.batch, context)
+            for one in balances(
+                variant,
+                place,
+                composer.widths,
+                bench.machine.multiprocessors,
+                case=self.case,
+                time=self.now(),
+            ):
+                self.emit(one)

@@ -1,0 +1,276 @@
+"""Puts requests together from points of one layer, measuring those that are needed on the way.
+
+A forward pass is every layer's time and what a pass does once. Prefill is measured at the prompt's
+length, or predicted from shorter prompts where one layer would take too long; decode is the sum
+over every step (`kvprof.analysis.jct`). All layers are taken to be like the one that is measured;
+those with a sliding window are measured with theirs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvprof.analysis.jct import beyond, integral, interpolated, step_weights
+from kvprof.benchmark.jct.ablations import Variant
+from kvprof.benchmark.jct.composition import Composition, Step, Times
+from kvprof.benchmark.jct.lengths import Request, decode_rungs, prefill_rungs
+from kvprof.benchmark.jct.measured import Bench, Point
+from kvprof.benchmark.limits import shortage
+from kvprof.benchmark.machine import free_bytes
+from kvprof.benchmark.ranks import Widths
+from kvprof.errors import LackingError
+
+__all__ = ["Composer"]
+
+
+@dataclass(eq=False)
+class Composer:
+    """Composes requests of one method at one batch size, measuring what they need on the way.
+
+    Attributes
+    ----------
+    bench : Bench
+    variant : Variant
+    widths : Widths or None
+    batch : int
+    requests : sequence of Request
+        That will be asked for: their lengths decide where is measured.
+    rate : float
+        Of a matrix product, in flop/s.
+    sampled : sequence of Request
+        Many more, which are put together from points between which they lie.
+    """
+
+    bench: Bench
+    variant: Variant
+    widths: Widths | None
+    batch: int
+    requests: Sequence[Request]
+    rate: float
+    sampled: Sequence[Request] = ()
+    _prefill_rungs: list[int] = field(init=False)
+    _longest: int = field(init=False)
+    _decode_rungs: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        bench = self.bench
+        free = free_bytes(bench.machine.device)
+        self._decode_rungs = decode_rungs(self.requests, self.sampled)
+        self._prefill_rungs, self._longest = prefill_rungs(
+            bench.model, self.batch, sorted({one.input_len for one in self.requests}),
+            rate=self.rate, free=free, itemsize=bench.dtype.itemsize,
+            kind=bench.machine.device.type,
+            sampled=[one.input_len for one in self.sampled],
+        )  # fmt: skip
+        if self._decode_rungs:
+            why = shortage(bench.place("decode", self.batch, self._decode_rungs[-1]), free)
+            if why is not None:
+                raise LackingError(why)
+
+    @property
+    def points(self) -> int:
+        """How many points will be measured, for a progress bar."""
+        count = 0
+        for _, window in self._kinds():
+            decode = (
+                decode_rungs(self.requests, self.sampled, window) if window else self._decode_rungs
+            )
+            count += len(decode) + len(self._prefill_rungs)
+        return count
+
+    def _kinds(self) -> list[tuple[int, int | None]]:
+        """Return layers and their window; full attention first."""
+        shape = self.bench.model.attention
+        full = shape.full_layers
+        kinds: list[tuple[int, int | None]] = [(full, None)] if full else []
+        if full < shape.layers:
+            kinds.append((shape.layers - full, shape.sliding_window))
+        return kinds
+
+    def _point(self, phase: str, tokens: int, window: int | None) -> Point:
+        place = self.bench.place(phase, self.batch, tokens)
+        hidden = window if phase == "prefill" and window and window < tokens else None
+        powered = phase == "prefill" or tokens == self._decode_rungs[-1]
+        return self.bench.point(self.variant, self.widths, place, hidden, powered=powered)
+
+    def first_points(self) -> list[Point]:
+        """Measure the points that say what runs: the first of each phase."""
+        _, window = self._kinds()[0]
+        found = [self._point("prefill", self._prefill_rungs[0], window)]
+        if self._decode_rungs:
+            first = self._decode_rungs[0]
+            found.append(self._point("decode", min(first, window or first), window))
+        return found
+
+    def prefill(
+        self, tokens: int, tell: Callable[[dict[str, float], float], None] | None = None
+    ) -> tuple[dict[str, float], float]:
+        """Return a prompt's parts and its whole time.
+
+        Parameters
+        ----------
+        tokens : int
+        tell : callable, optional
+            Given one layer's (or the pass's own) parts and how often they occur.
+        """
+        parts: dict[str, float] = {}
+        groups, whole = self._forward(
+            [(count, *self._prefill_layer(tokens, window)) for count, window in self._kinds()]
+        )
+        for some, count in groups:
+            for part, seconds in some.items():
+                parts[part] = parts.get(part, 0.0) + count * seconds
+            if tell is not None:
+                tell(some, count)
+        return parts, whole
+
+    @staticmethod
+    def _forward(
+        kinds: list[tuple[int, Times, Times, float]],
+    ) -> tuple[list[tuple[Times, float]], float]:
+        """Return what a forward pass is made of and how often, and its seconds.
+
+        Layers with and without a window each have their work cut once; all else that a pass does
+        once is the same for both.
+        """
+        once = dict(kinds[0][2])
+        for _, _, passes, _ in kinds[1:]:
+            if "schedule" in passes:
+                once["schedule"] = once.get("schedule", 0.0) + passes["schedule"]
+        groups: list[tuple[Times, float]] = [(own, float(count)) for count, own, _, _ in kinds]
+        whole = sum(count * layer for count, _, _, layer in kinds) + sum(once.values())
+        return [*groups, (once, 1.0)], whole
+
+    def _prefill_layer(self, tokens: int, window: int | None) -> tuple[Times, Times, float]:
+        """Return a layer's parts, the pass's own parts, and the whole layer."""
+        if tokens <= self._longest and tokens in self._prefill_rungs:
+            point = self._point("prefill", tokens, window)
+            return point.parts, point.passes, point.layer
+        rungs = self._prefill_rungs
+        points = [self._point("prefill", rung, window) for rung in rungs]
+        if tokens <= rungs[-1]:
+            # Time per token is close to a straight line: a + b·T of a + b·T + c·T².
+            def at(values: list[float]) -> float:
+                each = [value / rung for value, rung in zip(values, rungs, strict=True)]
+                return tokens * interpolated(rungs, each, max(tokens, rungs[0]))
+
+            rest = at([point.layer for point in points])
+            return (
+                _each(points, lambda point: point.parts, lambda values, _: at(values)),
+                _each(points, lambda point: point.passes, lambda values, _: at(values)),
+                rest,
+            )
+        kept = [(r, p) for r, p in zip(rungs, points, strict=True) if r >= self._longest // 4]
+        lengths, last = [rung for rung, _ in kept], kept[-1][1]
+        chosen = [point for _, point in kept]
+
+        def predict(values: list[float], part: str) -> float:
+            degree = 2 if part == "attention" and window is None else 1
+            positive = [max(value, 1e-12) for value in values]
+            return beyond(lengths, positive, tokens, degree=degree).value
+
+        parts = _each(chosen, lambda point: point.parts, predict)
+        # What the parts do not explain of the longest layer grows with its tokens.
+        rest = (last.layer - sum(last.parts.values())) * tokens / lengths[-1]
+        passes = _each(chosen, lambda point: point.passes, predict)
+        return parts, passes, sum(parts.values()) + rest
+
+    def decode(
+        self, request: Request,
+        tell: Callable[[int, float, dict[str, float], float], None] | None = None,
+        finished: Callable[[int, float, float], None] | None = None,
+    ) -> tuple[dict[str, float], list[Step], float | None]:  # fmt: skip
+        """Return the parts of all decoding steps, the steps that stand for them, and the error.
+
+        Parameters
+        ----------
+        request : Request
+        tell : callable, optional
+            Given a context, the steps that it stands for, one layer's (or the pass's own) parts and
+            how often they occur in a step.
+        finished : callable, optional
+            Given a context, a pass's seconds and the steps that it stands for.
+        """
+        first, last = request.first, request.last
+        if last < first:
+            return {}, [], None
+        nodes = sorted({first, last, *(r for r in self._decode_rungs if first < r < last)})
+        weights = step_weights(nodes, first, last)
+        parts: dict[str, float] = {}
+        steps: list[Step] = []
+        for context, weight in zip(nodes, weights, strict=True):
+            groups, whole = self._forward(
+                [(count, *self._decode_layer(context, window)) for count, window in self._kinds()]
+            )
+            for some, count in groups:
+                for part, seconds in some.items():
+                    parts[part] = parts.get(part, 0.0) + float(weight) * count * seconds
+                if tell is not None:
+                    tell(context, float(weight), some, count)
+            steps.append((context, whole, float(weight)))
+            if finished is not None:
+                finished(*steps[-1])
+        error = integral(nodes, [seconds for _, seconds, _ in steps], first, last).error
+        return parts, steps, error
+
+    def _decode_layer(self, context: int, window: int | None) -> tuple[Times, Times, float]:
+        rungs = self._decode_rungs
+        if window is not None:
+            rungs, context = decode_rungs(self.requests, self.sampled, window), min(context, window)
+        if context in rungs:
+            point = self._point("decode", context, window)
+            return point.parts, point.passes, point.layer
+        place = int(np.searchsorted(rungs, context))
+        around = rungs[place - 1 : place + 1]
+        points = [self._point("decode", rung, window) for rung in around]
+
+        def at(values: list[float], _: str = "") -> float:
+            return interpolated(around, values, context)
+
+        return (
+            _each(points, lambda point: point.parts, at),
+            _each(points, lambda point: point.passes, at),
+            at([point.layer for point in points]),
+        )
+
+    def compose(self, request: Request) -> Composition:
+        """Put one request together."""
+        prefill, seconds = self.prefill(request.input_len)
+        decode, steps, error = self.decode(request)
+        return self.composition(request, prefill, seconds, decode, steps, error)
+
+    def composition(
+        self, request: Request, prefill: dict[str, float], seconds: float,
+        decode: dict[str, float], steps: list[Step], error: float | None,
+    ) -> Composition:  # fmt: skip
+        """Return a request of which both phases are known."""
+        decoded = sum(seconds * weight for _, seconds, weight in steps)
+        return Composition(
+            request, prefill, decode, seconds, decoded, steps, error,
+            self._longest if request.input_len > self._longest else None,
+            self._energy(request, seconds, decoded),
+        )  # fmt: skip
+
+    def _energy(self, request: Request, prefill: float, decode: float) -> float | None:
+        _, window = self._kinds()[0]
+        longest = max(
+            rung
+            for rung in self._prefill_rungs
+            if rung <= max(request.input_len, self._prefill_rungs[0])
+        )
+        watts = self._point("prefill", longest, window).watts
+        if not decode or watts is None:
+            return None if watts is None else watts * prefill
+        last = self._decode_rungs[-1]
+        other = self._point("decode", min(last, window or last), window).watts
+        return None if other is None else watts * prefill + other * decode
+
+
+def _each(
+    points: Sequence[Point],
+    of: Callable[[Point], dict[str, float]],
+    combine: Callable[[list[float], str], float],
+) -> dict[str, float]:
+    """Combine a figure of several points, part by part."""
+    return {part: combine([of(point)[part] for point in points], part) for part in of(points[0])}

@@ -1,0 +1,280 @@
+"""Times of one layer and its parts at one length, each piece of work measured once in a run."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from kvprof.benchmark.case import Place
+from kvprof.benchmark.jct.ablations import Variant
+from kvprof.benchmark.jct.dense import DenseParts
+from kvprof.benchmark.jct.full import FullAttention, full_attended
+from kvprof.benchmark.jct.latents import latents_attended, strawman_attended
+from kvprof.benchmark.jct.levels import levels_attended
+from kvprof.benchmark.jct.model_shape import ModelShape
+from kvprof.benchmark.jct.ragged import ragged_attended
+from kvprof.benchmark.jct.units import Attended, Unit
+from kvprof.benchmark.machine import Machine
+from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.rows import TOLERANCE
+from kvprof.benchmark.timing import Sampler, interleaved, sampler, spread
+
+__all__ = ["Bench", "Point"]
+
+_SAMPLES = {"cuda": 20, "cpu": 15}
+_POWER_SECONDS, _TELEMETRY_SECONDS = 1.0, 0.3
+_SECONDS = {"cuda": 2.0, "cpu": 1.0}
+_SPREAD = {"cuda": 0.05, "cpu": 0.2}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One layer at one length.
+
+    Attributes
+    ----------
+    tokens : int
+        In the cache during a decoding step; of the prompt.
+    parts : dict of float
+        Seconds of each part of one layer.
+    passes : dict of float
+        Seconds of what a forward pass does once, by part.
+    layer : float
+        Seconds of the whole layer: all its calls in one CUDA graph, or one after the other on a
+        CPU.
+    error : float or None
+        Of the attention, against float64.
+    labels : dict of str
+    watts : float or None
+        What the device took while the layer was repeated, where that was asked for and it tells.
+    """
+
+    tokens: int
+    parts: dict[str, float]
+    passes: dict[str, float]
+    layer: float
+    error: float | None
+    labels: dict[str, str]
+    watts: float | None = None
+
+    def forward(self, layers: int) -> float:
+        """Return the seconds of a forward pass."""
+        return layers * self.layer + sum(self.passes.values())
+
+
+@dataclass(eq=False)
+class Bench:
+    """Measures points of one model's shape, and remembers what it has measured.
+
+    Attributes
+    ----------
+    model : ModelShape
+    machine : Machine
+    dtype : torch.dtype
+    seed : int
+    repeats : int or None
+        Samples of each time; None takes 20 on a GPU and 15 on a CPU.
+    all_reduce : callable or None
+        Seconds of summing so many bytes over all GPUs; None where it is not measured.
+    should_stop, warn, advance : callable
+        Whether to end; what is said of the figures; that one more point is done.
+    clock, energy : callable
+        Seconds since the start of the run; joules between two such times, None where nothing tells.
+    """
+
+    model: ModelShape
+    machine: Machine
+    dtype: torch.dtype
+    seed: int = 0
+    repeats: int | None = None
+    all_reduce: Callable[[int], float] | None = None
+    should_stop: Callable[[], bool] = lambda: False
+    warn: Callable[[str], None] = lambda _: None
+    advance: Callable[[str], None] = lambda _: None
+    clock: Callable[[], float] = time.monotonic
+    energy: Callable[[float, float], float | None] | None = None
+
+    def __post_init__(self) -> None:
+        kind = self.machine.device.type
+        self._budget = _SECONDS[kind]
+        self._repeats = self.repeats or _SAMPLES[kind]
+        self._dense = DenseParts(self.model)
+        self._full = FullAttention(self._budget, self.should_stop)
+        self._units: dict[tuple[object, ...], dict[str, float]] = {}
+        self.spreads: dict[str, dict[str, float]] = {}
+        self._points: dict[tuple[object, ...], Point] = {}
+
+    def place(self, phase: str, batch: int, tokens: int) -> Place:
+        """Return where a point stands."""
+        machine = self.machine
+        return Place(
+            self.model.attention, phase, batch, tokens, self.dtype, machine.device,
+            machine.cache_bytes, self.seed,
+        )  # fmt: skip
+
+    def point(
+        self, variant: Variant, widths: Widths | None, place: Place, window: int | None = None,
+        *, powered: bool = False,
+    ) -> Point:  # fmt: skip
+        """Measure a layer and its parts at one length, once.
+
+        Parameters
+        ----------
+        variant : Variant
+        widths : Widths or None
+        place : Place
+        window : int or None
+            Of a layer with a sliding window: tokens that a prefill's token sees.
+        powered : bool
+            Ask for power too: a GPU repeats the layer for a second.
+
+        Raises
+        ------
+        Interrupted
+            When the user asked for the end.
+        UsageError, LackingError, RuntimeError
+            When the method cannot run there.
+        """
+        key = (variant.name, widths, place.phase, place.batch, place.seq, window)
+        if key not in self._points:
+            try:
+                self._points[key] = self._measured(variant, widths, place, window, powered=powered)
+            finally:
+                if place.device.type == "cuda":
+                    with suppress(RuntimeError):  # a GPU that was lost
+                        torch.cuda.empty_cache()
+            self.advance(f"{variant.name}, {place.name}")
+        return self._points[key]
+
+    def _measured(
+        self, variant: Variant, widths: Widths | None, place: Place, window: int | None,
+        *, powered: bool,
+    ) -> Point:  # fmt: skip
+        attended = self._attended(variant, widths, place, window)
+        units = [
+            *self._dense.before(place, attended),
+            *(unit for unit in attended.units if not unit.per_pass),
+            *self._dense.after(place, attended),
+        ]
+        once = [*self._dense.around(place), *(unit for unit in attended.units if unit.per_pass)]
+        error = attended.error()
+        if error != error:  # no reference for it
+            known: float | None = None
+        else:
+            known = error
+            if error > TOLERANCE[place.dtype]:
+                self.warn(
+                    f"{variant.name}, {place.name}: attention is wrong (error {error:.2g} against "
+                    "float64), so its time means nothing"
+                )
+        layer, watts = self._timed(variant, place, units, once, powered=powered)
+        parts: dict[str, float] = {}
+        passes: dict[str, float] = {}
+        for unit in (*units, *once):
+            held = passes if unit.per_pass else parts
+            for part, seconds in self._units[unit.key].items():
+                held[part] = held.get(part, 0.0) + seconds
+        labels = dict(attended.labels)
+        if self.all_reduce is not None:
+            # After the output projection and after the MLP: the hidden state of every token.
+            sent = place.batch * place.queries * place.shape.hidden_size * place.dtype.itemsize
+            parts["communication"] = 2 * self.all_reduce(sent)
+            layer += parts["communication"]
+        return Point(place.seq, parts, passes, layer, known, labels, watts)
+
+    def _attended(
+        self, variant: Variant, widths: Widths | None, place: Place, window: int | None
+    ) -> Attended:
+        family = variant.family_for(place.shape)
+        if family == "full":
+            return full_attended(place, self._full, window)
+        if family == "levels":
+            return levels_attended(variant, place, widths, self._full, window)
+        assert widths is not None  # every other method has them
+        if family == "strawman":
+            return strawman_attended(place, widths, self._full, window)
+        if family == "latents":
+            return latents_attended(variant.name, place, widths, self._full, window)
+        return ragged_attended(variant, place, widths, window)
+
+    def _timed(
+        self, variant: Variant, place: Place, units: list[Unit], once: list[Unit], *,
+        powered: bool,
+    ) -> tuple[float, float | None]:  # fmt: skip
+        """Measure what is not known yet, in turn with the layer; return its seconds and watts."""
+        new = {unit.key: unit for unit in (*units, *once) if unit.key not in self._units}
+        whole = sampler(_sequence(units), place.device)
+        samplers = [whole]
+        names: list[tuple[tuple[object, ...], bool]] = []
+        for unit in new.values():
+            where = torch.device("cpu") if unit.on_host else place.device
+            samplers.append(sampler(unit.runs, where))
+            names.append((unit.key, False))
+            if unit.aside is not None:
+                samplers.append(sampler(unit.aside[1], place.device))
+                names.append((unit.key, True))
+        found = interleaved(
+            samplers, self._repeats, seconds=self._budget * len(samplers) ** 0.5,
+            should_stop=self.should_stop,
+        )  # fmt: skip
+        for one in samplers:
+            if one.note is not None:
+                self.warn(f"{variant.name}, {place.name}: {one.note}")
+        middles = [median(samples) for samples in found]
+        self.spreads.setdefault(variant.name, {})[place.name] = spread(found[0])
+        for (key, aside), seconds in zip(names, middles[1:], strict=True):
+            unit = new[key]
+            if not aside:
+                self._units[key] = {unit.part: seconds}
+                continue
+            assert unit.aside is not None
+            own = self._units[key]
+            own[unit.part] -= seconds
+            own[unit.aside[0]] = own.get(unit.aside[0], 0.0) + seconds
+        return middles[0], self._watts(whole) if powered else None
+
+    def doubts(self) -> list[str]:
+        """Say of every method once how far the samples of whole layers lay apart."""
+        allowed = _SPREAD[self.machine.device.type]
+        found = []
+        for name, spreads in self.spreads.items():
+            wide = [value for value in spreads.values() if value > allowed]
+            if wide:
+                found.append(
+                    f"{name}: samples of a layer spread by up to {max(wide):.0%} ({len(wide)} of "
+                    f"{len(spreads)} points spread widely); something else may be running"
+                )
+        return found
+
+    def _watts(self, layer: Sampler) -> float | None:
+        """Repeat a layer for a second and return what the device took meanwhile."""
+        if self.energy is None or not self.machine.is_gpu:
+            return None
+        start = self.clock()
+        while self.clock() - start < _POWER_SECONDS:
+            layer.sample()
+        stop = self.clock()
+        time.sleep(_TELEMETRY_SECONDS)  # for a sample behind the end
+        joules = self.energy(start, stop)
+        return None if joules is None else joules / (stop - start)
+
+
+def _sequence(units: list[Unit]) -> list[Callable[[], Tensor]]:
+    """Return a layer's calls one after the other, on each copy of their inputs in turn."""
+    count = max(len(unit.runs) for unit in units)
+
+    def layer(number: int) -> Callable[[], Tensor]:
+        calls = [unit.runs[number % len(unit.runs)] for unit in units]
+
+        def run() -> Tensor:
+            for call in calls[:-1]:
+                call()
+            return calls[-1]()
+
+        return run
+
+    return [layer(number) for number in range(count)]

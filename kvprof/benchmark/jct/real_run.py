@@ -1,0 +1,162 @@
+"""Real runs of a request's cases; with ``--check`` each one is composed too."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvprof.benchmark.jct.ablations import Variant, parse_variant
+from kvprof.benchmark.jct.check import check_methods, differences
+from kvprof.benchmark.jct.composed import measure_case
+from kvprof.benchmark.jct.composer import Composer
+from kvprof.benchmark.jct.composition import Composition
+from kvprof.benchmark.jct.lengths import Request
+from kvprof.benchmark.jct.measured import Bench
+from kvprof.benchmark.jct.model_shape import ModelShape
+from kvprof.benchmark.jct.real import measure_case as measure_real
+from kvprof.benchmark.jct.request import case_name
+from kvprof.benchmark.jct.run import Run
+from kvprof.benchmark.jct.subjects import (
+    check_names,
+    has_weights,
+    load_subject,
+    make_plans,
+    prompt,
+)
+from kvprof.benchmark.jct.telemetry import Telemetry
+from kvprof.benchmark.limits import flop_rate
+from kvprof.benchmark.machine import open_machine
+from kvprof.benchmark.ranks import Widths, full_widths
+from kvprof.benchmark.timing import Interrupted
+from kvprof.errors import UsageError
+from kvprof.models.load import LoadedModel
+
+__all__ = ["run_real"]
+
+_REPEATS = {"cuda": 5, "cpu": 2}
+
+
+def run_real(run: Run) -> None:
+    """Load the model, plan every method, and let the model answer every case.
+
+    Parameters
+    ----------
+    run : Run
+    """
+    request = run.request
+    if request.check:
+        check_methods(request.methods)
+        if has_weights(request.model):
+            raise UsageError(
+                "--check draws random weights for a shape: name one, such as --model Llama-3.1-8B"
+            )
+    check_names(request)
+    with run.progress(f"loading {request.model}", 1) as bar:
+        loaded, shape = load_subject(request)
+        bar.advance()
+    run.device = loaded.device
+    cases = [(case_name(*case), *case) for case in request.cases()]
+    names = [name for name, *_ in cases]
+    if request.check:
+        names = [name for case in names for name in (case, _composed_name(case))]
+    run.start(names, _described(loaded, shape))
+    plans = make_plans(loaded, shape, request, progress=run.progress, should_stop=run.should_stop)
+    repeats = request.repeats or _REPEATS[loaded.device.type]
+    # Against a composed run the same kernels have to run, and on a GPU without the host's gaps.
+    kernels = "on" if request.check else request.kernels
+    graph = kernels == "on" and loaded.device.type == "cuda"
+    with (
+        Telemetry(run.emit, run.now, loaded.device) as telemetry,
+        run.progress("cases", len(cases)) as bar,
+    ):
+        for name, method, batch, given, written in cases:
+            _tell(bar, name)
+            with run.case(name):
+                ids = prompt(loaded, batch, given, request.seed)
+                found = measure_real(
+                    loaded, plans[method], case=name, input_ids=ids, output_len=written,
+                    emit=run.emit, now=run.now, should_stop=run.should_stop, repeats=repeats,
+                    kernels=kernels, graph=graph, energy=telemetry.energy_joules,
+                )  # fmt: skip
+                if found is None or run.should_stop():
+                    raise Interrupted
+                if request.check:
+                    assert shape is not None  # has_weights was asked
+                    composed = _composed(run, shape, loaded.dtype, name, method, batch, given,
+                                         written)  # fmt: skip
+                    rows = differences(name, method, found, composed, partial(run.warn, case=name))
+                    checked = run.extra.setdefault("check", {"layers": shape.layers, "rows": []})
+                    checked["rows"] += [
+                        {**row, "batch": batch, "input_len": given, "output_len": written}
+                        for row in rows
+                    ]
+            bar.advance()
+
+
+def _tell(bar: Any, text: str) -> None:
+    """Say in the bar what is measured, where it can say something."""
+    describe = getattr(bar, "describe", None)
+    if describe is not None:
+        describe(text)
+
+
+def _composed_name(case: str) -> str:
+    method, rest = case.split(" ", 1)
+    return f"{method} composed {rest}"
+
+
+def _composed(
+    run: Run, shape: ModelShape, dtype: torch.dtype, name: str, method: str, batch: int,
+    given: int, written: int,
+) -> Composition:  # fmt: skip
+    """Compose a case as the runtime runs it: full width through the same kernels as the others."""
+    machine = open_machine(run.device)
+    variant, widths = _as_run(method, shape, run.request.rate)
+    case = _composed_name(name)
+    bench = Bench(
+        shape, machine, dtype, run.request.seed, should_stop=run.should_stop,
+        warn=lambda text: run.warn(text, case),
+    )  # fmt: skip
+    asked = Request(given, written)
+    composer = Composer(bench, variant, widths, batch, [asked], flop_rate(machine, dtype))
+    with torch.inference_mode():
+        made = measure_case(
+            shape, method, case=case, batch=batch, input_len=given, output_len=written,
+            dtype=dtype, device=run.device, emit=run.emit, now=run.now,
+            should_stop=run.should_stop, composer=composer,
+        )  # fmt: skip
+    for text in bench.doubts():
+        run.warn(text, case)
+    return made
+
+
+def _as_run(method: str, shape: ModelShape, rate: float) -> tuple[Variant, Widths | None]:
+    widths: Widths | None
+    if method == "full":
+        # The runtime's kernels store full width as what it is to them: heads of width d.
+        variant, widths = parse_variant("uniform"), full_widths(shape.attention)
+    else:
+        variant = parse_variant(method)
+        widths = variant.widths(shape.attention, rate)
+    return replace(variant, name=f"{method} composed"), widths
+
+
+def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
+    if shape is not None:
+        return {**shape.described(), "weights": "random"}
+    first = loaded.layout.layers[0]
+    config = loaded.model.config.get_text_config(decoder=True)
+    return {
+        "name": loaded.spec if loaded.folder is None or loaded.spec == "reference"
+        else loaded.folder.name,
+        "architecture": loaded.layout.architecture,
+        "layers": len(loaded.layout.layers),
+        "hidden_size": config.hidden_size,
+        "num_heads": first.num_heads,
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": first.qk_head_dim,
+        "vocab_size": loaded.vocab_size,
+        "context": loaded.context_length,
+        "fingerprint": loaded.fingerprint,
+    }  # fmt: skip

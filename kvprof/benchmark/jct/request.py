@@ -1,0 +1,149 @@
+"""What a run of ``bench --jct`` is asked for, checked before anything is made."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.errors import UsageError
+
+__all__ = ["DEFAULT_METHODS", "JctRequest", "case_name"]
+
+DEFAULT_METHODS = ("full", "palu", "fdc")
+_LEAST_REPEATS = 3
+_KERNELS = ("auto", "on", "off")
+
+
+def case_name(method: str, batch: int, input_len: int, output_len: int) -> str:
+    """Return a case's name in its run, such as ``fdc b1 in2048 out64``."""
+    return f"{method} b{batch} in{input_len} out{output_len}"
+
+
+@dataclass(frozen=True)
+class JctRequest:
+    """What to measure.
+
+    Attributes
+    ----------
+    model : str
+        A shape's name, ``reference``, a folder, or a hub id.
+    mode : str
+        ``real`` (a model generates) or ``composed`` (one layer's parts, put together).
+    methods : tuple of str
+    baseline : str
+        The method against which differences are shown.
+    batches, input_lens, output_lens : tuple of int
+        Every combination is a case.
+    rate : float
+        Of the cache's bytes, where a method's can be chosen.
+    ranks : str or None
+        A file with widths, for composed runs.
+    dtype, device : str
+    seed : int
+        Of inputs, weights and sampled lengths.
+    repeats : int or None
+    tp : int
+        GPUs of tensor parallelism: the figures are one GPU's.
+    layers : int or None
+        How many of a shape's layers; None for all, and for four of them with `check`.
+    trace : str or None
+        Lengths of requests; see `kvprof.benchmark.jct.traces`.
+    requests : int
+        To sample from the trace.
+    check : bool
+        Run each case both ways.
+    capacity : bool
+        Also what fits, and throughput against batch at equal memory.
+    kernels : str
+        Of a real run; see `kvprof.runtime.compressed.compressed`.
+    command : tuple of str
+        As the user wrote it.
+    """
+
+    model: str = "reference"
+    mode: str = "real"
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    baseline: str = "full"
+    batches: tuple[int, ...] = (1,)
+    input_lens: tuple[int, ...] = (1024,)
+    output_lens: tuple[int, ...] = (64,)
+    rate: float = 0.5
+    ranks: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    repeats: int | None = None
+    tp: int = 1
+    layers: int | None = None
+    trace: str | None = None
+    requests: int = 200
+    check: bool = False
+    capacity: bool = False
+    kernels: str = "auto"
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("real", "composed"):
+            raise UsageError(f"a run is real or composed, not {self.mode!r}")
+        for what, values in (
+            ("a batch", self.batches), ("an input", self.input_lens), ("an output",
+                                                                       self.output_lens),
+        ):  # fmt: skip
+            if not values or min(values) < 1:
+                raise UsageError(f"{what} of {min(values, default=0)} is none; give 1 or more")
+        if not 0 <= self.rate < 1:
+            raise UsageError(f"--rate {self.rate:g} is not between 0 and 1")
+        if not self.methods:
+            raise UsageError("no method was named; --methods takes for example full,fdc")
+        if self.repeats is not None and self.repeats < (_LEAST_REPEATS if self.composed else 1):
+            least = _LEAST_REPEATS if self.composed else 1
+            raise UsageError(f"--repeats {self.repeats}: a {self.mode} run takes {least} or more")
+        if self.kernels not in _KERNELS:
+            raise UsageError(f"--kernels {self.kernels!r} is none of {', '.join(_KERNELS)}")
+        if self.tp < 1:
+            raise UsageError(f"--tp {self.tp}: give the number of GPUs, 2 or more")
+        self._exclude()
+        if self.composed or self.check:
+            for method in self.methods:
+                parse_variant(method)
+
+    def _exclude(self) -> None:
+        """Refuse options that mean nothing together."""
+        if self.composed:
+            return
+        alone = {
+            "--tp": self.tp > 1, "--trace": self.trace is not None, "--capacity": self.capacity,
+            "--ranks": self.ranks is not None,
+        }  # fmt: skip
+        if said := [option for option, given in alone.items() if given]:
+            raise UsageError(
+                f"{' and '.join(said)} is for composed runs: name a shape, such as --model "
+                "Llama-3.1-8B, or add --composed"
+            )
+        if ablated := [name for name in self.methods if ":no-" in name]:
+            raise UsageError(
+                f"{ablated[0]} is measured by a composed run: name a shape, or add --composed"
+            )
+
+    @property
+    def composed(self) -> bool:
+        """Whether one layer's parts are put together."""
+        return self.mode == "composed"
+
+    def cases(self) -> list[tuple[str, int, int, int]]:
+        """Return every case: method, batch, input and output length."""
+        return [
+            (method, batch, given, written)
+            for batch in self.batches
+            for given in self.input_lens
+            for written in self.output_lens
+            for method in dict.fromkeys(self.methods)
+        ]
+
+    def described(self) -> dict[str, Any]:
+        """Return every resolved option as JSON values; no path of this machine among them."""
+        known = {key: value for key, value in asdict(self).items() if key != "command"}
+        known["ranks"] = Path(self.ranks).name if self.ranks is not None else None
+        if Path(self.model).expanduser().is_dir():
+            known["model"] = Path(self.model).expanduser().resolve().name
+        return known

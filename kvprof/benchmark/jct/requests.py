@@ -1,0 +1,78 @@
+"""Percentiles over the requests of a trace: TTFT, TBT, latency and overheads (FDC §6.5, §6.8)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvprof.analysis.jct import percentiles
+from kvprof.benchmark.jct.composition import Composition
+from kvprof.benchmark.jct.traces import Trace
+
+__all__ = ["OVERHEADS", "summary"]
+
+#: Parts whose share of JCT is told for every method that has them (FDC tables 12 and 13).
+OVERHEADS = ("compress", "decompress", "schedule", "basis", "quantise")
+
+
+def summary(trace: Trace, seed: int, found: dict[str, list[Composition]]) -> dict[str, Any]:
+    """Return ``data.requests``.
+
+    Parameters
+    ----------
+    trace : Trace
+    seed : int
+        Of the lengths.
+    found : dict
+        The composed requests of each method; all of the same lengths.
+
+    Returns
+    -------
+    dict
+        The trace, the distribution, and per method the mean and percentiles over requests of TTFT,
+        of each request's mean TBT, of JCT, of JCT per output token (normalised latency), and of the
+        share of JCT of each part that compression brings.
+    """
+    figures: dict[str, list[dict[str, Any]]] = {
+        "ttft": [], "tbt": [], "jct": [], "normalised_latency": [], "overheads": [],
+    }  # fmt: skip
+    for method, requests in found.items():
+        decoded = [one for one in requests if one.request.output_len > 1]
+        for name, values in (
+            ("ttft", [one.prefill_seconds for one in requests]),
+            ("tbt", [one.decode_seconds / (one.request.output_len - 1) for one in decoded]),
+            ("jct", [one.jct for one in requests]),
+            ("normalised_latency", [one.jct / one.request.output_len for one in requests]),
+        ):
+            if values:
+                figures[name].append({"method": method, **_seconds(values)})
+        figures["overheads"] += [
+            {"method": method, "part": part,
+             **{f"{key}_share": value for key, value in percentiles(shares).items()}}
+            for part, shares in _shares(requests).items()
+        ]  # fmt: skip
+    first = next(iter(found.values()))
+    return {
+        "trace": trace.name,
+        "source": trace.source,
+        "lengths": {side: trace.described()[side] for side in ("input", "output")},
+        "distribution": "truncated exponential with the published mean, stratified; inputs and "
+        "outputs independent",
+        "seed": seed,
+        "count": len(first),
+        "mean_input_len": sum(one.request.input_len for one in first) / len(first),
+        "mean_output_len": sum(one.request.output_len for one in first) / len(first),
+        **figures,
+    }
+
+
+def _seconds(values: Sequence[float]) -> dict[str, float]:
+    return {f"{key}_seconds": value for key, value in percentiles(values).items()}
+
+
+def _shares(requests: Sequence[Composition]) -> dict[str, list[float]]:
+    return {
+        part: [
+            (one.prefill.get(part, 0.0) + one.decode.get(part, 0.0)) / one.jct for one in requests
+        ]
+        for part in OVERHEADS
+        if any(part in one.prefill or part in one.decode for one in requests)
+    }

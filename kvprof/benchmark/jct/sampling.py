@@ -1,0 +1,90 @@
+"""Which layers and which steps of a request are timed part by part, and what each stands for."""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from kvprof.benchmark.jct.steps import Runner
+
+__all__ = ["OVERHEAD", "Sampling", "choose_sampling"]
+
+#: What timing the parts may add to a decoding step; above that fewer layers are timed at once.
+OVERHEAD = 0.03
+
+#: Decoding steps whose parts are told. Each stands for its neighbours where there are more: a run
+#: of 100,000 tokens would be tens of millions of lines.
+_MOST_STEPS = 256
+_PAIRS = 8
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A rotating choice of layers over the decoding steps of a request.
+
+    Attributes
+    ----------
+    layers : int
+        Of the model.
+    steps : int
+        Decoding steps of the request.
+    every : int
+        One of so many layers is timed in a step; in the next block of steps it is the next one's
+        turn.
+    """
+
+    layers: int
+    steps: int
+    every: int = 1
+
+    @property
+    def block(self) -> int:
+        """Steps in a row with the same layers, of which one is told."""
+        return max(1, math.ceil(self.steps / _MOST_STEPS))
+
+    def at(self, step: int) -> tuple[int, ...]:
+        """Return the layers to time in a step; prefill, step 0, has them all."""
+        if step == 0:
+            return tuple(range(self.layers))
+        return tuple(range((step - 1) // self.block % self.every, self.layers, self.every))
+
+    def told(self, step: int) -> int:
+        """Return how many steps this one stands for: 0 where another one stands for it."""
+        if step == 0:
+            return 1
+        first = (step - 1) // self.block * self.block + 1
+        count = min(self.block, self.steps - first + 1)
+        return count if step == first + count // 2 else 0
+
+    def weight(self, step: int) -> float:
+        """Return how many layers each timed one stands for."""
+        return self.layers / len(self.at(step))
+
+
+def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: int) -> Sampling:
+    """Warm a request up, and find out how many layers can be timed at once.
+
+    Parameters
+    ----------
+    runner : Runner
+    wanted : str or int
+        One of so many layers; ``auto`` takes all, unless that makes the first decoding steps more
+        than `OVERHEAD` slower: then as few as bring it down to that, of numbers that divide the
+        number of layers.
+    layers, steps : int
+        Of the model, and of the request's decoding.
+    """
+    every = tuple(range(layers))
+    runner.begin()
+    runner.step()
+    pairs = max(0, min(_PAIRS, (steps - 2) // 2))
+    for timed in (None, every)[: min(2, steps)]:
+        runner.step(timed)
+    if isinstance(wanted, int):
+        return Sampling(layers, steps, min(wanted, layers))
+    # Plain first, then marked: of neighbours, so that a machine that changes its pace hits both.
+    ratios = [1 / runner.step().seconds * runner.step(every).seconds for _ in range(pairs)]
+    if not ratios:
+        return Sampling(layers, steps)
+    overhead = statistics.median(ratios) - 1.0
+    least = min(layers, math.ceil(overhead / OVERHEAD)) if overhead > OVERHEAD else 1
+    return Sampling(layers, steps, next(n for n in range(least, layers + 1) if layers % n == 0))

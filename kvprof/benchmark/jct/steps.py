@@ -1,0 +1,198 @@
+"""One request, forward pass by forward pass, with marks and without, eagerly or by CUDA graphs."""
+
+import inspect
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.benchmark.jct.instrument import Instrument
+from kvprof.errors import UsageError
+from kvprof.models.load import LoadedModel
+from kvprof.runtime.cache import CompressedCache
+from kvprof.runtime.clock import Clock, EventClock, Stretch, WallClock, part, timing
+from kvprof.runtime.session import Compression
+
+__all__ = ["Runner", "Step"]
+
+# More cycles in a second than any GPU's clock has, so that a wait lasts at least as long as asked.
+_CYCLES = 2.5e9
+_SPARE = 1.5  # times what the host took to queue the same step before
+_SPARE_SECONDS = 5e-4
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward pass and the choice of its token.
+
+    Attributes
+    ----------
+    seconds : float
+        From its first call until the token was on the host.
+    queued : float
+        Until everything was queued; on a CPU until everything was done.
+    tokens : list of int
+        One per row.
+    stretches : list of Stretch
+        Empty without marks.
+    """
+
+    seconds: float
+    queued: float
+    tokens: list[int]
+    stretches: list[Stretch]
+
+
+class Runner:
+    """Runs a request as often as wanted: prefill, then a greedy token at a time.
+
+    The end of a text is not looked for: every run has the same steps. Each token is brought to the
+    host, as whoever reads the text would have it; that is the only time a step waits.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    session : Compression
+        Open.
+    input_ids : Tensor
+        ``[batch, tokens]``, on the model's device.
+    output_len : int
+        Tokens to write; the first is prefill's.
+    graph : bool
+        Replay decoding steps as CUDA graphs, which only layers on the kernels can be captured in.
+
+    Raises
+    ------
+    UsageError
+        When the model's steps cannot be captured, or its parts cannot be told apart.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, session: Compression, input_ids: Tensor, output_len: int,
+        graph: bool,
+    ) -> None:  # fmt: skip
+        if graph and (reason := _uncaptured(loaded, session)) is not None:
+            raise UsageError(f"decoding cannot be captured in a CUDA graph: {reason}")
+        self.instrument = Instrument(loaded)
+        self.on_gpu = loaded.device.type == "cuda"
+        self.cache: CompressedCache | None = None
+        self._model: Any = loaded.model
+        self._session = session
+        self._prompt = input_ids
+        self._room = input_ids.shape[1] + output_len
+        self._graph = graph
+        self._keep: dict[str, Any] = {}
+        if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
+            self._keep = {"logits_to_keep": 1}
+        # Events are made once and used in every step.
+        self._clock: Clock = EventClock() if self.on_gpu else WallClock()
+        self._watched: Clock = EventClock(watched=True) if self.on_gpu else self._clock
+        # Of a graph, which reads and writes them: the token that is fed, and its position.
+        self._token = torch.zeros_like(input_ids[:, :1])
+        self._position = torch.zeros_like(self._token)
+        self._steps_done = 0
+        self._captures: dict[tuple[int, ...] | None, tuple[Any, Clock | None]] = {}
+        self._ran_eagerly = False
+
+    def begin(self) -> None:
+        """Begin the request anew, with an empty cache."""
+        if self._graph and self.cache is not None:
+            self.cache.reset()  # graphs know where it lies
+        else:
+            self.cache = None  # its memory goes before the next one's is asked for
+            self.cache = self._session.new_cache(self._room if self._graph else None)
+            self.cache.reach = self._room
+        self._steps_done = 0
+
+    def step(self, layers: tuple[int, ...] | None = None, *, after: float | None = None) -> Step:
+        """Run the next forward pass: prefill, then decoding steps.
+
+        Parameters
+        ----------
+        layers : tuple of int, optional
+            Which to time part by part; None for a pass without marks.
+        after : float, optional
+            On a GPU: keep it waiting until the host has queued the step, which took it so many
+            seconds before, so that no stretch holds a gap. A replayed graph has none anyway.
+        """
+        prefill = self._steps_done == 0
+        self._steps_done += 1
+        if self._graph and not prefill and self._ran_eagerly:
+            return self._replayed(layers)
+        self._ran_eagerly = self._ran_eagerly or not prefill
+        clock = None
+        if layers is not None:
+            clock = self._clock if after is None else self._watched
+        return self._eager(prefill, layers, clock, after)
+
+    @torch.no_grad()
+    def _eager(
+        self, prefill: bool, layers: tuple[int, ...] | None, clock: Clock | None,
+        after: float | None,
+    ) -> Step:  # fmt: skip
+        marked = nullcontext() if clock is None else self.instrument.attached(clock, layers or ())
+        with marked:
+            self._settle()
+            start = time.perf_counter()
+            if after is not None and self.on_gpu:
+                seconds = _SPARE * after + _SPARE_SECONDS
+                torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
+            with nullcontext() if clock is None else timing(clock):
+                self._forward(self._prompt if prefill else self._token, {})
+            queued = time.perf_counter() - start
+            tokens = self._token.flatten().tolist()
+            seconds = time.perf_counter() - start
+        self._position.fill_(self._prompt.shape[1] + self._steps_done - 1)
+        return Step(seconds, queued, tokens, [] if clock is None else clock.read())
+
+    def _forward(self, ids: Tensor, given: dict[str, Any]) -> None:
+        output = self._model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, **self._keep, **given
+        )
+        with part("sampling"):
+            self._token.copy_(output.logits[:, -1].argmax(-1, keepdim=True))
+
+    @torch.no_grad()
+    def _replayed(self, layers: tuple[int, ...] | None) -> Step:
+        assert self.cache is not None
+        if layers not in self._captures:
+            self._captures[layers] = self._captured(layers)
+        graph, clock = self._captures[layers]
+        self._settle()
+        start = time.perf_counter()
+        graph.replay()
+        self.cache.replayed()
+        queued = time.perf_counter() - start
+        tokens = self._token.flatten().tolist()
+        seconds = time.perf_counter() - start
+        return Step(seconds, queued, tokens, [] if clock is None else clock.read())
+
+    def _captured(self, layers: tuple[int, ...] | None) -> tuple[Any, Clock | None]:
+        """Capture a decoding step; nothing runs and nothing is stored by that."""
+        clock = None if layers is None else EventClock(captured=True)
+        marked = nullcontext() if clock is None else self.instrument.attached(clock, layers or ())
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with marked, torch.cuda.graph(graph), nullcontext() if clock is None else timing(clock):
+            self._forward(self._token, {"position_ids": self._position})
+            self._position.add_(1)
+        return graph, clock
+
+    def _settle(self) -> None:
+        """Let what came between the steps (reading events, new hooks) not count."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self._prompt.device)
+
+
+def _uncaptured(loaded: LoadedModel, session: Compression) -> str | None:
+    if loaded.device.type != "cuda":
+        return f"the model is on {loaded.device}"
+    reasons: Sequence[str | None] = session.kernel_reasons
+    for index, reason in enumerate(reasons):
+        if reason is not None:
+            return f"layer {index} does not run on the kernels ({reason})"
+    return None

@@ -1,0 +1,237 @@
+"""The model of a real run and its plans: calibrated, or drawn at random for a shape."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.jct.dense import llama_config
+from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
+from kvprof.benchmark.jct.request import JctRequest
+from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.shapes import shape_names
+from kvprof.calibration.calibrator import CalibrationOptions, Calibrator
+from kvprof.calibration.options import Progress
+from kvprof.errors import UsageError
+from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
+from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
+from kvprof.methods.projected import value_folds
+from kvprof.methods.registry import METHODS, calibration_needs, plan_family
+from kvprof.models.load import LoadedModel, load_model, wrap_model
+from kvprof.models.noise import quiet
+from kvprof.models.placement import main_device, parse_dtype
+
+__all__ = [
+    "check_names",
+    "has_weights",
+    "load_subject",
+    "make_plans",
+    "prompt",
+    "random_model",
+    "random_plan",
+]
+
+# Enough for a check, and little memory.
+_CHECKED_LAYERS = 4
+# Of a shape without weights: what can be planned without looking at any.
+_RANDOM = ("full", "fp8", "fdc", "kq", "uniform")
+
+
+def has_weights(model: str) -> bool:
+    """Whether a name stands for a model with weights; otherwise it is a shape.
+
+    A name that is neither a shape nor a folder is taken for a hub id.
+    """
+    if model.lower() in {name.lower() for name in shape_names()}:
+        return False
+    path = Path(model).expanduser()
+    folder = path.parent if path.is_file() else path
+    if model == "reference" or not path.exists():
+        return True
+    return any(folder.glob("*.safetensors"))
+
+
+def check_names(request: JctRequest) -> None:
+    """Refuse methods that the model of a request cannot run, before it is loaded.
+
+    Raises
+    ------
+    UsageError
+        For a name that there is not, or one that needs weights where there are none.
+    LackingError
+        When a method quantises with a library that is not installed.
+    """
+    weights = has_weights(request.model)
+    for method in request.methods:
+        if weights:
+            name, options = _named(method)
+            calibration_needs(name, **options)
+            continue
+        parse_variant(method)
+        if method not in _RANDOM:
+            raise UsageError(
+                f"{method} needs a model's own weights; without them a real run has "
+                f"{', '.join(_RANDOM)}"
+            )
+
+
+def load_subject(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]:
+    """Load the model, or draw one of the shape; the shape is None where the model is its own.
+
+    Raises
+    ------
+    UsageError, FailedError, LackingError
+        As `kvprof.models.load.load_model`.
+    """
+    if has_weights(request.model):
+        if request.layers is not None:
+            raise UsageError("--layers is for a shape without weights; a model has those it has")
+        return load_model(request.model, device=request.device, dtype=request.dtype), None
+    device = main_device(request.device)
+    shape = load_model_shape(request.model)
+    layers = request.layers
+    if layers is None and request.check:
+        layers = min(_CHECKED_LAYERS, shape.layers)
+    shape = shape.of_layers(layers)
+    return random_model(shape, device, parse_dtype(request.dtype, device), request.seed), shape
+
+
+def random_model(
+    model: ModelShape, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> LoadedModel:
+    """Return a Llama of a shape with random weights.
+
+    Raises
+    ------
+    UsageError
+        For a shape that no Llama has.
+    """
+    shape, dense = model.attention, model.dense
+    odd = {
+        "experts": dense.experts, "an MLP of two matrices": not dense.gated,
+        "QK-norm": shape.qk_norm, "sliding windows": shape.sliding_window,
+        "attention sinks": shape.sinks, "soft-capped scores": shape.softcap,
+        "no RoPE": shape.rope.kind == "none",
+    }  # fmt: skip
+    if found := [name for name, there in odd.items() if there]:
+        raise UsageError(
+            f"{model.name} has {' and '.join(found)}; random weights are drawn for shapes like "
+            "Llama's, so it can be composed but not run"
+        )
+    with quiet(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                made: Any = LlamaForCausalLM(llama_config(model))
+        finally:
+            torch.set_default_dtype(before)
+    made.requires_grad_(False)
+    return wrap_model(made, f"{model.name}, random weights")
+
+
+def make_plans(
+    loaded: LoadedModel, shape: ModelShape | None, request: JctRequest, *, progress: Progress,
+    should_stop: Callable[[], bool],
+) -> dict[str, Plan]:  # fmt: skip
+    """Return a plan for every method, at the rate asked for.
+
+    Raises
+    ------
+    UsageError
+        For a method or a rate that there is not.
+    CalibrationInterrupted
+        When `should_stop` said so.
+    """
+    methods = list(dict.fromkeys(request.methods))
+    if shape is not None:
+        return {name: _random_named(name, loaded, shape, request) for name in methods}
+    named = {method: _named(method) for method in methods}
+    tokens = max(request.input_lens) + max(request.output_lens)
+    calibrator = Calibrator(
+        loaded, CalibrationOptions(seed=request.seed), progress=progress, should_stop=should_stop
+    )
+    for name, options in named.values():
+        calibrator.expect(name, **options)
+    plans = {}
+    for method, (name, options) in named.items():
+        family = calibrator.family(name, **options)
+        plans[method] = _at_rate(family, request.rate, tokens, loaded.dtype.itemsize)
+    return plans
+
+
+def _named(method: str) -> tuple[str, dict[str, Any]]:
+    """Return a method's registered name and its options: ``palu:group=1`` is one head per group."""
+    name, *options = method.split(":")
+    if not options:
+        return name, {}
+    if name == "palu" and len(options) == 1 and options[0] in ("group=1", "group=2", "group=4"):
+        return name, {"heads": int(options[0].removeprefix("group="))}
+    raise UsageError(
+        f"{method}: a real run takes methods of kvprof plan ({', '.join(METHODS)} and combinations "
+        "of them) and palu:group=1, 2 or 4"
+    )
+
+
+def _at_rate(family: PlanFamily, rate: float, tokens: int, itemsize: int) -> Plan:
+    """Return a plan; a method with one setting has its own rate."""
+    if len(family.settings) == 1:
+        return plan_for_rate(family, 0.0, tokens, itemsize=itemsize)
+    return plan_for_rate(family, rate, tokens, itemsize=itemsize)
+
+
+def _random_named(name: str, loaded: LoadedModel, shape: ModelShape, request: JctRequest) -> Plan:
+    variant = parse_variant(name)
+    if variant.family in ("full", "levels"):
+        inputs = MethodInputs(loaded.layout, loaded.fingerprint)
+        family = plan_family(name, inputs)
+        return family.build(family.settings[0])
+    widths = variant.widths(shape.attention, request.rate, request.ranks)
+    assert widths is not None  # low ranks have them
+    return random_plan(name, loaded, widths, request.seed)
+
+
+def random_plan(name: str, loaded: LoadedModel, widths: Widths, seed: int = 0) -> Plan:
+    """Return a plan after RoPE with random orthonormal bases, the same widths in every layer.
+
+    Parameters
+    ----------
+    name : str
+        What the plan is called.
+    loaded : LoadedModel
+    widths : Widths
+    seed : int
+    """
+    source = torch.Generator().manual_seed(seed)
+
+    def groups(kept: tuple[int, ...], width: int) -> tuple[HeadGroup, ...]:
+        made = []
+        for head, rank in enumerate(kept):
+            basis = torch.linalg.qr(torch.randn(width, width, generator=source)).Q
+            basis = basis[:, :rank].contiguous()
+            made.append(HeadGroup(head, 1, width, (rank,), basis, basis))
+        return tuple(made)
+
+    layers = []
+    for facts in loaded.layout.layers:
+        layers.append(
+            LayerPlan(
+                KeyPlan(Placement.POST_ROPE, groups(widths.keys, facts.qk_head_dim)),
+                ValuePlan(groups(widths.values, facts.v_head_dim), *value_folds(facts)),
+                facts.sliding_window,
+            )
+        )
+    return Plan(name, loaded.fingerprint, tuple(layers), made={"bases": "random"})
+
+
+def prompt(loaded: LoadedModel, batch: int, tokens: int, seed: int) -> Tensor:
+    """Return random ids ``[batch, tokens]`` without special ones."""
+    source = torch.Generator().manual_seed(seed)
+    allowed = [token for token in range(loaded.vocab_size) if token not in loaded.special_ids]
+    places = torch.randint(len(allowed), (batch, tokens), generator=source)
+    return torch.tensor(allowed)[places].to(loaded.device)

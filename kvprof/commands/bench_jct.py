@@ -1,0 +1,322 @@
+"""``kvprof bench --jct``: where does the time of a request go? Its options, and the run."""
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.bench_device import resolve_device, resolve_dtype
+from kvprof.commands.output import Outputs
+from kvprof.errors import ExitCode, KvprofError, UsageError
+from kvprof.interrupt import graceful_interrupt
+from kvprof.sizes import parse_count, parse_counts
+
+if TYPE_CHECKING:
+    from kvprof.benchmark.jct.request import JctRequest
+
+__all__ = [
+    "BaselineOption",
+    "CapacityOption",
+    "CheckOption",
+    "InputLenOption",
+    "JctOption",
+    "JctOptions",
+    "KernelsOption",
+    "LayersOption",
+    "OutputLenOption",
+    "RealOption",
+    "RequestsOption",
+    "TpOption",
+    "TraceOption",
+    "bench_jct",
+    "refuse_kernel_options",
+]
+
+
+def _option(*names: str, metavar: str | None = None, text: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False)
+
+
+JctOption = Annotated[
+    bool, _option("--jct", text="Where the time of a request goes: prefill and every decode step.")
+]
+InputLenOption = Annotated[
+    str | None, _option("--input-len", metavar="LIST", text="Prompts in tokens. Default 1k.")
+]
+OutputLenOption = Annotated[
+    str | None,
+    _option(
+        "--output-len", metavar="LIST",
+        text="Tokens to write. Default 64 of a real run, 256 of a composed one.",
+    ),
+]  # fmt: skip
+RealOption = Annotated[
+    bool | None,
+    _option(
+        "--real/--composed",
+        text="Let a model answer (of a shape: with random weights), or time one layer's parts and "
+        "put them together. Default: real where there are weights.",
+    ),
+]
+BaselineOption = Annotated[
+    str | None, _option("--baseline", text="Differences are against this method. Default full.")
+]
+TraceOption = Annotated[
+    str | None,
+    _option("--trace", text="Requests as long as a paper's: fdc/arxiv, zack/cocktail, …"),
+]
+RequestsOption = Annotated[
+    int | None, _option("--requests", text="How many to sample from --trace. Default 200.")
+]
+TpOption = Annotated[
+    int | None,
+    _option("--tp", text="GPUs of tensor parallelism; the figures are one GPU's part."),
+]
+LayersOption = Annotated[
+    int | None, _option("--layers", text="Take only so many of a shape's layers. --check takes 4.")
+]
+KernelsOption = Annotated[
+    str | None,
+    _option("--kernels", text="Of a real run: auto, on (CUDA graphs on a GPU) or off."),
+]
+CapacityOption = Annotated[
+    bool,
+    _option("--capacity", text="Also what fits, and throughput against batch at equal memory."),
+]
+CheckOption = Annotated[
+    bool,
+    _option(
+        "--check",
+        text="Run a shape's layers with random weights and compose them too; print the difference.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class JctOptions:
+    """Options that mean something with ``--jct`` only, as they were given."""
+
+    input_len: str | None = None
+    output_len: str | None = None
+    real: bool | None = None
+    baseline: str | None = None
+    trace: str | None = None
+    requests: int | None = None
+    tp: int | None = None
+    layers: int | None = None
+    kernels: str | None = None
+    capacity: bool = False
+    check: bool = False
+
+    def refuse_without_jct(self) -> None:
+        """Refuse them all where ``--jct`` is missing.
+
+        Raises
+        ------
+        UsageError
+        """
+        given = {
+            "--input-len": self.input_len is not None, "--output-len": self.output_len is not None,
+            "--real" if self.real else "--composed": self.real is not None,
+            "--baseline": self.baseline is not None, "--trace": self.trace is not None,
+            "--requests": self.requests is not None, "--tp": self.tp is not None,
+            "--layers": self.layers is not None, "--kernels": self.kernels is not None,
+            "--capacity": self.capacity, "--check": self.check,
+        }  # fmt: skip
+        if said := [option for option, there in given.items() if there]:
+            raise UsageError(f"{' and '.join(said)} means nothing without --jct")
+
+
+def refuse_kernel_options(given: Mapping[str, str | None]) -> None:
+    """Refuse options of the plain benchmark, which times one attention call.
+
+    Raises
+    ------
+    UsageError
+    """
+    if said := [option for option, value in given.items() if value is not None]:
+        raise UsageError(
+            f"{' and '.join(said)} means nothing with --jct, which runs both phases at the lengths "
+            "of --input-len and --output-len"
+        )
+
+
+def bench_jct(
+    asked: JctOptions,
+    outputs: Outputs,
+    *,
+    model: str | None,
+    methods: tuple[str, ...],
+    batches: tuple[int, ...] | None,
+    rate: float,
+    ranks: Path | None,
+    dtype: str,
+    repeats: int | None,
+    device: str,
+    seed: int,
+) -> None:
+    """Measure, show and keep.
+
+    Parameters
+    ----------
+    asked : JctOptions
+    outputs : Outputs
+    model, methods, batches, rate, ranks, dtype, repeats, device, seed
+        Of ``kvprof bench``; empty methods and None are what was not given.
+
+    Raises
+    ------
+    typer.Exit
+        With 130 when the run was interrupted.
+    KvprofError
+        As `kvprof.benchmark.jct.run.run_jct`; what was measured is shown and kept before.
+    """
+    from kvprof.records.journal import EVENTS_NAME
+
+    events = outputs.out / EVENTS_NAME if outputs.out is not None else None
+    outputs.check([events] if events is not None else [])
+    request = _request(
+        asked, model=model, methods=methods, batches=batches, rate=rate, ranks=ranks, dtype=dtype,
+        repeats=repeats, device=resolve_device(device), seed=seed,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="kvprof-") as scratch:
+        path = events if events is not None else Path(scratch) / EVENTS_NAME
+        with graceful_interrupt() as stop:
+            problem = _measured(request, path, outputs.force, stop)
+            result = _folded(path)
+            if result is not None and (problem is None or result["data"]["cases"]):
+                _show(result, outputs)
+        if problem is not None:
+            raise problem
+        if stop():
+            raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _request(
+    asked: JctOptions,
+    *,
+    model: str | None,
+    methods: tuple[str, ...],
+    batches: tuple[int, ...] | None,
+    rate: float,
+    ranks: Path | None,
+    dtype: str,
+    repeats: int | None,
+    device: str,
+    seed: int,
+) -> "JctRequest":
+    """Return what is asked for, with what was left open decided."""
+    lengths = {"--input-len": asked.input_len, "--output-len": asked.output_len}
+    if asked.trace is not None and (said := [o for o, v in lengths.items() if v is not None]):
+        raise UsageError(f"--trace {asked.trace} has lengths of its own; leave out {said[0]}")
+    if asked.trace is None and asked.requests is not None:
+        raise UsageError("--requests are sampled from a --trace; name one, such as fdc/arxiv")
+    if asked.check and asked.real is False:
+        raise UsageError("--check runs each case both ways; leave out --composed")
+
+    # Everything from here on needs torch.
+    from kvprof.benchmark.jct.request import DEFAULT_METHODS, JctRequest
+    from kvprof.benchmark.jct.subjects import has_weights
+
+    name = model
+    if name is None:
+        name = "Llama-3.1-8B" if asked.check else "reference"
+    chosen = methods or (("full", "fdc") if asked.check else DEFAULT_METHODS)
+    composed = asked.real is False or (
+        asked.real is None
+        and not asked.check
+        and (not has_weights(name) or _only_composed(asked, chosen))
+    )
+    if composed and asked.kernels is not None:
+        raise UsageError("--kernels is for a real run; a composed one times the kernels themselves")
+    baseline = asked.baseline or ("full" if "full" in chosen else chosen[0])
+    if baseline not in chosen:
+        raise UsageError(f"--baseline {baseline} is not measured; --methods has {','.join(chosen)}")
+    return JctRequest(
+        model=name,
+        mode="composed" if composed else "real",
+        methods=chosen,
+        baseline=baseline,
+        batches=batches or (1,),
+        input_lens=_counts("--input-len", asked.input_len, "1k"),
+        output_lens=_counts("--output-len", asked.output_len, "256" if composed else "64"),
+        rate=rate,
+        ranks=str(ranks) if ranks is not None else None,
+        dtype=resolve_dtype(dtype, device),
+        device=device,
+        seed=seed,
+        repeats=repeats,
+        tp=_count("--tp", asked.tp, 1),
+        layers=asked.layers,
+        trace=asked.trace,
+        requests=_count("--requests", asked.requests, 200),
+        check=asked.check,
+        capacity=asked.capacity,
+        kernels="auto" if asked.kernels is None else asked.kernels,
+        command=_command(sys.argv[1:]),
+    )
+
+
+def _only_composed(asked: JctOptions, methods: Sequence[str]) -> bool:
+    """Whether something is asked for that a model with weights cannot tell."""
+    ablated = any(":no-" in method for method in methods)
+    return asked.capacity or asked.tp is not None or asked.trace is not None or ablated
+
+
+def _count(option: str, value: int | None, default: int) -> int:
+    return default if value is None else parse_count(str(value), what=option)
+
+
+def _counts(option: str, text: str | None, default: str) -> tuple[int, ...]:
+    return tuple(parse_counts(default if text is None else text, what=option))
+
+
+def _command(arguments: Sequence[str]) -> tuple[str, ...]:
+    return ("kvprof", *arguments)
+
+
+def _measured(request: "JctRequest", path: Path, force: bool, stop: Any) -> KvprofError | None:
+    """Run into a journal; return what went wrong instead of raising it."""
+    from kvprof.benchmark.jct.run import run_jct
+    from kvprof.records.journal import Journal
+
+    problem: KvprofError | None = None
+    try:
+        with Journal(path, force=force) as journal:
+            run_jct(request, journal, progress=console.track, should_stop=stop)
+    except KvprofError as caught:
+        problem = caught
+    if path.exists() and not path.stat().st_size:
+        # Nothing was measured: leave nothing behind.
+        path.unlink()
+        with suppress(OSError):
+            path.parent.rmdir()
+    return problem
+
+
+def _folded(path: Path) -> dict[str, Any] | None:
+    """Return the result of the events; None where there is none."""
+    from kvprof.records.fold import result_of
+    from kvprof.records.journal import read_events
+
+    if not path.exists():
+        return None
+    recording = read_events(path)
+    if not recording.events:
+        return None
+    return result_of(recording.events, damage=recording.damage)
+
+
+def _show(result: dict[str, Any], outputs: Outputs) -> None:
+    from kvprof.views import jct as view
+
+    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
+    if outputs.report_to_stdout:
+        terminal = console.report_console()
+        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

@@ -1,0 +1,95 @@
+"""``kvprof compare``: what got better, what got worse, and is that sure?"""
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvprof import console
+from kvprof.commands.output import ForceOption, JsonOption, Outputs
+from kvprof.commands.run_source import load_run
+from kvprof.environment import collect_environment
+from kvprof.errors import ClaimNotMetError, UsageError
+from kvprof.records.compare import compare as compare_results
+from kvprof.records.result import build_result
+
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN",
+            help="Two or more of one kind (folders, results, events.jsonl); the first is A, "
+            "against which the others are held.",
+        ),
+    ],
+    fail_over: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-over",
+            metavar="SHARE",
+            help="Exit 4 when a headline figure got worse by more: 5% or 0.05. One whose interval "
+            "includes no change does not count.",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Compare results of one kind, figure by figure, with intervals where they are known."""
+    outputs = Outputs(json=json, force=force)
+    outputs.check()
+    limit = _share(fail_over)
+    if len(runs) < 2:
+        raise UsageError(f"compare needs two runs or more, not only {runs[0]}")
+    results = [load_run(run) for run in runs]
+    names = _names(runs)
+    data = compare_results(results, names, fail_over=limit)
+    result = build_result(
+        "compare",
+        environment=collect_environment(),
+        inputs={"runs": names, "fail_over": limit},
+        data=data,
+        warnings=[
+            f"{name} is incomplete: {one['incomplete_reason']}"
+            for name, one in zip(names, results, strict=True)
+            if not one["complete"]
+        ],
+    )
+    from kvprof.views.compare import report
+
+    outputs.write(result)
+    if outputs.report_to_stdout:
+        terminal = console.report_console()
+        terminal.print(report(result, terminal.width, colour=not terminal.no_color))
+    if failed := data["failed"]:
+        raise ClaimNotMetError(
+            f"--fail-over {fail_over}: {failed} {'figure' if failed == 1 else 'figures'} got worse "
+            "by more"
+        )
+
+
+def _share(text: str | None) -> float | None:
+    """Read a share as people write it; 5 alone might be five per cent or five times."""
+    if text is None:
+        return None
+    wrong = UsageError(f"--fail-over {text}: write a share such as 5% or 0.05")
+    if match := _PERCENT.fullmatch(text.strip()):
+        return float(match[1]) / 100
+    try:
+        value = float(text)
+    except ValueError:
+        raise wrong from None
+    if not (math.isfinite(value) and 0 <= value < 1):
+        raise wrong
+    return value
+
+
+def _names(runs: list[str]) -> list[str]:
+    """Return short names, without folders of this machine where they are not needed."""
+    short = [Path(run).name or run for run in runs]
+    return short if len(set(short)) == len(set(runs)) else list(runs)

@@ -1,0 +1,156 @@
+"""``kvprof export``: a run in the form that another program, or another person, wants."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.output import ForceOption
+from kvprof.commands.run_source import DEMO, events_of, load_run
+from kvprof.errors import UsageError
+from kvprof.records.files import ensure_writable, write_bytes_atomic, write_text_atomic
+from kvprof.records.schema import kinds, result_schema
+
+_STDOUT = Path("-")
+#: Formats that a terminal can show, which go to stdout unless a file is named.
+_READABLE = ("csv", "md")
+
+
+def export(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help=f"A run's folder, a result .json, an events.jsonl, or {DEMO}; with --schema a "
+            "kind of result.",
+            show_default=False,
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="csv, md, html (one page, plots inside), svg (the figure), perfetto (a trace for "
+            "ui.perfetto.dev).",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where to; - for stdout, which csv and md take by default.",
+            show_default=False,
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of results, or of one kind.")
+    ] = False,
+    force: ForceOption = False,
+) -> None:
+    """Write a run as CSV, Markdown, one HTML page, SVG or a trace for Perfetto.
+
+    html and svg need the extra plot; perfetto needs a run that recorded its events.
+    """
+    if schema:
+        if to is not None:
+            raise UsageError(f"--schema prints a schema and --to {to} writes a run: name one")
+        _put(json.dumps(_schema(run), indent=1, ensure_ascii=False) + "\n", output, force)
+        return
+    if to is None or to not in _FORMATS:
+        said = "name a format" if to is None else f"--to {to}: there is no such format"
+        raise UsageError(f"{said}: --to {', '.join(_FORMATS)}")
+    if run is None:
+        raise UsageError("name a run: a folder, a result .json, an events.jsonl, or demo")
+    if output is None and to not in _READABLE:
+        raise UsageError(f"--to {to} goes to a file: name one with --output")
+    if output is not None and output != _STDOUT:
+        ensure_writable(output, force)
+    _put(_FORMATS[to](run), output, force)
+
+
+def _put(content: str | bytes, output: Path | None, force: bool) -> None:
+    if output is None or output == _STDOUT:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        console.report_console().out(text, end="", highlight=False)
+    elif isinstance(content, str):
+        write_text_atomic(output, content, force)
+    else:
+        write_bytes_atomic(output, content, force)
+
+
+def _schema(kind: str | None) -> dict[str, Any]:
+    """Return the schema of all results, or of one kind."""
+    whole = result_schema()
+    if kind is None:
+        return whole
+    if kind not in kinds():
+        raise UsageError(f"--schema {kind}: no such kind; there are {', '.join(kinds())}")
+    index = kinds().index(kind)
+    defined = {
+        name: part for name, part in whole["$defs"].items() if name == kind or name not in kinds()
+    }
+    one = {**whole, "allOf": [whole["allOf"][index]], "$defs": defined}
+    one["properties"] = {**whole["properties"], "kind": {"const": kind}}
+    return one
+
+
+def _csv(run: str) -> str:
+    from kvprof.views.kinds import csv_of
+
+    result = load_run(run)
+    make = csv_of(result)
+    if make is None:
+        raise UsageError(
+            f"--to csv: a result of kind {result['kind']} has no table of figures; --to md and "
+            "html show it"
+        )
+    return make()
+
+
+def _markdown(run: str) -> str:
+    result = load_run(run)
+    from kvprof.views.export_md import to_markdown
+
+    return to_markdown(result)
+
+
+def _html(run: str) -> str:
+    result = load_run(run)
+    from kvprof.views.export_html import to_html
+
+    return to_html(result)
+
+
+def _svg(run: str) -> bytes:
+    from kvprof.views.figure import figure_bytes
+    from kvprof.views.kinds import figure_of
+
+    result = load_run(run)
+    make = figure_of(result)
+    if make is None:
+        raise UsageError(
+            f"--to svg: a result of kind {result['kind']} has no figure; --to html shows it"
+        )
+    return figure_bytes(make(), "svg")
+
+
+def _perfetto(run: str) -> str:
+    from kvprof.records.perfetto import trace_of
+
+    return json.dumps(trace_of(events_of(run)), allow_nan=False) + "\n"
+
+
+_FORMATS: dict[str, Callable[[str], str | bytes]] = {
+    "csv": _csv,
+    "md": _markdown,
+    "html": _html,
+    "svg": _svg,
+    "perfetto": _perfetto,
+}

@@ -1,0 +1,133 @@
+"""A run as the user names it: a folder, a result, the events of a run, or the recorded demo."""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.records.events import Event, RunStarted
+from kvprof.records.files import RESULT_NAME, read_result
+from kvprof.records.fold import result_of
+from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
+from kvprof.records.schema import validate_result
+
+__all__ = ["DEMO", "RunArgument", "events_of", "load_run", "run_files"]
+
+#: The name of the recorded run that ships with kvprof.
+DEMO = "demo"
+_WHAT = f"a run's folder (--out), a result .json, an {EVENTS_NAME}, or the word {DEMO}"
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=f"{_WHAT[0].upper()}{_WHAT[1:]}.")]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run lies.
+
+    Attributes
+    ----------
+    result, events : Path or None
+        At least one of them is there.
+    """
+
+    result: Path | None
+    events: Path | None
+
+
+def run_files(name: str) -> RunFiles:
+    """Return the files that a run's name stands for.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file, or the folder holds no run.
+    LackingError
+        When the recorded run is asked for and is not installed.
+    """
+    path = Path(name)
+    if name == DEMO:
+        path = Path(str(files("kvprof") / "assets" / DEMO))
+        if not path.is_dir():
+            raise LackingError(f"{DEMO}: this kvprof was installed without its recorded run")
+    if path.is_dir():
+        result = path / RESULT_NAME
+        found = RunFiles(result if result.is_file() else None, find_events(path))
+        if found.result is None and found.events is None:
+            raise UsageError(
+                f"{name} holds neither {RESULT_NAME} nor {EVENTS_NAME}: it is no run's folder; "
+                f"name {_WHAT}"
+            )
+        return found
+    if not path.exists():
+        raise UsageError(f"{name}: there is no such file; name {_WHAT}")
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return RunFiles(None, path)
+    return RunFiles(path, None)
+
+
+def load_run(name: str) -> dict[str, Any]:
+    """Return the result of a run; one that was killed or still runs is folded from its events.
+
+    What is damaged is read up to the damage, and a warning on stderr says so.
+
+    Raises
+    ------
+    UsageError, LackingError
+        As `run_files`.
+    FailedError
+        When a file is damaged, is none of kvprof's, or is of a newer kvprof.
+    """
+    found = run_files(name)
+    if found.result is not None and not _is_older(found):
+        return read_result(found.result)
+    assert found.events is not None
+    recording = read_events(found.events)
+    if recording.damage is not None:
+        console.warn(f"{found.events}: {recording.damage}; shown is what was read until there")
+    result = result_of(recording.events, damage=recording.damage)
+    try:
+        validate_result(result)
+    except ValueError as problem:
+        raise FailedError(f"{found.events} makes no valid result: {problem}") from None
+    return result
+
+
+def events_of(name: str) -> list[Event]:
+    """Return the events of a run.
+
+    Raises
+    ------
+    UsageError
+        When the run recorded none.
+    FailedError
+        As `load_run`.
+    """
+    found = run_files(name)
+    if found.events is None:
+        raise UsageError(
+            f"{name} has no {EVENTS_NAME}; runs of kvprof bench --jct with --out record one"
+        )
+    recording = read_events(found.events)
+    if recording.damage is not None:
+        console.warn(f"{found.events}: {recording.damage}; written is what was read until there")
+    return recording.events
+
+
+def _is_older(found: RunFiles) -> bool:
+    """Tell whether the result is of an earlier run into the same folder, which --force allows."""
+    if found.result is None:
+        return True
+    if found.events is None:
+        return False
+    follower = Follower(found.events)
+    try:
+        first = follower.poll(at_most=1)
+    finally:
+        follower.close()
+    if not first or not isinstance(first[0], RunStarted):
+        return False
+    return bool(read_result(found.result)["created"] < first[0].created)

@@ -1,0 +1,22 @@
+"""``kvprof show``: a result again, as it was shown when it was measured."""
+
+from kvprof import console
+from kvprof.commands.output import ForceOption, JsonOption, Outputs
+from kvprof.commands.run_source import RunArgument, load_run
+
+
+def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) -> None:
+    """Show a result of any kind again.
+
+    A run that was killed, or that still runs, is shown as far as its events go; --json keeps what
+    they make.
+    """
+    outputs = Outputs(json=json, force=force)
+    outputs.check()
+    result = load_run(run)
+    from kvprof.views.kinds import report
+
+    outputs.write(result)
+    if outputs.report_to_stdout:
+        terminal = console.report_console()
+        terminal.print(report(result, terminal.width, colour=not terminal.no_color))

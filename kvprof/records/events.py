@@ -1,0 +1,334 @@
+"""What happens in a measurement, one typed event after the other, as lines of ``events.jsonl``.
+
+A measurement writes events as they happen, `kvprof.records.fold` makes the result of them, and the
+live view reads the same lines. Nobody but the measurement makes events, so that what was seen is
+what is on disk. Times are seconds; `time` counts from the start of the run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+from kvprof.records.result import to_plain
+
+__all__ = [
+    "EVENTS",
+    "PARTS",
+    "Balance",
+    "CaseFinished",
+    "CaseStarted",
+    "Event",
+    "LayerMeasured",
+    "MemorySample",
+    "PartSample",
+    "RunFinished",
+    "RunStarted",
+    "StepFinished",
+    "TelemetrySample",
+    "Warned",
+    "event_from",
+    "event_line",
+]
+
+#: Written into every run's first event. The number grows when an older kvprof would misread it.
+EVENTS = "kvprof-events/1"
+
+#: Parts of job completion time, in the order in which tables and bars show them.
+PARTS = (
+    "attention", "decompress", "compress", "quantise", "evict", "basis", "merge", "schedule",
+    "embedding", "norm", "qkv_proj", "rope", "o_proj", "mlp", "head", "sampling", "communication",
+    "host", "unattributed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened `time` seconds after the start of the run."""
+
+    type: ClassVar[str]
+    time: float
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """The first event.
+
+    Attributes
+    ----------
+    created : str
+        UTC, as in a result.
+    kvprof_version : str
+    kind : str
+        Of the result that the events become: ``jct``.
+    command : tuple of str
+        As the user wrote it, no paths of this machine beyond what they wrote.
+    mode : str
+        ``real`` or ``composed``.
+    inputs, environment, shape : dict
+        As in the result.
+    cases : tuple of str
+        Every case that will be measured, in order.
+    baseline : str
+        The method against which differences are shown.
+    """
+
+    type: ClassVar[str] = "run_started"
+    created: str
+    kvprof_version: str
+    kind: str
+    command: tuple[str, ...]
+    mode: str
+    inputs: dict[str, Any]
+    environment: dict[str, Any]
+    shape: dict[str, Any]
+    cases: tuple[str, ...]
+    baseline: str
+    format: str = EVENTS
+
+
+@dataclass(frozen=True)
+class CaseStarted(Event):
+    """A method at one batch, input length and output length.
+
+    Attributes
+    ----------
+    case : str
+        Its name in this run, for example ``fdc b1 in2048 out64``.
+    method : str
+    rate : float or None
+        Of the cache's bytes, measured by the plan.
+    batch, input_len, output_len : int
+    layers : list of dict
+        Per layer ``layer``, ``key_ranks`` and ``value_ranks`` (per KV head), ``nbytes`` (of its
+        cache at the end of the request).
+    labels : dict of str
+        What a reader must know: ``by_difference`` and the like, free text.
+    """
+
+    type: ClassVar[str] = "case_started"
+    case: str
+    method: str
+    rate: float | None
+    batch: int
+    input_len: int
+    output_len: int
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartSample(Event):
+    """A part was timed.
+
+    Attributes
+    ----------
+    case, phase : str
+        The phase is ``prefill`` or ``decode``.
+    part : str
+        One of `PARTS`.
+    seconds : float
+        Of one occurrence.
+    step : int
+        Which forward pass of the case; prefill is 0.
+    context : int
+        Tokens in the cache during it.
+    layer : int or None
+        None for what belongs to none, or to all together.
+    weight : float
+        How many such occurrences this one stands for: layers that were not sampled, steps that were
+        not run. What the part costs the request is ``seconds * weight``.
+    """
+
+    type: ClassVar[str] = "part"
+    case: str
+    phase: str
+    part: str
+    seconds: float
+    step: int
+    context: int
+    layer: int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class StepFinished(Event):
+    """A forward pass ended; `seconds` is its wall time, `weight` the passes it stands for."""
+
+    type: ClassVar[str] = "step"
+    case: str
+    phase: str
+    step: int
+    context: int
+    seconds: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerMeasured(Event):
+    """A layer's attention against float64 on the same inputs: relative Frobenius error."""
+
+    type: ClassVar[str] = "layer"
+    case: str
+    layer: int
+    error: float | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemorySample(Event):
+    """Bytes of the cache at a context, and of the process's device at most so far.
+
+    Attributes
+    ----------
+    logical, allocated, full_width : int
+        Stored tensors, what is reserved for them, and full width at the same context.
+    peak : int or None
+        Device memory (CPU: resident memory) at most so far.
+    levels : dict of int
+        Tokens per level by name, for methods that have levels.
+    """
+
+    type: ClassVar[str] = "memory"
+    case: str
+    context: int
+    logical: int
+    allocated: int
+    full_width: int
+    peak: int | None = None
+    levels: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Balance(Event):
+    """How a schedule loads the multiprocessors in one attention call.
+
+    Attributes
+    ----------
+    schedule, phase : str
+    predicted : list of float
+        Work per multiprocessor, relative to their mean.
+    measured : list of float or None
+        Busy seconds per multiprocessor; None where it was not measured.
+    """
+
+    type: ClassVar[str] = "balance"
+    case: str
+    schedule: str
+    phase: str
+    predicted: list[float]
+    measured: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class TelemetrySample(Event):
+    """The machine at one moment.
+
+    Attributes
+    ----------
+    device : str
+        ``gpu 0`` or ``cpu``.
+    values : dict of float
+        ``sm_mhz``, ``memory_mhz``, ``power_w``, ``temperature_c``, ``memory_bytes``,
+        ``utilisation`` (0 to 1); on a CPU ``memory_bytes`` and ``load``. What the machine does not
+        tell is absent.
+    throttled : tuple of str
+        Reasons, empty for none.
+    """
+
+    type: ClassVar[str] = "telemetry"
+    device: str
+    values: dict[str, float]
+    throttled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Warned(Event):
+    """A reader must know this before believing the figures; `case` None is the whole run."""
+
+    type: ClassVar[str] = "warning"
+    message: str
+    case: str | None = None
+
+
+@dataclass(frozen=True)
+class CaseFinished(Event):
+    """The case's wall times without instrumentation, and with it.
+
+    Attributes
+    ----------
+    prefill_seconds, decode_seconds : float
+        An uninstrumented run of the same request; of a composed run, the whole layers' times
+        integrated.
+    instrumented_prefill_seconds, instrumented_decode_seconds : float or None
+        The same with every part timed; None for a composed run.
+    energy_joules : float or None
+        Of the uninstrumented run, from telemetry.
+    """
+
+    type: ClassVar[str] = "case_finished"
+    case: str
+    prefill_seconds: float
+    decode_seconds: float
+    instrumented_prefill_seconds: float | None = None
+    instrumented_decode_seconds: float | None = None
+    energy_joules: float | None = None
+
+
+@dataclass(frozen=True)
+class RunFinished(Event):
+    """The last event. Without it the run was killed.
+
+    Attributes
+    ----------
+    complete : bool
+    reason : str or None
+        Why it is not complete.
+    extra : dict
+        Keys of the result's `data` that no other event carries: ``requests``, ``capacity``,
+        ``check``.
+    """
+
+    type: ClassVar[str] = "run_finished"
+    complete: bool
+    reason: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+_TYPES: dict[str, type[Event]] = {
+    kind.type: kind
+    for kind in (
+        RunStarted, CaseStarted, PartSample, StepFinished, LayerMeasured, MemorySample, Balance,
+        TelemetrySample, Warned, CaseFinished, RunFinished,
+    )
+}  # fmt: skip
+
+
+def event_line(event: Event) -> dict[str, Any]:
+    """Return an event as plain JSON types, its type under ``event``."""
+    plain = to_plain({"event": event.type, **asdict(event)})
+    assert isinstance(plain, dict)
+    return plain
+
+
+def event_from(line: Mapping[str, Any]) -> Event:
+    """Return the event of a line that `event_line` made.
+
+    Keys that this version does not know are left out, so that a newer minor version can be read.
+
+    Raises
+    ------
+    ValueError
+        When it is no event, with what is wrong.
+    """
+    kind = _TYPES.get(str(line.get("event")))
+    if kind is None:
+        raise ValueError(f"{line.get('event')!r} is no event")
+    names = [entry.name for entry in fields(kind)]
+    known = {name: line[name] for name in names if name in line}
+    for name in ("command", "cases", "throttled"):
+        if isinstance(known.get(name), list):
+            known[name] = tuple(known[name])
+    try:
+        return kind(**known)
+    except TypeError as wrong:
+        raise ValueError(f"a {kind.type} event: {wrong}") from wrong

@@ -1,0 +1,256 @@
+"""The figures of a result that can be held against another result's, each with its key."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+__all__ = ["Figure", "figures_of"]
+
+Row = Mapping[str, Any]
+Key = tuple[tuple[str, Any], ...]
+
+_LEAST_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a result.
+
+    Attributes
+    ----------
+    key : tuple of (str, value)
+        What it is of: names and values, the same in every result of the kind.
+    name : str
+        Of the figure.
+    value : float
+    better : str or None
+        ``lower`` or ``higher``; None where neither is.
+    samples : sequence of float or None
+        Whose median `value` is.
+    interval : (float, float) or None
+        In which `value` lies.
+    headline : bool
+        Whether a limit on what may get worse counts it; parts of a whole do not.
+    """
+
+    key: Key
+    name: str
+    value: float
+    better: str | None = None
+    samples: Sequence[float] | None = None
+    interval: tuple[float, float] | None = None
+    headline: bool = False
+
+
+def figures_of(result: Row) -> list[Figure]:
+    """Return what can be compared of a result; empty for a kind that measures nothing.
+
+    Parameters
+    ----------
+    result : mapping
+        Of any kind that passes the schema.
+    """
+    return list(_KINDS.get(result["kind"], _loose)(result["data"]))
+
+
+def _key(row: Row, names: Sequence[str]) -> Key:
+    return tuple((name, row[name]) for name in names)
+
+
+def _given(
+    row: Row,
+    name: str,
+    key: Key,
+    better: str | None = None,
+    *,
+    interval: str | None = None,
+    headline: bool = False,
+) -> Iterator[Figure]:
+    """Yield a row's figure, unless it was not measured."""
+    if row.get(name) is None:
+        return
+    ends = row.get(interval) if interval is not None else None
+    known = tuple(ends) if ends is not None and None not in ends else None
+    yield Figure(key, name, row[name], better, interval=known, headline=headline)
+
+
+def _sampled(name: str, key: Key, row: Row) -> Iterator[Figure]:
+    samples = row.get("seconds")
+    if samples:
+        ends = row.get("seconds_interval")
+        interval = tuple(ends) if ends is not None and None not in ends else None
+        several = samples if len(samples) >= _LEAST_SAMPLES else None
+        yield Figure(key, name, median(samples), "lower", several, interval, headline=True)
+
+
+def _bench(data: Row) -> Iterator[Figure]:
+    names = ("method", "phase", "batch", "seq", "dtype", "schedule")
+    for row in data["rows"]:
+        key = _key(row, names)
+        yield from _sampled("seconds", key, row)
+        for name, better in (("speedup", "higher"), ("error", "lower"), ("cache_bytes", "lower")):
+            yield from _given(row, name, key, better)
+    for row in data["baselines"]:
+        fixed = {"method": row["name"], "dtype": None, "schedule": None}
+        yield from _sampled("seconds", _key({**row, **fixed}, names), row)
+
+
+def _jct(data: Row) -> Iterator[Figure]:
+    for case in data["cases"]:
+        key: Key = (("case", case["case"]),)
+        yield from _given(case, "jct_seconds", key, "lower", headline=True)
+        yield from _given(case, "ttft_seconds", key, "lower", headline=True)
+        steps = [
+            row for row in data["steps"] if row["case"] == case["case"] and row["phase"] == "decode"
+        ]
+        if case["tbt_seconds"] is not None:
+            # Steps that stand for unlike numbers of passes are no sample of their median.
+            alike = len({row["weight"] for row in steps}) == 1 and len(steps) >= _LEAST_SAMPLES
+            samples = [row["seconds"] for row in steps] if alike else None
+            yield Figure(key, "tbt_seconds", case["tbt_seconds"], "lower", samples, headline=True)
+        yield from _given(case, "tbt_p99_seconds", key, "lower")
+        yield from _given(case, "energy_per_token_joules", key, "lower")
+    for row in data["parts"]:
+        key = _key(row, ("case", "phase", "part"))
+        yield from _given(row, "seconds", key, "lower")
+
+
+def _eval(data: Row) -> Iterator[Figure]:
+    for row in data["evaluations"]:
+        key = (("method", row["method"]),)
+        yield from _given(
+            row, "relative_accuracy", key, "higher", interval="relative_accuracy_interval",
+            headline=True,
+        )  # fmt: skip
+        yield from _given(
+            row, "perplexity_ratio", key, "lower", interval="perplexity_ratio_interval",
+            headline=True,
+        )  # fmt: skip
+        yield Figure(key, "kl_mean", row["kl"]["mean"], "lower")
+        yield from _given(row, "rate", key, "higher")
+        for task, found in row["tasks"].items():
+            of = (*key, ("task", task))
+            yield Figure(of, "task_accuracy", found["accuracy"], "higher", headline=True)
+
+
+def _frontier(data: Row) -> Iterator[Figure]:
+    for method in data["methods"]:
+        key = (("method", method["label"]),)
+        yield from _given(
+            method, "max_rate", key, "higher", interval="max_rate_interval", headline=True
+        )
+        for target, rate in method["max_rates"].items():
+            yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
+
+
+def _spectrum(data: Row) -> Iterator[Figure]:
+    for row in data["removal"]:
+        key = _key(row, ("removal_rate",))
+        yield from _given(row, "dim_rate", key, "higher", headline=True)
+        yield from _given(row, "dim_rate_rounded", key, "higher")
+        yield from _given(row, "dim_rate_without_first", key, "higher")
+    for pair, found in data["pairs"].items():
+        key = (("pair", pair),)
+        yield from _given(found, "cv_of_max", key)
+        ranks = [rank for layer in found["effective_rank"] for rank in layer]
+        if ranks:
+            yield Figure(key, "mean_effective_rank", sum(ranks) / len(ranks))
+
+
+def _stability(data: Row) -> Iterator[Figure]:
+    names = (
+        "pair", "source", "target", "tokens", "seq_len_source", "seq_len_target", "removal_rate",
+        "rank",
+    )  # fmt: skip
+    for row in data["curves"]:
+        # Averages only: single heads are thousands.
+        if row["layer"] is None and row["seed"] is None:
+            key = _key(row, names)
+            for name in ("ratio_sign_aligned", "extra_energy_loss", "extra_score_error"):
+                yield from _given(row, name, key, "lower", headline=name != "ratio_sign_aligned")
+            yield from _given(row, "extra_output_error", key, "lower", headline=True)
+    for claim in data["claims"]:
+        key = _key(claim, ("claim", "pair", "target", "tokens"))
+        if isinstance(claim["measured"], int | float):
+            yield from _given(claim, "measured", key, interval="interval")
+
+
+def _plan(data: Row) -> Iterator[Figure]:
+    if data["plan"] is not None:
+        plan = data["plan"]
+        key: Key = (("method", plan["method"]), ("context", plan["context"]))
+        for name in ("rate", "dim_rate"):
+            yield from _given(plan, name, key, "higher", headline=name == "rate")
+        for part, size in plan["bytes"].items():
+            yield Figure((*key, ("bytes", part)), "bytes", size, None)
+    for row in (data["fit"] or {}).get("rows", ()):
+        key = (("label", row["label"]),)
+        yield from _given(row, "room_bytes", key, "higher")
+        for found in row["longest_context"]:
+            of = (*key, ("batch", found["batch"]))
+            yield from _given(
+                {"longest_context": found["tokens"]}, "longest_context", of, "higher", headline=True
+            )
+
+
+def _generate(data: Row) -> Iterator[Figure]:
+    if data["cache"] is not None:
+        key = (("of", "cache"),)
+        yield from _given(data["cache"], "rate", key, "higher", headline=True)
+        yield from _given(data["cache"], "measured_bytes", key, "lower")
+    if data["difference"] is not None and data["difference"]["kl"]:
+        kl = data["difference"]["kl"]
+        yield Figure((("of", "difference"),), "kl_mean", sum(kl) / len(kl), "lower")
+
+
+def _nothing(data: Row) -> Iterator[Figure]:
+    return iter(())
+
+
+def _loose(data: Row, path: str = "", known: Key = ()) -> Iterator[Figure]:
+    """Yield every figure of data without a fixed form; a row is known by its words and counts."""
+    key = (("of", path), *known) if path else known
+    for name, value in data.items():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(value, Mapping):
+            yield from _loose(value, inner, known)
+        elif _is_numbers(value):
+            if len(value) >= _LEAST_SAMPLES and _is_time(name):
+                yield Figure(key, name, median(value), "lower", value, headline=True)
+        elif isinstance(value, list):
+            for row in value:
+                if isinstance(row, Mapping):
+                    own = dict(known) | dict(_identity(row))
+                    yield from _loose(row, inner, tuple(own.items()))
+        elif isinstance(value, float) or (isinstance(value, int) and "bytes" in name):
+            better = "lower" if _is_time(name) or "bytes" in name else None
+            yield Figure(key, name, value, better, headline=better is not None)
+
+
+def _identity(row: Row) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, str) or (type(value) is int and "bytes" not in name):
+            yield name, value
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith(("_s", "seconds")) and not name.endswith("per_s")
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(entry) in (int, float) for entry in value)
+
+
+_KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
+    "bench": _bench,
+    "compare": _nothing,
+    "doctor": _nothing,
+    "eval": _eval,
+    "frontier": _frontier,
+    "generate": _generate,
+    "jct": _jct,
+    "plan": _plan,
+    "spectrum": _spectrum,
+    "stability": _stability,
+}

@@ -1,0 +1,177 @@
+"""Events of a run into its result: pure functions, the same for a live view and a file."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+from kvprof.errors import FailedError
+from kvprof.records.cases import Case, case_row, layer_rows, part_rows, step_rows
+from kvprof.records.events import (
+    CaseStarted,
+    Event,
+    RunFinished,
+    RunStarted,
+    TelemetrySample,
+    Warned,
+)
+from kvprof.records.result import build_result
+
+__all__ = ["MOST_UNATTRIBUTED", "Fold", "fold", "result_of"]
+
+#: Share of a case's time without a name above which its result warns.
+MOST_UNATTRIBUTED = 0.1
+_SERIES = 1000  # telemetry samples that a result keeps per device
+_RUNNING = "the record ends before the run does: it was killed, or is still running"
+
+
+def fold(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the `data` of the result that events become; see ``schema/jct.json``.
+
+    Parameters
+    ----------
+    events : iterable of Event
+        In the order of the journal, from the run's start; they may end anywhere.
+    """
+    folding = Fold()
+    for event in events:
+        folding.add(event)
+    return folding.data()
+
+
+def result_of(events: Iterable[Event], *, damage: str | None = None) -> dict[str, Any]:
+    """Return the whole result that events become, marked incomplete when they end early.
+
+    Parameters
+    ----------
+    events : iterable of Event
+        In the order of the journal, from the run's start.
+    damage : str, optional
+        What is wrong with the journal after them (`kvprof.records.journal.Recording`).
+
+    Raises
+    ------
+    FailedError
+        When there is no event that says what was run.
+    """
+    folding = Fold()
+    for event in events:
+        folding.add(event)
+    return folding.result(damage)
+
+
+class Fold:
+    """Takes events one by one; what it returns depends on nothing but them."""
+
+    def __init__(self) -> None:
+        self.started: RunStarted | None = None
+        self._ended: RunFinished | None = None
+        self._cases: dict[str, Case] = {}
+        self._telemetry: dict[str, list[TelemetrySample]] = {}
+        self._warnings: list[str] = []
+
+    def add(self, event: Event) -> None:
+        """Take the next event of the journal."""
+        match event:
+            case RunStarted():
+                self.started = event
+            case RunFinished():
+                self._ended = event
+            case CaseStarted():
+                self._cases[event.case] = Case(event)
+            case TelemetrySample():
+                self._telemetry.setdefault(event.device, []).append(event)
+            case Warned():
+                where = "" if event.case is None else f"{event.case}: "
+                self._warnings.append(where + event.message)
+            case _:
+                self._cases[getattr(event, "case")].add(event)  # noqa: B009 - only cases' are left
+
+    def data(self) -> dict[str, Any]:
+        """Return the `data` of the result; see ``schema/jct.json``."""
+        cases = list(self._cases.values())
+        extra = self._ended.extra if self._ended is not None else {}
+        return {
+            **dict.fromkeys(("requests", "capacity", "check")),
+            **extra,
+            "mode": self.started.mode if self.started else None,
+            "shape": self.started.shape if self.started else {},
+            "baseline": self.started.baseline if self.started else None,
+            "cases": [case_row(case) for case in cases],
+            "parts": [row for case in cases for row in part_rows(case)],
+            "steps": [row for case in cases for row in step_rows(case)],
+            "layers": [row for case in cases for row in layer_rows(case)],
+            "memory": [
+                {"case": sample.case, "context": sample.context, "logical": sample.logical,
+                 "allocated": sample.allocated, "full_width": sample.full_width,
+                 "peak": sample.peak, "levels": sample.levels}
+                for case in cases for sample in case.memory
+            ],
+            "balance": [
+                {"case": one.case, "schedule": one.schedule, "phase": one.phase,
+                 "predicted": one.predicted, "measured": one.measured}
+                for case in cases for one in case.balance
+            ],
+            "telemetry": {
+                device: _telemetry(samples) for device, samples in self._telemetry.items()
+            },
+        }  # fmt: skip
+
+    def result(self, damage: str | None = None) -> dict[str, Any]:
+        """Return the whole result; see `result_of`."""
+        started, ended = self.started, self._ended
+        if started is None:
+            raise FailedError("the record holds no event yet; look again when the run has started")
+        try:
+            created = datetime.fromisoformat(started.created)
+        except ValueError:
+            raise FailedError(
+                f"the record's first event states no time: {started.created!r}"
+            ) from None
+        complete = ended is not None and ended.complete and damage is None
+        reason = None
+        if not complete:
+            reason = ended.reason if ended is not None else _RUNNING
+            reason = f"the record is damaged, {damage}" if damage is not None else reason
+        result = build_result(
+            started.kind,
+            environment=started.environment,
+            inputs=started.inputs,
+            data=self.data(),
+            warnings=[*self._warnings, *self._doubts()],
+            complete=complete,
+            created=created,
+            incomplete_reason=reason,
+        )
+        return result | {"kvprof_version": started.kvprof_version}
+
+    def _doubts(self) -> list[str]:
+        found = []
+        for name, case in self._cases.items():
+            share = case.unattributed_share()
+            if share is not None and abs(share) > MOST_UNATTRIBUTED:
+                what = "of its time has no part" if share > 0 else "more than its time is in parts"
+                found.append(f"{name}: {100 * abs(share):.1f} % {what}; its shares are doubtful")
+        return found
+
+
+def _telemetry(samples: Sequence[TelemetrySample]) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for sample in samples for name in sample.values))
+    values: dict[str, Any] = {}
+    for name in names:
+        known = [sample.values[name] for sample in samples if name in sample.values]
+        values[name] = {"median": median(known), "least": min(known), "most": max(known)}
+    reasons: dict[str, int] = {}
+    for sample in samples:
+        for reason in sample.throttled:
+            reasons[reason] = reasons.get(reason, 0) + 1
+    kept = samples[:: -(-len(samples) // _SERIES)]
+    return {
+        "samples": len(samples),
+        "values": values,
+        "throttled": reasons,
+        "series": {
+            "time": [sample.time for sample in kept],
+            **{name: [sample.values.get(name) for sample in kept] for name in names},
+        },
+    }

@@ -1,0 +1,292 @@
+"""The live view: a Textual application that reads events and draws them."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import plotext  # noqa: F401 - takes 0.1 s: before the first frame, not in it
+from rich.text import Text
+from textual.app import App
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from kvprof.errors import KvprofError
+from kvprof.tui.choice import Choice
+from kvprof.tui.keys import KEYS, SCREENS
+from kvprof.tui.layer_rows import COLUMNS
+from kvprof.tui.palette import Ink
+from kvprof.tui.saving import recorded_result, save_new
+from kvprof.tui.screens.balance import BalanceScreen
+from kvprof.tui.screens.base import RunScreen
+from kvprof.tui.screens.cache import CacheScreen
+from kvprof.tui.screens.help import HelpScreen
+from kvprof.tui.screens.layers import LayersScreen
+from kvprof.tui.screens.log import LogScreen
+from kvprof.tui.screens.overview import OverviewScreen
+from kvprof.tui.screens.quit import QuitScreen
+from kvprof.tui.session import Session
+
+__all__ = ["LiveApp"]
+
+_FRAME = 0.1  # seconds between two drawings; a person reads no faster
+_REST = 0.05  # seconds until the record is looked at again when it held nothing new
+
+
+class LiveApp(App[int]):
+    """Shows a run; returns the exit code of the measurement behind it.
+
+    Parameters
+    ----------
+    session : Session
+    save_to : Path
+        Folder for what `x` and `e` save.
+    light : bool
+        For a terminal with a light background.
+    """
+
+    CSS_PATH = "app.tcss"
+    TITLE = "kvprof tui"
+    ENABLE_COMMAND_PALETTE = False
+    MODES: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {  # type: ignore[assignment]
+        "overview": OverviewScreen,
+        "layers": LayersScreen,
+        "balance": BalanceScreen,
+        "cache": CacheScreen,
+        "log": LogScreen,
+    }
+    DEFAULT_MODE = "overview"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(n), f"show({name!r})", name) for n, name in enumerate(SCREENS, 1)),
+        *(Binding(key.key, key.action, key.word) for key in KEYS),
+        Binding("N", "request(-1)", "the request before", show=False),
+        Binding("ctrl+c", "leave", "quit", show=False, priority=True),
+    ]
+
+    def __init__(self, session: Session, *, save_to: Path, light: bool = False) -> None:
+        # Without colour the terminal's own ground and ink are the only ones that surely fit.
+        no_colour = "NO_COLOR" in os.environ
+        super().__init__(ansi_color=True if no_colour else None)
+        kind = "ansi" if no_colour else "textual"
+        self.theme = f"{kind}-{'light' if light else 'dark'}"
+        self.session = session
+        self.choice = Choice()
+        self._save_to = save_to
+        #: Seconds between two drawings of a curve, which costs most and changes least.
+        self.calm = 1.0
+
+    @property
+    def dark(self) -> bool:
+        """Whether the ground is dark."""
+        return self.current_theme.dark
+
+    @property
+    def ink(self) -> Ink:
+        """What figures are drawn with."""
+        return Ink(dark=self.dark, colour=not self.no_color)
+
+    def on_mount(self) -> None:
+        """Begin to read, and to draw."""
+        # What is loaded by now stays; a collection that looks through it costs several frames.
+        gc.freeze()
+        self.run_worker(self._read(), name="read")
+        self.set_interval(_FRAME, self.draw)
+        if self.session.worker is not None:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                loop.add_signal_handler(number, self._told_to_end, number)
+
+    def on_unmount(self) -> None:
+        """Give the signals back."""
+        if self.session.worker is not None:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+
+    def _told_to_end(self, number: int) -> None:
+        """Leave; a measurement that nobody watches or awaits any more ends after its step."""
+        if self.session.worker is not None:
+            self.session.worker.interrupt()
+        self.exit(128 + number)
+
+    async def _read(self) -> None:
+        """Read events for as long as the view is open, and never long enough to miss a key."""
+        while True:
+            busy = self.session.advance()
+            worker = self.session.worker
+            if worker is not None and worker.stopping and not worker.running:
+                self.exit(self.session.exit_code)
+                return
+            await asyncio.sleep(0 if busy else _REST)
+
+    def draw(self) -> None:
+        """Draw the current screen, also below a question."""
+        for screen in self.screen_stack:
+            if isinstance(screen, RunScreen):
+                screen.refresh_all()
+
+    def status_line(self, width: int) -> Text:
+        """Return what is looked at, and how far it is."""
+        run, status = self.session.state.run, self.session.status()
+        words = [self.session.name]
+        if run is not None:
+            name = str(run.shape.get("name", "")) or str(run.inputs.get("model", ""))
+            words += [name] if name else []
+            words += [f"{run.mode} run"] if run.mode else []
+        if self.session.state.warnings:
+            count = self.session.state.warnings
+            status = f"! {count} warning{'s' if count > 1 else ''} (5) · {status}"
+        left = Text(" · ".join(words), no_wrap=True, overflow="ellipsis")
+        left.truncate(max(0, width - len(status) - 2), overflow="ellipsis")
+        left.append(" " * max(1, width - left.cell_len - len(status)))
+        return left.append(status, style="bold")
+
+    def hidden_keys(self) -> frozenset[str]:
+        """Return the keys that would do nothing now."""
+        hidden = set()
+        if not self.session.source.playing:
+            hidden.add("end")
+        if len(self.session.state.requests()) < 2:
+            hidden.add("n")
+        return frozenset(hidden)
+
+    def key_words(self) -> dict[str, str]:
+        """Return what keys are called now, where that changes."""
+        return {"space": "resume"} if self.session.paused else {}
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave a key to others where it has nothing to do, or a question is open."""
+        if action in _OWN and not isinstance(self.screen, RunScreen):
+            return False
+        if action == "jump":
+            return self.session.source.playing
+        return True
+
+    def action_show(self, name: str) -> None:
+        """Go to a screen."""
+        self.switch_mode(name)
+
+    def action_method(self, name: str | None = None) -> None:
+        """Choose a method, the next one when none is named."""
+        if name is not None:
+            self.choice.method = name
+        elif self.choice.next_method(self.session.state) is None:
+            self._say("no method was started yet")
+        self.draw()
+
+    def action_baseline(self) -> None:
+        """Hold the others against the next method."""
+        if self.choice.next_baseline(self.session.state) is None:
+            self._say("no method was started yet")
+        self.draw()
+
+    def action_request(self, by: int) -> None:
+        """Go to another batch and lengths."""
+        self.choice.move_request(self.session.state, by)
+        self.draw()
+
+    def action_sort(self) -> None:
+        """Change the order of what the screen lists."""
+        screen = self.screen
+        if isinstance(screen, LayersScreen):
+            columns = list(COLUMNS)
+            following = columns[(columns.index(self.choice.sort) + 1) % len(columns)]
+            self.choice.sort, self.choice.descending = following, following != "layer"
+        elif isinstance(screen, OverviewScreen):
+            self.choice.parts_by_size = not self.choice.parts_by_size
+        elif isinstance(screen, BalanceScreen):
+            self.choice.processors_by_load = not self.choice.processors_by_load
+        self.draw()
+
+    def action_sort_by(self, column: str) -> None:
+        """Sort layers by a column; a second time, the other way round."""
+        same = self.choice.sort == column
+        self.choice.descending = not self.choice.descending if same else column != "layer"
+        self.choice.sort = column
+        self.draw()
+
+    def action_filter(self) -> None:
+        """Write a filter for layers."""
+        if isinstance(self.screen, LayersScreen):
+            self.screen.ask_filter()
+
+    def action_pause(self) -> None:
+        """Hold the view still, or let it go on; the measurement never notices."""
+        self.session.paused = not self.session.paused
+        self.draw()
+
+    def action_jump(self) -> None:
+        """Play the rest of a replay at once."""
+        self.session.source.jump()
+
+    def action_help(self) -> None:
+        """Show every key."""
+        self.push_screen(HelpScreen())
+
+    def action_save_svg(self) -> None:
+        """Save the screen as an SVG file."""
+        name = self.screen.called if isinstance(self.screen, RunScreen) else "screen"
+        drawn = self.export_screenshot(title=f"kvprof tui · {self.session.name}")
+        try:
+            path = save_new(self._save_to, f"kvprof-{name}", ".svg", drawn)
+        except KvprofError as problem:
+            self._say(str(problem), wrong=True)
+        else:
+            self._say(f"saved {path}")
+
+    async def action_export(self) -> None:
+        """Write the result, as far as it is measured."""
+        self.run_worker(self._export(), name="export")
+
+    async def _export(self) -> None:
+        session = self.session
+        try:
+            # A long record takes seconds to fold; the view goes on meanwhile.
+            text = await asyncio.to_thread(recorded_result, session.record, session.result)
+            path = save_new(self._save_to, "kvprof-result", ".json", text)
+        except KvprofError as problem:
+            self._say(str(problem), wrong=True)
+        else:
+            whole = json.loads(text)["complete"]
+            self._say(f"exported {path}" + ("" if whole else " (incomplete so far)"))
+
+    async def action_quit(self) -> None:
+        """Leave, as `q` does."""
+        self.action_leave()
+
+    def action_leave(self) -> None:
+        """Leave; ask first while a measurement of the view's own is running."""
+        if isinstance(self.screen, QuitScreen):
+            return
+        worker = self.session.worker
+        if worker is None or not worker.running:
+            self.exit(self.session.exit_code)
+            return
+        self.push_screen(QuitScreen(str(worker.folder), worker.stopping), self._answered)
+
+    def _answered(self, answer: str | None) -> None:
+        worker = self.session.worker
+        if worker is None or answer in (None, "stay"):
+            return
+        if answer == "finish":
+            worker.released = True
+            self.exit(self.session.exit_code)
+        elif worker.stopping:
+            worker.end()
+        else:
+            worker.interrupt()
+        self.draw()
+
+    def _say(self, words: str, *, wrong: bool = False) -> None:
+        self.notify(words, severity="error" if wrong else "information", markup=False, timeout=4)
+
+
+# What needs a screen of the run: below a question or the help these keys do nothing.
+_OWN = frozenset(
+    ("show", "method", "baseline", "request", "sort", "filter", "pause", "save_svg", "export",
+     "help", "jump")
+)  # fmt: skip

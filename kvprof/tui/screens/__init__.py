@@ -1,0 +1,1 @@
+"""The screens of the live view, one per file; each draws the state and changes nothing."""

@@ -1,0 +1,164 @@
+"""What every screen has: tabs, status, keys, and a line where there is too little room."""
+
+import time
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich.console import RenderableType
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.events import Click, Resize
+from textual.screen import Screen
+from textual.widgets import Static
+
+from kvprof.tui.drawings.flat import text_lines
+from kvprof.tui.keys import footer, tabs
+
+if TYPE_CHECKING:
+    from kvprof.tui.app import LiveApp
+
+__all__ = ["LEAST_COLUMNS", "LEAST_ROWS", "RunScreen"]
+
+LEAST_COLUMNS, LEAST_ROWS = 60, 12
+_SHORT = 30  # rows below which no line stays empty for its looks
+
+
+class RunScreen(Screen[None]):
+    """A screen that shows a run.
+
+    A subclass composes its own widgets in `compose_body` and fills them in `draw`, through `put`,
+    which draws only what has changed.
+    """
+
+    #: Name of the screen, as `kvprof.tui.keys.SCREENS` has it.
+    called: ClassVar[str] = ""
+    #: Columns from which on `-wide` is set.
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (115, "-wide")]  # noqa: RUF012 - as Textual has it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._composed = False
+        self._drawn: dict[str, Hashable] = {}
+        self._drawn_at: dict[str, float] = {}
+        self._shapes: dict[str, tuple[int, list[int]]] = {}
+
+    @property
+    def live(self) -> "LiveApp":
+        """The app, as what it is."""
+        return self.app  # type: ignore[return-value]
+
+    def compose(self) -> ComposeResult:
+        """Put the widgets of every screen around the screen's own."""
+        # One below the other: Textual lays widgets that dock to one edge over each other.
+        for name in ("tabs", "status", "banner", "narrow"):
+            yield Static(id=name)
+        yield from self.compose_body()
+        yield Static(id="keys")
+
+    def compose_body(self) -> ComposeResult:
+        """Return the screen's own widgets."""
+        raise NotImplementedError
+
+    def draw(self) -> None:
+        """Fill the screen's own widgets from the state."""
+        raise NotImplementedError
+
+    def footer_text(self) -> Text | None:
+        """Return what stands in the footer instead of the keys; None for the keys."""
+        return None
+
+    def on_mount(self) -> None:
+        """Draw at once."""
+        self._composed = True
+        self.refresh_all()
+
+    def on_screen_resume(self) -> None:
+        """Draw what happened while another screen was shown."""
+        self.refresh_all()
+
+    def on_resize(self, event: Resize) -> None:
+        """Say so where there is too little room; draw again for the new width otherwise."""
+        size = event.size
+        small = size.width < LEAST_COLUMNS or size.height < LEAST_ROWS
+        self.set_class(small, "too-small")
+        self.set_class(size.height < _SHORT, "short")
+        self._drawn.clear()
+        self.refresh_all()
+
+    async def on_click(self, event: Click) -> None:
+        """Do what the clicked word stands for."""
+        action = event.style.meta.get("press")
+        if action is not None:
+            await self.app.run_action(f"app.{action}")
+
+    def refresh_all(self) -> None:
+        """Draw everything that has changed."""
+        if not self._composed or not self.size.width:
+            return
+        app = self.live
+        width = self.size.width
+        self.put("tabs", (app.dark,), lambda: tabs(self.called))
+        status = app.status_line(width - 2)
+        self.put("status", (status,), lambda: status)
+        banner = app.session.banner()
+        self.put("banner", (banner,), lambda: Text(f"! {banner}", style=app.ink.bad()))
+        self.query("#banner").set_class(banner is not None, "shown")
+        own, hidden, words = self.footer_text(), app.hidden_keys(), app.key_words()
+        self.put(
+            "keys",
+            (own, hidden, tuple(words.items())),
+            lambda: own or footer(self.called, hidden=hidden, words=words, width=width - 2),
+        )
+        if self.has_class("too-small"):
+            line = (
+                f"kvprof tui needs {LEAST_COLUMNS} columns and {LEAST_ROWS} rows; this terminal "
+                f"has {width} and {self.size.height}. Make it larger, or leave with q and use "
+                "kvprof show."
+            )
+            self.put("narrow", (line,), lambda: Text(line))
+            return
+        self.draw()
+
+    def put(
+        self,
+        widget: str,
+        key: tuple[Any, ...],
+        make: Callable[[], RenderableType],
+        *,
+        every: float = 0.0,
+    ) -> None:
+        """Fill a widget with what `make` returns, unless `key` is what it was filled for.
+
+        Parameters
+        ----------
+        widget : str
+        key : tuple
+            Everything that `make` depends on.
+        make : callable
+        every : float
+            Seconds between two drawings of something costly that changes all the time.
+        """
+        target = next(iter(self.query(f"#{widget}").results(Static)), None)
+        if target is None:  # the screen is being taken down
+            return
+        # Before the first layout a widget has no width; it is drawn again when it has.
+        width = target.size.width or self.size.width
+        known, before = (width, _hashable(key)), self._drawn.get(widget)
+        if before == known:
+            return
+        now = time.monotonic()
+        same_width = isinstance(before, tuple) and before[0] == width
+        if same_width and now - self._drawn_at.get(widget, now) < every:
+            return
+        self._drawn[widget], self._drawn_at[widget] = known, now
+        lines = text_lines(make(), self.app.console, width)
+        # Laying the screen out costs as much as painting it, and most figures change in place.
+        shape = (width, [-(-line.cell_len // width) for line in lines])
+        target.update(Text("\n").join(lines), layout=self._shapes.get(widget) != shape)
+        self._shapes[widget] = shape
+
+
+def _hashable(key: tuple[Any, ...]) -> Hashable:
+    return tuple(
+        (entry.plain, tuple(entry.spans)) if isinstance(entry, Text) else entry for entry in key
+    )

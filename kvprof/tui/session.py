@@ -1,0 +1,137 @@
+"""What one view looks at: the state, where its events come from, and the measurement behind it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import KvprofError
+from kvprof.tui.sources import Source
+from kvprof.tui.state import RunState
+from kvprof.tui.words import clock, duration
+from kvprof.tui.worker import Worker
+
+__all__ = ["Session"]
+
+_CHUNK = 100  # events between two chances to answer a key
+_QUIET = 5.0  # seconds without an event that are worth saying
+
+
+@dataclass
+class Session:
+    """A run as it is looked at.
+
+    Attributes
+    ----------
+    name : str
+        What the user named it.
+    source : Source
+    record : Path or None
+        The file of events; None for a result without them.
+    result : dict or None
+        That result.
+    worker : Worker or None
+        The measurement, when the view started it.
+    state : RunState
+    problem : str or None
+        Why no more events are read.
+    failure : str or None
+        How the measurement failed.
+    paused : bool
+        The view, never the measurement.
+    caught_up : bool
+        Whether everything that is there was read.
+    """
+
+    name: str
+    source: Source
+    record: Path | None = None
+    result: dict[str, Any] | None = None
+    worker: Worker | None = None
+    state: RunState = field(default_factory=RunState)
+    problem: str | None = None
+    failure: str | None = None
+    paused: bool = False
+    caught_up: bool = False
+    _ended: bool = False
+
+    def advance(self) -> bool:
+        """Take the next events; return whether there were any."""
+        self._listen()
+        if self.paused or self.problem is not None:
+            self.source.pause()
+            return False
+        try:
+            events = self.source.poll(_CHUNK)
+        except KvprofError as problem:
+            self._stop_reading(str(problem))
+            return False
+        self.state.apply_all(events)
+        if self.source.damage is not None:
+            self._stop_reading(
+                f"the record is damaged, {self.source.damage}; shown is what comes before"
+            )
+        if not events:
+            self.caught_up = True
+        return bool(events)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a measurement of the view's own is running."""
+        return self.worker is not None and self.worker.running
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the view: the measurement's own when it has ended, else 0."""
+        code = self.worker.exit_code if self.worker is not None else None
+        return code or 0
+
+    def banner(self) -> str | None:
+        """Return what must be read before any figure, or None."""
+        return self.failure or self.problem
+
+    def status(self) -> str:
+        """Return in a few words how far the run is."""
+        if self.paused:
+            return "‖ view paused"
+        if self.failure is not None:
+            return "✖ the measurement failed"
+        if self.problem is not None:
+            return "✖ reading ended"
+        state = self.state
+        if state.end is not None:
+            return "■ finished" if state.end.complete else "■ ended early"
+        if self.source.playing:
+            return f"► replay · {clock(state.time)}"
+        if self.worker is not None and self.worker.stopping and self.measuring:
+            return "● stopping after the step in hand"
+        if self.worker is not None and not self.measuring and self.caught_up:
+            return "■ ended early"
+        if state.run is None:
+            return "○ waiting for the first event" if self.record is not None else "■ a result"
+        done, planned = state.done()
+        age = self.source.age()
+        if self.caught_up and not self.measuring and age is not None and age > _QUIET:
+            return f"○ no event for {duration(age)}: stuck, or killed"
+        return f"● measuring · {min(done + 1, planned)} of {planned} · {clock(state.time)}"
+
+    def _stop_reading(self, why: str) -> None:
+        self.problem = why
+        self.state.write("damage", why)
+
+    def _listen(self) -> None:
+        """Take what the measurement says on stderr, and notice its end."""
+        worker = self.worker
+        if worker is None or self._ended:
+            return
+        ended = not worker.running  # before its last words are read
+        for line in worker.new_messages():
+            self.state.write("says", line)
+        if not ended:
+            return
+        self._ended = True
+        code = worker.exit_code or 0
+        self.state.version += 1
+        if code and not worker.stopping:
+            words = f"the measurement ended with exit code {code}: {worker.last_words()}"
+            self.failure = words
+            self.state.write("failed", words)

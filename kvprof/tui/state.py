@@ -1,0 +1,169 @@
+"""What a run has told so far: events in, figures out. No screen, no file, no clock."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvprof.records.events import (
+    Balance,
+    CaseFinished,
+    CaseStarted,
+    Event,
+    LayerMeasured,
+    MemorySample,
+    PartSample,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    TelemetrySample,
+    Warned,
+)
+from kvprof.tui.case_state import CaseState
+from kvprof.tui.thinned import Thinned
+
+__all__ = ["DeviceState", "LogLine", "RunState"]
+
+#: Lines of the log that are kept; the file on disk has all.
+LOG_LINES = 2000
+_HISTORY = 256
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of the log; `kind` is a word that says what it is."""
+
+    time: float
+    kind: str
+    text: str
+
+
+class DeviceState:
+    """The telemetry of one device."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, float] = {}
+        self.throttled: tuple[str, ...] = ()
+        self.history: Thinned[tuple[float, dict[str, float]]] = Thinned(_HISTORY)
+
+
+class RunState:
+    """Takes events in order; what an event costs does not depend on how many came before.
+
+    Attributes
+    ----------
+    run : RunStarted or None
+    end : RunFinished or None
+    cases : dict of str to CaseState
+        In the order in which they were started.
+    current : str or None
+        The case under way.
+    devices : dict of str to DeviceState
+    log : deque of LogLine
+        The newest lines.
+    logged : int
+        Lines ever logged.
+    warnings : int
+    time : float
+        Of the newest event.
+    version : int
+        Events and lines so far.
+    """
+
+    def __init__(self) -> None:
+        self.run: RunStarted | None = None
+        self.end: RunFinished | None = None
+        self.cases: dict[str, CaseState] = {}
+        self.current: str | None = None
+        self.devices: dict[str, DeviceState] = {}
+        self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
+        self.logged = 0
+        self.warnings = 0
+        self.time = 0.0
+        self.version = 0
+
+    def apply(self, event: Event) -> None:
+        """Take the next event."""
+        self.version += 1
+        self.time = max(self.time, event.time)
+        match event:
+            case PartSample():
+                self.cases[event.case].part_sample(event)
+            case StepFinished():
+                self.cases[event.case].step_finished(event)
+            case TelemetrySample():
+                self._telemetry(event)
+            case MemorySample():
+                self.cases[event.case].memory_sample(event)
+            case LayerMeasured():
+                self.cases[event.case].layer_measured(event)
+            case Balance():
+                self.cases[event.case].balanced(event)
+            case Warned():
+                self.warnings += 1
+                where = f"{event.case}: " if event.case is not None else ""
+                self.write("warning", f"{where}{event.message}", event.time)
+            case CaseStarted():
+                self._case_started(event)
+            case CaseFinished():
+                self._case_finished(event)
+            case RunStarted():
+                self.run = event
+                self.write("run", f"started: {' '.join(event.command)}", event.time)
+            case RunFinished():
+                self._finished(event)
+
+    def apply_all(self, events: Iterable[Event]) -> None:
+        """Take several events."""
+        for event in events:
+            self.apply(event)
+
+    def write(self, kind: str, text: str, time: float | None = None) -> None:
+        """Add a line to the log, at the newest event's time unless another is given."""
+        self.version += 1
+        self.logged += 1
+        self.log.append(LogLine(self.time if time is None else time, kind, text))
+
+    def requests(self) -> list[tuple[int, int, int]]:
+        """Return (batch, input length, output length) of every request, as they were started."""
+        return list(dict.fromkeys(case.request for case in self.cases.values()))
+
+    def cases_of(self, request: tuple[int, int, int]) -> list[CaseState]:
+        """Return the cases that can be held against each other."""
+        return [case for case in self.cases.values() if case.request == request]
+
+    def done(self) -> tuple[int, int]:
+        """Return how many cases are finished, and how many there will be."""
+        finished = sum(1 for case in self.cases.values() if case.finished is not None)
+        planned = len(self.run.cases) if self.run is not None else 0
+        return finished, max(planned, len(self.cases))
+
+    def _case_started(self, event: CaseStarted) -> None:
+        self.cases[event.case] = CaseState(event)
+        self.current = event.case
+        self.write("case", f"{event.case}: started", event.time)
+        for what, words in event.labels.items():
+            self.write("note", f"{event.case}: {what}: {words}", event.time)
+
+    def _case_finished(self, event: CaseFinished) -> None:
+        self.cases[event.case].case_finished(event)
+        if self.current == event.case:
+            self.current = None
+        wall = event.prefill_seconds + event.decode_seconds
+        self.write("case", f"{event.case}: finished, {wall:.4g} s per request", event.time)
+
+    def _telemetry(self, event: TelemetrySample) -> None:
+        device = self.devices.setdefault(event.device, DeviceState())
+        device.latest = event.values
+        device.history.add((event.time, event.values))
+        if event.throttled != device.throttled:
+            reasons = ", ".join(event.throttled)
+            text = f"slowed down: {reasons}" if reasons else "no longer slowed down"
+            self.write("device", f"{event.device}: {text}", event.time)
+        device.throttled = event.throttled
+
+    def _finished(self, event: RunFinished) -> None:
+        self.end = event
+        if event.complete:
+            self.write("run", "finished: everything was measured", event.time)
+        else:
+            self.write("run", f"ended early: {event.reason or 'interrupted'}", event.time)

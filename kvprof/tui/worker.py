@@ -1,0 +1,165 @@
+"""The measurement that the view started: a process of its own, whose words and exit code count."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from kvprof.errors import ExitCode, FailedError
+
+__all__ = ["MESSAGES_NAME", "PROGRAM", "REPORT_NAME", "Worker"]
+
+#: How kvprof is run as a process of its own.
+PROGRAM = (sys.executable, "-m", "kvprof")
+
+#: In the run's folder: what the measurement wrote to stdout and to stderr.
+REPORT_NAME = "report.txt"
+MESSAGES_NAME = "messages.txt"
+
+_LAST_WORDS = 3
+_PATIENCE = 5.0  # seconds for a process that was told to end
+
+
+class Worker:
+    """Runs a command in the background.
+
+    Its streams are files, so that it neither waits for a reader nor dies with one, and it has a
+    session of its own, so that Ctrl-C and a closed terminal reach only the view.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The program and its arguments.
+    folder : Path
+        The run's folder; it exists.
+    width : int
+        Columns of the report that the measurement prints at its end.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        width: int = 100,
+    ) -> None:
+        self.folder = folder
+        self._command = list(command)
+        self._width = width
+        self._process: subprocess.Popen[bytes] | None = None
+        self._messages: IO[bytes] | None = None
+        self._rest = b""
+        #: Whether it was asked to end.
+        self.stopping = False
+        #: Whether it goes on when the view is left.
+        self.released = False
+
+    def start(self) -> None:
+        """Start the process.
+
+        Raises
+        ------
+        FailedError
+            When it cannot be started, or its streams cannot be written.
+        """
+        environment = os.environ | {"COLUMNS": str(self._width)}
+        try:
+            with (
+                (self.folder / REPORT_NAME).open("wb") as report,
+                (self.folder / MESSAGES_NAME).open("wb") as messages,
+            ):
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=report,
+                    stderr=messages,
+                    env=environment,
+                    start_new_session=True,
+                )
+            self._messages = (self.folder / MESSAGES_NAME).open("rb")
+        except OSError as problem:
+            raise FailedError(f"cannot start the measurement: {problem}") from problem
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended; None while it runs. Ended by a signal: 128 and its number."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None or code >= 0:
+            return code
+        return int(ExitCode.INTERRUPTED) if -code == signal.SIGINT else 128 - code
+
+    def new_messages(self) -> list[str]:
+        """Return the lines that the process wrote to stderr since the last call."""
+        if self._messages is None:
+            return []
+        self._rest += self._messages.read()
+        lines = self._rest.split(b"\n")
+        self._rest = b"" if not self.running else lines.pop()
+        return [text for line in lines if (text := line.decode("utf-8", "replace").strip())]
+
+    def last_words(self) -> str:
+        """Return the last lines that the process wrote to stderr, or how it ended."""
+        code = self._process.poll() if self._process is not None else None
+        try:
+            text = (self.folder / MESSAGES_NAME).read_text("utf-8", "replace")
+        except OSError:
+            text = ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()][-_LAST_WORDS:]
+        # kvprof says in one line why it stops; what is around it is progress.
+        lines = [line for line in lines if line.startswith("kvprof: ")][-1:] or lines
+        if code is not None and code < 0:
+            lines.append(f"ended by {signal.Signals(-code).name}")
+        return " / ".join(lines) or "it said nothing"
+
+    def report(self) -> str:
+        """Return what the process wrote to stdout."""
+        try:
+            return (self.folder / REPORT_NAME).read_text("utf-8", "replace")
+        except OSError:
+            return ""
+
+    def interrupt(self) -> None:
+        """Ask the process to end after the step in hand; it keeps what it measured."""
+        self.stopping = True
+        if self.running and self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> None:
+        """End the process now; its events stay on disk."""
+        self.stopping = True
+        if self._process is None:
+            return
+        for stop in (self._process.terminate, self._process.kill):
+            if self._process.poll() is not None:
+                return
+            stop()
+            try:
+                self._process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the process to end; return whether it did."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def clean(self) -> None:
+        """Remove what the process wrote to its streams, and the folder where nothing else is."""
+        for name in (REPORT_NAME, MESSAGES_NAME):
+            (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()

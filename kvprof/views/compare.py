@@ -1,0 +1,260 @@
+"""The report of ``kvprof compare``: what got better, what got worse, and is that sure?"""
+
+import re
+from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvprof.sizes import format_bytes
+from kvprof.views.durations import duration, signed_percent
+from kvprof.views.numbers import MISSING, count, number, percent
+from kvprof.views.page import Fitted, bullets, heading, paragraph
+from kvprof.views.tables import Column, DataTable, key_values
+
+__all__ = ["report", "run_letters"]
+
+_SHOWN = 40  # rows of a table; the others are in the JSON
+_LISTED = 12
+_VERDICTS = {
+    "better": "better", "worse": "worse", "changed": "changed", "not certain": "not certain",
+    "same": "the same", "better?": "better without an interval",
+    "worse?": "worse without an interval", "changed?": "changed without an interval",
+}  # fmt: skip
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_UNSEEN = 5e-4  # a change that is written as 0.0 %
+_COUNTS = ("seq", "tokens", "context", "seq_len_source", "seq_len_target")
+_SHARES = ("relative_accuracy", "task_accuracy", "perplexity_ratio")
+_INTERVALS = (
+    "Change: the run's figure over A's, less one, with its 95 % interval: a bootstrap of both "
+    "medians where the results carry samples, both results' own intervals otherwise."
+)
+_CERTAIN = (
+    "Not certain: the interval includes no change. Better or worse is said of the run, not of A."
+)
+
+
+def run_letters(runs: int) -> list[str]:
+    """Return what a report calls the runs: A, B, … and then numbers."""
+    return [*ascii_uppercase, *(f"run {n}" for n in range(27, runs + 1))][:runs]
+
+
+def report(
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+) -> RenderableType:
+    """Return the report for people.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``compare``.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    """
+    data = result["data"]
+    letters = run_letters(len(data["runs"]))
+    parts: list[RenderableType] = [paragraph(_answer(data, letters), "bold"), Text()]
+    parts.append(
+        key_values(
+            {
+                letter: f"{run['name']}, {data['kind']} of {run['created']}"
+                + ("" if run["complete"] else ", INCOMPLETE")
+                for letter, run in zip(letters, data["runs"], strict=True)
+            }
+        )
+    )
+    headline = [row for row in data["rows"] if row["headline"]]
+    others = [row for row in data["rows"] if not row["headline"]]
+    components = [row for row in others if "part" in row["key"]]
+    others = [row for row in others if "part" not in row["key"]]
+    for title, rows in (("Figures", headline), ("Other figures", others), ("Parts", components)):
+        if rows:
+            parts += _table(title, rows, letters)
+    for title, key in (("Environments differ", "environment"), ("Inputs differ", "inputs")):
+        if data[key]:
+            parts += [heading(title), _differences(data[key], letters)]
+    if not data["environment"]:
+        parts += [Text(), paragraph("The environments are the same.", "dim")]
+    if data["unmatched"]:
+        parts += _unmatched(data, letters)
+    parts += [heading("How to read this"), bullets([_INTERVALS, _CERTAIN])]
+    if result["warnings"]:
+        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
+    return Fitted(Group(*parts), width=width, colour=colour)
+
+
+def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
+    lines = []
+    for index, letter in enumerate(letters[1:]):
+        changes = [row["changes"][index] for row in data["rows"] if row["headline"]]
+        words = [_verdict(change) for change in changes if change is not None]
+        said = [f"{words.count(word)} {told}" for word, told in _VERDICTS.items() if word in words]
+        lines.append(f"{letter} against {letters[0]}: {', '.join(said) or 'nothing in common'}.")
+    if data["fail_over"] is not None:
+        limit = f"{100 * data['fail_over']:g} %"
+        failed = data["failed"]
+        lines.append(
+            f"{failed} {'figure' if failed == 1 else 'figures'} got worse by more than {limit}."
+            if failed
+            else f"No figure got worse by more than {limit}."
+        )
+    return "\n".join(lines)
+
+
+def _verdict(change: Mapping[str, Any]) -> str:
+    verdict: str = change["verdict"]
+    if verdict == "same" or change["certain"]:
+        return verdict
+    if change["certain"] is False:
+        return "not certain"
+    return "same" if abs(change["share"] or 1.0) < _UNSEEN else f"{verdict}?"
+
+
+def _table(
+    title: str, rows: Sequence[Mapping[str, Any]], letters: Sequence[str]
+) -> list[RenderableType]:
+    varying = _varying(rows)
+    shown = list(rows)
+    if len(rows) > _SHOWN:
+        # Those that changed most, in their own order.
+        most = sorted(range(len(rows)), key=lambda place: -_largest(rows[place]))[:_SHOWN]
+        shown = [rows[place] for place in sorted(most)]
+    several = len(letters) > 2
+    columns = [Column("of", words=True), Column("figure", words=True)]
+    columns += [Column(letter) for letter in letters]
+    for letter in letters[1:]:
+        columns += [
+            Column(f"{letter} to {letters[0]}" if several else "change"),
+            Column("95 % interval"),
+            Column("verdict", words=True),
+        ]
+    cells = []
+    for row in shown:
+        line = [_of(row["key"], varying), row["figure"].removesuffix("_seconds").replace("_", " ")]
+        line += [_value(row["figure"], value) for value in row["values"]]
+        for change in row["changes"]:
+            line += _change(row["figure"], change)
+        cells.append(line)
+    # A column that tells nothing costs room that the others need.
+    names = {line[1] for line in cells}
+    kept = [
+        place
+        for place, column in enumerate(columns)
+        if (column.title != "95 % interval" or any(line[place] != MISSING for line in cells))
+        and (column.title != "figure" or len(names) > 1)
+    ]
+    parts: list[RenderableType] = [
+        heading(title),
+        DataTable([columns[i] for i in kept], [[line[i] for i in kept] for line in cells]),
+    ]
+    fixed = {name: value for name, value in rows[0]["key"].items() if name not in varying}
+    if any(value is not None for value in fixed.values()):
+        parts.append(paragraph(f"all of {_of(fixed, list(fixed))}", "dim"))
+    if len(names) == 1:
+        parts.append(paragraph(f"figure: {names.pop()}", "dim"))
+    if len(shown) < len(rows):
+        parts.append(
+            paragraph(f"{len(rows) - len(shown)} more changed less; --json has them", "dim")
+        )
+    return parts
+
+
+def _varying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row["key"])
+    found = [name for name in names if len({str(row["key"].get(name)) for row in rows}) > 1]
+    return found or list(names)
+
+
+def _of(key: Mapping[str, Any], names: Sequence[str]) -> str:
+    said = []
+    for name in names:
+        value = key.get(name)
+        if value is None:
+            continue
+        if isinstance(value, str):
+            said.append(f"{name} {value}" if name == "target" and value[:1].isdigit() else value)
+        elif name in _COUNTS:
+            said.append(f"{count(value)} tokens" if name in ("tokens", "seq") else
+                        f"{name.replace('_', ' ')} {count(value)}")  # fmt: skip
+        else:
+            shown = f"{value:g}" if isinstance(value, float) else f"{value:,}"
+            said.append(f"{name.replace('_', ' ')} {shown}")
+    return ", ".join(said) or MISSING
+
+
+def _largest(row: Mapping[str, Any]) -> float:
+    shares = [abs(change["share"] or 0.0) for change in row["changes"] if change is not None]
+    return max(shares, default=0.0)
+
+
+def _value(name: str, value: float | None) -> str:
+    if value is None:
+        return MISSING
+    if name.endswith(("seconds", "_s")) and not name.endswith("per_s"):
+        return duration(value)
+    if name.endswith("bytes"):
+        return format_bytes(value)
+    if name in _SHARES or name.endswith("share"):
+        return percent(value, 2)
+    return f"{value:,}" if isinstance(value, int) else number(value, 4)
+
+
+def _change(name: str, change: Mapping[str, Any] | None) -> list[str]:
+    if change is None:
+        return [MISSING, MISSING, "not measured"]
+    interval = change["share_interval"]
+    verdict = _verdict(change)
+    if change["failed"]:
+        verdict = verdict.replace("worse", "TOO MUCH WORSE")
+    share = change["share"]
+    return [
+        _value(name, change["difference"]) if share is None else signed_percent(share),
+        MISSING
+        if interval is None
+        else f"{signed_percent(interval[0])[:-2]} … {signed_percent(interval[1])}",
+        verdict,
+    ]
+
+
+def _differences(entries: Sequence[Mapping[str, Any]], letters: Sequence[str]) -> DataTable:
+    columns = [Column("what", words=True), *(Column(letter, words=True) for letter in letters)]
+    rows = [
+        [entry["path"], *(_shown(value) for value in entry["values"])] for entry in entries[:_SHOWN]
+    ]
+    return DataTable(columns, rows)
+
+
+def _shown(value: Any) -> str:
+    text = MISSING if value is None else str(value)
+    if _COMMIT.fullmatch(text):
+        return text[:12]
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _unmatched(data: Mapping[str, Any], letters: Sequence[str]) -> list[RenderableType]:
+    named = {run["name"]: letter for run, letter in zip(data["runs"], letters, strict=True)}
+    common = {_first(row["key"]) for row in data["rows"]}
+    places: dict[tuple[str, str], int] = {}
+    for entry in data["unmatched"]:
+        held = " and ".join(named[name] for name in entry["in"])
+        key = entry["key"]
+        # Of a method or a case that is missing altogether, its name says all.
+        whole = _first(key) not in common
+        place = _of(key, list(key)[:1]) if whole else f"{_of(key, list(key))}: {entry['figure']}"
+        places[place, held] = places.get((place, held), 0) + 1
+    lines = [
+        f"only in {held}: {place}" + (f" ({figures} figures)" if figures > 1 else "")
+        for (place, held), figures in places.items()
+    ]
+    parts: list[RenderableType] = [heading("Without a counterpart"), bullets(lines[:_LISTED])]
+    if len(lines) > _LISTED:
+        parts.append(paragraph(f"and {len(lines) - _LISTED} more; --json has them", "dim"))
+    return parts
+
+
+def _first(key: Mapping[str, Any]) -> Any:
+    return next(iter(key.values()), None)

@@ -1,0 +1,129 @@
+"""A report as one HTML page that needs nothing else: its plots are drawn inside it."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from kvprof.views.export_blocks import (
+    Bars,
+    Block,
+    Bullets,
+    Drawing,
+    Heading,
+    Pairs,
+    Paragraph,
+    Plot,
+    Rows,
+    blocks_of,
+)
+from kvprof.views.figure import curves_figure, figure_bytes
+from kvprof.views.jct_figure import bars_figure, plain_counts
+from kvprof.views.kinds import report
+from kvprof.views.plot import LinePlot
+
+__all__ = ["to_html"]
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; margin: .8rem 0; display: block; overflow-x: auto; }
+caption { text-align: left; font-weight: 600; }
+th, td { padding: .15rem .7rem .15rem 0; text-align: right; font-variant-numeric: tabular-nums;
+  vertical-align: top; white-space: nowrap; }
+th.w, td.w { text-align: left; white-space: normal; min-width: 6rem; }
+thead th { border-bottom: 1px solid #888; } .plain td { text-align: left; white-space: normal; }
+.plain td:first-child { color: #777; padding-right: 1.2rem; }
+figure { margin: 1rem 0; } figcaption { font-weight: 600; }
+svg { max-width: 100%; height: auto; background: #fff; }
+pre { overflow-x: auto; line-height: 1.2; } .strong { font-weight: 600; }
+footer { margin-top: 3rem; color: #777; font-size: .85rem; }
+"""
+_PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)
+
+
+def to_html(result: Mapping[str, Any]) -> str:
+    """Return the report of a result as a page: no script, no network, plots as inline SVG.
+
+    Parameters
+    ----------
+    result : mapping
+        Of any kind.
+
+    Raises
+    ------
+    LackingError
+        When there is a plot and matplotlib is not installed.
+    """
+    title = f"kvprof {result['kind']}"
+    name = result["inputs"].get("model")
+    body = [piece for block in blocks_of(report(result, colour=False)) for piece in _html(block)]
+    written = f"{result['created']}, kvprof {result['kvprof_version']}"
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{escape(f'{title}: {name}' if isinstance(name, str) else title)}</h1>",
+            *body,
+            f"<footer>{escape(written)}</footer>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def _html(block: Block) -> Iterator[str]:
+    match block:
+        case Heading(text):
+            yield f"<h2>{escape(text)}</h2>"
+        case Paragraph(text, strong):
+            kind = ' class="strong"' if strong else ""
+            yield f"<p{kind}>{escape(text).replace(chr(10), '<br>')}</p>"
+        case Bullets(lines):
+            yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+        case Rows(title, columns, words, rows):
+            caption = f"<caption>{escape(title)}</caption>" if title else ""
+            head = "".join(_cells("th", columns, words))
+            lines = "\n".join(f"<tr>{''.join(_cells('td', row, words))}</tr>" for row in rows)
+            yield f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table>"
+        case Pairs(pairs):
+            lines = "\n".join(
+                f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in pairs
+            )
+            yield f'<table class="plain">{lines}</table>'
+        case Plot(plot):
+            drawn = curves_figure(
+                plot.series,
+                title="",
+                x_label=plot.x_label,
+                y_label=plot.y_label,
+                log_x=plot.log_x,
+                log_y=plot.log_y,
+            )
+            if _counts(plot):
+                plain_counts(drawn.axes[0])
+            yield _figure(drawn, plot.title)
+        case Bars(bars):
+            yield _figure(bars_figure(bars), bars.title)
+        case Drawing(text):
+            yield f"<pre>{escape(text)}</pre>"
+
+
+def _counts(plot: LinePlot) -> bool:
+    """Tell whether a linear x axis counts something, of which there are no halves."""
+    every = [x for one in plot.series for x in one.x]
+    return not plot.log_x and bool(every) and all(float(x).is_integer() for x in every)
+
+
+def _cells(tag: str, cells: Sequence[str], words: Sequence[bool]) -> Iterator[str]:
+    for cell, word in zip(cells, words, strict=True):
+        yield f"<{tag}{' class=w' if word else ''}>{escape(cell)}</{tag}>"
+
+
+def _figure(drawn: Any, title: str) -> str:
+    svg = figure_bytes(drawn, "svg").decode("utf-8")
+    # A page takes the element alone: no XML declaration, no document type.
+    inline = _PROLOGUE.sub("", svg, count=1)
+    return f"<figure><figcaption>{escape(title)}</figcaption>{inline.strip()}</figure>"

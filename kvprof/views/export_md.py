@@ -1,0 +1,87 @@
+"""A report as Markdown: tables as tables, plots as text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvprof.views.export_blocks import (
+    Bars,
+    Block,
+    Bullets,
+    Drawing,
+    Heading,
+    Pairs,
+    Paragraph,
+    Plot,
+    Rows,
+    blocks_of,
+)
+from kvprof.views.kinds import report
+from kvprof.views.page import render_text
+
+__all__ = ["to_markdown"]
+
+_WIDTH = 90  # columns of a plot
+_SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_{}[]<>#|~"})
+
+
+def to_markdown(result: Mapping[str, Any]) -> str:
+    """Return the report of a result as Markdown (GitHub's, which has tables).
+
+    Parameters
+    ----------
+    result : mapping
+        Of any kind.
+    """
+    parts = [f"# kvprof {result['kind']}"]
+    for block in blocks_of(report(result, colour=False)):
+        parts.append("\n".join(_lines(block)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(block: Block) -> Iterator[str]:
+    match block:
+        case Heading(text):
+            yield f"## {_escaped(text)}"
+        case Paragraph(text, strong):
+            # Two blanks keep a line break.
+            lines = [_escaped(line.strip()) for line in text.splitlines() if line.strip()]
+            yield "  \n".join(f"**{line}**" if strong else line for line in lines)
+        case Bullets(lines):
+            yield from (f"- {_escaped(line)}" for line in lines)
+        case Rows(title, columns, words, rows):
+            if title:
+                yield f"**{_escaped(title)}**\n"
+            yield from _table(columns, words, rows)
+        case Pairs(pairs):
+            yield from _table(["", ""], [True, True], pairs)
+        case Plot(drawn) | Bars(drawn):
+            yield from _fenced(render_text(drawn, _WIDTH))
+        case Drawing(text):
+            yield from _fenced(text)
+
+
+def _table(
+    columns: Sequence[str], words: Sequence[bool], rows: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    yield _row(columns)
+    yield _row([":--" if word else "--:" for word in words], escape=False)
+    yield from (_row(row) for row in rows)
+
+
+def _row(cells: Sequence[str], *, escape: bool = True) -> str:
+    shown = [_escaped(" ".join(cell.split())) if escape else cell for cell in cells]
+    return f"| {' | '.join(shown)} |"
+
+
+def _fenced(text: str) -> Iterator[str]:
+    # No text of ours holds more than three backticks in a row, but a model's may.
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    yield f"{fence}text"
+    yield text.strip("\n")
+    yield fence
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_SPECIAL)

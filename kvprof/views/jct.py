@@ -1,0 +1,245 @@
+"""The report of ``kvprof bench --jct``: where does the time of a request go?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group as Together
+from rich.console import RenderableType
+from rich.text import Text
+
+from kvprof.views.durations import change, duration, unit_of
+from kvprof.views.jct_bars import Bar, StackedBars
+from kvprof.views.jct_csv import to_csv
+from kvprof.views.jct_data import (
+    Group,
+    Sweep,
+    detailed,
+    groups,
+    memory_curves,
+    part_seconds,
+    step_curves,
+    sweeps,
+)
+from kvprof.views.jct_figure import figure
+from kvprof.views.jct_notes import notes, provenance
+from kvprof.views.jct_strips import BalanceStrip
+from kvprof.views.jct_tables import (
+    PartTable,
+    doubt_table,
+    layer_table,
+    memory_table,
+    summary_table,
+    sweep_table,
+)
+from kvprof.views.jct_telemetry import telemetry_table, throttled
+from kvprof.views.loose import loose_parts
+from kvprof.views.numbers import count
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.plot import LinePlot, Series
+from kvprof.views.tables import key_values
+
+__all__ = ["figure", "report", "to_csv"]
+
+_HEIGHT = 14
+_EXTRA = {
+    "requests": "Requests of a trace",
+    "capacity": "Memory and capacity",
+    "check": "A real and a composed run of the same case",
+}
+
+
+def report(
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+) -> RenderableType:
+    """Return the report for people.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``jct``.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    """
+    data = result["data"]
+    parts: list[RenderableType] = []
+    if not result["complete"]:
+        parts += [
+            incomplete_note(),
+            paragraph(f"{_sentence(result['incomplete_reason'])}."),
+            Text(),
+        ]
+    found, shown = groups(result), detailed(result)
+    parts.append(paragraph(_answer(shown), "bold"))
+    seconds = part_seconds(result)
+    for sweep in sweeps(result):
+        parts += _swept(sweep, seconds)
+    for group in shown:
+        parts += _measured(result, group, seconds)
+    if len(shown) < len(found):
+        parts += [
+            Text(),
+            paragraph(
+                f"{len(found) - len(shown)} more requests were measured; --csv has their parts.",
+                "dim",
+            ),
+        ]
+    for key, title in _EXTRA.items():
+        if extra := list(loose_parts(data[key])):
+            parts += [heading(title), *extra]
+    if curves := _throughput(data["capacity"]):
+        title = "Throughput of decoding, up to the batch that fills the memory"
+        parts += [
+            Text(),
+            LinePlot(curves, title, "sequences", "tokens/s", _HEIGHT, log_x=True, log_y=True),
+        ]
+    if table := telemetry_table(data["telemetry"]):
+        parts += [heading("Telemetry"), table, *throttled(data["telemetry"])]
+    parts += [heading("How to read this"), bullets(notes(result))]
+    parts += [heading("Measured with"), key_values(provenance(result))]
+    if result["warnings"]:
+        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
+    if not result["complete"]:
+        parts += [Text(), incomplete_note()]
+    return Fitted(Together(*parts), width=width, colour=colour)
+
+
+def _answer(shown: list[Group]) -> str:
+    lines = []
+    for group in shown:
+        done = [
+            (case["jct_seconds"], name, case)
+            for name, case in zip(group.names, group.cases, strict=True)
+            if case["jct_seconds"] is not None
+        ]
+        if not done:
+            continue
+        base = group.baseline
+        said = []
+        for total, name, case in sorted(done, key=lambda entry: entry[0]):
+            if base is None or case is base:
+                said.append(f"{name} {duration(total)}")
+                continue
+            said.append(f"{name} {duration(total)} ({_than(change(total, base['jct_seconds']))})")
+        against = f", against {group.against()}" if base is not None and len(done) > 1 else ""
+        lines.append(f"{_sentence(group.name)}{against}: {'; '.join(said)}.")
+    return "\n".join(lines) or "No request was measured to its end."
+
+
+def _than(share: float | None) -> str:
+    if share is None:
+        return "not comparable"
+    if abs(share) < 0.0005:
+        return "the same"
+    return f"{abs(share):.1%} {'more' if share > 0 else 'less'}".replace("%", " %")
+
+
+def _measured(
+    result: Mapping[str, Any], group: Group, seconds: Mapping[str, Mapping[str, float]]
+) -> list[RenderableType]:
+    parts: list[RenderableType] = [heading(_sentence(group.name))]
+    bars = [
+        Bar(name, seconds[case["case"]], _note(case, seconds[case["case"]]))
+        for name, case in zip(group.names, group.cases, strict=True)
+    ]
+    parts += [StackedBars(bars, "Job completion time in parts"), Text(), summary_table(group)]
+    if table := doubt_table(group):
+        parts += [Text(), table]
+    parts += [Text(), PartTable(group, seconds, _apart(result))]
+    factor, unit = unit_of(
+        row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
+    )
+    if curves := step_curves(result, group, factor):
+        title = "Time between tokens against context"
+        parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
+    if table := memory_table(result, group):
+        parts += [Text(), table]
+    if curves := memory_curves(result, group, "logical"):
+        title = "What the cache stores, against context"
+        parts += [Text(), LinePlot(curves, title, "context in tokens", "MiB", height=_HEIGHT)]
+    if table := layer_table(result, group):
+        parts += [Text(), table]
+    return [*parts, *_balance(result, group)]
+
+
+def _note(case: Mapping[str, Any], own: Mapping[str, float]) -> str:
+    if case["jct_seconds"] is not None:
+        return duration(case["jct_seconds"])
+    return f"{duration(sum(own.values()))} so far"
+
+
+def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    marked: dict[str, set[str]] = {}
+    for row in result["data"]["parts"]:
+        if row["by_difference"]:
+            marked.setdefault(row["case"], set()).add(row["part"])
+    return {case: frozenset(parts) for case, parts in marked.items()}
+
+
+def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
+    own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
+    strips: list[tuple[str, list[float]]] = []
+    for row in result["data"]["balance"]:
+        if row["case"] not in own:
+            continue
+        for what in ("predicted", "measured"):
+            if row[what]:
+                loads = row[what]
+                mean = sum(loads) / len(loads)
+                relative = [load / mean for load in loads] if mean > 0 else loads
+                label = f"{own[row['case']]}, {row['phase']}, {row['schedule']}, {what}"
+                strips.append((label, relative))
+    if not strips:
+        return []
+    room = max(len(label) for label, _ in strips)
+    most = max(max(loads) for _, loads in strips)
+    return [
+        Text(),
+        Text("Work per multiprocessor, relative to the mean", style="bold", overflow="fold"),
+        *(BalanceStrip(f"{label:<{room}}", loads, most) for label, loads in strips),
+    ]
+
+
+def _swept(sweep: Sweep, seconds: Mapping[str, Mapping[str, float]]) -> list[RenderableType]:
+    parts: list[RenderableType] = [heading(_sentence(sweep.name)), sweep_table(sweep)]
+    axis = "input tokens" if sweep.varied == "input_len" else "output tokens"
+    factor, unit = unit_of(case["jct_seconds"] for group in sweep.members for case in group.cases)
+    curves = []
+    for method in sweep.methods():
+        points = [
+            (sweep.length(group), group.cases[group.names.index(method)]["jct_seconds"])
+            for group in sweep.members
+            if method in group.names
+        ]
+        scaled = [None if y is None else y * factor for _, y in points]
+        curves.append(Series(method, [x for x, _ in points], scaled))
+    parts += [
+        Text(),
+        LinePlot(curves, "Job completion time", axis, unit, height=_HEIGHT, log_x=True, log_y=True),
+    ]
+    for method in sweep.methods():
+        bars = [
+            Bar(count(sweep.length(group)), seconds[case["case"]], duration(case["jct_seconds"]))
+            for group in sweep.members
+            for name, case in zip(group.names, group.cases, strict=True)
+            if name == method
+        ]
+        title = f"{method}: shares of the parts, by {axis}"
+        parts += [Text(), StackedBars(bars, title, shares=True)]
+    return parts
+
+
+def _throughput(capacity: Any) -> list[Series]:
+    rows = capacity.get("throughput", ()) if isinstance(capacity, Mapping) else ()
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        points.setdefault(row["method"], []).append((row["batch"], row["tokens_per_s"]))
+    return [
+        Series(method, [x for x, _ in sorted(own)], [y for _, y in sorted(own)])
+        for method, own in points.items()
+    ]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,129 @@
+"""Job completion time as stacked bars: a fill of its own per part, a colour on top of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from kvprof.views.jct_data import ordered_parts
+from kvprof.views.page import flow
+
+__all__ = ["FILLS", "Bar", "StackedBars"]
+
+#: One glyph per part, told apart without colour and one column wide everywhere.
+FILLS = {
+    "attention": "█", "decompress": "▓", "compress": "▒", "quantise": "▞", "evict": "▚",
+    "basis": "◆", "merge": "▌", "schedule": "║", "embedding": "∘", "norm": "-",
+    "qkv_proj": "╱", "rope": "~", "o_proj": "╲", "mlp": "░", "head": "╳", "sampling": "+",
+    "communication": "≡", "host": "·", "unattributed": "?",
+}  # fmt: skip
+_ASCII = {
+    "attention": "A", "decompress": "D", "compress": "C", "quantise": "Q", "evict": "E",
+    "basis": "B", "merge": "G", "schedule": "S", "embedding": "e", "norm": "-", "qkv_proj": "/",
+    "rope": "~", "o_proj": "\\", "mlp": "m", "head": "x", "sampling": "+", "communication": "=",
+    "host": ".", "unattributed": "?",
+}  # fmt: skip
+# The terminal's own palette, so that it suits the background; the fill tells the rest apart.
+_COLOURS = {
+    "attention": 4, "decompress": 1, "compress": 3, "quantise": 3, "evict": 3, "basis": 1,
+    "merge": 6, "schedule": 6, "mlp": 2, "head": 2, "qkv_proj": 5, "rope": 5, "o_proj": 5,
+    "communication": 1,
+}  # fmt: skip
+_LEAST_SLOTS = 12
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar.
+
+    Attributes
+    ----------
+    label : str
+        In front of it.
+    parts : mapping
+        Part to value, from left to right; what is not positive is not drawn.
+    note : str
+        Behind it.
+    """
+
+    label: str
+    parts: Mapping[str, float]
+    note: str = ""
+
+    @property
+    def drawn(self) -> float:
+        """Value of the whole bar."""
+        return sum(value for value in self.parts.values() if value > 0)
+
+
+@dataclass(frozen=True)
+class StackedBars:
+    """Rich renderable of bars on one scale, with their legend.
+
+    Attributes
+    ----------
+    bars : sequence of Bar
+    title : str
+        Above them; empty for none.
+    shares : bool
+        Every bar fills the width, so that shares are compared; otherwise the longest one does.
+    """
+
+    bars: Sequence[Bar]
+    title: str = ""
+    shares: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text(self.title, style="bold", overflow="fold")
+        fills = _ASCII if options.ascii_only else FILLS
+        gutter = max((len(bar.label) for bar in self.bars), default=0) + 1
+        behind = max((len(bar.note) for bar in self.bars), default=0) + 1
+        slots = options.max_width - gutter - behind
+        most = max((bar.drawn for bar in self.bars), default=0.0)
+        shown: list[str] = []
+        for bar in self.bars:
+            if slots < _LEAST_SLOTS:
+                yield Text(f"{bar.label}: {bar.note}", overflow="fold")
+                continue
+            line = Text(f"{bar.label:<{gutter}}")
+            for part, length in columns(bar, bar.drawn if self.shares else most, slots):
+                line.append(fills.get(part, "#") * length, style=_style(part))
+                shown += [part] * bool(length)
+            line.append(" " * max(0, slots + gutter - line.cell_len))
+            line.append(f"{bar.note:>{behind}}")
+            line.rstrip()
+            yield line
+        entries = [
+            Text.assemble((fills.get(part, "#") * 2, _style(part)), f" {part}")
+            for part in ordered_parts(shown)
+        ]
+        yield from flow(entries, options.max_width)
+
+
+def columns(bar: Bar, scale: float, slots: int) -> list[tuple[str, int]]:
+    """Return how many of `slots` columns each part takes.
+
+    Ends are rounded, not lengths, so that a bar is as long as its sum.
+
+    Parameters
+    ----------
+    bar : Bar
+    scale : float
+        Value of the whole width.
+    slots : int
+    """
+    taken, total, found = 0, 0.0, []
+    for part, value in bar.parts.items():
+        if value <= 0 or scale <= 0:
+            continue
+        total += value
+        end = min(slots, round(total / scale * slots))
+        found.append((part, end - taken))
+        taken = end
+    return found
+
+
+def _style(part: str) -> str:
+    return f"color({_COLOURS[part]})" if part in _COLOURS else ""

@@ -1,0 +1,239 @@
+"""A ``jct`` result as its views need it: requests, methods side by side, sweeps over lengths."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from statistics import median
+from typing import Any
+
+from kvprof.records.events import PARTS
+from kvprof.views.numbers import count
+from kvprof.views.plot import Series
+
+__all__ = [
+    "Group",
+    "Sweep",
+    "detailed",
+    "groups",
+    "memory_curves",
+    "ordered_parts",
+    "part_seconds",
+    "step_curves",
+    "sweeps",
+]
+
+Case = Mapping[str, Any]
+
+_FEW = 3  # groups that a report shows in full
+_POINTS = 400  # of a curve
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cases of one request: a batch, an input length and an output length.
+
+    Attributes
+    ----------
+    batch, input_len, output_len : int
+    cases : list of mapping
+        Of ``data.cases``, in the order of measuring.
+    names : list of str
+        What to call each: its method, or the case where one method is there twice.
+    baseline : mapping or None
+        The case against which differences are shown, once it is measured.
+    """
+
+    batch: int
+    input_len: int
+    output_len: int
+    cases: list[Case]
+    names: list[str]
+    baseline: Case | None
+
+    @property
+    def name(self) -> str:
+        """The request in words."""
+        return f"batch {self.batch}, {count(self.input_len)} in, {count(self.output_len)} out"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each sequence at the end."""
+        return self.input_len + self.output_len
+
+    def against(self) -> str | None:
+        """Return what to call the baseline; None where it is not measured."""
+        if self.baseline is None:
+            return None
+        return self.names[self.cases.index(self.baseline)]
+
+    def base(self, key: str) -> float | None:
+        """Return a figure of the baseline."""
+        return None if self.baseline is None else self.baseline[key]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Requests that differ in one length only.
+
+    Attributes
+    ----------
+    varied : str
+        ``input_len`` or ``output_len``.
+    members : list of Group
+        By that length.
+    """
+
+    varied: str
+    members: list[Group]
+
+    @property
+    def name(self) -> str:
+        """The sweep in words."""
+        first = self.members[0]
+        if self.varied == "input_len":
+            return f"batch {first.batch}, {count(first.output_len)} out, input length varied"
+        return f"batch {first.batch}, {count(first.input_len)} in, output length varied"
+
+    def length(self, group: Group) -> int:
+        """Return the varied length of a member."""
+        return group.input_len if self.varied == "input_len" else group.output_len
+
+    def methods(self) -> list[str]:
+        """Return every name in the sweep, in the order of measuring."""
+        return list(dict.fromkeys(name for group in self.members for name in group.names))
+
+
+def groups(result: Mapping[str, Any]) -> list[Group]:
+    """Return the requests of a result, in the order of measuring.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    """
+    data = result["data"]
+    found: dict[tuple[int, int, int], list[Case]] = {}
+    for case in data["cases"]:
+        key = case["batch"], case["input_len"], case["output_len"]
+        found.setdefault(key, []).append(case)
+    return [
+        Group(*key, cases, _names(cases), _baseline(cases, data["baseline"]))
+        for key, cases in found.items()
+    ]
+
+
+def _names(cases: Sequence[Case]) -> list[str]:
+    methods = [case["method"] for case in cases]
+    return [
+        case["method"] if methods.count(case["method"]) == 1 else case["case"] for case in cases
+    ]
+
+
+def _baseline(cases: Sequence[Case], method: str) -> Case | None:
+    return next(
+        (case for case in cases if case["method"] == method and case["jct_seconds"] is not None),
+        None,
+    )
+
+
+def sweeps(result: Mapping[str, Any]) -> list[Sweep]:
+    """Return requests that differ in one length only, three or more of each.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    """
+    found = groups(result)
+    made = []
+    for varied, fixed in (("input_len", "output_len"), ("output_len", "input_len")):
+        ordered = sorted(found, key=attrgetter("batch", fixed, varied))
+        for _, members in groupby(ordered, key=attrgetter("batch", fixed)):
+            listed = list(members)
+            if len(listed) >= _FEW:
+                made.append(Sweep(varied, listed))
+    return made
+
+
+def detailed(result: Mapping[str, Any]) -> list[Group]:
+    """Return the requests that a report shows part by part: few, or each sweep's longest.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    """
+    found = groups(result)
+    if len(found) <= _FEW:
+        return found
+    longest = [sweep.members[-1] for sweep in sweeps(result)]
+    return longest or [max(found, key=lambda group: (group.tokens, group.batch))]
+
+
+def ordered_parts(names: Sequence[str]) -> list[str]:
+    """Return parts in the order in which tables and bars show them, each once."""
+    known = set(names)
+    return [*(part for part in PARTS if part in known), *sorted(known - set(PARTS))]
+
+
+def part_seconds(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return, per case, the seconds of every part over both phases.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    """
+    found: dict[str, dict[str, float]] = {case["case"]: {} for case in result["data"]["cases"]}
+    for row in result["data"]["parts"]:
+        own = found[row["case"]]
+        own[row["part"]] = own.get(row["part"], 0.0) + row["seconds"]
+    return {
+        case: {part: own[part] for part in ordered_parts(list(own))} for case, own in found.items()
+    }
+
+
+def step_curves(result: Mapping[str, Any], group: Group, factor: float = 1.0) -> list[Series]:
+    """Return a curve per case: the time of a decode step against its context.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    group : Group
+    factor : float
+        From seconds to the axis's unit.
+    """
+    curves = []
+    for name, case in zip(group.names, group.cases, strict=True):
+        seconds: dict[int, list[float]] = {}
+        for row in result["data"]["steps"]:
+            if row["case"] == case["case"] and row["phase"] == "decode":
+                seconds.setdefault(row["context"], []).append(row["seconds"] * factor)
+        contexts = sorted(seconds)[:: -(-len(seconds) // _POINTS) or 1]
+        # A request that was run several times has several steps at a context.
+        curves.append(Series(name, contexts, [median(seconds[context]) for context in contexts]))
+    return [curve for curve in curves if len(set(curve.x)) > 1]
+
+
+def memory_curves(result: Mapping[str, Any], group: Group, key: str) -> list[Series]:
+    """Return a curve per case: bytes against context, in MiB.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    group : Group
+    key : str
+        ``logical``, ``allocated``, ``full_width`` or ``peak``.
+    """
+    curves = []
+    for name, case in zip(group.names, group.cases, strict=True):
+        points = sorted(
+            (row["context"], row[key] / 2**20)
+            for row in result["data"]["memory"]
+            if row["case"] == case["case"] and row[key] is not None
+        )
+        curves.append(Series(name, [x for x, _ in points], [y for _, y in points]))
+    return [curve for curve in curves if len(set(curve.x)) > 1]

@@ -1,0 +1,204 @@
+"""The figure of a ``jct`` result: parts stacked per method or length; steps, memory by context."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvprof.views.durations import duration, unit_of
+from kvprof.views.figure import draw_curves, new_figure
+from kvprof.views.jct_bars import StackedBars
+from kvprof.views.jct_data import (
+    Group,
+    Sweep,
+    detailed,
+    memory_curves,
+    ordered_parts,
+    part_seconds,
+    step_curves,
+    sweeps,
+)
+from kvprof.views.numbers import count
+from kvprof.views.plot import Series
+
+__all__ = ["bars_figure", "figure", "plain_counts"]
+
+_PANEL = (4.8, 3.4)  # inches
+_ROW = 2  # panels side by side
+# A colour and a hatch, so that neighbours are told apart in print as well.
+_LOOK = {
+    "attention": ("#0072B2", ""), "decompress": ("#D55E00", ""), "compress": ("#E69F00", ""),
+    "quantise": ("#E69F00", "//"), "evict": ("#E69F00", ".."), "basis": ("#D55E00", "xx"),
+    "merge": ("#56B4E9", ""), "schedule": ("#56B4E9", "//"), "embedding": ("#BBBBBB", ""),
+    "norm": ("#BBBBBB", "//"), "qkv_proj": ("#CC79A7", ""), "rope": ("#CC79A7", "//"),
+    "o_proj": ("#CC79A7", ".."), "mlp": ("#009E73", ""), "head": ("#009E73", "//"),
+    "sampling": ("#009E73", ".."), "communication": ("#000000", ""), "host": ("#888888", ""),
+    "unattributed": ("#FFFFFF", "xx"),
+}  # fmt: skip
+_UNKNOWN = ("#DDDDDD", "..")
+
+
+def figure(result: Mapping[str, Any]) -> Any:
+    """Return a panel of stacked parts per request, or per method of a sweep, then the curves.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        For `kvprof.views.figure.figure_bytes`.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    seconds = part_seconds(result)
+    swept = [(sweep, method) for sweep in sweeps(result) for method in sweep.methods()]
+    shown = detailed(result)
+    draws: list[Any] = [
+        *((lambda axes, s=sweep, m=method: _sweep(axes, s, m, seconds)) for sweep, method in swept),
+        *((lambda axes, g=group: _stacked(axes, g, seconds)) for group in shown),
+    ]
+    for group in shown:
+        draws += _curve_panels(result, group)
+    columns = min(_ROW, max(1, len(draws)))
+    lines = max(1, -(-len(draws) // columns))
+    drawing = new_figure(_PANEL[0] * columns + 1.6, _PANEL[1] * lines)
+    places = list(drawing.subplots(lines, columns, squeeze=False).flat)
+    for draw, place in zip(draws, places, strict=False):
+        draw(place)
+    for place in places[len(draws) :]:
+        place.remove()
+    _legend(drawing, ordered_parts([part for own in seconds.values() for part in own]))
+    unfinished = "" if result["complete"] else " (incomplete)"
+    drawing.suptitle(f"{result['data']['shape']['name']}{unfinished}", fontsize="medium")
+    return drawing
+
+
+def plain_counts(axes: Any) -> None:
+    """Write a linear x axis in whole numbers, a few and in full."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def bars_figure(bars: StackedBars) -> Any:
+    """Return a figure of the stacked bars of a report with their notes, without their title.
+
+    Parameters
+    ----------
+    bars : StackedBars
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    drawing = new_figure(7.2, 1.4 + 0.34 * len(bars.bars))
+    axes = drawing.subplots()
+    stacks = []
+    for bar in bars.bars:
+        whole = bar.drawn if bars.shares else 1.0
+        stacks.append({part: value / whole for part, value in bar.parts.items()} if whole else {})
+    places = list(range(len(stacks)))[::-1]
+    _bars(axes.barh, places, stacks, "left")
+    for place, bar, stack in zip(places, bars.bars, stacks, strict=True):
+        end = sum(value for value in stack.values() if value > 0)
+        axes.annotate(f" {bar.note}", (end, place), va="center", fontsize="small")
+    axes.set_yticks(places, [bar.label for bar in bars.bars])
+    axes.set_xticks([])
+    axes.margins(x=0.15)
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    _legend(drawing, ordered_parts([part for stack in stacks for part in stack]), below=True)
+    return drawing
+
+
+def _stacked(axes: Any, group: Group, seconds: Mapping[str, Mapping[str, float]]) -> None:
+    own = [seconds[case["case"]] for case in group.cases]
+    totals = [
+        case["jct_seconds"] or sum(one.values()) for case, one in zip(group.cases, own, strict=True)
+    ]
+    factor, unit = unit_of(totals)
+    places = list(range(len(own)))[::-1]  # the first on top
+    _bars(axes.barh, places, [{p: v * factor for p, v in one.items()} for one in own], "left")
+    for place, total, one in zip(places, totals, own, strict=True):
+        end = sum(value for value in one.values() if value > 0) * factor
+        axes.annotate(f" {duration(total)}", (end, place), va="center", fontsize="small")
+    axes.set_yticks(places, group.names)
+    axes.margins(x=0.18)
+    axes.set_xlabel(f"job completion time ({unit})")
+    axes.set_title(group.name, fontsize="medium")
+
+
+def _sweep(
+    axes: Any, sweep: Sweep, method: str, seconds: Mapping[str, Mapping[str, float]]
+) -> None:
+    labels, stacks = [], []
+    for group in sweep.members:
+        if method not in group.names:
+            continue
+        own = seconds[group.cases[group.names.index(method)]["case"]]
+        whole = sum(value for value in own.values() if value > 0)
+        labels.append(count(sweep.length(group)))
+        stacks.append({part: 100 * value / whole for part, value in own.items()} if whole else {})
+    _bars(axes.bar, list(range(len(stacks))), stacks, "bottom")
+    axes.set_xticks(range(len(labels)), labels, rotation=45, fontsize="small")
+    axes.set_xlabel("input tokens" if sweep.varied == "input_len" else "output tokens")
+    axes.set_ylabel("share of the time (%)")
+    axes.set_title(f"{method}: {sweep.name}", fontsize="small")
+
+
+def _bars(
+    draw: Any, places: Sequence[int], stacks: Sequence[Mapping[str, float]], side: str
+) -> None:
+    ends = [0.0] * len(stacks)
+    for part in ordered_parts([part for stack in stacks for part in stack]):
+        values = [max(0.0, stack.get(part, 0.0)) for stack in stacks]
+        colour, hatch = _LOOK.get(part, _UNKNOWN)
+        draw(
+            places, values, 0.72, color=colour, hatch=hatch, edgecolor="black", linewidth=0.2,
+            **{side: list(ends)},
+        )  # fmt: skip
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+
+
+def _curve_panels(result: Mapping[str, Any], group: Group) -> list[Any]:
+    factor, unit = unit_of(
+        row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
+    )
+    panels = (
+        (step_curves(result, group, factor), f"time between tokens ({unit})"),
+        (memory_curves(result, group, "logical"), "cache, stored (MiB)"),
+    )
+    return [
+        lambda axes, c=curves, y=label: _curves(axes, c, group.name, y)
+        for curves, label in panels
+        if curves
+    ]
+
+
+def _curves(axes: Any, curves: Sequence[Series], title: str, y_label: str) -> None:
+    draw_curves(axes, curves, title=title, x_label="context (tokens)", y_label=y_label)
+    plain_counts(axes)
+
+
+def _legend(drawing: Any, parts: Sequence[str], *, below: bool = False) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [
+        Patch(facecolor=_LOOK.get(part, _UNKNOWN)[0], hatch=_LOOK.get(part, _UNKNOWN)[1],
+              edgecolor="black", linewidth=0.2, label=part)
+        for part in parts
+    ]  # fmt: skip
+    if patches:
+        drawing.legend(
+            handles=patches,
+            loc="outside lower center" if below else "outside right upper",
+            ncols=5 if below else 1,
+            fontsize="small",
+            frameon=False,
+        )

@@ -1,0 +1,107 @@
+"""What fits into memory, and what summing over GPUs costs."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from kvprof.benchmark.jct import capacity as capacity_module
+from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.jct.capacity import capacity, largest
+from kvprof.benchmark.jct.communication import AllReduce, measure_all_reduce
+from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
+from kvprof.errors import FailedError
+from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
+
+FREE = 8 * 2**20
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(0, 0), (1, 1), (37, 37), (10**9, 1000)])
+def test_the_largest_that_fits_is_found(limit, wanted):
+    assert largest(lambda n: n <= limit, 1000) == wanted
+
+
+@pytest.fixture
+def found(monkeypatch):
+    monkeypatch.setattr(capacity_module, "free_bytes", lambda device: FREE)
+    bench = tiny_bench()
+    methods = [
+        (variant, variant.widths(bench.model.attention, 0.5))
+        for variant in map(parse_variant, ("full", "fdc", "fp8"))
+    ]
+    with torch.inference_mode():
+        return bench, methods, capacity(bench, methods, 256, 2)
+
+
+def test_the_largest_context_fills_memory_and_one_token_more_does_not(found):
+    bench, methods, data = found
+    for (variant, widths), row in zip(methods, data["methods"], strict=True):
+        held = weight_bytes(variant, bench.model, widths, bench.dtype)
+        shape = bench.model.attention
+
+        def total(tokens, held=held, variant=variant, widths=widths, shape=shape):
+            return held + cache_bytes(variant, shape, widths, 2, tokens, torch.float32)
+
+        assert total(row["largest_context"]) <= 0.95 * FREE < total(row["largest_context"] + 1)
+        assert row["tried"] is True
+    full, fdc, fp8 = data["methods"]
+    assert fdc["largest_context"] > 1.9 * full["largest_context"]
+    assert fp8["largest_batch"] > fdc["largest_batch"] > full["largest_batch"] > 1
+    assert full["token_bytes"] == 2 * 2 * 2 * 32 * 4
+
+
+def test_throughput_is_measured_up_to_what_fits(found):
+    _, _, data = found
+    for row in data["methods"]:
+        own = [one for one in data["throughput"] if one["method"] == row["method"]]
+        assert own[0]["batch"] == 1
+        assert own[-1]["batch"] == min(16, row["largest_batch"])
+        assert own[-1]["fills_memory"] == (row["largest_batch"] <= 16)
+        for one in own:
+            assert one["tokens_per_s"] == pytest.approx(one["batch"] / one["step_seconds"])
+
+
+def test_nothing_fits_beside_weights_that_fill_memory(monkeypatch):
+    monkeypatch.setattr(capacity_module, "free_bytes", lambda device: 1000)
+    data = capacity(tiny_bench(), [(parse_variant("full"), None)], 256, 1)
+    assert data["methods"][0]["largest_context"] == 0
+    assert data["methods"][0]["tried"] is None
+    assert data["throughput"] == []
+
+
+# --- communication ------------------------------------------------------------------------------
+
+
+def test_without_the_gpus_nothing_is_measured():
+    assert measure_all_reduce(2, count=lambda: 1) is None
+
+
+def test_every_process_gets_its_rank_and_the_first_answers():
+    program = """
+import json, sys
+rank, world, sizes, port = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+assert world == 3 and int(port) > 0
+if rank == 0:
+    print(json.dumps([size / 1e9 for size in sizes]))
+"""
+    found = measure_all_reduce(3, count=lambda: 4, program=(sys.executable, "-c", program))
+    assert found.seconds == [size / 1e9 for size in found.sizes]
+    assert found(3 * 2**14) == pytest.approx(3 * 2**14 / 1e9)
+    assert found(1) == found.seconds[0]
+    assert found(4 * found.sizes[-1]) == pytest.approx(4 * found.seconds[-1])
+    json.dumps(found.sizes)
+
+
+def test_a_process_that_fails_says_why():
+    program = "import sys; sys.exit('NCCL is not built in')"
+    with pytest.raises(FailedError, match="NCCL is not built in"):
+        measure_all_reduce(2, count=lambda: 2, program=(sys.executable, "-c", program))
+
+
+def test_summing_is_a_part_of_a_layer_twice():
+    bench = tiny_bench(tiny_shape(), all_reduce=AllReduce([1, 2**20], [0.0, 1.0]))
+    with torch.inference_mode():
+        point = bench.point(parse_variant("full"), None, bench.place("decode", 4, 32))
+    assert point.parts["communication"] == pytest.approx(2 * (4 * 128 * 4 - 1) / (2**20 - 1))
+    assert point.layer > point.parts["communication"]

@@ -1,0 +1,227 @@
+"""Requests put together from points whose times are known formulas."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.jct.composed import measure_case
+from kvprof.benchmark.jct.composer import Composer
+from kvprof.benchmark.jct.lengths import Request, decode_rungs, prefill_rungs
+from kvprof.benchmark.jct.measured import Point
+from kvprof.benchmark.jct.model_shape import load_model_shape
+from kvprof.errors import LackingError
+from kvprof.records.events import (
+    Balance,
+    CaseFinished,
+    CaseStarted,
+    PartSample,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    Warned,
+)
+from kvprof.records.fold import fold
+from tests.benchmark.jct.shapes import CPU, tiny_bench, tiny_shape
+
+FAST = 1e15  # flop/s: every prompt can be measured
+
+
+@dataclass
+class Formula:
+    """Stands for `Bench`: an attention that grows with the context, an MLP with the tokens."""
+
+    model: object = field(default_factory=tiny_shape)
+    machine: object = CPU
+    dtype: torch.dtype = torch.float32
+    asked: list = field(default_factory=list)
+    watts: float | None = None
+
+    place = staticmethod(tiny_bench().place)
+
+    def point(self, variant, widths, place, window=None, *, powered=False):
+        self.asked.append((place.phase, place.seq, window))
+        tokens = place.queries
+        seen = min(place.seq, window or place.seq)
+        attention = 1e-6 * seen if place.phase == "decode" else 1e-9 * tokens * seen
+        parts = {"attention": attention, "mlp": 2e-6 * tokens}
+        return Point(
+            place.seq, parts, {"head": 1e-4, "schedule": 1e-5}, sum(parts.values()) + 3e-6 * tokens,
+            1e-6, {"store": "counted"}, self.watts if powered else None,
+        )  # fmt: skip
+
+
+def composer(requests, model=None, *, rate=FAST, sampled=(), **options):
+    bench = Formula(model or tiny_shape(), **options)
+    return Composer(bench, parse_variant("full"), None, 1, requests, rate, sampled)
+
+
+def test_decode_is_the_sum_over_every_step():
+    request = Request(100, 5000)
+    found = composer([request]).compose(request)
+    contexts = range(101, 100 + 5000)
+    layers = 2
+    assert found.decode["attention"] == pytest.approx(layers * 1e-6 * sum(contexts))
+    assert found.decode["mlp"] == pytest.approx(layers * 2e-6 * len(contexts))
+    assert found.decode["head"] == pytest.approx(1e-4 * len(contexts))
+    whole = sum(layers * (1e-6 * c + 5e-6) + 1.1e-4 for c in contexts)
+    assert found.decode_seconds == pytest.approx(whole)
+    assert sum(weight for _, _, weight in found.steps) == pytest.approx(4999)
+    assert len(found.steps) < 10
+    assert found.error == pytest.approx(0, abs=1e-9)
+
+
+def test_prefill_is_measured_at_the_prompts_length():
+    request = Request(1000, 1)
+    found = composer([request]).compose(request)
+    assert found.prefill["attention"] == pytest.approx(2 * 1e-9 * 1000 * 1000)
+    assert found.prefill_seconds == pytest.approx(2 * (1e-3 + 5e-3) + 1.1e-4)
+    assert found.decode_seconds == 0
+    assert found.steps == []
+    assert found.predicted_from is None
+
+
+def test_a_prompt_that_takes_too_long_is_predicted_and_said():
+    request = Request(64 * 1024, 2)
+    slow = composer([request], rate=5e8)
+    found = slow.compose(request)
+    assert found.predicted_from is not None
+    assert found.predicted_from < 8192
+    assert max(seq for phase, seq, _ in slow.bench.asked if phase == "prefill") < 8192
+    tokens = request.input_len
+    assert found.prefill["attention"] == pytest.approx(2 * 1e-9 * tokens**2, rel=1e-3)
+    assert found.prefill_seconds == pytest.approx(
+        2 * (1e-9 * tokens**2 + 5e-6 * tokens) + 1.1e-4, rel=2e-2
+    )
+
+
+def test_sampled_requests_lie_between_few_points():
+    sampled = [Request(200 + 37 * n, 3 + n) for n in range(50)]
+    several = composer([Request(700, 30)], sampled=sampled)
+    for request in sampled:
+        found = several.compose(request)
+        exact = 2 * (1e-9 * request.input_len**2 + 5e-6 * request.input_len) + 1.1e-4
+        assert found.prefill_seconds == pytest.approx(exact, rel=2e-2)
+        contexts = range(request.first, request.last + 1)
+        assert found.decode["attention"] == pytest.approx(2e-6 * sum(contexts))
+    assert len(set(several.bench.asked)) < 20
+
+
+def test_layers_with_a_window_stop_growing_there():
+    model = tiny_shape(sliding_window=150, window_pattern="WF")
+    request = Request(100, 901)
+    found = composer([request], model).compose(request)
+    contexts = range(101, 1001)
+    wanted = sum(1e-6 * c + 1e-6 * min(c, 150) for c in contexts)
+    assert found.decode["attention"] == pytest.approx(wanted, rel=2e-3)
+    # Each kind of layer has its work cut once; the head is there once for both.
+    assert found.decode["schedule"] == pytest.approx(2e-5 * len(contexts))
+    assert found.decode["head"] == pytest.approx(1e-4 * len(contexts))
+
+
+def test_energy_is_power_times_each_phases_seconds():
+    request = Request(100, 11)
+    found = composer([request], watts=250.0).compose(request)
+    assert found.energy_joules == pytest.approx(250 * found.jct)
+    assert composer([request]).compose(request).energy_joules is None
+
+
+def test_what_no_memory_holds_is_refused_before_it_is_measured():
+    with pytest.raises(LackingError, match="largest context that fits"):
+        composer([Request(2**40, 2)])
+
+
+def test_rungs_of_a_window_go_no_further():
+    assert max(decode_rungs([Request(100, 5000)], window=256)) == 256
+    assert decode_rungs([Request(5, 1)]) == []
+
+
+def test_prompts_that_fit_are_measured_and_longer_ones_add_shorter_rungs():
+    model = load_model_shape("Llama-3.1-8B")
+    sizes = {"free": 100 * 2**30, "itemsize": 2, "kind": "cuda"}
+    rungs, most = prefill_rungs(model, 1, [128, 1024], rate=8e14, **sizes)
+    assert (rungs, most) == ([128, 1024], 1024)
+    rungs, most = prefill_rungs(model, 1, [128, 2**20], rate=8e14, **sizes)
+    assert 8192 <= most < 2**20
+    assert rungs == [128, most // 4, most // 2, most]
+
+
+def events_of(request, emitted_by):
+    events = []
+    measure_case(
+        emitted_by.bench.model, "full", case="full b1", batch=1, input_len=request.input_len,
+        output_len=request.output_len, dtype=torch.float32, device=CPU.device, emit=events.append,
+        now=lambda: float(len(events)), should_stop=lambda: False, composer=emitted_by,
+    )  # fmt: skip
+    return events
+
+
+def test_events_fold_to_the_same_figures():
+    request = Request(64, 400)
+    made = composer([request])
+    events = events_of(request, made)
+    started = RunStarted(
+        0.0, "2026-01-01T00:00:00Z", "0", "jct", (), "composed", {}, {}, {"name": "tiny"},
+        ("full b1",), "full",
+    )  # fmt: skip
+    data = fold([started, *events, RunFinished(1.0, True)])
+    wanted = made.compose(request)
+    (case,) = data["cases"]
+    assert case["complete"]
+    assert case["jct_seconds"] == pytest.approx(wanted.jct)
+    assert case["rate"] == 0
+    parts = {(row["phase"], row["part"]): row["seconds"] for row in data["parts"]}
+    for phase, known in (("prefill", wanted.prefill), ("decode", wanted.decode)):
+        for part, seconds in known.items():
+            assert parts[phase, part] == pytest.approx(seconds)
+    # A layer of the formula takes 3 µs more per token than its parts.
+    assert parts["decode", "unattributed"] == pytest.approx(2 * 3e-6 * 399)
+    assert parts["prefill", "unattributed"] == pytest.approx(2 * 3e-6 * 64)
+    assert isinstance(events[0], CaseStarted)
+    assert isinstance(events[-1], CaseFinished)
+    assert len(events[0].layers) == 2
+    assert sum(layer["nbytes"] for layer in events[0].layers) == data["memory"][-1]["logical"]
+    contexts = [event.context for event in events if isinstance(event, StepFinished)]
+    assert (contexts[0], contexts[1], contexts[-1]) == (64, 65, 463)
+
+
+def test_events_come_as_points_are_measured():
+    request = Request(64, 4000)
+    made = composer([request])
+    seen = []
+    point = made.bench.point
+
+    def watched(*arguments, **options):
+        seen.append(sum(isinstance(event, PartSample) for event in events))
+        return point(*arguments, **options)
+
+    made.bench.point = watched
+    events = []
+    measure_case(
+        made.bench.model, "full", case="a", batch=1, input_len=64, output_len=4000,
+        dtype=torch.float32, device=CPU.device, emit=events.append, now=lambda: 0.0,
+        should_stop=lambda: False, composer=made,
+    )  # fmt: skip
+    assert seen == sorted(seen)
+    assert seen[-1] > 10
+
+
+def test_a_ragged_method_tells_its_balance_and_a_bent_curve_its_error():
+    bench = tiny_bench()
+    variant = parse_variant("fdc")
+    request = Request(20, 30)
+    made = Composer(bench, variant, variant.widths(bench.model.attention, 0.5), 1, [request], FAST)
+    with torch.inference_mode():
+        events = events_of(request, made)
+    told = {event.schedule: event for event in events if isinstance(event, Balance)}
+    assert set(told) == {"equal", "lpt"}
+    assert len(told["lpt"].predicted) == 132
+    assert sum(told["equal"].predicted) == pytest.approx(132)
+    assert told["equal"].measured is None
+    bent = composer([Request(64, 40_000)])
+    bent.bench.point = lambda v, w, place, window=None, powered=False: Point(
+        place.seq, {"attention": 1e-12 * place.seq**3}, {}, 1e-12 * place.seq**3, None, {}
+    )
+    events = events_of(Request(64, 40_000), bent)
+    assert any(isinstance(event, Warned) and "may be off" in event.message for event in events)

@@ -1,0 +1,118 @@
+"""One layer and its parts on a CPU: every method runs, is right, and holds together."""
+
+import pytest
+import torch
+
+from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.jct.model_shape import Dense
+from kvprof.benchmark.shapes import Rope
+from kvprof.benchmark.timing import Interrupted
+from kvprof.errors import UsageError
+from kvprof.records.events import PARTS
+from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
+
+METHODS = {
+    "full": (set(), set()),
+    "fp8": ({"quantise"}, {"quantise", "schedule"}),
+    "fdc": ({"compress"}, {"compress", "schedule"}),
+    "kq": ({"compress"}, {"compress", "schedule"}),
+    "palu": ({"compress", "decompress"}, {"compress", "decompress", "schedule"}),
+    "palu:group=1": ({"compress", "decompress"}, {"compress", "decompress", "schedule"}),
+    "palu-folded": ({"compress"}, {"compress", "schedule"}),
+    "tale": ({"compress", "quantise"}, {"compress", "quantise", "schedule"}),
+    "fdc-4bit": ({"compress", "quantise"}, {"compress", "quantise", "schedule"}),
+    "strawman": ({"basis", "compress"}, {"compress", "decompress"}),
+    "fdc:no-post-rope": ({"compress", "decompress"}, {"compress", "decompress", "schedule"}),
+    "fdc:no-adaptive-rates": ({"compress"}, {"compress", "schedule"}),
+}
+COMMON = {"norm", "qkv_proj", "rope", "attention", "o_proj", "mlp"}
+ONCE = {"embedding", "rope", "norm", "head", "sampling"}
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return tiny_bench()
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_every_method_has_its_parts_and_attends_rightly(bench, name, phase):
+    variant = parse_variant(name)
+    widths = variant.widths(bench.model.attention, 0.5)
+    tokens = 96 if phase == "decode" else 80
+    point = bench.point(variant, widths, bench.place(phase, 2, tokens))
+    extra = METHODS[name][phase == "decode"]
+    common = COMMON - ({"rope"} if name == "palu-folded" else set())
+    assert set(point.parts) == common | extra - {"schedule"}
+    assert set(point.passes) == ONCE | extra & {"schedule"}
+    assert {*point.parts, *point.passes} <= set(PARTS)
+    assert point.error is not None
+    assert point.error < 1e-4
+    assert point.layer > 0
+    assert point.tokens == tokens
+
+
+def test_what_two_methods_share_is_measured_once(bench):
+    places = [bench.place("decode", 1, 64)] * 2
+    full, uniform = (
+        bench.point(variant, variant.widths(bench.model.attention, 0.5), place)
+        for variant, place in zip(map(parse_variant, ("full", "uniform")), places, strict=True)
+    )
+    assert full.parts["mlp"] == uniform.parts["mlp"]
+    assert full.passes["head"] == uniform.passes["head"]
+    # A folded basis makes projections narrower: that is other work.
+    assert full.parts["qkv_proj"] != uniform.parts["qkv_proj"]
+    again = bench.point(parse_variant("full"), None, places[0])
+    assert again is full
+
+
+def test_rebuilding_is_a_difference_of_two_times(bench):
+    variant = parse_variant("palu")
+    place = bench.place("decode", 1, 128)
+    point = bench.point(variant, variant.widths(bench.model.attention, 0.5), place)
+    assert point.labels["by_difference"] == "decompress"
+    assert point.parts["attention"] > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope": Rope("none", None)},
+        {"qk_norm": True},
+        {"sinks": True},
+        {"softcap": 20.0},
+        {"dense": Dense(64, 96, experts=4, experts_per_token=2)},
+        {"dense": Dense(128, 96, gated=False)},
+    ],
+)
+def test_other_kinds_of_models_are_composed_too(changes):
+    bench = tiny_bench(tiny_shape(**changes))
+    for name in ("full", "fdc", "palu", "fp8"):
+        if name == "full" and {"sinks", "softcap"} & set(changes):
+            continue  # torch's own kernels know neither, which is their label's to say
+        variant = parse_variant(name)
+        widths = variant.widths(bench.model.attention, 0.5)
+        point = bench.point(variant, widths, bench.place("decode", 1, 40))
+        assert point.error is not None
+        assert point.error < 1e-4
+        assert ("rope" in point.parts) == (bench.model.attention.rope.kind != "none")
+
+
+def test_an_interrupt_leaves_no_half_measured_point():
+    bench = tiny_bench(should_stop=lambda: True)
+    with pytest.raises(Interrupted):
+        bench.point(parse_variant("full"), None, bench.place("decode", 1, 40))
+
+
+def test_levels_need_some_tokens():
+    bench = tiny_bench()
+    variant = parse_variant("tale")
+    widths = variant.widths(bench.model.attention, 0.5)
+    with pytest.raises(UsageError, match="levels"):
+        bench.point(variant, widths, bench.place("decode", 1, 6))

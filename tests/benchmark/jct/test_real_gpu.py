@@ -1,0 +1,120 @@
+"""On a GPU: marks cost little, a graph holds them, and waiting has a name."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from kvprof.benchmark.jct.sampling import OVERHEAD
+from kvprof.benchmark.jct.steps import Runner
+from kvprof.benchmark.jct.telemetry import Telemetry
+from kvprof.methods.plan import Placement, Plan
+from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.runtime.compressed import compressed
+from tests.benchmark.jct.real_runs import measured, of, seconds_by
+from tests.models.tiny import VOCABULARY, tiny
+from tests.runtime.plans import make_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+BATCH, PROMPT, NEW = 8, 4096, 65
+LAYERS = 8
+
+
+@cache
+def model() -> LoadedModel:
+    """Return layers of about Llama-3.1-8B's shape, so that a step takes as long as a real one."""
+    made = tiny(
+        "Llama", num_hidden_layers=LAYERS, hidden_size=2048, intermediate_size=8192, head_dim=128,
+        num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=8192,
+    )  # fmt: skip
+    return wrap_model(made.to("cuda", torch.bfloat16))
+
+
+def plans() -> dict[str, Plan]:
+    ranks = {"ranks": lambda layer, side, first, width: (32 * (1 + (layer + first) % 3),)}
+    return {
+        "full": make_plan(model(), placement=Placement.NONE, project_values=False),
+        "ragged": make_plan(model(), **ranks),
+    }
+
+
+def run(plan: Plan, **options: Any) -> Any:
+    ids = torch.randint(3, VOCABULARY, (BATCH, PROMPT), generator=torch.manual_seed(0))
+    return measured(model(), plan, input_ids=ids, output_len=NEW, repeats=3, **options)
+
+
+@pytest.mark.parametrize("name", ["full", "ragged"])
+@pytest.mark.parametrize("graph", [True, False])
+def test_parts_cost_little_and_add_up(name: str, graph: bool) -> None:
+    done, events = run(plans()[name], kernels="on", graph=graph)
+    assert done is not None
+    overhead = done.instrumented_decode_seconds / done.decode_seconds - 1.0
+    assert overhead <= OVERHEAD
+    assert not any("different tokens" in warning.message for warning in of(events, "warning"))
+    by_phase = seconds_by(events, "phase", "part")
+    wanted = {"attention", "schedule", "norm", "qkv_proj", "rope", "o_proj", "mlp", "head",
+              "embedding", "sampling", "host"}  # fmt: skip
+    found = {part for phase, part in by_phase if phase == "decode"}
+    assert found == wanted | ({"compress"} if name == "ragged" else set())
+    for phase in ("prefill", "decode"):
+        total = sum(seconds for (which, _), seconds in by_phase.items() if which == phase)
+        assert total == pytest.approx(getattr(done, f"{phase}_seconds"), rel=0.1)
+    assert min(event.seconds for event in of(events, "part")) >= 0
+    assert min(sample.peak for sample in of(events, "memory")) > 2**30
+
+
+def test_an_eager_step_waits_more_for_the_host_than_a_replayed_one() -> None:
+    shares = {}
+    for graph in (True, False):
+        done, events = run(plans()["ragged"], kernels="on", graph=graph)
+        waited = seconds_by(events, "phase", "part")["decode", "host"]
+        shares[graph] = waited / done.decode_seconds
+    assert shares[True] < shares[False]
+    assert shares[True] < 0.1
+
+
+def test_held_parts_are_those_of_a_replayed_step() -> None:
+    """The same kernels, timed in two ways, take the same time."""
+    found = {}
+    for graph in (True, False):
+        _, events = run(plans()["ragged"], kernels="on", graph=graph, sample_layers=1)
+        found[graph] = seconds_by(events, "phase", "part")
+    for part in ("attention", "mlp", "qkv_proj"):
+        assert found[True]["decode", part] == pytest.approx(found[False]["decode", part], rel=0.15)
+
+
+def test_every_way_writes_the_same_tokens() -> None:
+    ids = torch.randint(3, VOCABULARY, (2, 300), generator=torch.manual_seed(0)).cuda()
+    written = []
+    with compressed(model(), plans()["ragged"], "on") as session:
+        for graph in (False, True):
+            runner = Runner(model(), session, ids, 20, graph)
+            for layers in (None, tuple(range(LAYERS)), (1, 5), None):
+                runner.begin()
+                written.append([runner.step(layers).tokens for _ in range(20)])
+            assert runner.cache is not None
+            assert runner.cache.get_seq_length() == 319
+    assert all(tokens == written[0] for tokens in written)
+
+
+def test_a_gpu_tells_its_clocks_and_energy() -> None:
+    events: list[Any] = []
+    ticks = torch.ones(4096, 4096, device="cuda")
+    import time
+
+    with Telemetry(events.append, time.monotonic, torch.device("cuda"), rate_hz=20) as telemetry:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            ticks = ticks @ ticks * 1e-4
+            torch.cuda.synchronize()
+    values = events[-1].values
+    assert values["sm_mhz"] > 100
+    assert values["power_w"] > 10
+    joules = telemetry.energy_joules(events[2].time, events[-2].time)
+    assert joules is not None
+    seconds = events[-2].time - events[2].time
+    assert joules / seconds == pytest.approx(values["power_w"], rel=0.7)

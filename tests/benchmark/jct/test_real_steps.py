@@ -1,0 +1,255 @@
+"""Steps, marked and not: what is sampled stands for the rest, and tokens stay the same."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvprof.benchmark.jct.instrument import OTHERS
+from kvprof.benchmark.jct.passes import Narrator, Pass, doubts
+from kvprof.benchmark.jct.sampling import Sampling, choose_sampling
+from kvprof.benchmark.jct.steps import Runner, Step
+from kvprof.methods.plan import Placement
+from kvprof.runtime.clock import REST, Stretch, WallClock
+from kvprof.runtime.compressed import compressed
+from tests.benchmark.jct.real_runs import NEW, PROMPT, measured, of, seconds_by
+from tests.models.tiny import token_ids
+from tests.runtime.plans import loaded, make_plan, ragged
+
+
+def test_tokens_are_those_of_generate() -> None:
+    model = loaded("Llama")
+    plan, ids = make_plan(model, ranks=ragged), token_ids(2, PROMPT)
+    with compressed(model, plan) as session:
+        runner = Runner(model, session, ids, NEW, graph=False)
+        runner.begin()
+        plain = [runner.step().tokens for _ in range(NEW)]
+        runner.begin()
+        marked = [runner.step((1,)).tokens for _ in range(NEW)]
+        wanted = model.model.generate(
+            ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    assert torch.equal(torch.tensor(plain).T, wanted[:, PROMPT:])
+    assert marked == plain
+
+
+def test_a_sampled_step_says_what_it_left_out() -> None:
+    model = loaded("Llama")
+    plan = make_plan(model, ranks=ragged)
+    with compressed(model, plan) as session:
+        runner = Runner(model, session, token_ids(2, PROMPT), NEW, graph=False)
+        runner.begin()
+        runner.step()
+        for layers in ((0,), (1,), (2,), (0, 2), (0, 1, 2)):
+            step = runner.step(layers)
+            parts = {(stretch.part, stretch.layer) for stretch in step.stretches}
+            assert {layer for _, layer in parts} == {None, *layers}
+            assert {part for part, layer in parts if layer == layers[0]} >= {
+                "norm", "qkv_proj", "rope", "attention", "compress", "o_proj", "mlp",
+            }  # fmt: skip
+            assert ((OTHERS, None) in parts) == (len(layers) < 3)
+            total = sum(stretch.seconds for stretch in step.stretches)
+            assert 0.8 * step.seconds < total <= step.seconds
+
+
+def test_layers_take_turns_and_stand_for_each_other() -> None:
+    model = loaded("Llama")
+    _, events = measured(model, make_plan(model, ranks=ragged), sample_layers=3)
+    parts = of(events, "part")
+    for step in range(NEW):
+        layers = {e.layer for e in parts if e.step == step} - {None}
+        assert layers == ({0, 1, 2} if step == 0 else {(step - 1) % 3})
+    for event in parts:
+        whole = event.layer is None or event.step == 0
+        assert event.weight == (1.0 if whole else 3.0)
+        assert event.part != OTHERS
+
+
+@pytest.mark.parametrize("steps", [1, 255, 256, 257, 1000, 5000])
+@pytest.mark.parametrize("every", [1, 2, 6])
+def test_few_steps_stand_for_all(steps: int, every: int) -> None:
+    sampling = Sampling(6, steps, every)
+    told = [step for step in range(1, steps + 1) if sampling.told(step)]
+    assert len(told) <= 256
+    assert sum(sampling.told(step) for step in told) == steps
+    shares = dict.fromkeys(range(6), 0.0)
+    for step in told:
+        for layer in sampling.at(step):
+            shares[layer] += sampling.told(step) * sampling.weight(step)
+    if steps > 200:
+        assert all(share == pytest.approx(steps, rel=0.06) for share in shares.values())
+
+
+class Scripted:
+    """A runner whose steps take what a test says."""
+
+    def __init__(self, overhead: float) -> None:
+        self.overhead = overhead
+        self.runs = 0
+
+    def begin(self) -> None:
+        self.runs = 0
+
+    def step(self, layers: tuple[int, ...] | None = None) -> Step:
+        self.runs += 1
+        slow = 10.0 if self.runs <= 3 else 1.0  # prefill, and what is done for the first time
+        return Step(slow * (1 + self.overhead * (layers is not None)), 0.0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("overhead", "every"), [(-0.1, 1), (0.029, 1), (0.05, 2), (0.085, 3), (0.1, 6), (5.0, 6)]
+)
+def test_as_many_layers_are_timed_as_the_overhead_allows(overhead: float, every: int) -> None:
+    runner: Any = Scripted(overhead)
+    assert choose_sampling(runner, "auto", layers=6, steps=30).every == every
+    assert choose_sampling(runner, 4, layers=6, steps=30).every == 4
+
+
+def test_warming_up_runs_no_more_steps_than_the_request_has() -> None:
+    for steps in range(14):
+        runner: Any = Scripted(0.5)
+        choose_sampling(runner, "auto", layers=6, steps=steps)
+        assert runner.runs <= 1 + steps
+
+
+def test_what_a_gpu_waited_is_the_hosts() -> None:
+    model, events = loaded("Llama"), []
+    plan = make_plan(model)
+    narrator = Narrator(
+        model, plan, "c", token_ids(1, 5), Sampling(3, 2, 3), events.append, lambda: 0.0
+    )
+    stretches = [
+        Stretch(REST, None, 0.5, True), Stretch("mlp", 1, 1.0, True),
+        Stretch("mlp", 1, 0.25, True), Stretch(OTHERS, None, 2.0, False),
+        Stretch("head", None, 0.125, True),
+    ]  # fmt: skip
+    plain = Pass(0.0, 1.0, [Step(9.0, 0.0, [], []), Step(5.0, 0.0, [], []), Step(1.0, 0, [], [])])
+    runner: Any = SimpleNamespace(on_gpu=True, cache=None)
+    narrator._memory_at = set()
+    tell = narrator.parts_of(plain, runner)
+    tell(1, Step(99.0, 0.0, [], stretches))
+    # Kernels of no part are not told; what is left of the step after 3.875 s of work is waiting.
+    assert {(e.part, e.layer): (e.seconds, e.weight) for e in events} == {
+        ("mlp", 1): (1.25, 3.0), ("head", None): (0.125, 1.0), ("host", None): (1.125, 1.0),
+    }  # fmt: skip
+    assert "52%" in str(narrator.doubt())
+    events.clear()
+    tell(2, Step(99.0, 0.0, [], stretches))
+    assert ("host", 0.0) in {(e.part, e.seconds) for e in events}
+
+
+def test_different_tokens_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Runner.step
+
+    def other(self: Runner, layers: Any = None, **options: Any) -> Step:
+        found = step(self, layers, **options)
+        moved = layers is not None and self._steps_done == 3
+        return replace(found, tokens=[-1]) if moved else found
+
+    monkeypatch.setattr(Runner, "step", other)
+    _, events = measured(loaded("Llama"), make_plan(loaded("Llama")))
+    assert any("different tokens from the 3." in w.message for w in of(events, "warning"))
+
+
+def test_errors_are_those_of_attention_on_its_own_inputs() -> None:
+    """The first layer's inputs do not depend on the plan, so two plain passes give its error."""
+    model = loaded("Llama")
+    ids = token_ids(1, PROMPT)
+    plan = make_plan(model, ranks=ragged)
+    _, events = measured(model, plan, input_ids=ids, sample_layers=1)
+    found = [layer.error for layer in of(events, "layer")]
+
+    outputs: list[torch.Tensor] = []
+    attention = model.model.get_submodule(model.layout.layers[0].attention)
+    hook = attention.register_forward_hook(lambda m, a, r: outputs.append(r[0]))
+    with torch.no_grad():
+        tokens = ids
+        with compressed(model, plan) as session:
+            tokens = model.model.generate(
+                ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            outputs.clear()
+            cache = session.new_cache()
+            decoded = (PROMPT + NEW) // 2
+            prefill = PROMPT + NEW - decoded
+            model.model(tokens[:, :prefill], past_key_values=cache)
+            for place in range(prefill, PROMPT + NEW):
+                model.model(tokens[:, place : place + 1], past_key_values=cache)
+        lossy = torch.cat(outputs[1:], 1)
+        outputs.clear()
+        model.model(tokens, use_cache=False)
+    hook.remove()
+    exact = outputs[0][:, prefill:]
+    assert found[0] == pytest.approx(float((lossy - exact).norm() / exact.norm()), rel=1e-4)
+    assert min(found) > 1e-3
+
+
+def test_full_width_has_no_error_but_rounding() -> None:
+    for arch in ("Llama", "Gemma2", "GPT2"):
+        plan = make_plan(loaded(arch), placement=Placement.NONE, project_values=False)
+        _, events = measured(loaded(arch), plan, sample_layers=1)
+        assert all(0 < layer.error < 1e-5 for layer in of(events, "layer"))
+
+
+def test_on_a_gpu_parts_come_from_steps_that_were_held_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The way of a GPU, walked on a CPU: a clock of its own, waits that are noted."""
+    made, waits = Runner.__init__, []
+
+    def on_gpu(self: Runner, *args: Any) -> None:
+        made(self, *args)
+        self.on_gpu = True
+        self._watched = WallClock()
+
+    monkeypatch.setattr(Runner, "__init__", on_gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
+    done, events = measured(loaded("Llama"), make_plan(loaded("Llama")), sample_layers=1)
+    assert done is not None
+    assert len(waits) == NEW
+    assert min(waits) > 0
+    steps = {event.step: event.seconds for event in of(events, "step")}
+    hosts = {e.step: e for e in of(events, "part") if e.part == "host"}
+    assert set(hosts) == set(steps)
+    for step, seconds in steps.items():
+        others = sum(e.seconds for e in of(events, "part") if e.step == step and e.part != "host")
+        # What lay in no part counts as the GPU's, but is nobody's.
+        assert hosts[step].seconds <= max(0.0, seconds - others)
+        assert hosts[step].weight == 1.0
+
+
+def test_the_reference_models_parts_are_its_time() -> None:
+    from kvprof.methods.family import MethodInputs, plan_at
+    from kvprof.methods.registry import plan_family
+    from kvprof.models.load import load_model
+
+    model = load_model("reference", device="cpu")
+    inputs = MethodInputs(model.layout, model.fingerprint, None)
+    family = plan_family("full", inputs)
+    done, events = measured(
+        model, plan_at(family, family.settings[0]), batch=1, sample_layers=1, output_len=12
+    )
+    assert done is not None
+    by_phase = seconds_by(events, "phase", "part")
+    for phase in ("prefill", "decode"):
+        total = sum(seconds for (which, _), seconds in by_phase.items() if which == phase)
+        assert 0.97 < total / getattr(done, f"instrumented_{phase}_seconds") <= 1
+    assert by_phase["decode", "mlp"] > by_phase["decode", "norm"]
+
+
+def timed(*seconds: float) -> Pass:
+    return Pass(0.0, 1.0, [Step(second, 0.0, [], []) for second in seconds])
+
+
+def test_doubts_are_told_when_there_are_any() -> None:
+    plain, slower = timed(9.0, 1.0, 1.0, 1.0), timed(9.0, 1.05, 1.05, 4.0)
+    assert doubts([plain], [plain]) == []
+    assert doubts([plain], [timed(9.0, 1.02, 1.02, 4.0)]) == []  # one step is a neighbour's
+    assert "5.0% slower" in doubts([plain], [slower])[0]
+    found = doubts([plain, timed(9.0, 2.0, 2.0, 2.0)], [slower, slower])
+    assert len(found) == 1
+    assert "12 s once and 15 s" in found[0]
+    assert doubts([timed(1.0)], [timed(1.0)]) == []  # nothing was decoded

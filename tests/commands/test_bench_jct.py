@@ -1,0 +1,233 @@
+"""``kvprof bench --jct`` from the command line: what it asks for, refuses, leaves and prints."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.benchmark.jct.request import JctRequest
+from kvprof.benchmark.timing import Interrupted
+from kvprof.errors import LackingError
+from kvprof.records.events import EVENTS, PartSample
+from kvprof.records.files import read_result
+from kvprof.records.journal import read_events
+from tests.benchmark.jct.shapes import tiny_folder
+from tests.commands.running import kvprof
+
+
+class Recorder:
+    """Stands for the run: keeps the request, and fails as it is told."""
+
+    def __init__(self) -> None:
+        self.request: JctRequest | None = None
+        self.problem: Exception | None = None
+
+    def __call__(self, request: JctRequest, journal: Any, **options: Any) -> None:
+        self.request = request
+        raise self.problem or LackingError("this was no run")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    recorder = Recorder()
+    monkeypatch.setattr("kvprof.benchmark.jct.run.run_jct", recorder)
+
+    def ask(*arguments: Any) -> JctRequest:
+        done = kvprof("bench", "--jct", "--device", "cpu", *arguments)
+        assert done.code == 3, done.stderr
+        assert recorder.request is not None
+        return recorder.request
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
+    monkeypatch.setattr("kvprof.benchmark.machine.usable_threads", lambda: 1)
+
+
+def test_alone_the_reference_model_answers(asked: Any) -> None:
+    request = asked()
+    assert (request.model, request.mode, request.baseline) == ("reference", "real", "full")
+    assert request.methods == ("full", "palu", "fdc")
+    assert (request.batches, request.input_lens, request.output_lens) == ((1,), (1024,), (64,))
+    assert (request.dtype, request.device, request.rate) == ("float32", "cpu", 0.5)
+
+
+def test_a_shape_is_composed_and_lengths_are_as_people_write_them(asked: Any) -> None:
+    request = asked(
+        "--model", "Llama-3.1-70B", "--tp", "4", "--input-len", "128,1k,100k", "--output-len",
+        "256", "--batch", "1,8", "--methods", "full,palu,fdc,kq", "--baseline", "palu", "--repeats",
+        "9", "--seed", "4", "--rate", "0.4", "--layers", "3",
+    )  # fmt: skip
+    assert request.mode == "composed"
+    assert request.input_lens == (128, 1024, 102_400)
+    assert (request.output_lens, request.batches, request.tp) == ((256,), (1, 8), 4)
+    assert (request.baseline, request.repeats, request.seed) == ("palu", 9, 4)
+    assert (request.rate, request.layers) == (0.4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [
+        (("--trace", "fdc/arxiv"), "composed"),
+        (("--capacity",), "composed"),
+        (("--methods", "fdc,fdc:no-post-rope"), "composed"),
+        (("--composed",), "composed"),
+        (("--model", "Llama-3.1-8B", "--real"), "real"),
+        (("--check",), "real"),
+    ],
+)
+def test_what_is_asked_for_decides_how_it_is_measured(
+    asked: Any, arguments: tuple[str, ...], mode: str
+) -> None:
+    request = asked(*arguments)
+    assert request.mode == mode
+    if "--check" in arguments:
+        assert request.model == "Llama-3.1-8B"
+        assert request.methods == ("full", "fdc")
+    if "--trace" in arguments:
+        assert request.requests == 200
+
+
+def test_without_full_the_first_method_is_the_baseline(asked: Any) -> None:
+    assert asked("--methods", "fdc,palu").baseline == "fdc"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--input-len", "1k"), "--input-len means nothing without --jct"),
+        (("--composed", "--check"), "--composed and --check means nothing without --jct"),
+        (("--jct", "--seq", "4k"), "--seq means nothing with --jct"),
+        (("--jct", "--schedule", "all", "--phase", "decode"), "--phase and --schedule"),
+        (("--jct", "--trace", "fdc/arxiv", "--input-len", "1k"), "lengths of its own"),
+        (("--jct", "--requests", "10"), "--trace"),
+        (("--jct", "--check", "--composed"), "both ways"),
+        (("--jct", "--composed", "--kernels", "on"), "--kernels is for a real run"),
+        (("--jct", "--kernels", "maybe"), "auto, on, off"),
+        (("--jct", "--baseline", "kq"), "--baseline kq is not measured"),
+        (("--jct", "--input-len", "none"), "--input-len"),
+        (("--jct", "--input-len", ""), "--input-len"),
+        (("--jct", "--output-len", "0"), "--output-len"),
+        (("--jct", "--tp", "0"), "--tp"),
+        (("--jct", "--real", "--tp", "2"), "--tp is for composed runs"),
+        (("--jct", "--trace", "fdc/novels"), "fdc/arxiv"),
+        (("--jct", "--model", "Llama-3.1-8B", "--tp", "3"), "do not divide"),
+        (("--jct", "--model", "Llama-3.1-8B", "--methods", "fdc:no-balancing"), "on a CPU"),
+        (("--jct", "--model", "Llama-3.1-8B", "--layers", "33"), "1 to 32"),
+        (("--jct", "--model", "Lama"), "Lama"),
+    ],
+)
+def test_bad_input_gets_one_line_and_leaves_nothing(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run = tmp_path / "run"
+    done = kvprof("bench", "--device", "cpu", "--out", run, *arguments)
+    assert done.code in (2, 3), done.stderr
+    assert says in done.error
+    assert done.stdout == ""
+    assert not run.exists()
+
+
+# --- what it leaves ---------------------------------------------------------------------------
+
+
+def run_of(folder: Path, *arguments: Any) -> tuple[str, ...]:
+    return (
+        "bench", "--jct", "--model", str(folder), "--device", "cpu", "--input-len", "48",
+        "--output-len", "9", "--repeats", "3", "--methods", "full,fdc", *map(str, arguments),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_leaves_events_and_a_result_and_shows_both_methods(
+    folder: Path, tmp_path: Path
+) -> None:
+    run, table = tmp_path / "run", tmp_path / "parts.csv"
+    done = kvprof(*run_of(folder, "--out", run, "--csv", table))
+    assert done.code == 0, done.stderr
+    assert "Job completion time in parts" in done.stdout
+    assert "one layer of" in done.stderr
+    result = read_result(run)
+    assert (result["kind"], result["complete"]) == ("jct", True)
+    assert result["inputs"]["input_lens"] == [48]
+    assert str(folder) not in json.dumps(result["inputs"])
+    recording = read_events(run / "events.jsonl")
+    assert recording.finished
+    assert json.loads((run / "events.jsonl").read_text().splitlines()[0])["format"] == EVENTS
+    assert "attention" in table.read_text()
+    again = kvprof(*run_of(folder, "--out", run))
+    assert again.code == 2
+    assert "--force" in again.error
+    assert kvprof(*run_of(folder, "--out", run, "--force")).code == 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_json_goes_to_stdout_alone(folder: Path) -> None:
+    done = kvprof(*run_of(folder, "--json", "-"))
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["kind"] == "jct"
+
+
+@pytest.mark.usefixtures("quick")
+def test_ctrl_c_keeps_what_was_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.benchmark.jct import measured
+
+    point = measured.Bench.point
+
+    def watched(self: Any, variant: Any, *arguments: Any, **options: Any) -> Any:
+        if variant.name == "fdc":
+            os.kill(os.getpid(), signal.SIGINT)
+        return point(self, variant, *arguments, **options)
+
+    monkeypatch.setattr(measured.Bench, "point", watched)
+    run = tmp_path / "run"
+    done = kvprof(*run_of(folder, "--out", run))
+    assert done.code == 130, done.stderr
+    result = read_result(run)
+    assert (result["complete"], result["incomplete_reason"]) == (False, "interrupted")
+    assert [case["method"] for case in result["data"]["cases"]] == ["full"]
+    assert "incomplete" in done.stdout.lower()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_gpu_that_stops_costs_no_measurement(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.benchmark.jct import measured
+
+    def lost(*arguments: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(measured, "ragged_attended", lost)
+    run = tmp_path / "run"
+    done = kvprof(*run_of(folder, "--out", run))
+    assert done.code == 1
+    assert "the GPU stopped" in done.error
+    assert "full" in done.stdout
+    assert [case["method"] for case in read_result(run)["data"]["cases"]] == ["full"]
+    parts = [one for one in read_events(run / "events.jsonl").events if isinstance(one, PartSample)]
+    assert parts
+
+
+def test_interrupted_before_anything_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(run: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise Interrupted
+
+    monkeypatch.setattr("kvprof.benchmark.jct.composed_run.run_composed", stopped)
+    done = kvprof("bench", "--jct", "--composed", "--device", "cpu")
+    assert done.code == 130

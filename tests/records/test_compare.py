@@ -1,0 +1,184 @@
+"""What two results differ in: by how much, how surely, and whether that is too much."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from kvprof.errors import UsageError
+from kvprof.records.compare import compare, environment_differences, ratio_interval
+from kvprof.records.figures import Figure, figures_of
+from kvprof.records.fold import result_of
+from kvprof.records.result import build_result
+from kvprof.records.schema import validate_result
+from tests.records.sample import ENVIRONMENT, benchmark_result, spectrum_result, stability_result
+from tests.records.streams import stream
+from tests.views.synthetic_bench import bench_result
+from tests.views.synthetic_evaluation import evaluation_result
+from tests.views.synthetic_frontier import frontier_result
+
+
+def slower(result: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The same result with every sample of a bench row longer."""
+    changed = copy.deepcopy(result)
+    for row in changed["data"]["rows"]:
+        if row["seconds"]:
+            row["seconds"] = [value * factor for value in row["seconds"]]
+            row["seconds_interval"] = [value * factor for value in row["seconds_interval"]]
+    return changed
+
+
+def rows_of(data: dict[str, Any], figure: str) -> list[dict[str, Any]]:
+    return [row for row in data["rows"] if row["figure"] == figure]
+
+
+def figure(value: float, **more: Any) -> Figure:
+    return Figure((("of", "x"),), "seconds", value, "lower", **more)
+
+
+def steady(centre: float, spread: float = 0.01) -> list[float]:
+    return [centre * (1 + spread * (place - 5) / 5) for place in range(11)]
+
+
+def test_a_slower_run_is_worse_and_certainly_so() -> None:
+    base = bench_result()
+    data = compare([base, slower(base, 1.2)], ["a", "b"], fail_over=0.05)
+    times = [row for row in rows_of(data, "seconds") if row["values"][0] != row["values"][1]]
+    assert times
+    for row in times:
+        change = row["changes"][0]
+        assert change["share"] == pytest.approx(0.2)
+        assert change["verdict"] == "worse"
+        assert change["failed"] is (change["certain"] is not False)
+    assert data["failed"] == sum(row["changes"][0]["failed"] for row in times) > 0
+
+
+def test_the_same_result_twice_differs_in_nothing() -> None:
+    base = bench_result()
+    data = compare([base, base], ["a", "b"], fail_over=0.0)
+    assert {row["changes"][0]["verdict"] for row in data["rows"]} == {"same"}
+    assert (data["failed"], data["unmatched"], data["environment"]) == (0, [], [])
+
+
+def test_an_interval_from_samples_tells_a_shift_from_noise() -> None:
+    base = figure(1.0, samples=steady(1.0))
+    low, high = ratio_interval(base, figure(1.1, samples=steady(1.1))) or (0, 0)
+    assert 0.08 < low < 0.1 < high < 0.12
+    low, high = ratio_interval(base, figure(1.001, samples=steady(1.001))) or (0, 0)
+    assert low < 0 < high
+
+
+def test_intervals_of_both_results_add_in_squares() -> None:
+    # ln 1.1 each way for both: the ratio's interval reaches √2 as far.
+    base = figure(1.0, interval=(1 / 1.1, 1.1))
+    other = figure(2.0, interval=(2 / 1.1, 2.2))
+    low, high = ratio_interval(base, other) or (0, 0)
+    assert low == pytest.approx(2 * 1.1 ** -(2**0.5) - 1)
+    assert high == pytest.approx(2 * 1.1 ** (2**0.5) - 1)
+    assert ratio_interval(base, figure(2.0)) is None
+
+
+def test_a_change_within_its_interval_does_not_fail() -> None:
+    base = bench_result()
+    wide = slower(base, 1.08)
+    for result in (base, wide):
+        for row in result["data"]["rows"]:
+            if row["seconds"]:
+                row["seconds"] = [value * (1 + 0.5 * (i % 3 - 1)) for i, value in
+                                  enumerate([row["seconds"][0]] * 9)]  # fmt: skip
+    data = compare([base, wide], ["a", "b"], fail_over=0.05)
+    changes = [row["changes"][0] for row in rows_of(data, "seconds")]
+    assert any(change["certain"] is False and change["verdict"] == "worse" for change in changes)
+    assert data["failed"] == 0
+
+
+def test_what_is_better_never_fails() -> None:
+    base = bench_result()
+    data = compare([base, slower(base, 0.5)], ["a", "b"], fail_over=0.05)
+    assert data["failed"] == 0
+    assert "better" in {row["changes"][0]["verdict"] for row in data["rows"]}
+
+
+def test_job_completion_time_is_matched_by_case_phase_and_part() -> None:
+    base = result_of(stream(methods=("full", "palu"), seed=0))
+    other = result_of(stream(methods=("full", "fdc"), seed=1))
+    data = compare([base, other], ["a", "b"])
+    assert {row["key"]["case"] for row in data["rows"]} == {"full b1 in2048 out21"}
+    assert {row["figure"] for row in data["rows"] if row["headline"]} == {
+        "jct_seconds", "ttft_seconds", "tbt_seconds",
+    }  # fmt: skip
+    parts = {(row["key"]["phase"], row["key"]["part"]) for row in rows_of(data, "seconds")}
+    assert ("decode", "attention") in parts
+    assert ("prefill", "unattributed") in parts
+    # Steps are the samples of the time between tokens; there is one prefill.
+    assert rows_of(data, "tbt_seconds")[0]["changes"][0]["share_interval"] is not None
+    assert rows_of(data, "ttft_seconds")[0]["changes"][0]["share_interval"] is None
+    held = {row["key"]["case"]: row["in"] for row in data["unmatched"]}
+    assert held == {"palu b1 in2048 out21": ["a"], "fdc b1 in2048 out21": ["b"]}
+
+
+def test_three_runs_are_held_against_the_first() -> None:
+    base = bench_result()
+    data = compare([base, slower(base, 2.0), slower(base, 0.5)], ["a", "b", "c"])
+    row = next(row for row in rows_of(data, "seconds") if row["values"][0] != row["values"][1])
+    assert [change["share"] for change in row["changes"]] == pytest.approx([1.0, -0.5])
+    assert [change["verdict"] for change in row["changes"]] == ["worse", "better"]
+
+
+def test_accuracy_is_better_when_higher() -> None:
+    base = evaluation_result()
+    other = copy.deepcopy(base)
+    for row in other["data"]["evaluations"]:
+        row["relative_accuracy"] *= 0.9
+        row["kl"]["mean"] *= 2
+    data = compare([base, other], ["a", "b"])
+    assert {row["changes"][0]["verdict"] for row in rows_of(data, "relative_accuracy")} == {"worse"}
+
+
+@pytest.mark.parametrize(
+    "result", [spectrum_result(), stability_result(), frontier_result(), evaluation_result(),
+               bench_result(), result_of(stream(steps=3)), benchmark_result()],
+    ids=lambda result: result["kind"],
+)  # fmt: skip
+def test_every_kind_that_measures_has_figures_to_compare(result: dict[str, Any]) -> None:
+    found = figures_of(result)
+    assert found
+    data = compare([result, result], ["a", "b"], fail_over=0.01)
+    assert len(data["rows"]) == len(found)
+    validate_result(
+        build_result(
+            "compare", environment=ENVIRONMENT, inputs={"runs": ["a", "b"], "fail_over": 0.01},
+            data=data,
+        )
+    )  # fmt: skip
+
+
+def test_unlike_kinds_and_nothing_in_common_are_told() -> None:
+    with pytest.raises(UsageError, match="one is bench, two is spectrum"):
+        compare([bench_result(), spectrum_result()], ["one", "two"])
+    left = result_of(stream(methods=("full",), steps=3))
+    right = result_of(stream(methods=("fdc",), steps=3))
+    with pytest.raises(UsageError, match="no jct figure in common"):
+        compare([left, right], ["one", "two"])
+    empty = build_result("doctor", environment=ENVIRONMENT, inputs={}, data={})
+    with pytest.raises(UsageError, match="nothing that could be compared"):
+        compare([empty, empty], ["one", "two"])
+
+
+def test_environments_are_compared_entry_by_entry() -> None:
+    other = copy.deepcopy(ENVIRONMENT)
+    other["packages"]["torch"] = "2.14.0"
+    other["gpus"] = [{"name": "H200", "memory_bytes": 1, "compute_capability": "9.0"}]
+    found = environment_differences([ENVIRONMENT, other])
+    assert {"path": "packages.torch", "values": ["2.13.0", "2.14.0"]} in found
+    assert {"path": "gpus[0].name", "values": [None, "H200"]} in found
+
+
+def test_rows_that_nothing_tells_apart_are_matched_in_order() -> None:
+    def result(*seconds: float) -> dict[str, Any]:
+        made = benchmark_result()
+        made["data"] = {"rows": [{"total_s": value} for value in seconds]}
+        return made
+
+    data = compare([result(1.0, 2.0), result(1.0, 3.0)], ["a", "b"])
+    assert [row["values"] for row in data["rows"]] == [[1.0, 1.0], [2.0, 3.0]]

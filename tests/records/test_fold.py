@@ -1,0 +1,229 @@
+"""What a run's events become: the times add up, and a run that was cut off still has a result."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvprof.errors import FailedError
+from kvprof.records.cases import quantile
+from kvprof.records.events import (
+    CaseFinished,
+    CaseStarted,
+    Event,
+    PartSample,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    TelemetrySample,
+    Warned,
+)
+from kvprof.records.files import render_result
+from kvprof.records.fold import fold, result_of
+from kvprof.records.schema import validate_result
+from tests.records.streams import case_name, stream
+
+CASE = "fdc b2 in8 out4"
+
+
+def small_run(*events: Event, labels: dict[str, str] | None = None) -> list[Event]:
+    """A run of one case that holds `events`."""
+    started = stream(layers=1, steps=1)[0]
+    assert isinstance(started, RunStarted)
+    case = CaseStarted(
+        time=0.0, case=CASE, method="fdc", rate=0.5, batch=2, input_len=8, output_len=4,
+        labels=labels or {},
+    )  # fmt: skip
+    return [started, case, *events]
+
+
+def part(phase: str, name: str, seconds: float, **more: Any) -> PartSample:
+    return PartSample(
+        time=0.1, case=CASE, phase=phase, part=name, seconds=seconds, step=1, context=9, **more
+    )
+
+
+def step(seconds: float, weight: float = 1.0) -> StepFinished:
+    return StepFinished(
+        time=0.2, case=CASE, phase="decode", step=1, context=9, seconds=seconds, weight=weight
+    )
+
+
+def finished(prefill: float, decode: float, **more: Any) -> CaseFinished:
+    return CaseFinished(time=0.3, case=CASE, prefill_seconds=prefill, decode_seconds=decode, **more)
+
+
+def costs(data: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {(row["phase"], row["part"]): row["seconds"] for row in data["parts"]}
+
+
+def test_a_part_costs_its_seconds_times_what_it_stands_for() -> None:
+    data = fold(
+        small_run(
+            part("prefill", "mlp", 2.0),
+            part("decode", "attention", 0.1, layer=0, weight=10.0),
+            part("decode", "attention", 0.2, layer=1, weight=5.0),
+            finished(3.0, 2.5),
+        )
+    )
+    assert costs(data) == {
+        ("prefill", "mlp"): 2.0,
+        ("prefill", "unattributed"): 1.0,
+        ("decode", "attention"): 2.0,
+        ("decode", "unattributed"): 0.5,
+    }
+    assert [row["share"] for row in data["parts"]] == pytest.approx(
+        [2 / 5.5, 1 / 5.5, 2 / 5.5, 0.5 / 5.5]
+    )
+    assert data["cases"][0]["unattributed_share"] == pytest.approx(1.5 / 5.5)
+
+
+def test_parts_that_exceed_the_wall_time_show_it() -> None:
+    data = fold(small_run(part("decode", "attention", 3.0), finished(0.0, 2.0)))
+    assert costs(data)["decode", "unattributed"] == -1.0
+    assert data["cases"][0]["unattributed_share"] == -0.5
+
+
+@pytest.mark.parametrize("seconds", [0.85, 1.15])
+def test_more_than_a_tenth_without_a_part_is_a_warning(seconds: float) -> None:
+    result = result_of(small_run(part("decode", "mlp", seconds), finished(0.0, 1.0)))
+    assert [warning for warning in result["warnings"] if "15.0 %" in warning]
+    near = result_of(small_run(part("decode", "mlp", 0.95), finished(0.0, 1.0)))
+    assert near["warnings"] == []
+
+
+def test_every_case_of_a_run_adds_up_to_its_wall_time() -> None:
+    data = fold(stream(seed=3))
+    for case in data["cases"]:
+        own = [row["seconds"] for row in data["parts"] if row["case"] == case["case"]]
+        assert math.fsum(own) == pytest.approx(case["jct_seconds"])
+        assert case["ttft_seconds"] + case["decode_seconds"] == case["jct_seconds"]
+
+
+def test_time_between_tokens_counts_the_passes_that_a_step_stands_for() -> None:
+    data = fold(small_run(step(1.0, 90.0), step(2.0, 9.5), step(5.0, 0.5), finished(1.0, 1.0)))
+    assert data["cases"][0]["tbt_seconds"] == 1.0
+    assert data["cases"][0]["tbt_p99_seconds"] == 2.0
+
+
+def test_overhead_and_energy_are_of_the_uninstrumented_run() -> None:
+    done = finished(
+        1.0, 3.0, instrumented_prefill_seconds=1.5, instrumented_decode_seconds=3.3,
+        energy_joules=16.0,
+    )  # fmt: skip
+    case = fold(small_run(done))["cases"][0]
+    assert case["overhead"] == pytest.approx(0.2)
+    assert case["decode_overhead"] == pytest.approx(0.1)
+    assert case["energy_per_token_joules"] == 2.0  # of 2 sequences with 4 tokens each
+
+
+def test_a_composed_run_has_no_overhead() -> None:
+    case = fold(small_run(finished(1.0, 3.0)))["cases"][0]
+    assert case["overhead"] is None
+    assert case["instrumented_seconds"] is None
+
+
+def test_a_part_by_difference_is_marked() -> None:
+    run = small_run(
+        part("decode", "decompress", 0.1), part("decode", "attention", 0.1),
+        labels={"by_difference": "decompress, merge"},
+    )  # fmt: skip
+    assert {row["part"] for row in fold(run)["parts"] if row["by_difference"]} == {"decompress"}
+
+
+def test_a_layer_has_what_was_said_and_what_was_measured_of_it() -> None:
+    run = stream(methods=("palu",), layers=3, steps=2)
+    data = fold(run)
+    assert [row["layer"] for row in data["layers"]] == [0, 1, 2]
+    spent = sum(
+        event.seconds
+        for event in run
+        if isinstance(event, PartSample)
+        and event.layer == 1
+        and event.part in ("attention", "compress", "decompress")
+    )
+    assert data["layers"][1]["seconds"] == pytest.approx(spent)
+    assert data["layers"][1]["error"] > 0
+    assert len(data["layers"][1]["key_ranks"]) == 4
+
+
+def _telemetry(values: Sequence[dict[str, float]]) -> list[Event]:
+    return [
+        TelemetrySample(
+            time=float(place), device="gpu 0", values=one,
+            throttled=("power cap",) if place < 2 else (),
+        )
+        for place, one in enumerate(values)
+    ]  # fmt: skip
+
+
+def test_telemetry_keeps_its_extremes_though_its_series_is_thinned() -> None:
+    values = [{"power_w": 100.0} for _ in range(2500)]
+    values[1] = {"power_w": 700.0, "sm_mhz": 1980.0}
+    found = fold(small_run(*_telemetry(values)))["telemetry"]["gpu 0"]
+    assert found["samples"] == 2500
+    assert found["values"]["power_w"] == {"median": 100.0, "least": 100.0, "most": 700.0}
+    assert found["throttled"] == {"power cap": 2}
+    assert len(found["series"]["time"]) == len(found["series"]["sm_mhz"]) <= 1000
+    assert found["series"]["time"][-1] > 2400
+
+
+@pytest.mark.parametrize("kept", [1, 2, 60, 300, -1])
+def test_a_run_that_was_killed_has_a_result_marked_incomplete(kept: int) -> None:
+    result = result_of(stream(steps=5)[:kept])
+    validate_result(result)
+    assert not result["complete"]
+    assert "killed" in result["incomplete_reason"]
+
+
+def test_a_case_that_did_not_finish_has_parts_and_no_total() -> None:
+    result = result_of(stream(methods=("full", "fdc"), steps=5)[:-100])
+    whole, broken = result["data"]["cases"]
+    assert (whole["complete"], broken["complete"]) == (True, False)
+    assert broken["jct_seconds"] is None
+    own = [row for row in result["data"]["parts"] if row["case"] == broken["case"]]
+    assert sum(row["share"] for row in own) == pytest.approx(1)
+    assert "unattributed" not in {row["part"] for row in own}
+
+
+def test_a_finished_run_is_complete_and_valid() -> None:
+    result = result_of(stream())
+    validate_result(result)
+    assert result["complete"]
+    assert result["created"] == "2025-11-21T12:00:00Z"
+    assert result["warnings"] == [f"{case_name('fdc', 20)}: the first step was slow and is kept"]
+    # Written and folded again, it is the same: no hidden state.
+    assert render_result(result) == render_result(result_of(stream()))
+
+
+def test_damage_is_the_reason_for_being_incomplete() -> None:
+    result = result_of(stream(steps=2), damage="line 7 is cut off")
+    assert not result["complete"]
+    assert "line 7 is cut off" in result["incomplete_reason"]
+
+
+def test_what_only_the_end_of_a_run_knows_is_in_its_data() -> None:
+    end = RunFinished(
+        time=1.0, complete=False, reason="out of memory",
+        extra={"check": {"rows": []}, "parts": "not these"},
+    )  # fmt: skip
+    result = result_of([*small_run(Warned(time=0.1, message="careful")), end])
+    validate_result(result)
+    assert result["data"]["check"] == {"rows": []}
+    assert result["data"]["requests"] is None
+    assert result["data"]["parts"] == []
+    assert result["incomplete_reason"] == "out of memory"
+    assert result["warnings"] == ["careful"]
+
+
+def test_no_event_is_no_result() -> None:
+    with pytest.raises(FailedError, match="no event yet"):
+        result_of([])
+
+
+def test_quantiles_weigh() -> None:
+    assert quantile([3.0, 1.0, 2.0], [1.0, 1.0, 1.0], 0.5) == 2.0
+    assert quantile([1.0, 2.0], [1.0, 1.0], 0.5) == 1.5
+    assert quantile([1.0, 2.0, 3.0], [0.1, 0.1, 0.9], 0.5) == 3.0
+    assert quantile([], [], 0.5) is None

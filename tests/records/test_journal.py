@@ -1,0 +1,270 @@
+"""The record of a run: written line by line, read whatever became of the run."""
+
+import gzip
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.records.events import TelemetrySample, event_line
+from kvprof.records.journal import EVENTS_NAME, Follower, Journal, find_events, read_events
+from tests.records.streams import stream, write
+
+EVENTS = stream(methods=("full", "fdc"), layers=2, steps=4)
+
+
+def sample(time: float) -> TelemetrySample:
+    return TelemetrySample(time=time, device="cpu", values={"load": 0.5})
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    found = read_events(write(tmp_path / "run" / EVENTS_NAME, EVENTS))
+    assert found.events == EVENTS
+    assert (found.damage, found.finished) == (None, True)
+
+
+def test_every_event_is_on_disk_when_emit_returns(tmp_path: Path) -> None:
+    with Journal(tmp_path / EVENTS_NAME) as journal:
+        for count, event in enumerate(EVENTS[:5], start=1):
+            journal.emit(event)
+            assert len(read_events(journal.path).events) == count
+    assert not read_events(journal.path).finished
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    with Journal(tmp_path / EVENTS_NAME) as journal:
+        journal.emit(EVENTS[0])
+
+        def emit(thread: int) -> None:
+            for count in range(200):
+                journal.emit(sample(thread + count / 1000))
+
+        threads = [threading.Thread(target=emit, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = read_events(journal.path)
+    assert found.damage is None
+    assert sorted(event.time for event in found.events[1:]) == sorted(
+        thread + count / 1000 for thread in range(4) for count in range(200)
+    )
+
+
+def test_a_record_is_not_overwritten_unless_forced(tmp_path: Path) -> None:
+    path = write(tmp_path / EVENTS_NAME, EVENTS)
+    with pytest.raises(UsageError, match="--force"), Journal(path):
+        pass
+    assert read_events(path).events == EVENTS
+    with Journal(path, force=True) as journal:
+        journal.emit(EVENTS[0])
+    assert read_events(path).events == EVENTS[:1]
+
+
+def test_a_full_disk_ends_with_a_whole_line_and_no_more(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    import signal
+
+    path = tmp_path / EVENTS_NAME
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with Journal(path) as journal:
+            journal.emit(EVENTS[0])
+            # In the middle of the next line.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, hard))
+            with pytest.raises(FailedError, match="holds what was measured until then"):
+                journal.emit(EVENTS[1])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            with pytest.raises(FailedError, match="cannot write"):
+                journal.emit(sample(1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    found = read_events(path)
+    assert found.events == EVENTS[:1]
+    assert found.damage is None
+
+
+def test_no_number_that_is_none_gets_into_the_record(tmp_path: Path) -> None:
+    with Journal(tmp_path / EVENTS_NAME) as journal:
+        journal.emit(EVENTS[0])
+        with pytest.raises(ValueError, match="nan"):
+            journal.emit(sample(float("nan")))
+    assert read_events(journal.path).events == EVENTS[:1]
+
+
+def _line(**changes: object) -> bytes:
+    return json.dumps(event_line(EVENTS[0]) | changes).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"event": "step", "ti', "line 3 is damaged or cut off"),
+        (b"\xff\xfe\n", "line 3 is no text"),
+        (b"[1, 2]\n", "line 3 holds no event but a JSON list"),
+        (b'{"event": "party", "time": 1}\n', "line 3 holds no event: 'party'"),
+        (b'{"event": "telemetry", "time": 1}\n', "line 3 holds no event: a telemetry event"),
+        (
+            b'{"event": "telemetry", "time": "soon", "device": "cpu", "values": {}}\n',
+            "line 3 holds a telemetry event whose time cannot be 'soon'",
+        ),
+        (
+            b'{"event": "telemetry", "time": 1, "device": "cpu", "values": {"load": null}}\n',
+            "whose values cannot be",
+        ),
+        (
+            b'{"event": "telemetry", "time": NaN, "device": "cpu", "values": {}}\n',
+            "line 3 holds NaN",
+        ),
+        (b"[" * 200_000 + b"\n", "line 3 is nested too deeply"),
+        (
+            b'{"event": "step", "time": 1, "case": "x", "phase": "decode", "step": 1,'
+            b' "context": 1, "seconds": 1}\n',
+            "line 3 is of case 'x', which was never started",
+        ),
+    ],
+)
+def test_a_record_is_read_up_to_its_damage(tmp_path: Path, line: bytes, said: str) -> None:
+    path = write(tmp_path / EVENTS_NAME, EVENTS[:2])
+    with path.open("ab") as file:
+        file.write(line)
+        file.write(json.dumps(event_line(sample(2.0))).encode() + b"\n")
+    found = read_events(path)
+    assert found.events == EVENTS[:2]
+    assert found.damage is not None
+    assert said in found.damage
+
+
+def test_nothing_follows_the_end_of_a_run(tmp_path: Path) -> None:
+    path = write(tmp_path / EVENTS_NAME, [*EVENTS, sample(99.0)])
+    found = read_events(path)
+    assert found.events == EVENTS
+    assert found.damage == f"line {len(EVENTS) + 1} comes after the run's end"
+
+
+@pytest.mark.parametrize("cut", [1, 10, 60])
+def test_a_compressed_record_that_is_cut_off_is_read_as_far_as_it_goes(
+    tmp_path: Path, cut: int
+) -> None:
+    whole = write(tmp_path / EVENTS_NAME, EVENTS).read_bytes()
+    zipped = tmp_path / "cut.jsonl.gz"
+    zipped.write_bytes(gzip.compress(whole)[:-cut])
+    found = read_events(zipped)
+    assert found.events == EVENTS[: len(found.events)]
+    assert found.damage is not None
+
+
+def test_keys_of_a_newer_minor_version_do_not_hurt(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_NAME
+    path.write_bytes(_line(mood="good"))
+    assert read_events(path).events == [EVENTS[0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (_line(format="kvprof-events/7"), "newer kvprof .*kvprof-events/7.*upgrade"),
+        (_line(format="other/1"), "no record of a kvprof run"),
+        (b'{"tokens": [1, 2]}\n', "no record of a kvprof run"),
+        (b"not JSON\n", "no record of a kvprof run: line 1 is damaged"),
+        (b"\x00\x01\x02", "no record of a kvprof run"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / EVENTS_NAME
+    path.write_bytes(content)
+    with pytest.raises(FailedError, match=said):
+        read_events(path)
+    if content.endswith(b"\n"):  # else the rest of the line may still come
+        with pytest.raises(FailedError, match=said):
+            Follower(path).poll()
+
+
+def test_a_missing_record_and_a_folder_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        read_events(tmp_path / "gone")
+    with pytest.raises(UsageError, match="is a folder"):
+        read_events(tmp_path)
+
+
+def test_events_are_found_in_a_folder_compressed_or_not(tmp_path: Path) -> None:
+    assert find_events(tmp_path) is None
+    zipped = tmp_path / f"{EVENTS_NAME}.gz"
+    zipped.write_bytes(gzip.compress(write(tmp_path / EVENTS_NAME, EVENTS).read_bytes()))
+    assert find_events(tmp_path) == tmp_path / EVENTS_NAME
+    (tmp_path / EVENTS_NAME).unlink()
+    assert find_events(tmp_path) == zipped
+    assert read_events(zipped).events == EVENTS
+
+
+def test_followers_see_whole_lines_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_NAME
+    first, second = Follower(path), Follower(path)
+    assert first.poll() == []  # not there yet
+    with Journal(path) as journal:
+        journal.emit(EVENTS[0])
+        assert first.poll() == EVENTS[:1]
+        assert first.poll() == []
+        journal.emit(EVENTS[1])
+        journal.emit(EVENTS[2])
+        assert first.poll() == EVENTS[1:3]
+        assert second.poll(at_most=2) == EVENTS[:2]
+        assert second.poll() == EVENTS[2:3]
+        for event in EVENTS[3:]:
+            journal.emit(event)
+    assert first.poll() + second.poll() == 2 * EVENTS[3:]
+    assert first.finished
+    assert first.poll() == []
+
+
+def test_a_follower_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_NAME
+    line = _line()
+    follower = Follower(path)
+    with path.open("wb", buffering=0) as file:
+        file.write(line[:30])
+        assert follower.poll() == []
+        file.write(line[30:-1])
+        assert follower.poll() == []
+        file.write(line[-1:])
+        assert follower.poll() == EVENTS[:1]
+
+
+def test_a_follower_stops_at_damage_and_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / EVENTS_NAME, EVENTS[:2])
+    with path.open("ab") as file:
+        file.write(b"{}\n")
+    follower = Follower(path)
+    assert follower.poll() == EVENTS[:2]
+    assert follower.damage is not None
+    assert "line 3" in follower.damage
+    assert follower.poll() == []
+
+
+def test_a_follower_notices_another_run_in_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path / EVENTS_NAME, EVENTS[:2])
+    follower = Follower(path)
+    follower.poll()
+    other = write(tmp_path / "other.jsonl", EVENTS)
+    other.replace(path)
+    with pytest.raises(FailedError, match="replaced by another run"):
+        follower.poll()
+
+
+def test_a_recording_that_ships_is_followed_to_its_end(tmp_path: Path) -> None:
+    zipped = tmp_path / f"{EVENTS_NAME}.gz"
+    zipped.write_bytes(gzip.compress(write(tmp_path / EVENTS_NAME, EVENTS).read_bytes()))
+    follower = Follower(zipped)
+    assert follower.poll() == EVENTS
+    assert follower.finished
+
+
+def test_the_clock_of_a_run_starts_with_its_journal(tmp_path: Path) -> None:
+    with Journal(tmp_path / EVENTS_NAME) as journal:
+        first = journal.now()
+        assert 0 <= first < 5
+        assert journal.now() >= first

@@ -1,0 +1,107 @@
+"""Runs the live view without a terminal, on events of a run that never happened."""
+
+import asyncio
+import io
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from textual.pilot import Pilot
+
+from kvprof.records.events import Event
+from kvprof.tui.app import LiveApp
+from kvprof.tui.session import Session
+from kvprof.tui.sources import Live
+from tests.records.streams import stream, write
+
+Steps = Callable[[LiveApp, "Pilot[int]"], Awaitable[None]]
+_PATIENCE = 10.0
+
+
+def recorded(folder: Path, events: Sequence[Event] | None = None) -> Session:
+    """Return a session that looks at a record of `events`."""
+    record = write(folder / "events.jsonl", stream() if events is None else events)
+    return Session("a run", Live(record), record=record)
+
+
+def show(
+    session: Session,
+    folder: Path,
+    steps: Steps,
+    *,
+    size: tuple[int, int] = (100, 40),
+    light: bool = False,
+    everything: bool = True,
+) -> int | None:
+    """Show a session, do `steps` once all events are read, and return the view's exit code."""
+
+    async def run() -> int | None:
+        app = LiveApp(session, save_to=folder, light=light)
+        app.calm = 0.0
+        async with app.run_test(size=size, notifications=True) as pilot:
+            if everything:
+                await until(app, pilot, lambda: session.caught_up)
+            await settle(app, pilot)
+            await steps(app, pilot)
+        return app.return_value
+
+    return asyncio.run(run())
+
+
+async def until(app: LiveApp, pilot: "Pilot[int]", what: Callable[[], bool]) -> None:
+    """Wait for something that the view does by itself."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _PATIENCE
+    while not what():
+        assert loop.time() < end, f"waited in vain; the screen is\n{text(app)}"
+        await pilot.pause(0.02)
+
+
+async def settle(app: LiveApp, pilot: "Pilot[int]") -> None:
+    """Let the view draw, lay out and draw again for the widths that this gave."""
+    for _ in range(3):
+        app.draw()
+        await pilot.pause(0.005)
+
+
+async def press(app: LiveApp, pilot: "Pilot[int]", *keys: str) -> str:
+    """Press keys one after the other, and return what the screen then shows."""
+    for key in keys:
+        await pilot.press(key)
+        await settle(app, pilot)
+    return text(app)
+
+
+def text(app: LiveApp) -> str:
+    """Return what is on the screen."""
+    width, height = app.size
+    console = Console(
+        width=width, height=height, file=io.StringIO(), record=True, force_terminal=True,
+        legacy_windows=False,
+    )  # fmt: skip
+    console.print(app.screen._compositor.render_update(full=True))
+    return console.export_text()
+
+
+def whole_text(app: LiveApp, widget: str) -> str:
+    """Return everything that a widget holds, in sight or not."""
+    found = app.screen.query_one(f"#{widget}")
+    return str(found.render())
+
+
+def keys(
+    folder: Path,
+    *pressed: str,
+    events: Sequence[Event] | None = None,
+    size: tuple[int, int] = (100, 40),
+) -> dict[str, Any]:
+    """Return the app's ``choice``, its ``mode`` and the screen's ``text`` after some keys."""
+    found: dict[str, Any] = {}
+
+    async def steps(app: LiveApp, pilot: "Pilot[int]") -> None:
+        found["text"] = await press(app, pilot, *pressed)
+        found["choice"], found["mode"] = app.choice, app.current_mode
+
+    show(recorded(folder, events), folder, steps, size=size)
+    return found

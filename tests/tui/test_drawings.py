@@ -1,0 +1,294 @@
+"""What is drawn, at every width, with and without colour."""
+
+import io
+import random
+
+import pytest
+from rich.console import Console
+
+from kvprof.records.events import PARTS, Balance, CaseStarted, MemorySample, TelemetrySample
+from kvprof.tui.choice import Choice
+from kvprof.tui.drawings.balance import Strips
+from kvprof.tui.drawings.bars import Bars
+from kvprof.tui.drawings.cache import CacheBars, Levels
+from kvprof.tui.drawings.flat import text_lines
+from kvprof.tui.drawings.layers import LayerTable, layer_head
+from kvprof.tui.drawings.parts import PartTable
+from kvprof.tui.drawings.telemetry import Telemetry, spark
+from kvprof.tui.figures import bars, part_rows, strips
+from kvprof.tui.keys import KEYS, SCREENS, footer, tabs
+from kvprof.tui.layer_rows import LayerFilter, layer_rows
+from kvprof.tui.palette import Ink, fill
+from kvprof.tui.state import RunState
+from kvprof.views.heatmap import HeatMap
+from tests.records.streams import stream
+
+WIDTHS = (60, 80, 120, 200)
+
+
+def drawn(content, width=100):
+    """Return the lines that a screen would be filled with."""
+    return [line.plain for line in text_lines(content, Console(file=io.StringIO()), width)]
+
+
+def state_of(events):
+    state = RunState()
+    state.apply_all(events)
+    return state
+
+
+@pytest.fixture(scope="module")
+def state():
+    return state_of(stream(("full", "palu", "fdc", "tale"), layers=6, steps=12))
+
+
+def table(state, choice=None, width=100):
+    choice = choice or Choice()
+    cases, base = choice.shown_cases(state), choice.baseline_case(state)
+    rows = part_rows(state, choice)
+    return drawn(PartTable(cases, rows, base, choice.shown_case(state), Ink()), width)
+
+
+def everything(state, ink):
+    choice = Choice()
+    case = choice.shown_case(state)
+    rows = layer_rows(case, sort="layer", descending=False, shown=LayerFilter())
+    return {
+        "bars": Bars(bars(state, choice), ink),
+        "parts": PartTable(
+            choice.shown_cases(state), part_rows(state, choice), choice.baseline_case(state),
+            case, ink,
+        ),
+        "telemetry": Telemetry(state.devices, ink),
+        "strips": Strips(strips(case), False, ink),
+        "cache": CacheBars(choice.shown_cases(state), case, ink),
+        "levels": Levels("tale", {"full": 12, "half": 88}, ink),
+        "layers": LayerTable(rows, ink),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_is_wider_than_the_screen(state, width):
+    for name, content in everything(state, Ink()).items():
+        if name == "layers" and width < 64:
+            continue  # its columns stand side by side or not at all; the screen scrolls
+        assert max(map(len, drawn(content, width))) <= width, name
+
+
+def test_colour_only_adds(state):
+    """Without colour every figure and every glyph is the same, and nothing has a colour."""
+    for name, content in everything(state, Ink(colour=False)).items():
+        assert drawn(content) == drawn(everything(state, Ink())[name]), name
+        for line in text_lines(content, Console(file=io.StringIO()), 100):
+            assert all("#" not in str(span.style) for span in line.spans), (name, line.spans)
+
+
+def test_every_part_has_a_fill_and_colours_of_its_own():
+    fills = [fill(part) for part in PARTS]
+    assert len(set(fills)) == len(PARTS)
+    assert all(len(sign) == 1 for sign in fills)
+    for dark in (True, False):
+        assert len({Ink(dark).part(part) for part in PARTS}) == len(PARTS)
+
+
+@pytest.mark.parametrize(("dark", "ground"), [(True, "#121212"), (False, "#e0e0e0")])
+def test_colours_can_be_read_on_their_ground(dark, ground):
+    """WCAG's contrast for text: 4.5 to 1."""
+
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for part in PARTS:
+        low, high = sorted((luminance(ground), luminance(Ink(dark).part(part))))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, part
+
+
+class TestBars:
+    def test_lengths_are_times_on_one_scale(self, state):
+        lines = drawn(Bars(bars(state, Choice()), Ink()), 120)
+        figures = {bar.case.method: bar.seconds for bar in bars(state, Choice())}
+        lengths = {}
+        for line, method in zip(lines, figures, strict=False):
+            body = line[8:-18].rstrip()
+            lengths[method] = len(body)
+            assert method in line
+        per_column = {method: figures[method] / lengths[method] for method in figures}
+        assert max(per_column.values()) < 1.05 * min(per_column.values())
+
+    def test_the_words_say_what_the_colour_says(self, state):
+        lines = drawn(Bars(bars(state, Choice()), Ink()), 120)
+        assert lines[0].endswith("baseline")
+        assert "−" in lines[2].split("  ")[-1]
+        assert lines[3].startswith("› tale")
+
+    def test_a_wide_segment_carries_its_parts_name(self, state):
+        assert " attention " in drawn(Bars(bars(state, Choice()), Ink()), 200)[0]
+
+    def test_an_unfinished_case_says_so(self):
+        events = stream(("full", "fdc"))
+        lines = drawn(Bars(bars(state_of(events[:200]), Choice()), Ink()), 100)
+        assert lines[0].rstrip().endswith("so far")
+
+    def test_nothing_measured_is_said(self):
+        assert drawn(Bars([], Ink())) == ["nothing was measured yet"]
+
+    def test_a_case_without_any_time_is_drawn(self):
+        state = state_of(stream(("full",))[:2])
+        assert "0 s so far" in drawn(Bars(bars(state, Choice()), Ink()), 80)[0]
+
+    def test_a_click_chooses_the_method(self, state):
+        content = Bars(bars(state, Choice()), Ink())
+        line = text_lines(content, Console(file=io.StringIO()), 100)[1]
+        assert any(
+            getattr(s.style, "meta", {}).get("press") == "method('palu')" for s in line.spans
+        )
+
+
+class TestPartTable:
+    def test_shares_are_of_the_methods_own_time(self, state):
+        line = next(line for line in table(state, width=120) if "attention" in line)
+        case = Choice().shown_cases(state)[0]
+        share = 100 * case.part_seconds()["attention"] / case.jct_seconds()
+        assert f"{share:.0f} %" in line
+
+    def test_what_does_not_fit_is_counted_and_the_baseline_stays(self, state):
+        lines = table(state, Choice(method="fdc"), width=60)
+        assert "full" in lines[0]
+        assert "fdc" in lines[0]
+        assert "palu" not in lines[0]
+        assert any("2 more: m shows the next method" in line for line in lines)
+
+    def test_small_parts_stand_together_and_nothing_is_lost(self, state):
+        lines = table(state, width=120)
+        assert any("small part" in line for line in lines)
+        named = [line.split()[1] for line in lines if line[:1] not in (" ", "")]
+        assert "attention" in named
+        assert "unattributed" in named
+
+    def test_differences_are_only_shown_between_finished_cases(self):
+        events = stream(("full", "fdc"))
+        lines = table(state_of(events[: len(events) - 40]), width=100)
+        completion = next(line for line in lines if "completion" in line)
+        assert "%" not in completion
+
+
+class TestBalance:
+    def many(self, count, measured=True):
+        chance = random.Random(1)
+        state = RunState()
+        state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
+        work = [chance.uniform(0.5, 1.5) for _ in range(count)]
+        taken = [1e-5 * one for one in work] if measured else None
+        state.apply(Balance(0.0, "c", "lpt", "decode", work, taken))
+        return strips(state.cases["c"])
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("count", [1, 16, 132, 160])
+    def test_every_multiprocessor_has_a_column(self, width, count):
+        lines = drawn(Strips(self.many(count, measured=False), False, Ink()), width)
+        lowest = [line[11:] for line in lines if " SM " in line[:11]]
+        wide = 3 if 3 * count <= width - 11 else max(1, (width - 11) // count)
+        assert sum(len(line) for line in lowest) == wide * count
+
+    def test_the_worst_is_named_with_its_load(self):
+        strip = self.many(20)[0]
+        worst = max(range(20), key=strip.predicted.__getitem__)
+        lines = drawn(Strips([strip], False, Ink()))
+        assert f"at most {strip.predicted[worst]:.2f}× the mean (SM {worst})" in lines[1]
+
+    def test_by_load_the_heights_fall(self):
+        lines = drawn(Strips(self.many(40), True, Ink()), 200)
+        heights = [" ▁▂▃▄▅▆▇█".index(sign) for sign in lines[2][11:].rstrip()]
+        assert heights == sorted(heights, reverse=True)
+
+    def test_what_was_not_measured_is_said(self):
+        assert "  measured: no" in drawn(Strips(self.many(8, measured=False), False, Ink()))
+
+
+class TestCache:
+    def test_shares_are_of_full_width(self):
+        state = RunState()
+        state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
+        state.apply(MemorySample(0.0, "c", 1024, 2**20, 3 * 2**19, 2**21, peak=2**30))
+        lines = drawn(CacheBars([state.cases["c"]], None, Ink()), 80)
+        assert "at 1k tokens" in lines[0]
+        assert "1.0 GiB" in lines[0]
+        assert "50 %" in lines[1]
+        assert "75 %" in lines[2]
+        assert lines[1].count("█") * 2 == pytest.approx(lines[3].count("░"), abs=1)
+
+    def test_levels_add_up(self):
+        lines = drawn(Levels("tale", {"full": 100, "half": 300, "none": 0}, Ink()), 84)
+        assert lines[1].strip() == "█" * 20 + "▓" * 60
+        assert "25 %" in lines[2]
+        assert "0 tokens" in lines[4]
+
+    def test_no_level_holds_anything(self):
+        assert "no token" in drawn(Levels("tale", {"full": 0}, Ink()))[1]
+
+
+class TestTelemetry:
+    def line(self, values, reasons=(), width=100):
+        state = RunState()
+        state.apply(TelemetrySample(0.0, "gpu 0", values, reasons))
+        return drawn(Telemetry(state.devices, Ink()), width)[0]
+
+    def test_units_stand_behind_every_figure(self):
+        line = self.line({"sm_mhz": 1980.0, "power_w": 612.4, "temperature_c": 61.0,
+                          "memory_bytes": 2.0**35, "utilisation": 0.98})  # fmt: skip
+        for word in ("98 % busy", "612 W", "61 °C", "SM 1,980 MHz", "32.0 GiB used"):
+            assert word in line
+
+    def test_slowing_down_comes_first(self):
+        line = self.line({"power_w": 700.0}, ("power cap",))
+        assert line.index("slowed down: power cap") < line.index("700 W")
+
+    def test_what_does_not_fit_is_left_out_whole(self):
+        line = self.line({"power_w": 700.0, "temperature_c": 61.0, "sm_mhz": 1980.0}, width=24)
+        assert line.endswith("W") or line.endswith("°C")
+
+    def test_a_history_runs_from_its_lowest_to_its_highest(self):
+        assert spark([1.0, 2.0, 3.0], 16) == "▁▅█"
+        assert spark([2.0] * 40, 4) == "▄▄▄▄"
+        assert spark([], 4) == ""
+
+
+class TestLayers:
+    def test_ranks_are_written_as_their_mean_and_range(self, state):
+        case = Choice().shown_case(state)
+        rows = layer_rows(case, sort="layer", descending=False, shown=LayerFilter())
+        low, high = min(rows[0].key_ranks), max(rows[0].key_ranks)
+        assert f"({low}–{high})" in drawn(LayerTable(rows, Ink()), 80)[0]
+
+    def test_the_order_is_shown_above_its_column(self):
+        assert layer_head("ms", True).plain.count("▼") == 1
+        assert "ms ▼" in layer_head("ms", True).plain
+        assert "error ▲" in layer_head("error", False).plain
+
+
+class TestKeys:
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_the_footer_wraps_between_keys(self, width):
+        shown = footer("layers", hidden=frozenset(), words={}, width=width)
+        assert max(len(line) for line in shown.plain.split("\n")) <= width
+        for key in KEYS:
+            assert f"{key.sign} {key.word}" in shown.plain
+
+    def test_keys_that_do_nothing_are_left_out(self):
+        plain = footer("cache", hidden=frozenset({"n"}), words={}, width=200).plain
+        assert "request" not in plain
+        assert "filter" not in plain
+
+    def test_the_active_tab_is_in_brackets(self):
+        for name, title in SCREENS.items():
+            assert f" {title}]" in tabs(name).plain
+
+
+def test_lines_of_a_renderable_are_what_rich_would_print():
+    content = HeatMap([[1.0, 2.0], [3.0, 4.0]], "a title")
+    console = Console(file=io.StringIO(), width=40)
+    console.print(content)
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert [line.rstrip() for line in drawn(content, 40)] == printed

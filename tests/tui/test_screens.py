@@ -1,0 +1,113 @@
+"""What the screens show, and what a click does, on a run that never happened."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvprof.records.files import read_result
+from kvprof.records.fold import result_of
+from kvprof.tui.from_result import state_of
+from kvprof.tui.session import Session
+from kvprof.tui.sources import NoEvents
+from tests.records.streams import stream
+from tests.tui.running import keys, press, recorded, settle, show, text, until, whole_text
+
+
+class TestMouse:
+    def test_a_click_on_a_tab_goes_there(self, tmp_path):
+        async def steps(app, pilot):
+            column = text(app).splitlines()[0].index("4 Cache")
+            await pilot.click("#tabs", offset=(column + 1, 0))
+            await settle(app, pilot)
+            assert app.current_mode == "cache"
+
+        show(recorded(tmp_path), tmp_path, steps)
+
+    def test_a_click_on_a_key_presses_it(self, tmp_path):
+        async def steps(app, pilot):
+            column = text(app).splitlines()[-1].index("b baseline")
+            await pilot.click("#keys", offset=(column + 1, 0))
+            await settle(app, pilot)
+            assert app.choice.baseline == "palu"
+
+        show(recorded(tmp_path), tmp_path, steps)
+
+    def test_a_click_on_a_bar_chooses_its_method(self, tmp_path):
+        async def steps(app, pilot):
+            lines = whole_text(app, "bars").splitlines()
+            row = next(i for i, line in enumerate(lines) if "palu" in line)
+            await pilot.click("#bars", offset=(12, row))
+            await settle(app, pilot)
+            assert app.choice.method == "palu"
+
+        show(recorded(tmp_path), tmp_path, steps)
+
+    def test_a_click_on_a_column_sorts_and_a_second_one_turns_it(self, tmp_path):
+        async def steps(app, pilot):
+            await press(app, pilot, "2")
+            for arrow in ("▼", "▲"):
+                column = whole_text(app, "head").index("error")
+                await pilot.click("#head", offset=(column + 2, 0))
+                await settle(app, pilot)
+                assert f"error {arrow}" in text(app)
+
+        show(recorded(tmp_path), tmp_path, steps)
+
+
+class TestScreens:
+    def test_a_result_without_events_is_shown(self, tmp_path):
+        result = result_of(stream())
+        session = Session("result.json", NoEvents(), result=result, state=state_of(result))
+
+        async def steps(app, pilot):
+            assert "■ finished" in text(app)
+            assert "attention" in text(app)
+            await press(app, pilot, "e")
+            await until(app, pilot, lambda: (tmp_path / "kvprof-result.json").exists())
+
+        show(session, tmp_path, steps)
+        assert read_result(tmp_path / "kvprof-result.json") == result
+
+    def test_before_anything_was_measured_every_screen_says_so(self, tmp_path):
+        async def steps(app, pilot):
+            shown = [await press(app, pilot, str(number)) for number in range(1, 5)]
+            assert "nothing was measured yet" in shown[0]
+            assert all("no case was started yet" in one for one in shown[1:])
+            assert "measuring · 1 of 3" in shown[0]
+
+        show(recorded(tmp_path, stream()[:1]), tmp_path, steps)
+
+    def test_the_log_tells_what_happened_and_wraps(self, tmp_path):
+        async def steps(app, pilot):
+            shown = await press(app, pilot, "5")
+            assert "! warning fdc b1 in2048 out21: the first step was slow" in shown
+            assert "finished: everything was measured" in shown
+            await pilot.resize_terminal(62, 40)
+            await settle(app, pilot)
+            assert shown.count("started") == text(app).count("started")
+
+        show(recorded(tmp_path), tmp_path, steps)
+
+    def test_the_cache_shows_bytes_levels_and_growth(self, tmp_path):
+        shown = keys(tmp_path, "4", events=stream(("full", "tale")), size=(120, 50))["text"]
+        for word in ("logical", "allocated", "full width", "peak of the device", "tokens by level",
+                     "Logical bytes"):  # fmt: skip
+            assert word in shown
+
+    def test_much_unattributed_is_a_warning_beside_the_bars(self, tmp_path):
+        events = [
+            replace(event, prefill_seconds=1.0) if event.type == "case_finished" else event
+            for event in stream(("full",))
+        ]
+        shown = keys(tmp_path, events=events, size=(120, 50))["text"]
+        assert "of the time has no part; its shares are doubtful" in shown
+
+    @pytest.mark.parametrize("width", [80, 120, 200])
+    def test_screens_use_the_width_they_have(self, tmp_path, width):
+        async def steps(app, pilot):
+            for number in range(1, 6):
+                lines = (await press(app, pilot, str(number))).splitlines()
+                assert max(map(len, lines)) <= width
+                assert not any("…" in line for line in lines[3:-3]), number
+
+        show(recorded(tmp_path), tmp_path, steps, size=(width, 40))

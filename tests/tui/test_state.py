@@ -1,0 +1,170 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvprof.records.events import (
+    CaseStarted,
+    MemorySample,
+    PartSample,
+    RunFinished,
+    StepFinished,
+    TelemetrySample,
+    Warned,
+)
+from kvprof.records.fold import fold, result_of
+from kvprof.tui.from_result import state_of
+from kvprof.tui.state import LOG_LINES, RunState
+from tests.records.streams import case_name, stream
+
+
+def state_after(events: list) -> RunState:
+    state = RunState()
+    state.apply_all(events)
+    return state
+
+
+def figures(state: RunState) -> dict:
+    """Everything that a screen shows of a state, but for the log."""
+    return {
+        name: {
+            "parts": {part: pytest.approx(s) for part, s in case.part_seconds().items()},
+            "jct": pytest.approx(case.jct_seconds()),
+            "ttft": case.ttft_seconds(),
+            "tbt": case.tbt_seconds(),
+            "overhead": pytest.approx(case.overhead()),
+            "layers": {
+                number: (layer.key_ranks, layer.nbytes, layer.error, pytest.approx(layer.seconds))
+                for number, layer in case.layers.items()
+            },
+            "memory": [(one.context, one.logical, one.levels) for one in case.memory],
+            "peak": case.peak,
+            "balance": {key: one.predicted for key, one in case.balance.items()},
+            "steps": list(case.steps),
+        }
+        for name, case in state.cases.items()
+    }
+
+
+class TestAgainstTheFold:
+    """The screens and the report must not say different things of one run."""
+
+    events = stream(("full", "palu", "fdc", "tale"), layers=3, steps=9)
+
+    def test_parts_and_times_are_the_results_own(self):
+        state, data = state_after(self.events), fold(self.events)
+        for row in data["cases"]:
+            case = state.cases[row["case"]]
+            own = [part for part in data["parts"] if part["case"] == row["case"]]
+            sums: dict[str, float] = {}
+            for part in own:
+                sums[part["part"]] = sums.get(part["part"], 0.0) + part["seconds"]
+            assert case.part_seconds() == pytest.approx(sums)
+            assert case.jct_seconds() == pytest.approx(row["jct_seconds"])
+            assert case.ttft_seconds() == row["ttft_seconds"]
+            assert case.tbt_seconds() == pytest.approx(row["tbt_seconds"])
+            assert case.overhead() == pytest.approx(row["overhead"])
+
+    def test_layers_are_the_results_own(self):
+        state = state_after(self.events)
+        for row in fold(self.events)["layers"]:
+            layer = state.cases[row["case"]].layers[row["layer"]]
+            assert layer.seconds == pytest.approx(row["seconds"])
+            assert (layer.key_ranks, layer.value_ranks) == (row["key_ranks"], row["value_ranks"])
+            assert (layer.nbytes, layer.error) == (row["nbytes"], row["error"])
+
+    @pytest.mark.parametrize("ended", [True, False])
+    def test_a_result_alone_gives_the_figures_of_its_events(self, ended):
+        events = self.events if ended else self.events[: len(self.events) // 2]
+        state = state_of(result_of(events))
+        assert figures(state) == figures(state_after(events))
+        assert state.end is not None
+        assert state.end.complete is ended
+
+    def test_a_result_alone_says_what_the_run_warned_of(self):
+        state = state_of(result_of(self.events))
+        assert any("the first step was slow" in line.text for line in state.log)
+
+
+class TestWhileItRuns:
+    def test_parts_add_up_before_the_case_is_finished(self):
+        events = stream(steps=5)
+        cut = next(i for i, event in enumerate(events) if event.type == "step") + 1
+        case = state_after(events[:cut]).cases[case_name("full", 5)]
+        parts = [event for event in events[:cut] if isinstance(event, PartSample)]
+        assert case.jct_seconds() == pytest.approx(sum(part.seconds for part in parts))
+        assert "unattributed" not in case.part_seconds()
+        assert case.ttft_seconds() is None
+
+    def test_a_sample_stands_for_its_weight(self):
+        state = state_after(stream(steps=1)[:2])
+        case = next(iter(state.cases))
+        state.apply(PartSample(1.0, case, "decode", "attention", 2.0, 1, 10, 3, weight=8.0))
+        assert state.cases[case].part_seconds() == {"attention": 16.0}
+        assert state.cases[case].layers[3].seconds == 16.0
+
+    def test_only_work_on_the_cache_counts_as_a_layers_time(self):
+        state = state_after(stream(steps=1)[:2])
+        case = next(iter(state.cases))
+        state.apply(PartSample(1.0, case, "decode", "mlp", 2.0, 1, 10, 0))
+        assert state.cases[case].layers[0].seconds is None
+
+    def test_negative_unattributed_stays_negative(self):
+        events = stream(("full",), steps=2)
+        events = [
+            replace(event, prefill_seconds=1e-6, decode_seconds=1e-6)
+            if event.type == "case_finished"
+            else event
+            for event in events
+        ]
+        assert state_after(events).cases[case_name("full", 2)].part_seconds()["unattributed"] < 0
+
+    def test_slowing_down_is_logged_once_when_it_begins_and_once_when_it_ends(self):
+        state = RunState()
+        for reasons in ((), ("power cap",), ("power cap",), ()):
+            state.apply(TelemetrySample(1.0, "gpu 0", {"power_w": 700.0}, reasons))
+        lines = [line.text for line in state.log if line.kind == "device"]
+        assert lines == ["gpu 0: slowed down: power cap", "gpu 0: no longer slowed down"]
+
+    def test_how_a_run_ended_early_is_in_the_log(self):
+        state = RunState()
+        state.apply(RunFinished(3.0, False, "out of memory"))
+        assert state.log[-1].text == "ended early: out of memory"
+
+    def test_ranks_of_a_strange_record_are_left_out(self):
+        layers = [{"layer": 0, "key_ranks": "all", "value_ranks": [4, "x"]}, {"layer": "zero"}, {}]
+        state = RunState()
+        state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 2, layers))
+        assert state.cases["c"].layers[0].key_ranks == []
+        assert state.cases["c"].layers[0].value_ranks == [4]
+        assert list(state.cases["c"].layers) == [0]
+
+
+def test_a_hundred_thousand_events_leave_bounded_memory():
+    state = RunState()
+    state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 25_000))
+    for step in range(25_000):
+        state.apply(PartSample(float(step), "c", "decode", "attention", 1e-3, step, step, 0))
+        state.apply(StepFinished(float(step), "c", "decode", step, step, 1e-3 + step * 1e-9))
+        state.apply(MemorySample(float(step), "c", step, 1, 2, 3, peak=step))
+        state.apply(TelemetrySample(float(step), "cpu", {"load": 0.5}))
+        if step % 5 == 0:
+            state.apply(Warned(float(step), "again"))
+    case = state.cases["c"]
+    assert len(case.steps) < 2100
+    assert len(case.memory) < 2100
+    assert len(state.devices["cpu"].history) < 300
+    assert len(state.log) == LOG_LINES
+    # Nothing that counts is thinned.
+    assert case.part_seconds() == {"attention": pytest.approx(25.0)}
+    assert case.peak == 24_999
+    assert case.memory.last is not None
+    assert case.memory.last.context == 24_999
+    assert case.tbt_seconds() == pytest.approx(1e-3 + 12_500 * 1e-9, rel=1e-3)
+    assert state.logged == 5001
+
+
+def test_the_state_knows_no_screen():
+    source = Path("kvprof/tui")
+    for name in ("state", "case_state", "choice", "figures", "layer_rows", "thinned", "session"):
+        assert "textual" not in (source / f"{name}.py").read_text()

@@ -1,0 +1,204 @@
+"""The report of job completion time: the parts, their shares, and what a reader must know."""
+
+import copy
+import csv
+import io
+import math
+import re
+from typing import Any
+
+import pytest
+
+from kvprof.records.fold import result_of
+from kvprof.views.durations import duration, signed_percent, unit_of
+from kvprof.views.figure import figure_bytes
+from kvprof.views.jct import figure, report, to_csv
+from kvprof.views.jct_bars import FILLS, Bar, StackedBars, columns
+from kvprof.views.jct_data import detailed, groups, part_seconds, step_curves, sweeps
+from kvprof.views.jct_strips import BalanceStrip, makespan_over_mean
+from kvprof.views.page import render_text
+from tests.records.streams import stream
+
+WHOLE = result_of(stream())
+SWEEP = result_of(stream(("full", "fdc"), layers=2, steps=3, inputs=(128, 1024, 8192, 65536)))
+EXTRA: dict[str, Any] = {
+    "requests": {
+        "trace": "fdc/arxiv", "count": 200, "seed": 0,
+        "ttft": [{"method": "fdc", "mean_seconds": 0.2, "p99_seconds": 0.9}],
+        "overheads": [{"method": "fdc", "part": "compress", "p99_share": 0.007}],
+    },
+    "capacity": {
+        "memory_bytes": 2**37,
+        "methods": [{"method": "fdc", "largest_context": 123_456, "tried": True}],
+        "throughput": [
+            {"method": "fdc", "batch": 1, "step_seconds": 0.01, "tokens_per_s": 100.0},
+            {"method": "fdc", "batch": 8, "step_seconds": 0.02, "tokens_per_s": 400.0},
+        ],
+    },
+    "check": {"rows": [{"method": "fdc", "phase": "decode", "real_seconds": 1.0,
+                        "composed_seconds": 1.03, "difference": 0.03}]},
+}  # fmt: skip
+
+
+def text(result: dict[str, Any], width: int = 100) -> str:
+    return render_text(report(result), width)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+@pytest.mark.parametrize("result", [WHOLE, SWEEP], ids=["request", "sweep"])
+def test_no_line_is_wider_than_the_terminal(result: dict[str, Any], width: int) -> None:
+    assert max(map(len, text(result, width).splitlines())) <= width
+
+
+def test_the_answer_comes_first_and_names_the_baseline() -> None:
+    first = text(WHOLE, 200).splitlines()[0]
+    by_method = {case["method"]: case["jct_seconds"] for case in WHOLE["data"]["cases"]}
+    less = 1 - by_method["fdc"] / by_method["full"]
+    assert "against full" in first
+    assert f"({100 * less:.1f} % less)" in first
+
+
+def test_a_bar_is_as_long_as_its_sum() -> None:
+    bar = Bar("x", dict.fromkeys(("attention", "mlp", "host", "norm", "rope"), 1.0))
+    assert sum(length for _, length in columns(bar, 10.0, 73)) == round(73 / 2)
+    assert columns(Bar("x", {"attention": 1.0, "unattributed": -0.5}), 1.0, 10) == [
+        ("attention", 10)
+    ]
+
+
+def test_parts_are_told_apart_without_colour() -> None:
+    assert len(set(FILLS.values())) == len(FILLS)
+    plain = text(WHOLE, 80)
+    assert re.search(rf"full {FILLS['attention']}+", plain)
+    assert FILLS["decompress"] * 2 + " decompress" in plain
+
+
+def test_the_longest_bar_fills_the_width_and_others_are_in_proportion() -> None:
+    drawn = render_text(StackedBars([Bar("a", {"mlp": 2.0}), Bar("b", {"mlp": 1.0})]), 60)
+    lengths = [line.count(FILLS["mlp"]) for line in drawn.splitlines()[:2]]
+    assert lengths[0] == 2 * lengths[1] or abs(lengths[0] - 2 * lengths[1]) == 1
+    shares = render_text(
+        StackedBars([Bar("a", {"mlp": 2.0}), Bar("b", {"mlp": 1.0})], shares=True), 60
+    )
+    assert len({line.count(FILLS["mlp"]) for line in shares.splitlines()[:2]}) == 1
+
+
+def test_the_table_of_parts_holds_times_shares_and_differences() -> None:
+    seconds = part_seconds(WHOLE)
+    full, fdc = WHOLE["data"]["cases"][0], WHOLE["data"]["cases"][2]
+    row = next(line for line in text(WHOLE, 120).splitlines() if line.startswith("attention"))
+    ours, base = (seconds[case["case"]]["attention"] * 1e3 for case in (fdc, full))
+    assert f"{base:.2f}" in row
+    assert f"{100 * ours / 1e3 / fdc['jct_seconds']:.1f} %" in row
+    assert f"−{base - ours:.2f}" in row
+
+
+def test_a_part_by_difference_has_a_star() -> None:
+    assert re.search(r"decompress .*\d\*", text(WHOLE, 120))
+    assert "a difference of two measured times" in text(WHOLE, 120)
+    assert "*" not in text(result_of(stream(("full",))), 120)
+
+
+def test_an_incomplete_run_says_so_and_why() -> None:
+    shown = text(result_of(stream()[:900]))
+    assert shown.count("INCOMPLETE") == 2
+    assert "killed, or is still running" in shown
+    assert "so far" in shown
+
+
+def test_a_run_that_has_only_begun_has_a_report() -> None:
+    assert "No request was measured to its end." in text(result_of(stream()[:1]))
+    assert "No request was measured to its end." in text(result_of(stream()[:5]))
+
+
+def test_one_method_twice_in_a_request_goes_by_its_case() -> None:
+    result = copy.deepcopy(WHOLE)
+    result["data"]["cases"][1]["method"] = "fdc"
+    assert [name.split()[0] for name in groups(result)[0].names] == ["full", "palu", "fdc"]
+    assert groups(result)[0].names[1:] == [case["case"] for case in result["data"]["cases"][1:]]
+
+
+def test_a_sweep_shows_shares_by_length_and_the_longest_in_full() -> None:
+    swept = sweeps(SWEEP)
+    assert [(sweep.varied, len(sweep.members)) for sweep in swept] == [("input_len", 4)]
+    assert [group.input_len for group in detailed(SWEEP)] == [65536]
+    shown = text(SWEEP, 100)
+    assert "full: shares of the parts, by input tokens" in shown
+    assert "3 more requests were measured" in shown
+
+
+def test_requests_capacity_and_a_check_are_shown_when_measured() -> None:
+    result = copy.deepcopy(WHOLE)
+    result["data"] |= EXTRA
+    shown = text(result, 100)
+    for expected in ("fdc/arxiv", "900 ms", "0.7 %", "128.0 GiB", "123,456", "3.0 %", "tokens/s"):
+        assert expected in shown
+    assert "fdc/arxiv" not in text(WHOLE, 100)
+
+
+def test_labels_say_of_which_methods_they_are() -> None:
+    result = copy.deepcopy(WHOLE)
+    result["data"]["cases"][1]["labels"]["merge"] = "counted in attention"
+    assert "Merge (palu): counted in attention." in text(result, 120)
+
+
+def test_several_steps_at_a_context_are_one_point() -> None:
+    result = copy.deepcopy(WHOLE)
+    again = [row | {"seconds": row["seconds"] * 3} for row in result["data"]["steps"]]
+    again += [row | {"seconds": row["seconds"] * 9} for row in result["data"]["steps"]]
+    result["data"]["steps"] += again
+    once, thrice = (step_curves(one, groups(one)[0])[0] for one in (WHOLE, result))
+    assert list(thrice.x) == list(once.x)
+    assert thrice.y == pytest.approx([3 * y for y in once.y if y is not None])
+
+
+def test_throttling_is_told() -> None:
+    result = copy.deepcopy(WHOLE)
+    result["data"]["telemetry"]["cpu"]["throttled"] = {"power cap": 3}
+    assert "cpu was throttled in 3 of" in text(result)
+
+
+def test_strips_are_as_high_as_the_work() -> None:
+    drawn = render_text(BalanceStrip("lpt", [1.0, 2.0, 0.0, 4.0], 4.0), 60)
+    assert "▂▄ █" in drawn
+    assert "max/mean 2.286" in drawn
+    assert makespan_over_mean([0.0, 0.0]) is None
+    # The busiest of the SMs that share a column counts.
+    assert "█" in render_text(BalanceStrip("x", [0.1] * 499 + [1.0], 1.0), 60)
+
+
+def test_csv_holds_every_observation_and_adds_up() -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv(WHOLE))))
+    counts = {kind: sum(row["kind"] == kind for row in rows) for kind in {r["kind"] for r in rows}}
+    data = WHOLE["data"]
+    assert counts["case"] == 3
+    assert counts["part"] == len(data["parts"])
+    assert counts["step"] == len(data["steps"])
+    assert counts["layer"] == len(data["layers"])
+    assert counts["balance"] == 6 * 16
+    for case in data["cases"]:
+        own = [
+            float(row["seconds"])
+            for row in rows
+            if row["kind"] == "part" and row["case"] == case["case"]
+        ]
+        assert math.fsum(own) == pytest.approx(case["jct_seconds"])
+
+
+@pytest.mark.parametrize(
+    "result", [WHOLE, SWEEP, result_of(stream()[:900]), result_of(stream()[:1])],
+    ids=["request", "sweep", "killed", "begun"],
+)  # fmt: skip
+def test_the_figure_is_drawn(result: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib")
+    assert figure_bytes(figure(result), "svg").startswith(b"<?xml")
+
+
+def test_times_have_the_unit_that_suits_them() -> None:
+    assert [duration(value) for value in (2310.0, 1.234, 0.0412, 4.1e-4, 0.0, None, -0.002)] == [
+        "2,310 s", "1.23 s", "41.2 ms", "410 µs", "0 s", "–", "−2.00 ms",
+    ]  # fmt: skip
+    assert unit_of([1e-7, None, 0.5]) == (1e3, "ms")
+    assert [signed_percent(value) for value in (-0.34, 0.021, 1e-5, -1e-5, None)] == [
+        "−34.0 %", "+2.1 %", "0.0 %", "0.0 %", "–",
+    ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""Any result again: the very report that its command shows, and pages for those without a shell."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+import pytest
+
+from kvprof.records.fold import result_of
+from kvprof.records.schema import kinds
+from kvprof.views import bench, evaluation, frontier, spectrum, stability
+from kvprof.views.export_blocks import Drawing, Heading, Plot, Rows, blocks_of
+from kvprof.views.export_html import to_html
+from kvprof.views.export_md import to_markdown
+from kvprof.views.kinds import csv_of, figure_of, report
+from kvprof.views.page import render_text
+from tests.records.sample import ENVIRONMENT, benchmark_result
+from tests.records.streams import stream
+from tests.views.synthetic import spectrum_result
+from tests.views.synthetic_bench import bench_result
+from tests.views.synthetic_evaluation import evaluation_result
+from tests.views.synthetic_frontier import frontier_result
+from tests.views.synthetic_stability import stability_result
+
+_MADE = {
+    "bench": bench_result(),
+    "benchmark": benchmark_result(),
+    "eval": evaluation_result(),
+    "frontier": frontier_result(),
+    "jct": result_of(stream(steps=6)),
+    "spectrum": spectrum_result(),
+    "stability": stability_result(),
+}
+# Synthetic results of views need no environment; a result on disk has one.
+RESULTS = {
+    kind: {"created": "2025-11-21T12:00:00Z", "kvprof_version": "0.1.0", **made}
+    | {"environment": ENVIRONMENT | made["environment"]}
+    for kind, made in _MADE.items()
+}
+_VIEWS = {
+    "bench": bench, "eval": evaluation, "frontier": frontier, "spectrum": spectrum,
+    "stability": stability,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _VIEWS)
+def test_the_report_is_the_one_of_the_command(kind: str) -> None:
+    result = RESULTS[kind]
+    again = render_text(report(result, 100, colour=False), 100)
+    assert again == render_text(_VIEWS[kind].report(result, 100, colour=False), 100)
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_a_page_needs_nothing_but_itself(kind: str) -> None:
+    pytest.importorskip("matplotlib")
+    page = to_html(RESULTS[kind])
+    assert f"<h1>kvprof {kind}" in page
+    # Addresses may only name namespaces.
+    links = set(re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?!#)([^\"'\s)>]+)", page))
+    assert not links - {link for link in links if link.startswith("#")}
+    assert "<script" not in page
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_markdown_tables_have_equally_many_cells(kind: str) -> None:
+    text = re.sub(r"^(`{3,})text\n.*?^\1$", "", to_markdown(RESULTS[kind]), flags=re.M | re.S)
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_a_page_shows_what_the_report_says() -> None:
+    pytest.importorskip("matplotlib")
+    page = to_html(RESULTS["jct"])
+    assert page.count("<svg") == 3  # bars, steps, memory
+    assert "<th class=w>part (ms)</th>" in page
+    assert "Time between tokens against context" in page
+
+
+def test_text_of_a_run_cannot_break_out_of_a_page() -> None:
+    result = RESULTS["eval"] | {"warnings": ["<script>alert(1)</script> | `x`"]}
+    page = to_html(result)
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "\\<script\\>alert(1)\\</script\\> \\| \\`x\\`" in to_markdown(result)
+
+
+def test_blocks_keep_the_order_and_the_kind_of_what_they_show() -> None:
+    blocks = blocks_of(report(RESULTS["jct"]))
+    headings = [block.text for block in blocks if isinstance(block, Heading)]
+    assert headings[0] == "Batch 1, 2k in, 7 out"
+    assert headings[-1] == "Warnings"
+    assert sum(isinstance(block, Plot) for block in blocks) == 2
+    tables = [block for block in blocks if isinstance(block, Rows)]
+    parts = next(table for table in tables if table.columns[0] == "part (ms)")
+    # However many methods there are, the page has room for one table.
+    assert [title for title in parts.columns if title in ("full", "palu", "fdc")] == [
+        "full", "palu", "fdc",
+    ]  # fmt: skip
+    assert any(isinstance(block, Drawing) and "max/mean" in block.text for block in blocks)
+
+
+def test_kinds_say_what_they_have() -> None:
+    with_csv = {kind for kind, result in RESULTS.items() if csv_of(result) is not None}
+    with_figure = {kind for kind, result in RESULTS.items() if figure_of(result) is not None}
+    assert with_csv == {"bench", "eval", "frontier", "jct", "spectrum", "stability"}
+    assert with_figure == {"bench", "frontier", "jct", "spectrum", "stability"}
+
+
+def test_generated_text_is_shown_again(generated: dict[str, Any]) -> None:
+    shown = render_text(report(generated), 100)
+    assert "and so it goes" in shown
+    assert "cache after 12 tokens" in shown
+
+
+@pytest.fixture
+def generated() -> dict[str, Any]:
+    cache = {
+        "tokens": 12, "measured_bytes": 1000, "account_bytes": 1000, "full_bytes": 2000,
+        "rate": 0.5,
+    }  # fmt: skip
+    return {
+        "kind": "generate", "complete": True, "warnings": [], "inputs": {"dtype": "float32"},
+        "data": {"text": "and so it goes", "tokens": [1], "cache": cache, "difference": None},
+    }  # fmt: skip
+
+
+def test_every_kind_has_a_report() -> None:
+    shown = {*RESULTS, "generate", "plan", "doctor", "compare"}
+    assert shown == set(kinds())
