@@ -43,6 +43,7 @@ COMMANDS = (
     CommandEntry("compare", "What got better or worse between two results, and is that sure?"),
     CommandEntry("export", "A result as CSV, Markdown, HTML, SVG or a trace for Perfetto."),
     CommandEntry("tui", "Watch a measurement live, follow one, or replay a recorded one."),
+    CommandEntry("recipe", "Run a paper's table or figure, and see whether its claim holds here."),
     CommandEntry("doctor", "What has this machine, and what can each command do here?"),
 )
 
@@ -64,6 +65,8 @@ class _LazyCommand(TyperCommand):
     def _load(self) -> Any:
         assert self.name is not None
         function = getattr(import_module(f"kvprof.commands.{self.name}"), self.name)
+        if isinstance(function, typer.Typer):  # a command with commands of its own
+            return typer.main.get_command(function)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         text = _SECTION.split(cleandoc(function.__doc__ or ""))[0]
         alone.command(self.name, help=text)(function)

@@ -59,6 +59,11 @@ COMMAND_NEEDS = {
     "show": CommandNeeds(("jsonschema", "plotext", "numpy")),
     "compare": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py")),
     "export": CommandNeeds(("jsonschema", "plotext", "numpy"), (("matplotlib", "--to svg, html"),)),
+    "recipe": CommandNeeds(
+        (*_MODEL_PACKAGES, "pyyaml", "platformdirs", "plotext"),
+        (("matplotlib", "report"),),
+        uses_gpu=True,
+    ),
     "tui": CommandNeeds(("textual", "rich", "plotext", "jsonschema", "platformdirs")),
     "doctor": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py", "numpy", "packaging")),
 }

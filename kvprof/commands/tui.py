@@ -70,8 +70,7 @@ def tui(
     run = DEMO if demo else _run_named(words)
     if run is not None:
         if lacking is not None:
-            console.note(f"{lacking}: here is the report instead of the live view")
-            print_report(run)
+            print_report(run, lacking)
             return
         raise typer.Exit(_show(open_run(run, speed), light))
     if speed is not None:

@@ -79,7 +79,7 @@ class Watched:
             words = worker.last_words().removeprefix("kvprof: ")
             console.error(f"{words} (the measurement ended with exit code {code})")
         if (self.folder / EVENTS_NAME).exists():
-            console.note(f"recorded in {self.folder}; kvprof show {self.folder} prints it again")
+            console.note(f"recorded; look again with: kvprof show {self.folder}")
         elif self.own:
             worker.clean()
         return code

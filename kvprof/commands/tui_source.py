@@ -63,11 +63,12 @@ def open_run(name: str, speed: float | None = None) -> "Session":
     return Session(name, NoEvents(), result=result, state=state_of(result))
 
 
-def print_report(name: str) -> None:
-    """Print the report of a run, as far as it got."""
+def print_report(name: str, why: str) -> None:
+    """Print the report of a run, as far as it got, and say why it is not the live view."""
     from kvprof.views.kinds import report
 
     result = load_run(name)
+    console.note(f"{why}: here is the report instead of the live view")
     terminal = console.report_console()
     terminal.print(report(result, terminal.width, colour=not terminal.no_color))
 

@@ -132,7 +132,8 @@ class Fold:
         reason = None
         if not complete:
             reason = ended.reason if ended is not None else _RUNNING
-            reason = f"the record is damaged, {damage}" if damage is not None else reason
+            if damage is not None:
+                reason = f"the record can be read in part only: {damage}"
         result = build_result(
             started.kind,
             environment=started.environment,

@@ -34,6 +34,7 @@ from kvprof.tui.session import Session
 __all__ = ["LiveApp"]
 
 _FRAME = 0.1  # seconds between two drawings; a person reads no faster
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _REST = 0.05  # seconds until the record is looked at again when it held nothing new
 
 
@@ -95,17 +96,16 @@ class LiveApp(App[int]):
         gc.freeze()
         self.run_worker(self._read(), name="read")
         self.set_interval(_FRAME, self.draw)
-        if self.session.worker is not None:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.add_signal_handler(number, self._told_to_end, number)
+        # Killed without it, the view would leave the terminal in its own mode.
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._told_to_end, number)
 
     def on_unmount(self) -> None:
         """Give the signals back."""
-        if self.session.worker is not None:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.remove_signal_handler(number)
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
 
     def _told_to_end(self, number: int) -> None:
         """Leave; a measurement that nobody watches or awaits any more ends after its step."""
@@ -139,7 +139,7 @@ class LiveApp(App[int]):
             words += [f"{run.mode} run"] if run.mode else []
         if self.session.state.warnings:
             count = self.session.state.warnings
-            status = f"! {count} warning{'s' if count > 1 else ''} (5) · {status}"
+            status = f"! {count} warning{'s' if count > 1 else ''}: key 5 · {status}"
         left = Text(" · ".join(words), no_wrap=True, overflow="ellipsis")
         left.truncate(max(0, width - len(status) - 2), overflow="ellipsis")
         left.append(" " * max(1, width - left.cell_len - len(status)))
@@ -276,7 +276,8 @@ class LiveApp(App[int]):
             worker.released = True
             self.exit(self.session.exit_code)
         elif worker.stopping:
-            worker.end()
+            # It may take seconds to die; the view goes on meanwhile.
+            self.run_worker(asyncio.to_thread(worker.end), name="end")
         else:
             worker.interrupt()
         self.draw()

@@ -7,7 +7,7 @@ from typing import Any
 from kvprof.errors import KvprofError
 from kvprof.tui.sources import Source
 from kvprof.tui.state import RunState
-from kvprof.tui.words import clock, duration
+from kvprof.tui.words import clock
 from kvprof.tui.worker import Worker
 
 __all__ = ["Session"]
@@ -40,6 +40,8 @@ class Session:
         The view, never the measurement.
     caught_up : bool
         Whether everything that is there was read.
+    said : str
+        What the measurement said last.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Session:
     failure: str | None = None
     paused: bool = False
     caught_up: bool = False
+    said: str = ""
     _ended: bool = False
 
     def advance(self) -> bool:
@@ -67,9 +70,7 @@ class Session:
             return False
         self.state.apply_all(events)
         if self.source.damage is not None:
-            self._stop_reading(
-                f"the record is damaged, {self.source.damage}; shown is what comes before"
-            )
+            self._stop_reading(f"{self.source.damage}; shown is what comes before it")
         if not events:
             self.caught_up = True
         return bool(events)
@@ -108,11 +109,18 @@ class Session:
             return "■ ended early"
         if state.run is None:
             return "○ waiting for the first event" if self.record is not None else "■ a result"
-        done, planned = state.done()
-        age = self.source.age()
-        if self.caught_up and not self.measuring and age is not None and age > _QUIET:
-            return f"○ no event for {duration(age)}: stuck, or killed"
-        return f"● measuring · {min(done + 1, planned)} of {planned} · {clock(state.time)}"
+        age = (self.source.age() or 0.0) if self.caught_up else 0.0
+        if age > _QUIET and not self.measuring:
+            # Between two cases a plan is made or a kernel compiled, which is no event.
+            doing = "stuck" if state.current is not None else "preparing a case"
+            return f"○ no event for {clock(age)}: {doing}, or killed"
+        return f"● {self._doing()} · {clock(state.time + age)}"
+
+    def _doing(self) -> str:
+        done, planned = self.state.done()
+        if self.state.current is not None:
+            return f"measuring case {done + 1} of {planned}"
+        return f"preparing case {done + 1} of {planned}" if done < planned else "finishing"
 
     def _stop_reading(self, why: str) -> None:
         self.problem = why
@@ -126,6 +134,7 @@ class Session:
         ended = not worker.running  # before its last words are read
         for line in worker.new_messages():
             self.state.write("says", line)
+            self.said = line
         if not ended:
             return
         self._ended = True

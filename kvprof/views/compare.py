@@ -34,6 +34,14 @@ _INTERVALS = (
 _CERTAIN = (
     "Not certain: the interval includes no change. Better or worse is said of the run, not of A."
 )
+_UNKNOWN = (
+    "Change: the run's figure over A's, less one. Neither result tells an interval: measure again "
+    "to see how far a figure repeats."
+)
+_STEPS = (
+    "The interval of tbt is over the decode steps of one run each: it does not tell how far runs "
+    "differ from each other."
+)
 
 
 def run_letters(runs: int) -> list[str]:
@@ -81,10 +89,19 @@ def report(
         parts += [Text(), paragraph("The environments are the same.", "dim")]
     if data["unmatched"]:
         parts += _unmatched(data, letters)
-    parts += [heading("How to read this"), bullets([_INTERVALS, _CERTAIN])]
+    parts += [heading("How to read this"), bullets(_reading(data))]
     if result["warnings"]:
         parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
     return Fitted(Group(*parts), width=width, colour=colour)
+
+
+def _reading(data: Mapping[str, Any]) -> list[str]:
+    known = any(
+        change["share_interval"] is not None
+        for row in data["rows"] for change in row["changes"] if change is not None
+    )  # fmt: skip
+    found = [_INTERVALS, _CERTAIN] if known else [_UNKNOWN]
+    return found + [_STEPS] * (known and data["kind"] == "jct")
 
 
 def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
@@ -148,14 +165,12 @@ def _table(
         and (column.title != "figure" or len(names) > 1)
     ]
     parts: list[RenderableType] = [
-        heading(title),
+        heading(title if len(names) > 1 or "seconds" in names else f"{title}: {names.pop()}"),
         DataTable([columns[i] for i in kept], [[line[i] for i in kept] for line in cells]),
     ]
     fixed = {name: value for name, value in rows[0]["key"].items() if name not in varying}
     if any(value is not None for value in fixed.values()):
         parts.append(paragraph(f"all of {_of(fixed, list(fixed))}", "dim"))
-    if len(names) == 1:
-        parts.append(paragraph(f"figure: {names.pop()}", "dim"))
     if len(shown) < len(rows):
         parts.append(
             paragraph(f"{len(rows) - len(shown)} more changed less; --json has them", "dim")

@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kvprof.views.jct_bars import StackedBars
-from kvprof.views.page import Fitted, render_text
+from kvprof.views.page import Bullet, Fitted, render_text
 from kvprof.views.plot import LinePlot
+from kvprof.views.recipe_plot import Beside
 from kvprof.views.tables import DataTable
 
 __all__ = [
     "Bars", "Block", "Bullets", "Drawing", "Heading", "Pairs", "Paragraph", "Plot", "Rows",
-    "blocks_of",
+    "Strips", "blocks_of",
 ]  # fmt: skip
 
 _DRAWN = 100  # columns of what stays a drawing
@@ -79,13 +80,20 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class Strips:
+    """What was measured beside what was published."""
+
+    beside: Beside
+
+
+@dataclass(frozen=True)
 class Drawing:
     """What only a terminal's characters can show."""
 
     text: str
 
 
-Block = Heading | Paragraph | Bullets | Rows | Pairs | Plot | Bars | Drawing
+Block = Heading | Paragraph | Bullets | Rows | Pairs | Plot | Bars | Strips | Drawing
 
 
 def blocks_of(report: RenderableType) -> list[Block]:
@@ -107,11 +115,11 @@ def blocks_of(report: RenderableType) -> list[Block]:
 
 def _blocks(part: RenderableType) -> Iterator[Block]:
     if isinstance(part, Fitted):
-        yield from _blocks(part._content)
+        yield from _blocks(part.content)
     elif isinstance(part, Group):
-        lines = [line for one in part.renderables if (line := _bullet(one)) is not None]
-        if lines and len(lines) == len(part.renderables):
-            yield Bullets(lines)
+        listed = [one.text.plain for one in part.renderables if isinstance(one, Bullet)]
+        if listed and len(listed) == len(part.renderables):
+            yield Bullets(listed)
         else:
             for one in part.renderables:
                 yield from _blocks(one)
@@ -121,15 +129,17 @@ def _blocks(part: RenderableType) -> Iterator[Block]:
         yield Paragraph(part)
     elif isinstance(part, DataTable):
         yield Rows(
-            part._title,
-            [column.title for column in part._columns],
-            [column.words for column in part._columns],
-            part._rows,
+            part.title,
+            [column.title for column in part.columns],
+            [column.words for column in part.columns],
+            part.rows,
         )
     elif isinstance(part, LinePlot):
         yield Plot(part)
     elif isinstance(part, StackedBars):
         yield Bars(part)
+    elif isinstance(part, Beside):
+        yield Strips(part)
     elif isinstance(part, Table) and not part.show_header and len(part.columns) == 2:
         names, values = (list(column.cells) for column in part.columns)
         yield Pairs([(str(n), str(v)) for n, v in zip(names, values, strict=True)])
@@ -145,11 +155,6 @@ def _text(text: Text) -> Iterator[Block]:
         yield Heading(text.plain.strip())
     else:
         yield Paragraph(text.plain.strip("\n"), strong=bold)
-
-
-def _bullet(part: RenderableType) -> str | None:
-    text = getattr(part, "_text", None)
-    return text.plain if type(part).__name__ == "_Bullet" and isinstance(text, Text) else None
 
 
 def _wide(part: RenderableType) -> Iterator[Block]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from rich.console import RenderableType
+
 from kvprof.views.export_blocks import (
     Bars,
     Block,
@@ -15,14 +17,16 @@ from kvprof.views.export_blocks import (
     Paragraph,
     Plot,
     Rows,
+    Strips,
     blocks_of,
 )
 from kvprof.views.figure import curves_figure, figure_bytes
 from kvprof.views.jct_figure import bars_figure, plain_counts
 from kvprof.views.kinds import report
 from kvprof.views.plot import LinePlot
+from kvprof.views.recipe_plot import beside_figure
 
-__all__ = ["to_html"]
+__all__ = ["page_html", "to_html"]
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -58,15 +62,30 @@ def to_html(result: Mapping[str, Any]) -> str:
     """
     title = f"kvprof {result['kind']}"
     name = result["inputs"].get("model")
-    body = [piece for block in blocks_of(report(result, colour=False)) for piece in _html(block)]
     written = f"{result['created']}, kvprof {result['kvprof_version']}"
+    headline = f"{title}: {name}" if isinstance(name, str) else title
+    return page_html(title, headline, report(result, colour=False), written)
+
+
+def page_html(title: str, headline: str, content: RenderableType, written: str) -> str:
+    """Return any report as a page; see `to_html`.
+
+    Parameters
+    ----------
+    title, headline : str
+        Of the window and of the page.
+    content : RenderableType
+    written : str
+        The page's last line.
+    """
+    body = [piece for block in blocks_of(content) for piece in _html(block)]
     return "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-            f"<h1>{escape(f'{title}: {name}' if isinstance(name, str) else title)}</h1>",
+            f"<h1>{escape(headline)}</h1>",
             *body,
             f"<footer>{escape(written)}</footer>",
             "</body></html>\n",
@@ -107,6 +126,8 @@ def _html(block: Block) -> Iterator[str]:
             yield _figure(drawn, plot.title)
         case Bars(bars):
             yield _figure(bars_figure(bars), bars.title)
+        case Strips(beside):
+            yield _figure(beside_figure(beside), beside.title)
         case Drawing(text):
             yield f"<pre>{escape(text)}</pre>"
 

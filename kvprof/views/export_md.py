@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import RenderableType
+
 from kvprof.views.export_blocks import (
     Bars,
     Block,
@@ -13,12 +15,13 @@ from kvprof.views.export_blocks import (
     Paragraph,
     Plot,
     Rows,
+    Strips,
     blocks_of,
 )
 from kvprof.views.kinds import report
 from kvprof.views.page import render_text
 
-__all__ = ["to_markdown"]
+__all__ = ["page_markdown", "to_markdown"]
 
 _WIDTH = 90  # columns of a plot
 _SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_{}[]<>#|~"})
@@ -32,8 +35,13 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     result : mapping
         Of any kind.
     """
-    parts = [f"# kvprof {result['kind']}"]
-    for block in blocks_of(report(result, colour=False)):
+    return page_markdown(f"kvprof {result['kind']}", report(result, colour=False))
+
+
+def page_markdown(title: str, content: RenderableType) -> str:
+    """Return any report as Markdown, under a title."""
+    parts = [f"# {_escaped(title)}"]
+    for block in blocks_of(content):
         parts.append("\n".join(_lines(block)))
     return "\n\n".join(parts) + "\n"
 
@@ -54,7 +62,7 @@ def _lines(block: Block) -> Iterator[str]:
             yield from _table(columns, words, rows)
         case Pairs(pairs):
             yield from _table(["", ""], [True, True], pairs)
-        case Plot(drawn) | Bars(drawn):
+        case Plot(drawn) | Bars(drawn) | Strips(drawn):
             yield from _fenced(render_text(drawn, _WIDTH))
         case Drawing(text):
             yield from _fenced(text)

@@ -19,6 +19,7 @@ __all__ = [
     "memory_curves",
     "ordered_parts",
     "part_seconds",
+    "peak_name",
     "step_curves",
     "sweeps",
 ]
@@ -175,6 +176,17 @@ def ordered_parts(names: Sequence[str]) -> list[str]:
     """Return parts in the order in which tables and bars show them, each once."""
     known = set(names)
     return [*(part for part in PARTS if part in known), *sorted(known - set(PARTS))]
+
+
+def peak_name(inputs: Mapping[str, Any]) -> str:
+    """Return what the most memory is of: a GPU's allocations, or a process on a CPU.
+
+    Parameters
+    ----------
+    inputs : mapping
+        Of the result.
+    """
+    return "process peak" if inputs.get("device") == "cpu" else "device peak"
 
 
 def part_seconds(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:

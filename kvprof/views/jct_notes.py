@@ -1,7 +1,9 @@
 """What a reader of a report of job completion time must know beside its figures."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from kvprof.views.jct_data import groups, peak_name
 
 __all__ = ["notes", "provenance"]
 
@@ -12,8 +14,8 @@ _MODES = {
     "integrated over prefill and every decode step. Nobody ran the whole request.",
 }
 _PARTS = (
-    "Parts were timed in a second, instrumented run of the same request; the uninstrumented wall "
-    "time decides, and what no part explains is unattributed (negative: parts sum to more)."
+    "Parts were timed in runs with marks, in turn with runs without; the wall time without marks "
+    "decides, and what no part explains is unattributed (negative: parts sum to more)."
 )
 _COMPOSED_PARTS = (
     "Unattributed is what the whole layers take beyond the sum of their parts (negative: the parts "
@@ -25,6 +27,12 @@ _TIMES = (
     "JCT: prefill and all output tokens. TTFT: prefill. TBT: the median decode step; p99, its 99th "
     "percentile."
 )
+_TIMING = (
+    "Timing costs: what timing every part added to the request, and to its decode steps; the times "
+    "above are without it."
+)
+_ENERGY = "J per token: the energy of the whole request over its output tokens."
+_PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
@@ -39,16 +47,36 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     composed = data["mode"] == "composed"
     found = [_MODES[data["mode"]], _TIMES, _COMPOSED_PARTS if composed else _PARTS]
     found.append(_SHARES.format(baseline=data["baseline"]))
-    labels: dict[tuple[str, str], dict[str, None]] = {}
+    if any(case["overhead"] is not None for case in data["cases"]):
+        found.append(_TIMING)
+    if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
+        found.append(_ENERGY)
+    if peak_name(result["inputs"]) == "process peak" and data["memory"]:
+        found.append(_PROCESS)
+    labels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for case in data["cases"]:
         for name, text in case["labels"].items():
             if name != "by_difference":
-                labels.setdefault((name, text), {})[case["method"]] = None
-    methods = {case["method"] for case in data["cases"]}
+                labels.setdefault((name, text), []).append(case)
     for (name, text), own in labels.items():
-        of = "" if len(own) == len(methods) else f" ({', '.join(own)})"
+        of = _whose(result, own)
         found.append(f"{name[:1].upper()}{name[1:].replace('_', ' ')}{of}: {text}.")
     return found
+
+
+def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
+    """Return of which cases something is told, as short as can be; nothing where it is of all."""
+    every = result["data"]["cases"]
+    if len(own) == len(every):
+        return ""
+    names = {case["case"] for case in own}
+    methods = list(dict.fromkeys(case["method"] for case in own))
+    if len(own) == sum(case["method"] in methods for case in every):
+        return f" ({', '.join(methods)})"
+    whole = [group for group in groups(result) if names >= {one["case"] for one in group.cases}]
+    if len(own) == sum(len(group.cases) for group in whole):
+        return f" ({'; '.join(group.name for group in whole)})"
+    return f" ({', '.join(case['case'] for case in own)})"
 
 
 def provenance(result: Mapping[str, Any]) -> dict[str, str]:

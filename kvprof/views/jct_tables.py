@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvprof.sizes import format_bytes
 from kvprof.views.durations import change, signed_percent, unit_of
-from kvprof.views.jct_data import Group, Sweep, ordered_parts
+from kvprof.views.jct_data import Group, Sweep, ordered_parts, peak_name
 from kvprof.views.numbers import MISSING, count, number, percent, span
 from kvprof.views.tables import Column, DataTable
 
@@ -212,7 +212,7 @@ def memory_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
         )
     columns = (
         Column("method", words=True), Column("at tokens"), Column("stored"), Column("saved"),
-        Column("allocated"), Column("full width"), Column("device peak"),
+        Column("allocated"), Column("full width"), Column(peak_name(result["inputs"])),
     )  # fmt: skip
     return DataTable(columns, rows) if rows else None
 

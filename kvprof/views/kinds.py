@@ -19,6 +19,7 @@ _MODULES = {
     "eval": "evaluation",
     "frontier": "frontier",
     "jct": "jct",
+    "recipe": "recipe",
     "spectrum": "spectrum",
     "stability": "stability",
 }

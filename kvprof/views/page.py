@@ -12,6 +12,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 __all__ = [
+    "Bullet",
     "Fitted",
     "bullets",
     "flow",
@@ -57,7 +58,7 @@ def incomplete_note() -> Text:
 
 def bullets(lines: Iterable[str], style: str = "") -> RenderableType:
     """Return each line as a paragraph of its own, the wrapped rest indented."""
-    return Group(*(_Bullet(Text(line, style=style, overflow="fold")) for line in lines))
+    return Group(*(Bullet(Text(line, style=style, overflow="fold")) for line in lines))
 
 
 def flow(entries: Iterable[Text], width: int, *, gap: int = 3) -> list[Text]:
@@ -90,14 +91,19 @@ def wrap(text: Text, width: int) -> list[Text]:
     return lines
 
 
-class _Bullet:
-    """A line that starts with a dash and hangs the rest below its text."""
+class Bullet:
+    """A line that starts with a dash and hangs the rest below its text.
+
+    Parameters
+    ----------
+    text : Text
+    """
 
     def __init__(self, text: Text) -> None:
-        self._text = text
+        self.text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = self._text.wrap(console, max(1, options.max_width - 2), overflow="fold")
+        lines = self.text.wrap(console, max(1, options.max_width - 2), overflow="fold")
         for index, line in enumerate(lines):
             yield Text("- " if index == 0 else "  ") + line
 
@@ -123,13 +129,13 @@ class Fitted:
     def __init__(
         self, content: RenderableType, *, width: int | None = None, colour: bool = True
     ) -> None:
-        self._content = content
+        self.content = content
         self._width = width
         self._colour = colour
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self._width or options.max_width, options.max_width)
-        segments: Iterable[Segment] = console.render(self._content, options.update(width=width))
+        segments: Iterable[Segment] = console.render(self.content, options.update(width=width))
         if not self._colour:
             segments = Segment.strip_styles(segments)
         if options.ascii_only:

@@ -65,14 +65,14 @@ class DataTable:
         title: str = "",
         lines: bool = False,
     ) -> None:
-        self._columns = columns
-        self._rows = rows
-        self._title = title
+        self.columns = columns
+        self.rows = rows
+        self.title = title
         self._lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._title:
-            yield Text(self._title, style="bold", overflow="fold")
+        if self.title:
+            yield Text(self.title, style="bold", overflow="fold")
         sizes = self._widths(options.max_width)
         if sizes is None:
             yield from self._blocks()
@@ -84,10 +84,10 @@ class DataTable:
             show_edge=False,
             show_lines=self._lines,
         )
-        for column, size in zip(self._columns, sizes, strict=True):
+        for column, size in zip(self.columns, sizes, strict=True):
             justify: Literal["left", "right"] = "left" if column.words else "right"
             table.add_column(Text(column.title), justify=justify, overflow="fold", width=size)
-        for row in self._rows:
+        for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         yield table
 
@@ -96,11 +96,11 @@ class DataTable:
 
         Rich's own collapsing shrinks a wide column of figures before one of words.
         """
-        cells = [[row[index] for row in self._rows] for index in range(len(self._columns))]
-        least = [c.least_width(own) for c, own in zip(self._columns, cells, strict=True)]
+        cells = [[row[index] for row in self.rows] for index in range(len(self.columns))]
+        least = [c.least_width(own) for c, own in zip(self.columns, cells, strict=True)]
         sizes = [
             max(len(text) for text in (column.title, *own))
-            for column, own in zip(self._columns, cells, strict=True)
+            for column, own in zip(self.columns, cells, strict=True)
         ]
         room -= _GAP * (len(sizes) - 1)
         if sum(least) > room:
@@ -111,10 +111,10 @@ class DataTable:
         return sizes
 
     def _blocks(self) -> Iterator[Text]:
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(self.rows):
             if index:
                 yield Text()
-            for column, cell in zip(self._columns, row, strict=True):
+            for column, cell in zip(self.columns, row, strict=True):
                 yield Text(f"{column.title}: {cell}", overflow="fold")
 
 

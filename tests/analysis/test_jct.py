@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvprof.analysis.jct import (
+    between,
     beyond,
     integral,
     interpolated,
@@ -106,3 +107,29 @@ def test_too_little_tells_no_curve(lengths, degree):
 def test_percentiles_are_named_by_their_share():
     found = percentiles([float(n) for n in range(101)])
     assert found == {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+
+def test_between_lengths_sums_of_plain_costs_are_exact():
+    lengths = [2**n for n in range(6, 12)]
+
+    def cost(tokens):
+        return 1e-3 + 1e-5 * tokens + 2e-8 * tokens**2
+
+    values = [cost(length) for length in lengths]
+    for at in range(64, 2049, 7):
+        assert between(lengths, values, at) == pytest.approx(cost(at))
+    with pytest.raises(ValueError, match="2049"):
+        between(lengths, values, 2049)
+
+
+def test_between_lengths_noise_hardly_grows():
+    lengths = [64, 128, 256, 512]
+    for place in range(4):
+        values = [1.0 + 0.1 * (n == place) for n in range(4)]
+        for at in range(64, 513):
+            assert 0.96 < between(lengths, values, at) < 1.12
+
+
+def test_between_two_lengths_is_a_line():
+    assert between([100, 200], [1.0, 3.0], 150) == 2.0
+    assert between([100], [1.0], 100) == 1.0

@@ -154,6 +154,16 @@ def test_a_comparison_fits_a_narrow_terminal(run: Path, monkeypatch: pytest.Monk
         assert max(map(len, lines)) <= int(width)
 
 
+def test_a_comparison_says_what_its_intervals_are_of(run: Path) -> None:
+    result = read_result(run)
+    for case in result["data"]["cases"]:
+        case["energy_per_token_joules"] = None
+    write_result(run.parent / "one.json", result)
+    shown = " ".join(kvprof("compare", run.parent / "one.json", run).stdout.split())
+    assert "Other figures: tbt p99" in shown  # one figure stands above its table
+    assert "over the decode steps of one run each" in shown
+
+
 @pytest.mark.parametrize("share", ["5", "-1%", "five", "1.5", "nan"])
 def test_a_limit_that_is_no_share_is_refused(run: Path, share: str) -> None:
     done = kvprof("compare", run, run, f"--fail-over={share}")

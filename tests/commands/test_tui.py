@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -104,6 +105,7 @@ class TestBadInput:
         done = kvprof("tui", tmp_path)
         assert done.code == 2
         assert "it is no run's folder" in done.error
+        assert "here is the report" not in done.stderr
 
     def test_a_newer_record_is_refused(self, run):
         lines = (run / "events.jsonl").read_text().splitlines()
@@ -228,6 +230,15 @@ def test_in_a_terminal_it_is_live_and_leaves_with_q(run):
     terminal.press("q")
     assert terminal.exit_code() == 0
     assert b"Traceback" not in terminal.seen
+
+
+def test_a_view_that_is_killed_gives_the_terminal_back(run):
+    terminal = Terminal(sys.executable, "-m", "kvprof", "tui", str(run))
+    terminal.until("finished")
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.exit_code() == 128 + signal.SIGTERM
+    assert b"\x1b[?1049l" in terminal.seen  # the screen of before
+    assert b"\x1b[?1003l" in terminal.seen  # no reports of the mouse
 
 
 def test_in_a_terminal_a_failing_measurement_is_the_exit_code(tmp_path):

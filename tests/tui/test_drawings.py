@@ -61,7 +61,7 @@ def everything(state, ink):
         ),
         "telemetry": Telemetry(state.devices, ink),
         "strips": Strips(strips(case), False, ink),
-        "cache": CacheBars(choice.shown_cases(state), case, ink),
+        "cache": CacheBars(choice.shown_cases(state), case, ink, "device peak"),
         "levels": Levels("tale", {"full": 12, "half": 88}, ink),
         "layers": LayerTable(rows, ink),
     }  # fmt: skip
@@ -212,9 +212,9 @@ class TestCache:
         state = RunState()
         state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
         state.apply(MemorySample(0.0, "c", 1024, 2**20, 3 * 2**19, 2**21, peak=2**30))
-        lines = drawn(CacheBars([state.cases["c"]], None, Ink()), 80)
+        lines = drawn(CacheBars([state.cases["c"]], None, Ink(), "device peak"), 80)
         assert "at 1k tokens" in lines[0]
-        assert "1.0 GiB" in lines[0]
+        assert "device peak 1.0 GiB" in lines[0]
         assert "50 %" in lines[1]
         assert "75 %" in lines[2]
         assert lines[1].count("█") * 2 == pytest.approx(lines[3].count("░"), abs=1)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvprof.records.events import Warned
 from kvprof.records.files import read_result
 from kvprof.records.fold import result_of
 from kvprof.tui.from_result import state_of
@@ -73,7 +74,7 @@ class TestScreens:
             shown = [await press(app, pilot, str(number)) for number in range(1, 5)]
             assert "nothing was measured yet" in shown[0]
             assert all("no case was started yet" in one for one in shown[1:])
-            assert "measuring · 1 of 3" in shown[0]
+            assert "preparing case 1 of 3" in shown[0]
 
         show(recorded(tmp_path, stream()[:1]), tmp_path, steps)
 
@@ -88,9 +89,58 @@ class TestScreens:
 
         show(recorded(tmp_path), tmp_path, steps)
 
+    def test_what_wraps_in_the_log_hangs_below_its_text(self, tmp_path):
+        words = " ".join(f"word{number}" for number in range(20))
+        events = [*stream(("full",))[:1], Warned(0.0, words)]
+        lines = keys(tmp_path, "5", events=events, size=(62, 40))["text"].splitlines()
+        first = next(i for i, line in enumerate(lines) if "word0" in line)
+        last = next(i for i, line in enumerate(lines) if "word19" in line)
+        assert last > first + 1
+        start = lines[first].index("word0")
+        for line in lines[first + 1 : last + 1]:
+            assert len(line) - len(line.lstrip()) == start
+
+    def test_what_the_measurement_says_stands_where_nothing_else_does_yet(self, tmp_path):
+        session = recorded(tmp_path, stream()[:1])
+        session.said = "loading the weights"
+
+        async def steps(app, pilot):
+            assert "the measurement says: loading the weights" in text(app)
+
+        show(session, tmp_path, steps)
+        session = recorded(tmp_path / "later", stream())
+        session.said = "loading the weights"
+
+        async def later(app, pilot):
+            assert "loading the weights" not in text(app)
+
+        show(session, tmp_path, later)
+
+    @pytest.mark.parametrize(
+        ("until_type", "words"),
+        [
+            ("run_started", "preparing case 1 of 2"),
+            ("case_started", "measuring case 1 of 2"),
+            ("case_finished", "preparing case 2 of 2"),
+        ],
+    )
+    def test_the_status_says_which_case_and_how_long(self, tmp_path, until_type, words):
+        events = [replace(event, time=61.0) for event in stream(("full", "fdc"))]
+        end = next(i for i, event in enumerate(events) if event.type == until_type)
+        session = recorded(tmp_path, events[: end + 1])
+        session.source.age = lambda: 3.0
+        session.state.apply_all(session.source.poll(10_000))
+        session.caught_up = True
+        assert session.status() == f"● {words} · 01:04"
+
+    def test_after_the_last_case_it_is_finishing(self, tmp_path):
+        session = recorded(tmp_path, stream(("full",))[:-1])
+        session.state.apply_all(session.source.poll(10_000))
+        assert session.status().startswith("● finishing · ")
+
     def test_the_cache_shows_bytes_levels_and_growth(self, tmp_path):
         shown = keys(tmp_path, "4", events=stream(("full", "tale")), size=(120, 50))["text"]
-        for word in ("logical", "allocated", "full width", "peak of the device", "tokens by level",
+        for word in ("logical", "allocated", "full width", "process peak", "tokens by level",
                      "Logical bytes"):  # fmt: skip
             assert word in shown
 

@@ -15,6 +15,7 @@ from kvprof.views.figure import figure_bytes
 from kvprof.views.jct import figure, report, to_csv
 from kvprof.views.jct_bars import FILLS, Bar, StackedBars, columns
 from kvprof.views.jct_data import detailed, groups, part_seconds, step_curves, sweeps
+from kvprof.views.jct_notes import notes
 from kvprof.views.jct_strips import BalanceStrip, makespan_over_mean
 from kvprof.views.page import render_text
 from tests.records.streams import stream
@@ -140,6 +141,28 @@ def test_labels_say_of_which_methods_they_are() -> None:
     result = copy.deepcopy(WHOLE)
     result["data"]["cases"][1]["labels"]["merge"] = "counted in attention"
     assert "Merge (palu): counted in attention." in text(result, 120)
+
+
+def test_what_is_told_of_one_request_names_it() -> None:
+    result = copy.deepcopy(SWEEP)
+    cases = result["data"]["cases"]
+    for case in cases:
+        case["labels"] = {"error": f"after {case['input_len']} tokens"}
+    cases[0]["labels"]["kernel"] = "slow"
+    found = notes(result)
+    first = groups(result)[0]
+    assert f"Error ({first.name}): after {first.input_len} tokens." in found
+    assert f"Kernel ({cases[0]['case']}): slow." in found
+
+
+def test_the_most_memory_says_what_it_is_of() -> None:
+    assert "process peak" in text(WHOLE)
+    assert "Process peak: resident memory" in " ".join(text(WHOLE).split())
+    result = copy.deepcopy(WHOLE)
+    result["inputs"]["device"] = "cuda:0"
+    shown = text(result).lower()
+    assert "device peak" in shown
+    assert "process peak" not in shown
 
 
 def test_several_steps_at_a_context_are_one_point() -> None:

@@ -20,6 +20,7 @@ from tests.views.synthetic import spectrum_result
 from tests.views.synthetic_bench import bench_result
 from tests.views.synthetic_evaluation import evaluation_result
 from tests.views.synthetic_frontier import frontier_result
+from tests.views.synthetic_recipe import recipe_result
 from tests.views.synthetic_stability import stability_result
 
 _MADE = {
@@ -28,6 +29,7 @@ _MADE = {
     "eval": evaluation_result(),
     "frontier": frontier_result(),
     "jct": result_of(stream(steps=6)),
+    "recipe": recipe_result(),
     "spectrum": spectrum_result(),
     "stability": stability_result(),
 }

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 
 from kvprof.analysis.jct import ladder
 from kvprof.benchmark.jct.ablations import Variant
+from kvprof.benchmark.jct.composer import Composer
+from kvprof.benchmark.jct.lengths import Request
 from kvprof.benchmark.jct.measured import Bench
 from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
 from kvprof.benchmark.limits import shortage
@@ -89,6 +92,7 @@ def capacity(
         weights (``tried`` says whether as many bytes were really allocated), the largest batch at
         `context`; and throughput of decoding at batches up to it.
     """
+    bench.release()  # a model's weights are counted, and these are in the way
     memory = free_bytes(bench.machine.device)
     rows: list[dict[str, Any]] = []
     throughput: list[dict[str, Any]] = []
@@ -131,8 +135,10 @@ def _throughput(bench: Bench, method: _Method, context: int, most: int) -> list[
             bench.warn(f"{method.variant.name}: batch {batch} at {context:,} tokens is not timed: "
                        "one layer and its reference do not fit beside each other")  # fmt: skip
             break
-        point = bench.point(method.variant, method.widths, place)
-        seconds = point.forward(bench.model.layers)
+        one = Request(max(1, context - 1), 2)  # one step, at this context
+        composer = Composer(bench, method.variant, method.widths, batch, [one], inf)
+        _, steps, _ = composer.decode(one)
+        seconds = steps[0][1]
         found.append(
             {
                 "method": method.variant.name,

@@ -15,6 +15,7 @@ from kvprof.benchmark.jct.composition import Composition
 from kvprof.benchmark.jct.lengths import Request
 from kvprof.benchmark.jct.measured import Bench, Point
 from kvprof.benchmark.jct.model_shape import ModelShape
+from kvprof.benchmark.jct.requests import DOUBTFUL
 from kvprof.benchmark.jct.storage import cache_bytes, full_bytes, level_tokens
 from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import open_machine
@@ -32,7 +33,6 @@ from kvprof.records.events import (
 __all__ = ["measure_case"]
 
 Emit = Callable[[Event], None]
-_DOUBTFUL = 0.02  # of decode: an integration error that is worth a warning
 
 
 def measure_case(
@@ -129,7 +129,7 @@ class _Told:
                 f"prefill of {request.input_len:,} tokens is predicted from prompts of up to "
                 f"{found.predicted_from:,}: one layer would take too long or too much memory here"
             )
-        if error is not None and error > _DOUBTFUL * found.decode_seconds:
+        if error is not None and error > DOUBTFUL * found.decode_seconds:
             self._warn(
                 f"decode may be off by {error / found.decode_seconds:.1%}: times between the "
                 "contexts that were measured do not lie on a line"
@@ -162,6 +162,10 @@ class _Told:
             labels["host"] = "no part: passes are taken to be CUDA graphs"
         else:
             labels["host"] = "counted in the parts that it calls"
+        if request.input_len > composer.longest:
+            labels["predicted"] = f"prefill, from prompts of up to {composer.longest:,} tokens"
+        if any("schedule" in point.passes for point in firsts):
+            labels["schedule"] = "once per pass: all layers are taken to have the same widths"
         if firsts[0].watts is not None:
             labels["energy"] = "power while a layer was repeated, times each phase's seconds"
         if widths is not None:

@@ -16,7 +16,7 @@ from kvprof.benchmark.jct.lengths import Request
 from kvprof.benchmark.jct.measured import Bench
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, case_name
-from kvprof.benchmark.jct.requests import summary
+from kvprof.benchmark.jct.requests import summary, trace_doubts
 from kvprof.benchmark.jct.run import Run
 from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
 from kvprof.benchmark.jct.telemetry import Telemetry
@@ -216,6 +216,8 @@ def _run_trace(
         if batch != request.batches[0]:
             continue
         with run.spared(f"{method}, {request.trace}"):
-            found[method] = [composer.compose(Request(*pair)) for pair in lengths]
+            made = found[method] = [composer.compose(Request(*pair)) for pair in lengths]
+            for text in trace_doubts(method, made):
+                run.warn(text)
     if found:
         run.extra["requests"] = summary(load_trace(request.trace), request.seed, found)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvprof.analysis.jct import beyond, integral, interpolated, step_weights
+from kvprof.analysis.jct import between, beyond, integral, interpolated, step_weights
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.composition import Composition, Step, Times
 from kvprof.benchmark.jct.lengths import Request, decode_rungs, prefill_rungs
@@ -94,6 +94,11 @@ class Composer:
         powered = phase == "prefill" or tokens == self._decode_rungs[-1]
         return self.bench.point(self.variant, self.widths, place, hidden, powered=powered)
 
+    @property
+    def longest(self) -> int:
+        """The longest prompt that is measured; longer ones are predicted."""
+        return self._longest
+
     def first_points(self) -> list[Point]:
         """Measure the points that say what runs: the first of each phase."""
         _, window = self._kinds()[0]
@@ -150,16 +155,14 @@ class Composer:
         rungs = self._prefill_rungs
         points = [self._point("prefill", rung, window) for rung in rungs]
         if tokens <= rungs[-1]:
-            # Time per token is close to a straight line: a + b·T of a + b·T + c·T².
-            def at(values: list[float]) -> float:
-                each = [value / rung for value, rung in zip(values, rungs, strict=True)]
-                return tokens * interpolated(rungs, each, max(tokens, rungs[0]))
 
-            rest = at([point.layer for point in points])
+            def at(values: list[float], _: str = "") -> float:
+                return between(rungs, values, tokens)
+
             return (
-                _each(points, lambda point: point.parts, lambda values, _: at(values)),
-                _each(points, lambda point: point.passes, lambda values, _: at(values)),
-                rest,
+                _each(points, lambda point: point.parts, at),
+                _each(points, lambda point: point.passes, at),
+                at([point.layer for point in points]),
             )
         kept = [(r, p) for r, p in zip(rungs, points, strict=True) if r >= self._longest // 4]
         lengths, last = [rung for rung, _ in kept], kept[-1][1]
@@ -195,7 +198,10 @@ class Composer:
         first, last = request.first, request.last
         if last < first:
             return {}, [], None
-        nodes = sorted({first, last, *(r for r in self._decode_rungs if first < r < last)})
+        # Layers with a window stop growing there.
+        bends = [window for _, window in self._kinds() if window is not None]
+        inner = [context for context in (*self._decode_rungs, *bends) if first < context < last]
+        nodes = sorted({first, last, *inner})
         weights = step_weights(nodes, first, last)
         parts: dict[str, float] = {}
         steps: list[Step] = []

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
+from kvprof.analysis.bases import eigenbasis
 from kvprof.benchmark.case import Place
 from kvprof.benchmark.jct.full import FullAttention
 from kvprof.benchmark.jct.ragged import store_latents
@@ -108,8 +109,8 @@ def strawman_attended(
 ) -> Attended:
     """Return ZACK §3.2's strawman: bases per request, K and V rebuilt whole at every step.
 
-    The basis is found as the runtime finds it: eigenvectors of ``KᵀK`` and ``VᵀV``, which are the
-    right singular vectors that the paper's SVD gives.
+    The basis is found as the runtime finds it: eigenvectors of ``KᵀK`` and ``VᵀV`` in float64, the
+    right singular vectors that the paper's SVD gives; the host decomposes the matrices.
     """
     shape, source = place.shape, place.generator(43)
     rank, width, heads = widths.keys[0], shape.head_dim, shape.num_kv_heads
@@ -132,12 +133,17 @@ def strawman_attended(
     if place.phase == "prefill":
 
         def basis() -> Tensor:
-            states = new.float()
-            found: Tensor = torch.linalg.eigh(states.mT @ states)[1]
+            states = new.double()
+            found: Tensor = eigenbasis(states.mT @ states)[1]
             return found
 
-        units = [attention, Unit("basis", [basis], ("basis", *where)), compressed]
-        labels = {**labels, "basis": "eigenvectors of KᵀK and VᵀV per sequence and head"}
+        online = Unit("basis", [basis], ("basis", *where), waits=True)
+        units = [attention, online, compressed]
+        labels = {
+            **labels,
+            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, decomposed by the host; "
+            "timed beside the layer's other calls",
+        }
     else:
         latents = [
             place.random(source, 2, place.batch, heads, place.seq, rank)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from kvprof.benchmark.case import Place
 from kvprof.benchmark.jct.ablations import Variant
@@ -17,6 +16,7 @@ from kvprof.benchmark.jct.latents import latents_attended, strawman_attended
 from kvprof.benchmark.jct.levels import levels_attended
 from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.jct.ragged import ragged_attended
+from kvprof.benchmark.jct.samplers import layer_sampler, unit_sampler
 from kvprof.benchmark.jct.units import Attended, Unit
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.ranks import Widths
@@ -44,8 +44,8 @@ class Point:
     passes : dict of float
         Seconds of what a forward pass does once, by part.
     layer : float
-        Seconds of the whole layer: all its calls in one CUDA graph, or one after the other on a
-        CPU.
+        Seconds of the whole layer: all its calls in one CUDA graph (beside it those that wait for
+        the host), or one after the other on a CPU.
     error : float or None
         Of the attention, against float64.
     labels : dict of str
@@ -60,10 +60,6 @@ class Point:
     error: float | None
     labels: dict[str, str]
     watts: float | None = None
-
-    def forward(self, layers: int) -> float:
-        """Return the seconds of a forward pass."""
-        return layers * self.layer + sum(self.passes.values())
 
 
 @dataclass(eq=False)
@@ -115,6 +111,12 @@ class Bench:
             self.model.attention, phase, batch, tokens, self.dtype, machine.device,
             machine.cache_bytes, self.seed,
         )  # fmt: skip
+
+    def release(self) -> None:
+        """Let the weights go; what is measured stays known."""
+        self._dense = DenseParts(self.model)
+        if self.machine.is_gpu:
+            torch.cuda.empty_cache()
 
     def point(
         self, variant: Variant, widths: Widths | None, place: Place, window: int | None = None,
@@ -207,12 +209,11 @@ class Bench:
     ) -> tuple[float, float | None]:  # fmt: skip
         """Measure what is not known yet, in turn with the layer; return its seconds and watts."""
         new = {unit.key: unit for unit in (*units, *once) if unit.key not in self._units}
-        whole = sampler(_sequence(units), place.device)
+        whole = layer_sampler(units, place.device)
         samplers = [whole]
         names: list[tuple[tuple[object, ...], bool]] = []
         for unit in new.values():
-            where = torch.device("cpu") if unit.on_host else place.device
-            samplers.append(sampler(unit.runs, where))
+            samplers.append(unit_sampler(unit, place.device))
             names.append((unit.key, False))
             if unit.aside is not None:
                 samplers.append(sampler(unit.aside[1], place.device))
@@ -261,20 +262,3 @@ class Bench:
         time.sleep(_TELEMETRY_SECONDS)  # for a sample behind the end
         joules = self.energy(start, stop)
         return None if joules is None else joules / (stop - start)
-
-
-def _sequence(units: list[Unit]) -> list[Callable[[], Tensor]]:
-    """Return a layer's calls one after the other, on each copy of their inputs in turn."""
-    count = max(len(unit.runs) for unit in units)
-
-    def layer(number: int) -> Callable[[], Tensor]:
-        calls = [unit.runs[number % len(unit.runs)] for unit in units]
-
-        def run() -> Tensor:
-            for call in calls[:-1]:
-                call()
-            return calls[-1]()
-
-        return run
-
-    return [layer(number) for number in range(count)]

@@ -1,4 +1,4 @@
-"""A request from beginning to end, and the events that tell of it."""
+"""A request from beginning to end, and what several runs of it say together."""
 
 import gc
 import statistics
@@ -6,43 +6,57 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-from torch import Tensor
-
-from kvprof.benchmark.jct.case_facts import memory_sample, peak_bytes
-from kvprof.benchmark.jct.instrument import OTHERS
 from kvprof.benchmark.jct.sampling import OVERHEAD, Sampling
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.benchmark.timing import Interrupted
-from kvprof.methods.plan import Plan
-from kvprof.models.load import LoadedModel
-from kvprof.records.events import Event, PartSample, StepFinished
-from kvprof.runtime.clock import REST
+from kvprof.benchmark.timing import Interrupted, median_interval
+from kvprof.runtime.clock import Stretch
 
-__all__ = ["Narrator", "Pass", "doubts", "run_pass"]
+__all__ = ["Parts", "Pass", "apart", "doubts", "run_pass", "step_seconds"]
 
-_MEMORY_SAMPLES = 9
-_DOUBTFUL = 0.1  # of the GPU's time
+#: Seconds by part and layer.
+Parts = dict[tuple[str, int | None], float]
+
 _UNSTEADY = 0.2  # between runs of one request
+_UNCERTAIN = 0.05  # of a request's time: half the share without a name that is a warning itself
 
 
 @dataclass
 class Pass:
-    """One run of the request: its steps, prefill first, and when it ran (of the run's clock)."""
+    """One run of the request.
+
+    Attributes
+    ----------
+    started, ended : float
+        Of the run's clock; `ended` is None until it has run to its end.
+    steps : list of Step
+        Prefill first.
+    parts : dict of Parts
+        By step, of those that were marked and are told.
+    timed, doubtful : float
+        Seconds of these parts, and of those that are not exact.
+    """
 
     started: float
-    ended: float = 0.0
+    ended: float | None = None
     steps: list[Step] = field(default_factory=list)
+    parts: dict[int, Parts] = field(default_factory=dict)
+    timed: float = 0.0
+    doubtful: float = 0.0
 
     @property
-    def prefill(self) -> float:
-        """Seconds of prefill."""
-        return self.steps[0].seconds
+    def seconds(self) -> float:
+        """Seconds of all steps."""
+        return sum(step.seconds for step in self.steps)
 
-    @property
-    def decode(self) -> float:
-        """Seconds of all decoding steps."""
-        return sum(step.seconds for step in self.steps[1:])
+    def tell(self, number: int, stretches: Sequence[Stretch]) -> None:
+        """Keep a step's parts."""
+        found: Parts = {}
+        for stretch in stretches:
+            key = stretch.part, stretch.layer
+            found[key] = found.get(key, 0.0) + stretch.seconds
+            self.timed += stretch.seconds
+            self.doubtful += 0.0 if stretch.exact else stretch.seconds
+        self.parts[number] = found
 
 
 def run_pass(
@@ -50,11 +64,12 @@ def run_pass(
     steps: int,
     should_stop: Callable[[], bool],
     now: Callable[[], float],
+    into: list[Pass],
     *,
     sampling: Sampling | None = None,
     after: list[float] | None = None,
     on_step: Callable[[int, Step], None] | None = None,
-) -> Pass:
+) -> None:
     """Run a request once.
 
     Parameters
@@ -63,6 +78,8 @@ def run_pass(
     steps : int
         Of decoding.
     should_stop, now : callable
+    into : list of Pass
+        Where the run is kept, from its beginning on.
     sampling : Sampling, optional
         Which layers to time in which step; without it nothing is marked.
     after : list of float, optional
@@ -78,16 +95,18 @@ def run_pass(
     runner.begin()
     with _uncollected():
         done = Pass(now())
+        into.append(done)
         for number in range(steps + 1):
             layers = None if sampling is None else sampling.at(number)
             step = runner.step(layers, after=None if after is None else after[number])
+            if sampling is not None and sampling.told(number):
+                done.tell(number, step.stretches)
+            done.steps.append(replace(step, stretches=[]))  # they would only take memory
             if on_step is not None:
                 on_step(number, step)
-            done.steps.append(replace(step, stretches=[]))  # told; they would only take memory
             if should_stop():
                 raise Interrupted
         done.ended = now()
-    return done
 
 
 @contextmanager
@@ -103,27 +122,45 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def doubts(plain: Sequence[Pass], marked: Sequence[Pass]) -> list[str]:
+def step_seconds(passes: Sequence[Pass]) -> list[float]:
+    """Return each step's median over whole runs: a neighbour that wakes up hits few of them."""
+    columns = zip(*([step.seconds for step in one.steps] for one in passes), strict=True)
+    return [statistics.median(column) for column in columns]
+
+
+def apart(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 2.5–97.5 % interval of the median of a few figures; all of them for one."""
+    return median_interval(values) or (min(values), max(values))
+
+
+def doubts(plain: Sequence[Pass], marked: Sequence[Pass], named: Sequence[float] = ()) -> list[str]:
     """Return why a request's times may be off, one sentence each.
 
     Parameters
     ----------
     plain, marked : sequence of Pass
         Whole runs without marks and with them.
+    named : sequence of float
+        Per pair of runs, the time in its parts over that of the run without marks.
     """
     for runs in (plain, marked):
-        walls = [run.prefill + run.decode for run in runs]
+        walls = [run.seconds for run in runs]
         if max(walls) - min(walls) > _UNSTEADY * statistics.median(walls):
             # What timing the parts costs cannot be told then.
             return [
                 f"the same request took {min(walls):.3g} s once and {max(walls):.3g} s another "
                 "time: something else uses the machine, and shares of parts are as uncertain"
             ]
+    low, high = apart(named) if named else (1.0, 1.0)
+    if (high - low) / 2 > _UNCERTAIN:
+        return [
+            f"its parts are between {low:.0%} and {high:.0%} of its time (95 % interval of "
+            f"{len(named)} pairs of runs): shares are as uncertain"
+        ]
     # Step by step: a neighbour that wakes up for some steps does not count.
     ratios = [
-        slow.seconds / fast.seconds
-        for one, other in zip(marked, plain, strict=False)
-        for slow, fast in zip(one.steps[1:], other.steps[1:], strict=True)
+        slow / fast
+        for slow, fast in zip(step_seconds(marked)[1:], step_seconds(plain)[1:], strict=True)
     ]
     overhead = statistics.median(ratios) - 1.0 if ratios else 0.0
     if overhead <= OVERHEAD:
@@ -132,103 +169,3 @@ def doubts(plain: Sequence[Pass], marked: Sequence[Pass]) -> list[str]:
         f"timing its parts made decoding {overhead:.1%} slower; shares may lean towards parts of "
         "many small pieces"
     ]
-
-
-class Narrator:
-    """Makes events of steps.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    plan : Plan
-    case : str
-    ids : Tensor
-        ``[batch, input_len]``.
-    sampling : Sampling
-    emit, now : callable
-    """
-
-    def __init__(
-        self, loaded: LoadedModel, plan: Plan, case: str, ids: Tensor, sampling: Sampling,
-        emit: Callable[[Event], None], now: Callable[[], float],
-    ) -> None:  # fmt: skip
-        self._loaded, self._plan, self._case = loaded, plan, case
-        self._batch, self._input_len = ids.shape
-        self._sampling, self._emit, self._now = sampling, emit, now
-        self._peak = 0
-        self._busy = self._doubtful = 0.0
-        places = np.linspace(0, sampling.steps, min(_MEMORY_SAMPLES, sampling.steps + 1))
-        self._memory_at = {round(place) for place in places}
-
-    def step(self, number: int, step: Step) -> None:
-        """Tell a step that ran without marks."""
-        context = self._input_len + number
-        event = StepFinished(self._now(), self._case, _phase(number), number, context, step.seconds)
-        self._emit(event)
-
-    def parts_of(self, plain: Pass, runner: Runner) -> Callable[[int, Step], None]:
-        """Return what tells the parts of steps that ran with marks, and the cache's bytes.
-
-        Parameters
-        ----------
-        plain : Pass
-            The same request without marks.
-        runner : Runner
-        """
-
-        def tell(number: int, step: Step) -> None:
-            whole = plain.steps[number].seconds if runner.on_gpu else None
-            self._parts(number, step, whole)
-            if number in self._memory_at:
-                self._memory(number, runner)
-
-        return tell
-
-    def _parts(self, number: int, step: Step, whole: float | None) -> None:
-        stands_for = self._sampling.told(number)
-        if not stands_for:
-            return
-        found: dict[tuple[str, int | None], float] = {}
-        for stretch in step.stretches:
-            key = stretch.part, stretch.layer
-            found[key] = found.get(key, 0.0) + stretch.seconds
-            self._busy += stretch.seconds
-            self._doubtful += 0.0 if stretch.exact else stretch.seconds
-        if whole is not None:
-            busy = sum(found.values())
-            found = {key: seconds for key, seconds in found.items() if key[0] != REST}
-            found[REST, None] = max(0.0, whole - busy)
-        for (part, layer), seconds in found.items():
-            if part == OTHERS:
-                continue
-            weight = float(stands_for)
-            if layer is not None:
-                weight *= self._sampling.weight(number)
-            event = PartSample(
-                self._now(), self._case, _phase(number), part, seconds, number,
-                self._input_len + number, layer, weight,
-            )  # fmt: skip
-            self._emit(event)
-
-    def _memory(self, number: int, runner: Runner) -> None:
-        assert runner.cache is not None
-        self._peak = max(self._peak, peak_bytes(self._loaded.device))
-        event = memory_sample(
-            self._now(), self._case, self._plan, runner.cache, self._input_len + number,
-            batch=self._batch, itemsize=self._loaded.dtype.itemsize, peak=self._peak,
-        )  # fmt: skip
-        self._emit(event)
-
-    def doubt(self) -> str | None:
-        """Return why parts timed on a GPU may be too long; None where nothing speaks for it."""
-        if self._doubtful <= _DOUBTFUL * self._busy:
-            return None
-        return (
-            f"{self._doubtful / self._busy:.0%} of the time of its parts was measured while the "
-            "GPU may have waited for the host, which asks it for values within a step: waiting "
-            "that should be in host is in these parts"
-        )
-
-
-def _phase(number: int) -> str:
-    return "decode" if number else "prefill"

@@ -6,25 +6,26 @@ runs, and what its figures are:
 - On a CPU a monotonic clock is read at every mark. ``host`` is what lies within a forward pass and
   in no other part: Python between modules, masks, positions.
 - On a GPU events are recorded into the stream and read between steps. Steps that are not replayed
-  from a CUDA graph leave the GPU waiting for the host; for their parts the request runs once more,
-  and each step is held back until the host has queued it whole, so that a part's time is the GPU's.
+  from a CUDA graph leave the GPU waiting for the host; for their parts the request runs another
+  time, and each step is held back until the host has queued it whole, so that a part's time is the
+  GPU's. What the events themselves add between kernels is measured and taken off.
   ``host`` is what the GPU waited: a step's wall time without marks minus the GPU's time from its
   first mark to its last. Kernels that belong to no part stay unattributed.
 """
 
-import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvprof.benchmark.jct.case_facts import layer_facts
 from kvprof.benchmark.jct.layer_errors import Captured, ErrorSample, error_sample, layer_errors
-from kvprof.benchmark.jct.passes import Narrator, Pass, doubts, run_pass
+from kvprof.benchmark.jct.narrator import Narrator
+from kvprof.benchmark.jct.passes import Pass, doubts
 from kvprof.benchmark.jct.sampling import choose_sampling
 from kvprof.benchmark.jct.steps import Runner
+from kvprof.benchmark.jct.turns import Turns
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import rate
@@ -50,6 +51,7 @@ def measure_case(
     now: Callable[[], float],
     should_stop: Callable[[], bool],
     repeats: int,
+    most: int | None = None,
     sample_layers: str | int = "auto",
     kernels: str | None = None,
     graph: bool = False,
@@ -57,7 +59,9 @@ def measure_case(
 ) -> CaseFinished | None:
     """Measure one request under one plan and tell what happens as events.
 
-    Steps are told from the first run without marks, parts from a run with marks right after it.
+    Steps are told as the first run without marks takes them. Parts are told in the last run with
+    marks, each step's as its median run had them; the times of the whole request are sums of every
+    step's median.
 
     Parameters
     ----------
@@ -79,6 +83,9 @@ def measure_case(
         Asked after every forward pass.
     repeats : int
         Runs without marks, and as many with them.
+    most : int, optional
+        Up to so many are made, until the share of the time that is in parts stays the same from
+        pair to pair. Without it, exactly `repeats`.
     sample_layers : str or int
         As `kvprof.benchmark.jct.sampling.choose_sampling` takes it.
     kernels : str, optional
@@ -113,7 +120,7 @@ def measure_case(
                 should_stop,
             )  # fmt: skip
             measured.start(graph)
-            measured.run(repeats, sample_layers, graph)
+            measured.run(repeats, repeats if most is None else most, sample_layers)
             if not measured.pairs:
                 return None
             captured = measured.captured()
@@ -160,8 +167,7 @@ class _Measured:
         self._loaded, self._plan, self._session = loaded, plan, session
         self._case, self._ids, self._output_len = case, ids, output_len
         self._emit, self._now, self._should_stop = emit, now, should_stop
-        self._plain: list[Pass] = []
-        self._marked: list[Pass] = []
+        self._turns: Turns | None = None
         self._sample: ErrorSample | None = None
         self._layer_bytes: list[int] = []
         if loaded.device.type == "cuda":
@@ -170,19 +176,26 @@ class _Measured:
     @property
     def pairs(self) -> int:
         """How often the request has run both ways, its parts told."""
-        return min(len(self._plain), len(self._marked))
+        return 0 if self._turns is None else len(self._turns.named())
 
     def start(self, graph: bool) -> None:
         """Tell what will be measured."""
         batch, input_len = self._ids.shape
         tokens, itemsize = input_len + self._output_len - 1, self._loaded.dtype.itemsize
+        self._runner = Runner(self._loaded, self._session, self._ids, self._output_len, graph)
         self._sample = error_sample(self._loaded, input_len, self._output_len)
         labels: dict[str, str] = {"error": self._sample.label} if self._sample else {}
         route = self._session.route
         if None in route.reasons and input_len >= route.least_tokens:
             labels["merge"] = "within attention: one operator does both"
-        if self._loaded.device.type == "cuda":
+        if self._runner.on_gpu:
             labels["decode"] = "CUDA graph" if graph else "eager"
+            labels["by_difference"] = "host"
+            eager, captured = (1e6 * seconds for seconds in self._runner.own_seconds)
+            labels["marks"] = (
+                f"what a mark adds between two kernels is taken off: {captured:.2g} µs in decoding "
+                f"steps, {eager:.2g} µs in prefill"
+            )
         facts = layer_facts(self._plan, tokens, itemsize=itemsize, batch=batch)
         event = CaseStarted(
             self._now(), self._case, self._plan.method, rate(self._plan, tokens, itemsize=itemsize),
@@ -190,60 +203,40 @@ class _Measured:
         )  # fmt: skip
         self._emit(event)
 
-    def run(self, repeats: int, sample_layers: str | int, graph: bool) -> None:
+    def run(self, repeats: int, most: int, sample_layers: str | int) -> None:
         """Run the request without marks and with them, in turns."""
-        runner = Runner(self._loaded, self._session, self._ids, self._output_len, graph)
-        steps = self._output_len - 1
+        runner = self._runner
         sampling = choose_sampling(
-            runner, sample_layers, layers=len(self._plan.layers), steps=steps
+            runner, sample_layers, layers=len(self._plan.layers), steps=self._output_len - 1
         )
         narrator = Narrator(
-            self._loaded, self._plan, self._case, self._ids, sampling, self._emit, self._now
-        )
-
-        def go(**how: Any) -> Pass:
-            return run_pass(runner, steps, self._should_stop, self._now, **how)
-
+            self._loaded, self._plan, self._case, self._ids, sampling, runner.on_gpu, self._emit,
+            self._now,
+        )  # fmt: skip
+        turns = self._turns = Turns(runner, narrator, sampling, self._should_stop, self._now)
         try:
-            self._plain.append(go(on_step=narrator.step))
-            if runner.on_gpu:
-                marked = go(sampling=sampling)
-                held = go(
-                    sampling=sampling, after=[step.queued for step in marked.steps],
-                    on_step=narrator.parts_of(self._plain[0], runner),
-                )  # fmt: skip
-                self._compare(held)
-                if (doubt := narrator.doubt()) is not None:
-                    self._warn(doubt)
-            else:
-                marked = go(sampling=sampling, on_step=narrator.parts_of(self._plain[0], runner))
-            self._marked.append(marked)
-            self._compare(marked)
-            assert runner.cache is not None
-            self._layer_bytes = runner.cache.layer_bytes
-            for turn in range(1, repeats):
-                for found, how in self._in_turns(turn, sampling):
-                    found.append(go(**how))
-                    self._compare(found[-1])
+            turns.run(repeats, most)
         except Interrupted:
             if self.pairs:
                 self._warn(f"interrupted after {self.pairs} of {repeats} runs each way")
+        if not self.pairs:
+            return
+        assert runner.cache is not None
+        self._layer_bytes = runner.cache.layer_bytes
+        self._compare([one for passes in turns.whole() for one in passes])
+        if runner.on_gpu and (doubt := narrator.doubt(turns.timed)) is not None:
+            self._warn(doubt)
 
-    def _in_turns(self, turn: int, sampling: Any) -> list[tuple[list[Pass], dict[str, Any]]]:
-        """Let each way go first as often as the other: a machine that warms up hits both."""
-        ways: list[tuple[list[Pass], dict[str, Any]]] = [
-            (self._plain, {}), (self._marked, {"sampling": sampling}),
-        ]  # fmt: skip
-        return ways[::-1] if turn % 2 else ways
-
-    def _compare(self, other: Pass) -> None:
-        mine, theirs = ([step.tokens for step in run.steps] for run in (self._plain[0], other))
-        if mine != theirs:
-            place = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-            self._warn(
-                f"two runs of the same request wrote different tokens from the {place + 1}. on: "
-                "what was timed part by part is not quite what was timed whole"
-            )
+    def _compare(self, passes: list[Pass]) -> None:
+        first, *others = ([step.tokens for step in one.steps] for one in passes)
+        for other in others:
+            if other != first:
+                place = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+                self._warn(
+                    f"two runs of the same request wrote different tokens from the {place + 1}. "
+                    "on: what was timed part by part is not quite what was timed whole"
+                )
+                return
 
     def _warn(self, message: str) -> None:
         self._emit(Warned(self._now(), message, self._case))
@@ -252,7 +245,8 @@ class _Measured:
         """Run part of the request once more for the layers' errors; None where they are not had."""
         if self._sample is None or self._should_stop():
             return None
-        written = [step.tokens[0] for step in self._plain[0].steps]
+        assert self._turns is not None
+        written = [step.tokens[0] for step in self._turns.plain[0].steps]
         try:
             return self._sample.captured(self._session, self._ids[0].tolist() + written)
         except torch.OutOfMemoryError:
@@ -272,20 +266,13 @@ class _Measured:
 
     def finish(self, energy: Callable[[float, float], float | None] | None) -> CaseFinished:
         """Tell the times of the whole request."""
-        for doubt in doubts(self._plain, self._marked):
+        assert self._turns is not None
+        plain, marked, _ = self._turns.whole()
+        for doubt in doubts(plain, marked, self._turns.named()):
             self._warn(doubt)
-        joules = [
-            found
-            for run in self._plain
-            if energy is not None and (found := energy(run.started, run.ended)) is not None
-        ]
         finished = CaseFinished(
-            self._now(), self._case,
-            statistics.median(run.prefill for run in self._plain),
-            statistics.median(run.decode for run in self._plain),
-            statistics.median(run.prefill for run in self._marked),
-            statistics.median(run.decode for run in self._marked),
-            statistics.median(joules) if joules else None,
+            self._now(), self._case, *self._turns.seconds(plain), *self._turns.seconds(marked),
+            None if energy is None else self._turns.energy(energy),
         )  # fmt: skip
         self._emit(finished)
         return finished

@@ -34,7 +34,8 @@ from kvprof.models.load import LoadedModel
 
 __all__ = ["run_real"]
 
-_REPEATS = {"cuda": 5, "cpu": 2}
+# At least and at most, where nobody says how many.
+_REPEATS = {"cuda": (3, 10), "cpu": (3, 9)}
 
 
 def run_real(run: Run) -> None:
@@ -62,7 +63,9 @@ def run_real(run: Run) -> None:
         names = [name for case in names for name in (case, _composed_name(case))]
     run.start(names, _described(loaded, shape))
     plans = make_plans(loaded, shape, request, progress=run.progress, should_stop=run.should_stop)
-    repeats = request.repeats or _REPEATS[loaded.device.type]
+    repeats, most = _REPEATS[loaded.device.type]
+    if request.repeats is not None:
+        repeats = most = request.repeats
     # Against a composed run the same kernels have to run, and on a GPU without the host's gaps.
     kernels = "on" if request.check else request.kernels
     graph = kernels == "on" and loaded.device.type == "cuda"
@@ -77,6 +80,7 @@ def run_real(run: Run) -> None:
                 found = measure_real(
                     loaded, plans[method], case=name, input_ids=ids, output_len=written,
                     emit=run.emit, now=run.now, should_stop=run.should_stop, repeats=repeats,
+                    most=most,
                     kernels=kernels, graph=graph, energy=telemetry.energy_joules,
                 )  # fmt: skip
                 if found is None or run.should_stop():

@@ -7,7 +7,10 @@ from kvprof.analysis.jct import percentiles
 from kvprof.benchmark.jct.composition import Composition
 from kvprof.benchmark.jct.traces import Trace
 
-__all__ = ["OVERHEADS", "summary"]
+__all__ = ["DOUBTFUL", "OVERHEADS", "summary", "trace_doubts"]
+
+#: Of decode: an integration error that is worth a warning.
+DOUBTFUL = 0.02
 
 #: Parts whose share of JCT is told for every method that has them (FDC tables 12 and 13).
 OVERHEADS = ("compress", "decompress", "schedule", "basis", "quantise")
@@ -62,6 +65,29 @@ def summary(trace: Trace, seed: int, found: dict[str, list[Composition]]) -> dic
         "mean_output_len": sum(one.request.output_len for one in first) / len(first),
         **figures,
     }
+
+
+def trace_doubts(method: str, requests: Sequence[Composition]) -> list[str]:
+    """Return what a reader of a method's percentiles must know of its requests.
+
+    Parameters
+    ----------
+    method : str
+    requests : sequence of Composition
+    """
+    found = []
+    if predicted := [one for one in requests if one.predicted_from is not None]:
+        found.append(
+            f"{method}: prefill of {len(predicted)} of {len(requests)} requests is predicted from "
+            f"prompts of up to {predicted[0].predicted_from:,} tokens"
+        )
+    off = [one.error / one.decode_seconds for one in requests if one.error and one.decode_seconds]
+    if off and max(off) > DOUBTFUL:
+        found.append(
+            f"{method}: decode may be off by up to {max(off):.1%} in one of {len(requests)} "
+            "requests: times between the contexts that were measured do not lie on a line"
+        )
+    return found
 
 
 def _seconds(values: Sequence[float]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvprof.benchmark.jct.instrument import Instrument
+from kvprof.benchmark.jct.mark_cost import CYCLES, mark_seconds
 from kvprof.errors import UsageError
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.cache import CompressedCache
@@ -19,8 +20,6 @@ from kvprof.runtime.session import Compression
 
 __all__ = ["Runner", "Step"]
 
-# More cycles in a second than any GPU's clock has, so that a wait lasts at least as long as asked.
-_CYCLES = 2.5e9
 _SPARE = 1.5  # times what the host took to queue the same step before
 _SPARE_SECONDS = 5e-4
 
@@ -88,9 +87,16 @@ class Runner:
         self._keep: dict[str, Any] = {}
         if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
             self._keep = {"logits_to_keep": 1}
+        #: What a mark adds to a stretch and is taken off it: in eager steps, and in graphs.
+        self.own_seconds = (0.0, 0.0)
         # Events are made once and used in every step.
-        self._clock: Clock = EventClock() if self.on_gpu else WallClock()
-        self._watched: Clock = EventClock(watched=True) if self.on_gpu else self._clock
+        self._clock: Clock = WallClock()
+        self._watched: Clock = self._clock
+        if self.on_gpu:
+            eager = mark_seconds(loaded.device, captured=False)
+            self.own_seconds = eager, mark_seconds(loaded.device, captured=True) if graph else eager
+            self._clock = EventClock(own=eager)
+            self._watched = EventClock(watched=True, own=eager)
         # Of a graph, which reads and writes them: the token that is fed, and its position.
         self._token = torch.zeros_like(input_ids[:, :1])
         self._position = torch.zeros_like(self._token)
@@ -140,7 +146,7 @@ class Runner:
             start = time.perf_counter()
             if after is not None and self.on_gpu:
                 seconds = _SPARE * after + _SPARE_SECONDS
-                torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(int(seconds * CYCLES))  # type: ignore[no-untyped-call]
             with nullcontext() if clock is None else timing(clock):
                 self._forward(self._prompt if prefill else self._token, {})
             queued = time.perf_counter() - start
@@ -173,7 +179,7 @@ class Runner:
 
     def _captured(self, layers: tuple[int, ...] | None) -> tuple[Any, Clock | None]:
         """Capture a decoding step; nothing runs and nothing is stored by that."""
-        clock = None if layers is None else EventClock(captured=True)
+        clock = None if layers is None else EventClock(captured=True, own=self.own_seconds[1])
         marked = nullcontext() if clock is None else self.instrument.attached(clock, layers or ())
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

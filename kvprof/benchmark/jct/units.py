@@ -28,6 +28,10 @@ class Unit:
         is that part's, and this unit's part is the difference.
     on_host : bool
         Work of the host, which no graph can hold: a clock is read around it.
+    waits : bool
+        The host looks at results within the call, which no graph can hold either: a clock is read
+        around it and all that it left running. It must not be tried: a capture that fails may
+        leave libraries' handles and their workspaces behind in no state to be used.
     """
 
     part: str
@@ -36,6 +40,7 @@ class Unit:
     per_pass: bool = False
     aside: tuple[str, Runs] | None = None
     on_host: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, eq=False)

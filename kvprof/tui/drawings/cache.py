@@ -28,11 +28,14 @@ class CacheBars:
     cases : sequence of CaseState
     chosen : CaseState or None
     ink : Ink
+    peak : str
+        What the most memory is of, as `kvprof.views.jct_data.peak_name` has it.
     """
 
     cases: Sequence[CaseState]
     chosen: CaseState | None
     ink: Ink
+    peak: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         known = [case for case in self.cases if case.memory.last is not None]
@@ -54,7 +57,7 @@ class CacheBars:
         head = Text(f"{'›' if chosen else ' '} {short(case.method)}", no_wrap=True)
         head.stylize("bold")
         head.append(f" · at {count(newest.context)} tokens", style="not bold")
-        head.append(f" · peak of the device {size(case.peak)}", style="not bold")
+        head.append(f" · {self.peak} {size(case.peak)}", style="not bold")
         head.apply_meta({"press": f"method({case.method!r})"})
         yield head
         rows = (

@@ -10,6 +10,7 @@ from kvprof.tui.case_state import CaseState
 from kvprof.tui.drawings.cache import CacheBars, Levels
 from kvprof.tui.screens.base import RunScreen
 from kvprof.tui.words import request_words
+from kvprof.views.jct_data import peak_name
 from kvprof.views.plot import LinePlot, Series
 
 __all__ = ["CacheScreen"]
@@ -40,8 +41,9 @@ class CacheScreen(RunScreen):
             chosen.name if chosen is not None else None,
             app.dark,
         )
+        peak = peak_name(state.run.inputs if state.run is not None else {})
         self.put("title", seen, self._title)
-        self.put("bytes", seen, lambda: CacheBars(cases, chosen, app.ink))
+        self.put("bytes", seen, lambda: CacheBars(cases, chosen, app.ink, peak))
         self.put("levels", seen, lambda: self._levels(cases))
         self.put("growth", (seen[0], self.size), lambda: self._growth(cases), every=app.calm)
 

@@ -20,6 +20,7 @@ _READING = (
     "A bar is the time of one request, in parts; what no part explains is its own part (?). Until "
     "a case has finished it is what was measured so far, afterwards the time without "
     "instrumentation.",
+    "Shares are of the method's own time; until its case has finished, of what is in parts so far.",
     "Differences are against the baseline, once both are measured. › marks the chosen method.",
     "Time between tokens is of decode steps; first token and completion are without "
     "instrumentation.",

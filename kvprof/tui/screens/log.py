@@ -8,10 +8,13 @@ from textual.widgets import RichLog
 from kvprof.tui.screens.base import RunScreen
 from kvprof.tui.state import LOG_LINES, LogLine
 from kvprof.tui.words import clock
+from kvprof.views.page import wrap
 
 __all__ = ["LogScreen"]
 
 _LOUD = ("warning", "failed", "damage")
+_GUTTER = 18  # columns of the time and the kind
+_LEAST_TEXT = 20
 
 
 class LogScreen(RunScreen):
@@ -34,8 +37,9 @@ class LogScreen(RunScreen):
         new = min(state.logged - self._written, len(state.log))
         if new <= 0:
             return
+        width = max(_LEAST_TEXT, self.size.width - 4 - _GUTTER)
         for line in list(state.log)[-new:]:
-            log.write(self._line(line), width=self.size.width - 4)
+            log.write(self._line(line, width))
         self._written = state.logged
 
     def on_resize(self, event: Resize) -> None:
@@ -44,9 +48,13 @@ class LogScreen(RunScreen):
         self.query_one(RichLog).clear()
         super().on_resize(event)
 
-    def _line(self, line: LogLine) -> Text:
+    def _line(self, line: LogLine, width: int) -> Text:
+        """Return a line; what does not fit `width` columns hangs below its beginning."""
         loud = line.kind in _LOUD
-        text = Text(f"{clock(line.time):>7} ", style="dim", overflow="fold")
-        style = self.live.ink.warn() if loud else "not dim"
+        text = Text(f"{clock(line.time):>7} ", style="dim")
+        style = self.live.ink.warn() if loud else ""
         text.append(f"{'!' if loud else ' '} {line.kind:<8}", style=f"not dim bold {style}".strip())
-        return text.append(line.text, style="not dim")
+        for index, piece in enumerate(wrap(Text(line.text, style="not dim"), width)):
+            text.append(("\n" + " " * _GUTTER) * (index > 0))
+            text.append_text(piece)
+        return text

@@ -68,7 +68,8 @@ class OverviewScreen(RunScreen):
             self.query("#parts").set_styles(wide)
         airy = self.size.height >= (_TALL if beside else 2 * _TALL)
         self.put("title", (*seen, len(state.requests())), self._title)
-        self.put("bars", (seen, airy), lambda: Bars(bars(state, choice), app.ink, airy))
+        said = "" if cases else app.session.said
+        self.put("bars", (seen, airy, said), lambda: self._bars(airy, said))
         small = _SMALL[self.has_class("short")]
         self.put(
             "parts", (seen, small), lambda: PartTable(cases, rows, base, chosen, app.ink, small)
@@ -95,6 +96,13 @@ class OverviewScreen(RunScreen):
             words.append(f"against {base}" + ("" if found else ", not measured here"))
         return title.append(f" · {' · '.join(words)}", style="not bold")
 
+    def _bars(self, airy: bool, said: str) -> RenderableType:
+        drawn = Bars(bars(self.live.session.state, self.live.choice), self.live.ink, airy)
+        if not said:
+            return drawn
+        # Loading and calibrating take minutes, and are no events.
+        return Group(drawn, Text(f"the measurement says: {said}", style="dim", overflow="fold"))
+
     def _curve(self, cases: list[CaseState], beside: bool) -> RenderableType:
         series = []
         for case in cases:
@@ -112,6 +120,7 @@ class OverviewScreen(RunScreen):
 
     def _notes(self, cases: list[CaseState]) -> RenderableType:
         """Return what a reader must know before believing the bars."""
+        doubts: list[RenderableType] = []
         lines: list[str] = []
         labels: dict[str, list[str]] = {}
         overheads = []
@@ -124,10 +133,11 @@ class OverviewScreen(RunScreen):
             rest = case.part_seconds()["unattributed"] / wall
             if abs(rest) > MOST_UNATTRIBUTED:
                 what = "of the time has no part" if rest > 0 else "more than the time is in parts"
-                lines.append(f"! {case.method}: {share(abs(rest))} {what}; its shares are doubtful")
+                words = f"! {case.method}: {share(abs(rest))} {what}; its shares are doubtful"
+                doubts.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
             if (overhead := case.overhead()) is not None:
                 overheads.append(f"{case.method} {share(overhead)}")
         lines += [f"{', '.join(methods)}: {words}" for words, methods in labels.items()]
         if overheads:
             lines.append(f"timing the parts cost {', '.join(overheads)}; bars are without it")
-        return bullets(lines, "dim")
+        return Group(*doubts, bullets(lines, "dim"))

@@ -41,7 +41,7 @@ class QuitScreen(ModalScreen[str]):
         stop = (
             "stop it now; what is on disk stays"
             if self._stopping
-            else "stop it after the step in hand, keep what was measured, and leave"
+            else "stop after the step in hand and leave; what is measured stays"
         )
         lines = [Text("The measurement is still running.", style="bold"), Text()]
         for key, text in (

@@ -10,6 +10,7 @@ from kvprof.benchmark.jct import capacity as capacity_module
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.capacity import capacity, largest
 from kvprof.benchmark.jct.communication import AllReduce, measure_all_reduce
+from kvprof.benchmark.jct.measured import Point
 from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
 from kvprof.errors import FailedError
 from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
@@ -60,6 +61,21 @@ def test_throughput_is_measured_up_to_what_fits(found):
         assert own[-1]["fills_memory"] == (row["largest_batch"] <= 16)
         for one in own:
             assert one["tokens_per_s"] == pytest.approx(one["batch"] / one["step_seconds"])
+
+
+def test_a_step_reads_no_more_than_the_window_of_layers_that_have_one(monkeypatch):
+    monkeypatch.setattr(capacity_module, "free_bytes", lambda device: FREE)
+    bench = tiny_bench(tiny_shape(sliding_window=100, window_pattern="WF"))
+    released = []
+    monkeypatch.setattr(bench, "release", lambda: released.append(1))
+    monkeypatch.setattr(
+        bench, "point", lambda v, w, place, window=None, powered=False: Point(
+            place.seq, {"attention": 1.0 * place.seq}, {"head": 0.5}, 1.0 * place.seq, None, {}
+        ),
+    )  # fmt: skip
+    data = capacity(bench, [(parse_variant("full"), None)], 256, 1)
+    assert {one["step_seconds"] for one in data["throughput"]} == {256 + 100 + 0.5}
+    assert released
 
 
 def test_nothing_fits_beside_weights_that_fill_memory(monkeypatch):

@@ -34,8 +34,8 @@ def test_every_method_is_composed_and_its_parts_add_up(tmp_path):
     assert set(cases) == set(METHODS), result["warnings"]
     for method, case in cases.items():
         assert case["complete"], result["warnings"]
-        if method != "strawman":  # its eigenvectors are in no graph
-            assert abs(case["unattributed_share"]) < 0.1, method
+        assert abs(case["unattributed_share"]) < 0.1, method
+    assert not any("cannot be captured" in text for text in result["warnings"])
     assert all(event.error < 1e-2 for event in events if isinstance(event, LayerMeasured))
     merged = {row["method"] for row in result["data"]["parts"] if row["part"] == "merge"}
     assert {"fdc", "kq", "fdc:no-balancing"} <= merged

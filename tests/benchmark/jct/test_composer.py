@@ -11,6 +11,7 @@ from kvprof.benchmark.jct.composer import Composer
 from kvprof.benchmark.jct.lengths import Request, decode_rungs, prefill_rungs
 from kvprof.benchmark.jct.measured import Point
 from kvprof.benchmark.jct.model_shape import load_model_shape
+from kvprof.benchmark.jct.requests import trace_doubts
 from kvprof.errors import LackingError
 from kvprof.records.events import (
     Balance,
@@ -94,6 +95,12 @@ def test_a_prompt_that_takes_too_long_is_predicted_and_said():
     assert found.prefill_seconds == pytest.approx(
         2 * (1e-9 * tokens**2 + 5e-6 * tokens) + 1.1e-4, rel=2e-2
     )
+    labels = events_of(request, slow)[0].labels
+    assert labels["predicted"].startswith("prefill, from prompts of up to")
+    assert "all layers" in labels["schedule"]
+    assert "predicted" not in events_of(Request(100, 2), composer([Request(100, 2)]))[0].labels
+    (said,) = trace_doubts("full", [found, composer([Request(9, 1)]).compose(Request(9, 1))])
+    assert "prefill of 1 of 2 requests is predicted" in said
 
 
 def test_sampled_requests_lie_between_few_points():
@@ -108,13 +115,24 @@ def test_sampled_requests_lie_between_few_points():
     assert len(set(several.bench.asked)) < 20
 
 
+def test_what_costs_the_same_at_every_length_does_so_between_lengths_too():
+    """A short prompt's layers take about as long whatever its length."""
+    sampled = [Request(64 + n, 2) for n in range(0, 640, 9)]
+    several = composer([Request(300, 2)], sampled=sampled)
+    several.bench.point = lambda v, w, place, window=None, powered=False: Point(
+        place.seq, {"mlp": 1e-3}, {"head": 1e-4}, 1e-3, None, {}
+    )
+    for request in sampled:
+        assert several.compose(request).prefill_seconds == pytest.approx(2 * 1e-3 + 1e-4)
+
+
 def test_layers_with_a_window_stop_growing_there():
     model = tiny_shape(sliding_window=150, window_pattern="WF")
     request = Request(100, 901)
     found = composer([request], model).compose(request)
     contexts = range(101, 1001)
     wanted = sum(1e-6 * c + 1e-6 * min(c, 150) for c in contexts)
-    assert found.decode["attention"] == pytest.approx(wanted, rel=2e-3)
+    assert found.decode["attention"] == pytest.approx(wanted, rel=1e-6)
     # Each kind of layer has its work cut once; the head is there once for both.
     assert found.decode["schedule"] == pytest.approx(2e-5 * len(contexts))
     assert found.decode["head"] == pytest.approx(1e-4 * len(contexts))

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from kvprof.analysis.bases import eigenbasis
+from kvprof.benchmark.jct import latents, samplers
 from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.jct.latents import strawman_attended
 from kvprof.benchmark.jct.model_shape import Dense
 from kvprof.benchmark.shapes import Rope
 from kvprof.benchmark.timing import Interrupted
@@ -116,3 +119,41 @@ def test_levels_need_some_tokens():
     widths = variant.widths(bench.model.attention, 0.5)
     with pytest.raises(UsageError, match="levels"):
         bench.point(variant, widths, bench.place("decode", 1, 6))
+
+
+def test_what_waits_for_the_host_is_never_captured(monkeypatch):
+    """cuSOLVER and copies to the host break a capture, and stay broken after it."""
+    captured, synchronised = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronised.append(1))
+
+    class Fake:
+        note = None
+
+        def sample(self):
+            return 2.0
+
+    def sampler(runs, device):
+        captured.append([run() for run in runs])
+        return Fake()
+
+    asked = []
+    monkeypatch.setattr(latents, "eigenbasis", lambda gram: asked.append(1) or eigenbasis(gram))
+    monkeypatch.setattr(samplers, "sampler", sampler)
+    bench, device = tiny_bench(), torch.device("cuda")
+    variant = parse_variant("strawman")
+    units = strawman_attended(
+        bench.place("prefill", 1, 40), variant.widths(bench.model.attention, 0.5), bench._full, None
+    ).units
+    (basis,) = [unit for unit in units if unit.part == "basis"]
+    layer = samplers.layer_sampler([unit for unit in units if unit is not basis], device)
+    assert len(captured) == 1
+    assert not asked
+    layer, alone = samplers.layer_sampler(units, device), samplers.unit_sampler(basis, device)
+    assert len(captured) == 2
+    assert len(asked) == 2  # to warm up, outside of any graph
+    asked.clear()
+    assert layer.sample() > 2.0
+    assert 0 < alone.sample() < 2.0
+    assert len(synchronised) == 4
+    found = basis.runs[0]()
+    assert torch.allclose(found.mT @ found, torch.eye(32, dtype=found.dtype), atol=1e-6)

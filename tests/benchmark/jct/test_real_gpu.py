@@ -6,32 +6,32 @@ from typing import Any
 import pytest
 import torch
 
+from kvprof.benchmark.jct.mark_cost import mark_seconds
+from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.benchmark.jct.sampling import OVERHEAD
 from kvprof.benchmark.jct.steps import Runner
+from kvprof.benchmark.jct.subjects import random_model
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.methods.plan import Placement, Plan
-from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
 from tests.benchmark.jct.real_runs import measured, of, seconds_by
-from tests.models.tiny import VOCABULARY, tiny
+from tests.models.tiny import VOCABULARY
 from tests.runtime.plans import make_plan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-BATCH, PROMPT, NEW = 8, 4096, 65
+BATCH, PROMPT, NEW = 8, 8192, 33
 LAYERS = 8
 
 
 @cache
 def model() -> LoadedModel:
-    """Return layers of about Llama-3.1-8B's shape, so that a step takes as long as a real one."""
-    made = tiny(
-        "Llama", num_hidden_layers=LAYERS, hidden_size=2048, intermediate_size=8192, head_dim=128,
-        num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=8192,
-    )  # fmt: skip
-    return wrap_model(made.to("cuda", torch.bfloat16))
+    """Return layers of Llama-3.1-8B's shape: a step takes milliseconds, as a real one does."""
+    shape = load_model_shape("Llama-3.1-8B").of_layers(LAYERS)
+    return random_model(shape, torch.device("cuda", 0), torch.bfloat16)
 
 
 def plans() -> dict[str, Plan]:
@@ -44,7 +44,28 @@ def plans() -> dict[str, Plan]:
 
 def run(plan: Plan, **options: Any) -> Any:
     ids = torch.randint(3, VOCABULARY, (BATCH, PROMPT), generator=torch.manual_seed(0))
-    return measured(model(), plan, input_ids=ids, output_len=NEW, repeats=3, **options)
+    return measured(model(), plan, input_ids=ids, output_len=NEW, repeats=3, most=8, **options)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_mark_adds_some_microseconds(captured: bool) -> None:
+    found = [mark_seconds(torch.device("cuda", 0), captured=captured) for _ in range(3)]
+    assert 1e-7 < min(found) <= max(found) < 1e-5
+    assert max(found) - min(found) < 1e-6
+
+
+def test_marks_are_not_in_the_parts() -> None:
+    """All layers marked or one of them: what the marks themselves take must not be told."""
+    named = {}
+    for every in (1, LAYERS):
+        done, events = run(plans()["ragged"], kernels="on", graph=True, sample_layers=every)
+        by_phase = seconds_by(events, "phase", "part")
+        named[every] = sum(
+            seconds for (phase, part), seconds in by_phase.items()
+            if phase == "decode" and part != "host"
+        )  # fmt: skip
+        assert named[every] == pytest.approx(done.decode_seconds, rel=0.1)
+    assert named[1] == pytest.approx(named[LAYERS], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["full", "ragged"])

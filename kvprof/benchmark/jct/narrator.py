@@ -1,0 +1,146 @@
+"""The events that tell of a real run's steps, their parts and the cache."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from kvprof.benchmark.jct.case_facts import memory_sample, peak_bytes
+from kvprof.benchmark.jct.instrument import OTHERS
+from kvprof.benchmark.jct.passes import Pass, step_seconds
+from kvprof.benchmark.jct.sampling import Sampling
+from kvprof.benchmark.jct.steps import Runner, Step
+from kvprof.methods.plan import Plan
+from kvprof.models.load import LoadedModel
+from kvprof.records.events import Event, PartSample, StepFinished
+from kvprof.runtime.clock import REST
+
+__all__ = ["Narrator"]
+
+_MEMORY_SAMPLES = 9
+_DOUBTFUL = 0.1  # of the GPU's time
+
+
+class Narrator:
+    """Makes events of steps.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    plan : Plan
+    case : str
+    ids : Tensor
+        ``[batch, input_len]``.
+    sampling : Sampling
+    on_gpu : bool
+        What no mark names is then nobody's, and `host` what the GPU waited.
+    emit, now : callable
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, plan: Plan, case: str, ids: Tensor, sampling: Sampling,
+        on_gpu: bool, emit: Callable[[Event], None], now: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._loaded, self._plan, self._case = loaded, plan, case
+        self._batch, self._input_len = ids.shape
+        self._sampling, self._on_gpu = sampling, on_gpu
+        self._emit, self._now = emit, now
+        self._peak = 0
+        self._told: dict[int, float] = {}  # by step, seconds of its parts
+        places = np.linspace(0, sampling.steps, min(_MEMORY_SAMPLES, sampling.steps + 1))
+        self._memory_at = {round(place) for place in places}
+
+    def step(self, number: int, step: Step) -> None:
+        """Tell a step that ran without marks."""
+        context = self._input_len + number
+        event = StepFinished(self._now(), self._case, _phase(number), number, context, step.seconds)
+        self._emit(event)
+
+    def parts(self, number: int, passes: Sequence[Pass]) -> None:
+        """Tell the parts of a step, unless they are told: those of its median run.
+
+        Every part's own median would add up to less than any run took, because noise hits one part
+        here and another one there.
+        """
+        known = [one.parts[number] for one in passes if number in one.parts]
+        if not known or number in self._told:
+            return
+        middle = sorted(known, key=lambda parts: sum(parts.values()))[(len(known) - 1) // 2]
+        self._told[number] = sum(middle.values())
+        for key, seconds in middle.items():
+            if self._named(key):
+                self._part(number, key, seconds)
+
+    def rest(self, plain: Sequence[Pass], timed: Sequence[Pass]) -> None:
+        """Tell all parts that are not told yet; on a GPU also what it waited.
+
+        A step's wait is its time without marks less the GPU's time with them. Where noise makes
+        that negative the phase's other steps give way: cut off at 0 each, waits would add up to
+        more than the phase has.
+        """
+        for number in sorted({number for one in timed for number in one.parts}):
+            self.parts(number, timed)
+        whole = [one for one in plain if one.ended is not None]
+        if not self._on_gpu or not whole:
+            return
+        walls = step_seconds(whole)
+        gaps = {number: walls[number] - busy for number, busy in sorted(self._told.items())}
+        for phase in ("prefill", "decode"):
+            own = {number: gap for number, gap in gaps.items() if _phase(number) == phase}
+            total = sum(gap * self._sampling.told(number) for number, gap in own.items())
+            positive = sum(max(0.0, gap) * self._sampling.told(n) for n, gap in own.items())
+            share = max(0.0, total) / positive if positive else 0.0
+            for number, gap in own.items():
+                self._part(number, (REST, None), share * max(0.0, gap))
+
+    def named(self, one: Pass) -> float:
+        """Return what the parts of one run cost the request; on a GPU without waiting."""
+        return sum(
+            seconds * self._weight(number, key)
+            for number, parts in one.parts.items()
+            for key, seconds in parts.items()
+            if self._named(key)
+        )
+
+    def _named(self, key: tuple[str, int | None]) -> bool:
+        return key[0] != OTHERS and not (self._on_gpu and key[0] == REST)
+
+    def _weight(self, number: int, key: tuple[str, int | None]) -> float:
+        layers = self._sampling.weight(number) if key[1] is not None else 1.0
+        return self._sampling.told(number) * layers
+
+    def _part(self, number: int, key: tuple[str, int | None], seconds: float) -> None:
+        part, layer = key
+        event = PartSample(
+            self._now(), self._case, _phase(number), part, seconds, number,
+            self._input_len + number, layer, self._weight(number, key),
+        )  # fmt: skip
+        self._emit(event)
+
+    def memory(self, number: int, runner: Runner) -> None:
+        """Tell the cache's bytes after some of the steps."""
+        if number not in self._memory_at:
+            return
+        assert runner.cache is not None
+        self._peak = max(self._peak, peak_bytes(self._loaded.device))
+        event = memory_sample(
+            self._now(), self._case, self._plan, runner.cache, self._input_len + number,
+            batch=self._batch, itemsize=self._loaded.dtype.itemsize, peak=self._peak,
+        )  # fmt: skip
+        self._emit(event)
+
+    @staticmethod
+    def doubt(timed: Sequence[Pass]) -> str | None:
+        """Return why parts timed on a GPU may be too long; None where nothing speaks for it."""
+        busy, doubtful = sum(one.timed for one in timed), sum(one.doubtful for one in timed)
+        if doubtful <= _DOUBTFUL * busy:
+            return None
+        return (
+            f"{doubtful / busy:.0%} of the time of its parts was measured while the GPU may have "
+            "waited for the host, which asks it for values within a step: waiting that should be "
+            "in host is in these parts"
+        )
+
+
+def _phase(number: int) -> str:
+    return "decode" if number else "prefill"

@@ -1,0 +1,86 @@
+"""Times of calls that wait for the host, and of layers that hold such a call."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvprof.benchmark.jct.units import Runs, Unit
+from kvprof.benchmark.timing import Sampler, sampler
+
+__all__ = ["layer_sampler", "unit_sampler"]
+
+
+class _Waiting:
+    """A clock around a call and all that it left running on the device."""
+
+    note: str | None = None
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._next = 0
+        for run in runs:  # compiles, and fills the libraries' plans
+            self._first = run()
+
+    def output(self) -> Tensor:
+        return self._first
+
+    def sample(self) -> float:
+        run = self._runs[self._next % len(self._runs)]
+        self._next += 1
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+class _Sum:
+    """Several calls timed one after the other."""
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        self._samplers = samplers
+        self.note = next((one.note for one in samplers if one.note is not None), None)
+
+    def output(self) -> Tensor:
+        return self._samplers[-1].output()
+
+    def sample(self) -> float:
+        return sum(one.sample() for one in self._samplers)
+
+
+def unit_sampler(unit: Unit, device: torch.device) -> Sampler:
+    """Return what times a unit where it runs."""
+    if unit.waits and device.type == "cuda":
+        return _Waiting(unit.runs)
+    return sampler(unit.runs, torch.device("cpu") if unit.on_host else device)
+
+
+def layer_sampler(units: Sequence[Unit], device: torch.device) -> Sampler:
+    """Return what times a whole layer: its calls one after the other, in one graph on a GPU.
+
+    Calls that wait for the host stand beside the graph of all others.
+    """
+    apart = [unit for unit in units if unit.waits and device.type == "cuda"]
+    others = [unit for unit in units if unit not in apart]
+    if not apart:
+        return sampler(_sequence(others), device)
+    return _Sum([sampler(_sequence(others), device), *(_Waiting(unit.runs) for unit in apart)])
+
+
+def _sequence(units: Sequence[Unit]) -> list[Callable[[], Tensor]]:
+    """Return a layer's calls one after the other, on each copy of their inputs in turn."""
+    count = max(len(unit.runs) for unit in units)
+
+    def layer(number: int) -> Callable[[], Tensor]:
+        calls = [unit.runs[number % len(unit.runs)] for unit in units]
+
+        def run() -> Tensor:
+            for call in calls[:-1]:
+                call()
+            return calls[-1]()
+
+        return run
+
+    return [layer(number) for number in range(count)]

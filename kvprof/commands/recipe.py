@@ -1,0 +1,268 @@
+"""``kvprof recipe``: papers' tables and figures as files, run, judged and reported."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvprof import console
+from kvprof.commands.output import ForceOption, JsonOption
+from kvprof.commands.recipe_run import RunRequest, run_recipes
+from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, write_text_atomic
+
+recipe = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Run a paper's table or figure, and see whether its claim holds here.\n\n"
+    "A recipe is a file: the claim, the published numbers, what to run, and when the claim holds.",
+)
+
+NamesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME...", help="A recipe, a pattern (fdc-*), all, or a .yaml file of your own."
+    ),
+]
+LEDGER = "ledger"
+
+
+@recipe.command("list")
+def list_recipes(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Only these.", show_default=False),
+    ] = None,
+) -> None:
+    """List recipes and their profiles."""
+    from kvprof.reproduction.check import load_recipe
+    from kvprof.reproduction.find import find_recipes
+    from kvprof.views.recipe_list import listing
+
+    found = []
+    for path in find_recipes(names or ["*"]):
+        try:
+            found.append(load_recipe(path))
+        except KvprofError as problem:
+            console.warn(str(problem))
+    terminal = console.report_console()
+    terminal.print(listing([_listed(one) for one in found]))
+
+
+def _listed(one: object) -> dict[str, object]:
+    from kvprof.reproduction.recipe import Recipe
+
+    assert isinstance(one, Recipe)
+    return {
+        "name": one.name, "paper": one.paper, "item": one.item, "claim": one.claim,
+        "judged": one.judged,
+        "profiles": [name for name, own in one.profiles.items() if own.excluded is None],
+    }  # fmt: skip
+
+
+@recipe.command()
+def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe or a file.")]) -> None:
+    """Print a recipe as it is written."""
+    from kvprof.reproduction.find import find_recipes
+
+    paths = find_recipes([name])
+    if len(paths) != 1:
+        raise UsageError(f"{name} means {len(paths)} recipes; name one")
+    text = paths[0].read_text("utf-8")
+    console.note(str(paths[0]))
+    console.report_console().out(text, end="" if text.endswith("\n") else "\n", highlight=False)
+
+
+@recipe.command()
+def validate(names: NamesArgument) -> None:
+    """Check recipes; nothing is run.
+
+    Keys, ids, tolerances, placeholders, commands with their options, and methods.
+    """
+    from kvprof.commands.recipe_check import check_command
+    from kvprof.reproduction.check import InvalidRecipeError, load_recipe
+    from kvprof.reproduction.find import find_recipes
+
+    wrong = 0
+    paths = find_recipes(names)
+    terminal = console.report_console()
+    for path in paths:
+        try:
+            load_recipe(path, check_command)
+        except InvalidRecipeError as problem:
+            wrong += 1
+            for line in problem.lines:
+                terminal.print(line, soft_wrap=True, markup=False)
+        except UsageError as problem:
+            wrong += 1
+            terminal.print(str(problem), soft_wrap=True, markup=False)
+    if wrong:
+        raise UsageError(f"{wrong} of {len(paths)} recipes cannot be run as they are written")
+    terminal.print(f"{len(paths)} {'recipe is' if len(paths) == 1 else 'recipes are'} valid.")
+
+
+@recipe.command()
+def run(
+    names: NamesArgument,
+    profile: Annotated[
+        str, typer.Option("--profile", help="smoke (CPU, seconds), small (one GPU) or paper.")
+    ] = "smoke",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="In place of the model that the cells name.", show_default=False
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A placeholder's value; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Keep the cells' results and the ledger here; a run into the same folder resumes "
+            "and adds. Default: a folder among your caches.",
+            show_default=False,
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure also what has a result.")] = False,
+    json: JsonOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Run recipes and judge their claims.
+
+    Prints what was claimed, what was measured, its interval, and the verdict.
+
+    Exit code 4 when something was not reproduced, 1 when a cell failed, 3 when everything asked for
+    needs what this machine lacks. An interrupted run goes on where it stopped.
+    """
+    run_recipes(
+        RunRequest(tuple(names), profile, model, _settings(settings or []), out, fresh, json, force)
+    )
+
+
+def _settings(given: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in given:
+        key, equals, value = entry.partition("=")
+        if not (key and equals and value):
+            raise UsageError(f"--set {entry}: write a placeholder and its value, as in rate=0.3")
+        if key in found:
+            raise UsageError(f"--set {key} is given twice")
+        if key == "model":
+            raise UsageError(f"--set {entry}: write --model {value}")
+        found[key] = value
+    return found
+
+
+@recipe.command()
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR...", help="Of recipe run --out, or ledgers; several are joined."
+        ),
+    ],
+    markdown: Annotated[
+        Path | None,
+        typer.Option("--md", metavar="FILE", help="Default DIR/ledger.md.", show_default=False),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Default DIR/ledger.html.", show_default=False),
+    ] = None,
+    force: ForceOption = False,
+) -> None:
+    """Write the ledger of a run for readers.
+
+    As Markdown and as one HTML page, with plots beside the published numbers.
+    """
+    result = _joined([_read_ledger(path) for path in folders])
+    first = folders[0] if folders[0].is_dir() else folders[0].parent
+    files = {
+        markdown or first / f"{LEDGER}.md": "md",
+        html or first / f"{LEDGER}.html": "html",
+    }
+    for path in files:
+        ensure_writable(path, force)
+    from kvprof.views.export_html import page_html
+    from kvprof.views.export_md import page_markdown
+    from kvprof.views.recipe_ledger import ledger
+
+    title = "Reproduction ledger"
+    written = f"{result['created']}, kvprof {result['kvprof_version']}"
+    failures: list[str] = []
+    for path, form in files.items():
+        try:
+            text = (
+                page_markdown(title, ledger(result))
+                if form == "md"
+                else page_html(title, title, ledger(result), written)
+            )
+            write_text_atomic(path, text, force)
+            console.note(f"wrote {path}")
+        except LackingError:
+            if html is not None:
+                raise
+            console.warn("no HTML: its plots need matplotlib: pip install 'kvprof[plot]'")
+        except FailedError as problem:
+            failures.append(str(problem))
+    if failures:
+        raise FailedError("; ".join(failures))
+
+
+def _read_ledger(path: Path) -> dict[str, object]:
+    file = path / RESULT_NAME if path.is_dir() else path
+    if not file.exists():
+        raise UsageError(f"{path}: holds no {RESULT_NAME}; name the --out of a kvprof recipe run")
+    result = read_result(file)
+    if result["kind"] != "recipe":
+        raise UsageError(f"{file} is a result of {result['kind']}, not of recipe run")
+    return result
+
+
+def _joined(results: list[dict[str, object]]) -> dict[str, object]:
+    """Return the results as one, in whose entries each keeps the machine that it was had on."""
+    from typing import Any
+
+    from kvprof.reproduction.ledger import ledger_data, merge_entries
+
+    whole: Any = results[0]
+    entries: list[Any] = []
+    warnings: list[str] = []
+    for one in results:
+        each: Any = one
+        entries = merge_entries(entries, each["data"]["entries"])
+        warnings += [text for text in each["warnings"] if text not in warnings]
+    return {**whole, "warnings": warnings, "data": ledger_data(entries)}
+
+
+@recipe.command()
+def new(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Such as my-sweep.yaml; its name is the recipe's."),
+    ],
+    force: ForceOption = False,
+) -> None:
+    """Write a recipe to start from.
+
+    It is the worked example, under a name of your own.
+    """
+    from kvprof.reproduction.template import template
+
+    if file.suffix != ".yaml":
+        raise UsageError(f"{file}: name a file that ends in .yaml")
+    write_text_atomic(file, template(file.stem), force)
+    console.report_console().print(
+        f"Wrote {file}. Next: kvprof recipe validate {file}, then kvprof recipe run {file}",
+        markup=False,
+    )

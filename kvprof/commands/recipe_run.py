@@ -1,0 +1,216 @@
+"""What ``kvprof recipe run`` does: resolve, save, run, judge, keep, show."""
+
+import json as json_text
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.output import Outputs
+from kvprof.environment import collect_environment, cpu_model, usable_threads
+from kvprof.errors import (
+    ClaimNotMetError,
+    ExitCode,
+    FailedError,
+    KvprofError,
+    LackingError,
+    UsageError,
+)
+from kvprof.gpus import read_gpus
+from kvprof.interrupt import graceful_interrupt
+from kvprof.records.files import RESULT_NAME, read_result, write_result, write_text_atomic
+from kvprof.records.result import build_result
+from kvprof.reproduction.check import load_recipe
+from kvprof.reproduction.find import find_recipes
+from kvprof.reproduction.ledger import ledger_data, merge_entries
+from kvprof.reproduction.machine import Machine
+from kvprof.reproduction.run import prepare, resolved_configuration, run_planned
+from kvprof.reproduction.runner import Runner, run_child
+from kvprof.reproduction.store import CellStore, code_version
+from kvprof.reproduction.verdicts import NOT_JUDGED, NOT_REPRODUCED
+
+__all__ = ["RunRequest", "run_recipes", "this_machine"]
+
+RESOLVED_NAME = "resolved.json"
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The options of ``kvprof recipe run``."""
+
+    names: tuple[str, ...]
+    profile: str = "smoke"
+    model: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    out: Path | None = None
+    fresh: bool = False
+    json: Path | None = None
+    force: bool = False
+
+
+def this_machine() -> Machine:
+    """Return what this machine has."""
+    gpus = tuple(gpu.name for gpu in read_gpus().devices)
+    return Machine(f"{cpu_model()}, {usable_threads()} threads", gpus, _has_extra, _has_weights)
+
+
+def _has_extra(name: str) -> bool:
+    from kvprof.requirements import package_states
+
+    own = [state for state in package_states() if state.extra == name]
+    return bool(own) and all(state.installed is not None for state in own)
+
+
+def _has_weights(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # no hub id
+        return False
+
+
+def run_recipes(
+    request: RunRequest, *, runner: Runner = run_child, machine: Machine | None = None
+) -> None:
+    """Run recipes and show what became of them.
+
+    Parameters
+    ----------
+    request : RunRequest
+    runner : callable
+        Runs one cell.
+    machine : Machine, optional
+        This one when not given.
+
+    Raises
+    ------
+    UsageError
+        Before anything is run, for whatever cannot be run as it was asked for.
+    FailedError
+        When a cell failed, or nothing can be written.
+    ClaimNotMetError
+        When something was not reproduced.
+    LackingError
+        When everything asked for needs what this machine lacks.
+    """
+    from kvprof.commands.recipe_check import check_command
+
+    outputs = Outputs(json=request.json, force=request.force)
+    outputs.check()
+    folder = request.out if request.out is not None else _default_folder()
+    older = _older(folder)
+    settings = dict(request.settings)
+    recipes = [load_recipe(path, check_command) for path in find_recipes(list(request.names))]
+    machine = machine or this_machine()
+    version = code_version()
+    planned = prepare(recipes, request.profile, settings, request.model, machine, version)
+    # The model counts as a setting from here on: results of two models are two entries.
+    known = {**settings, **({"model": request.model} if request.model else {})}
+    configuration = resolved_configuration(
+        planned, profile=request.profile, settings=settings, model=request.model, machine=machine,
+        version=version,
+    )  # fmt: skip
+    text = json_text.dumps(configuration, indent=1, ensure_ascii=False) + "\n"
+    write_text_atomic(folder / RESOLVED_NAME, text, force=True)
+    total = len({digest for one in planned for _, digest in one.cells})
+    with graceful_interrupt() as stop, console.track("recipes", total) as tracker:
+
+        def told(words: str) -> None:
+            if sys.stderr is not None and sys.stderr.isatty():
+                tracker.describe(words)
+                tracker.advance()
+            else:
+                console.note(words)
+
+        finished = run_planned(
+            planned, CellStore(folder / "cells"), runner, machine=machine, settings=known,
+            fresh=request.fresh, progress=told, should_stop=stop,
+        )  # fmt: skip
+        interrupted = finished.interrupted or stop()
+        result = _result(request, finished.entries, finished.warnings, interrupted)
+        _keep_and_show(result, outputs, folder, older)
+    _end(finished.entries, interrupted=interrupted, folder=folder)
+
+
+def _default_folder() -> Path:
+    if stated := os.environ.get("KVPROF_CACHE"):
+        return Path(stated) / "recipes"
+    from platformdirs import user_cache_path
+
+    return user_cache_path("kvprof") / "recipes"
+
+
+def _older(folder: Path) -> list[dict[str, Any]]:
+    """Return the entries that a folder has; refuse one that is something else's."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder} is a file; name a folder")
+    path = folder / RESULT_NAME
+    if not path.exists():
+        return []
+    result = read_result(path)
+    if result["kind"] != "recipe":
+        raise UsageError(f"--out {folder} holds a result of {result['kind']}; name another folder")
+    entries: list[dict[str, Any]] = result["data"]["entries"]
+    return entries
+
+
+def _result(
+    request: RunRequest, entries: list[dict[str, Any]], warnings: list[str], interrupted: bool
+) -> dict[str, Any]:
+    return build_result(
+        "recipe",
+        environment=collect_environment(),
+        inputs={
+            "recipes": [entry["recipe"] for entry in entries],
+            "profile": request.profile,
+            "set": dict(request.settings),
+            "model": request.model,
+        },
+        data=ledger_data(entries),
+        warnings=warnings,
+        complete=not interrupted,
+    )
+
+
+def _keep_and_show(
+    result: dict[str, Any], outputs: Outputs, folder: Path, older: list[dict[str, Any]]
+) -> None:
+    from kvprof.views.recipe import report
+
+    failures: list[KvprofError] = []
+    merged = merge_entries(older, result["data"]["entries"])
+    try:
+        write_result(folder / RESULT_NAME, {**result, "data": ledger_data(merged)}, force=True)
+    except FailedError as problem:
+        failures.append(problem)
+    try:
+        outputs.write(result)
+    except FailedError as problem:
+        failures.append(problem)
+    if outputs.report_to_stdout:
+        terminal = console.report_console()
+        terminal.print(report(result, terminal.width, colour=not terminal.no_color))
+    if failures:
+        raise FailedError("; ".join(map(str, failures)))
+    console.note(f"kept in {folder}; kvprof recipe report {folder} writes the ledger")
+
+
+def _end(entries: list[dict[str, Any]], *, interrupted: bool, folder: Path) -> None:
+    """Leave with the code that says what became of the run."""
+    if interrupted:
+        console.warn(f"interrupted; the same command goes on with what {folder} has")
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    if fallen := [entry["recipe"] for entry in entries if entry["verdict"] == NOT_REPRODUCED]:
+        raise ClaimNotMetError(f"not reproduced: {', '.join(fallen)}")
+    if broken := [entry["recipe"] for entry in entries if entry["failed"]]:
+        raise FailedError(f"a cell failed, see the reasons above: {', '.join(broken)}")
+    if all(entry["verdict"] == NOT_JUDGED and entry["lacking"] for entry in entries):
+        raise LackingError(
+            f"nothing could be judged here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
+        )

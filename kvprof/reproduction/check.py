@@ -1,0 +1,271 @@
+"""What is wrong with a recipe file: by its schema first, then by what its parts say together."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from kvprof.errors import UsageError
+from kvprof.reproduction.check_profiles import CommandCheck, Problem, profile_problems, there_are
+from kvprof.reproduction.data_path import parse_path
+from kvprof.reproduction.recipe import CHECKS, Recipe, build_recipe
+from kvprof.reproduction.yaml_lines import Document, Place, read_yaml
+
+__all__ = [
+    "CELL_COMMANDS", "CommandCheck", "InvalidRecipeError", "Problem", "load_recipe", "problems_of",
+    "recipe_schema",
+]  # fmt: skip
+
+#: Commands that measure something, which is what a cell is for.
+CELL_COMMANDS = ("spectrum", "stability", "plan", "eval", "frontier", "generate", "bench")
+
+_OWN = ("--json", "--out", "--csv", "--svg", "--png", "--force", "--help", "-h")
+_UNKNOWN = re.compile(r"'([^']*)' (?:was|were) unexpected|'([^']*)' does not match")
+
+
+class InvalidRecipeError(UsageError):
+    """A recipe cannot be run as it is written; `lines` has every complaint."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = list(lines)
+        more = len(lines) - 1
+        also = f" (and {more} more: kvprof recipe validate lists them)" if more else ""
+        super().__init__(f"{lines[0]}{also}")
+
+
+@cache
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON Schema of recipe files."""
+    file = resources.files("kvprof.reproduction") / "recipe-file.schema.json"
+    schema: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return schema
+
+
+def load_recipe(path: Path, check_command: CommandCheck | None = None) -> Recipe:
+    """Read and check a recipe.
+
+    Parameters
+    ----------
+    path : Path
+    check_command : callable, optional
+        Looks into the words of the cells; without it only their first one is checked.
+
+    Raises
+    ------
+    InvalidRecipeError
+        With ``file:line`` of everything that is wrong.
+    UsageError
+        When the file cannot be read, or is no YAML.
+    """
+    document = read_yaml(path)
+    found = problems_of(document, path, check_command)
+    if found:
+        ordered = sorted(found, key=lambda one: document.line(one.place))
+        raise InvalidRecipeError([f"{document.at(one.place)}: {one.message}" for one in ordered])
+    return build_recipe(document, path)
+
+
+def problems_of(
+    document: Document, path: Path, check_command: CommandCheck | None = None
+) -> list[Problem]:
+    """Return what is wrong with a file; see `load_recipe`."""
+    errors = sorted(Draft202012Validator(recipe_schema()).iter_errors(document.data), key=str)
+    if errors:
+        return [problem for error in errors for problem in _told(error)]
+    found = [*_names(document, path), *_published(document), *_commands(document)]
+    for place in _sections(document, "measures"):
+        found += _measures(document, place)
+    for place in _sections(document, "verdict"):
+        found += _lines(document, place)
+    if found:
+        return found
+    recipe = build_recipe(document, path)
+    return list(profile_problems(recipe, check_command))
+
+
+def _told(error: ValidationError) -> Iterator[Problem]:
+    place = tuple(error.absolute_path)
+    if error.validator == "additionalProperties":
+        known = list(error.schema.get("properties", {}))
+        for key in [key for key in error.instance if key not in known]:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            yield Problem((*place, key), f"unknown key {key!r}: {hint}")
+        return
+    yield Problem(place, f"{_name(place)}: {_schema_words(error)}")
+
+
+def _name(place: Place) -> str:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    return "".join(steps).lstrip(".") or "the file"
+
+
+def _schema_words(error: ValidationError) -> str:
+    value, shown = error.validator_value, json.dumps(error.instance, ensure_ascii=False)[:60]
+    match error.validator:
+        case "required":
+            lacking = [key for key in value if key not in error.instance]
+            return f"lacks {', '.join(lacking)}"
+        case "oneOf":
+            return "is true, or a sentence that says why it cannot be judged"
+        case "enum":
+            return f"{shown} is none of {', '.join(map(str, value))}"
+        case "const":
+            return f"is {shown}, and this kvprof knows {value} only"
+        case "type":
+            wanted = value if isinstance(value, str) else " or ".join(value)
+            return f"{shown} is no {wanted}"
+        case "minimum" | "exclusiveMaximum" if "tolerance" in str(error.absolute_path):
+            why = (
+                "below 0 nothing passes" if error.validator == "minimum" else "from 1 on, 0 passes"
+            )
+            return f"{shown} is an impossible tolerance: {why}"
+        case "minLength":
+            return f"{shown} is too short to tell anything"
+        case "minItems" | "minProperties":
+            return f"has {len(error.instance)} entries, and {value} are needed"
+        case "maxItems":
+            return f"has {len(error.instance)} entries, and {value} are all it takes"
+    return " ".join(error.message.split())[:160]
+
+
+def _names(document: Document, path: Path) -> Iterator[Problem]:
+    if document.data["name"] != path.stem:
+        yield Problem(("name",), f"name is {document.data['name']!r}, but the file is {path.name}")
+
+
+def _published(document: Document) -> Iterator[Problem]:
+    entries = document.data.get("published", [])
+    yield from _twice([one["id"] for one in entries], ("published",))
+    for index, one in enumerate(entries):
+        place: Place = ("published", index)
+        single, ends = "value" in one, [key for key in ("low", "high") if key in one]
+        if single == bool(ends) or len(ends) == 1:
+            yield Problem(place, f"{one['id']}: give a value, or low and high")
+        elif ends and one["low"] > one["high"]:
+            yield Problem(place, f"{one['id']}: low {one['low']} is above high {one['high']}")
+
+
+def _twice(ids: Sequence[str], place: Place) -> Iterator[Problem]:
+    for index, one in enumerate(ids):
+        if one in ids[:index]:
+            yield Problem((*place, index, "id"), f"the id {one!r} is given twice")
+
+
+def _sections(document: Document, key: str) -> Iterator[Place]:
+    if key in document.data:
+        yield (key,)
+    for name, profile in document.data["profiles"].items():
+        if key in profile:
+            yield ("profiles", name, key)
+
+
+def _at(document: Document, place: Place) -> Any:
+    found: Any = document.data
+    for step in place:
+        found = found[step]
+    return found
+
+
+def _commands(document: Document) -> Iterator[Problem]:
+    for name, profile in document.data["profiles"].items():
+        for index, cell in enumerate(profile.get("cells", ())):
+            place: Place = ("profiles", name, "cells", index, "run")
+            try:
+                words = shlex.split(cell["run"])
+            except ValueError as problem:
+                yield Problem(place, f"{cell['run']!r}: {str(problem).lower()}")
+                continue
+            if wrong := _first_words(words):
+                yield Problem(place, wrong)
+
+
+def _first_words(words: Sequence[str]) -> str | None:
+    if not words:
+        return "run is empty: write a command such as eval reference --method fdc --rate 0.3"
+    if words[0] == "kvprof":
+        return "leave out the word kvprof: run begins with the command"
+    if words[0] not in CELL_COMMANDS:
+        return f"no command {words[0]!r} to measure with: there are {', '.join(CELL_COMMANDS)}"
+    own = [word for word in words if word.split("=")[0] in _OWN]
+    return f"leave out {own[0]}: results are kept by the recipe's run" if own else None
+
+
+def _measures(document: Document, place: Place) -> Iterator[Problem]:
+    entries = _at(document, place)
+    yield from _twice([one["id"] for one in entries], place)
+    known: list[str] = []
+    for index, one in enumerate(entries):
+        here = (*place, index)
+        kinds = [key for key in ("figure", "data", "divide", "subtract") if key in one]
+        if len(kinds) != 1:
+            said = " and ".join(kinds) or "none"
+            yield Problem(here, f"{one['id']}: give one of figure, data, divide, subtract ({said})")
+        elif kinds[0] in ("divide", "subtract"):
+            for other in one[kinds[0]]:
+                if other not in known:
+                    yield Problem(
+                        (*here, kinds[0]), f"{one['id']}: no measure {other!r} stands above it"
+                    )
+            if extra := [key for key in ("cell", "where", "over") if key in one]:
+                yield Problem((*here, extra[0]), f"{one['id']}: {kinds[0]} takes no {extra[0]}")
+        else:
+            if "cell" not in one:
+                yield Problem(here, f"{one['id']}: name the cell whose result has it")
+            if kinds[0] == "data":
+                if "where" in one:
+                    yield Problem(
+                        (*here, "where"), f"{one['id']}: where belongs to figure; write [key=value]"
+                    )
+                try:
+                    parse_path(one["data"])
+                except ValueError as problem:
+                    yield Problem((*here, "data"), f"{one['id']}: {problem}")
+        known.append(one["id"])
+
+
+def _lines(document: Document, place: Place) -> Iterator[Problem]:
+    own = (*place[:-1], "measures")
+    at = own if own in document.lines else ("measures",)
+    measures = [one["id"] for one in (_at(document, at) if at in document.lines else ())]
+    published = [one["id"] for one in document.data.get("published", [])]
+    for index, one in enumerate(_at(document, place)):
+        here = (*place, index)
+        if one["measure"] not in measures:
+            yield Problem((*here, "measure"), f"no measure {one['measure']!r}{there_are(measures)}")
+        if "published" in one and one["published"] not in published:
+            yield Problem(
+                (*here, "published"),
+                f"no published number {one['published']!r}{there_are(published)}",
+            )
+        checks = [key for key in CHECKS if key in one]
+        if len(checks) != 1:
+            yield Problem(here, f"{one['measure']}: give one of {', '.join(CHECKS)}")
+            continue
+        yield from _tolerance(one, checks[0], here)
+
+
+def _tolerance(one: Mapping[str, Any], check: str, here: Place) -> Iterator[Problem]:
+    given = [key for key in ("tolerance", "tolerance_share") if key in one]
+    if len(given) == 2:
+        yield Problem((*here, given[1]), "give tolerance or tolerance_share, not both")
+    if check == "about" and not given:
+        yield Problem(here, "about needs a tolerance or a tolerance_share: no two runs are equal")
+    if check == "about" and given and one[given[0]] == 0:
+        yield Problem(
+            (*here, given[0]), "0 is an impossible tolerance of about: no two runs are equal"
+        )
+    if check == "between" and one["between"][0] > one["between"][1]:
+        yield Problem(
+            (*here, "between"), "nothing lies between: the first number is the larger one"
+        )
+    if "tolerance_share" in one and 0 in (one[check] if check == "between" else [one[check]]):
+        yield Problem((*here, "tolerance_share"), "a share of 0 is nothing: give a tolerance")

@@ -1,0 +1,72 @@
+"""Where recipes lie, and which ones a user means."""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from kvprof.errors import FailedError, UsageError
+
+__all__ = ["ALL", "PACKAGE", "find_recipes", "recipe_files"]
+
+#: Where kvprof is installed.
+PACKAGE = Path(__file__).resolve().parents[1]
+
+#: Stands for every recipe that ships.
+ALL = "all"
+
+
+def recipe_files() -> list[Path]:
+    """Return the recipes that ship, by name: beside the package in a checkout, inside it otherwise.
+
+    Raises
+    ------
+    FailedError
+        When there are none.
+    """
+    package = PACKAGE
+    beside = package.parent / "recipes"
+    # A folder of that name beside site-packages would be a stranger's.
+    checkout = (package.parent / "pyproject.toml").is_file() and beside.is_dir()
+    folder = beside if checkout else package / "recipes"
+    found = sorted(folder.glob("*.yaml"), key=lambda path: _natural(path.stem))
+    if not found:
+        raise FailedError(f"there are no recipes in {folder}; reinstall kvprof")
+    return found
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a key by which table 10 comes after table 9."""
+    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in name.split("-"))
+
+
+def find_recipes(names: list[str]) -> list[Path]:
+    """Return the files that names mean, each once and in the order in which they were named.
+
+    Parameters
+    ----------
+    names : list of str
+        ``all`` (examples left out), a recipe's name, a pattern with ``*``, or a file.
+
+    Raises
+    ------
+    UsageError
+        When one means nothing.
+    """
+    found: dict[Path, None] = {}
+    for name in names:
+        if name.endswith((".yaml", ".yml")) or "/" in name:
+            if not Path(name).is_file():
+                raise UsageError(f"{name}: there is no such file")
+            found[Path(name)] = None
+            continue
+        shipped = recipe_files()
+        if name == ALL:
+            meant = [path for path in shipped if not path.stem.startswith("example-")]
+        else:
+            meant = [path for path in shipped if fnmatchcase(path.stem, name)]
+        if not meant:
+            raise UsageError(
+                f"{name}: no recipe has this name; kvprof recipe list shows them, and a file of "
+                "your own is named with its .yaml"
+            )
+        found |= dict.fromkeys(meant)
+    return list(found)

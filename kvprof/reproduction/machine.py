@@ -1,0 +1,57 @@
+"""What the machine has, as far as it decides whether and under which name a cell is run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from kvprof.reproduction.recipe import Profile
+
+__all__ = ["Machine"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine.
+
+    Attributes
+    ----------
+    cpu : str
+        Model and threads.
+    gpus : tuple of str
+        Their names.
+    has_extra : callable
+        Whether an extra of kvprof is installed.
+    has_weights : callable
+        Whether a model's weights are here; none are fetched unasked, some have 140 GB.
+    """
+
+    cpu: str
+    gpus: tuple[str, ...]
+    has_extra: Callable[[str], bool]
+    has_weights: Callable[[str], bool]
+
+    def device(self, words: Sequence[str]) -> str:
+        """Return what a command runs on: the results of another device are others."""
+        on_cpu = any(pair == ("--device", "cpu") for pair in pairwise(words)) or any(
+            word == "--device=cpu" for word in words
+        )
+        return self.cpu if on_cpu or not self.gpus else f"{self.gpus[0]}; {self.cpu}"
+
+    def lacks(self, profile: Profile, *, model_given: bool) -> str | None:
+        """Return why a profile cannot be run here, with the way out; None where it can."""
+        needs = profile.needs
+        if needs.gpus > len(self.gpus):
+            wanted = "a GPU" if needs.gpus == 1 else f"{needs.gpus} GPUs"
+            return f"it needs {wanted}, and this machine has {len(self.gpus) or 'none'}"
+        for extra in needs.extras:
+            if not self.has_extra(extra):
+                return f"it needs the extra {extra}: pip install 'kvprof[{extra}]'"
+        if not model_given:
+            for name in needs.weights:
+                if not Path(name).is_dir() and not self.has_weights(name):
+                    return (
+                        f"the weights of {name} are not on this machine: hf download {name}, or "
+                        "--model FOLDER"
+                    )
+        return None

@@ -1,0 +1,237 @@
+"""A run of recipes: resolved first, equal cells once, what is known already not again."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.reproduction.ledger import entry_of
+from kvprof.reproduction.machine import Machine
+from kvprof.reproduction.recipe import PROFILES, Profile, Recipe
+from kvprof.reproduction.resolve import Cell, check_settings, resolve_cells
+from kvprof.reproduction.runner import Outcome, Runner
+from kvprof.reproduction.store import CellStore, cell_digest
+
+__all__ = ["CellRun", "Finished", "Planned", "prepare", "resolved_configuration", "run_planned"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A recipe with the commands that a run of it is.
+
+    Attributes
+    ----------
+    recipe : Recipe
+    profile : Profile or None
+        None where it has no such profile.
+    cells : tuple of (Cell, str)
+        Each with its digest; empty where nothing is run.
+    open : str or None
+        Why nothing is run.
+    lacking : bool
+        Whether that is because something is missing here, which somebody else may have.
+    """
+
+    recipe: Recipe
+    profile: Profile | None
+    cells: tuple[tuple[Cell, str], ...] = ()
+    open: str | None = None
+    lacking: bool = False
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """What became of a cell in this run.
+
+    Attributes
+    ----------
+    outcome : Outcome
+    seconds : float or None
+        None where the result was there already.
+    """
+
+    outcome: Outcome
+    seconds: float | None = None
+
+
+@dataclass
+class Finished:
+    """A run's entries of the ledger, and what went wrong on the way.
+
+    Attributes
+    ----------
+    entries : list of dict
+        One per recipe.
+    warnings : list of str
+    interrupted : bool
+    """
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def prepare(
+    recipes: Sequence[Recipe],
+    profile: str,
+    settings: Mapping[str, str],
+    model: str | None,
+    machine: Machine,
+    version: str,
+) -> list[Planned]:
+    """Return what a run will do, without doing it.
+
+    Parameters
+    ----------
+    recipes : sequence of Recipe
+    profile : str
+    settings : mapping
+        ``--set``.
+    model : str or None
+        ``--model``.
+    machine : Machine
+    version : str
+        From `kvprof.reproduction.store.code_version`.
+
+    Raises
+    ------
+    UsageError
+        For a profile, a setting or a file that is not there.
+    """
+    if profile not in PROFILES:
+        raise UsageError(f"--profile {profile}: there are {', '.join(PROFILES)}")
+    there = [
+        (one, own)
+        for one in recipes
+        if (own := one.profiles.get(profile)) is not None and own.excluded is None
+    ]
+    check_settings(there, settings)
+    data = settings.get("data")
+    if data is not None and not Path(data).is_file():
+        raise UsageError(f"--set data={data}: there is no such file")
+    return [_planned(one, profile, settings, model, machine, version) for one in recipes]
+
+
+def _planned(
+    recipe: Recipe,
+    name: str,
+    settings: Mapping[str, str],
+    model: str | None,
+    machine: Machine,
+    version: str,
+) -> Planned:
+    profile = recipe.profiles.get(name)
+    if profile is None:
+        there = ", ".join(recipe.profiles)
+        return Planned(recipe, None, open=f"it has no profile {name}, only {there}")
+    if profile.excluded is not None:
+        return Planned(recipe, profile, open=profile.excluded)
+    if not profile.cells:
+        return Planned(recipe, profile, open=recipe.judged)
+    cells = resolve_cells(recipe, profile, settings, model)
+    lacks = machine.lacks(profile, model_given=model is not None)
+    if lacks is not None:
+        return Planned(recipe, profile, open=lacks, lacking=True)
+    if wanting := list(dict.fromkeys(name for cell in cells for name in cell.lacking)):
+        bring = f": {'; '.join(profile.needs.data)}" if profile.needs.data else ""
+        give = ", ".join("--model" if one == "model" else f"--set {one}=…" for one in wanting)
+        return Planned(recipe, profile, open=f"give {give}{bring}", lacking=True)
+    digests = [cell_digest(cell.words, machine.device(cell.words), version) for cell in cells]
+    return Planned(recipe, profile, tuple(zip(cells, digests, strict=True)))
+
+
+def resolved_configuration(
+    planned: Sequence[Planned],
+    *,
+    profile: str,
+    settings: Mapping[str, str],
+    model: str | None,
+    machine: Machine,
+    version: str,
+) -> dict[str, Any]:
+    """Return what a run will do as plain data, which is written before it starts."""
+    return {
+        "format": "kvprof-recipe-run/1",
+        "profile": profile,
+        "set": dict(settings),
+        "model": model,
+        "cpu": machine.cpu,
+        "gpus": list(machine.gpus),
+        "version": version,
+        "recipes": [
+            {
+                "name": one.recipe.name,
+                "file": str(one.recipe.path),
+                "not_run": one.open,
+                "cells": [
+                    {"id": cell.id, "command": list(cell.words), "digest": digest,
+                     "gpus": cell.gpus}
+                    for cell, digest in one.cells
+                ],
+            }
+            for one in planned
+        ],
+    }  # fmt: skip
+
+
+def run_planned(
+    planned: Sequence[Planned],
+    store: CellStore,
+    runner: Runner,
+    *,
+    machine: Machine,
+    settings: Mapping[str, str],
+    fresh: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Finished:
+    """Run every cell that has no result yet, and judge every recipe.
+
+    Parameters
+    ----------
+    planned : sequence of Planned
+    store : CellStore
+    runner : callable
+        Runs a cell; see `kvprof.reproduction.runner.run_child`.
+    machine : Machine
+    settings : mapping
+        What the user set, for the ledger.
+    fresh : bool
+        Measure also what has a result.
+    progress : callable
+        Told in words what is being done.
+    should_stop : callable
+        When it says yes, the cell in hand is dropped and no other one started.
+    """
+    finished = Finished()
+    runs: dict[str, CellRun] = {}
+    todo = {digest: cell for one in planned for cell, digest in one.cells}
+    for place, (digest, cell) in enumerate(todo.items(), 1):
+        known = None if fresh else store.get(digest)
+        command = " ".join(cell.words)
+        if known is not None:
+            progress(f"{place}/{len(todo)} known: {command}")
+            runs[digest] = CellRun(Outcome(known, 0))
+            continue
+        if should_stop():
+            finished.interrupted = True
+            runs[digest] = CellRun(Outcome(None, 130, "interrupted before it ran"))
+            continue
+        progress(f"{place}/{len(todo)} {command}")
+        start = time.monotonic()
+        outcome = runner(cell.words, should_stop)
+        runs[digest] = CellRun(outcome, time.monotonic() - start)
+        if outcome.result is None:
+            finished.interrupted = finished.interrupted or should_stop()
+            continue
+        try:
+            store.put(digest, outcome.result)
+        except FailedError as problem:
+            # It still counts; only the next run will not find it.
+            finished.warnings.append(f"{problem}; the result was used and is not kept")
+    for one in planned:
+        own = [(cell, digest, runs[digest]) for cell, digest in one.cells]
+        finished.entries.append(entry_of(one, own, machine=machine, settings=settings))
+    return finished

@@ -1,0 +1,200 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.commands.recipe_run import RunRequest, run_recipes
+from kvprof.errors import ClaimNotMetError, ExitCode, FailedError, LackingError
+from kvprof.records.files import read_result, write_result
+from kvprof.reproduction import find
+from tests.commands.running import kvprof
+from tests.records.sample import benchmark_result
+from tests.reproduction.written import CPU, TEXT, FakeRunner, write
+
+REAL = TEXT.replace("method: [fdc, kq]", "method: [fdc]").replace("0.30", "0.5").replace(
+    "at_least: 0.95", "about: 0.5"
+)  # fmt: skip
+
+
+def run(path: Path, out: Path, rates: dict[str, Any], **more: Any) -> None:
+    run_recipes(RunRequest((str(path),), out=out, **more), runner=FakeRunner(rates), machine=CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("judged:", "jugded:"), "small-claim.yaml:8: unknown key 'jugded': did you mean judged?"),
+        (("--method {method}", "--method fcd"), "small-claim.yaml:15: plan-fdc: .*fcd"),
+        (("--rate {rate}", "--rrate {rate}"), "small-claim.yaml:15: plan-fdc: .*No such option"),
+        (("--rate {rate}", "--rate much"), "small-claim.yaml:15: plan-fdc: .*'much'"),
+    ],
+)
+def test_validate_names_file_line_and_way_out(
+    tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    done = kvprof("recipe", "validate", write(tmp_path, TEXT.replace(*change)))
+    assert done.code == ExitCode.USAGE
+    assert re.search(said, " ".join(done.stdout.split())), done.stdout
+    assert "1 of 1 recipes cannot be run" in done.error
+
+
+def test_a_wrong_recipe_is_refused_before_anything_is_run_or_written(tmp_path: Path) -> None:
+    path = write(tmp_path, TEXT.replace("--method {method}", "--method fcd"))
+    done = kvprof("recipe", "run", path, "--out", tmp_path / "out")
+    assert done.code == ExitCode.USAGE
+    assert "small-claim.yaml:15" in done.error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere.yaml",), "nowhere.yaml: there is no such file"),
+        (("fcd-table-1",), "fcd-table-1: no recipe has this name; kvprof recipe list"),
+        (("example-sweep", "--profile", "large"), "--profile large: there are smoke, small, paper"),
+        (("example-sweep", "--set", "rate"), "--set rate: write a placeholder and its value"),
+        (("example-sweep", "--set", "colour=red"), "--set colour: none of the recipes"),
+    ],
+)
+def test_wrong_usage_of_run(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = kvprof("recipe", "run", *arguments, "--out", tmp_path / "out")
+    assert done.code == ExitCode.USAGE
+    assert said in done.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_something_elses_is_refused(tmp_path: Path) -> None:
+    write_result(tmp_path / "result.json", benchmark_result())
+    done = kvprof("recipe", "run", "example-sweep", "--out", tmp_path)
+    assert done.code == ExitCode.USAGE
+    assert "holds a result of benchmark; name another folder" in done.error
+
+
+def test_a_falsified_claim_ends_in_4_with_the_table_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = TEXT.replace("at_least: 0.95", "at_least: 1.2").replace(", direction: true", "")
+    with pytest.raises(ClaimNotMetError, match="not reproduced: small-claim") as caught:
+        run(write(tmp_path, text), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
+    assert caught.value.exit_code == 4
+    shown = capsys.readouterr().out
+    assert "NOT REPRODUCED" in shown
+    assert "0.95 share of accuracy; ≥ 1.19" in " ".join(shown.split())
+
+
+def test_a_failed_cell_ends_in_1_and_lacking_everything_in_3(tmp_path: Path) -> None:
+    with pytest.raises(FailedError, match=r"a cell failed.*small-claim"):
+        run(write(tmp_path), tmp_path / "a", {"fdc": 0.96, "kq": "ended by signal 9"})
+    text = TEXT.replace("    matrix:", "    needs: {gpu: true}\n    matrix:")
+    with pytest.raises(LackingError, match="it needs a GPU"):
+        run(write(tmp_path, text), tmp_path / "b", {})
+
+
+def test_what_will_be_run_is_saved_before_it_is_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def look(words: Any, should_stop: Any) -> Any:
+        saved = json.loads((out / "resolved.json").read_text())
+        assert [cell["id"] for cell in saved["recipes"][0]["cells"]] == ["plan-fdc", "plan-kq"]
+        assert saved["recipes"][0]["cells"][0]["command"][-1] == "0.4"
+        return FakeRunner({"fdc": 0.96, "kq": 0.95})(words, should_stop)
+
+    request = RunRequest((str(write(tmp_path)),), out=out, settings={"rate": "0.4"})
+    run_recipes(request, runner=look, machine=CPU)
+    entry = read_result(out / "result.json")["data"]["entries"][0]
+    assert entry["settings"] == {"rate": "0.4"}
+
+
+def test_a_folder_gathers_runs_and_the_report_shows_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    rates = {"fdc": 0.96, "kq": 0.95}
+    run(write(tmp_path), out, rates)
+    run(write(tmp_path, TEXT.replace("small-claim", "other"), "other"), out, rates)
+    assert kvprof("recipe", "report", out).code == 0
+    text = (out / "ledger.md").read_text()
+    assert "**2 recipes: 2 reproduced.**" in text
+    assert "Table 7, row FDC" in text
+    assert "kvprof plan reference --method fdc --rate 0.30" in text
+    page = (out / "ledger.html").read_text()
+    assert page.count("<svg") == 2
+    assert "Measured over claimed" in page
+    # Nothing is overwritten unasked.
+    again = kvprof("recipe", "report", out)
+    assert again.code == ExitCode.USAGE
+    assert kvprof("recipe", "report", out, "--force").code == 0
+    assert kvprof("show", out).stdout.startswith("2 recipes: 2 reproduced.")
+
+
+def test_report_of_what_is_no_ledger(tmp_path: Path) -> None:
+    done = kvprof("recipe", "report", tmp_path)
+    assert done.code == ExitCode.USAGE
+    assert "name the --out of a kvprof recipe run" in done.error
+
+
+def test_new_writes_a_recipe_that_is_valid(tmp_path: Path) -> None:
+    path = tmp_path / "my-sweep.yaml"
+    assert kvprof("recipe", "new", path).code == 0
+    assert "name: my-sweep" in path.read_text()
+    assert kvprof("recipe", "validate", path).stdout == "1 recipe is valid.\n"
+    assert kvprof("recipe", "new", path).code == ExitCode.USAGE
+    assert "ends in .yaml" in kvprof("recipe", "new", tmp_path / "x.txt").error
+    assert "is no recipe's name" in kvprof("recipe", "new", tmp_path / "My Sweep.yaml").error
+
+
+def test_list_and_show(tmp_path: Path) -> None:
+    assert "example-sweep" in kvprof("recipe", "list").stdout
+    shown = kvprof("recipe", "show", "example-sweep").stdout
+    assert shown == next(p for p in find.recipe_files() if p.stem == "example-sweep").read_text()
+
+
+def test_a_wheels_recipes_are_found_inside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = tmp_path / "kvprof" / "recipes"
+    inside.mkdir(parents=True)
+    write(inside)
+    (tmp_path / "recipes").mkdir()  # a stranger's, beside site-packages
+    write(tmp_path / "recipes", name="stranger")
+    monkeypatch.setattr(find, "PACKAGE", tmp_path / "kvprof")
+    assert [path.stem for path in find.recipe_files()] == ["small-claim"]
+
+
+def test_a_real_cell_from_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = kvprof("recipe", "run", write(tmp_path, REAL), "--out", out, "--json", tmp_path / "j")
+    assert done.code == 0, done.stderr
+    entry = read_result(tmp_path / "j")["data"]["entries"][0]
+    assert entry["verdict"] == "reproduced"
+    assert entry["measures"][0]["value"] == pytest.approx(0.5, abs=0.02)
+    start = time.monotonic()
+    again = kvprof("recipe", "run", write(tmp_path, REAL), "--out", out)
+    assert "known: plan reference" in again.stderr
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = REAL.replace("plan reference --method {method} --rate {rate}", "spectrum --tokens 512k")
+    path = write(tmp_path, text.replace('"plan-{method}"', "plan-fdc"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvprof", "recipe", "run", str(path), "--out", str(out)],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (out / "resolved.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INTERRUPTED, stderr
+    assert "the same command goes on" in stderr
+    assert not read_result(out / "result.json")["complete"]

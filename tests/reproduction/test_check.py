@@ -1,0 +1,93 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from kvprof.reproduction.check import InvalidRecipeError, load_recipe
+from kvprof.reproduction.find import recipe_files
+from tests.reproduction.written import TEXT, write
+
+
+def wrong(folder: Path, old: str, new: str) -> list[str]:
+    """Return the complaints about the small recipe with one thing changed, without the folder."""
+    assert TEXT.count(old) >= 1
+    path = write(folder, TEXT.replace(old, new, 1))
+    with pytest.raises(InvalidRecipeError) as caught:
+        load_recipe(path)
+    return [line.removeprefix(str(folder) + "/") for line in caught.value.lines]
+
+
+def test_the_small_recipe_is_read(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path))
+    smoke = recipe.profiles["smoke"]
+    assert recipe.published["kept"].value == 0.95
+    assert smoke.set == {"rate": "0.30"}
+    assert smoke.matrix == {"method": ("fdc", "kq")}
+    assert [line.check for line in smoke.verdict] == ["at_least", "above"]
+    assert smoke.verdict[1].direction
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("judged: true", "judged: true\njudge: 1", "small-claim.yaml:9: unknown key 'judge'"),
+        ("tolerance: 0.01", "tolerence: 0.01", ":21: unknown key 'tolerence': did you mean tolera"),
+        ("tolerance: 0.01", "tolerance: -1", ":21: .*impossible tolerance"),
+        ("tolerance: 0.01", "tolerance_share: 1.0", ":21: .*impossible tolerance"),
+        ("at_least: 0.95, tolerance: 0.01", "about: 0.95, tolerance: 0", ":21: .*impossible tol"),
+        ("at_least: 0.95, tolerance: 0.01", "about: 0.95", ":21: about needs a tolerance"),
+        ("at_least: 0.95, tolerance: 0.01", "between: [2, 1]", ":21: nothing lies between"),
+        ("at_least: 0.95, tolerance: 0.01", "between: [1]", ":21: .*2 are needed"),
+        ("above: 0.5", "above: 0.5, below: 1", ":22: ratio: give one of"),
+        ("published: kept", "published: keep", ":21: no published number 'keep': there are kept"),
+        ("{measure: ratio", "{measure: rotio", ":22: no measure 'rotio': there are rate_fdc"),
+        ("divide: [rate_fdc, worst]", "divide: [rate_fdc, best]", ":19: ratio: no measure 'best'"),
+        ("cell: plan-fdc", "cell: plan-zack", ":17: .*makes no cell 'plan-zack': there are plan-f"),
+        ("figure: rate, where", "figure: rate, data: a, where", ":17: .*one of figure, data"),
+        ("figure: rate, over", 'data: "a[b", over', r":18: worst: 'a\[b' is no path"),
+        ("--rate {rate}", "--rate {rata}", r":15: \{rata\} is no placeholder"),
+        ('"plan-{method}"', "plan", ":15: two cells have the id 'plan'"),
+        ("run: \"plan", 'run: "kvprof plan', ":15: leave out the word kvprof"),
+        ("run: \"plan", 'run: "paln', ":15: no command 'paln'"),
+        ("--rate {rate}", "--rate {rate} --json x", ":15: leave out --json"),
+        ("    stand_in: The shipped model instead of the paper's.\n", "",
+         ":11: smoke: say in stand_in"),
+        ("value: 0.95, unit", "value: high, unit", ':7: published.0..value: "high" is no number'),
+        ("value: 0.95, unit", "low: 0.9, unit", ":7: kept: give a value, or low and high"),
+        ("value: 0.95, unit", "low: 1, high: 0, unit", ":7: kept: low 1 is above high 0"),
+        ("name: small-claim", "name: other", ":2: name is 'other', but the file is small-claim.y"),
+        ("item: Table 7\n", "", ":1: the file: lacks item"),
+        ("judged: true", "judged: yes", ":8: judged: is true, or a sentence"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, said: str) -> None:
+    lines = wrong(tmp_path, old, new)
+    assert any(re.search(said, line) for line in lines), lines
+
+
+def test_every_mistake_is_listed(tmp_path: Path) -> None:
+    text = TEXT.replace("tolerance", "tolerence").replace("claim: The", "calim: The")
+    with pytest.raises(InvalidRecipeError) as caught:
+        load_recipe(write(tmp_path, text))
+    assert len(caught.value.lines) == 3  # two unknown keys, and claim is lacking
+    assert "and 2 more" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", recipe_files(), ids=lambda path: path.stem)
+def test_the_recipes_that_ship_are_valid(path: Path) -> None:
+    from kvprof.commands.recipe_check import check_command
+
+    load_recipe(path, check_command)
+
+
+def test_a_profile_may_be_excluded_but_not_without_a_reason(tmp_path: Path) -> None:
+    text = TEXT.replace("measures:", "  paper: {excluded: it needs 32 GPUs}\nmeasures:", 1)
+    assert load_recipe(write(tmp_path, text)).profiles["paper"].excluded == "it needs 32 GPUs"
+    assert (
+        "paper.excluded"
+        in wrong(
+            tmp_path,
+            "measures:\n  - {id: rate_fdc",
+            "  paper: {excluded: no}\nmeasures:\n  - {id: rate_fdc",
+        )[0]
+    )

@@ -1,0 +1,175 @@
+import re
+
+import pytest
+
+from kvprof.reproduction.data_path import find, parse_path
+from kvprof.reproduction.measures import Measured, measure_all
+from kvprof.reproduction.recipe import Line, Measure
+from kvprof.reproduction.verdicts import (
+    DIRECTION,
+    NOT_JUDGED,
+    NOT_REPRODUCED,
+    REPRODUCED,
+    judge_line,
+    verdict_of,
+)  # fmt: skip
+
+DATA = {
+    "rows": [
+        {"method": "fdc", "rate": 0.3, "seq": 4096, "accuracy": 0.9, "accuracy_interval": [0.8, 1]},
+        {"method": "kq:allocation=budget", "rate": 0.3, "seq": 4096, "accuracy": 0.95},
+        {"method": "kq", "rate": 0.5, "seq": 4096, "accuracy": None},
+    ],
+    "max_rates": {"0.99": 0.4},
+    "seconds": [3, 1, 2],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("rows[method=fdc].accuracy", [0.9]),
+        ("rows[0].accuracy", [0.9]),
+        ("rows[-1].method", ["kq"]),
+        ("rows[method=kq:allocation=budget].accuracy", [0.95]),
+        ("rows[rate=0.30].accuracy", [0.9, 0.95]),
+        ("rows[rate=0.30, method=fdc].accuracy", [0.9]),
+        ("rows[rate=0.30][method=fdc].accuracy", [0.9]),
+        ('max_rates["0.99"]', [0.4]),
+        ("max_rates[*]", [0.4]),
+        ("seconds[*]", [3, 1, 2]),
+        ("rows[method=tale].accuracy", []),
+        ("rows.accuracy", []),
+        ("rows[9]", []),
+    ],
+)
+def test_a_path_leads_to_its_values(path: str, values: list[object]) -> None:
+    assert [found.value for found in find(DATA, path)] == values
+
+
+def test_the_interval_beside_a_value_comes_along() -> None:
+    assert find(DATA, "rows[0].accuracy")[0].interval == (0.8, 1)
+
+
+@pytest.mark.parametrize("path", ["", "rows[", "rows[a]", "rows[=1]", "rows]"])
+def test_what_is_no_path_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r"path|neither"):
+        parse_path(path)
+
+
+RESULTS = {
+    "a": {"kind": "eval", "data": {
+        "evaluations": [
+            {"method": name, "relative_accuracy": value, "relative_accuracy_interval": ends,
+             "perplexity_ratio": None, "kl": {"mean": 0.1}, "rate": 0.3, "tasks": {}}
+            for name, value, ends in (("fdc", 0.9, [0.8, 1.0]), ("kq", 0.95, [0.9, 1.0]))
+        ]
+    }},
+    "b": {"kind": "bench", "data": DATA},
+}  # fmt: skip
+
+
+def measured(*measures: Measure) -> Measured:
+    return list(measure_all(measures, RESULTS, {"c": "c: out of memory"}).values())[-1]
+
+
+FDC = Measure("fdc", cell="a", figure="relative_accuracy", where={"method": "fdc"})
+KQ = Measure("kq", cell="a", figure="relative_accuracy", where={"method": "kq"})
+
+
+def test_figures_keep_their_interval_and_its_ends_make_those_of_a_quotient() -> None:
+    assert measured(FDC) == Measured(0.9, (0.8, 1.0))
+    ratio = measured(FDC, KQ, Measure("ratio", divide=("kq", "fdc")))
+    assert ratio.value == pytest.approx(0.95 / 0.9)
+    assert ratio.interval == pytest.approx((0.9, 1.25))
+    gap = measured(FDC, KQ, Measure("gap", subtract=("kq", "fdc")))
+    assert gap.interval == pytest.approx((-0.1, 0.2))
+
+
+def test_several_matches_need_to_be_told_how() -> None:
+    alone = Measure("all", cell="a", figure="relative_accuracy")
+    assert "say over" in str(measured(alone).missing)
+    worst = measured(Measure("all", cell="a", figure="relative_accuracy", over="min"))
+    assert worst == Measured(0.9, (0.8, 1.0))
+    assert measured(Measure("s", cell="b", data="seconds[*]", over="median")).value == 2
+
+
+@pytest.mark.parametrize(
+    ("measure", "said"),
+    [
+        (Measure("m", cell="a", figure="relative_accuracy", where={"method": "zack"}),
+         "it is there of method fdc; method kq"),
+        (Measure("m", cell="a", figure="speed"), "no figure speed; it has relative_accuracy"),
+        (Measure("m", cell="b", data="rows[method=kq].accuracy"), "was not measured"),
+        (Measure("m", cell="b", data="rows[0].method"), "is no number"),
+        (Measure("m", cell="b", data="seconds"), r"add \[\*\] and over"),
+        (Measure("m", cell="b", data="lows[0]"), "its data has rows, max_rates"),
+        (Measure("m", cell="c", figure="rate"), "c: out of memory"),
+        (Measure("m", cell="d", figure="rate"), "no cell d was run"),
+    ],
+)  # fmt: skip
+def test_why_there_is_no_number(measure: Measure, said: str) -> None:
+    found = measured(measure)
+    assert found.value is None
+    assert re.search(said, str(found.missing))
+
+
+@pytest.mark.parametrize(
+    ("check", "limit", "tolerance", "value", "holds"),
+    [
+        ("at_least", (1.0,), None, 1.0, True), ("at_least", (1.0,), None, 0.99, False),
+        ("at_least", (1.0,), 0.1, 0.9, True), ("at_least", (1.0,), 0.1, 0.89, False),
+        ("at_most", (1.0,), 0.1, 1.1, True), ("at_most", (1.0,), 0.1, 1.11, False),
+        ("above", (1.0,), None, 1.0, False), ("below", (1.0,), None, 1.0, False),
+        ("about", (1.0,), 0.1, 1.05, True), ("about", (1.0,), 0.1, 1.2, False),
+        ("about", (1.0,), 0.1, 0.85, False), ("between", (1.0, 2.0), None, 2.0, True),
+        ("between", (1.0, 2.0), 0.5, 2.5, True), ("between", (1.0, 2.0), None, 2.1, False),
+    ],
+)  # fmt: skip
+def test_limits_and_tolerances(
+    check: str, limit: tuple[float, ...], tolerance: float | None, value: float, holds: bool
+) -> None:
+    line = Line("m", check, limit, tolerance=tolerance)
+    assert judge_line(line, Measured(value)).holds is holds
+
+
+def test_a_share_is_of_the_limit() -> None:
+    line = Line("m", "about", (200.0,), tolerance_share=0.1)
+    assert judge_line(line, Measured(219.0)).holds
+    assert not judge_line(line, Measured(221.0)).holds
+
+
+def test_a_limit_inside_the_interval_is_said_and_the_estimate_decides() -> None:
+    line = Line("m", "at_least", (1.0,))
+    inside = judge_line(line, Measured(1.1, (0.9, 1.3)))
+    assert (inside.holds, inside.uncertain) == (True, True)
+    below = judge_line(line, Measured(0.99, (0.9, 1.3)))
+    assert (below.holds, below.uncertain) == (False, True)
+    assert not judge_line(line, Measured(1.1, (1.05, 1.3))).uncertain
+
+
+@pytest.mark.parametrize(
+    ("strong", "weak", "verdict"),
+    [
+        (2.0, 2.0, REPRODUCED), (0.5, 2.0, DIRECTION), (0.5, 0.5, NOT_REPRODUCED),
+        (2.0, 0.5, NOT_REPRODUCED), (None, 2.0, NOT_JUDGED),
+    ],
+)  # fmt: skip
+def test_verdicts(strong: float | None, weak: float, verdict: str) -> None:
+    lines = [Line("a", "above", (1.0,)), Line("b", "above", (1.0,), direction=True)]
+    values = [Measured(strong, missing=None if strong else "why"), Measured(weak)]
+    assert verdict_of(list(map(judge_line, lines, values))) == verdict
+
+
+def test_without_a_weaker_claim_nothing_is_reproduced_in_direction() -> None:
+    lines = [Line("a", "above", (1.0,)), Line("b", "above", (1.0,))]
+    assert verdict_of(
+        [judge_line(lines[0], Measured(2.0)), judge_line(lines[1], Measured(0.5))]
+    ) == (NOT_REPRODUCED)
+    assert verdict_of([]) == NOT_JUDGED
+
+
+def test_nothing_is_divided_by_0() -> None:
+    zero = Measure("none", subtract=("fdc", "fdc"))
+    found = measured(FDC, zero, Measure("ratio", divide=("fdc", "none")))
+    assert found.missing == "none is 0, and fdc cannot be divided by it"

@@ -1,0 +1,230 @@
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.reproduction.check import load_recipe
+from kvprof.reproduction.ledger import merge_entries
+from kvprof.reproduction.machine import Machine
+from kvprof.reproduction.run import Finished, Planned, prepare, run_planned
+from kvprof.reproduction.store import CellStore, cell_digest, code_version
+from tests.reproduction.written import CPU, TEXT, FakeRunner, plan_result, write
+
+
+def planned(
+    folder: Path, *texts: str, settings: dict[str, str] | None = None, machine: Machine = CPU,
+    model: str | None = None, profile: str = "smoke",
+) -> list[Planned]:  # fmt: skip
+    recipes = []
+    for place, text in enumerate(texts or (TEXT,)):
+        name = f"small-{place}"
+        recipes.append(load_recipe(write(folder, text.replace("small-claim", name), name)))
+    return prepare(recipes, profile, settings or {}, model, machine, "version")
+
+
+def run(
+    plan: list[Planned], folder: Path, runner: FakeRunner,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Finished:  # fmt: skip
+    store = CellStore(folder / "cells")
+    return run_planned(plan, store, runner, machine=CPU, settings={}, should_stop=should_stop)
+
+
+def verdicts(finished: Finished) -> list[str]:
+    return [entry["verdict"] for entry in finished.entries]
+
+
+def test_a_claim_that_holds_and_one_that_was_falsified(tmp_path: Path) -> None:
+    true = run(planned(tmp_path), tmp_path / "a", FakeRunner({"fdc": 0.96, "kq": 0.95}))
+    assert verdicts(true) == ["reproduced"]
+    # The same recipe with a limit that nothing reaches, and no weaker claim to fall back to.
+    text = TEXT.replace("at_least: 0.95", "at_least: 1.2").replace(", direction: true", "")
+    false = run(planned(tmp_path, text), tmp_path / "b", FakeRunner({"fdc": 0.96, "kq": 0.95}))
+    assert verdicts(false) == ["not reproduced"]
+    assert [line["holds"] for line in false.entries[0]["lines"]] == [False, True]
+
+
+def test_the_weaker_claim_alone_is_a_direction(tmp_path: Path) -> None:
+    found = run(planned(tmp_path), tmp_path / "a", FakeRunner({"fdc": 0.5, "kq": 0.6}))
+    assert verdicts(found) == ["reproduced in direction"]
+
+
+def test_equal_cells_of_several_recipes_run_once(tmp_path: Path) -> None:
+    runner = FakeRunner({"fdc": 0.96, "kq": 0.95})
+    found = run(planned(tmp_path, TEXT, TEXT), tmp_path, runner)
+    assert len(runner.asked) == 2
+    assert runner.asked[0] == ("plan", "reference", "--method", "fdc", "--rate", "0.30")
+    assert verdicts(found) == ["reproduced", "reproduced"]
+
+
+def test_a_failing_cell_is_a_verdict_and_loses_no_other(tmp_path: Path) -> None:
+    other = TEXT.replace("method: [fdc, kq]", "method: [fdc, zack]")
+    runner = FakeRunner({"fdc": 0.96, "kq": 0.95, "zack": "out of memory: 3 GB"})
+    found = run(planned(tmp_path, other, TEXT), tmp_path, runner)
+    assert verdicts(found) == ["cannot be judged here", "reproduced"]
+    assert found.entries[0]["failed"]
+    assert found.entries[0]["reasons"] == ["plan-zack: out of memory: 3 GB"]
+    # What could be measured of it is there nevertheless.
+    assert found.entries[0]["measures"][0]["value"] == 0.96
+
+
+def test_an_interrupted_run_resumes_and_a_changed_cell_runs_alone(tmp_path: Path) -> None:
+    stop = False
+    runner = FakeRunner({"fdc": 0.96, "kq": 0.95})
+
+    def interrupt() -> None:
+        nonlocal stop
+        stop = len(runner.asked) == 2
+
+    runner.after = interrupt
+    first = run(planned(tmp_path), tmp_path, runner, lambda: stop)
+    assert first.interrupted
+    assert verdicts(first) == ["cannot be judged here"]
+    assert "plan-kq: interrupted" in first.entries[0]["reasons"]
+
+    again = FakeRunner({"fdc": 0.96, "kq": 0.95})
+    second = run(planned(tmp_path), tmp_path, again)
+    assert [words[3] for words in again.asked] == ["kq"]
+    assert verdicts(second) == ["reproduced"]
+    assert [cell["known"] for cell in second.entries[0]["cells"]] == [True, False]
+
+    changed = TEXT.replace("method: [fdc, kq]", "method: [fdc, zack]")
+    third = FakeRunner({"zack": 0.95})
+    run(planned(tmp_path, changed), tmp_path, third)
+    assert [words[3] for words in third.asked] == ["zack"]
+
+
+def test_nothing_is_known_with_fresh_or_of_another_device(tmp_path: Path) -> None:
+    runner = FakeRunner({"fdc": 0.96, "kq": 0.95})
+    plan = planned(tmp_path)
+    store = CellStore(tmp_path / "cells")
+    for fresh in (False, False, True):
+        run_planned(plan, store, runner, machine=CPU, settings={}, fresh=fresh)
+    assert len(runner.asked) == 4
+    elsewhere = replace(CPU, cpu="another CPU")
+    run(planned(tmp_path, machine=elsewhere), tmp_path, runner)
+    assert len(runner.asked) == 6
+
+
+def test_a_full_disk_is_said_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise FailedError("cannot write cells/x.json: No space left on device")
+
+    monkeypatch.setattr("kvprof.reproduction.store.write_result", full)
+    found = run(planned(tmp_path), tmp_path, FakeRunner({"fdc": 0.96, "kq": 0.95}))
+    assert verdicts(found) == ["reproduced"]
+    assert len(found.warnings) == 2
+    assert "No space left on device" in found.warnings[0]
+
+
+def test_a_damaged_or_incomplete_result_is_measured_again(tmp_path: Path) -> None:
+    store = CellStore(tmp_path)
+    store.put("half", plan_result("fdc", 0.5, complete=False))
+    store.put("whole", plan_result("fdc", 0.5))
+    assert store.get("half") is not None  # for the run in hand
+    later = CellStore(tmp_path)
+    assert later.get("half") is None
+    assert later.get("whole") is not None
+    (tmp_path / "whole.json").write_text("{")
+    assert CellStore(tmp_path).get("whole") is None
+
+
+def test_the_digest_knows_the_contents_of_files_and_models(tmp_path: Path) -> None:
+    text, model = tmp_path / "notes.txt", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    text.write_text("one")
+    words = ("eval", str(model), f"--text={text}")
+    found = [cell_digest(words, "cpu", "1"), cell_digest(words, "cpu", "2")]
+    text.write_text("two")
+    found.append(cell_digest(words, "cpu", "1"))
+    (model / "config.json").write_text('{"a": 1}')
+    found.append(cell_digest(words, "cpu", "1"))
+    assert len(set(found)) == 4
+    assert cell_digest(words, "cpu", "1") == found[-1]
+    assert code_version().startswith("0.")
+
+
+def test_set_fills_placeholders_as_one_word_and_narrows_the_matrix(tmp_path: Path) -> None:
+    (one,) = planned(tmp_path, settings={"rate": "0.4 --device cuda", "method": "kq"})
+    assert [cell.words for cell, _ in one.cells] == [
+        ("plan", "reference", "--method", "kq", "--rate", "0.4 --device cuda")
+    ]
+    with pytest.raises(UsageError, match="--set colour: none of the recipes has this placeholder"):
+        planned(tmp_path, settings={"colour": "red"})
+
+
+def test_the_model_takes_the_place_of_the_one_that_is_named(tmp_path: Path) -> None:
+    (one,) = planned(tmp_path, model="my/llama")
+    assert {cell.words[1] for cell, _ in one.cells} == {"my/llama"}
+    named = TEXT.replace("plan reference", "plan {model}")
+    (two,) = planned(tmp_path, named, model="my/llama")
+    assert {cell.words[1] for cell, _ in two.cells} == {"my/llama"}
+    (open_,) = planned(tmp_path, named)
+    assert open_.open == "give --model"
+    several = TEXT.replace("plan reference", "plan {method}")
+    with pytest.raises(UsageError, match=r"name several \(fdc, kq\)"):
+        planned(tmp_path, several, model="my/llama")
+
+
+@pytest.mark.parametrize(
+    ("needs", "machine", "said"),
+    [
+        ("{gpu: true}", CPU, "it needs a GPU, and this machine has none"),
+        ("{gpu: 2}", replace(CPU, gpus=("H200",)), "it needs 2 GPUs, and this machine has 1"),
+        (
+            "{weights: [meta/llama]}",
+            replace(CPU, has_weights=lambda _: False),
+            "weights of meta/ll",
+        ),
+        ("{extras: [harness]}", replace(CPU, has_extra=lambda _: False), r"kvprof\[harness\]"),
+    ],
+)
+def test_what_is_missing_here_cannot_be_judged(
+    tmp_path: Path, needs: str, machine: Machine, said: str
+) -> None:
+    text = TEXT.replace("    matrix:", f"    needs: {needs}\n    matrix:")
+    (one,) = planned(tmp_path, text, machine=machine)
+    found = run([one], tmp_path, FakeRunner({}))
+    assert verdicts(found) == ["cannot be judged here"]
+    assert found.entries[0]["lacking"]
+    assert re.search(said, found.entries[0]["reasons"][0])
+
+
+def test_data_that_the_user_must_bring(tmp_path: Path) -> None:
+    text = TEXT.replace("--rate {rate}", "--rate {rate} --calibrate {data}").replace(
+        "    matrix:", '    needs: {data: ["IMDb as JSON Lines"]}\n    matrix:'
+    )
+    (one,) = planned(tmp_path, text)
+    assert one.open == "give --set data=…: IMDb as JSON Lines"
+    with pytest.raises(UsageError, match=r"--set data=nowhere\.jsonl: there is no such file"):
+        planned(tmp_path, text, settings={"data": "nowhere.jsonl"})
+
+
+def test_what_kvprof_cannot_judge_is_run_and_left_open(tmp_path: Path) -> None:
+    text = TEXT.replace("judged: true", "judged: the claim is about 32 GPUs")
+    found = run(planned(tmp_path, text), tmp_path, FakeRunner({"fdc": 0.96, "kq": 0.95}))
+    assert verdicts(found) == ["cannot be judged here"]
+    assert not found.entries[0]["lacking"]
+    assert found.entries[0]["lines"][0]["holds"]
+    assert verdicts(run(planned(tmp_path, profile="paper"), tmp_path, FakeRunner({}))) == [
+        "cannot be judged here"
+    ]
+
+
+def test_later_entries_replace_earlier_ones_unless_they_know_less(tmp_path: Path) -> None:
+    good = run(planned(tmp_path), tmp_path / "a", FakeRunner({"fdc": 0.96, "kq": 0.95})).entries
+    bad = run(planned(tmp_path), tmp_path / "b", FakeRunner({"fdc": 0.1, "kq": 0.95})).entries
+    left = run(planned(tmp_path), tmp_path / "c", FakeRunner({}), lambda: True).entries
+    broken = run(planned(tmp_path), tmp_path / "d", FakeRunner({"fdc": "x", "kq": "y"})).entries
+    assert [e["verdict"] for e in merge_entries(good, bad)] == ["reproduced in direction"]
+    assert [e["verdict"] for e in merge_entries(good, left)] == ["reproduced"]
+    assert [e["verdict"] for e in merge_entries(good, broken)] == ["cannot be judged here"]
+    other = [{**bad[0], "machine": "an H200"}]
+    assert len(merge_entries(good, other)) == 2
