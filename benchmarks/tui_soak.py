@@ -100,6 +100,7 @@ async def watch(
             await asyncio.sleep(0.001)
             pauses.append(time.perf_counter() - start - 0.001)
 
+    # Textual has no hook for a frame's time: its own methods are wrapped, and put back below.
     Screen._on_timer_update = timed_paint  # type: ignore[method-assign]
     app.draw = timed_draw  # type: ignore[method-assign]
     names = list(SCREENS)

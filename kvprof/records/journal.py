@@ -296,7 +296,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    file = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115
+    file = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115 - the caller closes
     return cast(IO[bytes], file)
 
 
