@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from textual.events import Resize
 
 from kvprof.records.files import read_result
 from kvprof.records.fold import result_of
@@ -158,6 +159,23 @@ def test_leaving_a_recorded_run_asks_nothing(tmp_path, key):
         await pilot.press(key)
 
     assert show(recorded(tmp_path), tmp_path, steps) == 0
+
+
+@pytest.mark.parametrize("screen", range(1, 6))
+def test_the_timer_may_tick_while_the_view_closes(tmp_path, screen):
+    async def steps(app, pilot):
+        await press(app, pilot, str(screen))
+        close = app._close_all
+
+        async def ticking():
+            await app.screen.remove_children()
+            app.screen.on_resize(Resize(app.size, app.size))
+            app.draw()
+            await close()
+
+        app._close_all = ticking
+
+    show(recorded(tmp_path), tmp_path, steps)
 
 
 class TestReplay:

@@ -93,9 +93,10 @@ class RunScreen(Screen[None]):
 
     def refresh_all(self) -> None:
         """Draw everything that has changed."""
-        if not self._composed or not self.size.width:
-            return
         app = self.live
+        # An app that ends takes its widgets away while its timer still ticks.
+        if not self._composed or not app.is_running or not self.size.width:
+            return
         width = self.size.width
         self.put("tabs", (app.dark,), lambda: tabs(self.called))
         status = app.status_line(width - 2)

@@ -45,7 +45,8 @@ class LogScreen(RunScreen):
     def on_resize(self, event: Resize) -> None:
         """Write every line again, wrapped for the new width."""
         self._written = 0
-        self.query_one(RichLog).clear()
+        for log in self.query(RichLog):
+            log.clear()
         super().on_resize(event)
 
     def _line(self, line: LogLine, width: int) -> Text:
