@@ -13,11 +13,9 @@ the same share of each key's dimensions everywhere::
 
     def keys_only(inputs: MethodInputs, *, smallest: int = 1) -> PlanFamily:
         """Return plans whose knob is the share of a key's dimensions that is left out."""
-        moments = inputs.calibrated("keys-only")
+        moments, basis = inputs.calibrated("keys-only"), KEY_BASES["kq"]
         layers = [
-            LayerBases(
-                keys=KEY_BASES["kq"](moments, facts), values=None, placement=Placement.POST_ROPE
-            )
+            LayerBases(keys=basis(moments, facts), values=None, placement=Placement.POST_ROPE)
             for facts in inputs.layout.layers
         ]
         widths = [target.width for target in rank_targets(layers)]

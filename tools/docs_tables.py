@@ -1,0 +1,301 @@
+"""Fill the tables of the documentation from committed records and from the code.
+
+    python tools/docs_tables.py
+
+A page marks what is filled: what stands between ``<!-- table: NAME ARGUMENT … -->`` and
+``<!-- end -->`` is replaced by what `TABLES` makes of the name. So no figure is typed by hand, and
+a new record shows in every page that quotes it.
+"""
+
+import argparse
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, reduce
+from importlib import import_module
+from operator import getitem
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import typer
+
+from kvprof.benchmark.shapes import shape_names
+from kvprof.cli import COMMANDS, app
+from kvprof.errors import ExitCode
+from kvprof.kernels.compile import ARCHITECTURES, OPERATIONS, variants
+from kvprof.methods.quantisers import QUANTISERS
+from kvprof.methods.registry import METHODS, calibration_needs
+from kvprof.records.files import read_result, write_text_atomic
+from kvprof.views.numbers import MISSING, number
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+_REGION = re.compile(r"(<!-- table: ([a-z][^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_FRONTIERS = ("frontier-random", "frontier-text")
+_KERNELS = "benchmarks/kernels.json"
+_RETRIEVAL = ("needle", "variables", "copy")
+
+
+def filled(text: str) -> str:
+    """Return a page with every region as the records have it.
+
+    Raises
+    ------
+    ValueError
+        For a region that nothing fills, or that has no end.
+    """
+    opened, closed = text.count("<!-- table: "), len(_REGION.findall(text))
+    if opened != closed:
+        raise ValueError(f"{opened} regions begin, and {closed} of them have a name and an end")
+
+    def fill(match: re.Match[str]) -> str:
+        name, *arguments = match[2].split()
+        if name not in TABLES:
+            raise ValueError(f"no table {name!r}: there are {', '.join(TABLES)}")
+        return f"{match[1]}{TABLES[name](*arguments)}\n{match[4]}"
+
+    return _REGION.sub(fill, text)
+
+
+def pages() -> list[Path]:
+    """Return the pages that hold regions."""
+    found = sorted(DOCS.glob("*.md"))
+    return [page for page in found if "<!-- table: " in page.read_text(encoding="utf-8")]
+
+
+def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _wrapped(words: str, indent: str = "") -> str:
+    return textwrap.fill(words, 99, subsequent_indent=indent, break_on_hyphens=False)
+
+
+# --- what the code says ---------------------------------------------------------------------------
+
+
+def _commands() -> str:
+    rows = ((f"[`{entry.name}`](#{entry.name})", entry.help) for entry in COMMANDS)
+    return _rows(("command", "answers"), rows)
+
+
+def _exit_codes() -> str:
+    epilog = typer.main.get_command(app).epilog or ""
+    said = dict(re.findall(r"(\d+) ([^,.]+)", epilog))
+    codes = (str(int(code)) for code in ExitCode)
+    return _rows(("exit code", "means"), ((code, said[code]) for code in codes))
+
+
+def _options() -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, tuple):
+            return ",".join(map(shown, value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    rows = []
+    for name, function in METHODS.items():
+        parameters = inspect.signature(function).parameters.values()
+        own = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        options = ", ".join(f"`{p.name}={shown(p.default)}`" for p in own) or MISSING
+        # A library that is not installed changes nothing here: a quantiser needs no calibration.
+        needs = None if name in ("hqq", "quanto") else calibration_needs(name)
+        rows.append((f"`{name}`", options, f"`{needs.source}`" if needs else MISSING))
+    return _rows(("method", "options and what they are unless told", "calibrated on"), rows)
+
+
+def _quantisers() -> str:
+    def shared(side: Any) -> str:
+        unit = "columns" if side.axis == "token" else "tokens"
+        return f"per {side.axis}, " + (f"{side.group} {unit}" if side.group else "the whole row")
+
+    rows = []
+    for name, (make, bits, usual) in QUANTISERS.items():
+        made = make((usual,))
+        outliers = f"{100 * made.outliers:g} %" if made.outliers else MISSING
+        sides = shared(made.keys), shared(made.values)
+        known = ", ".join(map(str, sorted(bits)))
+        rows.append((f"`{name}`", known, str(usual), *sides, str(made.window or MISSING), outliers))
+    head = ("quantiser", "bits", "on top of a method", "K shares a scale", "V shares a scale",
+            "exact window", "outliers kept")  # fmt: skip
+    return _rows(head, rows)
+
+
+def _variants() -> str:
+    counts = dict.fromkeys(OPERATIONS, 0)
+    for variant in variants():
+        counts[variant.name.split()[0]] += 1
+    about = {
+        name: (import_module(f"kvprof.kernels.{name}").__doc__ or "").strip().split("\n")[0]
+        for name in OPERATIONS
+    }
+    rows = [(f"`{name}`", about[name], str(count)) for name, count in counts.items()]
+    targets = ", ".join(f"sm_{architecture}" for architecture in ARCHITECTURES)
+    return _rows(("kernel", "does", f"forms compiled for {targets}"), rows)
+
+
+def _shapes() -> str:
+    return _wrapped(", ".join(f"`{name}`" for name in shape_names()) + ".")
+
+
+def _literal(module: str, which: str) -> str:
+    """Return a literal block of a module's documentation, as code."""
+    text = inspect.getdoc(import_module(module)) or ""
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", text + "\n")
+    block = blocks[1 if which == "toml" else 0]
+    return f"```{which}\n{textwrap.dedent(block).strip()}\n```"
+
+
+# --- what was measured ----------------------------------------------------------------------------
+
+
+@cache
+def _record(path: str) -> dict[str, Any]:
+    return read_result(DOCS / path)
+
+
+def _methods(record: str) -> dict[str, dict[str, Any]]:
+    rows = _record(f"findings/{record}.json")["data"]["methods"]
+    return {row["label"]: row for row in rows}
+
+
+def _retrieval(point: dict[str, Any]) -> str:
+    return " / ".join(f"{point['tasks'][task]['accuracy']:.2f}" for task in _RETRIEVAL)
+
+
+def _rates(*labels: str) -> str:
+    """Return the largest rates at the target, with random tokens and with text."""
+    random, text = (_methods(record) for record in _FRONTIERS)
+
+    def cells(label: str) -> Iterator[str]:
+        yield f"`{label}`"
+        for rows in (random, text):
+            if label not in rows:
+                yield from (MISSING, MISSING)
+                continue
+            row = rows[label]
+            points = {point["rate"]: point for point in row["points"]}
+            point = points[row["max_rate"] if row["max_rate"] is not None else min(points)]
+            early = ", stopped early" if row["reason"] == "interrupted" else ""
+            none = f"none; {point['rate']:.3f} keeps {point['share']:.4f}"
+            yield none if row["max_rate"] is None else f"{point['rate']:.3f}{early}"
+            yield _retrieval(point)
+
+    head = ("method", "rate", "retrieval", "rate, from text", "retrieval")
+    return _rows(head, (list(cells(label)) for label in labels))
+
+
+def _frontier_inputs() -> str:
+    record = _record(f"findings/{_FRONTIERS[0]}.json")
+    inputs, data = record["inputs"], record["data"]
+    gpu, baseline = record["environment"]["gpus"][0]["name"], data["baseline"]
+    records = ", ".join(f"[{name}](findings/{name}.json)" for name in _FRONTIERS)
+    return _wrapped(
+        f"Reference model, {gpu}, {data['dtype']}, {record['created'][:10]}; {inputs['sequences']} "
+        f"sequences of {inputs['seq_len']:,} tokens, {baseline['decoded_tokens']:,} of them "
+        f"decoded and scored; rates at a context of {data['context']} tokens; target "
+        f"{100 * data['target']:g} % of the uncompressed next-token accuracy, which is "
+        f"{baseline['accuracy']:.4f}. Retrieval is the share of {' / '.join(_RETRIEVAL)} questions "
+        f"answered at that rate ({_retrieval(baseline)} uncompressed). Records: {records}."
+    )
+
+
+def _claims(paper: str) -> str:
+    """Return what the stability records say of a paper's claims about rotations."""
+    found: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
+    for path in sorted((DOCS / "findings").glob("*.json")):
+        for claim in _record(f"findings/{path.name}")["data"].get("claims", ()):
+            if claim["paper"].startswith(paper):
+                key = claim["paper"], claim["pair"]
+                found.setdefault(key, []).append((path.stem, claim))
+    rows = []
+    for (where, pair), claims in sorted(found.items()):
+        measured = [claim["measured"] for _, claim in claims]
+        costs = [claim["cost"] for _, claim in claims]
+        names = sorted({name for name, _ in claims})
+        rows.append(
+            (
+                where, f"`{pair}`", f"{claims[0][1]['threshold']:g}",
+                f"{min(measured):.2f}–{max(measured):.2f}",
+                f"{100 * min(costs):.1f}–{100 * max(costs):.1f} %",
+                f"{sum(claim['holds'] for _, claim in claims)} of {len(claims)}",
+                ", ".join(f"[{name}](findings/{name}.json)" for name in names),
+            )
+        )  # fmt: skip
+    head = ("claim", "pair", "δ/ε below", "measured", "extra lost energy", "holds in", "records")
+    return _rows(head, rows)
+
+
+def _kernel_section(path: str) -> dict[str, Any]:
+    section: dict[str, Any] = reduce(getitem, path.split("."), _record(_KERNELS)["data"])
+    return section
+
+
+def _kernels(*paths: str) -> str:
+    """Return the rows of parts of kernels.json, such as ``decode`` and ``palu.rope``."""
+
+    def cells(row: dict[str, Any]) -> tuple[str, ...]:
+        return (
+            f"`{row['method']}`", f"{row['seq']:,}", str(row["batch"]), f"{row['rate']:.3f}",
+            f"{1e6 * median(row['seconds']):,.1f}", number(row["tb_per_s"]),
+            f"{row['speedup']:.2f}×", f"{row['error']:.1e}", row["baseline"],
+        )  # fmt: skip
+
+    head = ("method", "tokens", "batch", "rate", "µs", "TB/s", "speed-up", "error", "against")
+    return _rows(head, (cells(row) for path in paths for row in _kernel_section(path)["rows"]))
+
+
+def _schedules() -> str:
+    section = _kernel_section("schedules")
+    rows = []
+    for row, cut in zip(section["rows"], section["schedules"], strict=True):
+        assert (row["schedule"], row["batch"]) == (cut["schedule"], cut["batch"])
+        rows.append(
+            (
+                f"`{row['schedule']}`", str(row["batch"]), f"{cut['predicted']:.2f}",
+                f"{cut['measured']:.2f}", f"{1e6 * median(row['seconds']):,.1f}",
+                f"{row['speedup']:.2f}×",
+            )
+        )  # fmt: skip
+    head = ("schedule", "batch", "longest over mean, predicted", "measured", "µs", "speed-up")
+    return _rows(head, rows)
+
+
+def _kernels_inputs() -> str:
+    record = _record(_KERNELS)
+    gpu, packages = (record["environment"][key] for key in ("gpus", "packages"))
+    section = _kernel_section("decode")
+    shape = section["shape"]
+    return _wrapped(
+        f"{gpu[0]['name']}, torch {packages['torch']}, Triton {packages['triton']}, "
+        f"{section['rows'][0]['dtype']}, {record['created'][:10]}; one layer of {shape['name']} "
+        f"({shape['num_heads']} query heads, {shape['num_kv_heads']} KV heads of "
+        f"{shape['head_dim']}) unless said otherwise; the median of {record['inputs']['repeats']} "
+        "samples, taken in turn with the best full-width kernel, which the last column names. "
+        "Errors are against float64. Record: [kernels.json](benchmarks/kernels.json)."
+    )
+
+
+#: What fills a region, by its name.
+TABLES: dict[str, Callable[..., str]] = {
+    "commands": _commands, "exit-codes": _exit_codes, "options": _options,
+    "quantisers": _quantisers, "variants": _variants, "shapes": _shapes, "literal": _literal,
+    "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
+    "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Fill every page."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (made := filled(text)) != text:
+            write_text_atomic(page, made, force=True)
+            print(f"{page.relative_to(ROOT)} written")
+
+
+if __name__ == "__main__":
+    main()
