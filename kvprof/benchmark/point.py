@@ -28,6 +28,10 @@ from kvprof.errors import UsageError
 __all__ = ["Budget", "Point", "measure"]
 
 
+# How often slower than the best a kernel is after one sample that further ones do not help.
+_HOPELESS = 4.0
+
+
 @dataclass(frozen=True)
 class Budget:
     """How long to sample.
@@ -226,7 +230,7 @@ def _baselines(point: Point) -> _Full | None:
             "seconds": None, "reason": None,
         }  # fmt: skip
         try:
-            tried = _baseline(point, name, build, inputs)
+            tried = _baseline(point, name, build, inputs, best)
         except (Lack, UsageError) as why:
             entry["reason"] = str(why)
         except (MemoryError, RuntimeError, TritonError) as problem:
@@ -245,14 +249,18 @@ def _baselines(point: Point) -> _Full | None:
 
 
 def _baseline(
-    point: Point, name: str, build: Callable[[FullWidth], Case], inputs: FullWidth
-) -> _Full:
+    point: Point, name: str, build: Callable[[FullWidth], Case], inputs: FullWidth,
+    best: _Full | None,
+) -> _Full:  # fmt: skip
     case = build(inputs)
     timed = sampler(case.runs, point.place.device)
     error = case.error(timed.output())
     if error > TOLERANCE[point.place.dtype]:
         raise Lack(f"its result is wrong (error {error:.1g} against float64)")
     _tell(point, name, case, timed)
+    first = timed.sample()
+    if best is not None and first > _HOPELESS * median(best.seconds):
+        return _Full(case, timed, [first], error)
     budget = point.budget
     (seconds,) = interleaved(
         [timed], budget.repeats, seconds=budget.baseline_seconds, should_stop=point.should_stop

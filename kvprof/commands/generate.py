@@ -208,12 +208,13 @@ def _generated(
         if streams:
             terminal.out("", highlight=False)
         cache = _cache(loaded, plan, session.cache)
+        notes = session.kernel_notes
     tokenizer = loaded.tokenizer()
     data: dict[str, Any] = {
         "text": tokenizer.decode(ours.tokens, skip_special_tokens=True),
         "tokens": ours.tokens,
         "ended": ours.ended,
-        "cache": cache,
+        "cache": None if cache is None else {**cache, "notes": notes},
         "difference": None,
     }
     if diff and ours.ended != "interrupted":
@@ -250,10 +251,8 @@ def _warnings(data: dict[str, Any]) -> list[str]:
     measured, account = cache["measured_bytes"], cache["account_bytes"]
     if abs(measured - account) <= _AGREEMENT * account:
         return []
-    return [
-        f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: one of the "
-        "two is wrong"
-    ]
+    why = "; ".join(cache["notes"]) or "one of the two is wrong"
+    return [f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: {why}"]
 
 
 def _show(result: dict[str, Any], outputs: Outputs) -> None:

@@ -65,6 +65,8 @@ class Found:
         Place of a question in the list of all to whether it was answered right.
     measured : int
         Bytes that the caches of all text batches held at their ends.
+    notes : list of str
+        What they stored otherwise than the plan says.
     complete : bool
         Whether nothing was left out.
     """
@@ -73,7 +75,12 @@ class Found:
     text: list[tuple[TextBatch, TokenScores]] = field(default_factory=list)
     answers: dict[int, bool] = field(default_factory=dict)
     measured: int = 0
+    notes: list[str] = field(default_factory=list)
     complete: bool = True
+
+
+def _because(notes: list[str]) -> str:
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def assembled(
@@ -136,7 +143,7 @@ def assembled(
     if found.measured and abs(measured - account) > _DEVIATION * account:
         warnings.append(
             f"{plan.method}: the cache held {measured:,.0f} bytes per sequence of {seen:,} tokens, "
-            f"its account says {account:,}; rates rest on the account"
+            f"its account says {account:,}{_because(found.notes)}; rates rest on the account"
         )
     if settings.teacher_forced and (hidden := hidden_in_one_pass(plan)):
         warnings.append(

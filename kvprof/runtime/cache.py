@@ -10,6 +10,7 @@ from kvprof.errors import UsageError
 from kvprof.models.interface import Rotation
 from kvprof.runtime.arena import Arena
 from kvprof.runtime.cache_layer import CompressedLayer
+from kvprof.runtime.kernels.state import KernelState
 from kvprof.runtime.rotary import RotaryTable, angles
 
 if TYPE_CHECKING:
@@ -99,6 +100,20 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self._extended[source] = known
         self._table_of[layer] = self._extended[source]
         return self._tables[self._extended[source]]
+
+    def take_angles(self, kernels: KernelState, past: int) -> None:
+        """Take over the angles of the tokens that the kernels have stored.
+
+        Parameters
+        ----------
+        kernels : KernelState
+            Which the layers leave.
+        past : int
+            Tokens so far, padding included.
+        """
+        for layers, table in kernels.tables.unslotted(kernels.first, past):
+            self._table_of.update(dict.fromkeys(layers, len(self._tables)))
+            self._tables.append(table)
 
     def reset(self) -> None:
         """Forget everything."""

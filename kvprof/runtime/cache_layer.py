@@ -10,7 +10,7 @@ from kvprof.errors import UsageError
 from kvprof.runtime.arena import Arena
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.graphs import is_capturing
-from kvprof.runtime.kernel_store import KernelStore
+from kvprof.runtime.kernels.store import KernelStore
 
 if TYPE_CHECKING:
     from kvprof.runtime.cache import CompressedCache
@@ -137,8 +137,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def _rows(self) -> int:
-        if self.planes is not None and self.planes.layout is not None:
-            return self.planes.layout.batch
+        if self.planes is not None and self.planes.rows:
+            return self.planes.rows
         return sum(len(cohort.rows) for cohort in self.cohorts)
 
     @property
@@ -146,7 +146,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Whether the newest tokens can be taken back: only what is stored as it came can be."""
         # A ring that has gone round has lost what stood in its window before.
         whole = self.sliding_window is None or self.seen <= self.sliding_window
-        return self.planes is not None and whole
+        return self.planes is not None and self.planes.exact and whole
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens.

@@ -45,8 +45,8 @@ def compressed(
     plan : Plan
         Made for this model.
     kernels : str, optional
-        ``auto``: layers run on kvprof's kernels where these can run them and are the faster way;
-        on a GPU none does yet, because prefill over heads of unlike width was found wrong there.
+        ``auto``: layers run on kvprof's kernels where these can run them and are the faster way,
+        which takes a prompt of some thousand tokens (`kvprof.runtime.kernels.route`).
         ``on``: all layers do, or there is an error. ``off``: none does. By default what the
         environment variable ``KVPROF_KERNELS`` says, else ``auto``. `Compression.kernel_reasons`
         tells what became of it.

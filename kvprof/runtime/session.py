@@ -21,7 +21,7 @@ from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.graphs import uncompiled
 from kvprof.runtime.indices import index_of
-from kvprof.runtime.kernel_route import KernelRoute
+from kvprof.runtime.kernels.route import KernelRoute
 from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.masks import mask_facts, visible_keys
 from kvprof.runtime.passes import OwnTokens
@@ -70,6 +70,12 @@ class Compression:
         """
         left = None if self.cache is None else self.cache.left
         return [reason or left for reason in self.route.reasons]
+
+    @property
+    def kernel_notes(self) -> list[str]:
+        """What the kernels store otherwise than the plan says, in words."""
+        running = self.cache is None or self.cache.kernels is not None
+        return self.route.notes if running else []
 
     @property
     def opaque(self) -> bool:
@@ -181,15 +187,20 @@ class Compression:
         if options.get("dropout"):
             raise UsageError("the model is in training mode; call model.eval() first")
         store = cache.layers[index]
-        done = self.route.run(index, cache, query, key, value, options)
+        several = query.shape[2] > 1
+        exact = runtime.exact(several)
+        if index in self.switches:
+            self.switches[index].exact = exact
+        # Taken from the list by every layer that rebuilds, so that it holds the next one's alone.
+        rotation = self._last_rotation(index) if runtime.rebuilds else None
+        done = self.route.run(index, cache, query, key, value, options, rotation)
         if done is not None:
             store.stored()
             self._fired.add(index)
             return done.unsqueeze(2)
         batch, _, tokens, _ = query.shape
-        unrotated = rotation = table = None
-        if runtime.rebuilds:
-            rotation = self._last_rotation(index)
+        unrotated = table = None
+        if rotation is not None:
             facts = runtime.facts
             assert facts.rotary_offset is not None  # check_fits has seen to it
             _, unrotated = before_rotation(
@@ -198,10 +209,6 @@ class Compression:
             with part("decompress"):
                 table = cache.angles(index, rotation, batch)
         self._regroup(store.cohorts, store.seen)
-        several = tokens > 1
-        exact = runtime.exact(several)
-        if index in self.switches:
-            self.switches[index].exact = exact
         output: Tensor | None = None
         for cohort in store.cohorts:
             hidden = max(0, self._starts[cohort.rows[0]] - store.seen) if not cohort.seen else 0

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.append import append
+from kvprof.kernels.levels.append import append, read, write
 from kvprof.kernels.levels.codes import container_bits, dequantise, quantise, spread
 from kvprof.kernels.levels.cuts import token_bytes, token_cost
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
+from kvprof.kernels.levels.places import places_of
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for
@@ -164,6 +165,36 @@ def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
         append(buffer, layout, 0, [new[0]], [new[1]], at)
         at = at + size
     assert torch.equal(buffer, wanted)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    FORMATS, FORMATS, st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),
+    st.sampled_from([16, 32, None]), st.integers(0, 99),
+)  # fmt: skip
+def test_single_tokens_of_many_heads_are_read_where_they_lie(k_bits, v_bits, widths, columns, seed):
+    """Segment 1 of two; slots in any order, some of which it does not have."""
+    both = [segment(widths, *bits, columns=columns, capacity=90)
+            for bits in ((8, None), (k_bits, v_bits))]  # fmt: skip
+    layout = LevelsLayout(tuple(both), torch.float16)
+    sides = [[random(2, 90, pair[side], seed=seed + n).half() for n, pair in enumerate(widths)]
+             for side in (0, 1)]  # fmt: skip
+    buffer = layout.packed([sides, sides])
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.stack([torch.randperm(120, generator=generator)[:17] - 5 for _ in range(2)])
+    there = (slots >= 0) & (slots < 90)
+    places = places_of(layout, 1, slots)
+    for side, found in enumerate(read(buffer, places)):
+        heads = [layout.head(buffer, 1, head)[side] for head in range(len(widths))]
+        whole = torch.cat(heads, dim=-1)
+        wanted = whole.gather(1, slots.clamp(0, 89)[..., None].expand(-1, -1, whole.shape[-1]))
+        assert torch.equal(found[there], wanted[there])
+    blank = layout.packed([sides, [[torch.zeros_like(x) for x in side] for side in sides]])
+    rows = [torch.cat(side, dim=-1) for side in sides]
+    chosen = [x.gather(1, slots.clamp(0, 89)[..., None].expand(-1, -1, x.shape[-1])) for x in rows]
+    write(blank, places, *chosen)
+    for found, wanted in zip(read(blank, places), read(buffer, places), strict=True):
+        assert torch.equal(found[there], wanted[there])
 
 
 def test_what_makes_no_sense_is_refused():

@@ -10,6 +10,8 @@ from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_generation import PLANS
+from tests.runtime.test_kernel_levels import PLANS as AGING
+from tests.runtime.test_kernel_levels import QUANTISED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,8 +101,20 @@ def steps(model: LoadedModel, session: Any, run: Any, tokens: torch.Tensor) -> t
 def test_a_captured_step_counts_for_itself(arch: str, dtype: torch.dtype) -> None:
     """One capture, many replays, through windows that go round."""
     model = model_of(arch, dtype)
+    replayed(model, make_plan(model, **PLANS["ragged"]))
+
+
+@pytest.mark.parametrize("name", ["levels", "tale"])
+@pytest.mark.parametrize("kinds", [AGING, QUANTISED], ids=["plain", "quantised"])
+def test_a_captured_step_moves_tokens_on(name: str, kinds: dict[str, Any]) -> None:
+    model = model_of("Llama", torch.bfloat16)
+    replayed(model, make_plan(model, **kinds[name]))
+
+
+def replayed(model: LoadedModel, plan: Any) -> None:
+    """Compare steps of one captured graph with the same steps launched one by one."""
     tokens = token_ids(2, STEPS, seed=5).cuda()
-    with compressed(model, make_plan(model, **PLANS["ragged"]), "on") as session, torch.no_grad():
+    with compressed(model, plan, "on") as session, torch.no_grad():
         wanted = steps(model, session, model.model, tokens)
 
         cache = session.new_cache(PROMPT + STEPS)
@@ -124,7 +138,7 @@ def test_a_captured_step_counts_for_itself(arch: str, dtype: torch.dtype) -> Non
         assert session.cache is not None
         assert stored == session.cache.nbytes
     captured = torch.cat(found, 1)
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    limit = 1e-5 if wanted.dtype == torch.float32 else 2e-2
     assert (captured - wanted).float().norm() / wanted.float().norm() < limit
 
 

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.runtime.kernel_state import KernelState
-from kvprof.runtime.kernel_store import KernelStore, planes_of
+from kvprof.runtime.kernels.planes import PlaneStore, planes_of
+from kvprof.runtime.kernels.state import KernelState
 
 CPU = torch.device("cpu")
 KEYS, VALUES = (48, 16), (16, 32)
 
 
-def store(window: int | None = None, capacity: int | None = None) -> KernelStore:
-    return KernelStore(KEYS, VALUES, 2, window, capacity)
+def store(window: int | None = None, capacity: int | None = None) -> PlaneStore:
+    return PlaneStore(KEYS, VALUES, 2, window, capacity)
 
 
 def put(layout: RaggedLayout, buffer: Tensor, row: int, slot: int, token: int) -> None:
@@ -25,13 +25,13 @@ def put(layout: RaggedLayout, buffer: Tensor, row: int, slot: int, token: int) -
         plane[row, slot] = token + 1000 * row + 0.001 * place
 
 
-def tokens_in(found: KernelStore, row: int, seen: int) -> list[list[float]]:
+def tokens_in(found: PlaneStore, row: int, seen: int) -> list[list[float]]:
     """Return the first columns of every head's K and V of a row."""
     pairs = [found.head_rows(head, row, seen) for head in range(2)]
     return [side[:, 0].round().tolist() for pair in pairs for side in pair]
 
 
-def poisoned(found: KernelStore, batch: int, tokens: int, reach: int | None = None) -> RaggedLayout:
+def poisoned(found: PlaneStore, batch: int, tokens: int, reach: int | None = None) -> RaggedLayout:
     before = found.layout
     layout = found.make_room(batch, tokens, reach, CPU, torch.float32)
     if before is None:

@@ -8,10 +8,10 @@ import torch
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Placement
-from kvprof.methods.quantisers import per_token
+from kvprof.methods.quantisers import kivi, kvquant
 from kvprof.methods.storage import Eviction, Levels
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.kernel_support import kernel_reasons, runs_on_kernels
+from kvprof.runtime.kernels.support import kernel_reasons, runs_on_kernels
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
 from tests.runtime.test_kernel_generation import half, model_of
@@ -19,15 +19,17 @@ from tests.runtime.test_kernel_generation import half, model_of
 CPU = torch.device("cpu")
 TWO = Levels(sink=2, shares=(0.8, 0.2), batch=4)
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "before RoPE": ({"placement": Placement.PRE_ROPE}, "before RoPE and rebuilt"),
+    "before RoPE": ({"placement": Placement.PRE_ROPE, "eviction": Eviction("recent", 0.5)},
+                    "evicted"),
     "online bases": ({"online_bases": True, "placement": Placement.NONE,
                       "project_values": False}, "found online"),
     "lazy": ({"lazy": True, "placement": Placement.NONE, "fold_values": (False, True)}, "lazy"),
-    "quantised": ({"quantiser": per_token((4,), group=None)}, "quantised"),
+    "quantised": ({"quantiser": kivi((4,), window=0)}, "quantised 32 at a time"),
+    "a codebook": ({"quantiser": kvquant((4,), block=1)}, "quantised by codebook"),
     "evicted": ({"eviction": Eviction("recent", 0.5)}, "evicted"),
     "levels": ({"levels": TWO, "placement": Placement.NONE, "fold_values": (False, True),
-                "ranks": lambda *a: (a[3] // 2, a[3])}, "several ranks"),
-    "grouped": ({"heads": 2, "placement": Placement.NONE}, "2 heads share a latent of the values"),
+                "ranks": lambda *a: (a[3] // 2, a[3])}, "move down 4 at a time"),
+    "grouped": ({"heads": 2, "placement": Placement.NONE}, "shared by 1 and 2 KV heads"),
     "odd width": ({"key_ranks": lambda *a: (24,)}, "keeps 24 columns of its keys"),
 }  # fmt: skip
 

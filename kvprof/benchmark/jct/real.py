@@ -188,6 +188,8 @@ class _Measured:
         route = self._session.route
         if None in route.reasons and input_len >= route.least_tokens:
             labels["merge"] = "within attention: one operator does both"
+            if route.notes:
+                labels["storage"] = "; ".join(route.notes)
         if self._runner.on_gpu:
             labels["decode"] = "CUDA graph" if graph else "eager"
             labels["by_difference"] = "host"

@@ -1,4 +1,4 @@
-"""New tokens go into a segment, at places of their own per sequence."""
+"""Single tokens of a segment: stored, quantised, at places of their own per sequence, and read."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.levels.codes import e4m3, quantise
 from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.side import PLACES, Side
+from kvprof.kernels.levels.places import Columns, Places, SidePlaces, places_of
 
-__all__ = ["append"]
+__all__ = ["append", "read", "write"]
 
 
 def append(
@@ -21,7 +21,7 @@ def append(
     values: Sequence[Tensor],
     start: Tensor,
 ) -> None:
-    """Store new tokens of a segment, quantised; other tokens keep their values.
+    """Store new tokens of a segment one after another; other tokens keep their values.
 
     Nothing waits for the device. A token behind the segment's capacity is left out.
 
@@ -41,76 +41,100 @@ def append(
     UsageError
         When widths do not fit.
     """
-    count = layout.segments[segment].blocks
-    capacity = layout.segments[segment].layout.capacity
     for head in range(layout.heads):
-        size, begin = layout.block_bytes(segment, head), layout.offsets[segment][head]
-        stored = buffer[begin : begin + layout.batch * count * size]
-        begin = 0
         for side, given in zip(layout.sides(segment, head), (keys, values), strict=True):
-            new = given[head]
-            if new.shape[-1] != side.width:
+            if given[head].shape[-1] != side.width:
                 raise UsageError(
                     f"head {head} of segment {segment} is {side.width} wide, and new tokens "
-                    f"{new.shape[-1]}"
+                    f"{given[head].shape[-1]}"
                 )
-            tokens = torch.arange(new.shape[1], device=new.device)
-            tokens = start.to(torch.int64)[:, None] + tokens
-            there = (tokens >= 0) & (tokens < capacity)
-            tokens = tokens.clamp(0, capacity - 1)
-            rows = torch.arange(layout.batch, device=new.device)[:, None]
-            block = (rows * count + tokens // (PLACES * side.slots)) * size + begin
-            _store(stored, side, new, block, tokens % (PLACES * side.slots), there)
-            begin += side.nbytes
+    tokens = torch.arange(keys[0].shape[1], device=keys[0].device)
+    places = places_of(layout, segment, start.to(torch.int64)[:, None] + tokens)
+    write(buffer, places, torch.cat(list(keys), dim=-1), torch.cat(list(values), dim=-1))
 
 
-def _replace(stored: Tensor, places: Tensor, there: Tensor, new: Tensor, mask: int) -> None:
+def write(buffer: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+    """Store tokens at their places, quantised; other tokens keep their values.
+
+    Parameters
+    ----------
+    buffer : Tensor
+        Written.
+    places : Places
+        No two tokens at one place.
+    keys, values : Tensor
+        ``[batch, n, Σ width]``, the heads side by side.
+    """
+    _write(buffer, places.keys, keys)
+    _write(buffer, places.values, values)
+
+
+def read(buffer: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    """Return stored tokens, ``[batch, n, Σ width]`` float32 each, dequantised.
+
+    Of a token that is left out anything comes.
+
+    Parameters
+    ----------
+    buffer : Tensor
+    places : Places
+    """
+    return _read(buffer, places.keys), _read(buffer, places.values)
+
+
+def _replace(stored: Tensor, at: Tensor, there: Tensor, new: Tensor, mask: Tensor | int) -> None:
     """Set the bits of `mask` at flat places to those of `new`.
 
     By adding differences: several tokens may share a byte, and those that are left out may share a
     place with one that is not.
     """
-    old = stored.gather(0, places.flatten()).view(places.shape)
+    old = stored.gather(0, at.flatten()).view(at.shape)
     change = torch.where(there[..., None], new - (old & mask), torch.zeros_like(new))
-    stored.scatter_add_(0, places.flatten(), change.flatten())
+    stored.scatter_add_(0, at.flatten(), change.flatten())
 
 
-def _store(
-    stored: Tensor, side: Side, new: Tensor, block: Tensor, token: Tensor, there: Tensor
-) -> None:
-    """Store tokens at their places in blocks, both ``[batch, new]``; blocks in bytes."""
+def _write(buffer: Tensor, places: SidePlaces, states: Tensor) -> None:
+    columns = places.columns
+    side = columns.side
     if side.bits is None:
         whole = {2: torch.int16, 4: torch.int32}[side.dtype.itemsize]
-        states, itemsize = new.to(side.dtype).contiguous().view(whole), side.dtype.itemsize
-        for plane in side.planes:
-            columns = torch.arange(plane.width, device=new.device)
-            at = (block + side.plane_at(plane)) // itemsize + token * plane.width
-            own = states[..., plane.start : plane.start + plane.width]
-            _replace(stored.view(whole), at[..., None] + columns, there, own, -1)
+        own = states.to(side.dtype).contiguous().view(whole)
+        _replace(buffer.view(whole), places.values, places.there, own, -1)
         return
     if side.bits == "fp8":
-        codes = e4m3(new)
+        codes = e4m3(states)
     else:
         assert isinstance(side.bits, int)
-        codes, scale, middle = quantise(new, side.bits, side.columns)
-        groups = torch.arange(side.groups, device=new.device) * (PLACES * side.slots)
-        slot_first = token % side.slots * PLACES + token // side.slots
-        at = (block + side.code_bytes) // 2
-        for given, order in ((scale, token), (middle, slot_first if side.values else token)):
-            places = (at + order)[..., None] + groups
-            _replace(stored.view(torch.int16), places, there, given.view(torch.int16), -1)
-            at = at + side.scale_bytes // 2
-    place, slot = token // side.slots, token % side.slots
-    part, shift = slot // side.per_byte, side.container * (slot % side.per_byte)
-    for plane in side.planes:
-        columns = torch.arange(plane.width, device=new.device)
-        if side.values:
-            inside = (part[..., None] * plane.width + columns) * PLACES + place[..., None]
-        else:
-            inside = (part * PLACES + place)[..., None] * plane.width + columns
-        at = (block + side.plane_at(plane))[..., None] + inside
-        own = codes[..., plane.start : plane.start + plane.width]
-        for number in range(side.per_byte):
-            here = there & (shift == side.container * number)
-            mask = (2**side.container - 1) << (side.container * number)
-            _replace(stored, at, here, own << (side.container * number), mask)
+        found = quantise(states[..., columns.fill], side.bits, columns.group)
+        codes = found.codes[..., columns.kept]
+        halves = buffer.view(torch.int16)
+        for at, given in ((places.scales, found.scale), (places.middles, found.middle)):
+            _replace(halves, at, places.there, given.contiguous().view(torch.int16), -1)
+    mask = torch.full_like(places.shift, 2**side.container - 1) << places.shift
+    _replace(buffer, places.values, places.there, codes << places.shift, mask)
+
+
+def _read(buffer: Tensor, places: SidePlaces) -> Tensor:
+    side = places.columns.side
+    if side.bits is None:
+        return _taken(buffer.view(side.dtype), places.values).float()
+    codes = _taken(buffer, places.values) >> places.shift & (2**side.container - 1)
+    if side.bits == "fp8":
+        wide: Tensor = codes.view(torch.float8_e4m3fn).float()
+        return wide
+    halves = buffer.view(torch.float16)
+    scale, middle = (
+        _by_column(_taken(halves, at).float(), places.columns)
+        for at in (places.scales, places.middles)
+    )
+    rows: Tensor = middle + scale * (codes.float() - 2 ** (side.container - 1))
+    return rows
+
+
+def _taken(stored: Tensor, at: Tensor) -> Tensor:
+    return stored.gather(0, at.flatten()).view(at.shape)
+
+
+def _by_column(scales: Tensor, columns: Columns) -> Tensor:
+    """Give every column its group's: ``[..., groups]`` to ``[..., columns]``."""
+    return scales[..., columns.kept // columns.group]

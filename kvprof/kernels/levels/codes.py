@@ -122,9 +122,11 @@ def e4m3(rows: Tensor) -> Tensor:
 
 def in_bytes(codes: Tensor, bits: int, per_byte: int) -> Tensor:
     """Join codes along dimension -3, ``[..., n * per_byte, i, c]`` to ``[..., n, i, c]`` bytes."""
-    parts = torch.unflatten(codes, -3, (-1, per_byte)).to(torch.int32)
-    shifts = bits * torch.arange(per_byte, device=codes.device, dtype=torch.int32)
-    return (parts << shifts[:, None, None]).sum(-3).to(torch.uint8)
+    parts = torch.unflatten(codes, -3, (-1, per_byte)).unbind(-3)
+    joined = parts[0].clone()
+    for number, part in enumerate(parts[1:], 1):
+        joined |= part << bits * number
+    return joined
 
 
 def from_bytes(octets: Tensor, bits: int, per_byte: int) -> Tensor:

@@ -11,14 +11,16 @@ from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_generation import PLANS
+from tests.runtime.test_kernel_levels import PLANS as AGING
+from tests.runtime.test_kernel_levels import QUANTISED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16]
 
 
-def model_of(arch: str, dtype: torch.dtype) -> LoadedModel:
+def model_of(arch: str, dtype: torch.dtype, layers: int = 2) -> LoadedModel:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if arch == "GptOss" else {}
-    model = tiny(arch, head_dim=32, num_hidden_layers=2, **kinds)
+    model = tiny(arch, head_dim=32, num_hidden_layers=layers, **kinds)
     return wrap_model(model.to(DEVICE, dtype))
 
 
@@ -52,6 +54,19 @@ def test_models_on_triton_say_what_they_say_on_torch(arch: str, dtype: torch.dty
     wanted, nbytes = logits(model, plan, "off", cuts)
     limit = 1e-4 if dtype == torch.float32 else 3e-2
     assert (found - wanted).norm() / wanted.norm() < limit
+    assert stored == nbytes
+
+
+@pytest.mark.parametrize("name", ["levels", "quantised levels", "quantised 8-bit"])
+def test_levels_and_quantised_latents_on_triton_too(name: str) -> None:
+    """Prompts, steps that move tokens on, a prompt in the middle."""
+    model = model_of("Llama", DTYPES[1], layers=1)
+    kinds = AGING if name == "levels" else QUANTISED
+    plan = make_plan(model, **kinds[name.removeprefix("quantised ")])
+    cuts = [0, 9, 10, 13, 14, 15]
+    found, stored = logits(model, plan, "on", cuts)
+    wanted, nbytes = logits(model, plan, "off", cuts)
+    assert (found - wanted).norm() / wanted.norm() < 3e-2
     assert stored == nbytes
 
 

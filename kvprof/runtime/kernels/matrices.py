@@ -9,7 +9,7 @@ from torch import Tensor
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, ValuePlan
 from kvprof.models.layout import LayerLayout
 
-__all__ = ["Matrices", "Ups", "matrices_of"]
+__all__ = ["Matrices", "Ups", "exact_matrices", "matrices_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +91,17 @@ def matrices_of(
         keys=basis_set(downs, dtype=dtype, device=device),
         values=value_bases, columns=columns, ups=found, order=order,
     )  # fmt: skip
+
+
+def exact_matrices(facts: LayerLayout, device: torch.device, dtype: torch.dtype) -> Matrices:
+    """Return what stores heads as they are."""
+    from kvprof.kernels.project.bases import basis_set
+
+    keys, values = (
+        basis_set([torch.eye(width)] * facts.num_kv_heads, dtype=dtype, device=device)
+        for width in (facts.qk_head_dim, facts.v_head_dim)
+    )
+    return Matrices(queries=keys, keys=keys, values=values, columns=None, ups=[], order=None)
 
 
 def _turned_back(

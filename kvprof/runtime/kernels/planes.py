@@ -13,11 +13,9 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.runtime.graphs import is_capturing
+from kvprof.runtime.kernels.store import KernelStore, next_capacity
 
-__all__ = ["KernelStore", "planes_of"]
-
-# Room is made for whole tiles of tokens.
-_TILE = 64
+__all__ = ["PlaneStore", "planes_of"]
 
 
 def planes_of(layout: RaggedLayout, buffer: Tensor) -> Iterator[Tensor]:
@@ -27,7 +25,7 @@ def planes_of(layout: RaggedLayout, buffer: Tensor) -> Iterator[Tensor]:
             yield from side
 
 
-class KernelStore:
+class PlaneStore(KernelStore):
     """One layer's planes.
 
     Parameters
@@ -45,18 +43,22 @@ class KernelStore:
     ----------
     layout : RaggedLayout or None
         None before the first token.
-    buffer : Tensor
     """
 
     def __init__(
         self, key_widths: tuple[int, ...], value_widths: tuple[int, ...], group: int,
         window: int | None, capacity: int | None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.window = window
         self.layout: RaggedLayout | None = None
-        self.buffer = torch.empty(0)
         self._widths = (key_widths, value_widths, group)
         self._fixed = capacity
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return 0 if self.layout is None else self.layout.batch
 
     def layout_for(self, batch: int, capacity: int) -> RaggedLayout:
         """Return how the same heads lie for other rows."""
@@ -108,14 +110,8 @@ class KernelStore:
         return layout
 
     def _next_capacity(self, wanted: int, reach: int | None) -> int:
-        if self._fixed is not None:
-            room = self._fixed
-        elif reach is not None and reach >= wanted:
-            # What generation will never reach is not worth holding.
-            room = min(2 * wanted, reach)
-        else:
-            held = 0 if self.layout is None else self.layout.capacity
-            room = -(-max(wanted, 2 * held) // _TILE) * _TILE
+        held = 0 if self.layout is None else self.layout.capacity
+        room = self._fixed or next_capacity(held, wanted, reach)
         return room if self.window is None else min(room, self.window)
 
     def select(self, index: list[int]) -> None:

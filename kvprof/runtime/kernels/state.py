@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.models.interface import Rotation
 from kvprof.runtime.clock import part
+from kvprof.runtime.kernels.rebuilt_tables import SlotTables
 
 __all__ = ["KernelPass", "KernelState"]
 
@@ -80,16 +82,22 @@ class KernelState:
         so far, where the next pass begins or later.
     past, tokens : int
         Of the pass under way: tokens before it, padding included, and its own (0 outside a pass).
+    rotation : Rotation or None
+        Of the layer that runs: its call of the model's rotary function, where it rebuilds keys.
+    tables : SlotTables
+        The angles that rebuilt keys are rotated by.
     """
 
     def __init__(self) -> None:
         self.first: list[int] = []
         self.past = 0
         self.tokens = 0
+        self.rotation: Rotation | None = None
+        self.tables = SlotTables()
         self._hidden: list[int] = []
         self._seen: dict[torch.device, Tensor] = {}
         self._passes: dict[torch.device, KernelPass] = {}
-        self._steps: dict[Any, tuple[RaggedLayout, Any]] = {}
+        self._steps: dict[Any, tuple[Any, Any]] = {}
 
     def continues(self, starts: Sequence[int], past: int) -> bool:
         """Whether a mask whose rows begin at `starts` shows every stored token.
@@ -166,9 +174,21 @@ class KernelState:
 
         widths = layout.key_widths, layout.value_widths, layout.group
         key = (widths, device, window)
+        return self.prepared(key, layout, lambda: decode_step(layout, device))
+
+    def prepared(self, key: Any, layout: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` prepared for a layout, anew once the layout is another.
+
+        Parameters
+        ----------
+        key : hashable
+            Of the layers that share it, whatever room they have.
+        layout : RaggedLayout or LevelsLayout
+        make : callable
+        """
         known = self._steps.get(key)
         if known is None or known[0] != layout:
-            known = layout, decode_step(layout, device)
+            known = layout, make()
             self._steps[key] = known
         return known[1]
 
@@ -177,6 +197,7 @@ class KernelState:
         if not self.first:
             return
         self.first = [self.first[row] for row in index]
+        self.tables.select(index)
         for device, seen in self._seen.items():
             rows = torch.tensor(index, dtype=torch.int64, device=device)
             with torch.inference_mode(False):

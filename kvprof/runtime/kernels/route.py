@@ -7,12 +7,14 @@ from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Plan
+from kvprof.models.interface import Rotation
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.clock import part
-from kvprof.runtime.kernel_layer import KernelLayer
-from kvprof.runtime.kernel_state import KernelState
-from kvprof.runtime.kernel_store import KernelStore
-from kvprof.runtime.kernel_support import choice, kernel_reasons, runs_on_kernels
+from kvprof.runtime.kernels.layers import kernel_layer_of
+from kvprof.runtime.kernels.rebuilt_rotary import rotary_reasons
+from kvprof.runtime.kernels.state import KernelState
+from kvprof.runtime.kernels.store import KernelStore
+from kvprof.runtime.kernels.support import choice, kernel_reasons, runs_on_kernels
 from kvprof.runtime.masks import MaskFacts, masks
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ __all__ = ["KernelRoute"]
 # threads. float32: prompts of 512 tokens and more run 2 to 9 times faster on the kernels; decoding
 # is 1.1 to 2.6 times slower with 1,024 tokens stored, and 1.1 to 4 times faster with 8,192. 16
 # bits: ragged ranks decode 1.6 to 3.5 times faster at any length, but equal ranks mostly up to 3
-# times slower at all lengths to 16,384.
+# times slower at all lengths to 16,384. Quantised latents and levels: a prompt of 8,192 tokens runs
+# 3 to 9 times faster, each step after it 1.4 to 3 times slower, which it takes 700 steps to lose.
 _LEAST_ON_A_CPU = 8192
 _SHORT_ON_A_CPU = f"on a CPU the kernels are the faster way from {_LEAST_ON_A_CPU:,} tokens on"
 _HALF_ON_A_CPU = "on a CPU torch's own products of 16 bits are the faster way"
@@ -46,7 +49,7 @@ class KernelRoute:
     loaded : LoadedModel
     plan : Plan
     wanted : str or None
-        As `kvprof.runtime.kernel_support.choice` takes it.
+        As `kvprof.runtime.kernels.support.choice` takes it.
 
     Attributes
     ----------
@@ -69,9 +72,12 @@ class KernelRoute:
         self._patterns = _patterns(loaded)
         device, dtype = loaded.device, loaded.dtype
         self.reasons: list[str | None] = [
-            pattern or reason
-            for pattern, reason in zip(
-                self._patterns, kernel_reasons(plan, loaded.layout, device, dtype), strict=True
+            pattern or reason or turning
+            for pattern, reason, turning in zip(
+                self._patterns,
+                kernel_reasons(plan, loaded.layout, device, dtype),
+                rotary_reasons(loaded, plan),
+                strict=True,
             )
         ]
         if self.wanted == "off":
@@ -86,10 +92,18 @@ class KernelRoute:
             for index, reason in enumerate(self.reasons):
                 self._refuse(index, reason)
         self._layers = [
-            None if reason is not None else KernelLayer(layer, facts)
+            None if reason is not None else kernel_layer_of(plan, layer, facts)
             for layer, facts, reason in zip(plan.layers, self._facts, self.reasons, strict=True)
         ]
         self._at: dict[tuple[int, torch.device, torch.dtype], str | None] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is stored otherwise than the plan says, in words."""
+        quantiser = self._plan.quantiser
+        sides = [] if quantiser is None else [quantiser.keys, quantiser.values]
+        three = any(side is not None and 3 in side.bits for side in sides)
+        return ["3 bits are stored in the kernels' container of 4"] if three and self.used else []
 
     @property
     def used(self) -> bool:
@@ -159,9 +173,18 @@ class KernelRoute:
 
     def run(
         self, index: int, cache: "CompressedCache", query: Tensor, key: Tensor, value: Tensor,
-        options: dict[str, Any],
+        options: dict[str, Any], rotation: Rotation | None,
     ) -> Tensor | None:  # fmt: skip
         """Run a layer on the kernels; None where it does not run there.
+
+        Parameters
+        ----------
+        index : int
+        cache : CompressedCache
+        query, key, value, options
+            As the attention function got them.
+        rotation : Rotation or None
+            The layer's call of the model's rotary function, where it rebuilds keys.
 
         Raises
         ------
@@ -185,8 +208,11 @@ class KernelRoute:
                 f"layer {index} runs by itself with a compressed cache; run the whole model, or "
                 "choose kernels='off'"
             )
+        state.rotation = rotation
         reach = cache.reach if cache.capacity is None else None
-        return layer.run(store.planes, state, query, key, value, options, reach)
+        output = layer.run(store.planes, state, query, key, value, options, reach)
+        state.rotation = None  # it holds a prompt's queries and keys
+        return output
 
     def _reason_at(self, index: int, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why a layer cannot run on what it turns out to run on."""
@@ -201,8 +227,9 @@ class KernelRoute:
     ) -> None:
         """Hand what the kernels have stored over to the layers that run on torch."""
         assert cache.kernels is not None
+        cache.take_angles(cache.kernels, past)
         for layer, store, runtime in zip(self._layers, cache.layers, runtimes, strict=True):
-            if layer is not None and store.planes is not None and store.planes.layout is not None:
+            if layer is not None and store.planes is not None and store.planes.rows:
                 buffer = store.planes.buffer
                 bundles = runtime.bundles(buffer.device, buffer.dtype)
                 store.cohorts = layer.cohorts(store.planes, cache.kernels, past, bundles)

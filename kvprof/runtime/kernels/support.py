@@ -8,9 +8,10 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
-from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
-from kvprof.methods.tokens import quantises
+from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.runtime.kernels.levels_support import levelled, levels_reason
+from kvprof.runtime.kernels.rebuilt_support import rebuilds, shared_reason, shares
 
 __all__ = ["CHOICES", "choice", "kernel_reasons", "runs_on_kernels"]
 
@@ -65,6 +66,10 @@ def runs_on_kernels(
     reason = _machine(device, dtype)
     if reason is None:
         reason = _stored(plan, layer)
+    if reason is None and (rebuilds(layer, facts) or shares(layer)):
+        reason = shared_reason(plan, layer, facts)
+    elif reason is None and levelled(plan, layer):
+        reason = levels_reason(plan, layer, facts, device, dtype)
     if reason is None:
         reason = _shapes(layer, facts)
     return reason
@@ -103,21 +108,12 @@ def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _stored(plan: Plan, layer: LayerPlan) -> str | None:
     """Say what of the way to store tokens the kernels do not know."""
-    if layer.keys.placement is Placement.PRE_ROPE:
-        return "keys are stored before RoPE and rebuilt at every use"
     if plan.online_bases:
         return "bases are found online, per sequence"
-    if plan.lazy:
+    if plan.lazy and not levelled(plan, layer):
         return "a lazy prefill attends exactly and compresses afterwards"
-    if quantises(plan, layer):
-        return "latents are quantised"
-    if layer.sliding_window is not None:
-        return None
-    if plan.eviction is not None:
+    if plan.eviction is not None and layer.sliding_window is None:
         return "tokens are evicted"
-    sides = (*layer.keys.groups, *layer.values.groups)
-    if any(len(set(group.ranks)) > 1 for group in sides):
-        return "tokens are stored at several ranks (levels)"
     return None
 
 
@@ -126,13 +122,13 @@ def _shapes(layer: LayerPlan, facts: LayerLayout) -> str | None:
         return "ALiBi adds to the scores"
     if facts.group > LARGEST_GROUP:
         return f"{facts.group} query heads share a KV head, more than {LARGEST_GROUP}"
+    if rebuilds(layer, facts) or shares(layer):
+        return None  # with widths of their own
     return _groups("keys", layer.keys.groups) or _groups("values", layer.values.groups)
 
 
 def _groups(name: str, groups: Sequence[HeadGroup]) -> str | None:
     for group in groups:
-        if group.heads > 1:
-            return f"{group.heads} heads share a latent of the {name}"
         if group.rank % STEP or group.rank > _WIDEST:
             return (
                 f"KV head {group.first} keeps {group.rank} columns of its {name}, and widths are "

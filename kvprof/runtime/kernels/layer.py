@@ -1,0 +1,148 @@
+"""What every way to run an attention layer on kvprof's kernels shares.
+
+The order differs from `kvprof.runtime.layer`'s, which attends first: a pass's own tokens are stored
+as they are attended to, so one store serves both.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.methods.plan import LayerPlan
+from kvprof.models.layout import LayerLayout
+from kvprof.runtime.clock import part
+from kvprof.runtime.cohort import Cohort
+from kvprof.runtime.heads import Bundle
+from kvprof.runtime.kernels.matrices import Matrices, matrices_of
+from kvprof.runtime.kernels.state import KernelPass, KernelState
+from kvprof.runtime.kernels.store import KernelStore
+from kvprof.runtime.shapes import unflatten
+
+__all__ = ["KernelLayer"]
+
+
+class KernelLayer(ABC):
+    """Executes one layer of a plan on the kernels.
+
+    Parameters
+    ----------
+    layer : LayerPlan
+    facts : LayerLayout
+        The model's layer.
+    """
+
+    def __init__(self, layer: LayerPlan, facts: LayerLayout) -> None:
+        self.layer = layer
+        self.facts = facts
+        # A layer that is stored as it is has nothing compressed, however its tokens are written.
+        sides = (*layer.keys.groups, *layer.values.groups)
+        self._storing = "attention" if all(group.identity for group in sides) else "compress"
+        self._turns = layer.values.projected and not layer.values.fold_up
+        self._matrices: dict[tuple[torch.device, torch.dtype], Matrices] = {}
+
+    @abstractmethod
+    def new_store(self, capacity: int | None) -> KernelStore:
+        """Return an empty store; `capacity` is a static cache's, in tokens."""
+
+    @abstractmethod
+    def run(
+        self, store: KernelStore, state: KernelState, query: Tensor, key: Tensor, value: Tensor,
+        options: dict[str, Any], reach: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Store and attend; return the heads' outputs side by side, ``[batch, t, Σ_h w_h]``.
+
+        Parameters
+        ----------
+        store : KernelStore
+            That `new_store` made.
+        state : KernelState
+            With the pass begun.
+        query, key, value : Tensor
+            ``[batch, heads, t, width]`` as the attention function got them.
+        options : dict
+            The attention function's other arguments.
+        reach : int or None
+            Longest sequence that is to come, where it is known.
+
+        Raises
+        ------
+        UsageError
+            When a static cache is too small.
+        """
+
+    @abstractmethod
+    def cohorts(
+        self, store: KernelStore, state: KernelState, total: int,
+        bundles: tuple[list[Bundle], list[Bundle]],
+    ) -> list[Cohort]:  # fmt: skip
+        """Return what a store holds as `kvprof.runtime.layer` keeps it.
+
+        Parameters
+        ----------
+        store : KernelStore
+        state : KernelState
+            Of tokens so far.
+        total : int
+            Tokens so far, padding included.
+        bundles : pair of list of Bundle
+            Of the keys and of the values.
+        """
+
+    def _projected(
+        self, layout: RaggedLayout, buffer: Tensor, start: Tensor, passing: KernelPass,
+        query: Tensor, key: Tensor, value: Tensor, matrices: Matrices | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Store a pass's keys and values; return its queries, ``[batch, t, Σ_g G·dk_g]``."""
+        from kvprof.kernels.project.step import project_step  # Triton is for Linux only
+
+        if matrices is None:
+            matrices = self._prepared(query.device, query.dtype)
+        with part(self._storing):
+            values = value.transpose(1, 2)
+            if matrices.values is None:
+                values = values.flatten(2)
+                if matrices.columns is not None:
+                    values = values.index_select(-1, matrices.columns)
+            projected: Tensor = project_step(
+                query.transpose(1, 2), key.transpose(1, 2), values, matrices.keys, layout, buffer,
+                start, query_bases=matrices.queries, value_bases=matrices.values,
+                valid=passing.hidden,
+            )  # fmt: skip
+            return projected
+
+    def _scoring(self, options: dict[str, Any]) -> dict[str, Any]:
+        scaling, sinks = options.get("scaling"), options.get("s_aux")
+        if sinks is not None:
+            sinks = sinks.float().reshape(self.facts.num_kv_heads, self.facts.group)
+        return {
+            "scaling": self.facts.scaling if scaling is None else float(scaling),
+            "softcap": float(options.get("softcap") or 0.0),
+            "sinks": sinks,
+        }
+
+    def _in_heads(self, output: Tensor) -> Tensor:
+        """Turn latents back into heads, which no projection does behind the attention."""
+        matrices = self._prepared(output.device, output.dtype)
+        group, turned = self.facts.group, []
+        for ups in matrices.ups:
+            heads, rank, width = ups.up.shape
+            own = output if matrices.order is None else output.index_select(-1, ups.columns)
+            own = unflatten(own, -1, (heads, group, rank)).permute(2, 0, 1, 3, 4)
+            flat = own.reshape(heads, -1, rank) @ ups.up
+            shape = (heads, *output.shape[:2], group, width)
+            turned.append(flat.view(shape).permute(1, 2, 0, 3, 4))
+        result = torch.cat(turned, dim=2)
+        if matrices.order is not None:
+            result = result.index_select(2, matrices.order)
+        return result.flatten(2)
+
+    def _prepared(self, device: torch.device, dtype: torch.dtype) -> Matrices:
+        key = device, dtype
+        if key not in self._matrices:
+            # Not as inference tensors: they outlive the mode they were made in.
+            with torch.inference_mode(False):
+                self._matrices[key] = matrices_of(self.layer, self.facts, device, dtype)
+        return self._matrices[key]

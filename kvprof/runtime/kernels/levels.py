@@ -1,0 +1,297 @@
+"""An attention layer whose tokens are quantised or lose rank as they age, on kvprof's kernels.
+
+A decoding step stores its own token at full precision, attends to all segments in one pass, and
+moves on what has grown old by it, so that a query sees what `kvprof.runtime.layer` shows it. A
+prompt attends to its own latents, or exactly where the plan is lazy (TALE §2.1), before any is cut.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.levels.append import write
+from kvprof.kernels.levels.layout import LevelsLayout
+from kvprof.kernels.levels.places import Places, places_of
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.methods.plan import LayerPlan, Plan
+from kvprof.methods.tokens import segments
+from kvprof.models.layout import LayerLayout
+from kvprof.runtime.clock import part
+from kvprof.runtime.codecs import PLAIN, Codec, codec_for
+from kvprof.runtime.cohort import Cohort
+from kvprof.runtime.heads import Bundle
+from kvprof.runtime.kernels.formats import formats_of, stages_of
+from kvprof.runtime.kernels.layer import KernelLayer
+from kvprof.runtime.kernels.level_store import LevelStore
+from kvprof.runtime.kernels.matrices import Matrices, exact_matrices
+from kvprof.runtime.kernels.rows import cut_rows, fill_rows, rows_of
+from kvprof.runtime.kernels.state import KernelPass, KernelState
+from kvprof.runtime.kernels.store import KernelStore
+from kvprof.runtime.parts import plain_part
+
+__all__ = ["LevelsKernelLayer"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Doing:
+    """What a decoding step does to layers that are stored alike.
+
+    Attributes
+    ----------
+    newest : Places
+        Of the step's token.
+    low : Tensor or None
+        ``[batch, 1, 1]`` bool: the token is attended to at the lowest rank.
+    lengths : Tensor
+    moves : list of (int, Places, int, Places)
+    """
+
+    newest: Places
+    low: Tensor | None
+    lengths: Tensor
+    moves: list[tuple[int, Places, int, Places]]
+
+
+class LevelsKernelLayer(KernelLayer):
+    """A layer whose tokens are stored in several ways.
+
+    Parameters
+    ----------
+    plan : Plan
+    layer : LayerPlan
+        One of its layers, without a sliding window.
+    facts : LayerLayout
+        The model's layer.
+    """
+
+    def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
+        super().__init__(layer, facts)
+        self.plan = plan
+        self.stages = stages_of(plan)
+        self._formats = formats_of(plan, layer)
+        self._moving = "quantise" if plan.quantiser is not None else "compress"
+        self._exact: dict[tuple[torch.device, torch.dtype], Matrices] = {}
+        self._masks: dict[tuple[int, torch.device], Tensor] = {}
+
+    def new_store(self, capacity: int | None) -> LevelStore:
+        """Return an empty store; `capacity` is a static cache's, in tokens."""
+        return LevelStore(self.stages, self._formats, self.facts.group, capacity)
+
+    def run(
+        self, store: KernelStore, state: KernelState, query: Tensor, key: Tensor, value: Tensor,
+        options: dict[str, Any], reach: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Store and attend."""
+        assert isinstance(store, LevelStore)
+        batch, _, tokens, _ = query.shape
+        total = state.past + tokens - min(state.first)
+        layout = store.make_room(batch, max(1, total), reach, query.device, query.dtype)
+        passing = state.on(query.device)
+        scoring = self._scoring(options)
+        if tokens == 1:
+            output = self._stepped(store, layout, state, passing, (query, key, value), scoring)
+        else:
+            output = self._prefilled(store, state, passing, (query, key, value), scoring)
+        if self._turns and not (tokens > 1 and self.plan.lazy):
+            with part("decompress"):
+                output = self._in_heads(output)
+        if passing.hidden is not None:
+            output = output.masked_fill(passing.padding(), 0)
+        return output
+
+    # A decoding step.
+
+    def _stepped(
+        self, store: LevelStore, layout: LevelsLayout, state: KernelState, passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor], scoring: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        doing = passing.once((layout, self.stages), lambda: self._doing(store, layout, passing))
+        own = self._dense(layout.batch, 1)
+        buffer = states[0].new_empty(own.elements)
+        first = passing.once("nowhere yet", lambda: torch.zeros_like(passing.start))
+        queries = self._projected(own, buffer, first, passing, *states)
+        keys, values = rows_of(own, buffer, 0, 1)
+        if doing.low is not None:
+            keys, values = (
+                rows.masked_fill(self._behind(side, rows.device) & doing.low, 0)
+                for side, rows in enumerate((keys, values))
+            )
+        with part(self._storing):
+            write(store.buffer, doing.newest, keys, values)
+        shape = tuple(
+            segment.layout.key_widths + segment.layout.value_widths for segment in layout.segments
+        )
+        step = state.prepared(
+            ("levels", shape, keys.device), layout, lambda: _levels_step(layout, keys.device)
+        )
+        schedule = passing.once(("cut", layout), lambda: _cut(step, doing.lengths))
+        output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
+        with part(self._moving):
+            for before, source, after, target in doing.moves:
+                store.move(source, target, before, after)
+        return output.unsqueeze(1)
+
+    def _doing(self, store: LevelStore, layout: LevelsLayout, passing: KernelPass) -> _Doing:
+        with part("schedule"):
+            step = self.stages.step(passing.start, passing.hidden, store.capacity)
+
+            def at(segment: int, slots: Tensor) -> Places:
+                return places_of(layout, segment, slots[:, None])
+
+            moves = [(a, at(a, source), b, at(b, target)) for a, source, b, target in step.moves]
+            low = None if step.low is None else step.low[:, None, None]
+            return _Doing(at(0, step.newest), low, step.lengths, moves)
+
+    def _behind(self, side: int, device: torch.device) -> Tensor:
+        """Return which columns of the top level the lowest one lacks, ``[Σ width]`` bool."""
+        key = side, device
+        if key not in self._masks:
+            tops, lows = (
+                form.value_widths if side else form.key_widths
+                for form in (self._formats[0], self._formats[-1])
+            )
+            kept = [c >= low for top, low in zip(tops, lows, strict=True) for c in range(top)]
+            with torch.inference_mode(False):
+                self._masks[key] = torch.tensor(kept, device=device)
+        return self._masks[key]
+
+    # A prompt.
+
+    def _prefilled(
+        self, store: LevelStore, state: KernelState, passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor], scoring: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """Attend to what is stored and to the pass's own tokens, then store these."""
+        from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
+
+        old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
+        past, total = max(old), max(1, *new)
+        layout = self._dense(len(old), total)
+        buffer = states[0].new_zeros(layout.elements)
+        stored = store.rows_between(0, past, old) if past else None
+        if self.plan.lazy:
+            heads = self._heads(len(old), total)
+            space = states[0].new_zeros(heads.elements)
+            if stored is not None:
+                fill_rows(heads, space, *self._rebuilt(*stored))
+            projected = self._projected(
+                heads, space, passing.start, passing, *states, matrices=self._exactly(states[0])
+            )
+            self._projected(layout, buffer, passing.start, passing, *states)
+        else:
+            heads, space = layout, buffer
+            if stored is not None:
+                fill_rows(layout, buffer, *stored)
+            projected = self._projected(layout, buffer, passing.start, passing, *states)
+            if self.stages.two:
+                self._cut_old(store, layout, buffer, old, new)
+        output: Tensor = prefill(
+            projected, space, heads, passing.after, **scoring,
+            path="triton" if buffer.is_cuda else "auto",
+            host_lengths=new if min(new) else None,
+        )  # fmt: skip
+        with part(self._moving):
+            first = min(old)
+            rows = rows_of(layout, buffer, first, max(new))
+            store.take(*rows, first, old, new)
+        return output
+
+    def _cut_old(
+        self, store: LevelStore, layout: RaggedLayout, buffer: Tensor, old: list[int],
+        new: list[int],
+    ) -> None:  # fmt: skip
+        """Cut the pass's own tokens to the ranks that they will have after it."""
+        slots = store.at(0, max(new), new)[-1]
+        if slots is None:
+            return
+        starts = torch.tensor(old, device=slots.device)[:, None]
+        fresh = torch.arange(slots.shape[1], device=slots.device) >= starts
+        low, lows = self._formats[-1], (slots >= 0) & fresh
+        cut_rows(layout, buffer, lows, list(low.key_widths), list(low.value_widths))
+
+    def _rebuilt(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the heads that stored rows stand for, side by side."""
+        found = []
+        for rows, side in ((keys, self.layer.keys), (values, self.layer.values)):
+            begin, heads = 0, []
+            for group in side.groups:
+                own = rows[..., begin : begin + group.rank]
+                begin += group.rank
+                up = None if group.up is None else group.up.to(rows.device, rows.dtype)
+                heads.append(own if up is None else own @ up.T)
+            found.append(torch.cat(heads, dim=-1))
+        return found[0], found[1]
+
+    def _dense(self, batch: int, capacity: int) -> RaggedLayout:
+        top = self._formats[0]
+        return RaggedLayout(top.key_widths, top.value_widths, self.facts.group, batch, capacity)
+
+    def _heads(self, batch: int, capacity: int) -> RaggedLayout:
+        heads, facts = self.facts.num_kv_heads, self.facts
+        widths = (facts.qk_head_dim,) * heads, (facts.v_head_dim,) * heads
+        return RaggedLayout(*widths, facts.group, batch, capacity)
+
+    def _exactly(self, states: Tensor) -> Matrices:
+        key = states.device, states.dtype
+        if key not in self._exact:
+            with torch.inference_mode(False):
+                self._exact[key] = exact_matrices(self.facts, *key)
+        return self._exact[key]
+
+    # Back to torch.
+
+    def cohorts(
+        self, store: KernelStore, state: KernelState, total: int,
+        bundles: tuple[list[Bundle], list[Bundle]],
+    ) -> list[Cohort]:  # fmt: skip
+        """Return what a store holds as `kvprof.runtime.layer` keeps it."""
+        assert isinstance(store, LevelStore)
+        seen = state.seen(total)
+        if not max(seen):
+            return []
+        rows = store.rows_between(0, max(seen), seen)
+        together: dict[int, list[int]] = {}
+        for row, tokens in enumerate(seen):
+            if tokens:
+                together.setdefault(tokens, []).append(row)
+        found = []
+        for tokens, members in together.items():
+            cohort = Cohort(members, tokens)
+            for name, whole, own in zip(("keys", "values"), rows, bundles, strict=True):
+                side = getattr(self.layer, name)
+                begins = [0]
+                for group in side.groups:
+                    begins.append(begins[-1] + group.rank)
+                kept = getattr(cohort, name)
+                for bundle in own:
+                    heads = [slice(begins[head], begins[head + 1]) for head in bundle.kv_heads]
+                    latents = [whole[members, :tokens, columns] for columns in heads]
+                    kept.append(self._parts(torch.stack(latents, dim=1), bundle, name, tokens))
+            found.append(cohort)
+        return found
+
+    def _parts(self, latents: Tensor, bundle: Bundle, side: str, tokens: int) -> list[Any]:
+        """Return latents in order, ``[rows, g, tokens, r]``, as the plan's segments keep them."""
+        found, quantiser = [], self.plan.quantiser
+        for segment in segments(self.plan, self.layer, tokens):
+            codec: Codec = PLAIN
+            if segment.quantised and quantiser is not None:
+                codec = codec_for(quantiser, getattr(quantiser, side), segment.level)
+            width = bundle.ranks[segment.level]
+            rows = latents[:, :, segment.start : segment.stop, :width]
+            found.append(plain_part(rows).recoded(codec, width))
+        return found
+
+
+def _levels_step(layout: LevelsLayout, device: torch.device) -> Any:
+    from kvprof.kernels.levels.step import levels_step  # Triton is for Linux only
+
+    return levels_step(layout, device)
+
+
+def _cut(step: Any, lengths: Tensor) -> Any:
+    with part("schedule"):
+        schedule: Any = step.cut(lengths)
+    return schedule

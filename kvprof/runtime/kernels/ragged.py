@@ -1,0 +1,125 @@
+"""An attention layer whose tokens are stored alike, on kvprof's kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.runtime.clock import part
+from kvprof.runtime.cohort import Cohort
+from kvprof.runtime.heads import Bundle
+from kvprof.runtime.kernels.layer import KernelLayer
+from kvprof.runtime.kernels.planes import PlaneStore
+from kvprof.runtime.kernels.state import KernelPass, KernelState
+from kvprof.runtime.kernels.store import KernelStore
+from kvprof.runtime.parts import plain_part
+
+__all__ = ["RaggedKernelLayer"]
+
+
+class RaggedKernelLayer(KernelLayer):
+    """A layer whose tokens are all stored alike, at full precision."""
+
+    def new_store(self, capacity: int | None) -> PlaneStore:
+        """Return an empty store; `capacity` is a static cache's, in tokens."""
+        return PlaneStore(
+            tuple(group.rank for group in self.layer.keys.groups),
+            tuple(group.rank for group in self.layer.values.groups),
+            self.facts.group, self.layer.sliding_window, capacity,
+        )  # fmt: skip
+
+    def run(
+        self, store: KernelStore, state: KernelState, query: Tensor, key: Tensor, value: Tensor,
+        options: dict[str, Any], reach: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Store and attend."""
+        assert isinstance(store, PlaneStore)
+        batch, _, tokens, _ = query.shape
+        window = self.layer.sliding_window
+        total = state.past + tokens - min(state.first)
+        layout = store.make_room(batch, max(1, total), reach, query.device, query.dtype)
+        passing = state.on(query.device)
+        scoring = self._scoring(options)
+        if tokens == 1:
+            projected = self._projected(
+                layout, store.buffer, passing.slots(window), passing, query, key, value
+            )
+            step = state.step(layout, query.device, window)
+            schedule = passing.once((layout, window), lambda: _cut(step, passing.lengths(window)))
+            output: Tensor = step.run(projected[:, 0], store.buffer, schedule, **scoring)
+            output = output.unsqueeze(1)
+        else:
+            output = self._prefilled(store, layout, passing, state, (query, key, value), scoring)
+        if self._turns:
+            with part("decompress"):
+                output = self._in_heads(output)
+        if passing.hidden is not None:
+            output = output.masked_fill(passing.padding(), 0)
+        return output
+
+    def _prefilled(
+        self, store: PlaneStore, layout: RaggedLayout, passing: KernelPass, state: KernelState,
+        states: tuple[Tensor, Tensor, Tensor], scoring: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """Store and attend to several tokens."""
+        from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
+
+        window, tokens = self.layer.sliding_window, passing.tokens
+        buffer, start, lengths = store.buffer, passing.start, passing.after
+        seen = state.seen(state.past)
+        fresh = [b - a for a, b in zip(seen, state.seen(state.past + tokens), strict=True)]
+        if window is not None:
+            # What lies in a ring is in no order of time, and the pass may be longer than the ring.
+            past = max(0, min(state.past - min(state.first), window - 1))
+            layout, buffer = store.unrolled(passing.start, past, tokens)
+            start = passing.once(("kept", window), lambda: passing.start.clamp(max=window - 1))
+            lengths = passing.once(
+                ("reached", window), lambda: start + (passing.after - passing.start)
+            )
+            seen = [min(old, window - 1) for old in seen]
+        host_lengths = [old + new for old, new in zip(seen, fresh, strict=True)]
+        projected = self._projected(layout, buffer, start, passing, *states)
+        output: Tensor = prefill(
+            projected, buffer, layout, lengths, window=window or 0, **scoring,
+            # Finding out by measuring whether torch's kernels are faster takes many prefills, and
+            # every layout and every length of a prompt would ask anew.
+            path="triton" if buffer.is_cuda else "auto",
+            host_lengths=host_lengths if min(host_lengths) else None,
+        )  # fmt: skip
+        if window is not None:
+            store.roll(layout, buffer, passing.start, passing.after)
+        return output
+
+    def cohorts(
+        self, store: KernelStore, state: KernelState, total: int,
+        bundles: tuple[list[Bundle], list[Bundle]],
+    ) -> list[Cohort]:  # fmt: skip
+        """Return what a store holds as `kvprof.runtime.layer` keeps it."""
+        assert isinstance(store, PlaneStore)
+        together: dict[int, list[int]] = {}
+        for row, seen in enumerate(state.seen(total)):
+            if seen:
+                together.setdefault(seen, []).append(row)
+        return [self._cohort(store, rows, seen, *bundles) for seen, rows in together.items()]
+
+    def _cohort(
+        self, store: PlaneStore, rows: list[int], seen: int, keys: list[Bundle],
+        values: list[Bundle],
+    ) -> Cohort:  # fmt: skip
+        heads = [
+            [store.head_rows(head, row, seen) for row in rows]
+            for head in range(self.facts.num_kv_heads)
+        ]
+        cohort = Cohort(rows, seen)
+        for place, (found, bundles) in enumerate(((cohort.keys, keys), (cohort.values, values))):
+            for bundle in bundles:
+                own = [torch.stack([pair[place] for pair in heads[h]]) for h in bundle.kv_heads]
+                found.append([plain_part(torch.stack(own, dim=1))])
+        return cohort
+
+
+def _cut(step: Any, lengths: Tensor) -> Any:
+    with part("schedule"):
+        schedule: Any = step.cut(lengths)
+    return schedule

@@ -1,0 +1,218 @@
+"""Quantised latents and levels on the kernels say what the torch path says of the same plan."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvprof.kernels.levels.codes import Quantised, dequantise, quantise
+from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.quantisers import per_token
+from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
+from kvprof.runtime import keeping
+from kvprof.runtime.codecs import Codec, codec_for
+from kvprof.runtime.compressed import compressed
+from tests.models.tiny import token_ids
+from tests.runtime.plans import make_plan
+from tests.runtime.test_kernel_generation import error, generated, half, in_pieces, model_of
+
+TWO = Levels(2, (0.7, 0.3))
+# What float32 rounds otherwise may lie at the border of two codes; a token in a wrong slot, or
+# rounded twice, makes fifty times as much.
+A_FEW_CODES = 5e-4
+
+
+def aging(layer: int, side: str, first: int, width: int) -> tuple[int, ...]:
+    """Lose 16 of 32 columns with age, some heads none."""
+    return (16 if (layer + first) % 3 else 32, 32)
+
+
+def fp8(**options: Any) -> Quantiser:
+    side = SideQuantiser((8,))
+    return Quantiser("fp8", side, side, **options)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "tale": {"ranks": aging, "placement": Placement.NONE, "levels": TWO, "lazy": True,
+             "fold_values": (False, True)},
+    "tale_turned_back": {"ranks": aging, "levels": TWO, "lazy": True,
+                         "fold_values": (False, False)},
+    "levels": {"ranks": aging, "levels": TWO},
+    "no_recent_level": {"ranks": aging, "levels": Levels(3, (1.0, 0.0))},
+}  # fmt: skip
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {"placement": Placement.NONE, "project_values": False, "quantiser": fp8()},
+    "8-bit": {"ranks": half, "quantiser": per_token((8,))},
+    "window": {"ranks": half, "quantiser": replace(per_token((8,), group=None), window=5),
+               "levels": Levels(2)},
+    "values": {"ranks": half, "quantiser": replace(per_token((8,), group=16), keys=None)},
+    "levels": {"ranks": aging, "levels": TWO, "quantiser": per_token((8, 8))},
+    "tale": {"ranks": aging, "placement": Placement.NONE, "levels": TWO, "lazy": True,
+             "quantiser": per_token((8, 8)), "fold_values": (False, True)},
+}  # fmt: skip
+
+
+def plan_of(arch: str, options: dict[str, Any]) -> Plan:
+    return make_plan(model_of(arch), **options)
+
+
+@pytest.mark.parametrize("arch", ["Llama", "Qwen3", "GPT2"])
+@pytest.mark.parametrize("name", PLANS)
+def test_levels_say_what_the_torch_path_says(arch: str, name: str) -> None:
+    """Batch of 3 with left padding; nothing is rounded but by float32."""
+    plan = plan_of(arch, PLANS[name])
+    found, wanted = (generated(model_of(arch), plan, kernels) for kernels in ("on", "off"))
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert error(found, wanted) < 1e-5
+    assert found.nbytes == wanted.nbytes
+
+
+class _FromTheMiddle(Codec):
+    """The kernels' own rule of rounding, as the torch path keeps rows."""
+
+    def __init__(self, quantiser: Quantiser, side: SideQuantiser, level: int) -> None:
+        self.bits, self.group = side.bits[level], side.group
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _FromTheMiddle) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def encode(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return quantise(rows, self.bits, self.group)._asdict()
+
+    def decode(
+        self, stored: dict[str, torch.Tensor], columns: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return dequantise(Quantised(**stored), self.bits, self.group).to(dtype)
+
+
+@pytest.fixture
+def from_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round as the kernels do, so that nothing else may differ."""
+
+    def chosen(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> Codec:
+        if side is None or quantiser.kind == "fp8":
+            return codec_for(quantiser, side, level)
+        return _FromTheMiddle(quantiser, side, level)
+
+    monkeypatch.setattr(keeping, "codec_for", chosen)
+
+
+@pytest.mark.parametrize("arch", ["Llama", "GPT2"])
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.usefixtures("from_the_middle")
+def test_quantised_latents_say_what_they_say_on_torch(arch: str, name: str) -> None:
+    plan = plan_of(arch, QUANTISED[name])
+    found, wanted = (generated(model_of(arch), plan, kernels) for kernels in ("on", "off"))
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert error(found, wanted) < A_FEW_CODES
+
+
+@pytest.mark.parametrize("name", ["8-bit", "window", "levels"])
+def test_torch_rounds_other_numbers_as_far(name: str) -> None:
+    """A group counts from its middle instead of its minimum: as much is lost, at other places."""
+    model, cuts = model_of("Llama"), [0, 20, *range(21, 30)]
+    options = {**QUANTISED[name]}
+    exact = in_pieces(model, make_plan(model, **{**options, "quantiser": None}), "off", cuts)[0]
+    found, wanted = (in_pieces(model, make_plan(model, **options), k, cuts) for k in ("on", "off"))
+    lost = float((wanted[0] - exact).norm())
+    assert 0.8 * lost < float((found[0] - exact).norm()) < 1.25 * lost
+    assert float((found[0] - wanted[0]).norm()) < 2 * lost
+    assert found[1] == wanted[1]
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize("name", [*PLANS, *(f"quantised {name}" for name in QUANTISED)])
+@pytest.mark.usefixtures("from_the_middle")
+def test_a_prompt_may_come_in_pieces(name: str, capacity: int | None) -> None:
+    quantised = name.startswith("quantised ")
+    options = QUANTISED[name.removeprefix("quantised ")] if quantised else PLANS[name]
+    plan = plan_of("Llama", options)
+    cuts = [0, 4, 13, 14, 27, 28, 29]
+    found, *sizes = in_pieces(model_of("Llama"), plan, "on", cuts, capacity)
+    wanted, *others = in_pieces(model_of("Llama"), plan, "off", cuts, capacity)
+    assert float((found - wanted).norm() / wanted.norm()) < (A_FEW_CODES if quantised else 1e-5)
+    assert quantised or sizes[0] == others[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "static", "num_beams": 2},
+    ],
+    ids=["beams", "static", "static_beams"],
+)
+@pytest.mark.parametrize("name", ["tale", "levels"])
+def test_other_ways_to_decode_agree_too(name: str, options: dict[str, Any]) -> None:
+    plan = plan_of("Llama", PLANS[name])
+    found, wanted = (
+        generated(model_of("Llama"), plan, kernels, **options) for kernels in ("on", "off")
+    )
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert error(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.usefixtures("from_the_middle")
+def test_few_bits_lose_what_they_lose_on_torch(bits: int) -> None:
+    """The model says something else, and both ways say the same else."""
+    model = model_of("Llama")
+    coarse = make_plan(model, quantiser=per_token((bits,), group=16))
+    found, wanted = (generated(model, coarse, kernels) for kernels in ("on", "off"))
+    assert error(wanted, generated(model, make_plan(model), "off")) > 0.02
+    assert error(found, wanted) < A_FEW_CODES
+
+
+@pytest.mark.parametrize("name", ["tale", "levels"])
+def test_a_mask_with_holes_goes_on_with_what_the_kernels_stored(name: str) -> None:
+    model = model_of("Llama")
+    plan = plan_of("Llama", PLANS[name])
+    ids, mask = token_ids(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :3] = 0
+    holes = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+    holes[0, 7:9] = 0
+    logits = []
+    for kernels in ("auto", "off"):
+        with compressed(model, plan, kernels) as session, torch.inference_mode():
+            session.route.least_tokens = 0
+            cache = session.new_cache()
+            model.model(ids, attention_mask=mask, past_key_values=cache)
+            assert (cache.kernels is not None) == (kernels == "auto")
+            output = model.model(token_ids(2, 1), attention_mask=holes, past_key_values=cache)
+            assert cache.kernels is None
+            logits.append(output.logits)
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def test_three_bits_lie_in_the_container_of_four_and_say_so() -> None:
+    model = model_of("Llama")
+    plans = {bits: make_plan(model, quantiser=per_token((bits,), group=16)) for bits in (3, 4)}
+    sizes = {}
+    for bits, plan in plans.items():
+        with compressed(model, plan, "on") as session, torch.inference_mode():
+            cache = session.new_cache()
+            model.model(token_ids(1, 20), past_key_values=cache)
+            sizes[bits] = cache.nbytes
+            assert session.kernel_notes == (
+                ["3 bits are stored in the kernels' container of 4"] if bits == 3 else []
+            )
+    assert sizes[3] == sizes[4]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"quantiser": replace(per_token((4,)), block=8)}, "quantised 8 at a time"),
+        ({"quantiser": per_token((4,), group=20)}, "groups of 20 columns share a scale"),
+        ({"ranks": aging, "levels": Levels(2, (0.7, 0.3), 4)}, "move down 4 at a time"),
+        ({"ranks": lambda *_: (7, 32), "levels": TWO}, "keeps 7 columns at a level"),
+    ],
+)
+def test_what_the_kernels_do_not_know_is_said(options: dict[str, Any], reason: str) -> None:
+    model = model_of("Llama")
+    with compressed(model, make_plan(model, **options)) as session:
+        assert all(reason in str(own) for own in session.kernel_reasons)
