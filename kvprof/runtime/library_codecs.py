@@ -7,8 +7,11 @@ Scales and zeros are kept in the rows' own dtype, as transformers' quantised cac
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -57,6 +60,17 @@ class _LibraryCodec(Codec):
         """Return the ``[width, M]`` that the library rebuilds."""
 
 
+@contextmanager
+def _memory_kept() -> Iterator[None]:
+    """Keep torch from handing its memory back to the GPU's driver.
+
+    HQQ asks for that three times in a call, which weights bear once; a cache calls for every token
+    and layer, and would wait for the GPU and allocate everything anew each time.
+    """
+    with patch.object(torch.cuda, "empty_cache", lambda: None):
+        yield
+
+
 class _Hqq(_LibraryCodec):
     """Half-quadratic: zeros are fitted so that the error's p-norm is small.
 
@@ -68,14 +82,15 @@ class _Hqq(_LibraryCodec):
 
     def _quantised(self, matrix: Tensor) -> dict[str, Tensor]:
         quantizer = load_library(self.kind).Quantizer
-        codes, meta = quantizer.quantize(
-            matrix,
-            nbits=self.bits,
-            group_size=matrix.shape[0],
-            axis=0,
-            compute_dtype=matrix.dtype,
-            device=matrix.device,
-        )
+        with _memory_kept():
+            codes, meta = quantizer.quantize(
+                matrix,
+                nbits=self.bits,
+                group_size=matrix.shape[0],
+                axis=0,
+                compute_dtype=matrix.dtype,
+                device=matrix.device,
+            )
         return {
             "codes": codes,
             "scale": meta["scale"].to(matrix.dtype),

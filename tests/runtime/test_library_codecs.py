@@ -198,3 +198,15 @@ def test_named_methods_run_and_store_what_they_account_for(kind: str, base: str)
         assert logits.isfinite().all()
         assert cache.nbytes == bytes_at(plan, 60, itemsize=4, batch=2).total
         assert 1 - cache.nbytes / full_bytes(plan, 60, itemsize=4, batch=2) >= 0.3
+
+
+@pytest.mark.parametrize("kind", ["hqq"])
+def test_no_memory_is_handed_back_for_every_token(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append(1))
+    codec_of(kind, 4).encode(rows(3, 64))
+    assert not asked
+    torch.cuda.empty_cache()
+    assert asked
