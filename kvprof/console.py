@@ -5,6 +5,7 @@ This is the only module that owns them. Importing it costs Rich alone.
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ __all__ = ["Tracker", "error", "note", "report_console", "status", "track", "war
 
 MIN_WIDTH = 40
 _PIPED_WIDTH = 100
+_BETWEEN_LINES = 15.0  # seconds
 
 
 def report_console() -> Console:
@@ -60,21 +62,45 @@ def error(message: str) -> None:
 
 
 class Tracker:
-    """Handle that a long computation advances; see `track`."""
-
-    def __init__(self, progress: Progress | None, task: int | None) -> None:
-        self._progress = progress
-        self._task = task
+    """Handle that a long computation advances; see `track`. This one shows nothing."""
 
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, amount)  # type: ignore[arg-type]
 
     def describe(self, text: str) -> None:
-        """Change the words in front of the bar."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=text)  # type: ignore[arg-type]
+        """Change the words in front of the count."""
+
+
+class _Bar(Tracker):
+    """On a terminal."""
+
+    def __init__(self, progress: Progress, description: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(description, total=total)
+
+    def advance(self, amount: int = 1) -> None:
+        self._progress.advance(self._task, amount)
+
+    def describe(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+
+class _Lines(Tracker):
+    """In a log: a line now and then, and none where the whole takes less."""
+
+    def __init__(self, description: str, total: int) -> None:
+        self._words, self._done, self._total = description, 0, total
+        self._start = self._told = time.monotonic()
+
+    def advance(self, amount: int = 1) -> None:
+        self._done += amount
+        now = time.monotonic()
+        if now - self._told >= _BETWEEN_LINES and self._done < self._total:
+            self._told = now
+            note(f"{self._words}: {self._done} of {self._total} after {now - self._start:.0f} s")
+
+    def describe(self, text: str) -> None:
+        self._words = text
 
 
 @contextmanager
@@ -90,7 +116,7 @@ def status(description: str) -> Iterator[None]:
 
 @contextmanager
 def track(description: str, total: int, *, quiet: bool = False) -> Iterator[Tracker]:
-    """Show a progress bar on stderr while the body runs; one plain line without a terminal.
+    """Show a progress bar on stderr while the body runs; without a terminal a line now and then.
 
     Parameters
     ----------
@@ -102,12 +128,12 @@ def track(description: str, total: int, *, quiet: bool = False) -> Iterator[Trac
         Show nothing.
     """
     if quiet:
-        yield Tracker(None, None)
+        yield Tracker()
         return
     console = _stderr()
     if not console.is_terminal:
         note(f"{description} …")
-        yield Tracker(None, None)
+        yield _Lines(description, total)
         return
     with Progress(
         TextColumn("{task.description}"),
@@ -118,4 +144,4 @@ def track(description: str, total: int, *, quiet: bool = False) -> Iterator[Trac
         console=console,
         transient=True,
     ) as progress:
-        yield Tracker(progress, progress.add_task(description, total=total))
+        yield _Bar(progress, description, total)

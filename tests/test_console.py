@@ -89,3 +89,19 @@ def test_a_quiet_tracker_counts_without_a_word(capsys: pytest.CaptureFixture[str
         tracker.advance(2)
         tracker.describe("more")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_gets_a_line_now_and_then() -> None:
+    code = (
+        "console._BETWEEN_LINES = {}\n"
+        "with console.track('cases', 3) as bar:\n"
+        "    bar.advance(); bar.describe('more cases'); bar.advance(); bar.advance()"
+    )
+    _, often = run(code.format(0.0))
+    first, *lines = often.splitlines()
+    assert first == "cases …"
+    assert [line.rpartition(" after ")[0] for line in lines] == [
+        "cases: 1 of 3",
+        "more cases: 2 of 3",
+    ]
+    assert run(code.format(60.0))[1] == "cases …\n"
