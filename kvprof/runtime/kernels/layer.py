@@ -21,7 +21,7 @@ from kvprof.runtime.kernels.state import KernelPass, KernelState
 from kvprof.runtime.kernels.store import KernelStore
 from kvprof.runtime.shapes import unflatten
 
-__all__ = ["KernelLayer"]
+__all__ = ["KernelLayer", "cut"]
 
 
 class KernelLayer(ABC):
@@ -146,3 +146,10 @@ class KernelLayer(ABC):
             with torch.inference_mode(False):
                 self._matrices[key] = matrices_of(self.layer, self.facts, device, dtype)
         return self._matrices[key]
+
+
+def cut(step: Any, lengths: Tensor) -> Any:
+    """Return how a decoding step's work is cut, timed as scheduling."""
+    with part("schedule"):
+        schedule: Any = step.cut(lengths)
+    return schedule

@@ -23,7 +23,8 @@ from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.heads import Bundle
 from kvprof.runtime.kernels.formats import formats_of, stages_of
-from kvprof.runtime.kernels.layer import KernelLayer
+from kvprof.runtime.kernels.handover import rows_alike
+from kvprof.runtime.kernels.layer import KernelLayer, cut
 from kvprof.runtime.kernels.level_store import LevelStore
 from kvprof.runtime.kernels.matrices import Matrices, exact_matrices
 from kvprof.runtime.kernels.rows import cut_rows, fill_rows, rows_of
@@ -126,7 +127,7 @@ class LevelsKernelLayer(KernelLayer):
         step = state.prepared(
             ("levels", shape, keys.device), layout, lambda: _levels_step(layout, keys.device)
         )
-        schedule = passing.once(("cut", layout), lambda: _cut(step, doing.lengths))
+        schedule = passing.once(("cut", layout), lambda: cut(step, doing.lengths))
         output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
         with part(self._moving):
             for before, source, after, target in doing.moves:
@@ -252,12 +253,8 @@ class LevelsKernelLayer(KernelLayer):
         if not max(seen):
             return []
         rows = store.rows_between(0, max(seen), seen)
-        together: dict[int, list[int]] = {}
-        for row, tokens in enumerate(seen):
-            if tokens:
-                together.setdefault(tokens, []).append(row)
         found = []
-        for tokens, members in together.items():
+        for tokens, members in rows_alike(seen).items():
             cohort = Cohort(members, tokens)
             for name, whole, own in zip(("keys", "values"), rows, bundles, strict=True):
                 side = getattr(self.layer, name)
@@ -289,9 +286,3 @@ def _levels_step(layout: LevelsLayout, device: torch.device) -> Any:
     from kvprof.kernels.levels.step import levels_step  # Triton is for Linux only
 
     return levels_step(layout, device)
-
-
-def _cut(step: Any, lengths: Tensor) -> Any:
-    with part("schedule"):
-        schedule: Any = step.cut(lengths)
-    return schedule

@@ -60,6 +60,11 @@ class PlaneStore(KernelStore):
         """Sequences."""
         return 0 if self.layout is None else self.layout.batch
 
+    @property
+    def heads(self) -> int:
+        """Stored heads, or latents that several heads share."""
+        return len(self._widths[0])
+
     def layout_for(self, batch: int, capacity: int) -> RaggedLayout:
         """Return how the same heads lie for other rows."""
         return RaggedLayout(*self._widths, batch, capacity)

@@ -2,18 +2,17 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.runtime.clock import part
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.heads import Bundle
-from kvprof.runtime.kernels.layer import KernelLayer
+from kvprof.runtime.kernels.handover import plane_cohorts
+from kvprof.runtime.kernels.layer import KernelLayer, cut
 from kvprof.runtime.kernels.planes import PlaneStore
 from kvprof.runtime.kernels.state import KernelPass, KernelState
 from kvprof.runtime.kernels.store import KernelStore
-from kvprof.runtime.parts import plain_part
 
 __all__ = ["RaggedKernelLayer"]
 
@@ -46,7 +45,7 @@ class RaggedKernelLayer(KernelLayer):
                 layout, store.buffer, passing.slots(window), passing, query, key, value
             )
             step = state.step(layout, query.device, window)
-            schedule = passing.once((layout, window), lambda: _cut(step, passing.lengths(window)))
+            schedule = passing.once((layout, window), lambda: cut(step, passing.lengths(window)))
             output: Tensor = step.run(projected[:, 0], store.buffer, schedule, **scoring)
             output = output.unsqueeze(1)
         else:
@@ -97,29 +96,4 @@ class RaggedKernelLayer(KernelLayer):
     ) -> list[Cohort]:  # fmt: skip
         """Return what a store holds as `kvprof.runtime.layer` keeps it."""
         assert isinstance(store, PlaneStore)
-        together: dict[int, list[int]] = {}
-        for row, seen in enumerate(state.seen(total)):
-            if seen:
-                together.setdefault(seen, []).append(row)
-        return [self._cohort(store, rows, seen, *bundles) for seen, rows in together.items()]
-
-    def _cohort(
-        self, store: PlaneStore, rows: list[int], seen: int, keys: list[Bundle],
-        values: list[Bundle],
-    ) -> Cohort:  # fmt: skip
-        heads = [
-            [store.head_rows(head, row, seen) for row in rows]
-            for head in range(self.facts.num_kv_heads)
-        ]
-        cohort = Cohort(rows, seen)
-        for place, (found, bundles) in enumerate(((cohort.keys, keys), (cohort.values, values))):
-            for bundle in bundles:
-                own = [torch.stack([pair[place] for pair in heads[h]]) for h in bundle.kv_heads]
-                found.append([plain_part(torch.stack(own, dim=1))])
-        return cohort
-
-
-def _cut(step: Any, lengths: Tensor) -> Any:
-    with part("schedule"):
-        schedule: Any = step.cut(lengths)
-    return schedule
+        return plane_cohorts(store, state.seen(total), bundles, heads=1)

@@ -16,12 +16,12 @@ from kvprof.models.layout import LayerLayout
 from kvprof.runtime.clock import part
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.heads import Bundle
+from kvprof.runtime.kernels.handover import plane_cohorts
 from kvprof.runtime.kernels.layer import KernelLayer
 from kvprof.runtime.kernels.planes import PlaneStore
 from kvprof.runtime.kernels.rebuilt_matrices import LatentMatrices, latent_matrices
 from kvprof.runtime.kernels.state import KernelPass, KernelState
 from kvprof.runtime.kernels.store import KernelStore
-from kvprof.runtime.parts import plain_part
 from kvprof.runtime.shapes import unflatten
 
 __all__ = ["LatentKernelLayer", "prefilled"]
@@ -128,27 +128,7 @@ class LatentKernelLayer(KernelLayer):
     ) -> list[Cohort]:  # fmt: skip
         """Return what a store holds as `kvprof.runtime.layer` keeps it."""
         assert isinstance(store, PlaneStore)
-        together: dict[int, list[int]] = {}
-        for row, seen in enumerate(state.seen(total)):
-            if seen:
-                together.setdefault(seen, []).append(row)
-        return [self._cohort(store, rows, seen, bundles) for seen, rows in together.items()]
-
-    def _cohort(
-        self, store: PlaneStore, rows: list[int], seen: int,
-        bundles: tuple[list[Bundle], list[Bundle]],
-    ) -> Cohort:  # fmt: skip
-        groups = [
-            [store.head_rows(group, row, seen) for row in rows]
-            for group in range(len(self.layer.keys.groups))
-        ]
-        cohort = Cohort(rows, seen)
-        for place, found in enumerate((cohort.keys, cohort.values)):
-            for bundle in bundles[place]:
-                numbers = [head // self.heads for head in bundle.kv_heads[:: self.heads]]
-                own = [torch.stack([pair[place] for pair in groups[n]]) for n in numbers]
-                found.append([plain_part(torch.stack(own, dim=1))])
-        return cohort
+        return plane_cohorts(store, state.seen(total), bundles, self.heads)
 
 
 def prefilled(
