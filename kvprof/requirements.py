@@ -61,7 +61,7 @@ COMMAND_NEEDS = {
     "export": CommandNeeds(("jsonschema", "plotext", "numpy"), (("matplotlib", "--to svg, html"),)),
     "recipe": CommandNeeds(
         (*_MODEL_PACKAGES, "pyyaml", "platformdirs", "plotext"),
-        (("matplotlib", "report"),),
+        (("matplotlib", "report"), ("ray", "run --ray")),
         uses_gpu=True,
     ),
     "tui": CommandNeeds(("textual", "rich", "plotext", "jsonschema", "platformdirs")),

@@ -1,15 +1,18 @@
 """``kvprof recipe``: papers' tables and figures as files, run, judged and reported."""
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvprof import console
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, run_recipes
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, write_text_atomic
+from kvprof.reproduction.cluster import AUTO
 
 recipe = typer.Typer(
     add_completion=False,
@@ -26,6 +29,8 @@ NamesArgument = Annotated[
     ),
 ]
 LEDGER = "ledger"
+# What can stand behind --ray; no recipe is called so.
+_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 
 
 @recipe.command("list")
@@ -102,7 +107,23 @@ def validate(names: NamesArgument) -> None:
     terminal.print(f"{len(paths)} {'recipe is' if len(paths) == 1 else 'recipes are'} valid.")
 
 
-@recipe.command()
+class _RunCommand(TyperCommand):
+    """Gives ``--ray`` its address where none follows: names of recipes may."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        ended = args.index("--") if "--" in args else len(args)
+        alone = [
+            place
+            for place, word in enumerate(args[:ended])
+            if word == "--ray" and not _ADDRESS.fullmatch("".join(args[place + 1 : place + 2]))
+        ]
+        return super().parse_args(
+            ctx, [f"--ray={AUTO}" if place in alone else word for place, word in enumerate(args)]
+        )
+
+
+@recipe.command(cls=_RunCommand)
 def run(
     names: NamesArgument,
     profile: Annotated[
@@ -134,6 +155,16 @@ def run(
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure also what has a result.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="[ADDRESS]",
+            help="Run the cells on a Ray cluster: HOST:PORT, ray://HOST:PORT, or without an "
+            "address the cluster that Ray finds, else this machine alone. Needs the extra ray.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
@@ -145,7 +176,9 @@ def run(
     needs what this machine lacks. An interrupted run goes on where it stopped.
     """
     run_recipes(
-        RunRequest(tuple(names), profile, model, _settings(settings or []), out, fresh, json, force)
+        RunRequest(
+            tuple(names), profile, model, _settings(settings or []), out, fresh, json, force, ray
+        )
     )
 
 
@@ -231,8 +264,6 @@ def _read_ledger(path: Path) -> dict[str, object]:
 
 def _joined(results: list[dict[str, object]]) -> dict[str, object]:
     """Return the results as one, in whose entries each keeps the machine that it was had on."""
-    from typing import Any
-
     from kvprof.reproduction.ledger import ledger_data, merge_entries
 
     whole: Any = results[0]

@@ -12,7 +12,7 @@ import typer
 
 from kvprof import console
 from kvprof.commands.output import Outputs
-from kvprof.environment import collect_environment, cpu_model, usable_threads
+from kvprof.environment import collect_environment
 from kvprof.errors import (
     ClaimNotMetError,
     ExitCode,
@@ -21,20 +21,22 @@ from kvprof.errors import (
     LackingError,
     UsageError,
 )
-from kvprof.gpus import read_gpus
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.files import RESULT_NAME, read_result, write_result, write_text_atomic
 from kvprof.records.result import build_result
 from kvprof.reproduction.check import load_recipe
+from kvprof.reproduction.cluster import Cluster
 from kvprof.reproduction.find import find_recipes
+from kvprof.reproduction.here import this_machine
 from kvprof.reproduction.ledger import ledger_data, merge_entries
 from kvprof.reproduction.machine import Machine
+from kvprof.reproduction.recipe import Recipe
 from kvprof.reproduction.run import prepare, resolved_configuration, run_planned
-from kvprof.reproduction.runner import Runner, run_child
+from kvprof.reproduction.runner import Pool, Runner, run_child
 from kvprof.reproduction.store import CellStore, code_version
 from kvprof.reproduction.verdicts import NOT_JUDGED, NOT_REPRODUCED
 
-__all__ = ["RunRequest", "run_recipes", "this_machine"]
+__all__ = ["RunRequest", "run_recipes"]
 
 RESOLVED_NAME = "resolved.json"
 
@@ -51,28 +53,7 @@ class RunRequest:
     fresh: bool = False
     json: Path | None = None
     force: bool = False
-
-
-def this_machine() -> Machine:
-    """Return what this machine has."""
-    gpus = tuple(gpu.name for gpu in read_gpus().devices)
-    return Machine(f"{cpu_model()}, {usable_threads()} threads", gpus, _has_extra, _has_weights)
-
-
-def _has_extra(name: str) -> bool:
-    from kvprof.requirements import package_states
-
-    own = [state for state in package_states() if state.extra == name]
-    return bool(own) and all(state.installed is not None for state in own)
-
-
-def _has_weights(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except ValueError:  # no hub id
-        return False
+    ray: str | None = None
 
 
 def run_recipes(
@@ -97,7 +78,7 @@ def run_recipes(
     ClaimNotMetError
         When something was not reproduced.
     LackingError
-        When everything asked for needs what this machine lacks.
+        When everything asked for needs what this machine lacks, or there is no such cluster.
     """
     from kvprof.commands.recipe_check import check_command
 
@@ -105,9 +86,33 @@ def run_recipes(
     outputs.check()
     folder = request.out if request.out is not None else _default_folder()
     older = _older(folder)
-    settings = dict(request.settings)
     recipes = [load_recipe(path, check_command) for path in find_recipes(list(request.names))]
     machine = machine or this_machine()
+    if request.ray is None:
+        _run(request, outputs, folder, older, recipes, runner, machine)
+        return
+    # What is wrong with the options is said before a cluster is started for them.
+    prepare(
+        recipes, request.profile, request.settings, request.model, machine, code_version()
+    )  # fmt: skip
+    profiles = [one.profiles.get(request.profile) for one in recipes]
+    with Cluster(request.ray) as cluster:
+        with console.status("connecting to Ray"):
+            found = cluster.machine(code_version(), [one.needs for one in profiles if one])
+        console.note(f"cells run on {', '.join(cluster.hosts)}")
+        _run(request, outputs, folder, older, recipes, cluster, found)
+
+
+def _run(
+    request: RunRequest,
+    outputs: Outputs,
+    folder: Path,
+    older: list[dict[str, Any]],
+    recipes: list[Recipe],
+    runner: Runner | Pool,
+    machine: Machine,
+) -> None:
+    settings = dict(request.settings)
     version = code_version()
     planned = prepare(recipes, request.profile, settings, request.model, machine, version)
     # The model counts as a setting from here on: results of two models are two entries.

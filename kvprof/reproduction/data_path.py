@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Found", "find", "parse_path"]
+__all__ = ["Found", "find", "last_name", "parse_path"]
 
 Step = tuple[str, Any]
 
@@ -15,10 +15,20 @@ _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 
 @dataclass(frozen=True)
 class Found:
-    """A value at the end of a path, with the interval that stands beside it."""
+    """A value at the end of a path.
+
+    Attributes
+    ----------
+    value : object
+    interval : (float, float) or None
+        That stands beside it.
+    row : mapping or None
+        Which holds both.
+    """
 
     value: Any
     interval: tuple[float, float] | None = None
+    row: Mapping[str, Any] | None = None
 
 
 def parse_path(text: str) -> list[Step]:
@@ -80,11 +90,17 @@ def find(data: Any, text: str) -> list[Found]:
     return found
 
 
+def last_name(text: str) -> str | None:
+    """Return the name that a path ends in; None where it ends in a place of a list."""
+    kind, what = parse_path(text)[-1]
+    return what if kind == "name" else None
+
+
 def _step(value: Any, kind: str, what: Any) -> list[Found]:
     if kind == "name":
         if not isinstance(value, Mapping) or what not in value:
             return []
-        return [Found(value[what], _interval(value.get(f"{what}_interval")))]
+        return [Found(value[what], _interval(value.get(f"{what}_interval")), value)]
     entries = list(value.values()) if isinstance(value, Mapping) and kind == "all" else value
     if kind == "where" and isinstance(value, Mapping):
         entries = [value]

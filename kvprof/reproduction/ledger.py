@@ -13,6 +13,7 @@ from kvprof.reproduction.verdicts import (
     VERDICTS,
     JudgedLine,
     judge_line,
+    open_because,
     verdict_of,
 )
 from kvprof.version import __version__
@@ -70,6 +71,7 @@ def entry_of(
         for one in judged
         if one.measured.missing is not None and one.measured.missing not in reasons
     ]
+    reasons += [why for one in judged if (why := open_because(one)) is not None]
     reasons += [
         f"{cell}: incomplete: {result['incomplete_reason']}"
         for cell, result in results.items()
@@ -131,10 +133,12 @@ def _line(
         "tolerance": line.tolerance,
         "tolerance_share": line.tolerance_share,
         "direction": line.direction,
+        "by_construction": line.by_construction,
         "note": line.note,
         "measured": one.measured.value,
         "interval": one.measured.interval,
         "missing": one.measured.missing,
+        "doubt": one.measured.doubt,
         "holds": one.holds,
         "uncertain": one.uncertain,
     }
@@ -145,7 +149,8 @@ def merge_entries(
 ) -> list[dict[str, Any]]:
     """Return the entries of two runs; of the same recipe, profile, settings and machine the newer.
 
-    One that was interrupted, or for which something was missing, replaces none that was judged.
+    One that was interrupted, or for which something was missing, replaces none that was judged; one
+    whose lines are open does: what it says is newer.
     """
 
     def key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -155,10 +160,14 @@ def merge_entries(
     found = {key(entry): dict(entry) for entry in older}
     for entry in newer:
         known = found.get(key(entry))
-        less = entry["verdict"] == NOT_JUDGED and not entry["failed"]
-        if known is None or not less or known["verdict"] == NOT_JUDGED:
+        if known is None or not _knows_less(entry) or known["verdict"] == NOT_JUDGED:
             found[key(entry)] = dict(entry)
     return list(found.values())
+
+
+def _knows_less(entry: Mapping[str, Any]) -> bool:
+    stopped = any(cell["message"] for cell in entry["cells"])
+    return entry["verdict"] == NOT_JUDGED and not entry["failed"] and (entry["lacking"] or stopped)
 
 
 def ledger_data(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

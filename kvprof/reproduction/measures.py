@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from statistics import fmean, median
 from typing import Any
 
 from kvprof.records.figures import figures_of
-from kvprof.reproduction.data_path import Found, alike, find
+from kvprof.reproduction.data_path import Found, alike, find, last_name
 from kvprof.reproduction.recipe import Measure
+from kvprof.reproduction.trust import doubt_about, implied_interval, implied_value, row_of
 
 __all__ = ["Measured", "matching", "measure_all"]
 
@@ -31,11 +32,14 @@ class Measured:
         ends, which is never too narrow.
     missing : str or None
         Why there is no number.
+    doubt : str or None
+        Why the number decides nothing.
     """
 
     value: float | None
     interval: tuple[float, float] | None = None
     missing: str | None = None
+    doubt: str | None = None
 
 
 def matching(pattern: str, ids: Iterable[str]) -> list[str]:
@@ -81,8 +85,16 @@ def _from_cells(
     if not cells:
         return _missing(f"no cell {one.cell} was run")
     found: list[Found] = []
+    doubts: list[str] = []
     for cell in cells:
-        found += _in_result(one, results[cell])
+        own = _in_result(one, results[cell])
+        found += own
+        doubts += [
+            f"{cell}: {doubt}"
+            for entry in own
+            if (doubt := doubt_about(results[cell], entry.row)) is not None
+        ]
+    doubt = doubts[0] if doubts else None
     wanted = one.data if one.data is not None else _said(one)
     if not found:
         return _missing(f"{', '.join(cells)}: no {wanted}{_there(one, results[cells[0]])}")
@@ -97,7 +109,7 @@ def _from_cells(
                 f"{', '.join(cells)}: {len(found)} numbers match {wanted}; say over: min, max, "
                 "mean, median or sum"
             )
-        return Measured(float(found[0].value), found[0].interval)
+        return Measured(float(found[0].value), found[0].interval, doubt=doubt)
     # Each of these grows with every entry, so that the ends of all make the ends of the whole.
     over = _OVER[one.over]
     ends = [entry.interval for entry in found]
@@ -105,16 +117,27 @@ def _from_cells(
     interval = None
     if len(known) == len(ends):
         interval = (float(over([low for low, _ in known])), float(over([up for _, up in known])))
-    return Measured(float(over([float(entry.value) for entry in found])), interval)
+    value = float(over([float(entry.value) for entry in found]))
+    return Measured(value, interval, doubt=doubt)
 
 
 def _in_result(one: Measure, result: Mapping[str, Any]) -> list[Found]:
     if one.data is not None:
-        return find(result["data"], one.data)
+        found = find(result["data"], one.data)
+    else:
+        found = [
+            Found(figure.value, figure.interval, row_of(result, figure))
+            for figure in figures_of(result)
+            if figure.name == one.figure and _is_of(dict(figure.key), one.where)
+        ]
+    name = one.figure if one.data is None else last_name(one.data)
     return [
-        Found(figure.value, figure.interval)
-        for figure in figures_of(result)
-        if figure.name == one.figure and _is_of(dict(figure.key), one.where)
+        replace(
+            entry,
+            value=implied_value(entry.value, entry.row, name),
+            interval=entry.interval or implied_interval(result, entry.row, name),
+        )
+        for entry in found
     ]
 
 
@@ -150,7 +173,7 @@ def _together(
             return one
     if make is _quotient and second.value == 0:
         return _missing(f"{pair[1]} is 0, and {pair[0]} cannot be divided by it")
-    return make(first, second)
+    return replace(make(first, second), doubt=first.doubt or second.doubt)
 
 
 def _quotient(first: Measured, second: Measured) -> Measured:

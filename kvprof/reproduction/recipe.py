@@ -122,6 +122,8 @@ class Line:
         How far beyond the limit still counts, as a number or as a share of the limit.
     direction : bool
         Whether it is the weaker claim.
+    by_construction : str or None
+        Why no measurement decides it: a count, or what the method is.
     """
 
     measure: str
@@ -131,6 +133,7 @@ class Line:
     tolerance: float | None = None
     tolerance_share: float | None = None
     direction: bool = False
+    by_construction: str | None = None
     note: str | None = None
 
 

@@ -1,6 +1,6 @@
 """A run of recipes: resolved first, equal cells once, what is known already not again."""
 
-import time
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvprof.reproduction.ledger import entry_of
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.recipe import PROFILES, Profile, Recipe
 from kvprof.reproduction.resolve import Cell, check_settings, resolve_cells
-from kvprof.reproduction.runner import Outcome, Runner
+from kvprof.reproduction.runner import CellCommand, OneByOne, Outcome, Pool, Runner
 from kvprof.reproduction.store import CellStore, cell_digest
 
 __all__ = ["CellRun", "Finished", "Planned", "prepare", "resolved_configuration", "run_planned"]
@@ -179,7 +179,7 @@ def resolved_configuration(
 def run_planned(
     planned: Sequence[Planned],
     store: CellStore,
-    runner: Runner,
+    runner: Runner | Pool,
     *,
     machine: Machine,
     settings: Mapping[str, str],
@@ -193,8 +193,8 @@ def run_planned(
     ----------
     planned : sequence of Planned
     store : CellStore
-    runner : callable
-        Runs a cell; see `kvprof.reproduction.runner.run_child`.
+    runner : callable or Pool
+        Runs a cell, as `kvprof.reproduction.runner.run_child` does, or all of them.
     machine : Machine
     settings : mapping
         What the user set, for the ledger.
@@ -208,26 +208,27 @@ def run_planned(
     finished = Finished()
     runs: dict[str, CellRun] = {}
     todo = {digest: cell for one in planned for cell, digest in one.cells}
-    for place, (digest, cell) in enumerate(todo.items(), 1):
+    place = itertools.count(1)
+
+    def tell(digest: str, words: str) -> None:
+        progress(f"{next(place)}/{len(todo)} {words}{' '.join(todo[digest].words)}")
+
+    waiting: dict[str, CellCommand] = {}
+    for digest, cell in todo.items():
         known = None if fresh else store.get(digest)
-        command = " ".join(cell.words)
-        if known is not None:
-            progress(f"{place}/{len(todo)} known: {command}")
+        if known is None:
+            waiting[digest] = cell
+        else:
+            tell(digest, "known: ")
             runs[digest] = CellRun(Outcome(known, 0))
-            continue
-        if should_stop():
-            finished.interrupted = True
-            runs[digest] = CellRun(Outcome(None, 130, "interrupted before it ran"))
-            continue
-        progress(f"{place}/{len(todo)} {command}")
-        start = time.monotonic()
-        outcome = runner(cell.words, should_stop)
-        runs[digest] = CellRun(outcome, time.monotonic() - start)
-        if outcome.result is None:
+    pool = runner if isinstance(runner, Pool) else OneByOne(runner)
+    for ended in pool.run_all(waiting, tell, should_stop):
+        runs[ended.digest] = CellRun(ended.outcome, ended.seconds)
+        if ended.outcome.result is None:
             finished.interrupted = finished.interrupted or should_stop()
             continue
         try:
-            store.put(digest, outcome.result)
+            store.put(ended.digest, ended.outcome.result)
         except FailedError as problem:
             # It still counts; only the next run will not find it.
             finished.warnings.append(f"{problem}; the result was used and is not kept")

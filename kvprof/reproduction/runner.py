@@ -4,14 +4,19 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from kvprof.errors import ExitCode
 from kvprof.records.schema import validate_result
 
-__all__ = ["Outcome", "Runner", "run_child"]
+__all__ = ["KVPROF", "CellCommand", "Ended", "OneByOne", "Outcome", "Pool", "Runner", "run_child"]
+
+#: What Python is given to start kvprof.
+KVPROF = ("-m", "kvprof")
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
@@ -46,7 +51,94 @@ class Outcome:
 Runner = Callable[[Sequence[str], Callable[[], bool]], Outcome]
 
 
-def run_child(words: Sequence[str], should_stop: Callable[[], bool]) -> Outcome:
+class CellCommand(Protocol):
+    """What a pool has to know of a cell; see `kvprof.reproduction.resolve.Cell`."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command."""
+
+    @property
+    def gpus(self) -> int:
+        """How many it needs."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A cell's end.
+
+    Attributes
+    ----------
+    digest : str
+    outcome : Outcome
+    seconds : float or None
+        None where it was not run.
+    """
+
+    digest: str
+    outcome: Outcome
+    seconds: float | None
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Runs many cells, in whatever order and at once where it can."""
+
+    def run_all(
+        self,
+        cells: Mapping[str, CellCommand],
+        tell: Callable[[str, str], None],
+        should_stop: Callable[[], bool],
+    ) -> Iterator[Ended]:
+        """Run cells and yield each one's end, every cell's once.
+
+        Parameters
+        ----------
+        cells : mapping
+            By digest.
+        tell : callable
+            Takes a digest and words about it, and says so once per cell.
+        should_stop : callable
+        """
+
+
+class OneByOne:
+    """The pool of one machine: a cell has it for itself.
+
+    Parameters
+    ----------
+    runner : callable
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run_all(
+        self,
+        cells: Mapping[str, CellCommand],
+        tell: Callable[[str, str], None],
+        should_stop: Callable[[], bool],
+    ) -> Iterator[Ended]:
+        """Run cells in their order; see `Pool`."""
+        for digest, cell in cells.items():
+            if should_stop():
+                outcome = Outcome(None, int(ExitCode.INTERRUPTED), "interrupted before it ran")
+                yield Ended(digest, outcome, None)
+                continue
+            tell(digest, "")
+            start = time.monotonic()
+            outcome = self._runner(cell.words, should_stop)
+            yield Ended(digest, outcome, time.monotonic() - start)
+
+
+def run_child(
+    words: Sequence[str],
+    should_stop: Callable[[], bool],
+    *,
+    program: Sequence[str] = KVPROF,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
     """Run ``python -m kvprof WORDS --json -`` and return its result.
 
     The result comes through a pipe, so that no full disk can lose it.
@@ -56,12 +148,19 @@ def run_child(words: Sequence[str], should_stop: Callable[[], bool]) -> Outcome:
     words : sequence of str
     should_stop : callable
         Asked a few times a second; when it says yes, the process is ended and its work dropped.
+    program : sequence of str
+        What Python is given before the words.
+    folder : Path, optional
+        To run in; this process's when not given.
+    environment : mapping, optional
+        Of the process; this one's when not given.
     """
-    command = [sys.executable, "-m", "kvprof", *words, "--json", "-"]
+    command = [sys.executable, *program, *words, "--json", "-"]
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=folder, env=environment,
+        )  # fmt: skip
     except OSError as problem:
         return Outcome(None, int(ExitCode.FAILED), f"cannot be started: {problem.strerror}")
     try:

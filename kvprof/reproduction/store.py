@@ -12,12 +12,20 @@ from kvprof.records.files import read_result, write_result
 from kvprof.reproduction.find import PACKAGE
 from kvprof.version import __version__
 
-__all__ = ["CellStore", "cell_digest", "code_version"]
+__all__ = [
+    "WHOLE_BYTES",
+    "CellStore",
+    "cell_digest",
+    "code_version",
+    "known_content",
+    "named_files",
+]
 
 _FORMAT = "kvprof-cell/1"
 # What shows and compares figures; it changes none.
 _NO_FIGURES = ("views", "tui", "reproduction", "recipes")
-_WHOLE = 64 << 20  # files up to here are read; larger ones are known by size and time
+#: Files up to here are read; larger ones are known by size and time.
+WHOLE_BYTES = 64 << 20
 _SHORT = 24
 
 
@@ -42,7 +50,7 @@ def code_version() -> str:
 
 def _content(path: Path) -> str:
     stat = path.stat()
-    if stat.st_size > _WHOLE:
+    if stat.st_size > WHOLE_BYTES:
         return f"{stat.st_size}:{stat.st_mtime_ns}"
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -59,19 +67,25 @@ def cell_digest(words: Sequence[str], device: str, version: str) -> str:
     version : str
         From `code_version`.
     """
-    files: dict[str, Any] = {}
-    for word in words:
-        for piece in {word, word.partition("=")[2], *word.split(",")}:
-            if piece and (found := _named(piece)) is not None:
-                files[piece] = found
+    files = named_files(words)
     # Equal options in the same order make the same command; kvprof reads no meaning into them.
     known = {"format": _FORMAT, "words": list(words), "files": files, "device": device,
              "version": version}  # fmt: skip
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:_SHORT]
 
 
-def _named(piece: str) -> Any:
-    path = Path(piece)
+def named_files(words: Sequence[str]) -> dict[str, Any]:
+    """Return the files and models' folders that a command names, each with its `known_content`."""
+    files: dict[str, Any] = {}
+    for word in words:
+        for piece in {word, word.partition("=")[2], *word.split(",")}:
+            if piece and (found := known_content(Path(piece))) is not None:
+                files[piece] = found
+    return files
+
+
+def known_content(path: Path) -> Any:
+    """Return what the content of a file or of a model's folder is known by; None for neither."""
     try:
         if path.is_file():
             return _content(path)

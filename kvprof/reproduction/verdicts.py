@@ -8,7 +8,7 @@ from kvprof.reproduction.recipe import Line
 
 __all__ = [
     "DIRECTION", "NOT_JUDGED", "NOT_REPRODUCED", "REPRODUCED", "VERDICTS", "JudgedLine",
-    "counted", "judge_line", "verdict_of",
+    "counted", "judge_line", "open_because", "verdict_of",
 ]  # fmt: skip
 
 REPRODUCED = "reproduced"
@@ -27,7 +27,7 @@ class JudgedLine:
     line : Line
     measured : Measured
     holds : bool or None
-        None where nothing was measured.
+        None where that cannot be told: nothing was measured, what was is doubtful, or `uncertain`.
     uncertain : bool
         Whether the limit, with its tolerance, lies inside the measure's interval.
     """
@@ -39,14 +39,29 @@ class JudgedLine:
 
 
 def judge_line(line: Line, measured: Measured) -> JudgedLine:
-    """Hold a measure against its line; the point estimate decides."""
+    """Hold a measure against its line; a limit inside the interval is neither met nor missed."""
     if measured.value is None:
         return JudgedLine(line, measured, None, False)
-    limits = _limits(line)
     uncertain = measured.interval is not None and any(
-        measured.interval[0] <= limit <= measured.interval[1] for limit in limits
+        measured.interval[0] <= limit <= measured.interval[1] for limit in _limits(line)
     )
-    return JudgedLine(line, measured, _holds(line, measured.value), uncertain)
+    open_ = uncertain or measured.doubt is not None
+    return JudgedLine(line, measured, None if open_ else _holds(line, measured.value), uncertain)
+
+
+def open_because(judged: JudgedLine) -> str | None:
+    """Return why a line is open though something was measured; None where it is not."""
+    if judged.measured.value is None or judged.holds is not None:
+        return None
+    if judged.measured.doubt is not None:
+        return judged.measured.doubt
+    assert judged.measured.interval is not None
+    low, high = judged.measured.interval
+    limits = " or ".join(
+        f"{x:.4g}" for x in dict.fromkeys(_limits(judged.line)) if low <= x <= high
+    )
+    name = judged.line.measure
+    return f"{name}: {limits} lies inside its interval, {low:.4g} to {high:.4g}"
 
 
 def _slack(line: Line, limit: float) -> float:
@@ -83,14 +98,20 @@ def _holds(line: Line, value: float) -> bool:
 def verdict_of(lines: Sequence[JudgedLine]) -> str:
     """Return the verdict: all hold, only the weaker ones do, or neither.
 
-    One that could not be measured leaves the whole open.
+    One that could not be measured leaves the whole open. One that is open for another reason does
+    so only where it matters: where the weaker ones hold it takes nothing from them, and where one
+    fails that must hold it saves nothing. Weaker ones alone show no more than a direction.
     """
-    if not lines or any(line.holds is None for line in lines):
+    if not lines or any(line.measured.value is None for line in lines):
         return NOT_JUDGED
-    if all(line.holds for line in lines):
-        return REPRODUCED
     weaker = [line for line in lines if line.line.direction]
-    return DIRECTION if weaker and all(line.holds for line in weaker) else NOT_REPRODUCED
+    if all(line.holds for line in lines) and len(weaker) < len(lines):
+        return REPRODUCED
+    if weaker and all(line.holds for line in weaker):
+        return DIRECTION
+    if any(line.holds is False for line in weaker or lines):
+        return NOT_REPRODUCED
+    return NOT_JUDGED
 
 
 def counted(verdicts: Mapping[str, int]) -> str:

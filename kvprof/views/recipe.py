@@ -12,16 +12,19 @@ from kvprof.views.recipe_words import (
     interval_words,
     line_words,
     measured_words,
+    verdict_words,
 )
 from kvprof.views.tables import Column, DataTable
 
-__all__ = ["report"]
+__all__ = ["VERDICT_ORDER", "answer", "report"]
 
-_ORDER = ("reproduced", "reproduced in direction", "not reproduced", "cannot be judged here")
+#: From what holds to what is open.
+VERDICT_ORDER = ("reproduced", "reproduced in direction", "not reproduced", "cannot be judged here")
 _READ = (
     "Claimed: the paper's number, then what must hold here, the recipe's tolerance included. "
-    "Where the limit lies inside the interval, the measured value decides.",
-    "Reproduced in direction: the weaker claim holds, the number does not.",
+    "A limit inside the 95 % interval is neither met nor missed: the line is open.",
+    "Reproduced in direction: the weaker claim holds, the number does not or is open.",
+    "By construction: arithmetic, or what the method is by definition, and no finding.",
 )
 
 
@@ -42,7 +45,10 @@ def report(
     entries = result["data"]["entries"]
     parts: list[RenderableType] = [] if result["complete"] else [incomplete_note(), Text()]
     parts += [paragraph(answer(result["data"]), "bold"), Text(), _table(entries)]
-    for title, verdict in (("Not reproduced", _ORDER[2]), ("In direction only", _ORDER[1])):
+    for title, verdict in (
+        ("Not reproduced", VERDICT_ORDER[2]),
+        ("In direction only", VERDICT_ORDER[1]),
+    ):
         if found := [entry for entry in entries if entry["verdict"] == verdict]:
             parts += [heading(title), bullets([f"{e['recipe']}: {e['claim']}" for e in found])]
     if found := [entry for entry in entries if entry["reasons"]]:
@@ -60,9 +66,15 @@ def report(
 def answer(data: Mapping[str, Any]) -> str:
     """Return the counts in a sentence."""
     entries = data["entries"]
-    said = [f"{data['counts'][one]} {one}" for one in _ORDER if data["counts"].get(one)]
+    said = [_counted(entries, one) for one in VERDICT_ORDER if data["counts"].get(one)]
     of = f"{len(entries)} {'recipe' if len(entries) == 1 else 'recipes'}"
     return f"{of}: {', '.join(said) or 'nothing was run'}."
+
+
+def _counted(entries: Sequence[Mapping[str, Any]], verdict: str) -> str:
+    own = [verdict_words(entry) for entry in entries if entry["verdict"] == verdict]
+    made = sum(words != verdict for words in own)
+    return f"{len(own)} {verdict}{f' ({made} by construction)' if made else ''}"
 
 
 def _table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
@@ -83,7 +95,7 @@ def _table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
 
 def _rows(entry: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     of = f"{entry['item']} of {entry['paper']}"
-    yield (entry["recipe"], of, "", "", entry["verdict"].upper())
+    yield (entry["recipe"], of, "", "", verdict_words(entry).upper())
     for line in entry["lines"]:
         yield (
             f"· {line['measure']}",

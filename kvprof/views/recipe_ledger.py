@@ -9,7 +9,7 @@ from rich.text import Text
 from kvprof.views.durations import duration
 from kvprof.views.numbers import MISSING
 from kvprof.views.page import bullets, heading, paragraph
-from kvprof.views.recipe import answer
+from kvprof.views.recipe import VERDICT_ORDER, answer
 from kvprof.views.recipe_plot import Beside, strips_of
 from kvprof.views.recipe_words import (
     claimed_words,
@@ -17,6 +17,7 @@ from kvprof.views.recipe_words import (
     line_words,
     measured_words,
     published_words,
+    verdict_words,
 )
 from kvprof.views.tables import Column, DataTable
 
@@ -26,8 +27,10 @@ Entry = Mapping[str, Any]
 
 _INTRODUCTION = (
     "Each recipe states a claim of a paper in words of its own, runs commands of kvprof, and says "
-    "whether the claim holds of what was measured. The smoke and small profiles run stand-ins: "
-    "their verdicts are of those, and each says what differs."
+    "whether the claim holds of what was measured. The profiles smoke and small run stand-ins, "
+    "such as a reference model of 19M parameters: their verdicts are of those and not of the "
+    "paper's own setting, and each says what differs. Where a limit lies inside a 95 % interval, "
+    "or a request's time does not add up, nothing is judged."
 )
 
 
@@ -43,9 +46,14 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [
         paragraph(answer(result["data"]), "bold"),
         paragraph(_INTRODUCTION),
+        bullets(_runs(entries)),
+        _counts(entries),
     ]
+    # Of several runs the entries of one recipe stand together.
+    place = {name: i for i, name in enumerate(dict.fromkeys(e["recipe"] for e in entries))}
     for paper in dict.fromkeys(entry["paper"] for entry in entries):
         own = [entry for entry in entries if entry["paper"] == paper]
+        own.sort(key=lambda entry: place[entry["recipe"]])
         parts += [heading(paper), _overview(own)]
         for entry in own:
             parts += _entry(entry)
@@ -54,12 +62,38 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+def _runs(entries: Sequence[Entry]) -> Iterator[str]:
+    """Say which profile ran where; what was not run ran nowhere."""
+    ran = [entry for entry in entries if entry["cells"]]
+    for profile, machine in dict.fromkeys((e["profile"], e["machine"]) for e in ran):
+        own = [e for e in ran if (e["profile"], e["machine"]) == (profile, machine)]
+        days = sorted({e["created"][:10] for e in own})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        yield f"profile {profile}: {len(own)} of the recipes, {machine}, {when}"
+
+
+def _counts(entries: Sequence[Entry]) -> DataTable:
+    kinds = list(dict.fromkeys((e["paper"], e["profile"] or MISSING) for e in entries))
+    rows = []
+    for paper, profile in kinds:
+        own = [e for e in entries if (e["paper"], e["profile"] or MISSING) == (paper, profile)]
+        rows.append((paper, profile, *(_of(own, verdict) for verdict in VERDICT_ORDER)))
+    columns = [Column("paper", words=True), Column("profile", words=True)]
+    return DataTable(columns + [Column(verdict) for verdict in VERDICT_ORDER], rows)
+
+
+def _of(entries: Sequence[Entry], verdict: str) -> str:
+    own = [verdict_words(entry) for entry in entries if entry["verdict"] == verdict]
+    made = sum(words != verdict for words in own)
+    return f"{len(own)} ({made} by construction)" if made else str(len(own))
+
+
 def _overview(entries: Sequence[Entry]) -> DataTable:
     columns = [Column(name, words=True) for name in ("item", "recipe", "profile", "verdict")]
     return DataTable(
         columns,
         [
-            (e["item"], e["recipe"], e["profile"] or MISSING, e["verdict"])
+            (e["item"], e["recipe"], e["profile"] or MISSING, verdict_words(e))
             for e in entries
         ],
     )  # fmt: skip
@@ -67,7 +101,7 @@ def _overview(entries: Sequence[Entry]) -> DataTable:
 
 def _entry(entry: Entry) -> Iterator[RenderableType]:
     profile = f", profile {entry['profile']}" if entry["profile"] else ""
-    yield heading(f"{entry['paper']}, {entry['item']}: {entry['verdict']}")
+    yield heading(f"{entry['paper']}, {entry['item']}: {verdict_words(entry)}")
     yield paragraph(f"{entry['claim']} ({entry['recipe']}{profile})")
     if entry["stand_in"] and entry["lines"]:
         yield paragraph(f"Of a stand-in: {entry['stand_in']}")
@@ -95,7 +129,7 @@ def _lines(entry: Entry) -> DataTable:
     ]  # fmt: skip
     rows = [
         (
-            f"{line['measure']}{': ' + line['note'] if line.get('note') else ''}",
+            ": ".join(filter(None, (line["measure"], line.get("note"), line["by_construction"]))),
             claimed_words(entry, line),
             measured_words(line),
             interval_words(line),

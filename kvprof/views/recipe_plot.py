@@ -21,7 +21,9 @@ _LEAST = 24  # columns of a strip
 _MOST_LABEL = 28
 _NEAR = 1.25
 _LEAST_SPAN = 1.1  # the axis reaches at least from 1 / this to this
-_COLOURS = {True: "#0072B2", False: "#D55E00"}
+_COLOURS = {True: "#0072B2", False: "#D55E00", None: "#555555"}
+_SAID = {True: "", False: " fails", None: " open"}
+_MARKS = {True: "o", False: "X", None: "s"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Strip:
         measure's unit.
     value : float
     interval : (float, float) or None
-    holds : bool
+    holds : bool or None
+        None where that is open.
     stated : bool
         Whether the reference is a published number rather than the recipe's limit.
     """
@@ -46,7 +49,7 @@ class Strip:
     high: float
     value: float
     interval: tuple[float, float] | None
-    holds: bool
+    holds: bool | None
     stated: bool
 
 
@@ -76,7 +79,7 @@ def strips_of(entry: Mapping[str, Any]) -> list[Strip]:
                 (bounds[0] / middle, bounds[1] / middle)
                 if bounds is not None and bounds[0] > 0
                 else None,
-                bool(line["holds"]),
+                line["holds"],
                 stated,
             )
         )
@@ -128,7 +131,7 @@ class Beside:
         for one in self.strips:
             line = Text(f"{one.label[:label]:<{label}} ")
             line.append(_drawn(one, span, width, ascii_only=options.ascii_only))
-            line.append(f" {number(one.value)}{'' if one.holds else ' fails'}")
+            line.append(f" {number(one.value)}{_SAID[one.holds]}")
             yield line
         ends = f"{number(1 / span)}", f"{number(span)}"
         half = width // 2
@@ -173,7 +176,7 @@ def beside_figure(beside: Beside) -> Any:
                   fillstyle="none" if one.stated else "left")  # fmt: skip
         if one.interval is not None:
             axes.plot(one.interval, [row, row], color=_COLOURS[one.holds], linewidth=1.6)
-        axes.plot([one.value], [row], "o" if one.holds else "X", color=_COLOURS[one.holds],
+        axes.plot([one.value], [row], _MARKS[one.holds], color=_COLOURS[one.holds],
                   markersize=6)  # fmt: skip
     span = _span(strips)
     axes.axvline(1.0, color="#999999", linewidth=0.6)
@@ -184,7 +187,9 @@ def beside_figure(beside: Beside) -> Any:
     axes.set_xticks([], minor=True)
     axes.set_ylim(len(strips) - 0.5, -0.5)
     axes.set_yticks(range(len(strips)), [one.label for one in strips])
-    axes.set_xlabel("measured / claimed (diamond: published, half-filled: limit; cross: fails)")
+    axes.set_xlabel(
+        "measured / claimed (diamond: published, half-filled: limit; cross: fails, square: open)"
+    )
     axes.grid(visible=True, axis="x", linewidth=0.3, alpha=0.6)
     return figure
 

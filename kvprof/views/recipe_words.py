@@ -7,9 +7,10 @@ from kvprof.views.numbers import MISSING, axis_number, interval, number
 
 __all__ = [
     "check_words", "claimed_words", "interval_words", "limits_of", "line_words", "measured_words",
-    "published_words",
+    "published_words", "verdict_words",
 ]  # fmt: skip
 
+_HELD = ("reproduced", "reproduced in direction")
 _SIGNS = {"at_least": "≥", "at_most": "≤", "above": ">", "below": "<"}
 
 
@@ -62,9 +63,19 @@ def interval_words(line: Mapping[str, Any]) -> str:
 
 
 def line_words(line: Mapping[str, Any]) -> str:
-    """Write whether a line holds, and whether that is sure."""
-    if line["holds"] is None:
+    """Write whether a line holds, or why that cannot be told."""
+    if line["measured"] is None:
         return "not measured"
-    said = "holds" if line["holds"] else "fails"
-    said += " (weaker claim)" if line["direction"] else ""
-    return f"{said}, limit inside the interval" if line["uncertain"] else said
+    if line["holds"] is None:
+        said = "open: limit inside the interval" if line["uncertain"] else "open: doubtful"
+    else:
+        said = "holds" if line["holds"] else "fails"
+        said += " by construction" if line["by_construction"] and line["holds"] else ""
+    return f"{said} (weaker claim)" if line["direction"] else said
+
+
+def verdict_words(entry: Mapping[str, Any]) -> str:
+    """Write the verdict, and whether nothing that could have been otherwise led to it."""
+    held = [line for line in entry["lines"] if line["holds"]]
+    made = entry["verdict"] in _HELD and all(line["by_construction"] for line in held)
+    return f"{entry['verdict']}, by construction" if made else str(entry["verdict"])

@@ -57,6 +57,7 @@ def test_the_small_recipe_is_read(tmp_path: Path) -> None:
         ("value: 0.95, unit", "low: 1, high: 0, unit", ":7: kept: low 1 is above high 0"),
         ("name: small-claim", "name: other", ":2: name is 'other', but the file is small-claim.y"),
         ("item: Table 7\n", "", ":1: the file: lacks item"),
+        ("direction: true", "by_construction: yes", ":22: .*by_construction: .yes. is too short"),
         ("judged: true", "judged: yes", ":8: judged: is true, or a sentence"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from kvprof.reproduction.verdicts import (
     NOT_REPRODUCED,
     REPRODUCED,
     judge_line,
+    open_because,
     verdict_of,
 )  # fmt: skip
 
@@ -139,13 +140,62 @@ def test_a_share_is_of_the_limit() -> None:
     assert not judge_line(line, Measured(221.0)).holds
 
 
-def test_a_limit_inside_the_interval_is_said_and_the_estimate_decides() -> None:
-    line = Line("m", "at_least", (1.0,))
-    inside = judge_line(line, Measured(1.1, (0.9, 1.3)))
-    assert (inside.holds, inside.uncertain) == (True, True)
-    below = judge_line(line, Measured(0.99, (0.9, 1.3)))
-    assert (below.holds, below.uncertain) == (False, True)
-    assert not judge_line(line, Measured(1.1, (1.05, 1.3))).uncertain
+@pytest.mark.parametrize(
+    ("line", "value", "interval", "holds"),
+    [
+        (Line("m", "at_least", (1.0,)), 1.1, (0.9, 1.3), None),
+        (Line("m", "at_least", (1.0,)), 0.99, (0.9, 1.3), None),
+        (Line("m", "at_least", (1.0,)), 1.1, (1.05, 1.3), True),
+        (Line("m", "at_least", (1.0,), tolerance=0.2), 0.9, (0.85, 1.3), True),
+        (Line("m", "above", (0.0,)), 0.01, (-0.01, 0.03), None),
+        # A tie: no member of the sample differs, so that nothing can be said of an order.
+        (Line("m", "above", (0.0,)), 0.0, (0.0, 0.0), None),
+        (Line("m", "below", (0.0,)), 0.02, (0.01, 0.03), False),
+        (Line("m", "about", (1.0,), tolerance=0.1), 1.0, (0.8, 1.2), None),
+        (Line("m", "between", (1.0, 2.0)), 2.5, (0.5, 3.0), None),
+        (Line("m", "between", (1.0, 2.0)), 1.5, (1.1, 1.9), True),
+    ],
+)
+def test_a_limit_inside_the_interval_leaves_a_line_open(
+    line: Line, value: float, interval: tuple[float, float], holds: bool | None
+) -> None:
+    judged = judge_line(line, Measured(value, interval))
+    assert (judged.holds, judged.uncertain) == (holds, holds is None)
+    why = open_because(judged)
+    assert (why is None) == (holds is not None)
+    assert why is None or f"inside its interval, {interval[0]:.4g} to {interval[1]:.4g}" in why
+
+
+def test_a_doubtful_number_decides_nothing_either_way() -> None:
+    line = Line("m", "above", (1.0,))
+    for value in (0.5, 2.0):
+        judged = judge_line(line, Measured(value, doubt="half of it has no part"))
+        assert (judged.holds, judged.uncertain) == (None, False)
+        assert open_because(judged) == "half of it has no part"
+
+
+# Of two lines for the number and one for the direction: True holds, False fails, None is open.
+@pytest.mark.parametrize(
+    ("strong", "other", "weak", "verdict"),
+    [
+        (True, None, True, DIRECTION), (None, None, True, DIRECTION),
+        (False, None, True, DIRECTION), (True, True, None, NOT_JUDGED),
+        (False, True, None, NOT_JUDGED), (None, True, False, NOT_REPRODUCED),
+    ],
+)  # fmt: skip
+def test_open_lines_count_where_the_verdict_hangs_on_them(
+    strong: bool | None, other: bool | None, weak: bool | None, verdict: str
+) -> None:
+    of = {True: Measured(2.0), False: Measured(0.5), None: Measured(1.1, (0.9, 1.3))}
+    lines = [
+        judge_line(Line("m", "above", (1.0,), direction=place == 2), of[state])
+        for place, state in enumerate((strong, other, weak))
+    ]
+    assert verdict_of(lines) == verdict
+    # Without a weaker claim one that fails is enough, and one that is open holds the rest back.
+    alone = verdict_of(lines[:2])
+    assert alone == (NOT_REPRODUCED if strong is False else NOT_JUDGED if None in (strong, other)
+                     else REPRODUCED)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -159,6 +209,12 @@ def test_verdicts(strong: float | None, weak: float, verdict: str) -> None:
     lines = [Line("a", "above", (1.0,)), Line("b", "above", (1.0,), direction=True)]
     values = [Measured(strong, missing=None if strong else "why"), Measured(weak)]
     assert verdict_of(list(map(judge_line, lines, values))) == verdict
+
+
+def test_weaker_claims_alone_show_no_more_than_a_direction() -> None:
+    line = Line("a", "above", (1.0,), direction=True)
+    assert verdict_of([judge_line(line, Measured(2.0))]) == DIRECTION
+    assert verdict_of([judge_line(line, Measured(0.5))]) == NOT_REPRODUCED
 
 
 def test_without_a_weaker_claim_nothing_is_reproduced_in_direction() -> None:

@@ -1,5 +1,5 @@
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.ledger import merge_entries
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.run import Finished, Planned, prepare, run_planned
+from kvprof.reproduction.runner import Outcome
 from kvprof.reproduction.store import CellStore, cell_digest, code_version
 from tests.reproduction.written import CPU, TEXT, FakeRunner, plan_result, write
 
@@ -46,6 +47,39 @@ def test_a_claim_that_holds_and_one_that_was_falsified(tmp_path: Path) -> None:
     false = run(planned(tmp_path, text), tmp_path / "b", FakeRunner({"fdc": 0.96, "kq": 0.95}))
     assert verdicts(false) == ["not reproduced"]
     assert [line["holds"] for line in false.entries[0]["lines"]] == [False, True]
+
+
+def test_a_tie_is_no_order(tmp_path: Path) -> None:
+    text = (
+        TEXT.partition("measures:")[0]
+        + """\
+measures:
+  - {id: fdc, cell: plan-fdc, data: "rows[0].rate"}
+  - {id: kq, cell: plan-kq, data: "rows[0].rate"}
+  - {id: ahead, subtract: [fdc, kq]}
+verdict:
+  - {measure: ahead, above: 0, direction: true}
+"""
+    )
+
+    def measure(spread: float, fdc: float) -> dict[str, Any]:
+        def runner(words: Sequence[str], should_stop: Callable[[], bool]) -> Outcome:
+            method = words[words.index("--method") + 1]
+            value = fdc if method == "fdc" else 0.9
+            near = (value - spread, value + spread)
+            return Outcome(plan_result(method, value, interval=near), 0)
+
+        store = CellStore(tmp_path / f"{spread} {fdc}")
+        plan = planned(tmp_path, text)
+        return run_planned(plan, store, runner, machine=CPU, settings={}).entries[0]
+
+    assert measure(0.01, 0.95)["verdict"] == "reproduced in direction"
+    assert measure(0.01, 0.85)["verdict"] == "not reproduced"
+    for spread, fdc in ((0.01, 0.905), (0.01, 0.895), (0.0, 0.9)):
+        tied = measure(spread, fdc)
+        assert tied["verdict"] == "cannot be judged here"
+        assert tied["reasons"][0].startswith("ahead: 0 lies inside its interval, ")
+        assert not tied["lacking"]
 
 
 def test_the_weaker_claim_alone_is_a_direction(tmp_path: Path) -> None:
@@ -226,5 +260,10 @@ def test_later_entries_replace_earlier_ones_unless_they_know_less(tmp_path: Path
     assert [e["verdict"] for e in merge_entries(good, bad)] == ["reproduced in direction"]
     assert [e["verdict"] for e in merge_entries(good, left)] == ["reproduced"]
     assert [e["verdict"] for e in merge_entries(good, broken)] == ["cannot be judged here"]
+    # A run that measured everything and found it open says more than an older verdict.
+    open_ = [{**good[0], "verdict": "cannot be judged here"}]
+    assert [e["verdict"] for e in merge_entries(good, open_)] == ["cannot be judged here"]
+    lacking = [{**open_[0], "lacking": True}]
+    assert [e["verdict"] for e in merge_entries(good, lacking)] == ["reproduced"]
     other = [{**bad[0], "machine": "an H200"}]
     assert len(merge_entries(good, other)) == 2

@@ -44,11 +44,14 @@ def write(folder: Path, text: str = TEXT, name: str = "small-claim") -> Path:
     return path
 
 
-def plan_result(method: str, rate: float, *, complete: bool = True) -> dict[str, Any]:
+def plan_result(
+    method: str, rate: float, *, interval: tuple[float, float] | None = None, complete: bool = True
+) -> dict[str, Any]:
     """Return a result with one figure."""
+    beside = {} if interval is None else {"rate_interval": list(interval)}
     return build_result(
         "benchmark", environment=ENVIRONMENT, inputs={"benchmark": "fake"},
-        data={"rows": [{"method": method, "rate": rate}]}, complete=complete,
+        data={"rows": [{"method": method, "rate": rate, **beside}]}, complete=complete,
     )  # fmt: skip
 
 

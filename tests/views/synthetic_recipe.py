@@ -9,7 +9,8 @@ from tests.records.sample import ENVIRONMENT
 _LINE = {
     "measure": "kept", "unit": None, "published": "kept", "check": "at_least", "limit": [0.95],
     "tolerance": 0.01, "tolerance_share": None, "direction": False, "note": None, "measured": 0.97,
-    "interval": [0.93, 0.99], "missing": None, "holds": True, "uncertain": True,
+    "by_construction": None, "interval": [0.95, 0.99], "missing": None, "doubt": None,
+    "holds": True, "uncertain": False,
 }  # fmt: skip
 _PUBLISHED = {
     "id": "kept", "value": 0.95, "low": None, "high": None, "unit": "share of accuracy",
@@ -23,7 +24,7 @@ def recipe_entry(name: str, verdict: str, **more: Any) -> dict[str, Any]:
         "recipe": name, "paper": "FDC", "item": "Table 7", "claim": "It keeps the accuracy.",
         "profile": "smoke", "stand_in": "A small model.", "verdict": verdict, "reasons": [],
         "lacking": False, "failed": False, "lines": [_LINE],
-        "measures": [{"id": "kept", "value": 0.97, "interval": [0.93, 0.99], "missing": None}],
+        "measures": [{"id": "kept", "value": 0.97, "interval": [0.95, 0.99], "missing": None}],
         "published": [_PUBLISHED],
         "cells": [{"id": "a", "command": "kvprof plan", "digest": "0", "seconds": 2.0,
                    "known": False, "message": None}],
@@ -35,12 +36,13 @@ def recipe_entry(name: str, verdict: str, **more: Any) -> dict[str, Any]:
 def recipe_result() -> dict[str, Any]:
     """Return a ledger of four recipes, one per verdict."""
     fails = {**_LINE, "measured": 0.5, "interval": None, "holds": False, "uncertain": False}
+    unsure = {**_LINE, "interval": [0.9, 0.99], "holds": None, "uncertain": True}
     weaker = {**_LINE, "measure": "order", "published": None, "check": "between",
               "limit": [1.0, 2.0], "tolerance": None, "direction": True}  # fmt: skip
     prose = {**_PUBLISHED, "value": None, "low": 0.93, "high": 0.97}
     entries = [
         recipe_entry("fdc-table-7", "reproduced"),
-        recipe_entry("fdc-table-8", "reproduced in direction", lines=[fails, weaker],
+        recipe_entry("fdc-table-8", "reproduced in direction", lines=[unsure, weaker],
                      published=[prose]),
         recipe_entry("fdc-table-9", "not reproduced", lines=[fails]),
         recipe_entry("fdc-table-10", "cannot be judged here", lines=[], cells=[], lacking=True,

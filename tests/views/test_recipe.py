@@ -2,12 +2,14 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from kvprof.reproduction.ledger import ledger_data
 from kvprof.views.export_html import page_html
 from kvprof.views.export_md import page_markdown
 from kvprof.views.page import render_text
 from kvprof.views.recipe import report
 from kvprof.views.recipe_ledger import ledger
 from kvprof.views.recipe_plot import strips_of
+from kvprof.views.recipe_words import verdict_words
 from tests.views.synthetic_recipe import recipe_entry, recipe_result
 
 RESULT = recipe_result()
@@ -20,7 +22,7 @@ def test_the_table_has_claimed_measured_interval_and_verdict(width: int) -> None
     flat = " ".join(text.split())
     assert "4 recipes: 1 reproduced, 1 reproduced in direction, 1 not reproduced" in flat
     assert "0.9700" in flat
-    assert "[0.9300, 0.9900]" in flat
+    assert "[0.9500, 0.9900]" in flat
     for verdict in ("REPRODUCED", "NOT REPRODUCED", "CANNOT BE JUDGED HERE"):
         assert verdict in flat
     assert "fdc-table-10: it needs a GPU" in flat
@@ -29,17 +31,35 @@ def test_the_table_has_claimed_measured_interval_and_verdict(width: int) -> None
 def test_the_wide_table_says_what_must_hold_with_the_tolerance() -> None:
     flat = " ".join(render_text(report(RESULT, 140, colour=False), 140).split())
     assert "0.95 share of accuracy; ≥ 0.94" in flat
-    assert "holds, limit inside the interval" in flat
+    assert "open: limit inside the interval" in flat
 
 
 def test_a_strip_is_over_what_was_published() -> None:
     (strip,) = strips_of(recipe_entry("a", "reproduced"))
     assert strip.value == pytest.approx(0.97 / 0.95)
     assert (strip.low, strip.high) == (1, 1)
-    assert strip.interval == pytest.approx((0.93 / 0.95, 0.99 / 0.95))
+    assert strip.interval == pytest.approx((0.95 / 0.95, 0.99 / 0.95))
     ranged, limit = strips_of(RESULT["data"]["entries"][1])
     assert (ranged.low, ranged.high) == pytest.approx((0.93 / 0.95, 0.97 / 0.95))
     assert (limit.stated, limit.high / limit.low) == (False, 2)
+
+
+def test_what_holds_by_construction_is_told_from_a_finding() -> None:
+    line = recipe_entry("a", "reproduced")["lines"][0]
+    made = {**line, "by_construction": "a count of bytes"}
+    alone = recipe_entry("a", "reproduced", lines=[made])
+    assert verdict_words(alone) == "reproduced, by construction"
+    assert verdict_words(recipe_entry("a", "reproduced", lines=[made, line])) == "reproduced"
+    # What fails or is open adds nothing to what holds.
+    fails = {**line, "holds": False}
+    mixed = recipe_entry("a", "reproduced in direction", lines=[made, fails])
+    assert verdict_words(mixed) == "reproduced in direction, by construction"
+    assert verdict_words(recipe_entry("a", "not reproduced", lines=[fails])) == "not reproduced"
+    result = {**RESULT, "data": ledger_data([alone, recipe_entry("b", "reproduced")])}
+    text = page_markdown("Ledger", ledger(result))
+    assert "2 recipes: 2 reproduced (1 by construction)." in text
+    assert "kept: a count of bytes" in text
+    assert "holds by construction" in text
 
 
 def test_a_published_number_in_another_unit_is_no_reference() -> None:
@@ -65,3 +85,23 @@ def test_the_ledger_as_pages() -> None:
     assert len(drawn) == 3
     for svg in drawn:
         ElementTree.fromstring("<svg" + svg.partition("</svg>")[0] + "</svg>")
+
+
+def test_a_ledger_of_several_runs_says_what_ran_where_and_keeps_a_recipe_together() -> None:
+    small = {"profile": "small", "machine": "an H200", "created": "2025-11-23T12:00:00Z"}
+    entries = [
+        recipe_entry("a", "reproduced"),
+        recipe_entry("b", "not reproduced"),
+        recipe_entry("c", "cannot be judged here", lines=[], cells=[]),
+        recipe_entry("a", "not reproduced", **small),
+        recipe_entry("b", "reproduced", **{**small, "created": "2025-11-22T12:00:00Z"}),
+    ]
+    text = page_markdown("Ledger", ledger({**RESULT, "data": ledger_data(entries)}))
+    assert "- profile smoke: 2 of the recipes, a CPU, 2 threads, 2025-11-21" in text
+    assert "- profile small: 2 of the recipes, an H200, 2025-11-22 to 2025-11-23" in text
+    assert "| FDC | smoke | 1 | 0 | 1 | 1 |" in text
+    assert "| FDC | small | 1 | 0 | 1 | 0 |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| Table 7 |")]
+    assert [row.split(" | ")[1:3] for row in rows] == [
+        ["a", "smoke"], ["a", "small"], ["b", "smoke"], ["b", "small"], ["c", "smoke"],
+    ]  # fmt: skip

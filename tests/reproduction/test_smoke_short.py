@@ -1,0 +1,75 @@
+"""A recipe of each paper through the command line to a verdict: the short form of a smoke run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.errors import ExitCode
+from kvprof.records.files import read_result
+from kvprof.reproduction.verdicts import NOT_JUDGED, NOT_REPRODUCED
+
+# Two cells between them: spectra of the reference model, and one layer's attention on the CPU.
+NAMES = ("fdc-table-3", "zack-table-6", "palu-table-10", "tale-fig-2")
+
+pytestmark = pytest.mark.slow
+
+
+def run(out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvprof", "recipe", "run", *NAMES, "--out", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("smoke") / "out"
+    done = run(out)
+    entries = read_result(out / "result.json")["data"]["entries"]
+    fell = any(entry["verdict"] == NOT_REPRODUCED for entry in entries)
+    assert done.returncode == (ExitCode.CLAIM_NOT_MET if fell else ExitCode.DONE), done.stderr
+    assert f"{len(NAMES)} recipes: " in done.stdout
+    return out
+
+
+@pytest.fixture(scope="module")
+def entries(folder: Path) -> dict[str, Any]:
+    found = read_result(folder / "result.json")["data"]["entries"]
+    return {entry["recipe"]: entry for entry in found}
+
+
+def test_every_measure_is_had_and_every_recipe_judged(entries: dict[str, Any]) -> None:
+    assert list(entries) == list(NAMES)
+    for name, entry in entries.items():
+        assert not entry["failed"], entry["reasons"]
+        assert not entry["lacking"], entry["reasons"]
+        for line in entry["lines"]:
+            assert line["measured"] is not None, (name, line["missing"])
+        # Only a limit inside an interval may keep any of these from a verdict.
+        if entry["verdict"] == NOT_JUDGED:
+            assert any(line["uncertain"] for line in entry["lines"]), name
+
+
+def test_equal_cells_ran_once(folder: Path, entries: dict[str, Any]) -> None:
+    resolved = json.loads((folder / "resolved.json").read_text("utf-8"))
+    digests = [cell["digest"] for one in resolved["recipes"] for cell in one["cells"]]
+    assert (len(digests), len(set(digests))) == (4, 2)
+    assert len(list((folder / "cells").iterdir())) == 2
+    of = {name: entry["lines"][0]["measured"] for name, entry in entries.items()}
+    assert of["fdc-table-3"] == of["zack-table-6"]
+
+
+def test_what_holds_by_construction_holds_and_says_so(entries: dict[str, Any]) -> None:
+    lines = entries["palu-table-10"]["lines"]
+    assert all(line["holds"] and line["by_construction"] for line in lines)
+    assert entries["palu-table-10"]["verdict"] == "reproduced"
+
+
+def test_a_second_run_measures_nothing(folder: Path, entries: dict[str, Any]) -> None:
+    again = run(folder)
+    assert again.stderr.count("known: ") == 2, again.stderr
+    after = read_result(folder / "result.json")["data"]["entries"]
+    assert [entry["verdict"] for entry in after] == [e["verdict"] for e in entries.values()]
+    assert all(cell["known"] for entry in after for cell in entry["cells"])

@@ -1,0 +1,178 @@
+"""Intervals that follow from a row, and times that may not be judged."""
+
+from typing import Any
+
+import pytest
+
+from kvprof.records.fold import MOST_UNATTRIBUTED
+from kvprof.reproduction.measures import Measured, measure_all
+from kvprof.reproduction.recipe import Line, Measure
+from kvprof.reproduction.verdicts import NOT_JUDGED, REPRODUCED, judge_line, verdict_of
+
+
+def share(accuracy: float, items: int) -> dict[str, Any]:
+    return {"accuracy": accuracy, "baseline": 1.0, "items": items}
+
+
+def evaluation(method: str, accuracy: float, items: int) -> dict[str, Any]:
+    return {
+        "method": method, "relative_accuracy": 1.0, "relative_accuracy_interval": None,
+        "perplexity_ratio": None, "kl": {"mean": 0.0}, "rate": 0.3,
+        "tasks": {"needle": {**share(accuracy, items), "difference_interval": [0.0, 0.0]}},
+    }  # fmt: skip
+
+
+def answered(items: int, accuracy: float = 1.0) -> dict[str, Any]:
+    rows = [evaluation("full", 1.0, items), evaluation("tale", accuracy, items)]
+    return {"a": {"kind": "eval", "data": {"evaluations": rows}}}
+
+
+def measured(results: dict[str, Any], *measures: Measure) -> Measured:
+    return list(measure_all(measures, results, {}).values())[-1]
+
+
+TALE = Measure("tale", cell="a", data="evaluations[method=tale].tasks[*].accuracy", over="mean")
+FULL = Measure("full", cell="a", data="evaluations[method=full].tasks[*].accuracy", over="mean")
+KEPT = Measure("kept", divide=("tale", "full"))
+LINE = Line("kept", "at_least", (0.98,))
+
+
+@pytest.mark.parametrize(
+    ("items", "accuracy", "holds"),
+    [(4, 1.0, None), (48, 1.0, None), (4000, 1.0, True), (4, 0.75, None), (400, 0.5, False)],
+)
+def test_questions_that_every_method_answers_show_nothing_unless_they_are_many(
+    items: int, accuracy: float, holds: bool | None
+) -> None:
+    found = measured(answered(items, accuracy), TALE, FULL, KEPT)
+    assert found.value == accuracy
+    assert judge_line(LINE, found).holds is holds
+
+
+def test_a_figure_of_a_task_has_the_interval_of_its_questions() -> None:
+    where = {"method": "tale", "task": "needle"}
+    figure = Measure("m", cell="a", figure="task_accuracy", where=where)
+    found = measured(answered(4), figure)
+    # Wilson's interval of 4 out of 4.
+    assert found.interval == pytest.approx((0.5101, 1.0), abs=1e-4)
+    assert measured(answered(4), TALE).interval == pytest.approx(found.interval)
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "interval"),
+    [(0.5, 0.1, (0.304, 0.696)), (1.0, 0.0, (0.7225, 1.0)), (0.5, None, None)],
+)
+def test_a_harness_score_has_its_standard_error(
+    value: float, stderr: float | None, interval: tuple[float, float] | None
+) -> None:
+    row = {"task": "gsm8k", "value": value, "stderr": stderr, "items": 10}
+    results = {"a": {"kind": "eval", "data": {"harness": {"rows": [row]}}}}
+    found = measured(results, Measure("m", cell="a", data="harness.rows[task=gsm8k].value"))
+    if interval is None:
+        assert found.interval is None
+    else:
+        assert found.interval == pytest.approx(interval, abs=1e-4)
+
+
+def bench(low: float, high: float) -> dict[str, Any]:
+    of = {"phase": "decode", "batch": 1, "seq": 4096}
+    row = {
+        **of, "method": "palu", "dtype": "float32", "schedule": None, "baseline": "sdpa",
+        "seconds": [2.0], "seconds_interval": [low, high], "speedup": 1.5, "error": 0.0,
+        "cache_bytes": 1,
+    }  # fmt: skip
+    base = {**of, "name": "sdpa", "seconds": [2.7, 3.0, 3.3]}
+    other = {**of, "batch": 2, "name": "sdpa", "seconds": [8.0, 9.0, 10.0]}
+    return {"a": {"kind": "bench", "data": {"rows": [row], "baselines": [other, base]}}}
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        Measure("m", cell="a", figure="speedup", where={"method": "palu"}),
+        Measure("m", cell="a", data="rows[method=palu].speedup"),
+    ],
+)
+def test_a_speedup_has_what_the_intervals_of_both_times_allow(measure: Measure) -> None:
+    found = measured(bench(1.8, 2.2), measure)
+    assert found.interval == pytest.approx((2.7 / 2.2, 3.3 / 1.8))
+    faster = Line("m", "above", (1.0,))
+    assert judge_line(faster, found).holds
+    assert judge_line(faster, measured(bench(1.5, 3.0), measure)).holds is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "ends", "value", "interval"),
+    [
+        (0.4, [0.3, 0.5], 0.4, (0.3, 0.5)),
+        (0.4, [None, 0.5], 0.4, (0.0, 0.5)),
+        (0.4, [0.3, None], 0.4, (0.3, 1.0)),
+        # Even the lowest rate that was tried misses the target.
+        (None, [None, 0.1], 0.0, (0.0, 0.1)),
+        (0.4, None, 0.4, None),
+    ],
+)
+def test_a_largest_rate_lies_where_a_frontier_says(
+    rate: float | None,
+    ends: list[float | None] | None,
+    value: float,
+    interval: tuple[float, float] | None,
+) -> None:
+    row = {"label": "fdc", "max_rate": rate, "max_rate_interval": ends, "points": [{"rate": 0.1}]}
+    results = {"a": {"kind": "frontier", "data": {"methods": [row]}}}
+    found = measured(results, Measure("m", cell="a", data="methods[label=fdc].max_rate"))
+    assert (found.value, found.interval) == (value, interval)
+
+
+def test_a_method_that_was_not_tried_has_no_largest_rate() -> None:
+    row = {"label": "fdc", "max_rate": None, "max_rate_interval": None, "points": []}
+    results = {"a": {"kind": "frontier", "data": {"methods": [row]}}}
+    found = measured(results, Measure("m", cell="a", data="methods[label=fdc].max_rate"))
+    assert found.value is None
+
+
+def request_time(unattributed: float) -> dict[str, Any]:
+    def case(method: str, seconds: float, share_: float | None) -> dict[str, Any]:
+        return {
+            "case": f"{method} 1k", "method": method, "ttft_seconds": seconds,
+            "jct_seconds": seconds, "tbt_seconds": None, "unattributed_share": share_,
+        }  # fmt: skip
+
+    part = {"case": "fdc 1k", "method": "fdc", "phase": "decode", "part": "attention",
+            "seconds": 1.0, "share": 0.2}  # fmt: skip
+    data = {
+        "cases": [case("fdc", 1.0, unattributed), case("palu", 2.0, 0.01)],
+        "parts": [part], "steps": [],
+    }  # fmt: skip
+    return {"jct": {"kind": "jct", "data": data}}
+
+
+FDC = Measure("fdc", cell="jct", data="cases[method=fdc].ttft_seconds")
+PALU = Measure("palu", cell="jct", data="cases[method=palu].ttft_seconds")
+GAIN = Measure("gain", subtract=("palu", "fdc"))
+SHARE = Measure("share", cell="jct", data="parts[part=attention].share")
+FIGURE = Measure("gain", cell="jct", figure="ttft_seconds", where={"case": "fdc 1k"})
+
+
+@pytest.mark.parametrize("measures", [(FDC, PALU, GAIN), (SHARE,), (FIGURE,)])
+@pytest.mark.parametrize(
+    ("unattributed", "verdict"),
+    [
+        (0.0, REPRODUCED), (MOST_UNATTRIBUTED, REPRODUCED), (-MOST_UNATTRIBUTED, REPRODUCED),
+        (MOST_UNATTRIBUTED + 0.01, NOT_JUDGED), (-0.4, NOT_JUDGED),
+    ],
+)  # fmt: skip
+def test_a_request_whose_parts_do_not_add_up_is_not_judged(
+    measures: tuple[Measure, ...], unattributed: float, verdict: str
+) -> None:
+    found = measured(request_time(unattributed), *measures)
+    judged = judge_line(Line(measures[-1].id, "above", (0.0,)), found)
+    assert found.value is not None  # it is shown nevertheless
+    assert verdict_of([judged]) == verdict
+    if verdict == NOT_JUDGED:
+        assert "fdc 1k" in str(found.doubt)
+        assert ("has no part" in str(found.doubt)) is (unattributed > 0)
+
+
+def test_the_doubt_about_one_request_is_none_about_another() -> None:
+    assert measured(request_time(0.5), PALU).doubt is None
