@@ -118,6 +118,9 @@ def condensed(result: dict[str, Any]) -> dict[str, Any]:
 def show(name: str, part: dict[str, Any]) -> None:
     """Print a part's cases, in a line each."""
     for case in part.get("cases", ()):
+        if case["jct_seconds"] is None:
+            print(f"  {case['case']}: it was not measured to the end")
+            continue
         line = (
             f"  {case['case']}: {case['jct_seconds']:.4g} s, first token {case['ttft_seconds']:.4g}"
         )
@@ -153,6 +156,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="lengths and a model for a CPU")
     parser.add_argument("--demo", type=Path, help="where the part demo is copied to")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.only.split(",") if name not in known]:
+        parser.error(f"there is no part {unknown[0]}; choose from {', '.join(known)}")
     data: dict[str, Any] = {}
     for name in arguments.only.split(","):
         line = small(known[name]) if arguments.small else known[name]

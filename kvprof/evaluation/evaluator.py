@@ -228,7 +228,7 @@ class Evaluator:
                 advance(work.prefill_steps(work.start) - 1)
                 scores = self._scored(plan.method, batch, logits, base, advance)
             found.measured += cache.nbytes
-            found.notes = session.kernel_notes
+            found.notes = sorted({*found.notes, *session.kernel_notes})
         found.text.append((batch, scores))
 
     def _scored(

@@ -120,7 +120,13 @@ class CompressedCache(Cache):  # type: ignore[misc]
         super().reset()
         self._tables.clear()
         self._table_of.clear()
-        if self.kernels is not None:
+        if self.left is not None:
+            # What made the layers leave the kernels was of the sequences that are forgotten.
+            route, self.left = self.compression.route, None
+            self.kernels = route.new_state()
+            for index, layer in enumerate(self.layers):
+                layer.planes = route.new_store(index, self.capacity)
+        elif self.kernels is not None:
             self.kernels.reset()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -76,6 +76,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def stored(self) -> None:
         """Close a pass: what was pending is in the store now."""
         captured = self.planes is not None and is_capturing(self.planes.buffer.device)
+        if captured and self.planes is not None:
+            self.planes.captured = True
         self.seen += 0 if captured else self.pending
         self.pending = 0
         if self._arena is not None:

@@ -1,11 +1,15 @@
 """Quantised latents and levels on the kernels say what the torch path says of the same plan."""
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from kvprof.errors import UsageError
+from kvprof.kernels.levels import places
 from kvprof.kernels.levels.codes import Quantised, dequantise, quantise
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
@@ -13,6 +17,7 @@ from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 from kvprof.runtime import keeping
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed
+from kvprof.runtime.kernels import levels, stages
 from tests.models.tiny import token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_generation import error, generated, half, in_pieces, model_of
@@ -216,3 +221,69 @@ def test_what_the_kernels_do_not_know_is_said(options: dict[str, Any], reason: s
     model = model_of("Llama")
     with compressed(model, make_plan(model, **options)) as session:
         assert all(reason in str(own) for own in session.kernel_reasons)
+
+
+def test_e4m3_has_no_groups() -> None:
+    """A group of columns that no scale has asks for nothing."""
+    side = SideQuantiser((8,), group=20)
+    model, plan = model_of("Llama"), plan_of("Llama", {"quantiser": Quantiser("fp8", side, side)})
+    found, wanted = (generated(model, plan, kernels) for kernels in ("on", "off"))
+    assert error(found, wanted) < A_FEW_CODES
+
+
+def test_what_a_captured_step_reads_lives_as_long_as_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Constants lie in caches that forget; a graph that is replayed goes on reading them."""
+    model = model_of("Llama")
+    with compressed(model, plan_of("Llama", QUANTISED["levels"]), "on") as session, torch.no_grad():
+        cache = session.new_cache(40)
+        model.model(token_ids(2, 13), past_key_values=cache)
+        model.model(token_ids(2, 1), past_key_values=cache)
+        monkeypatch.setattr(levels, "is_capturing", lambda device: True)
+        model.model(token_ids(2, 1), past_key_values=cache)
+        doing = [held[0] for held in cache.kernels.held]
+        read = doing[0].newest.keys.columns.first, doing[0].step.tables[0]
+        known = [weakref.ref(tensor) for tensor in read]
+        del doing, read
+        places._columns.cache_clear()
+        stages._on.cache_clear()
+        gc.collect()
+        assert all(ref() is not None for ref in known)
+        del cache, session.cache
+        gc.collect()
+    assert all(ref() is None for ref in known)
+
+
+def test_a_cache_that_a_graph_writes_into_stays_where_it_is() -> None:
+    model = model_of("Llama")
+    for options in (QUANTISED["8-bit"], {"ranks": half}):
+        with compressed(model, plan_of("Llama", options), "on") as session, torch.no_grad():
+            cache = session.new_cache(40)
+            model.model(token_ids(2, 13), past_key_values=cache)
+            for layer in cache.layers:
+                layer.planes.captured = True
+            where = cache.layers[0].planes.buffer.data_ptr()
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.reset()
+            model.model(token_ids(2, 7), past_key_values=cache)
+            assert cache.layers[0].planes.buffer.data_ptr() == where
+            with pytest.raises(UsageError, match="make a new cache"):
+                cache.batch_repeat_interleave(2)
+            cache.reset()
+            with pytest.raises(UsageError, match="another number of sequences"):
+                model.model(token_ids(3, 7), past_key_values=cache)
+
+
+def test_a_cache_that_left_the_kernels_comes_back_when_it_is_emptied() -> None:
+    model = model_of("Llama")
+    with compressed(model, plan_of("Llama", {"ranks": half}), "auto") as session, torch.no_grad():
+        session.route.least_tokens = 10
+        cache = session.new_cache(40)
+        model.model(token_ids(1, 5), past_key_values=cache)
+        assert cache.kernels is None
+        assert cache.left
+        cache.reset()
+        model.model(token_ids(1, 12), past_key_values=cache)
+        assert cache.kernels is not None
+        assert session.kernel_reasons == [None] * len(session.plan.layers)

@@ -13,6 +13,7 @@ from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Placement
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.runtime.compressed import compressed
+from kvprof.runtime.kernels import rebuilt_tables
 from kvprof.runtime.kernels.rebuilt import RebuiltKernelLayer
 from kvprof.runtime.kernels.rebuilt_folded import FoldedKernelLayer
 from tests.models.tiny import tiny, token_ids
@@ -340,3 +341,25 @@ def test_half_precision_runs() -> None:
         first = (found.logits[0] - wanted.logits[0]).norm() / wanted.logits[0].norm()
         assert first < 3e-2
         assert found.nbytes == wanted.nbytes
+
+
+def test_a_graph_reads_angles_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as kvprof's own runner gives them: no positions first, one for all rows then."""
+    model = model_of("Llama")
+    padded = torch.ones(2, 13, dtype=torch.long)
+    padded[1, :4] = 0
+    with compressed(model, palu(model), "on") as session, torch.no_grad():
+        cache = session.new_cache(40)
+        model.model(token_ids(2, 13), past_key_values=cache)
+        model.model(token_ids(2, 1), past_key_values=cache)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(rebuilt_tables, "is_capturing", lambda device: True)
+            position = torch.full((1, 1), 14)
+            model.model(token_ids(2, 1), position_ids=position, past_key_values=cache)
+        where = cache.kernels.tables._of[0].both.data_ptr()
+        cache.reset()
+        model.model(token_ids(2, 13), past_key_values=cache)
+        assert cache.kernels.tables._of[0].both.data_ptr() == where
+        cache.reset()
+        with pytest.raises(UsageError, match="make a new cache"):
+            model.model(token_ids(2, 13), attention_mask=padded, past_key_values=cache)

@@ -99,7 +99,8 @@ class Runner:
             self._watched = EventClock(watched=True, own=eager)
         # Of a graph, which reads and writes them: the token that is fed, and its position.
         self._token = torch.zeros_like(input_ids[:, :1])
-        self._position = torch.zeros_like(self._token)
+        # No prompt is padded: one position serves all rows, as in steps that are not captured.
+        self._position = torch.zeros_like(self._token[:1])
         self._steps_done = 0
         self._captures: dict[tuple[int, ...] | None, tuple[Any, Clock | None]] = {}
         self._ran_eagerly = False

@@ -93,7 +93,7 @@ class Places:
 
 
 # For every layer of a model and every segment: made anew, they would be copied to the device.
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _columns(layout: LevelsLayout, segment: int, values: bool, device: torch.device) -> Columns:
     """Return a side's constants."""
     sides = [layout.sides(segment, head) for head in range(layout.heads)]

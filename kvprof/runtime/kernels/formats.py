@@ -60,7 +60,9 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
             return None
         return "fp8" if quantiser.kind == "fp8" else side.bits[level]
 
+    # e4m3 has no scales that columns could share.
+    columns = None if quantiser.kind == "fp8" else sides[0].group
     for level in reversed(levels):
         own = bits(quantiser.keys, level), bits(quantiser.values, level)
-        found.append(Format(keys[level], values[level], *own, sides[0].group))
+        found.append(Format(keys[level], values[level], *own, columns))
     return found

@@ -101,17 +101,30 @@ class KernelLayer(ABC):
         if matrices is None:
             matrices = self._prepared(query.device, query.dtype)
         with part(self._storing):
-            values = value.transpose(1, 2)
-            if matrices.values is None:
-                values = values.flatten(2)
-                if matrices.columns is not None:
-                    values = values.index_select(-1, matrices.columns)
+            values = _as_stored(value, matrices)
             projected: Tensor = project_step(
                 query.transpose(1, 2), key.transpose(1, 2), values, matrices.keys, layout, buffer,
                 start, query_bases=matrices.queries, value_bases=matrices.values,
                 valid=passing.hidden,
             )  # fmt: skip
             return projected
+
+    def _kept(
+        self, layout: RaggedLayout, buffer: Tensor, start: Tensor, passing: KernelPass,
+        key: Tensor, value: Tensor,
+    ) -> None:  # fmt: skip
+        """Store a pass's keys and values."""
+        from kvprof.kernels.project import step  # Triton is for Linux only
+
+        matrices = self._prepared(key.device, key.dtype)
+        with part(self._storing):
+            where = (layout, buffer, start)
+            step.project_keys(key.transpose(1, 2), matrices.keys, *where, valid=passing.hidden)
+            values = _as_stored(value, matrices)
+            if matrices.values is None:
+                step.store_values(values, *where, valid=passing.hidden)
+            else:
+                step.project_values(values, matrices.values, *where, valid=passing.hidden)
 
     def _scoring(self, options: dict[str, Any]) -> dict[str, Any]:
         scaling, sinks = options.get("scaling"), options.get("s_aux")
@@ -146,6 +159,15 @@ class KernelLayer(ABC):
             with torch.inference_mode(False):
                 self._matrices[key] = matrices_of(self.layer, self.facts, device, dtype)
         return self._matrices[key]
+
+
+def _as_stored(value: Tensor, matrices: Matrices) -> Tensor:
+    """Return values as the kernels take them: heads to be projected, or latents side by side."""
+    values = value.transpose(1, 2)
+    if matrices.values is not None:
+        return values
+    values = values.flatten(2)
+    return values if matrices.columns is None else values.index_select(-1, matrices.columns)
 
 
 def cut(step: Any, lengths: Tensor) -> Any:

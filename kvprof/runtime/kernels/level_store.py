@@ -95,6 +95,7 @@ class LevelStore(KernelStore):
             )
         capacity = self._fixed or next_capacity(self.capacity, tokens, reach)
         layout = self._layout_for(batch, capacity, dtype)
+        self._may_move()
         with torch.inference_mode(False):
             buffer = layout.empty(device)
         if self.layout is not None:
@@ -112,6 +113,7 @@ class LevelStore(KernelStore):
         if layout == self.layout:
             _copied(layout, self.buffer, layout, self.buffer, rows)
             return
+        self._may_move()
         with torch.inference_mode(False):
             buffer = layout.empty(rows.device)
         _copied(self.layout, self.buffer, layout, buffer, rows)

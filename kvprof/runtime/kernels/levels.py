@@ -21,6 +21,7 @@ from kvprof.models.layout import LayerLayout
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.cohort import Cohort
+from kvprof.runtime.graphs import is_capturing
 from kvprof.runtime.heads import Bundle
 from kvprof.runtime.kernels.formats import formats_of, stages_of
 from kvprof.runtime.kernels.handover import rows_alike
@@ -28,6 +29,7 @@ from kvprof.runtime.kernels.layer import KernelLayer, cut
 from kvprof.runtime.kernels.level_store import LevelStore
 from kvprof.runtime.kernels.matrices import Matrices, exact_matrices
 from kvprof.runtime.kernels.rows import cut_rows, fill_rows, rows_of
+from kvprof.runtime.kernels.stages import Step
 from kvprof.runtime.kernels.state import KernelPass, KernelState
 from kvprof.runtime.kernels.store import KernelStore
 from kvprof.runtime.parts import plain_part
@@ -47,12 +49,15 @@ class _Doing:
         ``[batch, 1, 1]`` bool: the token is attended to at the lowest rank.
     lengths : Tensor
     moves : list of (int, Places, int, Places)
+    step : Step
+        That they were made from.
     """
 
     newest: Places
     low: Tensor | None
     lengths: Tensor
     moves: list[tuple[int, Places, int, Places]]
+    step: Step
 
 
 class LevelsKernelLayer(KernelLayer):
@@ -125,8 +130,12 @@ class LevelsKernelLayer(KernelLayer):
             segment.layout.key_widths + segment.layout.value_widths for segment in layout.segments
         )
         step = state.prepared(
-            ("levels", shape, keys.device), layout, lambda: _levels_step(layout, keys.device)
+            ("levels", shape, layout.group, keys.device),
+            layout,
+            lambda: _levels_step(layout, keys.device),
         )
+        if is_capturing(keys.device):
+            state.held.append((doing, step))  # a replay reads what they hold
         schedule = passing.once(("cut", layout), lambda: cut(step, doing.lengths))
         output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
         with part(self._moving):
@@ -143,7 +152,7 @@ class LevelsKernelLayer(KernelLayer):
 
             moves = [(a, at(a, source), b, at(b, target)) for a, source, b, target in step.moves]
             low = None if step.low is None else step.low[:, None, None]
-            return _Doing(at(0, step.newest), low, step.lengths, moves)
+            return _Doing(at(0, step.newest), low, step.lengths, moves, step)
 
     def _behind(self, side: int, device: torch.device) -> Tensor:
         """Return which columns of the top level the lowest one lacks, ``[Σ width]`` bool."""
@@ -180,14 +189,14 @@ class LevelsKernelLayer(KernelLayer):
             projected = self._projected(
                 heads, space, passing.start, passing, *states, matrices=self._exactly(states[0])
             )
-            self._projected(layout, buffer, passing.start, passing, *states)
+            self._kept(layout, buffer, passing.start, passing, *states[1:])
         else:
             heads, space = layout, buffer
             if stored is not None:
                 fill_rows(layout, buffer, *stored)
             projected = self._projected(layout, buffer, passing.start, passing, *states)
             if self.stages.two:
-                self._cut_old(store, layout, buffer, old, new)
+                self._cut_old(store, layout, buffer, passing, old, new)
         output: Tensor = prefill(
             projected, space, heads, passing.after, **scoring,
             path="triton" if buffer.is_cuda else "auto",
@@ -200,11 +209,11 @@ class LevelsKernelLayer(KernelLayer):
         return output
 
     def _cut_old(
-        self, store: LevelStore, layout: RaggedLayout, buffer: Tensor, old: list[int],
-        new: list[int],
+        self, store: LevelStore, layout: RaggedLayout, buffer: Tensor, passing: KernelPass,
+        old: list[int], new: list[int],
     ) -> None:  # fmt: skip
         """Cut the pass's own tokens to the ranks that they will have after it."""
-        slots = store.at(0, max(new), new)[-1]
+        slots = passing.once(("cut", self.stages), lambda: store.at(0, max(new), new)[-1])
         if slots is None:
             return
         starts = torch.tensor(old, device=slots.device)[:, None]

@@ -104,6 +104,7 @@ class PlaneStore(KernelStore):
                 "(new_cache(capacity=...)) that has run once before"
             )
         layout = self.layout_for(batch, self._next_capacity(wanted, reach))
+        self._may_move()
         # Not as inference tensors: a cache outlives the mode it was made in.
         with torch.inference_mode(False):
             buffer = torch.empty(layout.elements, dtype=dtype, device=device)
@@ -131,6 +132,7 @@ class PlaneStore(KernelStore):
             for plane in old:
                 plane.copy_(plane.index_select(0, rows))
             return
+        self._may_move()
         with torch.inference_mode(False):
             buffer = torch.empty(layout.elements, dtype=self.buffer.dtype, device=rows.device)
         for new, before in zip(planes_of(layout, buffer), old, strict=True):

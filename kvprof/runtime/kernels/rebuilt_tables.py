@@ -35,10 +35,13 @@ class SlotTable:
         are rotated alike. The last slot takes what has no other: padding.
     checked : bool
         Whether they were seen to rotate keys as the model does.
+    captured : bool
+        Whether a CUDA graph reads them where they lie.
     """
 
     both: Tensor
     checked: bool = False
+    captured: bool = False
 
     @property
     def cos(self) -> Tensor:
@@ -65,6 +68,11 @@ class SlotTable:
                 "a CUDA graph cannot make room for the angles of rebuilt keys; capture a step of "
                 "a static cache (new_cache(capacity=...)) that has run once before, with the same "
                 "position_ids"
+            )
+        if self.captured:
+            raise UsageError(
+                "a CUDA graph reads this cache's angles, which rows that are padded otherwise "
+                "cannot share; make a new cache for them, and capture a step of it"
             )
         slots = max(old.shape[2], capacity + 1)
         self.both = _empty((2, rows, slots, old.shape[3]), old, old.dtype)
@@ -152,10 +160,12 @@ class SlotTables:
                 table = SlotTable(_empty(shape, given.cos, kept))
             elif known in passing.once("tables", list):
                 # Layers that shared a table, and turn by angles of their own from this pass on.
-                table = SlotTable(known.both.clone(), known.checked)
+                both = _empty(tuple(known.both.shape), known.both, known.both.dtype)
+                table = SlotTable(both.copy_(known.both), known.checked)
             else:
                 table = known
             table.fit(batch if table.both.shape[1] == batch else rows, capacity)
+            table.captured |= is_capturing(table.both.device)
             table.write(given.cos, given.sin, _slots(passing))
             passing.once("tables", list).append(table)
             return source, table  # the source is held: no other tensor may get its identity

@@ -66,12 +66,15 @@ class Step:
         rank; None where no level is lower.
     moves : tuple of Move
         After attention: from which segment and slot a token goes to which; in this order.
+    tables : tuple of Tensor
+        What it was read from, which a captured step reads again.
     """
 
     lengths: Tensor
     newest: Tensor
     low: Tensor | None
     moves: tuple[Move, ...]
+    tables: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class Stages:
             moves = ((0, torch.where(leaves, sink + left, nowhere), 1, leaving),)
         if hidden is not None:
             newest = torch.where(hidden == 0, newest, nowhere)
-        return Step(torch.stack(lengths).int(), newest, low, moves)
+        return Step(torch.stack(lengths).int(), newest, low, moves, (ends, slots))
 
 
 @lru_cache(maxsize=32)

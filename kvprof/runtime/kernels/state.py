@@ -86,6 +86,8 @@ class KernelState:
         Of the layer that runs: its call of the model's rotary function, where it rebuilds keys.
     tables : SlotTables
         The angles that rebuilt keys are rotated by.
+    held : list
+        What captured steps read and nothing else may hold.
     """
 
     def __init__(self) -> None:
@@ -97,6 +99,7 @@ class KernelState:
         self._hidden: list[int] = []
         self._seen: dict[torch.device, Tensor] = {}
         self._passes: dict[torch.device, KernelPass] = {}
+        self.held: list[Any] = []
         self._steps: dict[Any, tuple[Any, Any]] = {}
 
     def continues(self, starts: Sequence[int], past: int) -> bool:
@@ -200,6 +203,9 @@ class KernelState:
         self.tables.select(index)
         for device, seen in self._seen.items():
             rows = torch.tensor(index, dtype=torch.int64, device=device)
+            if len(rows) == len(seen):  # in place, where a captured step counts
+                seen.copy_(seen.index_select(0, rows))
+                continue
             with torch.inference_mode(False):
                 self._seen[device] = seen.index_select(0, rows)
 

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from kvprof.errors import UsageError
+
 __all__ = ["KernelStore", "next_capacity"]
 
 # Room is made for whole tiles of tokens.
@@ -37,12 +39,28 @@ class KernelStore(ABC):
         Empty before the first token.
     exact : bool
         Whether what is stored of a token never changes, so that the newest can be taken back.
+    captured : bool
+        Whether a CUDA graph reads and writes the buffer where it lies.
     """
 
     exact: bool = True
 
     def __init__(self) -> None:
         self.buffer: Tensor = torch.empty(0)
+        self.captured = False
+
+    def _may_move(self) -> None:
+        """Refuse to lay the tokens elsewhere where a CUDA graph would go on writing here.
+
+        Raises
+        ------
+        UsageError
+        """
+        if self.captured:
+            raise UsageError(
+                "a CUDA graph writes into this cache, which another number of sequences needs "
+                "elsewhere; make a new cache for them, and capture a step of it"
+            )
 
     @property
     @abstractmethod
