@@ -1,6 +1,7 @@
 """Quantised caches and caches in levels: FP8 at full width, quantised latents, TALE."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
 
 __all__ = ["level_case"]
+
+#: Tokens of a segment that are drawn: whole blocks of any format, and no power of two of them, so
+#: that a kernel which reads the wrong ones is found out.
+_DISTINCT = 31 * 256
 
 
 def level_case(method: Method, place: Place, widths: Widths | None) -> Case:
@@ -51,7 +56,7 @@ def level_case(method: Method, place: Place, widths: Widths | None) -> Case:
     layout = LevelsLayout(tuple(segments), place.dtype)
     source = place.generator(4)
     # Packed once and copied: what a copy is for is its place in memory.
-    first = layout.packed([_states(place, source, segment.layout) for segment in segments])
+    first = _packed(place, source, layout)
     buffers = [first] + [first.clone() for _ in range(place.copies(first.nbytes) - 1)]
     widest = layout.widest
     query = place.random(source, place.batch, widest.query_offsets[-1])
@@ -78,6 +83,33 @@ def level_case(method: Method, place: Place, widths: Widths | None) -> Case:
         scaling=shape.scaling, softcap=shape.softcap,
         ranks={"keys": list(own.keys), "values": list(kept)} if widths is not None else None,
     )  # fmt: skip
+
+
+def _packed(place: Place, source: torch.Generator, layout: LevelsLayout) -> Tensor:
+    """Return a buffer full of random tokens; long segments repeat their first ones.
+
+    To quantise values takes a CPU far longer than to attend to them.
+    """
+    few = LevelsLayout(
+        tuple(
+            replace(own, layout=replace(own.layout, capacity=min(own.layout.capacity, _DISTINCT)))
+            for own in layout.segments
+        ),
+        layout.dtype,
+    )
+    packed = few.packed([_states(place, source, own.layout) for own in few.segments])
+    if few == layout:
+        return packed
+    buffer = layout.empty(place.device)
+    for number, segment in enumerate(layout.segments):
+        drawn = few.segments[number].blocks
+        which = torch.arange(segment.blocks, device=place.device) % drawn
+        for head in range(layout.heads):
+            for target, given in zip(
+                layout.blocks(buffer, number, head), few.blocks(packed, number, head), strict=True
+            ):
+                target.copy_(given.index_select(1, which))
+    return buffer
 
 
 def _states(

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvprof.benchmark import case as case_module
+from kvprof.benchmark import level_cases
 from kvprof.benchmark.baselines import baseline_builders, full_width
 from kvprof.benchmark.case import Lack, Place, Sample, attention64, relative_error
 from kvprof.benchmark.cases import build_case
@@ -215,3 +217,24 @@ def test_a_prefill_is_as_long_as_the_time_allows():
     assert prefill_length(where, machine, 1e9) == 512
     assert prefill_length(where, machine, 1e18) == 102_400
     assert prefill_length(replace(where, seq=100), machine, 1e3) == 100
+
+
+@pytest.mark.parametrize("name", ["fdc-4bit", "fp8", "tale"])
+def test_long_segments_repeat_what_was_drawn(name, monkeypatch):
+    monkeypatch.setattr(level_cases, "_DISTINCT", 256)
+    built = case(name, place(seq=1500))
+    assert built.error(sampler(built.runs, CPU).output()) < 1e-4
+    sample = next(iter(built.samples(built.runs[0]())))
+    tokens = [row for row in sample.keys.round(decimals=6).tolist() if any(row)]
+    segments = 3 if name == "tale" else 1
+    assert len(tokens) == 1500
+    assert 256 <= len({tuple(row) for row in tokens}) <= segments * 256
+
+
+def test_large_inputs_repeat_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(case_module, "_PERIOD", 101)
+    where = place()
+    values = where.random(where.generator(), 3, 7, 16).flatten()
+    assert torch.equal(values[101:202], values[:101])
+    assert torch.equal(values[303:], values[: 336 - 303])
+    assert len(values[:101].unique()) > 90

@@ -81,9 +81,13 @@ def test_one_that_is_killed_says_by_what(tmp_path):
 def test_an_interrupt_lets_it_keep_what_it_has(tmp_path):
     worker = started(
         tmp_path,
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        # What a shell starts in the background ignores Ctrl-C, and so would this process.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "print('ready', file=sys.stderr, flush=True)\n"
-        "try: time.sleep(60)\n"
+        # One long sleep would miss a signal that comes just before it begins.
+        "try:\n"
+        "    while True: time.sleep(0.02)\n"
         "except KeyboardInterrupt: print('kept'); sys.exit(130)",
     )
     wait_for(lambda: worker.new_messages())

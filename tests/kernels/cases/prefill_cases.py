@@ -82,9 +82,7 @@ def prompts(draw):
     return layout, tokens, lengths, options, draw(st.booleans())
 
 
-@settings(
-    max_examples=6 if GPU else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=6 if GPU else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     prompts(), st.sampled_from(DTYPES), st.sampled_from(["equal", "rows", "plain"]),
     st.sampled_from([(64, 32, 0), (32, 64, 0), (64, 64, 1)]), st.booleans(),

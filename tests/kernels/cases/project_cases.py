@@ -212,7 +212,7 @@ def passes(draw):
 
 # On a GPU every example compiles a kernel of its own.
 few = settings(
-    max_examples=4 if DEVICE.type == "cuda" else 8, deadline=None,
+    max_examples=4 if DEVICE.type == "cuda" else 5, deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 

@@ -138,7 +138,7 @@ def layers(draw):
 
 
 @settings(
-    max_examples=10, deadline=None,
+    max_examples=7, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(layers())
