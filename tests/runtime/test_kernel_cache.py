@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from kvprof.errors import UsageError
+from kvprof.methods.plan import Plan
+from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
 from tests.runtime.test_kernel_generation import half, model_of
 
 
-@pytest.mark.parametrize("kernels", ["on", "off"])
-def test_rows_take_everything_with_them(kernels: str) -> None:
-    model = model_of("Gemma2")
-    plan = make_plan(model, ranks=half)
-    mask = torch.ones(3, 20, dtype=torch.long)
-    mask[1, :6] = 0
+def rows_move(model: LoadedModel, plan: Plan, kernels: str, mask: torch.Tensor) -> None:
+    """Reorder, pick and repeat the rows of a batch of 3, go on decoding, and empty the cache."""
+    tokens, every = mask.shape[1], [0, 1, 2]
 
     def prefilled(session: Any, order: list[int], capacity: int | None) -> Any:
         made = session.new_cache(capacity)
-        model.model(token_ids(3, 20)[order], attention_mask=mask[order], past_key_values=made)
+        ids = token_ids(3, tokens)[order]
+        model.model(ids, attention_mask=mask[order], past_key_values=made)
         return made
 
     def decoded(cache: Any, order: list[int]) -> torch.Tensor:
@@ -33,9 +33,8 @@ def test_rows_take_everything_with_them(kernels: str) -> None:
             found.append(output.logits)
         return torch.cat(found, dim=1)
 
-    every = [0, 1, 2]
     with compressed(model, plan, kernels) as session, torch.inference_mode():
-        for capacity in (None, 40):
+        for capacity in (None, tokens + 10):
             wanted = decoded(prefilled(session, every, capacity), every)
             moved = prefilled(session, [2, 0, 1], capacity)
             moved.reorder_cache(torch.tensor([1, 2, 0]))
@@ -47,7 +46,17 @@ def test_rows_take_everything_with_them(kernels: str) -> None:
             assert torch.allclose(found, wanted[[2, 2, 1, 1]], atol=1e-5)
             some.reset()
             assert (some.get_seq_length(), some.nbytes) == (0, 0)
-            model.model(token_ids(2, 7), past_key_values=some)
+            again = model.model(token_ids(2, 7), past_key_values=some).logits
+            fresh = model.model(token_ids(2, 7), past_key_values=session.new_cache()).logits
+            assert torch.allclose(again, fresh, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_rows_take_everything_with_them(kernels: str) -> None:
+    model = model_of("Gemma2")
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    rows_move(model, make_plan(model, ranks=half), kernels, mask)
 
 
 def test_rolling_back_is_whole_or_refused() -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from kvprof.runtime.compressed import compressed
 from kvprof.runtime.kernels import levels, stages
 from tests.models.tiny import token_ids
 from tests.runtime.plans import make_plan
+from tests.runtime.test_kernel_cache import rows_move
 from tests.runtime.test_kernel_generation import error, generated, half, in_pieces, model_of
 
 TWO = Levels(2, (0.7, 0.3))
@@ -73,16 +74,12 @@ def test_levels_say_what_the_torch_path_says(arch: str, name: str) -> None:
     assert found.nbytes == wanted.nbytes
 
 
+@dataclass(frozen=True)
 class _FromTheMiddle(Codec):
     """The kernels' own rule of rounding, as the torch path keeps rows."""
 
-    def __init__(self, quantiser: Quantiser, side: SideQuantiser, level: int) -> None:
-        self.bits, self.group = side.bits[level], side.group
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FromTheMiddle) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
+    bits: int
+    group: int | None
 
     def encode(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         return quantise(rows, self.bits, self.group)._asdict()
@@ -100,7 +97,7 @@ def from_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> Codec:
         if side is None or quantiser.kind == "fp8":
             return codec_for(quantiser, side, level)
-        return _FromTheMiddle(quantiser, side, level)
+        return _FromTheMiddle(side.bits[level], side.group)
 
     monkeypatch.setattr(keeping, "codec_for", chosen)
 
@@ -170,6 +167,13 @@ def test_few_bits_lose_what_they_lose_on_torch(bits: int) -> None:
     found, wanted = (generated(model, coarse, kernels) for kernels in ("on", "off"))
     assert error(wanted, generated(model, make_plan(model), "off")) > 0.02
     assert error(found, wanted) < A_FEW_CODES
+
+
+@pytest.mark.parametrize("name", ["tale", "levels"])
+def test_rows_take_everything_with_them(name: str) -> None:
+    mask = torch.ones(3, 14, dtype=torch.long)
+    mask[1, :4] = 0
+    rows_move(model_of("Llama"), plan_of("Llama", PLANS[name]), "on", mask)
 
 
 @pytest.mark.parametrize("name", ["tale", "levels"])

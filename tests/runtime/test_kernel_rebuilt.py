@@ -18,6 +18,7 @@ from kvprof.runtime.kernels.rebuilt import RebuiltKernelLayer
 from kvprof.runtime.kernels.rebuilt_folded import FoldedKernelLayer
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan
+from tests.runtime.test_kernel_cache import rows_move
 from tests.runtime.test_kernel_generation import error, generated
 
 # Two groups of two; QK-norm; QK-norm and neighbours as pairs; partial RoPE; one layer without RoPE;
@@ -210,40 +211,8 @@ def test_rows_may_have_positions_of_their_own(capacity: int | None) -> None:
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_rows_take_everything_with_them(kernels: str) -> None:
     model = model_of("Llama")
-    plan = palu(model)
     mask, _ = padded(14)
-    every = [0, 1, 2]
-
-    def prefilled(session: Any, order: list[int], capacity: int | None) -> Any:
-        made = session.new_cache(capacity)
-        model.model(token_ids(3, 14)[order], attention_mask=mask[order], past_key_values=made)
-        return made
-
-    def decoded(made: Any, order: list[int]) -> Tensor:
-        longer, found = mask, []
-        for step in range(3):
-            longer = torch.cat([longer, torch.ones(3, 1, dtype=torch.long)], dim=1)
-            ids = token_ids(3, 1, seed=step)[order]
-            output = model.model(ids, attention_mask=longer[order], past_key_values=made)
-            found.append(output.logits)
-        return torch.cat(found, dim=1)
-
-    with compressed(model, plan, kernels) as session, torch.inference_mode():
-        for capacity in (None, 24):
-            wanted = decoded(prefilled(session, every, capacity), every)
-            moved = prefilled(session, [2, 0, 1], capacity)
-            moved.reorder_cache(torch.tensor([1, 2, 0]))
-            assert torch.allclose(decoded(moved, every), wanted, atol=1e-5)
-            some = prefilled(session, every, capacity)
-            some.batch_select_indices(torch.tensor([2, 1]))
-            some.batch_repeat_interleave(2)
-            found = decoded(some, [2, 2, 1, 1])
-            assert torch.allclose(found, wanted[[2, 2, 1, 1]], atol=1e-5)
-            some.reset()
-            assert (some.get_seq_length(), some.nbytes) == (0, 0)
-            again = model.model(token_ids(2, 7), past_key_values=some).logits
-            fresh = model.model(token_ids(2, 7), past_key_values=session.new_cache()).logits
-            assert torch.allclose(again, fresh, atol=1e-5)
+    rows_move(model, palu(model), kernels, mask)
 
 
 def test_tokens_can_be_taken_back() -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kvprof.models.load import LoadedModel, wrap_model
-from kvprof.runtime.compressed import compressed
-from tests.models.tiny import tiny, token_ids
-from tests.runtime.test_kernel_gpu import PROMPT, STEPS, error, generated, steps
+from tests.models.tiny import tiny
+from tests.runtime.test_kernel_gpu import error, generated, replayed
 from tests.runtime.test_kernel_rebuilt import CONFIGS, PLANS, palu
 
 pytestmark = [
@@ -57,24 +56,4 @@ def test_half_precision_is_as_near_as_the_torch_path(arch: str) -> None:
 def test_a_captured_step_counts_for_itself(arch: str, dtype: torch.dtype) -> None:
     """One capture, many replays: angles are written and read where they stand."""
     model = model_of(arch, dtype)
-    tokens = token_ids(2, STEPS, seed=5).cuda()
-    with compressed(model, palu(model), "on") as session, torch.no_grad():
-        wanted = steps(model, session, model.model, tokens)
-        cache = session.new_cache(PROMPT + STEPS)
-        model.model(token_ids(2, PROMPT).cuda(), past_key_values=cache)
-        token, position = tokens[:, :1].clone(), torch.full((2, 1), PROMPT, device="cuda")
-        found = [model.model(token, position_ids=position, past_key_values=cache).logits]
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            output = model.model(token, position_ids=position, past_key_values=cache).logits
-        for step in range(1, STEPS):
-            token.copy_(tokens[:, step : step + 1])
-            position.fill_(PROMPT + step)
-            graph.replay()
-            cache.replayed()
-            found.append(output.clone())
-        assert cache.get_seq_length() == PROMPT + STEPS
-    captured = torch.cat(found, 1)
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    assert (captured - wanted).float().norm() / wanted.float().norm() < limit
+    replayed(model, palu(model))

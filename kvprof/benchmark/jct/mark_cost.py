@@ -33,6 +33,7 @@ def mark_seconds(device: torch.device, *, captured: bool) -> float:
     with torch.cuda.device(device):
         values = torch.zeros(32, device=device)
         events: list[Any] = [
+            # torch leaves it without types.
             torch.cuda.Event(enable_timing=True, external=captured)  # type: ignore[no-untyped-call]
             for _ in range(_KERNELS)
         ]
@@ -70,12 +71,14 @@ def _captured(chain: Callable[[], None]) -> Callable[[], None]:
 
 def _seconds(chain: Callable[[], None]) -> float:
     """Return the GPU's time for a chain that it takes up when it is queued whole."""
+    # torch leaves it without types.
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     begin = time.perf_counter()
     chain()
     queued = time.perf_counter() - begin
     torch.cuda.synchronize()
+    # torch leaves it without types.
     torch.cuda._sleep(int((2 * queued + 5e-4) * CYCLES))  # type: ignore[no-untyped-call]
     start.record()
     chain()

@@ -147,6 +147,7 @@ class Runner:
             start = time.perf_counter()
             if after is not None and self.on_gpu:
                 seconds = _SPARE * after + _SPARE_SECONDS
+                # torch leaves it without types.
                 torch.cuda._sleep(int(seconds * CYCLES))  # type: ignore[no-untyped-call]
             with nullcontext() if clock is None else timing(clock):
                 self._forward(self._prompt if prefill else self._token, {})

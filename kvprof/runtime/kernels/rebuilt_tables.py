@@ -170,9 +170,9 @@ class SlotTables:
             passing.once("tables", list).append(table)
             return source, table  # the source is held: no other tensor may get its identity
 
-        _, table = passing.once(("angles", id(source)), written)
-        self._of[layer] = table
-        return table  # type: ignore[no-any-return]
+        known: tuple[Tensor, SlotTable] = passing.once(("angles", id(source)), written)
+        self._of[layer] = known[1]
+        return known[1]
 
     def select(self, index: Sequence[int]) -> None:
         """Make row i what row ``index[i]`` was."""
