@@ -2,7 +2,8 @@
 
 Every part is a command line of ``kvprof bench --jct``, run in a process of its own, whose result
 lies in the folder of records as soon as it is measured: a part that is there already is not
-measured again. What the page needs of them is then written to ``jct.json``; ``--demo`` copies one
+measured again. Some parts are cells of recipes too: ``--cells`` takes those from the folder of a
+recipe's run. What the page needs of them is then written to ``jct.json``; ``--demo`` copies one
 part's whole recording to where ``kvprof tui --demo`` looks for it.
 
     python benchmarks/jct.py --records jct-records --out docs/benchmarks
@@ -14,6 +15,7 @@ import gzip
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,42 +25,46 @@ from typing import Any
 from kvprof.environment import collect_environment
 from kvprof.records.files import read_result, write_result
 from kvprof.records.result import build_result
+from kvprof.reproduction.here import this_machine
+from kvprof.reproduction.store import CellStore, cell_digest, code_version
 
 METHODS = "full,palu,fdc,kq"
 LONG = "128,1k,4k,16k,32k,64k,100k"
-#: Shape and tensor parallelism: a 70B model's figures are one of four GPUs' own part.
-SHAPES = {"8b": ("Llama-3.1-8B", 1), "70b": ("Llama-3.1-70B", 4)}
+#: Shape, tensor parallelism and rate: a 70B model's figures are one of four GPUs' own part, at the
+#: rate of FDC's tables for it.
+SHAPES = {"8b": ("Llama-3.1-8B", 1, 0.5), "70b": ("Llama-3.1-70B", 4, 0.57)}
+ABLATIONS = "fdc,fdc:no-post-rope,fdc:no-adaptive-rates,fdc:no-balancing"
 TRACES = ("arxiv", "cocktail", "humaneval", "pg-19")
 
 
 def parts() -> dict[str, str]:
     """Return the command line of every part, the most wanted first."""
-    sweep = "--composed --model {} --tp {} --methods {} --rate 0.5 --batch 1"
+    sweep = "--composed --model {} --tp {} --methods {} --rate {} --batch 1"
     found = {}
-    for name, (shape, tp) in SHAPES.items():
-        own = sweep.format(shape, tp, METHODS)
-        found[f"inputs-{name}"] = f"{own} --input-len {LONG} --output-len 256"
-        found[f"outputs-{name}"] = f"{own} --input-len 256 --output-len {LONG}"
+    for name, (shape, tp, rate) in SHAPES.items():
+        own = sweep.format(shape, tp, METHODS, rate)
+        found[f"inputs-{name}"] = f"{own} --input-len {LONG} --output-len 256 --repeats 7"
+        found[f"outputs-{name}"] = f"{own} --input-len 256 --output-len {LONG} --repeats 7"
     found["check"] = (
         "--check --model Llama-3.1-8B --layers 4 --methods full,fdc --batch 8 --input-len 32k "
         "--output-len 32"
     )
     found["instrumented"] = (
-        "--real --model Llama-3.1-8B --layers 8 --methods full,fdc --batch 8 --input-len 32k "
+        "--real --model Llama-3.1-8B --layers 8 --methods full,fdc --batch 8 --input-len 8k "
         "--output-len 64 --kernels on"
     )
     found["ablations"] = (
         "--composed --model Llama-3.1-8B --rate 0.5 --batch 8 --input-len 100k --output-len 256 "
-        "--methods fdc,fdc:no-post-rope,fdc:no-adaptive-rates,fdc:no-balancing,strawman"
+        f"--methods {ABLATIONS} --repeats 5"
     )
     for trace in TRACES:
         found[f"trace-{trace}"] = (
-            "--composed --model Mistral-7B-v0.3 --methods full,palu,fdc --rate 0.5 --requests 100 "
-            f"--trace fdc/{trace}"
+            f"--composed --model Mistral-7B-v0.3 --methods full,palu,{ABLATIONS} --rate 0.6 "
+            f"--trace fdc/{trace} --requests 50 --repeats 5"
         )
     found["demo"] = (
         "--composed --model Llama-3.1-8B --methods full,palu,fdc,kq --rate 0.5 --batch 8 "
-        "--input-len 100k --output-len 1k"
+        "--input-len 100k --output-len 1k --repeats 7"
     )
     return found
 
@@ -67,7 +73,7 @@ def small(line: str) -> str:
     """Return a part small enough for two cores: other lengths, the reference model's shape."""
     words, found = shlex.split(line), []
     changed = {"--input-len": "128,256", "--output-len": "16,32", "--batch": "1", "--layers": "2",
-               "--model": "reference", "--tp": "1", "--requests": "3"}  # fmt: skip
+               "--model": "reference"}  # fmt: skip
     skipped = False
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if skipped:
@@ -75,7 +81,7 @@ def small(line: str) -> str:
         elif word == "--trace":
             found += ["--input-len", "128", "--output-len", "16"]
             skipped = True
-        elif word in ("--tp", "--requests", "--kernels"):
+        elif word in ("--tp", "--requests", "--kernels", "--repeats"):
             skipped = True
         elif word in changed and value:
             found += [word, changed[word]]
@@ -85,21 +91,35 @@ def small(line: str) -> str:
     return shlex.join([*found, "--device", "cpu"])
 
 
+def of_recipe(line: str, cells: Path) -> dict[str, Any] | None:
+    """Return what a recipe measured with the same command, code and machine."""
+    words = ("bench", "--jct", *shlex.split(line))
+    digest = cell_digest(words, this_machine().device(words), code_version())
+    return CellStore(cells / "cells").get(digest)
+
+
 def run(name: str, line: str, records: Path, limit: float) -> str | None:
     """Measure a part; returns why it has no result."""
     folder = records / name
     if (folder / "result.json").is_file() and read_result(folder / "result.json")["complete"]:
         return None
     command = [sys.executable, "-m", "kvprof", "bench", "--jct", *shlex.split(line)]
-    try:
-        done = subprocess.run(
-            [*command, "--out", str(folder), "--force"], capture_output=True, text=True,
-            timeout=limit, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"it took more than {limit:.0f} s"
-    if done.returncode:
-        return f"exit {done.returncode}: {done.stderr.strip()[-400:]}"
+    command += ["--out", str(folder), "--force"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            _, said = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            # An interrupt, which keeps what was measured until then.
+            child.send_signal(signal.SIGINT)
+            try:
+                child.communicate(timeout=30.0)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            return f"it took more than {limit:.0f} s"
+    if child.returncode:
+        return f"exit {child.returncode}: {said.strip()[-400:]}"
     return None
 
 
@@ -153,6 +173,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, required=True, help="folder of whole results")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a part")
+    parser.add_argument("--cells", type=Path, help="folder of `kvprof recipe run --out`")
     parser.add_argument("--small", action="store_true", help="lengths and a model for a CPU")
     parser.add_argument("--demo", type=Path, help="where the part demo is copied to")
     arguments = parser.parse_args()
@@ -162,11 +183,15 @@ def main() -> None:
     for name in arguments.only.split(","):
         line = small(known[name]) if arguments.small else known[name]
         start = time.perf_counter()
+        path = arguments.records / name / "result.json"
+        found = of_recipe(line, arguments.cells) if arguments.cells else None
+        if found is not None and not path.is_file():
+            path.parent.mkdir(parents=True)
+            write_result(path, found)
         problem = run(name, line, arguments.records, arguments.limit)
         print(f"{name}: {time.perf_counter() - start:.1f} s{f', {problem}' if problem else ''}")
-        path = arguments.records / name / "result.json"
-        found = condensed(read_result(path)) if path.is_file() else {}
-        data[name] = {**found, "command": f"kvprof bench --jct {line}", "failed": problem}
+        kept = condensed(read_result(path)) if path.is_file() else {}
+        data[name] = {**kept, "command": f"kvprof bench --jct {line}", "failed": problem}
         show(name, data[name])
         sys.stdout.flush()
         result = build_result(

@@ -69,6 +69,5 @@ def tuning_for(layout: LevelsLayout) -> Tuning:
     if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2)
     # Larger tiles, of which fewer programs have room at once.
-    # Larger tiles, of which fewer programs have room at once.
     slots = {segment.slots for segment in layout.segments}
     return Tuning(16 if slots == {2} else 13 if slots == {1} else 12)
