@@ -92,7 +92,7 @@ class _CpuSampler:
 
 
 class _GpuSampler:
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Runs, settle: bool) -> None:
         self.note: str | None = None
         self._runs = runs
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -108,7 +108,8 @@ class _GpuSampler:
         self._calls = -(-calls // len(runs)) * len(runs)  # every copy as often as the others
         # A long call may draw all the power that the GPU has, which lowers the clocks of who comes
         # next: it runs at its own before it is timed, as the layers of a model do.
-        alone = _SETTLE_SECONDS / (once * self._calls) if once >= _LONG_SECONDS else 0.0
+        long = settle and once >= _LONG_SECONDS
+        alone = _SETTLE_SECONDS / (once * self._calls) if long else 0.0
         self._settling = math.ceil(alone)
         try:
             self._capture()
@@ -165,7 +166,7 @@ class _GpuSampler:
         return self._timed(self._go, self._calls)
 
 
-def sampler(runs: Runs, device: torch.device) -> Sampler:
+def sampler(runs: Runs, device: torch.device, *, settle: bool = True) -> Sampler:
     """Warm a call up and prepare it for timing.
 
     Parameters
@@ -174,8 +175,11 @@ def sampler(runs: Runs, device: torch.device) -> Sampler:
         The same call on each copy of its inputs.
     device : torch.device
         Where it computes.
+    settle : bool
+        Repeat a long call on a GPU until the clocks are its own, before each sample. Without it
+        they are those that the calls before it left.
     """
-    return _GpuSampler(runs) if device.type == "cuda" else _CpuSampler(runs)
+    return _GpuSampler(runs, settle) if device.type == "cuda" else _CpuSampler(runs)
 
 
 def interleaved(

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.prefill import cpu
+from kvprof.kernels.prefill import cpu, paths
 from kvprof.kernels.prefill.library import library_refuses, padded_width, width_classes
 from kvprof.kernels.prefill.operator import prefill_operator
-from kvprof.kernels.prefill.paths import pair_seconds
+from kvprof.kernels.prefill.paths import Choice, pair_seconds, quick_path
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, measured_path, prefill
 
@@ -148,6 +148,30 @@ def test_tuning_survives_as_numbers():
     small, large = Tuning().tile(128, 128, 2, 64 * 1024), Tuning().tile(128, 128)
     assert (small.keys, small.stages) == (16, 2)  # never one: the kernel says why
     assert large.keys > small.keys
+
+
+def test_a_runtime_measures_only_what_is_soon_measured(monkeypatch):
+    asked = []
+
+    def measured(layout, tokens, *_, **__):
+        asked.append((layout.batch, tokens))
+        return Choice(("library",) * layout.heads, {})
+
+    monkeypatch.setattr(paths, "measured_path", measured)
+
+    def path(keys, values, tokens):
+        layout = RaggedLayout(keys, values, 4, 3, tokens)
+        return quick_path(layout, tokens, torch.bfloat16, torch.device("cuda", 0))
+
+    assert path((64, 64), (64, 64), 30_000) == "library"
+    assert path((128, 128), (64, 64), 700) == "library"
+    assert asked == [(1, 4096), (1, 700)]
+    # Unlike heads, a width that is padded, one that no library takes, and a short prompt.
+    assert path((64, 128), (64, 64), 30_000) == "triton"
+    assert path((96, 96), (64, 64), 30_000) == "triton"
+    assert path((512, 512), (512, 512), 30_000) == "triton"
+    assert path((64, 64), (64, 64), 100) == "triton"
+    assert len(asked) == 2
 
 
 def test_what_makes_no_sense_is_refused():

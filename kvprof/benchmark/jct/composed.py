@@ -159,7 +159,7 @@ class _Told:
         full = full_bytes(shape, composer.batch, tokens, dtype)
         labels = {key: text for point in firsts for key, text in point.labels.items()}
         if composer.bench.machine.is_gpu:
-            labels["host"] = "no part: passes are taken to be CUDA graphs"
+            labels["host"] = "of a pass as a CUDA graph: its start, and its token on the host"
         else:
             labels["host"] = "counted in the parts that it calls"
         if request.input_len > composer.longest:

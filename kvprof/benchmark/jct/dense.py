@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from kvprof.benchmark.case import Place
+from kvprof.benchmark.jct.host import pass_start
 from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.jct.units import Attended, Unit
 
@@ -79,7 +80,7 @@ class DenseParts:
         ]
 
     def around(self, place: Place) -> list[Unit]:
-        """Return what a forward pass does once: embedding, angles, last norm, head, sampling."""
+        """Return what a pass does once: embedding, angles, last norm, head, sampling, the host."""
         model = self.model
         shape, dense = model.attention, model.dense
         source, where = place.generator(21), (place.batch, place.queries)
@@ -110,6 +111,7 @@ class DenseParts:
             once("norm", lambda: norm(hidden)),
             once("head", lambda: linear(last, table)),
             once("sampling", lambda: logits.argmax(-1)),
+            *([pass_start(place)] if place.device.type == "cuda" else []),
         ]
 
     def _stack(

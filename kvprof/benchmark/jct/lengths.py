@@ -9,9 +9,9 @@ from kvprof.benchmark.jct.model_shape import ModelShape
 __all__ = ["Request", "decode_rungs", "layer_flops", "prefill_rungs"]
 
 _LEAST = 512  # tokens of a prompt below which nothing is learned about a longer one
-_SHARE = 0.25  # of the free memory that a prompt's hidden states may take
+_SHARE = 0.4  # of the free memory that a prompt's hidden states may take
 #: Seconds that one layer's prefill may take.
-_SECONDS = {"cuda": 0.5, "cpu": 1.5}
+_SECONDS = {"cuda": 1.0, "cpu": 1.5}
 _REACHED = 0.5  # share of a plain product's rate that a layer reaches
 
 

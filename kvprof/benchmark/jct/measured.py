@@ -26,7 +26,7 @@ from kvprof.benchmark.timing import Sampler, interleaved, sampler, spread
 __all__ = ["Bench", "Point"]
 
 _SAMPLES = {"cuda": 20, "cpu": 15}
-_POWER_SECONDS, _TELEMETRY_SECONDS = 1.0, 0.3
+_POWER_SECONDS, _TELEMETRY_SECONDS = 0.7, 0.3
 _SECONDS = {"cuda": 2.0, "cpu": 1.0}
 _SPREAD = {"cuda": 0.05, "cpu": 0.2}
 
@@ -132,7 +132,7 @@ class Bench:
         window : int or None
             Of a layer with a sliding window: tokens that a prefill's token sees.
         powered : bool
-            Ask for power too: a GPU repeats the layer for a second.
+            Ask for power too: a GPU repeats the layer for most of a second.
 
         Raises
         ------
@@ -216,7 +216,7 @@ class Bench:
             samplers.append(unit_sampler(unit, place.device))
             names.append((unit.key, False))
             if unit.aside is not None:
-                samplers.append(sampler(unit.aside[1], place.device))
+                samplers.append(sampler(unit.aside[1], place.device, settle=False))
                 names.append((unit.key, True))
         found = interleaved(
             samplers, self._repeats, seconds=self._budget * len(samplers) ** 0.5,
@@ -252,7 +252,7 @@ class Bench:
         return found
 
     def _watts(self, layer: Sampler) -> float | None:
-        """Repeat a layer for a second and return what the device took meanwhile."""
+        """Repeat a layer for a while and return what the device took meanwhile."""
         if self.energy is None or not self.machine.is_gpu:
             return None
         start = self.clock()

@@ -1,4 +1,8 @@
-"""Times of calls that wait for the host, and of layers that hold such a call."""
+"""Times of a layer's calls, together and alone, and of calls that wait for the host.
+
+None settles: parts take turns with the layer that they are of, at the clocks that this mixture of
+work leaves, which are those of a model's pass.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +58,7 @@ def unit_sampler(unit: Unit, device: torch.device) -> Sampler:
     """Return what times a unit where it runs."""
     if unit.waits and device.type == "cuda":
         return _Waiting(unit.runs)
-    return sampler(unit.runs, torch.device("cpu") if unit.on_host else device)
+    return sampler(unit.runs, torch.device("cpu") if unit.on_host else device, settle=False)
 
 
 def layer_sampler(units: Sequence[Unit], device: torch.device) -> Sampler:
@@ -64,9 +68,10 @@ def layer_sampler(units: Sequence[Unit], device: torch.device) -> Sampler:
     """
     apart = [unit for unit in units if unit.waits and device.type == "cuda"]
     others = [unit for unit in units if unit not in apart]
+    together = sampler(_sequence(others), device, settle=False)
     if not apart:
-        return sampler(_sequence(others), device)
-    return _Sum([sampler(_sequence(others), device), *(_Waiting(unit.runs) for unit in apart)])
+        return together
+    return _Sum([together, *(_Waiting(unit.runs) for unit in apart)])
 
 
 def _sequence(units: Sequence[Unit]) -> list[Callable[[], Tensor]]:

@@ -8,8 +8,11 @@ from kvprof.benchmark.jct.steps import Runner
 
 __all__ = ["OVERHEAD", "Sampling", "choose_sampling"]
 
-#: What timing the parts may add to a decoding step; above that fewer layers are timed at once.
+#: What timing the parts may add to a decoding step.
 OVERHEAD = 0.03
+
+#: Above this share of it fewer layers are timed at once: what the first steps show is uncertain.
+_MARGIN = 0.5
 
 #: Decoding steps whose parts are told. Each stands for its neighbours where there are more: a run
 #: of 100,000 tokens would be tens of millions of lines.
@@ -68,8 +71,8 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     runner : Runner
     wanted : str or int
         One of so many layers; ``auto`` takes all, unless that makes the first decoding steps more
-        than `OVERHEAD` slower: then as few as bring it down to that, of numbers that divide the
-        number of layers.
+        than half of `OVERHEAD` slower: then as few as bring it down to that, of numbers that
+        divide the number of layers.
     layers, steps : int
         Of the model, and of the request's decoding.
     """
@@ -86,5 +89,6 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     if not ratios:
         return Sampling(layers, steps)
     overhead = statistics.median(ratios) - 1.0
-    least = min(layers, math.ceil(overhead / OVERHEAD)) if overhead > OVERHEAD else 1
+    allowed = _MARGIN * OVERHEAD
+    least = min(layers, math.ceil(overhead / allowed)) if overhead > allowed else 1
     return Sampling(layers, steps, next(n for n in range(least, layers + 1) if layers % n == 0))

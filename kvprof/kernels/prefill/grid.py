@@ -1,11 +1,11 @@
 """Ranks on the grid that prefill rewards: measured times per pair of widths, and what they choose.
 
 In decoding a head costs its bytes, and every dimension given up pays. In prefill softmax's
-exponentials do not shrink with the width and libraries have steps (`gpu.md`: 96 and more cost what
-128 does, values pay more than keys), so of the plans with the same bytes some are faster for hardly
-more error. `kvprof.analysis.rank_allocation.budget_ranks` takes one cost per rank and side; a
-prefill's time belongs to a pair of widths and bytes are a second budget, so there is a search of
-its own here.
+exponentials do not shrink with the width and libraries have steps (on an H200 96 and more cost
+what 128 does, and values pay more than keys), so of the plans with the same bytes some are faster
+for hardly more error. `kvprof.analysis.rank_allocation.budget_ranks` takes one cost per rank and
+side; a prefill's time belongs to a pair of widths and bytes are a second budget, so there is a
+search of its own here.
 """
 
 from collections.abc import Callable, Mapping, Sequence

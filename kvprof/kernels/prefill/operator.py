@@ -16,7 +16,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.cpu import prefill_cpu
 from kvprof.kernels.prefill.launch import interpreted, prefill_step
 from kvprof.kernels.prefill.library import library_refuses
-from kvprof.kernels.prefill.paths import measured_path, run_paths
+from kvprof.kernels.prefill.paths import measured_path, quick_path, run_paths
 from kvprof.kernels.prefill.tuning import Tuning
 
 __all__ = ["prefill_operator"]
@@ -85,6 +85,9 @@ def prefill_operator(
         paths = measured_path(
             layout, tokens, query.dtype, device, schedule=schedule, tuning=settings
         ).paths
+    if path == "quick" and refusal is None and device.type == "cuda":
+        found = quick_path(layout, tokens, query.dtype, device, schedule=schedule, tuning=settings)
+        paths = (found,) * layout.heads
     if "library" in paths:
         return run_paths(
             paths, query, buffer, layout, lengths, scaling, schedule=schedule, tuning=settings

@@ -21,11 +21,15 @@ from kvprof.kernels.prefill.streams import side_by_side
 from kvprof.kernels.prefill.tuning import Tuning
 
 __all__ = [
-    "PATHS", "Choice", "best_paths", "from_table", "measured_path", "pair_seconds", "run_paths",
+    "PATHS", "Choice", "best_paths", "from_table", "measured_path", "pair_seconds", "quick_path",
+    "run_paths",
 ]  # fmt: skip
 
 #: What a caller may ask for.
-PATHS = ("auto", "triton", "library")
+PATHS = ("auto", "quick", "triton", "library")
+
+#: Tokens of a prompt below which it is not worth to try, and on which `quick_path` tries.
+_WORTH, _TRIED = 512, 4096
 
 _REPEATS = 3
 # Both ways at once are taken only when that clearly pays: it did not where few samples said so.
@@ -204,6 +208,45 @@ def measured_path(
     timed = _timed(own, dtype, device, schedule, tuning)
     _REMEMBERED[key] = best_paths(own, timed)
     return _REMEMBERED[key]
+
+
+def quick_path(
+    layout: RaggedLayout,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    schedule: str = "equal",
+    tuning: Tuning | None = None,
+) -> str:
+    """Return the faster path for a runtime, which meets a layout for a prompt or two.
+
+    Torch's kernels are tried for heads that they take as they are: all of one pair of widths,
+    neither of them padded. That is measured once for about as many tokens, on one sequence of at
+    most 4,096 of them, and holds for all layers of these widths. All else goes to Triton: every
+    layer of a ragged plan has a layout of its own, and trying takes as long as eight prompts.
+
+    Parameters
+    ----------
+    layout, tokens, dtype, device, schedule, tuning
+        As for `measured_path`.
+
+    Returns
+    -------
+    str
+        ``triton`` or ``library``.
+    """
+    pairs = set(zip(layout.key_widths, layout.value_widths, strict=True))
+    if len(pairs) > 1 or tokens < _WORTH or not set(*pairs) <= set(REWARDED):
+        return "triton"
+    one = replace(layout, batch=1)
+    try:
+        choice = measured_path(
+            one, min(tokens, _TRIED), dtype, device, schedule=schedule, tuning=tuning
+        )
+    except FailedError:  # a CUDA graph captures this, and it was not measured before
+        return "triton"
+    return choice.paths[0]
 
 
 def pair_seconds(

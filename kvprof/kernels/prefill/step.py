@@ -65,7 +65,8 @@ def prefill(
         ``triton``; ``library`` (torch's own kernels, a call per class of widths: neither soft-cap,
         sinks, window nor tokens before the prompt's); or ``auto``: on a GPU the faster as
         measured on the first call (`measured_path`), Triton where the library cannot run; on a CPU
-        blocked torch (`kvprof.kernels.prefill.cpu`), or Triton when it is interpreted.
+        blocked torch (`kvprof.kernels.prefill.cpu`), or Triton when it is interpreted; or
+        ``quick``: as ``auto``, but measuring only where that is soon done (`quick_path`).
     tuning : Tuning, optional
         Of the Triton kernel.
     host_lengths : sequence of int, optional

@@ -199,7 +199,7 @@ class LevelsKernelLayer(KernelLayer):
                 self._cut_old(store, layout, buffer, passing, old, new)
         output: Tensor = prefill(
             projected, space, heads, passing.after, **scoring,
-            path="triton" if buffer.is_cuda else "auto",
+            path="quick",
             host_lengths=new if min(new) else None,
         )  # fmt: skip
         with part(self._moving):

@@ -81,9 +81,8 @@ class RaggedKernelLayer(KernelLayer):
         projected = self._projected(layout, buffer, start, passing, *states)
         output: Tensor = prefill(
             projected, buffer, layout, lengths, window=window or 0, **scoring,
-            # Finding out by measuring whether torch's kernels are faster takes many prefills, and
-            # every layout and every length of a prompt would ask anew.
-            path="triton" if buffer.is_cuda else "auto",
+            # Every layer of unlike widths would measure for itself, which takes many prefills.
+            path="quick",
             host_lengths=host_lengths if min(host_lengths) else None,
         )  # fmt: skip
         if window is not None:

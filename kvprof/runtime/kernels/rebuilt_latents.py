@@ -153,8 +153,7 @@ def prefilled(
     lengths = state.seen(state.past + passing.tokens)
     output: Tensor = prefill(
         query, buffer, layout, passing.after, **scoring,
-        # As in kvprof.runtime.kernels.ragged: measuring the ways takes many prefills.
-        path="triton" if buffer.is_cuda else "auto",
+        path="quick",  # as in kvprof.runtime.kernels.ragged
         host_lengths=lengths if min(lengths) else None,
     )  # fmt: skip
     return output

@@ -37,6 +37,10 @@ def test_every_method_is_composed_and_its_parts_add_up(tmp_path):
         assert abs(case["unattributed_share"]) < 0.1, method
     assert not any("cannot be captured" in text for text in result["warnings"])
     assert all(event.error < 1e-2 for event in events if isinstance(event, LayerMeasured))
+    waits = [row for row in result["data"]["parts"] if row["part"] == "host"]
+    assert {row["method"] for row in waits} == set(METHODS)
+    # Of 63 steps, each a graph that is started and a token that is fetched.
+    assert all(63e-6 < row["seconds"] < 63e-3 for row in waits if row["phase"] == "decode")
     merged = {row["method"] for row in result["data"]["parts"] if row["part"] == "merge"}
     assert {"fdc", "kq", "fdc:no-balancing"} <= merged
     measured = [row for row in result["data"]["balance"] if row["measured"]]

@@ -132,7 +132,8 @@ def test_what_waits_for_the_host_is_never_captured(monkeypatch):
         def sample(self):
             return 2.0
 
-    def sampler(runs, device):
+    def sampler(runs, device, *, settle):
+        assert not settle
         captured.append([run() for run in runs])
         return Fake()
 

@@ -101,7 +101,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize(
-    ("overhead", "every"), [(-0.1, 1), (0.029, 1), (0.05, 2), (0.085, 3), (0.1, 6), (5.0, 6)]
+    ("overhead", "every"), [(-0.1, 1), (0.014, 1), (0.029, 2), (0.04, 3), (0.05, 6), (5.0, 6)]
 )
 def test_as_many_layers_are_timed_as_the_overhead_allows(overhead: float, every: int) -> None:
     runner: Any = Scripted(overhead)
