@@ -28,8 +28,8 @@ from kvprof.errors import UsageError
 __all__ = ["Budget", "Point", "measure"]
 
 
-# How often slower than the best a kernel is after one sample that further ones do not help.
-_HOPELESS = 4.0
+# How often slower than the best a kernel is that further samples do not help: after one, after two.
+_HOPELESS = (4.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -258,9 +258,11 @@ def _baseline(
     if error > TOLERANCE[point.place.dtype]:
         raise Lack(f"its result is wrong (error {error:.1g} against float64)")
     _tell(point, name, case, timed)
-    first = timed.sample()
-    if best is not None and first > _HOPELESS * median(best.seconds):
-        return _Full(case, timed, [first], error)
+    early: list[float] = []
+    for hopeless in _HOPELESS if best is not None else ():
+        early.append(timed.sample())
+        if best is not None and min(early) > hopeless * median(best.seconds):
+            return _Full(case, timed, early, error)
     budget = point.budget
     (seconds,) = interleaved(
         [timed], budget.repeats, seconds=budget.baseline_seconds, should_stop=point.should_stop

@@ -67,7 +67,10 @@ def answer(data: Mapping[str, Any]) -> str:
     """Return the counts in a sentence."""
     entries = data["entries"]
     said = [_counted(entries, one) for one in VERDICT_ORDER if data["counts"].get(one)]
-    of = f"{len(entries)} {'recipe' if len(entries) == 1 else 'recipes'}"
+    names = {entry["recipe"] for entry in entries}
+    of = f"{len(names)} {'recipe' if len(names) == 1 else 'recipes'}"
+    if len(names) < len(entries):  # under several profiles, or on several machines
+        of += f", {len(entries)} verdicts"
     return f"{of}: {', '.join(said) or 'nothing was run'}."
 
 

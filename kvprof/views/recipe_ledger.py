@@ -1,5 +1,6 @@
 """The ledger for readers: what holds, what does not, what is open, paper by paper."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,16 +44,18 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
         A result of kind ``recipe``.
     """
     entries: Sequence[Entry] = result["data"]["entries"]
+    # Of several runs the entries of one recipe stand together, in the order of the longest run.
+    sizes = Counter(_run(entry) for entry in entries)
+    ordered = sorted(entries, key=lambda entry: -sizes[_run(entry)])
     parts: list[RenderableType] = [
         paragraph(answer(result["data"]), "bold"),
         paragraph(_INTRODUCTION),
-        bullets(_runs(entries)),
-        _counts(entries),
+        bullets(_runs(ordered)),
+        _counts(ordered),
     ]
-    # Of several runs the entries of one recipe stand together.
-    place = {name: i for i, name in enumerate(dict.fromkeys(e["recipe"] for e in entries))}
-    for paper in dict.fromkeys(entry["paper"] for entry in entries):
-        own = [entry for entry in entries if entry["paper"] == paper]
+    place = {name: i for i, name in enumerate(dict.fromkeys(e["recipe"] for e in ordered))}
+    for paper in dict.fromkeys(entry["paper"] for entry in ordered):
+        own = [entry for entry in ordered if entry["paper"] == paper]
         own.sort(key=lambda entry: place[entry["recipe"]])
         parts += [heading(paper), _overview(own)]
         for entry in own:
@@ -62,18 +65,24 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+def _run(entry: Entry) -> tuple[str | None, str | None]:
+    return entry["profile"], entry["machine"]
+
+
 def _runs(entries: Sequence[Entry]) -> Iterator[str]:
     """Say which profile ran where; what was not run ran nowhere."""
     ran = [entry for entry in entries if entry["cells"]]
-    for profile, machine in dict.fromkeys((e["profile"], e["machine"]) for e in ran):
-        own = [e for e in ran if (e["profile"], e["machine"]) == (profile, machine)]
+    for profile, machine in dict.fromkeys(_run(e) for e in ran):
+        own = [e for e in ran if _run(e) == (profile, machine)]
         days = sorted({e["created"][:10] for e in own})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         yield f"profile {profile}: {len(own)} of the recipes, {machine}, {when}"
 
 
 def _counts(entries: Sequence[Entry]) -> DataTable:
-    kinds = list(dict.fromkeys((e["paper"], e["profile"] or MISSING) for e in entries))
+    papers = list(dict.fromkeys(entry["paper"] for entry in entries))
+    found = dict.fromkeys((e["paper"], e["profile"] or MISSING) for e in entries)
+    kinds = sorted(found, key=lambda kind: papers.index(kind[0]))
     rows = []
     for paper, profile in kinds:
         own = [e for e in entries if (e["paper"], e["profile"] or MISSING) == (paper, profile)]

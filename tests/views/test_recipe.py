@@ -97,6 +97,10 @@ def test_a_ledger_of_several_runs_says_what_ran_where_and_keeps_a_recipe_togethe
         recipe_entry("b", "reproduced", **{**small, "created": "2025-11-22T12:00:00Z"}),
     ]
     text = page_markdown("Ledger", ledger({**RESULT, "data": ledger_data(entries)}))
+    assert "3 recipes, 5 verdicts: 2 reproduced" in text
+    # The order in which the runs are read does not matter where one is longer.
+    turned = ledger_data([*entries[3:], *entries[:3]])
+    assert page_markdown("Ledger", ledger({**RESULT, "data": turned})) == text
     assert "- profile smoke: 2 of the recipes, a CPU, 2 threads, 2025-11-21" in text
     assert "- profile small: 2 of the recipes, an H200, 2025-11-22 to 2025-11-23" in text
     assert "| FDC | smoke | 1 | 0 | 1 | 1 |" in text
