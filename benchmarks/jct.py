@@ -14,7 +14,6 @@ import argparse
 import gzip
 import json
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +33,8 @@ LONG = "128,1k,4k,16k,32k,64k,100k"
 #: rate of FDC's tables for it.
 SHAPES = {"8b": ("Llama-3.1-8B", 1, 0.5), "70b": ("Llama-3.1-70B", 4, 0.57)}
 ABLATIONS = "fdc,fdc:no-post-rope,fdc:no-adaptive-rates,fdc:no-balancing"
+#: What `kvprof tui --demo` plays: all methods at seven lengths, in the time of a look.
+DEMO = "outputs-8b"
 TRACES = ("arxiv", "cocktail", "humaneval", "pg-19")
 
 
@@ -62,7 +63,7 @@ def parts() -> dict[str, str]:
             f"--composed --model Mistral-7B-v0.3 --methods full,palu,{ABLATIONS} --rate 0.6 "
             f"--trace fdc/{trace} --requests 50 --repeats 5"
         )
-    found["demo"] = (
+    found["batch-8"] = (
         "--composed --model Llama-3.1-8B --methods full,palu,fdc,kq --rate 0.5 --batch 8 "
         "--input-len 100k --output-len 1k --repeats 7"
     )
@@ -158,11 +159,13 @@ def show(name: str, part: dict[str, Any]) -> None:
 
 
 def keep_demo(folder: Path, target: Path) -> None:
-    """Copy a recording to where the package keeps its demonstration."""
+    """Copy a recording to where the package keeps its demonstration, without where it lay."""
+    first, *others = (folder / "events.jsonl").read_text("utf-8").splitlines(keepends=True)
+    started = json.loads(first)
+    started["command"] = started["command"][: started["command"].index("--out")]
     target.mkdir(parents=True, exist_ok=True)
-    shutil.copy(folder / "result.json", target / "result.json")
     with gzip.GzipFile(target / "events.jsonl.gz", "wb", mtime=0) as file:
-        file.write((folder / "events.jsonl").read_bytes())
+        file.write("".join([json.dumps(started) + "\n", *others]).encode())
 
 
 def main() -> None:
@@ -175,7 +178,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a part")
     parser.add_argument("--cells", type=Path, help="folder of `kvprof recipe run --out`")
     parser.add_argument("--small", action="store_true", help="lengths and a model for a CPU")
-    parser.add_argument("--demo", type=Path, help="where the part demo is copied to")
+    parser.add_argument("--demo", type=Path, help=f"where the part {DEMO} is copied to")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.only.split(",") if name not in known]:
         parser.error(f"there is no part {unknown[0]}; choose from {', '.join(known)}")
@@ -199,8 +202,8 @@ def main() -> None:
             inputs={"benchmark": "jct", "parts": list(data)}, environment=collect_environment(),
         )  # fmt: skip
         write_result(arguments.out / "jct.json", result, force=True)
-    if arguments.demo is not None and not data.get("demo", {"failed": "not run"})["failed"]:
-        keep_demo(arguments.records / "demo", arguments.demo)
+    if arguments.demo is not None and not data.get(DEMO, {"failed": "not run"})["failed"]:
+        keep_demo(arguments.records / DEMO, arguments.demo)
 
 
 if __name__ == "__main__":

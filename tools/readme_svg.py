@@ -1,10 +1,11 @@
 """Draw a screen of the live view from a recorded run, as the README shows it.
 
-    python tools/readme_svg.py RUN --to docs/images/tui.svg
-    python tools/readme_svg.py kvprof/assets/demo --to docs/images/tui.svg --until 0.8
+    python tools/readme_svg.py kvprof/assets/demo --to docs/images/tui.svg
+    python tools/readme_svg.py RUN --to balance.svg --keys 3 --until 0.8 --light
 
-The run is a folder with events, or its events. --until stops the replay after that share of the
-run's time, as if it were being measured; --keys presses keys before the picture is taken.
+The first line draws the README's picture, which a test holds against the view as it is. The run is
+a folder with events, or its events. --until stops the replay after that share of the run's time, as
+if it were being measured; --keys presses keys before the picture is taken.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from kvprof.tui.session import Session
 
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _TITLE = "kvprof tui"
+_SIZE = (138, 36)  # the table of four methods, and the curve beside it
 
 
 async def picture(
@@ -53,7 +55,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--until", type=float, default=1.0, help="share of the run's time")
     parser.add_argument("--keys", nargs="*", default=[], help="for example: m 2")
-    parser.add_argument("--size", type=int, nargs=2, default=(120, 38), metavar=("COLS", "ROWS"))
+    parser.add_argument("--size", type=int, nargs=2, default=_SIZE, metavar=("COLS", "ROWS"))
     parser.add_argument("--name", help="of the run, in the picture")
     parser.add_argument("--light", action="store_true")
     arguments = parser.parse_args()

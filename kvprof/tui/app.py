@@ -14,6 +14,7 @@ from rich.text import Text
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.widgets import Input
 
 from kvprof.errors import KvprofError
 from kvprof.tui.choice import Choice
@@ -63,7 +64,8 @@ class LiveApp(App[int]):
     DEFAULT_MODE = "overview"
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(n), f"show({name!r})", name) for n, name in enumerate(SCREENS, 1)),
-        *(Binding(key.key, key.action, key.word) for key in KEYS),
+        # What scrolls takes End for itself, unless the key comes here first.
+        *(Binding(k.key, k.action, k.word, priority=k.action == "jump") for k in KEYS),
         Binding("N", "request(-1)", "the request before", show=False),
         Binding("ctrl+c", "leave", "quit", show=False, priority=True),
     ]
@@ -163,7 +165,7 @@ class LiveApp(App[int]):
         if action in _OWN and not isinstance(self.screen, RunScreen):
             return False
         if action == "jump":
-            return self.session.source.playing
+            return self.session.source.playing and not isinstance(self.focused, Input)
         return True
 
     def action_show(self, name: str) -> None:

@@ -81,14 +81,14 @@ def part_rows(state: RunState, choice: Choice) -> list[tuple[str, list[float | N
 
 
 def nice_scale(value: float) -> float:
-    """Return the next higher of 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten.
+    """Return the next higher of 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8 times a power of ten.
 
     A bar that grows then moves, and the scale does not change with every event.
     """
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    steps = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
+    steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
     return next(step * power for step in steps if step * power >= value * (1 - 1e-9))
 
 

@@ -75,6 +75,7 @@ class RunState:
         self.cases: dict[str, CaseState] = {}
         self.current: str | None = None
         self.devices: dict[str, DeviceState] = {}
+        self._noted: set[tuple[str, str, str]] = set()
         self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
         self.logged = 0
         self.warnings = 0
@@ -137,12 +138,19 @@ class RunState:
         planned = len(self.run.cases) if self.run is not None else 0
         return finished, max(planned, len(self.cases))
 
+    def on_cpu(self) -> bool:
+        """Tell whether the run measures a CPU."""
+        return self.run is not None and str(self.run.inputs.get("device", "")).startswith("cpu")
+
     def _case_started(self, event: CaseStarted) -> None:
         self.cases[event.case] = CaseState(event)
         self.current = event.case
         self.write("case", f"{event.case}: started", event.time)
         for what, words in event.labels.items():
-            self.write("note", f"{event.case}: {what}: {words}", event.time)
+            # A sweep says the same of a method at every length; once is enough.
+            if (note := (event.method, what, words)) not in self._noted:
+                self._noted.add(note)
+                self.write("note", f"{event.method}: {what.replace('_', ' ')}: {words}", event.time)
 
     def _case_finished(self, event: CaseFinished) -> None:
         self.cases[event.case].case_finished(event)

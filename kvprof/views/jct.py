@@ -22,7 +22,7 @@ from kvprof.views.jct_data import (
 )
 from kvprof.views.jct_figure import figure
 from kvprof.views.jct_notes import notes, provenance
-from kvprof.views.jct_strips import BalanceStrip
+from kvprof.views.jct_strips import BalanceStrip, strip_scales
 from kvprof.views.jct_tables import (
     PartTable,
     doubt_table,
@@ -155,9 +155,10 @@ def _measured(
         parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
     if table := memory_table(result, group):
         parts += [Text(), table]
-    if curves := memory_curves(result, group, "logical"):
+    curves, unit = memory_curves(result, group, "logical")
+    if curves:
         title = "What the cache stores, against context"
-        parts += [Text(), LinePlot(curves, title, "context in tokens", "MiB", height=_HEIGHT)]
+        parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
     if table := layer_table(result, group):
         parts += [Text(), table]
     return [*parts, *_balance(result, group)]
@@ -180,6 +181,7 @@ def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
 def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
     own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
     strips: list[tuple[str, list[float]]] = []
+    schedules: list[tuple[str, str, str]] = []  # of each strip
     for row in result["data"]["balance"]:
         if row["case"] not in own:
             continue
@@ -190,14 +192,25 @@ def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
                 relative = [load / mean for load in loads] if mean > 0 else loads
                 label = f"{own[row['case']]}, {row['phase']}, {row['schedule']}, {what}"
                 strips.append((label, relative))
+                schedules.append((row["case"], row["phase"], row["schedule"]))
     if not strips:
         return []
     room = max(len(label) for label, _ in strips)
-    most = max(max(loads) for _, loads in strips)
+    # What was predicted and what was measured of one schedule have one scale.
+    highest: dict[tuple[str, str, str], float] = {}
+    for schedule, (_, loads) in zip(schedules, strips, strict=True):
+        highest[schedule] = max(highest.get(schedule, 0.0), *loads)
+    scales = dict(zip(highest, strip_scales(list(highest.values())), strict=True))
+    title = "Work per multiprocessor, relative to the mean"
+    if len(set(scales.values())) > 1:
+        title += "; schedules that one scale would flatten have their own"
     return [
         Text(),
-        Text("Work per multiprocessor, relative to the mean", style="bold", overflow="fold"),
-        *(BalanceStrip(f"{label:<{room}}", loads, most) for label, loads in strips),
+        Text(title, style="bold", overflow="fold"),
+        *(
+            BalanceStrip(f"{label:<{room}}", loads, scales[schedule])
+            for schedule, (label, loads) in zip(schedules, strips, strict=True)
+        ),
     ]
 
 

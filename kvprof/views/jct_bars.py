@@ -105,7 +105,8 @@ class StackedBars:
 def columns(bar: Bar, scale: float, slots: int) -> list[tuple[str, int]]:
     """Return how many of `slots` columns each part takes.
 
-    Ends are rounded, not lengths, so that a bar is as long as its sum.
+    A bar is as long as its sum, and its columns are shared out by largest remainders: rounding
+    where parts end would draw one of a thousandth and leave out one of a hundredth beside it.
 
     Parameters
     ----------
@@ -114,15 +115,17 @@ def columns(bar: Bar, scale: float, slots: int) -> list[tuple[str, int]]:
         Value of the whole width.
     slots : int
     """
-    taken, total, found = 0, 0.0, []
-    for part, value in bar.parts.items():
-        if value <= 0 or scale <= 0:
-            continue
-        total += value
-        end = min(slots, round(total / scale * slots))
-        found.append((part, end - taken))
-        taken = end
-    return found
+    drawn = {part: value for part, value in bar.parts.items() if value > 0}
+    if not drawn or scale <= 0:
+        return []
+    whole = sum(drawn.values())
+    length = min(slots, round(whole / scale * slots))
+    exact = {part: value / whole * length for part, value in drawn.items()}
+    found = {part: int(value) for part, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda part: found[part] - exact[part])
+    for part in by_remainder[: length - sum(found.values())]:
+        found[part] += 1
+    return list(found.items())
 
 
 def _style(part: str) -> str:

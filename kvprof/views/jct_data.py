@@ -14,6 +14,7 @@ from kvprof.views.plot import Series
 __all__ = [
     "Group",
     "Sweep",
+    "byte_unit",
     "detailed",
     "groups",
     "memory_curves",
@@ -229,8 +230,13 @@ def step_curves(result: Mapping[str, Any], group: Group, factor: float = 1.0) ->
     return [curve for curve in curves if len(set(curve.x)) > 1]
 
 
-def memory_curves(result: Mapping[str, Any], group: Group, key: str) -> list[Series]:
-    """Return a curve per case: bytes against context, in MiB.
+def byte_unit(most: float) -> tuple[int, str]:
+    """Return the bytes of the unit that a curve of up to `most` bytes is drawn in, and its name."""
+    return (2**30, "GiB") if most >= 2**31 else (2**20, "MiB")
+
+
+def memory_curves(result: Mapping[str, Any], group: Group, key: str) -> tuple[list[Series], str]:
+    """Return a curve per case, bytes against context, and the unit that all of them are in.
 
     Parameters
     ----------
@@ -240,12 +246,13 @@ def memory_curves(result: Mapping[str, Any], group: Group, key: str) -> list[Ser
     key : str
         ``logical``, ``allocated``, ``full_width`` or ``peak``.
     """
+    cases = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
+    rows = [
+        row for row in result["data"]["memory"] if row["case"] in cases and row[key] is not None
+    ]
+    factor, unit = byte_unit(max((row[key] for row in rows), default=0))
     curves = []
-    for name, case in zip(group.names, group.cases, strict=True):
-        points = sorted(
-            (row["context"], row[key] / 2**20)
-            for row in result["data"]["memory"]
-            if row["case"] == case["case"] and row[key] is not None
-        )
+    for case, name in cases.items():
+        points = sorted((row["context"], row[key] / factor) for row in rows if row["case"] == case)
         curves.append(Series(name, [x for x, _ in points], [y for _, y in points]))
-    return [curve for curve in curves if len(set(curve.x)) > 1]
+    return [curve for curve in curves if len(set(curve.x)) > 1], unit

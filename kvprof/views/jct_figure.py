@@ -170,9 +170,10 @@ def _curve_panels(result: Mapping[str, Any], group: Group) -> list[Any]:
     factor, unit = unit_of(
         row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
     )
+    stored, size = memory_curves(result, group, "logical")
     panels = (
         (step_curves(result, group, factor), f"time between tokens ({unit})"),
-        (memory_curves(result, group, "logical"), "cache, stored (MiB)"),
+        (stored, f"cache, stored ({size})"),
     )
     return [
         lambda axes, c=curves, y=label: _curves(axes, c, group.name, y)

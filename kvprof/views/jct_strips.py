@@ -8,11 +8,12 @@ from rich.text import Text
 
 from kvprof.views.numbers import MISSING
 
-__all__ = ["BalanceStrip", "makespan_over_mean"]
+__all__ = ["BalanceStrip", "makespan_over_mean", "strip_scales"]
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*#@"
 _LEAST_SLOTS = 8
+_FLATTEST = 0.25  # of a full column, below which a strip says nothing
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,21 @@ class BalanceStrip:
             line.append(bars[min(8, max(int(top > 0), round(8 * share)))], style="cyan")
         line.append(f" {behind}")
         yield line
+
+
+def strip_scales(highest: Sequence[float]) -> list[float]:
+    """Return what a full column stands for in each of several strips.
+
+    They share a scale, so that they can be compared, but for those that it would leave flat: these
+    have their own.
+
+    Parameters
+    ----------
+    highest : sequence of float
+        The largest load of each strip.
+    """
+    most = max(highest, default=0.0)
+    return [most if own >= _FLATTEST * most else own for own in highest]
 
 
 def makespan_over_mean(loads: Sequence[float]) -> float | None:

@@ -223,6 +223,8 @@ def layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
     own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
     times = [row["seconds"] for row in result["data"]["layers"] if row["case"] in own]
     factor, unit = unit_of(times)
+    # A composed run times one layer for all, so none of them has a time of its own.
+    timed = any(seconds is not None for seconds in times)
     for case, name in own.items():
         layers = [row for row in result["data"]["layers"] if row["case"] == case]
         if not layers:
@@ -234,13 +236,13 @@ def layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
                 name,
                 *(span([rank for row in layers for rank in row[key] or ()])
                   for key in ("key_ranks", "value_ranks")),
-                span(seconds),
+                *([span(seconds)] if timed else []),
                 _largest(errors),
             )
         )  # fmt: skip
     columns = (
         Column("method", words=True), Column("key ranks"), Column("value ranks"),
-        Column(f"cache work ({unit} a layer)"), Column("largest error"),
+        *([Column(f"cache work ({unit} a layer)")] if timed else []), Column("largest error"),
     )  # fmt: skip
     return DataTable(columns, rows) if rows else None
 

@@ -184,6 +184,37 @@ class TestReplay:
         record = write(folder / "events.jsonl", events)
         return Session("demo", Replay(record, 1.0), record=record)
 
+    def test_end_jumps_where_the_screen_could_scroll_and_scrolls_after_that(self, tmp_path):
+        events = stream(("full", "fdc"))
+        record = write(tmp_path / "events.jsonl", events)
+        now = [0.0]
+        session = Session("demo", Replay(record, 1.0, lambda: now[0]), record=record)
+        session.advance()
+        now[0] = 0.9 * events[-1].time  # the clock of the replay; it then stands still
+
+        async def steps(app, pilot):
+            await until(app, pilot, lambda: len(session.state.cases) == 2)
+            await settle(app, pilot)
+            body = app.screen.query_one("#body")
+            assert body.max_scroll_y > 0
+            await pilot.press("end")
+            await until(app, pilot, lambda: session.state.end is not None)
+            assert body.scroll_y == 0
+            await pilot.press("end")
+            await until(app, pilot, lambda: body.scroll_y > 0)
+
+        show(session, tmp_path, steps, size=(80, 24), everything=False)
+
+    def test_end_moves_within_a_filter_that_is_written(self, tmp_path):
+        session = self.session(tmp_path)
+
+        async def steps(app, pilot):
+            await press(app, pilot, "2", "slash", "1", "home", "end")
+            assert session.source.playing
+            assert app.screen.query_one("#filter").cursor_position == 1
+
+        show(session, tmp_path, steps, everything=False)
+
     def test_it_plays_and_end_jumps(self, tmp_path):
         session = self.session(tmp_path)
 

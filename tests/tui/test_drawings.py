@@ -203,6 +203,17 @@ class TestBalance:
         heights = [" ▁▂▃▄▅▆▇█".index(sign) for sign in lines[2][11:].rstrip()]
         assert heights == sorted(heights, reverse=True)
 
+    def test_a_strip_that_another_would_flatten_has_a_scale_of_its_own(self):
+        state = RunState()
+        state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
+        state.apply(Balance(0.0, "c", "equal", "decode", [1.0] * 39 + [1.1], None))
+        alone = drawn(Strips(strips(state.cases["c"]), False, Ink()))
+        state.apply(Balance(0.0, "c", "lpt", "decode", [40.0] + [0.0] * 39, None))
+        both = drawn(Strips(strips(state.cases["c"]), False, Ink()))
+        assert "a full column is 1.10×" in both[0]
+        assert both[1 : len(alone)] == alone[1:]
+        assert not any("full column" in line for line in alone)
+
     def test_what_was_not_measured_is_said(self):
         assert "  measured: no" in drawn(Strips(self.many(8, measured=False), False, Ink()))
 
@@ -218,6 +229,13 @@ class TestCache:
         assert "50 %" in lines[1]
         assert "75 %" in lines[2]
         assert lines[1].count("█") * 2 == pytest.approx(lines[3].count("░"), abs=1)
+
+    def test_a_peak_that_was_not_measured_is_not_named(self):
+        state = RunState()
+        state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
+        state.apply(MemorySample(0.0, "c", 1024, 2**20, 2**20, 2**21))
+        lines = drawn(CacheBars([state.cases["c"]], None, Ink(), "device peak"), 80)
+        assert lines[0].strip() == "fdc · at 1k tokens"
 
     def test_levels_add_up(self):
         lines = drawn(Levels("tale", {"full": 100, "half": 300, "none": 0}, Ink()), 84)

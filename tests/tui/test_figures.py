@@ -100,7 +100,7 @@ class TestChoice:
         assert choice.shown_case(state) is None
 
 
-@pytest.mark.parametrize(("value", "scale"), [(0.9, 1), (1, 1), (1.01, 1.5), (7e-3, 8e-3), (9, 10)])
+@pytest.mark.parametrize(("value", "scale"), [(0.9, 1), (1, 1), (1.01, 1.2), (7e-3, 8e-3), (9, 10)])
 def test_a_scale_is_the_next_round_number(value, scale):
     assert nice_scale(value) == pytest.approx(scale)
 

@@ -100,6 +100,34 @@ class TestScreens:
         for line in lines[first + 1 : last + 1]:
             assert len(line) - len(line.lstrip()) == start
 
+    def test_lines_of_the_log_are_as_wide_as_the_screen(self, tmp_path):
+        events = [*stream(("full",))[:1], Warned(0.0, "word " * 19 + "last")]
+        lines = keys(tmp_path, "5", events=events, size=(130, 40))["text"].splitlines()
+        assert sum("word" in line for line in lines) == 1
+
+    def test_a_method_without_a_balance_points_at_one_that_has_it(self, tmp_path):
+        events = [
+            event
+            for event in stream(("full", "fdc"))
+            if event.type != "balance" or event.case.startswith("fdc")
+        ]
+        shown = keys(tmp_path, "3", "m", events=events)["text"]
+        assert "no balance of full was recorded; m goes on to a method that has one" in shown
+        without = [event for event in events if event.type != "balance"]
+        shown = keys(tmp_path / "cpu", "3", events=without)["text"]
+        assert "no balance of fdc was recorded (a CPU has no multiprocessors to load)" in shown
+        gpu = [replace(without[0], inputs={"device": "cuda:0"}), *without[1:]]
+        assert "a CPU" not in keys(tmp_path / "gpu", "3", events=gpu)["text"]
+
+    def test_layers_that_were_not_timed_say_why(self, tmp_path):
+        events = stream(("full",))
+        assert "no layer was timed" not in keys(tmp_path, "2", events=events)["text"]
+        composed = [
+            replace(event, layer=None) if event.type == "part" else event for event in events
+        ]
+        shown = keys(tmp_path / "composed", "2", events=composed)["text"]
+        assert "no layer was timed on its own" in shown
+
     def test_what_the_measurement_says_stands_where_nothing_else_does_yet(self, tmp_path):
         session = recorded(tmp_path, stream()[:1])
         session.said = "loading the weights"

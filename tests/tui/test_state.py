@@ -168,3 +168,20 @@ def test_the_state_knows_no_screen():
     source = Path("kvprof/tui")
     for name in ("state", "case_state", "choice", "figures", "layer_rows", "thinned", "session"):
         assert "textual" not in (source / f"{name}.py").read_text()
+
+
+def test_what_a_sweep_says_of_a_method_at_every_length_is_logged_once() -> None:
+    labels = {"by_difference": "attention", "host": "no part"}
+    state = state_after(
+        [
+            CaseStarted(0.0, f"{method} out{length}", method, None, 1, 8, length, (), labels)
+            for method in ("full", "fdc")
+            for length in (8, 16)
+        ]
+    )
+    notes = [line.text for line in state.log if line.kind == "note"]
+    assert notes == [
+        f"{method}: {words}"
+        for method in ("full", "fdc")
+        for words in ("by difference: attention", "host: no part")
+    ]

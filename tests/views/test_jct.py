@@ -14,9 +14,17 @@ from kvprof.views.durations import duration, signed_percent, unit_of
 from kvprof.views.figure import figure_bytes
 from kvprof.views.jct import figure, report, to_csv
 from kvprof.views.jct_bars import FILLS, Bar, StackedBars, columns
-from kvprof.views.jct_data import detailed, groups, part_seconds, step_curves, sweeps
+from kvprof.views.jct_data import (
+    byte_unit,
+    detailed,
+    groups,
+    memory_curves,
+    part_seconds,
+    step_curves,
+    sweeps,
+)
 from kvprof.views.jct_notes import notes
-from kvprof.views.jct_strips import BalanceStrip, makespan_over_mean
+from kvprof.views.jct_strips import BalanceStrip, makespan_over_mean, strip_scales
 from kvprof.views.page import render_text
 from tests.records.streams import stream
 
@@ -65,6 +73,18 @@ def test_a_bar_is_as_long_as_its_sum() -> None:
     assert columns(Bar("x", {"attention": 1.0, "unattributed": -0.5}), 1.0, 10) == [
         ("attention", 10)
     ]
+
+
+def test_no_part_is_drawn_longer_than_a_larger_one() -> None:
+    """Parts of the recorded run: one of 0.2 s lies where a column begins, one of 9.4 s does not."""
+    parts = {"attention": 110.7, "compress": 9.6, "merge": 9.4, "schedule": 0.3, "embedding": 0.2,
+             "norm": 100.4, "mlp": 536.4}  # fmt: skip
+    for slots in range(40, 160):
+        lengths = dict(columns(Bar("fdc", parts), 1114.0, slots))
+        by_size = sorted(parts, key=parts.__getitem__)
+        drawn = [lengths[part] for part in by_size]
+        assert drawn == sorted(drawn)
+        assert sum(drawn) == round(sum(parts.values()) / 1114.0 * slots)
 
 
 def test_parts_are_told_apart_without_colour() -> None:
@@ -225,3 +245,41 @@ def test_times_have_the_unit_that_suits_them() -> None:
     assert [signed_percent(value) for value in (-0.34, 0.021, 1e-5, -1e-5, None)] == [
         "−34.0 %", "+2.1 %", "0.0 %", "0.0 %", "–",
     ]  # fmt: skip
+
+
+def test_bytes_of_the_cache_are_drawn_in_a_unit_of_their_size() -> None:
+    assert byte_unit(2**31 - 1) == (2**20, "MiB")
+    large = copy.deepcopy(WHOLE)
+    for row in large["data"]["memory"]:
+        row["logical"] = 2**32
+    (group,) = groups(large)
+    curves, unit = memory_curves(large, group, "logical")
+    assert unit == "GiB"
+    assert {value for curve in curves for value in curve.y} == {4.0}
+    assert memory_curves(WHOLE, groups(WHOLE)[0], "logical")[1] == "MiB"
+
+
+def test_a_schedule_that_another_would_flatten_has_a_scale_of_its_own() -> None:
+    assert strip_scales([1.1, 21.7]) == [1.1, 21.7]
+    assert strip_scales([1.1, 3.0]) == [3.0, 3.0]
+    assert strip_scales([]) == []
+    uneven = copy.deepcopy(WHOLE)
+    row = uneven["data"]["balance"][0]
+    uneven["data"]["balance"] = [
+        {**row, "schedule": "equal", "predicted": [1.0] * 39 + [1.1], "measured": None},
+        {**row, "schedule": "lpt", "predicted": [40.0] + [0.0] * 39, "measured": None},
+    ]
+    shown = text(uneven, 120)
+    assert "schedules that one scale would flatten have their own" in shown
+    (even,) = (line for line in shown.splitlines() if "equal, predicted" in line)
+    assert even.count("▇") == 39
+    assert "flatten" not in text(WHOLE, 120)
+
+
+def test_layers_that_were_not_timed_have_no_column_of_times() -> None:
+    composed = copy.deepcopy(WHOLE)
+    for row in composed["data"]["layers"]:
+        row["seconds"] = None
+    assert "a layer)" in text(WHOLE)
+    assert "a layer)" not in text(composed)
+    assert "key ranks" in text(composed)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -195,18 +196,19 @@ def _in_launches(
     """Put the blocks of a launch together; return them, each head's kind and the launches."""
     pairs = list(zip(layout.key_widths, layout.value_widths, tiles, strict=True))
     # In the order in which they first come: with heavy blocks first, the heaviest kind.
-    kinds = list(dict.fromkeys(pairs[head] for _, head, *_ in blocks.items))
+    heads = dict.fromkeys(head for _, head, *_ in blocks.items)
+    kinds = list(dict.fromkeys(pairs[head] for head in heads))
     if fused:
         numbers = kind_numbers(kinds)
         own = [kinds.index(pair) if pair in kinds else 0 for pair in pairs]
         return blocks, own, (Launch(0, len(blocks.items), numbers, kinds[0][2]),)
-    number = {kind: at for at, kind in enumerate(kinds)}
-    order = sorted(range(len(blocks.items)), key=lambda at: number[pairs[blocks.items[at][1]]])
+    of_head = np.array([kinds.index(pair) if pair in kinds else -1 for pair in pairs])
+    number = of_head[[head for _, head, *_ in blocks.items]]
+    order = np.argsort(number, kind="stable").tolist()
     items = tuple(blocks.items[at] for at in order)
     launches = []
     first = 0
-    for kind in kinds:
-        count = sum(pairs[head] == kind for _, head, *_ in items)
+    for kind, count in zip(kinds, np.bincount(number).tolist(), strict=True):
         launches.append(Launch(first, count, kind_numbers([kind]), kind[2]))
         first += count
     costs = tuple(blocks.costs[at] for at in order)

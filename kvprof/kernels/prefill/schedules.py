@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -139,8 +138,9 @@ class Blocks:
 
     def table(self, kinds: Sequence[int], device: torch.device) -> Tensor:
         """Return ``[blocks, 5]`` int32 as the kernel takes it; `kinds` is each head's kind."""
-        rows = [(*item, kinds[item[1]]) for item in self.items]
-        return torch.tensor(rows, dtype=torch.int32, device=device)
+        items = np.array(self.items, dtype=np.int32).reshape(-1, 4)
+        kind = np.array(kinds, dtype=np.int32)[items[:, 1]]
+        return torch.from_numpy(np.column_stack([items, kind])).to(device)
 
 
 def makespan_over_mean(costs: Sequence[float], places: int) -> float:
@@ -190,19 +190,21 @@ def cut_blocks(
 
 def block_costs(work: Work, blocks: Sequence[Block]) -> list[float]:
     """Return what each block costs; those of whole tiles from the same sums."""
-    sums: dict[tuple[int, int], NDArray[np.float64]] = {}
-    found = []
-    for block in blocks:
-        sequence, head, first, rows = block
-        height, stop = work.tiles[head].rows, first + rows
-        if first % height or (stop % height and stop != work.rows):
-            found.append(work.cost(block))
-            continue
-        if (sequence, head) not in sums:
-            sums[sequence, head] = work.sums(sequence, head)
-        own = sums[sequence, head]
-        found.append(float(own[-(-stop // height)] - own[first // height]))
-    return found
+    table = np.array(blocks, dtype=np.int64).reshape(-1, 4)
+    heights = np.array([tile.rows for tile in work.tiles])[table[:, 1]]
+    first, stop = table[:, 2], table[:, 2] + table[:, 3]
+    torn = (first % heights != 0) | ((stop % heights != 0) & (stop != work.rows))
+    found = np.zeros(len(table))
+    for at in np.flatnonzero(torn).tolist():
+        found[at] = work.cost(blocks[at])
+    # By task, so that thousands of blocks cost a few calls: this is done while a prompt waits.
+    tasks, task = np.unique(table[:, 0] * len(work.tiles) + table[:, 1], return_inverse=True)
+    for number, (sequence, head) in enumerate(zip(*divmod(tasks, len(work.tiles)), strict=True)):
+        own = np.flatnonzero((task == number) & ~torn)
+        if len(own):
+            sums, height = work.sums(int(sequence), int(head)), work.tiles[int(head)].rows
+            found[own] = sums[-(-stop[own] // height)] - sums[first[own] // height]
+    return [float(cost) for cost in found]
 
 
 def plain_blocks(work: Work, heads: Sequence[int]) -> list[Block]:
@@ -235,10 +237,10 @@ def equal_blocks(work: Work, heads: Sequence[int], pieces: int) -> list[Block]:
         wanted = sums[-1] * np.arange(1, count) / count
         after = np.searchsorted(sums, wanted)
         nearest = np.where(sums[after] - wanted <= wanted - sums[after - 1], after, after - 1)
-        bounds = [min(int(cut) * height, work.rows) for cut in np.unique(nearest)]
+        bounds = np.unique([0, *np.minimum(nearest * height, work.rows), work.rows])
         found += [
-            (sequence, head, start, stop - start)
-            for start, stop in pairwise(sorted({0, *bounds, work.rows}))
+            (sequence, head, start, rows)
+            for start, rows in zip(bounds[:-1].tolist(), np.diff(bounds).tolist(), strict=True)
         ]
     return found
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from kvprof.tui.figures import Strip
 from kvprof.tui.palette import Ink
+from kvprof.views.jct_strips import strip_scales
 from kvprof.views.numbers import number
 
 __all__ = ["Strips"]
@@ -21,7 +22,9 @@ _ROWS = 3  # lines of a bar: an imbalance of a few per cent must show
 
 @dataclass(frozen=True)
 class Strips:
-    """Rich renderable of schedules, one column per multiprocessor, on a scale that all share.
+    """Rich renderable of schedules, one column per multiprocessor.
+
+    They share a scale, but for those that it would leave flat.
 
     Attributes
     ----------
@@ -36,18 +39,20 @@ class Strips:
     ink: Ink
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        highest = max((strip.highest() for strip in self.strips), default=0.0)
+        scales = strip_scales([strip.highest() for strip in self.strips])
         order = "by load" if self.by_load else "by number"
-        for index, strip in enumerate(self.strips):
+        for index, (strip, scale) in enumerate(zip(self.strips, scales, strict=True)):
             if index:
                 yield Text()
             head = Text(no_wrap=True, overflow="ellipsis")
             head.append(f"{strip.schedule}", style="bold")
             count = len(strip.predicted)
             head.append(f" · {strip.phase} · {count} multiprocessors {order}")
+            if len(set(scales)) > 1:
+                head.append(f" · a full column is {number(scale)}×")
             yield head
             for name, values in (("predicted", strip.predicted), ("measured", strip.measured)):
-                yield from self._strip(name, values, highest, options.max_width)
+                yield from self._strip(name, values, scale, options.max_width)
 
     def _strip(self, name: str, values: list[float], highest: float, width: int) -> RenderResult:
         if not values:

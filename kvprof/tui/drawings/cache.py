@@ -57,7 +57,8 @@ class CacheBars:
         head = Text(f"{'›' if chosen else ' '} {short(case.method)}", no_wrap=True)
         head.stylize("bold")
         head.append(f" · at {count(newest.context)} tokens", style="not bold")
-        head.append(f" · {self.peak} {size(case.peak)}", style="not bold")
+        if case.peak is not None:
+            head.append(f" · {self.peak} {size(case.peak)}", style="not bold")
         head.apply_meta({"press": f"method({case.method!r})"})
         yield head
         rows = (

@@ -36,14 +36,19 @@ class BalanceScreen(RunScreen):
             app.dark,
         )
         self.put("title", seen, lambda: _title(case))
-        self.put("strips", seen, lambda: self._strips(case))
+        elsewhere = any(other.balance for other in app.choice.shown_cases(app.session.state))
+        self.put("strips", (*seen, elsewhere), lambda: self._strips(case, elsewhere))
 
-    def _strips(self, case: CaseState | None) -> Strips | Text:
+    def _strips(self, case: CaseState | None, elsewhere: bool) -> Strips | Text:
         if case is None:
             return Text()
         found = strips(case)
         if not found:
-            words = "no balance of this method was recorded (a CPU has no multiprocessors to load)"
+            words = f"no balance of {case.method} was recorded"
+            if elsewhere:
+                words += "; m goes on to a method that has one"
+            elif self.live.session.state.on_cpu():
+                words += " (a CPU has no multiprocessors to load)"
             return Text(f"\n{words}", style="italic", overflow="fold")
         return Strips(found, self.live.choice.processors_by_load, self.live.ink)
 

@@ -10,7 +10,7 @@ from kvprof.tui.case_state import CaseState
 from kvprof.tui.drawings.cache import CacheBars, Levels
 from kvprof.tui.screens.base import RunScreen
 from kvprof.tui.words import request_words
-from kvprof.views.jct_data import peak_name
+from kvprof.views.jct_data import byte_unit, peak_name
 from kvprof.views.plot import LinePlot, Series
 
 __all__ = ["CacheScreen"]
@@ -65,20 +65,22 @@ class CacheScreen(RunScreen):
     def _growth(self, cases: list[CaseState]) -> RenderableType:
         series = []
         widest: dict[int, int] = {}
+        sizes = [max(s.logical, s.full_width) for case in cases for s in case.memory]
+        factor, unit = byte_unit(max(sizes, default=0))
         for case in cases:
             samples = sorted(case.memory, key=lambda sample: sample.context)
             widest |= {sample.context: sample.full_width for sample in samples}
             kept = samples[:: max(1, -(-len(samples) // _POINTS))]
             contexts = [float(sample.context) for sample in kept]
-            series.append(Series(case.method, contexts, [s.logical / 2**20 for s in kept]))
+            series.append(Series(case.method, contexts, [s.logical / factor for s in kept]))
         if not any(len(one.x) > 1 for one in series):
             return Text()
         if not any(all(s.logical == s.full_width for s in case.memory) for case in cases):
             full = sorted(widest.items())[:: max(1, -(-len(widest) // _POINTS))]
-            values = [nbytes / 2**20 for _, nbytes in full]
+            values = [nbytes / factor for _, nbytes in full]
             series.insert(0, Series("full width", [float(context) for context, _ in full], values))
         height = max(_ROWS[0], min(_ROWS[1], self.size.height - 8 - 4 * len(cases)))
         return Group(
             Text(),
-            LinePlot(series, "Logical bytes", "tokens in the cache", "MiB", height=height),
+            LinePlot(series, "Logical bytes", "tokens in the cache", unit, height=height),
         )

@@ -18,6 +18,8 @@ from kvprof.views.heatmap import HeatMap
 
 __all__ = ["LayersScreen"]
 
+_UNTIMED = "no layer was timed on its own: a composed run takes the times of one for all"
+
 
 class LayersScreen(RunScreen):
     """The chosen method's layers."""
@@ -59,7 +61,9 @@ class LayersScreen(RunScreen):
             if case is not None
             else []
         )
-        self.put("layers-top", chosen[:1] + chosen[2:], lambda: self._top(case, rows))
+        untimed = case is not None and case.finished is not None and not _timed(case)
+        top = (*chosen[:1], *chosen[2:], untimed)
+        self.put("layers-top", top, lambda: self._top(case, rows, untimed))
         self.put("head", chosen[2:4], lambda: layer_head(choice.sort, choice.descending))
         self.put("lines", chosen, lambda: LayerTable(rows, app.ink))
         in_order = sorted(rows, key=lambda row: row.layer)
@@ -110,7 +114,7 @@ class LayersScreen(RunScreen):
         self.query_one("#rows").focus()
         self.refresh_all()
 
-    def _top(self, case: CaseState | None, rows: Sequence[LayerRow]) -> Text:
+    def _top(self, case: CaseState | None, rows: Sequence[LayerRow], untimed: bool) -> Text:
         choice = self.live.choice
         title = Text("Layers", style="bold", overflow="fold")
         if case is None:
@@ -123,7 +127,13 @@ class LayersScreen(RunScreen):
         title.append(f" · {' · '.join(words)}", style="not bold")
         if not case.layers:
             title.append("\nthis run does not tell layers apart", style="not bold italic")
+        elif untimed:
+            title.append(f"\n{_UNTIMED}", style="not bold italic")
         return title
+
+
+def _timed(case: CaseState) -> bool:
+    return any(layer.seconds is not None for layer in case.layers.values())
 
 
 def _map(title: str, rows: Sequence[LayerRow], *, keys: bool) -> RenderableType:

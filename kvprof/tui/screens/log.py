@@ -39,7 +39,8 @@ class LogScreen(RunScreen):
             return
         width = max(_LEAST_TEXT, self.size.width - 4 - _GUTTER)
         for line in list(state.log)[-new:]:
-            log.write(self._line(line, width))
+            # Without it the log measures lines by the width of the console that the view began in.
+            log.write(self._line(line, width), width=_GUTTER + width)
         self._written = state.logged
 
     def on_resize(self, event: Resize) -> None:
