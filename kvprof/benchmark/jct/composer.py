@@ -91,7 +91,9 @@ class Composer:
     def _point(self, phase: str, tokens: int, window: int | None) -> Point:
         place = self.bench.place(phase, self.batch, tokens)
         hidden = window if phase == "prefill" and window and window < tokens else None
-        powered = phase == "prefill" or tokens == self._decode_rungs[-1]
+        # Only where a case's energy is read from: it takes as long as all other samples together.
+        asked = {self._powered_rung(one.input_len) for one in self.requests}
+        powered = tokens in (asked if phase == "prefill" else self._decode_rungs[-1:])
         return self.bench.point(self.variant, self.widths, place, hidden, powered=powered)
 
     @property
@@ -258,14 +260,14 @@ class Composer:
             self._energy(request, seconds, decoded),
         )  # fmt: skip
 
+    def _powered_rung(self, tokens: int) -> int:
+        """Return the measured prompt whose power stands for one of so many tokens."""
+        rungs = self._prefill_rungs
+        return max(rung for rung in rungs if rung <= max(tokens, rungs[0]))
+
     def _energy(self, request: Request, prefill: float, decode: float) -> float | None:
         _, window = self._kinds()[0]
-        longest = max(
-            rung
-            for rung in self._prefill_rungs
-            if rung <= max(request.input_len, self._prefill_rungs[0])
-        )
-        watts = self._point("prefill", longest, window).watts
+        watts = self._point("prefill", self._powered_rung(request.input_len), window).watts
         if not decode or watts is None:
             return None if watts is None else watts * prefill
         last = self._decode_rungs[-1]

@@ -38,11 +38,14 @@ class Formula:
     dtype: torch.dtype = torch.float32
     asked: list = field(default_factory=list)
     watts: float | None = None
+    powered: set = field(default_factory=set)
 
     place = staticmethod(tiny_bench().place)
 
     def point(self, variant, widths, place, window=None, *, powered=False):
         self.asked.append((place.phase, place.seq, window))
+        if powered:
+            self.powered.add((place.phase, place.seq))
         tokens = place.queries
         seen = min(place.seq, window or place.seq)
         attention = 1e-6 * seen if place.phase == "decode" else 1e-9 * tokens * seen
@@ -143,6 +146,18 @@ def test_energy_is_power_times_each_phases_seconds():
     found = composer([request], watts=250.0).compose(request)
     assert found.energy_joules == pytest.approx(250 * found.jct)
     assert composer([request]).compose(request).energy_joules is None
+
+
+def test_power_is_asked_for_where_a_cases_energy_needs_it():
+    """A trace's other requests need none, and each costs as long as a point's own samples."""
+    case, others = Request(3000, 20), [Request(128, 5), Request(8000, 40)]
+    made = composer([case], sampled=others, watts=250.0)
+    assert made.compose(case).energy_joules == pytest.approx(250 * made.compose(case).jct)
+    powered = {tokens for phase, tokens in made.bench.powered if phase == "prefill"}
+    assert powered == {3000}
+    assert len({seq for phase, seq, _ in made.bench.asked if phase == "prefill"}) == 1
+    assert made.compose(others[1]).energy_joules is None
+    assert {tokens for phase, tokens in made.bench.powered if phase == "prefill"} == {3000}
 
 
 def test_what_no_memory_holds_is_refused_before_it_is_measured():
