@@ -56,6 +56,31 @@ class TestMouse:
 
 
 class TestScreens:
+    def test_a_curve_fills_a_frame_and_the_rest_comes_in_the_next(self, tmp_path, monkeypatch):
+        events = stream(("full", "fdc"))
+        session = recorded(tmp_path, events[: len(events) // 2])
+
+        async def steps(app, pilot):
+            drawn = []
+            put = type(app.screen).put
+
+            def noted(screen, widget, key, make, **options):
+                filled = put(screen, widget, key, make, **options)
+                if filled:
+                    drawn.append(widget)
+                return filled
+
+            monkeypatch.setattr(type(app.screen), "put", noted)
+            app.calm = 1e-9
+            session.state.apply_all(events[len(events) // 2 :])
+            app.screen.draw()
+            assert drawn == ["curve"]
+            app.screen.draw()
+            assert {"bars", "parts"} <= set(drawn[1:])
+            assert "curve" not in drawn[1:]
+
+        show(session, tmp_path, steps)
+
     def test_a_result_without_events_is_shown(self, tmp_path):
         result = result_of(stream())
         session = Session("result.json", NoEvents(), result=result, state=state_of(result))

@@ -127,7 +127,7 @@ class RunScreen(Screen[None]):
         make: Callable[[], RenderableType],
         *,
         every: float = 0.0,
-    ) -> None:
+    ) -> bool:
         """Fill a widget with what `make` returns, unless `key` is what it was filled for.
 
         Parameters
@@ -138,25 +138,31 @@ class RunScreen(Screen[None]):
         make : callable
         every : float
             Seconds between two drawings of something costly that changes all the time.
+
+        Returns
+        -------
+        bool
+            Whether the widget was filled.
         """
         target = next(iter(self.query(f"#{widget}").results(Static)), None)
         if target is None:  # the screen is being taken down
-            return
+            return False
         # Before the first layout a widget has no width; it is drawn again when it has.
         width = target.size.width or self.size.width
         known, before = (width, _hashable(key)), self._drawn.get(widget)
         if before == known:
-            return
+            return False
         now = time.monotonic()
         same_width = isinstance(before, tuple) and before[0] == width
         if same_width and now - self._drawn_at.get(widget, now) < every:
-            return
+            return False
         self._drawn[widget], self._drawn_at[widget] = known, now
         lines = text_lines(make(), self.app.console, width)
         # Laying the screen out costs as much as painting it, and most figures change in place.
-        shape = (width, [-(-line.cell_len // width) for line in lines])
+        shape = (width, [max(1, -(-line.cell_len // width)) for line in lines])
         target.update(Text("\n").join(lines), layout=self._shapes.get(widget) != shape)
         self._shapes[widget] = shape
+        return True
 
 
 def _hashable(key: tuple[Any, ...]) -> Hashable:

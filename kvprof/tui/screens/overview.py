@@ -67,16 +67,19 @@ class OverviewScreen(RunScreen):
             self._parts_style = wide  # setting a style lays the screen out, changed or not
             self.query("#parts").set_styles(wide)
         airy = self.size.height >= (_TALL if beside else 2 * _TALL)
+        steps = tuple((case.name, case.steps.count) for case in cases)
+        known = "bars" in self._drawn
+        curved = self.put(
+            "curve", (steps, self.size, beside), lambda: self._curve(cases, beside), every=app.calm
+        )
+        if curved and known and app.calm > 0:
+            return  # a curve fills a frame; all else is drawn in the next
         self.put("title", (*seen, len(state.requests())), self._title)
         said = "" if cases else app.session.said
         self.put("bars", (seen, airy, said), lambda: self._bars(airy, said))
         small = _SMALL[self.has_class("short")]
         self.put(
             "parts", (seen, small), lambda: PartTable(cases, rows, base, chosen, app.ink, small)
-        )
-        steps = tuple((case.name, case.steps.count) for case in cases)
-        self.put(
-            "curve", (steps, self.size, beside), lambda: self._curve(cases, beside), every=app.calm
         )
         self.put("notes", seen, lambda: self._notes(cases))
         devices = tuple((name, device.history.count) for name, device in state.devices.items())
