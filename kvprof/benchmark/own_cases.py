@@ -133,7 +133,7 @@ def _prefill_path(place: Place, layout: RaggedLayout, schedule: str) -> tuple[st
 
     On a GPU the kernel takes the faster of Triton and torch's own kernels, as it measures.
     """
-    from kvprof.kernels.prefill.paths import measured_path
+    from kvprof.kernels.prefill.measured import measured_path
 
     choice = measured_path(layout, place.seq, place.dtype, place.device, schedule=schedule)
     library = sum(path == "library" for path in choice.paths)

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.prefill import cpu, paths
+from kvprof.kernels.prefill import cpu, measured
 from kvprof.kernels.prefill.library import library_refuses, padded_width, width_classes
+from kvprof.kernels.prefill.measured import pair_seconds, quick_path
 from kvprof.kernels.prefill.operator import prefill_operator
-from kvprof.kernels.prefill.paths import Choice, pair_seconds, quick_path
+from kvprof.kernels.prefill.paths import Choice
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, measured_path, prefill
 
@@ -153,11 +154,11 @@ def test_tuning_survives_as_numbers():
 def test_a_runtime_measures_only_what_is_soon_measured(monkeypatch):
     asked = []
 
-    def measured(layout, tokens, *_, **__):
+    def found(layout, tokens, *_, **__):
         asked.append((layout.batch, tokens))
         return Choice(("library",) * layout.heads, {})
 
-    monkeypatch.setattr(paths, "measured_path", measured)
+    monkeypatch.setattr(measured, "measured_path", found)
 
     def path(keys, values, tokens):
         layout = RaggedLayout(keys, values, 4, 3, tokens)

@@ -276,7 +276,7 @@ def _all_by_library(
     shape = place.shape
     if path != "auto" or window is not None or shape.sinks or shape.softcap:
         return False
-    from kvprof.kernels.prefill.paths import measured_path
+    from kvprof.kernels.prefill.measured import measured_path
 
     choice = measured_path(layout, place.seq, place.dtype, place.device, schedule=schedule)
     return all(path == "library" for path in choice.paths)

@@ -16,7 +16,8 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.cpu import prefill_cpu
 from kvprof.kernels.prefill.launch import interpreted, prefill_step
 from kvprof.kernels.prefill.library import library_refuses
-from kvprof.kernels.prefill.paths import measured_path, quick_path, run_paths
+from kvprof.kernels.prefill.measured import measured_path, quick_path
+from kvprof.kernels.prefill.paths import run_paths
 from kvprof.kernels.prefill.tuning import Tuning
 
 __all__ = ["prefill_operator"]

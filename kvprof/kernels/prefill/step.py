@@ -9,8 +9,9 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import PrefillStep, Trace, interpreted, prefill_step
+from kvprof.kernels.prefill.measured import measured_path
 from kvprof.kernels.prefill.operator import prefill_operator
-from kvprof.kernels.prefill.paths import PATHS, measured_path
+from kvprof.kernels.prefill.paths import PATHS
 from kvprof.kernels.prefill.schedules import SCHEDULES
 from kvprof.kernels.prefill.tuning import Tile, Tuning
 

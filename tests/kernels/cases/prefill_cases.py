@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.prefill.grid import class_costs
-from kvprof.kernels.prefill.paths import measured_path, pair_seconds, quick_path, run_paths
+from kvprof.kernels.prefill.measured import measured_path, pair_seconds, quick_path
+from kvprof.kernels.prefill.paths import run_paths
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, prefill, prefill_step
 
