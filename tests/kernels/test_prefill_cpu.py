@@ -1,5 +1,7 @@
 """Prefill without a GPU: blocked torch, torch's own kernels, and what is refused."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from kvprof.kernels.prefill import cpu, measured
 from kvprof.kernels.prefill.library import library_refuses, padded_width, width_classes
 from kvprof.kernels.prefill.measured import pair_seconds, quick_path
 from kvprof.kernels.prefill.operator import prefill_operator
-from kvprof.kernels.prefill.paths import Choice
+from kvprof.kernels.prefill.paths import Choice, best_paths
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, measured_path, prefill
 
@@ -152,11 +154,11 @@ def test_tuning_survives_as_numbers():
 
 
 def test_a_runtime_measures_only_what_is_soon_measured(monkeypatch):
-    asked = []
+    asked, times = [], {"triton": 2.0, "library": 1.0}
 
     def found(layout, tokens, *_, **__):
         asked.append((layout.batch, tokens))
-        return Choice(("library",) * layout.heads, {})
+        return Choice((min(times, key=times.get),) * layout.heads, times)
 
     monkeypatch.setattr(measured, "measured_path", found)
 
@@ -173,6 +175,35 @@ def test_a_runtime_measures_only_what_is_soon_measured(monkeypatch):
     assert path((512, 512), (512, 512), 30_000) == "triton"
     assert path((64, 64), (64, 64), 100) == "triton"
     assert len(asked) == 2
+    # Hardly faster, and a library that has no kernel.
+    for times["library"] in (1.95, float("inf")):
+        assert path((64, 64), (64, 64), 30_000) == "triton"
+
+
+def test_a_library_without_a_kernel_is_never_the_faster(monkeypatch):
+    def lacking(paths, *_, **__):
+        if "library" in paths:
+            raise LackingError("none of torch's attention kernels")
+
+    class Event:
+        def record(self):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, _):
+            return 1.0
+
+    monkeypatch.setattr(measured, "run_paths", lacking)
+    monkeypatch.setattr(measured, "_event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for widths in ((64, 64), (64, 128)):
+        layout = RaggedLayout(widths, (64, 64), 4, 1, 64)
+        timed = measured._timed(layout, torch.float32, torch.device("cpu"), "equal", Tuning())
+        choice = best_paths(layout, timed)
+        assert choice.paths == ("triton", "triton")
+        assert choice.seconds["library"] == float("inf")
 
 
 def test_what_makes_no_sense_is_refused():

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvprof.methods.plan import Placement
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
@@ -25,10 +26,14 @@ def model_of(arch: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return wrap_model(tiny(arch, head_dim=32).to("cuda", dtype))
 
 
-def generated(model: LoadedModel, plan: Any, kernels: str | None, **options: Any) -> Any:
-    ids, mask = token_ids(3, PROMPT).cuda(), torch.ones(3, PROMPT, dtype=torch.long)
-    mask[1, :4] = 0
-    mask[2, :1] = 0
+def generated(
+    model: LoadedModel, plan: Any, kernels: str | None, *, prompt: int = PROMPT,
+    padded: bool = True, **options: Any,
+) -> Any:  # fmt: skip
+    ids, mask = token_ids(3, prompt).cuda(), torch.ones(3, prompt, dtype=torch.long)
+    if padded:
+        mask[1, :4] = 0
+        mask[2, :1] = 0
     torch.manual_seed(3)
     with compressed(model, plan, kernels) as session:
         found = model.model.generate(
@@ -63,6 +68,28 @@ def test_float32_says_what_the_torch_path_says(arch: str, options: dict[str, Any
         assert torch.equal(found.sequences, wanted.sequences), name
         assert error(found, wanted) < 1e-4, name
         assert found.nbytes == wanted.nbytes, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_long_prompt_of_equal_widths_may_take_torchs_kernels(
+    dtype: torch.dtype, padded: bool
+) -> None:
+    """Where torch has no kernel for them, in float32, or a row is padded, Triton runs."""
+    tall = {"head_dim": 64, "max_position_embeddings": 1024}
+    model = wrap_model(tiny("Llama", **tall).to("cuda", dtype))
+    exact = wrap_model(tiny("Llama", **tall).to(dtype).to("cuda", torch.float32))
+    plan = make_plan(model, placement=Placement.NONE, project_values=False)
+    options: dict[str, Any] = {"prompt": 600, "padded": padded}
+    wanted = generated(
+        exact, make_plan(exact, placement=Placement.NONE, project_values=False), "off", **options
+    ).logits[0]
+    errors = [
+        float((generated(model, plan, kernels, **options).logits[0].float() - wanted).norm())
+        / float(wanted.norm())
+        for kernels in ("on", "off")
+    ]
+    assert errors[0] < 1.5 * errors[1] + (5e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -37,7 +37,7 @@ class _Method:
     bench: Bench
 
     def cache(self, batch: int, tokens: int) -> float:
-        """Return the bytes of the cache; infinite for what cannot be stored."""
+        """Return the bytes of the cache; 0 for contexts too short for the method's levels."""
         try:
             return cache_bytes(
                 self.variant, self.bench.model.attention, self.widths, batch, tokens,
@@ -136,7 +136,7 @@ def _throughput(bench: Bench, method: _Method, context: int, most: int) -> list[
                        "one layer and its reference do not fit beside each other")  # fmt: skip
             break
         one = Request(max(1, context - 1), 2)  # one step, at this context
-        composer = Composer(bench, method.variant, method.widths, batch, [one], inf)
+        composer = Composer(bench, method.variant, method.widths, batch, [one], inf, powered=False)
         _, steps, _ = composer.decode(one)
         seconds = steps[0][1]
         found.append(

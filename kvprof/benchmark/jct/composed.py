@@ -159,14 +159,17 @@ class _Told:
         full = full_bytes(shape, composer.batch, tokens, dtype)
         labels = {key: text for point in firsts for key, text in point.labels.items()}
         if composer.bench.machine.is_gpu:
-            labels["host"] = "of a pass as a CUDA graph: its start, and its token on the host"
+            labels["host"] = (
+                "of a pass taken to be a CUDA graph, a prompt's too: its start, and its token on "
+                "the host"
+            )
         else:
             labels["host"] = "counted in the parts that it calls"
         if request.input_len > composer.longest:
             labels["predicted"] = f"prefill, from prompts of up to {composer.longest:,} tokens"
         if any("schedule" in point.passes for point in firsts):
             labels["schedule"] = "once per pass: all layers are taken to have the same widths"
-        if firsts[0].watts is not None:
+        if composer.watts(request)[0] is not None:
             labels["energy"] = "power while a layer was repeated, times each phase's seconds"
         if widths is not None:
             labels["widths"] = widths.source

@@ -40,6 +40,8 @@ class Composer:
         Of a matrix product, in flop/s.
     sampled : sequence of Request
         Many more, which are put together from points between which they lie.
+    powered : bool
+        Whether the requests' energy is wanted.
     """
 
     bench: Bench
@@ -49,6 +51,7 @@ class Composer:
     requests: Sequence[Request]
     rate: float
     sampled: Sequence[Request] = ()
+    powered: bool = True
     _prefill_rungs: list[int] = field(init=False)
     _longest: int = field(init=False)
     _decode_rungs: list[int] = field(init=False)
@@ -92,8 +95,7 @@ class Composer:
         place = self.bench.place(phase, self.batch, tokens)
         hidden = window if phase == "prefill" and window and window < tokens else None
         # Only where a case's energy is read from: it takes as long as all other samples together.
-        asked = {self._powered_rung(one.input_len) for one in self.requests}
-        powered = tokens in (asked if phase == "prefill" else self._decode_rungs[-1:])
+        powered = self.powered and (phase, tokens, window) in self._powered()
         return self.bench.point(self.variant, self.widths, place, hidden, powered=powered)
 
     @property
@@ -260,19 +262,36 @@ class Composer:
             self._energy(request, seconds, decoded),
         )  # fmt: skip
 
+    def _powered(self) -> set[tuple[str, int, int | None]]:
+        """Return the points whose power is read."""
+        _, window = self._kinds()[0]
+        asked = {("prefill", self._powered_rung(one.input_len), window) for one in self.requests}
+        if self._decode_rungs:
+            last = self._decode_rungs[-1]
+            asked.add(("decode", min(last, window or last), window))
+        return asked
+
+    def watts(self, request: Request) -> tuple[float | None, float | None]:
+        """Return what the device takes in prefill and in decode, as far as it was asked for."""
+        _, window = self._kinds()[0]
+        prefill = self._point("prefill", self._powered_rung(request.input_len), window).watts
+        if not self._decode_rungs:
+            return prefill, None
+        last = self._decode_rungs[-1]
+        return prefill, self._point("decode", min(last, window or last), window).watts
+
     def _powered_rung(self, tokens: int) -> int:
         """Return the measured prompt whose power stands for one of so many tokens."""
         rungs = self._prefill_rungs
         return max(rung for rung in rungs if rung <= max(tokens, rungs[0]))
 
     def _energy(self, request: Request, prefill: float, decode: float) -> float | None:
-        _, window = self._kinds()[0]
-        watts = self._point("prefill", self._powered_rung(request.input_len), window).watts
-        if not decode or watts is None:
-            return None if watts is None else watts * prefill
-        last = self._decode_rungs[-1]
-        other = self._point("decode", min(last, window or last), window).watts
-        return None if other is None else watts * prefill + other * decode
+        first, other = self.watts(request) if self.powered else (None, None)
+        if first is None:
+            return None
+        if not decode:
+            return first * prefill
+        return None if other is None else first * prefill + other * decode
 
 
 def _each(

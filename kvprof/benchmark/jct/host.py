@@ -13,7 +13,8 @@ def pass_start(place: Place) -> Unit:
     """Return the start of a CUDA graph, and the wait for the token of every row.
 
     The graph copies those tokens and does nothing else, so that the clock shows little but the
-    host's own time; a pass that is captured has the same at both of its ends.
+    host's own time; a pass that is captured has the same at both of its ends. A composed prompt is
+    taken to be captured too, though the runtime captures steps only.
 
     Parameters
     ----------

@@ -1,5 +1,6 @@
 """Which way a prompt's attention takes: found by measuring, remembered in the process."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -19,6 +20,8 @@ __all__ = ["measured_path", "pair_seconds", "quick_path"]
 _WORTH, _TRIED = 512, 4096
 
 _REPEATS = 3
+# Few samples decide, and a run's figures should not hang on which of two like ways won.
+_CLEARLY = 0.95
 
 
 def _event() -> torch.cuda.Event:
@@ -92,8 +95,9 @@ def quick_path(
 
     Torch's kernels are tried for heads that they take as they are: all of one pair of widths,
     neither of them padded. That is measured once for about as many tokens, on one sequence of at
-    most 4,096 of them, and holds for all layers of these widths. All else goes to Triton: every
-    layer of a ragged plan has a layout of its own, and trying takes as long as eight prompts.
+    most 4,096 of them, and holds for all layers of these widths; they are taken where they are
+    clearly faster. All else goes to Triton: every layer of a ragged plan has a layout of its own,
+    and trying takes as long as eight prompts.
 
     Parameters
     ----------
@@ -115,7 +119,8 @@ def quick_path(
         )
     except FailedError:  # a CUDA graph captures this, and it was not measured before
         return "triton"
-    return choice.paths[0]
+    times = choice.seconds
+    return "library" if times["library"] < _CLEARLY * times["triton"] else "triton"
 
 
 def pair_seconds(
@@ -177,13 +182,19 @@ def _timed(
 
     def seconds(paths: tuple[str | None, ...]) -> float:
         times = []
-        for _ in range(_REPEATS + 1):
-            begin, end = _event(), _event()
-            begin.record()
-            run_paths(paths, query, buffer, layout, lengths, 0.1, schedule=schedule, tuning=tuning)
-            end.record()
-            end.synchronize()
-            times.append(float(begin.elapsed_time(end)) / 1e3)
+        try:
+            with torch.cuda.device(device):
+                for _ in range(_REPEATS + 1):
+                    begin, end = _event(), _event()
+                    begin.record()
+                    run_paths(
+                        paths, query, buffer, layout, lengths, 0.1, schedule=schedule, tuning=tuning
+                    )
+                    end.record()
+                    end.synchronize()
+                    times.append(float(begin.elapsed_time(end)) / 1e3)
+        except LackingError:  # torch has no kernel for these widths in this dtype
+            return math.inf
         return median(times[1:])
 
     return seconds

@@ -158,6 +158,21 @@ def test_power_is_asked_for_where_a_cases_energy_needs_it():
     assert len({seq for phase, seq, _ in made.bench.asked if phase == "prefill"}) == 1
     assert made.compose(others[1]).energy_joules is None
     assert {tokens for phase, tokens in made.bench.powered if phase == "prefill"} == {3000}
+    assert made.watts(case) == (250.0, 250.0)
+    unasked = composer([case], watts=250.0)
+    unasked.powered = False
+    assert unasked.compose(case).energy_joules is None
+    assert not unasked.bench.powered
+
+
+def test_power_is_of_the_first_kind_of_layers_and_within_its_window():
+    shape = tiny_shape(sliding_window=64, window_pattern="W")
+    made = composer([Request(100, 50)], shape, watts=200.0)
+    assert made.compose(Request(100, 50)).energy_joules is not None
+    both = composer([Request(100, 50)], tiny_shape(sliding_window=64, window_pattern="FW"))
+    both.bench.watts = 200.0
+    assert both.compose(Request(100, 50)).energy_joules is not None
+    assert len(both.bench.powered) == 2
 
 
 def test_what_no_memory_holds_is_refused_before_it_is_measured():

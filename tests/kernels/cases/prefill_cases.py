@@ -195,9 +195,6 @@ def test_paths_are_measured_once():
     choice = measured_path(layout, 600, torch.bfloat16, DEVICE)
     assert {"triton", "library"} <= set(choice.seconds)
     assert measured_path(layout, 600, torch.bfloat16, DEVICE) is choice
-    alike = RaggedLayout((64,) * 4, (64,) * 4, 4, 3, 600)
-    quick = quick_path(alike, 600, torch.bfloat16, DEVICE)
-    assert quick == measured_path(replace(alike, batch=1), 600, torch.bfloat16, DEVICE).paths[0]
     costs = class_costs(pair_seconds(512, torch.bfloat16, DEVICE, heads=2), (64, 128))
     assert len(costs) == 4
 
@@ -210,3 +207,25 @@ def test_bf16_is_refused_where_it_would_be_wrong():
             prefill(query.bfloat16(), buffer.bfloat16(), layout, whole([64]), 1.0)
     with pytest.raises(UsageError, match="schedule"):
         prefill_step(replace(layout, capacity=63), 8, DEVICE, schedule="none")
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [(64, 64), (128, 64), (256, 64)])
+def test_the_quick_way_is_right_and_a_graph_holds_it(dtype, widths):
+    """Also where torch has no kernel: grouped queries in float32, unlike wide sides."""
+    layout = RaggedLayout((widths[0],) * 2, (widths[1],) * 2, 4, 2, 600)
+    query, buffer = states(layout, 600, dtype, 9)
+    options = {"path": "quick", "host_lengths": [600, 600]}
+    wanted = reference_prefill(query, buffer, layout, [600, 600], 0.1)
+    found = prefill(query, buffer, layout, whole([600, 600]), 0.1, **options)
+    assert error(found, wanted) < LIMITS[dtype]
+    lengths = whole([600, 600])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = prefill(query, buffer, layout, lengths, 0.1, **options)
+    found.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert error(found, wanted) < LIMITS[dtype]
+    assert quick_path(layout, 600, dtype, DEVICE) in ("triton", "library")
