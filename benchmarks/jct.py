@@ -99,10 +99,15 @@ def of_recipe(line: str, cells: Path) -> dict[str, Any] | None:
     return CellStore(cells / "cells").get(digest)
 
 
+def whole(path: Path) -> bool:
+    """Return whether a result is there and complete."""
+    return path.is_file() and bool(read_result(path)["complete"])
+
+
 def run(name: str, line: str, records: Path, limit: float) -> str | None:
     """Measure a part; returns why it has no result."""
     folder = records / name
-    if (folder / "result.json").is_file() and read_result(folder / "result.json")["complete"]:
+    if whole(folder / "result.json"):
         return None
     command = [sys.executable, "-m", "kvprof", "bench", "--jct", *shlex.split(line)]
     command += ["--out", str(folder), "--force"]
@@ -160,9 +165,13 @@ def show(name: str, part: dict[str, Any]) -> None:
 
 def keep_demo(folder: Path, target: Path) -> None:
     """Copy a recording to where the package keeps its demonstration, without where it lay."""
-    first, *others = (folder / "events.jsonl").read_text("utf-8").splitlines(keepends=True)
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise SystemExit(f"{events}: there is no recording; measure {DEMO} without --cells")
+    first, *others = events.read_text("utf-8").splitlines(keepends=True)
     started = json.loads(first)
-    started["command"] = started["command"][: started["command"].index("--out")]
+    words = started["command"]
+    started["command"] = words[: words.index("--out")] if "--out" in words else words
     target.mkdir(parents=True, exist_ok=True)
     with gzip.GzipFile(target / "events.jsonl.gz", "wb", mtime=0) as file:
         file.write("".join([json.dumps(started) + "\n", *others]).encode())
@@ -188,9 +197,9 @@ def main() -> None:
         start = time.perf_counter()
         path = arguments.records / name / "result.json"
         found = of_recipe(line, arguments.cells) if arguments.cells else None
-        if found is not None and not path.is_file():
-            path.parent.mkdir(parents=True)
-            write_result(path, found)
+        if found is not None and not whole(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_result(path, found, force=True)
         problem = run(name, line, arguments.records, arguments.limit)
         print(f"{name}: {time.perf_counter() - start:.1f} s{f', {problem}' if problem else ''}")
         kept = condensed(read_result(path)) if path.is_file() else {}

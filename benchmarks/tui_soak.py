@@ -4,7 +4,7 @@ python benchmarks/tui_soak.py --out docs/benchmarks
 
 Another process writes the events, as a measurement would; the view follows without a terminal, on
 each screen in turn. A frame is drawing the screen and laying out and painting what changed; the
-first two of a screen that was switched to lay all of it out and are counted apart. A pause is how
+first three of a screen that was switched to lay all of it out and are counted apart. A pause is how
 long the view could not have answered a key.
 """
 
@@ -30,6 +30,7 @@ from kvprof.records.journal import Journal
 from kvprof.records.result import build_result
 from kvprof.tui.app import LiveApp
 from kvprof.tui.keys import SCREENS
+from kvprof.tui.screens.base import RunScreen
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Live
 from kvprof.tui.state import RunState
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 METHODS = ("full", "palu", "fdc")
 LAYERS = 32
 AIM_SECONDS = 0.016
-_FIRST = 2  # frames of a screen that was switched to
+_FIRST = 3  # frames of a screen that was switched to: drawn, laid out, drawn for its widths
 
 
 def events(count: int) -> list[Event]:
@@ -87,15 +88,19 @@ async def watch(
         paint(screen)
         spent += time.perf_counter() - start
 
-    draw = app.draw
+    draw = RunScreen.refresh_all
+    label = ("", True)  # of the drawing that is being painted: its screen, and whether it is new
 
-    def timed_draw() -> None:
-        nonlocal spent, fresh
-        # The last drawing, with the painting that it led to.
-        (switched if fresh else frames[app.current_mode]).append(spent)
-        fresh = max(0, fresh - 1)
+    def timed_draw(screen: RunScreen) -> None:
+        nonlocal spent, label, fresh
+        name, new = label
+        if name:
+            (switched if new else frames[name]).append(spent)
+        if screen.called != name:
+            fresh = _FIRST
+        label, fresh = (screen.called, fresh > 0), max(0, fresh - 1)
         start = time.perf_counter()
-        draw()
+        draw(screen)
         spent = time.perf_counter() - start
 
     async def listen() -> None:
@@ -106,7 +111,7 @@ async def watch(
 
     # Textual has no hook for a frame's time: its own methods are wrapped, and put back below.
     Screen._on_timer_update = timed_paint  # type: ignore[method-assign]
-    app.draw = timed_draw  # type: ignore[method-assign]
+    RunScreen.refresh_all = timed_draw  # type: ignore[method-assign]
     names = list(SCREENS)
     try:
         async with app.run_test(size=size) as pilot:
@@ -121,15 +126,15 @@ async def watch(
                     memory.append((seen, process.memory_info().rss))
                 if seen * 3 * len(names) // count > shown:  # each screen three times
                     shown = seen * 3 * len(names) // count
-                    fresh = _FIRST
                     await pilot.press(str(shown % len(names) + 1))
             listening.cancel()
             memory.append((session.state.version, process.memory_info().rss))
     finally:
         Screen._on_timer_update = paint  # type: ignore[method-assign]
+        RunScreen.refresh_all = draw  # type: ignore[method-assign]
     return {
-        "frames": {name: summary(of[2:]) for name, of in frames.items() if len(of) > 3},
-        "all_frames": summary([one for of in frames.values() for one in of[2:]]),
+        "frames": {name: summary(of) for name, of in frames.items() if of},
+        "all_frames": summary([one for of in frames.values() for one in of]),
         "switches": summary(switched),
         "pauses": summary(pauses),
         "memory_bytes": [{"events": seen, "rss": rss} for seen, rss in memory],

@@ -75,13 +75,14 @@ def baseline_builders(place: Place, free: int) -> dict[str, Callable[[FullWidth]
     gpu = place.device.type == "cuda"
     # First: what is much slower than one that was timed before it is given up after few samples.
     found: dict[str, Callable[[FullWidth], Case]] = {"kvprof": own_full_width}
+    grouped = place.shape.group > 1
+    has_rows = grouped and place.phase == "decode"
     for name in _BACKENDS if gpu else _CPU_BACKENDS:
-        rows = place.shape.group > 1 and place.phase == "decode"
         # Left grouped, math repeats K and V in every call; as rows it is the same without that.
-        if name != "math" or not rows:
+        if name != "math" or not has_rows:
             found[f"sdpa-{name}"] = _form(name, "grouped", free)
-        if place.shape.group > 1:
-            if rows:
+        if grouped:
+            if has_rows:
                 found[f"sdpa-{name}-rows"] = _form(name, "rows", free)
             if name != "math":
                 found[f"sdpa-{name}-expanded"] = _form(name, "expanded", free)

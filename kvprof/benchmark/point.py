@@ -264,6 +264,7 @@ def _baseline(
         if best is not None and min(early) > hopeless * median(best.seconds):
             return _Full(case, timed, early, error)
     budget = point.budget
+    # Anew: those that came early say how slow it is, under conditions of their own.
     (seconds,) = interleaved(
         [timed], budget.repeats, seconds=budget.baseline_seconds, should_stop=point.should_stop
     )

@@ -37,10 +37,17 @@ def test_every_method_is_composed_and_its_parts_add_up(tmp_path):
         assert abs(case["unattributed_share"]) < 0.1, method
     assert not any("cannot be captured" in text for text in result["warnings"])
     assert all(event.error < 1e-2 for event in events if isinstance(event, LayerMeasured))
-    waits = [row for row in result["data"]["parts"] if row["part"] == "host"]
-    assert {row["method"] for row in waits} == set(METHODS)
-    # Of 63 steps, each a graph that is started and a token that is fetched.
-    assert all(63e-6 < row["seconds"] < 63e-3 for row in waits if row["phase"] == "decode")
+    waits = {
+        (row["method"], row["phase"]): row
+        for row in result["data"]["parts"]
+        if row["part"] == "host"
+    }
+    assert set(waits) == {(method, phase) for method in METHODS for phase in ("prefill", "decode")}
+    for method in METHODS:
+        # Once in a pass: 63 steps wait 63 times as long as the prompt does.
+        ratio = waits[method, "decode"]["seconds"] / waits[method, "prefill"]["seconds"]
+        assert ratio == pytest.approx(63, rel=1e-3)
+        assert 0 < waits[method, "decode"]["share"] < 0.5
     merged = {row["method"] for row in result["data"]["parts"] if row["part"] == "merge"}
     assert {"fdc", "kq", "fdc:no-balancing"} <= merged
     measured = [row for row in result["data"]["balance"] if row["measured"]]
