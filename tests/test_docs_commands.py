@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import typer
 from kvprof.cli import COMMANDS, app
 from kvprof.commands.recipe_check import check_command
 from kvprof.reproduction.check import CELL_COMMANDS
-from tests.commands.running import kvprof
+from tests.commands.running import Finished, kvprof
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,6 +144,15 @@ SNIPPETS = [
 ]
 
 
+#: What a line leaves behind for others, and the line.
+MADE = {
+    value: line
+    for line in RUN
+    for option, value in pairwise(line.words)
+    if option in ("--save", "--out")
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the folder that all lines run in, with a text of the reader's own."""
@@ -166,9 +176,18 @@ def parsed(words: tuple[str, ...]) -> None:
         subcommands[rest[0]].make_context(rest[0], rest[1:])
 
 
+def run_in(folder: Path, line: Line) -> Finished:
+    """Run a line after those that make what it names: another process may have had them."""
+    for word in line.words:
+        maker = MADE.get(word)
+        if maker is not None and maker is not line and not (folder / word).exists():
+            run_in(folder, maker)
+    return kvprof(*line.words)
+
+
 @pytest.mark.parametrize("line", RUN, ids=lambda line: line.where)
 def test_a_command_line_runs(line: Line, folder: Path) -> None:
-    done = kvprof(*line.words)
+    done = run_in(folder, line)
     assert done.code == line.code, f"kvprof {shlex.join(line.words)}\n{done.stderr}"
     assert done.error if line.code else "Traceback" not in done.stderr
 
