@@ -30,7 +30,7 @@ from kvprof.reproduction.store import CellStore, cell_digest, code_version
 METHODS = "full,palu,fdc,kq"
 LONG = "128,1k,4k,16k,32k,64k,100k"
 #: Shape, tensor parallelism and rate: a 70B model's figures are one of four GPUs' own part, at the
-#: rate of FDC's tables for it.
+#: rate of the recipe fdc-fig-1, whose cells they are.
 SHAPES = {"8b": ("Llama-3.1-8B", 1, 0.5), "70b": ("Llama-3.1-70B", 4, 0.57)}
 ABLATIONS = "fdc,fdc:no-post-rope,fdc:no-adaptive-rates,fdc:no-balancing"
 #: What `kvprof tui --demo` plays: all methods at seven lengths, in the time of a look.

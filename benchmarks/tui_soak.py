@@ -129,7 +129,7 @@ async def watch(
                     await pilot.press(str(shown % len(names) + 1))
             listening.cancel()
             memory.append((session.state.version, process.memory_info().rss))
-    finally:
+    finally:  # Textual's own methods, as they were
         Screen._on_timer_update = paint  # type: ignore[method-assign]
         RunScreen.refresh_all = draw  # type: ignore[method-assign]
     return {

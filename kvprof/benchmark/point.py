@@ -258,11 +258,12 @@ def _baseline(
     if error > TOLERANCE[point.place.dtype]:
         raise Lack(f"its result is wrong (error {error:.1g} against float64)")
     _tell(point, name, case, timed)
-    early: list[float] = []
-    for hopeless in _HOPELESS if best is not None else ():
-        early.append(timed.sample())
-        if best is not None and min(early) > hopeless * median(best.seconds):
-            return _Full(case, timed, early, error)
+    if best is not None:
+        early: list[float] = []
+        for hopeless in _HOPELESS:
+            early.append(timed.sample())
+            if min(early) > hopeless * median(best.seconds):
+                return _Full(case, timed, early, error)
     budget = point.budget
     # Anew: those that came early say how slow it is, under conditions of their own.
     (seconds,) = interleaved(

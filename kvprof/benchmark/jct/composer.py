@@ -95,7 +95,9 @@ class Composer:
         place = self.bench.place(phase, self.batch, tokens)
         hidden = window if phase == "prefill" and window and window < tokens else None
         # Only where a case's energy is read from: it takes as long as all other samples together.
-        powered = self.powered and (phase, tokens, window) in self._powered()
+        powered = self.powered and any(
+            (phase, tokens, window) in self._powered(one) for one in self.requests
+        )
         return self.bench.point(self.variant, self.widths, place, hidden, powered=powered)
 
     @property
@@ -262,36 +264,41 @@ class Composer:
             self._energy(request, seconds, decoded),
         )  # fmt: skip
 
-    def _powered(self) -> set[tuple[str, int, int | None]]:
-        """Return the points whose power is read."""
+    def _powered(self, request: Request) -> list[tuple[str, int, int | None]]:
+        """Return the points whose power a request's energy is read from: prefill's, and decode's.
+
+        Layers of the first kind stand for all, and a measured prompt for a longer one.
+        """
         _, window = self._kinds()[0]
-        asked = {("prefill", self._powered_rung(one.input_len), window) for one in self.requests}
+        rungs = self._prefill_rungs
+        prompt = max(rung for rung in rungs if rung <= max(request.input_len, rungs[0]))
+        found: list[tuple[str, int, int | None]] = [("prefill", prompt, window)]
         if self._decode_rungs:
             last = self._decode_rungs[-1]
-            asked.add(("decode", min(last, window or last), window))
-        return asked
+            found.append(("decode", min(last, window or last), window))
+        return found
 
-    def watts(self, request: Request) -> tuple[float | None, float | None]:
-        """Return what the device takes in prefill and in decode, as far as it was asked for."""
-        _, window = self._kinds()[0]
-        prefill = self._point("prefill", self._powered_rung(request.input_len), window).watts
-        if not self._decode_rungs:
-            return prefill, None
-        last = self._decode_rungs[-1]
-        return prefill, self._point("decode", min(last, window or last), window).watts
+    def watts(self, request: Request) -> list[float | None]:
+        """Return what the device takes in prefill, and in decode where anything is decoded.
 
-    def _powered_rung(self, tokens: int) -> int:
-        """Return the measured prompt whose power stands for one of so many tokens."""
-        rungs = self._prefill_rungs
-        return max(rung for rung in rungs if rung <= max(tokens, rungs[0]))
+        Parameters
+        ----------
+        request : Request
+
+        Returns
+        -------
+        list of float or None
+            None where nothing tells, or nobody asked.
+        """
+        return [self._point(*place).watts for place in self._powered(request)]
 
     def _energy(self, request: Request, prefill: float, decode: float) -> float | None:
-        first, other = self.watts(request) if self.powered else (None, None)
-        if first is None:
+        watts = self.watts(request) if self.powered else [None]
+        phases = [prefill, decode] if decode else [prefill]
+        known = [power for power in watts[: len(phases)] if power is not None]
+        if len(known) < len(phases):
             return None
-        if not decode:
-            return first * prefill
-        return None if other is None else first * prefill + other * decode
+        return sum(power * seconds for power, seconds in zip(known, phases, strict=True))
 
 
 def _each(

@@ -25,6 +25,7 @@ _CLEARLY = 0.95
 
 
 def _event() -> torch.cuda.Event:
+    # torch leaves it without types.
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
