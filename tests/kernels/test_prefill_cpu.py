@@ -168,7 +168,7 @@ def test_a_runtime_measures_only_what_is_soon_measured(monkeypatch):
 
     assert path((64, 64), (64, 64), 30_000) == "library"
     assert path((128, 128), (64, 64), 700) == "library"
-    assert asked == [(1, 4096), (1, 700)]
+    assert asked == [(1, 16_384), (1, 700)]
     # Unlike heads, a width that is padded, one that no library takes, and a short prompt.
     assert path((64, 128), (64, 64), 30_000) == "triton"
     assert path((96, 96), (64, 64), 30_000) == "triton"

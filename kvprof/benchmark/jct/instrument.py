@@ -36,8 +36,10 @@ class Instrument:
         self._decoder = text_decoder(loaded.model)
 
     @contextmanager
-    def attached(self, clock: Clock, layers: Collection[int]) -> Iterator[None]:
-        """Mark the modules of some layers, and all that belong to none, while the body runs.
+    def attached(
+        self, clock: Clock, layers: Collection[int], *, outside: bool = True
+    ) -> Iterator[None]:
+        """Mark the modules of some layers, and those that belong to none, while the body runs.
 
         Parameters
         ----------
@@ -45,13 +47,19 @@ class Instrument:
             Running (`kvprof.runtime.clock.timing`) whenever the model runs.
         layers : collection of int
             The layers that are sampled.
+        outside : bool
+            Otherwise all that belongs to no layer is left without a name.
         """
         with ExitStack() as stack:
-            for module, name in self._places.outside:
-                _marked(stack, module, clock, name, None)
             every = self._places.layers
-            some = len(set(layers)) < len(every)
-            if some:
+            some = not outside or len(set(layers)) < len(every)
+            if outside:
+                for module, name in self._places.outside:
+                    _marked(stack, module, clock, name, None)
+            else:
+                clock.muted = True
+                stack.callback(setattr, clock, "muted", False)
+            if some and outside:
                 _surrounded(stack, clock, every[0][0][0], every[-1][0][0])
             for layer in layers:
                 (own, name), *modules = every[layer]

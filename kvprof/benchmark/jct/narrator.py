@@ -106,8 +106,11 @@ class Narrator:
         return key[0] != OTHERS and not (self._on_gpu and key[0] == REST)
 
     def _weight(self, number: int, key: tuple[str, int | None]) -> float:
-        layers = self._sampling.weight(number) if key[1] is not None else 1.0
-        return self._sampling.told(number) * layers
+        sampling = self._sampling
+        if key == (REST, None):  # known of every step
+            return float(sampling.told(number))
+        each = sampling.weight if key[1] is not None else sampling.outside_weight
+        return sampling.told(number) * each(number)
 
     def _part(self, number: int, key: tuple[str, int | None], seconds: float) -> None:
         part, layer = key

@@ -98,7 +98,10 @@ def run_pass(
         into.append(done)
         for number in range(steps + 1):
             layers = None if sampling is None else sampling.at(number)
-            step = runner.step(layers, after=None if after is None else after[number])
+            step = runner.step(
+                layers, after=None if after is None else after[number],
+                outside=sampling is None or sampling.outside(number),
+            )  # fmt: skip
             if sampling is not None and sampling.told(number):
                 done.tell(number, step.stretches)
             done.steps.append(replace(step, stretches=[]))  # they would only take memory

@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvprof.benchmark.jct.steps import Runner
 
@@ -18,6 +19,7 @@ _MARGIN = 0.5
 #: of 100,000 tokens would be tens of millions of lines.
 _MOST_STEPS = 256
 _PAIRS = 8
+_ROUNDS = 2  # of all turns; in fewer steps some parts would hang on one of them
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,15 @@ class Sampling:
     every : int
         One of so many layers is timed in a step; in the next block of steps it is the next one's
         turn.
+    apart : bool
+        What belongs to no layer has a turn of its own, after the layers. Otherwise it is timed in
+        every step.
     """
 
     layers: int
     steps: int
     every: int = 1
+    apart: bool = False
 
     @property
     def block(self) -> int:
@@ -48,7 +54,12 @@ class Sampling:
         """Return the layers to time in a step; prefill, step 0, has them all."""
         if step == 0:
             return tuple(range(self.layers))
-        return tuple(range((step - 1) // self.block % self.every, self.layers, self.every))
+        turn = self._turn(step)
+        return tuple(range(turn, self.layers, self.every)) if turn < self.every else ()
+
+    def outside(self, step: int) -> bool:
+        """Tell whether a step times what belongs to no layer."""
+        return step == 0 or not self.apart or self._turn(step) == self.every
 
     def told(self, step: int) -> int:
         """Return how many steps this one stands for: 0 where another one stands for it."""
@@ -59,8 +70,25 @@ class Sampling:
         return count if step == first + count // 2 else 0
 
     def weight(self, step: int) -> float:
-        """Return how many layers each timed one stands for."""
-        return self.layers / len(self.at(step))
+        """Return how many layers each timed one stands for, of other steps' turns too."""
+        whole = self.layers / len(self.at(step))
+        return whole if step == 0 else whole * self.steps / self._covered[0]
+
+    def outside_weight(self, step: int) -> float:
+        """Return how many passes this one's work outside the layers stands for."""
+        return 1.0 if step == 0 else self.steps / self._covered[1]
+
+    def _turn(self, step: int) -> int:
+        return (step - 1) // self.block % (self.every + self.apart)
+
+    @cached_property
+    def _covered(self) -> tuple[int, int]:
+        """Steps in which layers are timed, and those in which the rest is."""
+        steps = range(1, self.steps + 1)
+        return (
+            sum(self._turn(step) < self.every for step in steps),
+            sum(self.outside(step) for step in steps),
+        )
 
 
 def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: int) -> Sampling:
@@ -72,7 +100,8 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     wanted : str or int
         One of so many layers; ``auto`` takes all, unless that makes the first decoding steps more
         than half of `OVERHEAD` slower: then as few as bring it down to that, of numbers that
-        divide the number of layers.
+        divide the number of layers. On a GPU, where a mark costs as much as a small kernel, what
+        belongs to no layer then has turns too if there are steps for two rounds of them.
     layers, steps : int
         Of the model, and of the request's decoding.
     """
@@ -82,8 +111,13 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     pairs = max(0, min(_PAIRS, (steps - 2) // 2))
     for timed in (None, every)[: min(2, steps)]:
         runner.step(timed)
+
+    def sampled(every: int) -> Sampling:
+        apart = runner.on_gpu and every > 1 and steps >= _ROUNDS * (every + 1)
+        return Sampling(layers, steps, every, apart)
+
     if isinstance(wanted, int):
-        return Sampling(layers, steps, min(wanted, layers))
+        return sampled(min(wanted, layers))
     # Plain first, then marked: of neighbours, so that a machine that changes its pace hits both.
     ratios = [1 / runner.step().seconds * runner.step(every).seconds for _ in range(pairs)]
     if not ratios:
@@ -91,4 +125,4 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     overhead = statistics.median(ratios) - 1.0
     allowed = _MARGIN * OVERHEAD
     least = min(layers, math.ceil(overhead / allowed)) if overhead > allowed else 1
-    return Sampling(layers, steps, next(n for n in range(least, layers + 1) if layers % n == 0))
+    return sampled(next(n for n in range(least, layers + 1) if layers % n == 0))

@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ class Runner:
         # No prompt is padded: one position serves all rows, as in steps that are not captured.
         self._position = torch.zeros_like(self._token[:1])
         self._steps_done = 0
-        self._captures: dict[tuple[int, ...] | None, tuple[Any, Clock | None]] = {}
+        self._captures: dict[tuple[tuple[int, ...] | None, bool], tuple[Any, Clock | None]] = {}
         self._ran_eagerly = False
 
     def begin(self) -> None:
@@ -115,7 +115,10 @@ class Runner:
             self.cache.reach = self._room
         self._steps_done = 0
 
-    def step(self, layers: tuple[int, ...] | None = None, *, after: float | None = None) -> Step:
+    def step(
+        self, layers: tuple[int, ...] | None = None, *, after: float | None = None,
+        outside: bool = True,
+    ) -> Step:  # fmt: skip
         """Run the next forward pass: prefill, then decoding steps.
 
         Parameters
@@ -129,19 +132,19 @@ class Runner:
         prefill = self._steps_done == 0
         self._steps_done += 1
         if self._graph and not prefill and self._ran_eagerly:
-            return self._replayed(layers)
+            return self._replayed(layers, outside)
         self._ran_eagerly = self._ran_eagerly or not prefill
         clock = None
         if layers is not None:
             clock = self._clock if after is None else self._watched
-        return self._eager(prefill, layers, clock, after)
+        return self._eager(prefill, layers, clock, after, outside)
 
     @torch.no_grad()
     def _eager(
         self, prefill: bool, layers: tuple[int, ...] | None, clock: Clock | None,
-        after: float | None,
+        after: float | None, outside: bool,
     ) -> Step:  # fmt: skip
-        marked = nullcontext() if clock is None else self.instrument.attached(clock, layers or ())
+        marked = self._marked(clock, layers, outside)
         with marked:
             self._settle()
             start = time.perf_counter()
@@ -165,11 +168,12 @@ class Runner:
             self._token.copy_(output.logits[:, -1].argmax(-1, keepdim=True))
 
     @torch.no_grad()
-    def _replayed(self, layers: tuple[int, ...] | None) -> Step:
+    def _replayed(self, layers: tuple[int, ...] | None, outside: bool) -> Step:
         assert self.cache is not None
-        if layers not in self._captures:
-            self._captures[layers] = self._captured(layers)
-        graph, clock = self._captures[layers]
+        key = layers, outside
+        if key not in self._captures:
+            self._captures[key] = self._captured(layers, outside)
+        graph, clock = self._captures[key]
         self._settle()
         start = time.perf_counter()
         graph.replay()
@@ -179,16 +183,23 @@ class Runner:
         seconds = time.perf_counter() - start
         return Step(seconds, queued, tokens, [] if clock is None else clock.read())
 
-    def _captured(self, layers: tuple[int, ...] | None) -> tuple[Any, Clock | None]:
+    def _captured(self, layers: tuple[int, ...] | None, outside: bool) -> tuple[Any, Clock | None]:
         """Capture a decoding step; nothing runs and nothing is stored by that."""
         clock = None if layers is None else EventClock(captured=True, own=self.own_seconds[1])
-        marked = nullcontext() if clock is None else self.instrument.attached(clock, layers or ())
+        marked = self._marked(clock, layers, outside)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with marked, torch.cuda.graph(graph), nullcontext() if clock is None else timing(clock):
             self._forward(self._token, {"position_ids": self._position})
             self._position.add_(1)
         return graph, clock
+
+    def _marked(
+        self, clock: Clock | None, layers: tuple[int, ...] | None, outside: bool
+    ) -> AbstractContextManager[None]:
+        if clock is None:
+            return nullcontext()
+        return self.instrument.attached(clock, layers or (), outside=outside)
 
     def _settle(self) -> None:
         """Let what came between the steps (reading events, new hooks) not count."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvprof.benchmark.timing import Sampler
+
 __all__ = ["Attended", "Runs", "Unit"]
 
 Runs = Sequence[Callable[[], Tensor]]
@@ -32,6 +34,8 @@ class Unit:
         The host looks at results within the call, which no graph can hold either: a clock is read
         around it and all that it left running. It must not be tried: a capture that fails may
         leave libraries' handles and their workspaces behind in no state to be used.
+    timed : Sampler, optional
+        What times it where no clock around its call or graph does.
     """
 
     part: str
@@ -41,6 +45,7 @@ class Unit:
     aside: tuple[str, Runs] | None = None
     on_host: bool = False
     waits: bool = False
+    timed: Sampler | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -148,6 +148,12 @@ def _attend(
             f"none of torch's attention kernels here takes keys {widths[0]} and values "
             f"{widths[1]} wide in {query.dtype}; choose path triton"
         ) from error
+    side_by_side = heads == tuple(range(heads[0], heads[-1] + 1))
+    if side_by_side and {layout.value_widths[head] for head in heads} == {widths[1]}:
+        columns = slice(layout.output_offsets[heads[0]], layout.output_offsets[heads[-1] + 1])
+        target = _in_heads(output[..., columns], len(heads) * layout.group)
+        target.copy_(found.transpose(1, 2))  # one launch: many small ones outlast a short prompt
+        return
     found = found.view(query.shape[0], len(heads), layout.group, tokens, widths[1])
     for number, head in enumerate(heads):
         columns = slice(*layout.output_offsets[head : head + 2])

@@ -16,8 +16,9 @@ from kvprof.kernels.prefill.tuning import Tuning
 
 __all__ = ["measured_path", "pair_seconds", "quick_path"]
 
-#: Tokens of a prompt below which it is not worth to try, and on which `quick_path` tries.
-_WORTH, _TRIED = 512, 4096
+#: Tokens of a prompt below which it is not worth to try, and the most on which `quick_path` tries:
+#: on few tokens launches hide what the kernels of a long prompt gain.
+_WORTH, _TRIED = 512, 16384
 
 _REPEATS = 3
 # Few samples decide, and a run's figures should not hang on which of two like ways won.
@@ -96,7 +97,7 @@ def quick_path(
 
     Torch's kernels are tried for heads that they take as they are: all of one pair of widths,
     neither of them padded. That is measured once for about as many tokens, on one sequence of at
-    most 4,096 of them, and holds for all layers of these widths; they are taken where they are
+    most 16,384 of them, and holds for all layers of these widths; they are taken where they are
     clearly faster. All else goes to Triton: every layer of a ragged plan has a layout of its own,
     and trying takes as long as eight prompts.
 

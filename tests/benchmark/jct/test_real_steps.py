@@ -56,6 +56,23 @@ def test_a_sampled_step_says_what_it_left_out() -> None:
             assert 0.8 * step.queued < total <= step.queued  # what comes after is no part
 
 
+def test_a_step_may_time_its_layers_alone() -> None:
+    model = loaded("Llama")
+    with compressed(model, make_plan(model, ranks=ragged)) as session:
+        runner = Runner(model, session, token_ids(2, PROMPT), NEW, graph=False)
+        runner.begin()
+        runner.step()
+        alone = {(s.part, s.layer) for s in runner.step((1,), outside=False).stretches}
+        assert {layer for part, layer in alone if part != REST} == {1}
+        assert {part for part, _ in alone} >= {REST, "norm", "rope", "attention", "mlp"}
+        others = {(s.part, s.layer) for s in runner.step(()).stretches}
+        assert {layer for _, layer in others} == {None}
+        assert {part for part, _ in others} >= {OTHERS, "embedding", "rope", "norm", "head"}
+        # Nothing stays muted.
+        whole = {layer for _, layer in ((s.part, s.layer) for s in runner.step((0, 1)).stretches)}
+        assert whole == {None, 0, 1}
+
+
 def test_layers_take_turns_and_stand_for_each_other() -> None:
     model = loaded("Llama")
     _, events = measured(model, make_plan(model, ranks=ragged), sample_layers=3)
@@ -70,16 +87,23 @@ def test_layers_take_turns_and_stand_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 255, 256, 257, 1000, 5000])
-@pytest.mark.parametrize("every", [1, 2, 6])
-def test_few_steps_stand_for_all(steps: int, every: int) -> None:
-    sampling = Sampling(6, steps, every)
+@pytest.mark.parametrize(("every", "apart"), [(1, False), (2, False), (2, True), (6, True)])
+def test_few_steps_stand_for_all(steps: int, every: int, apart: bool) -> None:
+    apart = apart and steps > 1
+    sampling = Sampling(6, steps, every, apart)
     told = [step for step in range(1, steps + 1) if sampling.told(step)]
     assert len(told) <= 256
     assert sum(sampling.told(step) for step in told) == steps
-    shares = dict.fromkeys(range(6), 0.0)
+    shares, rest = dict.fromkeys(range(6), 0.0), 0.0
     for step in told:
+        assert sampling.outside(step) or sampling.at(step)
+        assert not (apart and sampling.outside(step) and sampling.at(step))
+        if sampling.outside(step):
+            rest += sampling.told(step) * sampling.outside_weight(step)
         for layer in sampling.at(step):
             shares[layer] += sampling.told(step) * sampling.weight(step)
+    assert sum(shares.values()) == pytest.approx(6 * steps)
+    assert rest == pytest.approx(steps)
     if steps > 200:
         assert all(share == pytest.approx(steps, rel=0.06) for share in shares.values())
 
@@ -87,8 +111,8 @@ def test_few_steps_stand_for_all(steps: int, every: int) -> None:
 class Scripted:
     """A runner whose steps take what a test says."""
 
-    def __init__(self, overhead: float) -> None:
-        self.overhead = overhead
+    def __init__(self, overhead: float, on_gpu: bool = False) -> None:
+        self.overhead, self.on_gpu = overhead, on_gpu
         self.runs = 0
 
     def begin(self) -> None:
@@ -107,6 +131,18 @@ def test_as_many_layers_are_timed_as_the_overhead_allows(overhead: float, every:
     runner: Any = Scripted(overhead)
     assert choose_sampling(runner, "auto", layers=6, steps=30).every == every
     assert choose_sampling(runner, 4, layers=6, steps=30).every == 4
+
+
+def test_what_is_no_layers_takes_turns_where_marks_are_dear() -> None:
+    def apart(on_gpu: bool, every: str | int, steps: int) -> bool:
+        runner: Any = Scripted(0.5, on_gpu)
+        return choose_sampling(runner, every, layers=6, steps=steps).apart
+
+    assert apart(True, "auto", 14)
+    assert apart(True, 2, 6)
+    assert not apart(True, "auto", 13)  # a layer would be timed once
+    assert not apart(True, 1, 14)
+    assert not apart(False, "auto", 14)
 
 
 def test_warming_up_runs_no_more_steps_than_the_request_has() -> None:
@@ -152,6 +188,21 @@ def test_what_a_gpu_waited_is_the_hosts() -> None:
     waits = {e.step: e.seconds for e in events if e.part == "host"}
     assert waits == {0: 8.0, 1: pytest.approx(0.625), 2: 0.0}
     assert narrator.named(timed) == 1.0 + 2 * (3 * 1.25 + 0.125)
+
+
+def test_a_wait_is_each_steps_own_where_parts_take_turns() -> None:
+    events: list[Any] = []
+    narrator = narrator_of(Sampling(3, 8, 3, apart=True), events, True)
+    layer = [[Stretch(REST, None, 2.0, True), Stretch("mlp", n, 1.0, True)] for n in range(3)]
+    outside = [Stretch(OTHERS, None, 2.5, True), Stretch("head", None, 0.5, True)]
+    timed = told_pass([Stretch("mlp", 0, 1.0, True)], *[*layer, outside] * 2)
+    narrator.rest([clocked(1.0, *[4.0] * 8)], [timed])
+    found = {(e.step, e.part): (e.seconds, e.weight) for e in events if e.step}
+    assert found[1, "mlp"] == found[6, "mlp"] == (1.0, 3 * 8 / 6)
+    assert found[4, "head"] == found[8, "head"] == (0.5, 4.0)
+    assert all(found[step, "host"] == (1.0, 1.0) for step in range(1, 9))
+    assert len(found) == 8 + 8
+    assert narrator.named(timed) == 1.0 + 8 * (3 * 1.0 + 0.5)
 
 
 def test_waits_never_make_a_phase_longer_than_it_is() -> None:
@@ -313,7 +364,7 @@ class Paced:
     def begin(self) -> None:
         self.now = self.runs.pop(0)
 
-    def step(self, layers: tuple[int, ...] | None = None, after: float | None = None) -> Step:
+    def step(self, layers: tuple[int, ...] | None = None, **_: Any) -> Step:
         parts = [] if layers is None else [Stretch("mlp", None, self.now, True)]
         return Step(self.now, 0.0, [1], parts)
 
