@@ -12,8 +12,8 @@ __all__ = ["OVERHEAD", "Sampling", "choose_sampling"]
 #: What timing the parts may add to a decoding step.
 OVERHEAD = 0.03
 
-#: Above this share of it fewer layers are timed at once: what the first steps show is uncertain.
-_MARGIN = 0.5
+#: Above this share of it fewer marks are made: what the first steps show is uncertain.
+_MARGIN = 1 / 3
 
 #: Decoding steps whose parts are told. Each stands for its neighbours where there are more: a run
 #: of 100,000 tokens would be tens of millions of lines.
@@ -38,12 +38,15 @@ class Sampling:
     apart : bool
         What belongs to no layer has a turn of its own, after the layers. Otherwise it is timed in
         every step.
+    idle : int
+        Turns after those in which nothing is timed.
     """
 
     layers: int
     steps: int
     every: int = 1
     apart: bool = False
+    idle: int = 0
 
     @property
     def block(self) -> int:
@@ -59,7 +62,9 @@ class Sampling:
 
     def outside(self, step: int) -> bool:
         """Tell whether a step times what belongs to no layer."""
-        return step == 0 or not self.apart or self._turn(step) == self.every
+        if step == 0 or self._turn(step) < self.every:
+            return step == 0 or not self.apart
+        return self.apart and self._turn(step) == self.every
 
     def told(self, step: int) -> int:
         """Return how many steps this one stands for: 0 where another one stands for it."""
@@ -79,7 +84,7 @@ class Sampling:
         return 1.0 if step == 0 else self.steps / self._covered[1]
 
     def _turn(self, step: int) -> int:
-        return (step - 1) // self.block % (self.every + self.apart)
+        return (step - 1) // self.block % (self.every + self.apart + self.idle)
 
     @cached_property
     def _covered(self) -> tuple[int, int]:
@@ -99,9 +104,10 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     runner : Runner
     wanted : str or int
         One of so many layers; ``auto`` takes all, unless that makes the first decoding steps more
-        than half of `OVERHEAD` slower: then as few as bring it down to that, of numbers that
+        than a third of `OVERHEAD` slower: then as few as bring it down to that, of numbers that
         divide the number of layers. On a GPU, where a mark costs as much as a small kernel, what
-        belongs to no layer then has turns too if there are steps for two rounds of them.
+        belongs to no layer then has turns too, and there are turns without marks where even a layer
+        at a time costs more; each only as far as there are steps for two rounds.
     layers, steps : int
         Of the model, and of the request's decoding.
     """
@@ -112,9 +118,11 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     for timed in (None, every)[: min(2, steps)]:
         runner.step(timed)
 
-    def sampled(every: int) -> Sampling:
-        apart = runner.on_gpu and every > 1 and steps >= _ROUNDS * (every + 1)
-        return Sampling(layers, steps, every, apart)
+    def sampled(every: int, turns: int = 0) -> Sampling:
+        most = steps // _ROUNDS
+        apart = runner.on_gpu and 1 < every < most
+        idle = max(0, min(turns, most) - (every + 1)) if apart else 0
+        return Sampling(layers, steps, every, apart, idle)
 
     if isinstance(wanted, int):
         return sampled(min(wanted, layers))
@@ -124,5 +132,6 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
         return Sampling(layers, steps)
     overhead = statistics.median(ratios) - 1.0
     allowed = _MARGIN * OVERHEAD
-    least = min(layers, math.ceil(overhead / allowed)) if overhead > allowed else 1
-    return sampled(next(n for n in range(least, layers + 1) if layers % n == 0))
+    turns = math.ceil(overhead / allowed) if overhead > allowed else 1
+    least = min(layers, turns)
+    return sampled(next(n for n in range(least, layers + 1) if layers % n == 0), turns)

@@ -87,16 +87,21 @@ def test_layers_take_turns_and_stand_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 255, 256, 257, 1000, 5000])
-@pytest.mark.parametrize(("every", "apart"), [(1, False), (2, False), (2, True), (6, True)])
-def test_few_steps_stand_for_all(steps: int, every: int, apart: bool) -> None:
-    apart = apart and steps > 1
-    sampling = Sampling(6, steps, every, apart)
+@pytest.mark.parametrize(
+    ("every", "apart", "idle"),
+    [(1, False, 0), (2, False, 0), (2, True, 0), (6, True, 0), (6, True, 3)],
+)
+def test_few_steps_stand_for_all(steps: int, every: int, apart: bool, idle: int) -> None:
+    if steps == 1:
+        apart, idle = False, 0
+    sampling = Sampling(6, steps, every, apart, idle)
     told = [step for step in range(1, steps + 1) if sampling.told(step)]
     assert len(told) <= 256
     assert sum(sampling.told(step) for step in told) == steps
     shares, rest = dict.fromkeys(range(6), 0.0), 0.0
+    bare = [step for step in told if not (sampling.outside(step) or sampling.at(step))]
+    assert len(bare) == pytest.approx(len(told) * idle / (every + apart + idle), abs=idle)
     for step in told:
-        assert sampling.outside(step) or sampling.at(step)
         assert not (apart and sampling.outside(step) and sampling.at(step))
         if sampling.outside(step):
             rest += sampling.told(step) * sampling.outside_weight(step)
@@ -125,7 +130,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize(
-    ("overhead", "every"), [(-0.1, 1), (0.014, 1), (0.029, 2), (0.04, 3), (0.05, 6), (5.0, 6)]
+    ("overhead", "every"), [(-0.1, 1), (0.009, 1), (0.019, 2), (0.029, 3), (0.035, 6), (5.0, 6)]
 )
 def test_as_many_layers_are_timed_as_the_overhead_allows(overhead: float, every: int) -> None:
     runner: Any = Scripted(overhead)
@@ -138,11 +143,18 @@ def test_what_is_no_layers_takes_turns_where_marks_are_dear() -> None:
         runner: Any = Scripted(0.5, on_gpu)
         return choose_sampling(runner, every, layers=6, steps=steps).apart
 
+    def idle(on_gpu: bool, overhead: float, steps: int) -> int:
+        runner: Any = Scripted(overhead, on_gpu)
+        return choose_sampling(runner, "auto", layers=6, steps=steps).idle
+
     assert apart(True, "auto", 14)
     assert apart(True, 2, 6)
     assert not apart(True, "auto", 13)  # a layer would be timed once
     assert not apart(True, 1, 14)
     assert not apart(False, "auto", 14)
+    assert idle(True, 0.095, 40) == 10 - 7
+    assert idle(True, 0.095, 18) == 9 - 7
+    assert idle(True, 0.065, 40) == idle(True, 0.019, 40) == idle(False, 0.095, 40) == 0
 
 
 def test_warming_up_runs_no_more_steps_than_the_request_has() -> None:
