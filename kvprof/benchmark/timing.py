@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvprof.benchmark.capture import capturing
+
 __all__ = [
     "DeviceLost",
     "Interrupted",
@@ -128,7 +130,7 @@ class _GpuSampler:
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             for number in range(self._calls):
                 result = self._runs[number % len(self._runs)]()
                 if number == 0:

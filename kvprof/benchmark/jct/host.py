@@ -5,6 +5,7 @@ import time
 import torch
 from torch import Tensor
 
+from kvprof.benchmark.capture import capturing
 from kvprof.benchmark.case import Place
 from kvprof.benchmark.jct.units import Unit
 
@@ -34,7 +35,7 @@ class _Start:
         )
         torch.cuda.synchronize(place.device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with capturing(self._graph):
             stream = torch.cuda.current_stream()
             self._begin.record(stream)
             torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]

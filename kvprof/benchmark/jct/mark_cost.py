@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kvprof.benchmark.capture import capturing
+
 __all__ = ["CYCLES", "mark_seconds"]
 
 #: More cycles in a second than any GPU's clock has: `torch.cuda._sleep` then lasts at least as long
@@ -60,7 +62,7 @@ def mark_seconds(device: torch.device, *, captured: bool) -> float:
 
 def _captured(chain: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         chain()
 
     def replay() -> None:

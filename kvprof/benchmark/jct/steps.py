@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprof.benchmark.capture import capturing
 from kvprof.benchmark.jct.instrument import Instrument
 from kvprof.benchmark.jct.mark_cost import CYCLES, mark_seconds
 from kvprof.errors import UsageError
@@ -189,7 +190,7 @@ class Runner:
         marked = self._marked(clock, layers, outside)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with marked, torch.cuda.graph(graph), nullcontext() if clock is None else timing(clock):
+        with marked, capturing(graph), nullcontext() if clock is None else timing(clock):
             self._forward(self._token, {"position_ids": self._position})
             self._position.add_(1)
         return graph, clock
