@@ -44,7 +44,7 @@ COMMANDS = (
     CommandEntry("export", "A result as CSV, Markdown, HTML, SVG or a trace for Perfetto."),
     CommandEntry("tui", "Watch a measurement live, follow one, or replay a recorded one."),
     CommandEntry("recipe", "Run a paper's table or figure, and see whether its claim holds here."),
-    CommandEntry("doctor", "What has this machine, and what can each command do here?"),
+    CommandEntry("doctor", "What does this machine have, and what can each command do here?"),
 )
 
 # The base of everything that a wrong command line raises. Older versions of Typer take it from

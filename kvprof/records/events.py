@@ -136,7 +136,8 @@ class PartSample(Event):
         None for what belongs to none, or to all together.
     weight : float
         How many such occurrences this one stands for: layers that were not sampled, steps that were
-        not run. What the part costs the request is ``seconds * weight``.
+        not run or in which it was not timed. What the part costs the request is
+        ``seconds * weight``.
     """
 
     type: ClassVar[str] = "part"

@@ -81,7 +81,8 @@ def report(
         parts += [
             Text(),
             paragraph(
-                f"{len(found) - len(shown)} more requests were measured; --csv has their parts.",
+                f"{len(found) - len(shown)} more requests were measured; "
+                "kvprof export --to csv has their parts.",
                 "dim",
             ),
         ]

@@ -32,6 +32,10 @@ _TIMING = (
     "above are without it."
 )
 _ENERGY = "J per token: the energy of the whole request over its output tokens."
+_LONGEST = (
+    "lpt: FDC's longest-first assignment, which gives a head of a sequence to one multiprocessor "
+    "whole; with fewer of them than multiprocessors the others have nothing to do."
+)
 _PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."
 
 
@@ -53,6 +57,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         found.append(_ENERGY)
     if peak_name(result["inputs"]) == "process peak" and data["memory"]:
         found.append(_PROCESS)
+    if any(row["schedule"] == "lpt" for row in data["balance"]):
+        found.append(_LONGEST)
     labels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for case in data["cases"]:
         for name, text in case["labels"].items():

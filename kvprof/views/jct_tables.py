@@ -207,14 +207,17 @@ def memory_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
                 percent(saved),
                 format_bytes(last["allocated"]),
                 format_bytes(last["full_width"]),
-                format_bytes(max(peaks)) if peaks else MISSING,
+                peaks,
             )
         )
-    columns = (
+    columns = [
         Column("method", words=True), Column("at tokens"), Column("stored"), Column("saved"),
-        Column("allocated"), Column("full width"), Column(peak_name(result["inputs"])),
-    )  # fmt: skip
-    return DataTable(columns, rows) if rows else None
+        Column("allocated"), Column("full width"),
+    ]  # fmt: skip
+    if any(peaks for *_, peaks in rows):  # nobody holds the whole cache of a composed request
+        columns.append(Column(peak_name(result["inputs"])))
+    cells = [(*row, format_bytes(max(peaks)) if peaks else MISSING) for *row, peaks in rows]
+    return DataTable(columns, [row[: len(columns)] for row in cells]) if rows else None
 
 
 def layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:

@@ -76,7 +76,7 @@ def _runs(entries: Sequence[Entry]) -> Iterator[str]:
         own = [e for e in ran if _run(e) == (profile, machine)]
         days = sorted({e["created"][:10] for e in own})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        yield f"profile {profile}: {len(own)} of the recipes, {machine}, {when}"
+        yield f"profile {profile}: {len(own)} of the recipes ran, {machine}, {when}"
 
 
 def _counts(entries: Sequence[Entry]) -> DataTable:

@@ -101,8 +101,8 @@ def test_a_ledger_of_several_runs_says_what_ran_where_and_keeps_a_recipe_togethe
     # The order in which the runs are read does not matter where one is longer.
     turned = ledger_data([*entries[3:], *entries[:3]])
     assert page_markdown("Ledger", ledger({**RESULT, "data": turned})) == text
-    assert "- profile smoke: 2 of the recipes, a CPU, 2 threads, 2025-11-21" in text
-    assert "- profile small: 2 of the recipes, an H200, 2025-11-22 to 2025-11-23" in text
+    assert "- profile smoke: 2 of the recipes ran, a CPU, 2 threads, 2025-11-21" in text
+    assert "- profile small: 2 of the recipes ran, an H200, 2025-11-22 to 2025-11-23" in text
     assert "| FDC | smoke | 1 | 0 | 1 | 1 |" in text
     assert "| FDC | small | 1 | 0 | 1 | 0 |" in text
     rows = [line for line in text.splitlines() if line.startswith("| Table 7 |")]

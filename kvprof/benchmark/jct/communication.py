@@ -18,12 +18,13 @@ _LEAST, _MOST = 2**12, 2**30  # bytes
 _SECONDS = 300
 # One process per GPU: NCCL, then medians of a graph's replays as elsewhere.
 _PROGRAM = """
-import json, os, sys, statistics, torch, torch.distributed as dist
+import gc, json, os, sys, statistics, torch, torch.distributed as dist
 rank, world, sizes = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", rank=rank, world_size=world,
                         init_method="tcp://127.0.0.1:" + sys.argv[4])
 found = []
+gc.disable()  # what it frees would end a capture
 for size in sizes:
     data = torch.ones(size // 2, dtype=torch.bfloat16, device="cuda")
     for _ in range(3):

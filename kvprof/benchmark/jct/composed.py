@@ -118,8 +118,8 @@ class _Told:
 
     def run(self) -> Composition:
         composer, request, now = self.composer, self.request, self.now
-        firsts = composer.first_points()
-        self._start(firsts)
+        named = composer.points_of(request)
+        self._start(named)
         prefill, seconds = composer.prefill(request.input_len, self._prefill_part)
         self.emit(StepFinished(now(), self.case, "prefill", 0, request.input_len, seconds))
         decode, steps, error = composer.decode(request, self._decode_part, self._step)
@@ -134,7 +134,7 @@ class _Told:
                 f"decode may be off by {error / found.decode_seconds:.1%}: times between the "
                 "contexts that were measured do not lie on a line"
             )
-        self._layer(firsts)
+        self._layer(named)
         self.emit(
             CaseFinished(
                 now(),
@@ -151,13 +151,13 @@ class _Told:
     def _warn(self, text: str) -> None:
         self.emit(Warned(self.now(), text, self.case))
 
-    def _start(self, firsts: Sequence[Point]) -> None:
+    def _start(self, named: Sequence[Point]) -> None:
         composer, request = self.composer, self.request
         variant, widths, shape = composer.variant, composer.widths, composer.bench.model.attention
         dtype, tokens = composer.bench.dtype, request.stored
         stored = cache_bytes(variant, shape, widths, composer.batch, tokens, dtype)
         full = full_bytes(shape, composer.batch, tokens, dtype)
-        labels = {key: text for point in firsts for key, text in point.labels.items()}
+        labels = {key: text for point in named for key, text in point.labels.items()}
         if composer.bench.machine.is_gpu:
             labels["host"] = (
                 "of a pass taken to be a CUDA graph, a prompt's too: its start, and its token on "
@@ -167,7 +167,7 @@ class _Told:
             labels["host"] = "counted in the parts that it calls"
         if request.input_len > composer.longest:
             labels["predicted"] = f"prefill, from prompts of up to {composer.longest:,} tokens"
-        if any("schedule" in point.passes for point in firsts):
+        if any("schedule" in point.passes for point in named):
             labels["schedule"] = "once per pass: all layers are taken to have the same widths"
         if composer.watts(request)[0] is not None:
             labels["energy"] = "power while a layer was repeated, times each phase's seconds"
@@ -257,11 +257,11 @@ class _Told:
             )
         )
 
-    def _layer(self, firsts: Sequence[Point]) -> None:
+    def _layer(self, named: Sequence[Point]) -> None:
         """Tell the measured layer's error, and how its work is spread."""
         composer = self.composer
         bench, variant, shape = composer.bench, composer.variant, composer.bench.model.attention
-        known = [point.error for point in firsts if point.error is not None]
+        known = [point.error for point in named if point.error is not None]
         tokens = self.request.stored
         stored = cache_bytes(variant, shape, composer.widths, composer.batch, tokens, bench.dtype)
         if known:

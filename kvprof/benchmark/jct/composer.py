@@ -105,13 +105,21 @@ class Composer:
         """The longest prompt that is measured; longer ones are predicted."""
         return self._longest
 
-    def first_points(self) -> list[Point]:
-        """Measure the points that say what runs: the first of each phase."""
+    def points_of(self, request: Request) -> list[Point]:
+        """Measure the points that say what runs: a request's prompt, and its last step.
+
+        Layers of the first kind stand for all, and the next shorter length that is measured for one
+        that is not.
+
+        Parameters
+        ----------
+        request : Request
+        """
         _, window = self._kinds()[0]
-        found = [self._point("prefill", self._prefill_rungs[0], window)]
+        found = [self._point("prefill", _below(self._prefill_rungs, request.input_len), window)]
         if self._decode_rungs:
-            first = self._decode_rungs[0]
-            found.append(self._point("decode", min(first, window or first), window))
+            last = _below(self._decode_rungs, request.last)
+            found.append(self._point("decode", min(last, window or last), window))
         return found
 
     def prefill(
@@ -270,8 +278,7 @@ class Composer:
         Layers of the first kind stand for all, and a measured prompt for a longer one.
         """
         _, window = self._kinds()[0]
-        rungs = self._prefill_rungs
-        prompt = max(rung for rung in rungs if rung <= max(request.input_len, rungs[0]))
+        prompt = _below(self._prefill_rungs, request.input_len)
         found: list[tuple[str, int, int | None]] = [("prefill", prompt, window)]
         if self._decode_rungs:
             last = self._decode_rungs[-1]
@@ -299,6 +306,11 @@ class Composer:
         if len(known) < len(phases):
             return None
         return sum(power * seconds for power, seconds in zip(known, phases, strict=True))
+
+
+def _below(rungs: Sequence[int], tokens: int) -> int:
+    """Return the longest rung of at most so many tokens, or the first."""
+    return max((rung for rung in rungs if rung <= tokens), default=rungs[0])
 
 
 def _each(

@@ -58,8 +58,9 @@ class _Start:
 def pass_start(place: Place) -> Unit:
     """Return the start of a CUDA graph, and the wait for the token of every row.
 
-    A pass that is captured has them at its two ends. A composed prompt is taken to be captured too,
-    though the runtime captures steps only.
+    A pass that is captured has them at its two ends, though launching its many nodes takes longer
+    than launching these few. A composed prompt is taken to be captured too, though the runtime
+    captures steps only.
 
     Parameters
     ----------

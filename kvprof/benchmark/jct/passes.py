@@ -136,7 +136,10 @@ def apart(values: Sequence[float]) -> tuple[float, float]:
     return median_interval(values) or (min(values), max(values))
 
 
-def doubts(plain: Sequence[Pass], marked: Sequence[Pass], named: Sequence[float] = ()) -> list[str]:
+def doubts(
+    plain: Sequence[Pass], marked: Sequence[Pass], named: Sequence[float] = (),
+    alike: Sequence[object] = (),
+) -> list[str]:  # fmt: skip
     """Return why a request's times may be off, one sentence each.
 
     Parameters
@@ -145,6 +148,8 @@ def doubts(plain: Sequence[Pass], marked: Sequence[Pass], named: Sequence[float]
         Whole runs without marks and with them.
     named : sequence of float
         Per pair of runs, the time in its parts over that of the run without marks.
+    alike : sequence of object
+        Per decoding step something equal for steps with about as many marks; without it all are.
     """
     for runs in (plain, marked):
         walls = [run.seconds for run in runs]
@@ -161,11 +166,12 @@ def doubts(plain: Sequence[Pass], marked: Sequence[Pass], named: Sequence[float]
             f"{len(named)} pairs of runs): shares are as uncertain"
         ]
     # Step by step: a neighbour that wakes up for some steps does not count.
-    ratios = [
-        slow / fast
-        for slow, fast in zip(step_seconds(marked)[1:], step_seconds(plain)[1:], strict=True)
-    ]
-    overhead = statistics.median(ratios) - 1.0 if ratios else 0.0
+    decode = list(zip(step_seconds(marked)[1:], step_seconds(plain)[1:], strict=True))
+    ratios: dict[object, list[float]] = {}
+    for like, (slow, fast) in zip(alike or [None] * len(decode), decode, strict=True):
+        ratios.setdefault(like, []).append(slow / fast)
+    typical = sum(len(some) * statistics.median(some) for some in ratios.values())
+    overhead = typical / len(decode) - 1.0 if decode else 0.0
     if overhead <= OVERHEAD:
         return []
     return [

@@ -73,7 +73,10 @@ def random_bases(place: Place, widths: Sequence[int], salt: int) -> BasisSet:
 
 
 def compress_unit(place: Place, layout: RaggedLayout) -> Unit:
-    """Return the online projection of Q and K and the store of K and V (FDC §5.1)."""
+    """Return the online projection of Q and K and the store of K and V (FDC §5.1).
+
+    At full width the same kernel only stores, which counts as attention, as in the runtime.
+    """
     shape, source = place.shape, place.generator(31)
     # Where in the cache new tokens lie changes nothing: their own buffer is enough.
     own = RaggedLayout(
@@ -90,7 +93,11 @@ def compress_unit(place: Place, layout: RaggedLayout) -> Unit:
     def run() -> Tensor:
         return project_step(query, keys, values, bases, own, buffer, start)
 
-    return Unit("compress", [run], ("compress", layout.key_widths, layout.value_widths, *where))
+    whole = {*layout.key_widths, *layout.value_widths} == {shape.head_dim}
+    return Unit(
+        "attention" if whole else "compress", [run],
+        ("compress", layout.key_widths, layout.value_widths, *where),
+    )  # fmt: skip
 
 
 def store_latents(place: Place, layout: RaggedLayout) -> Unit:

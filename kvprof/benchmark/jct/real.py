@@ -270,7 +270,7 @@ class _Measured:
         """Tell the times of the whole request."""
         assert self._turns is not None
         plain, marked, _ = self._turns.whole()
-        for doubt in doubts(plain, marked, self._turns.named()):
+        for doubt in doubts(plain, marked, self._turns.named(), self._turns.alike()):
             self._warn(doubt)
         finished = CaseFinished(
             self._now(), self._case, *self._turns.seconds(plain), *self._turns.seconds(marked),

@@ -19,7 +19,11 @@ _MARGIN = 1 / 3
 #: of 100,000 tokens would be tens of millions of lines.
 _MOST_STEPS = 256
 _PAIRS = 8
-_ROUNDS = 2  # of all turns; in fewer steps some parts would hang on one of them
+_ROUNDS = 2  # of all turns; with fewer some parts would hang on one step
+
+
+def _block(steps: int) -> int:
+    return max(1, math.ceil(steps / _MOST_STEPS))
 
 
 @dataclass(frozen=True)
@@ -33,38 +37,34 @@ class Sampling:
     steps : int
         Decoding steps of the request.
     every : int
-        One of so many layers is timed in a step; in the next block of steps it is the next one's
+        One of so many layers is timed in a step; in another block of steps it is the next one's
         turn.
-    apart : bool
-        What belongs to no layer has a turn of its own, after the layers. Otherwise it is timed in
-        every step.
-    idle : int
-        Turns after those in which nothing is timed.
+    rounds : int
+        So often everything has its turn, evenly over the request: the layers, and in a turn of its
+        own what belongs to none. All other steps are left without marks. With 0 each step times
+        some layers, and what belongs to none.
     """
 
     layers: int
     steps: int
     every: int = 1
-    apart: bool = False
-    idle: int = 0
+    rounds: int = 0
 
     @property
     def block(self) -> int:
-        """Steps in a row with the same layers, of which one is told."""
-        return max(1, math.ceil(self.steps / _MOST_STEPS))
+        """Steps in a row that time the same, of which one is told."""
+        return _block(self.steps)
 
     def at(self, step: int) -> tuple[int, ...]:
         """Return the layers to time in a step; prefill, step 0, has them all."""
         if step == 0:
             return tuple(range(self.layers))
         turn = self._turn(step)
-        return tuple(range(turn, self.layers, self.every)) if turn < self.every else ()
+        return tuple(range(turn, self.layers, self.every)) if turn in range(self.every) else ()
 
     def outside(self, step: int) -> bool:
         """Tell whether a step times what belongs to no layer."""
-        if step == 0 or self._turn(step) < self.every:
-            return step == 0 or not self.apart
-        return self.apart and self._turn(step) == self.every
+        return step == 0 or not self.rounds or self._turn(step) == self.every
 
     def told(self, step: int) -> int:
         """Return how many steps this one stands for: 0 where another one stands for it."""
@@ -84,14 +84,32 @@ class Sampling:
         return 1.0 if step == 0 else self.steps / self._covered[1]
 
     def _turn(self, step: int) -> int:
-        return (step - 1) // self.block % (self.every + self.apart + self.idle)
+        """Return whose turn a step is: `every` is the work outside the layers, -1 nobody."""
+        block = (step - 1) // self.block
+        return self._turns.get(block, -1) if self.rounds else block % self.every
+
+    @cached_property
+    def _turns(self) -> dict[int, int]:
+        """By block. Each lies in the middle of its share of the request.
+
+        Every second round goes backwards: what grows with the context is then not told too small
+        for the first layers and too large for the last.
+        """
+        blocks, turns = math.ceil(self.steps / self.block), self.every + 1
+        slots = self.rounds * turns
+        found = {}
+        for slot in range(slots):
+            backwards, turn = slot // turns % 2, slot % turns
+            place = (2 * slot + 1) * blocks // (2 * slots)
+            found[place] = turns - 1 - turn if backwards else turn
+        return found
 
     @cached_property
     def _covered(self) -> tuple[int, int]:
         """Steps in which layers are timed, and those in which the rest is."""
         steps = range(1, self.steps + 1)
         return (
-            sum(self._turn(step) < self.every for step in steps),
+            sum(bool(self.at(step)) for step in steps),
             sum(self.outside(step) for step in steps),
         )
 
@@ -99,15 +117,17 @@ class Sampling:
 def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: int) -> Sampling:
     """Warm a request up, and find out how many layers can be timed at once.
 
+    On a GPU a mark costs as much as a small kernel: where not all layers are timed at once, what
+    belongs to none has turns of its own, and where even a layer at a time costs too much some steps
+    are left without marks. Both need steps for two rounds of all turns.
+
     Parameters
     ----------
     runner : Runner
     wanted : str or int
         One of so many layers; ``auto`` takes all, unless that makes the first decoding steps more
         than a third of `OVERHEAD` slower: then as few as bring it down to that, of numbers that
-        divide the number of layers. On a GPU, where a mark costs as much as a small kernel, what
-        belongs to no layer then has turns too, and there are turns without marks where even a layer
-        at a time costs more; each only as far as there are steps for two rounds.
+        divide the number of layers.
     layers, steps : int
         Of the model, and of the request's decoding.
     """
@@ -119,10 +139,11 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
         runner.step(timed)
 
     def sampled(every: int, turns: int = 0) -> Sampling:
-        most = steps // _ROUNDS
-        apart = runner.on_gpu and 1 < every < most
-        idle = max(0, min(turns, most) - (every + 1)) if apart else 0
-        return Sampling(layers, steps, every, apart, idle)
+        blocks = math.ceil(steps / _block(steps))
+        if not runner.on_gpu or every == 1 or blocks < _ROUNDS * (every + 1):
+            return Sampling(layers, steps, every)
+        rounds = blocks // max(turns, every + 1)
+        return Sampling(layers, steps, every, max(_ROUNDS, rounds - rounds % 2))
 
     if isinstance(wanted, int):
         return sampled(min(wanted, layers))

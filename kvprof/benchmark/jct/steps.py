@@ -129,6 +129,8 @@ class Runner:
         after : float, optional
             On a GPU: keep it waiting until the host has queued the step, which took it so many
             seconds before, so that no stretch holds a gap. A replayed graph has none anyway.
+        outside : bool
+            Time what belongs to no layer too, where anything is timed.
         """
         prefill = self._steps_done == 0
         self._steps_done += 1

@@ -91,6 +91,12 @@ class Turns:
             for one, other in zip(plain, timed, strict=False)
         ]
 
+    def alike(self) -> list[object]:
+        """Return per decoding step what it times, as `doubts` takes it."""
+        sampling = self._sampling
+        steps = range(1, sampling.steps + 1)
+        return [(len(sampling.at(step)), sampling.outside(step)) for step in steps]
+
     def energy(self, joules: Callable[[float, float], float | None]) -> float | None:
         """Return the median energy of the runs without marks; None where none is known."""
         found = [

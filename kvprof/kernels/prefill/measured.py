@@ -121,6 +121,9 @@ def quick_path(
         )
     except FailedError:  # a CUDA graph captures this, and it was not measured before
         return "triton"
+    except torch.OutOfMemoryError:  # trying takes memory of its own
+        torch.cuda.empty_cache()
+        return "triton"
     times = choice.seconds
     return "library" if times["library"] < _CLEARLY * times["triton"] else "triton"
 

@@ -47,7 +47,8 @@ def test_every_method_is_composed_and_its_parts_add_up(tmp_path):
         # Once in a pass: 63 steps wait 63 times as long as the prompt does.
         ratio = waits[method, "decode"]["seconds"] / waits[method, "prefill"]["seconds"]
         assert ratio == pytest.approx(63, rel=1e-3)
-        assert 0 < waits[method, "decode"]["share"] < 0.5
+        # Far below the time for which the GPU is kept busy meanwhile.
+        assert 0 < waits[method, "prefill"]["seconds"] < 2.5e-4
     merged = {row["method"] for row in result["data"]["parts"] if row["part"] == "merge"}
     assert {"fdc", "kq", "fdc:no-balancing"} <= merged
     measured = [row for row in result["data"]["balance"] if row["measured"]]

@@ -117,6 +117,9 @@ def test_every_way_writes_the_same_tokens() -> None:
             for layers in (None, tuple(range(LAYERS)), (1, 5), None):
                 runner.begin()
                 written.append([runner.step(layers).tokens for _ in range(20)])
+            for layers in ((1,), ()):
+                runner.begin()
+                written.append([runner.step(layers, outside=False).tokens for _ in range(20)])
             assert runner.cache is not None
             assert runner.cache.get_seq_length() == 319
     assert all(tokens == written[0] for tokens in written)

@@ -86,31 +86,42 @@ def test_layers_take_turns_and_stand_for_each_other() -> None:
         assert event.part != OTHERS
 
 
-@pytest.mark.parametrize("steps", [1, 255, 256, 257, 1000, 5000])
-@pytest.mark.parametrize(
-    ("every", "apart", "idle"),
-    [(1, False, 0), (2, False, 0), (2, True, 0), (6, True, 0), (6, True, 3)],
-)
-def test_few_steps_stand_for_all(steps: int, every: int, apart: bool, idle: int) -> None:
-    if steps == 1:
-        apart, idle = False, 0
-    sampling = Sampling(6, steps, every, apart, idle)
+SAMPLINGS = [
+    (steps, every, rounds)
+    for steps in (1, 2, 31, 255, 256, 257, 1000, 5000)
+    for every, rounds in ((1, 0), (2, 0), (2, 2), (6, 2), (6, 8), (3, 60))
+    if rounds * (every + 1) <= steps // Sampling(6, steps).block
+]
+
+
+@pytest.mark.parametrize(("steps", "every", "rounds"), SAMPLINGS)
+def test_few_steps_stand_for_all(steps: int, every: int, rounds: int) -> None:
+    sampling = Sampling(6, steps, every, rounds)
     told = [step for step in range(1, steps + 1) if sampling.told(step)]
     assert len(told) <= 256
     assert sum(sampling.told(step) for step in told) == steps
     shares, rest = dict.fromkeys(range(6), 0.0), 0.0
-    bare = [step for step in told if not (sampling.outside(step) or sampling.at(step))]
-    assert len(bare) == pytest.approx(len(told) * idle / (every + apart + idle), abs=idle)
+    growing = grown = 0.0
+    marked = 0
     for step in told:
-        assert not (apart and sampling.outside(step) and sampling.at(step))
-        if sampling.outside(step):
-            rest += sampling.told(step) * sampling.outside_weight(step)
-        for layer in sampling.at(step):
+        layers, outside = sampling.at(step), sampling.outside(step)
+        marked += bool(layers or outside)
+        assert not rounds or not (layers and outside)
+        for layer in layers:
             shares[layer] += sampling.told(step) * sampling.weight(step)
+            growing += step * sampling.told(step) * sampling.weight(step)
+        if outside:
+            rest += sampling.told(step) * sampling.outside_weight(step)
+            grown += step * sampling.told(step) * sampling.outside_weight(step)
+    assert marked == (rounds * (every + 1) if rounds else len(told))
     assert sum(shares.values()) == pytest.approx(6 * steps)
     assert rest == pytest.approx(steps)
-    if steps > 200:
-        assert all(share == pytest.approx(steps, rel=0.06) for share in shares.values())
+    if steps > 200 or rounds:
+        assert all(share == pytest.approx(steps, rel=0.08) for share in shares.values())
+        # Also of what grows with every step.
+        truth = steps * (steps + 1) / 2
+        assert growing == pytest.approx(6 * truth, rel=0.04)
+        assert grown == pytest.approx(truth, rel=0.08)
 
 
 class Scripted:
@@ -139,22 +150,22 @@ def test_as_many_layers_are_timed_as_the_overhead_allows(overhead: float, every:
 
 
 def test_what_is_no_layers_takes_turns_where_marks_are_dear() -> None:
-    def apart(on_gpu: bool, every: str | int, steps: int) -> bool:
-        runner: Any = Scripted(0.5, on_gpu)
-        return choose_sampling(runner, every, layers=6, steps=steps).apart
-
-    def idle(on_gpu: bool, overhead: float, steps: int) -> int:
+    def chosen(on_gpu: bool, every: str | int, steps: int, overhead: float = 0.065) -> Sampling:
         runner: Any = Scripted(overhead, on_gpu)
-        return choose_sampling(runner, "auto", layers=6, steps=steps).idle
+        return choose_sampling(runner, every, layers=6, steps=steps)
 
-    assert apart(True, "auto", 14)
-    assert apart(True, 2, 6)
-    assert not apart(True, "auto", 13)  # a layer would be timed once
-    assert not apart(True, 1, 14)
-    assert not apart(False, "auto", 14)
-    assert idle(True, 0.095, 40) == 10 - 7
-    assert idle(True, 0.095, 18) == 9 - 7
-    assert idle(True, 0.065, 40) == idle(True, 0.019, 40) == idle(False, 0.095, 40) == 0
+    assert chosen(True, "auto", 14).rounds == chosen(True, 2, 6).rounds == 2
+    assert chosen(True, "auto", 13).rounds == 0  # a layer would be timed once
+    assert chosen(True, 1, 14).rounds == chosen(False, "auto", 14).rounds == 0
+    # All turns once in seven steps, or in as many as bring the marks down to 1 %.
+    assert chosen(True, "auto", 70).rounds == 10
+    assert chosen(True, "auto", 70, 0.095).rounds == 6
+    assert chosen(True, "auto", 70, 9.0).rounds == 2
+    for steps in (14, 70, 257, 300, 5000):
+        sampling = chosen(True, "auto", steps, 9.0)
+        told = [step for step in range(1, steps + 1) if sampling.told(step)]
+        assert sum(sampling.outside(step) for step in told) == 2
+        assert all(sum(layer in sampling.at(step) for step in told) == 2 for layer in range(6))
 
 
 def test_warming_up_runs_no_more_steps_than_the_request_has() -> None:
@@ -204,17 +215,27 @@ def test_what_a_gpu_waited_is_the_hosts() -> None:
 
 def test_a_wait_is_each_steps_own_where_parts_take_turns() -> None:
     events: list[Any] = []
-    narrator = narrator_of(Sampling(3, 8, 3, apart=True), events, True)
-    layer = [[Stretch(REST, None, 2.0, True), Stretch("mlp", n, 1.0, True)] for n in range(3)]
-    outside = [Stretch(OTHERS, None, 2.5, True), Stretch("head", None, 0.5, True)]
-    timed = told_pass([Stretch("mlp", 0, 1.0, True)], *[*layer, outside] * 2)
-    narrator.rest([clocked(1.0, *[4.0] * 8)], [timed])
-    found = {(e.step, e.part): (e.seconds, e.weight) for e in events if e.step}
-    assert found[1, "mlp"] == found[6, "mlp"] == (1.0, 3 * 8 / 6)
-    assert found[4, "head"] == found[8, "head"] == (0.5, 4.0)
-    assert all(found[step, "host"] == (1.0, 1.0) for step in range(1, 9))
-    assert len(found) == 8 + 8
-    assert narrator.named(timed) == 1.0 + 8 * (3 * 1.0 + 0.5)
+    sampling = Sampling(3, 10, 3, rounds=2)
+    narrator = narrator_of(sampling, events, True)
+
+    def stretches(step: int) -> list[Stretch]:
+        """Return 3.5 s on the GPU: three layers of an MLP, and a head."""
+        (layer,) = sampling.at(step) or (None,)
+        if layer is not None:
+            return [Stretch(REST, None, 2.5, True), Stretch("mlp", layer, 1.0, True)]
+        if sampling.outside(step):
+            return [Stretch(OTHERS, None, 3.0, True), Stretch("head", None, 0.5, True)]
+        return [Stretch(REST, None, 3.5, True)]
+
+    prompt = [Stretch("mlp", layer, 1.0, True) for layer in range(3)]
+    timed = told_pass(prompt, *map(stretches, range(1, 11)))
+    narrator.rest([clocked(3.0, *[4.0] * 10)], [timed])
+    decode = [e for e in events if e.step]
+    weights = {(e.part, e.weight) for e in decode}
+    assert weights == {("mlp", 3 * 10 / 6), ("head", 5.0), ("host", 1.0)}
+    assert [e.seconds for e in decode if e.part == "host"] == [pytest.approx(0.5)] * 10
+    assert sum(e.seconds * e.weight for e in decode) == pytest.approx(40.0)
+    assert narrator.named(timed) == 3.0 + 10 * 3.5
 
 
 def test_waits_never_make_a_phase_longer_than_it_is() -> None:
@@ -361,6 +382,9 @@ def test_doubts_are_told_when_there_are_any() -> None:
     assert len(found) == 1
     assert "12 s once and 15 s" in found[0]
     assert doubts([clocked(1.0)], [clocked(1.0)]) == []  # nothing was decoded
+    # Some steps have marks, and most have none.
+    some = [clocked(9.0, 1.2, 1.0, 1.0)], ["layers", "none", "none"]
+    assert "6.7% slower" in doubts([clocked(9.0, 1.0, 1.0, 1.0)], some[0], alike=some[1])[0]
     assert doubts([plain], [plain], [0.98, 1.0, 1.03]) == []
     assert "between 90% and 130%" in doubts([plain], [plain], [0.9, 1.3])[0]
 
