@@ -134,6 +134,12 @@ def case_row(case: Case) -> dict[str, Any]:
     tokens = started.batch * started.output_len
     energy = done.energy_joules if done is not None else None
     instrumented = case.instrumented
+    prefill = done.prefill_interval if done is not None else None
+    decoding = done.decode_interval if done is not None else None
+    # A neighbour that is there for one phase is there for the other: ends add up.
+    whole = (
+        [a + b for a, b in zip(prefill, decoding, strict=True)] if prefill and decoding else None
+    )
     return {
         "case": started.case,
         "method": started.method,
@@ -142,8 +148,11 @@ def case_row(case: Case) -> dict[str, Any]:
         "input_len": started.input_len,
         "output_len": started.output_len,
         "jct_seconds": case.jct,
+        "jct_seconds_interval": whole,
         "ttft_seconds": done.prefill_seconds if done is not None else None,
+        "ttft_seconds_interval": prefill,
         "decode_seconds": done.decode_seconds if done is not None else None,
+        "decode_seconds_interval": decoding,
         "tbt_seconds": quantile(seconds, weights, 0.5),
         "tbt_p99_seconds": quantile(seconds, weights, 0.99),
         "instrumented_seconds": instrumented,

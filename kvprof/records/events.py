@@ -264,6 +264,8 @@ class CaseFinished(Event):
         The same with every part timed; None for a composed run.
     energy_joules : float or None
         Of the uninstrumented run, from telemetry.
+    prefill_interval, decode_interval : list of float or None
+        Two ends each: 95 % intervals of the first two, over the samples or runs that they are of.
     """
 
     type: ClassVar[str] = "case_finished"
@@ -273,6 +275,8 @@ class CaseFinished(Event):
     instrumented_prefill_seconds: float | None = None
     instrumented_decode_seconds: float | None = None
     energy_joules: float | None = None
+    prefill_interval: list[float] | None = None
+    decode_interval: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ def _bench(data: Row) -> Iterator[Figure]:
 def _jct(data: Row) -> Iterator[Figure]:
     for case in data["cases"]:
         key: Key = (("case", case["case"]),)
-        yield from _given(case, "jct_seconds", key, "lower", headline=True)
-        yield from _given(case, "ttft_seconds", key, "lower", headline=True)
+        for name in ("jct_seconds", "ttft_seconds"):
+            ends = f"{name}_interval"
+            yield from _given(case, name, key, "lower", interval=ends, headline=True)
         steps = [
             row for row in data["steps"] if row["case"] == case["case"] and row["phase"] == "decode"
         ]

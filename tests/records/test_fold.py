@@ -107,6 +107,15 @@ def test_time_between_tokens_counts_the_passes_that_a_step_stands_for() -> None:
     assert data["cases"][0]["tbt_p99_seconds"] == 2.0
 
 
+def test_the_intervals_of_two_phases_add_up() -> None:
+    done = finished(1.0, 3.0, prefill_interval=[0.9, 1.2], decode_interval=[2.5, 3.5])
+    case = fold(small_run(done))["cases"][0]
+    assert case["ttft_seconds_interval"] == [0.9, 1.2]
+    assert case["jct_seconds_interval"] == pytest.approx([3.4, 4.7])
+    case = fold(small_run(finished(1.0, 3.0, prefill_interval=[0.9, 1.2])))["cases"][0]
+    assert case["jct_seconds_interval"] is None
+
+
 def test_overhead_and_energy_are_of_the_uninstrumented_run() -> None:
     done = finished(
         1.0, 3.0, instrumented_prefill_seconds=1.5, instrumented_decode_seconds=3.3,

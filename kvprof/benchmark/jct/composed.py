@@ -144,6 +144,8 @@ class _Told:
                 None,
                 None,
                 found.energy_joules,
+                list(found.prefill_interval) if found.prefill_interval else None,
+                list(found.decode_interval) if found.decode_interval else None,
             )
         )
         return found

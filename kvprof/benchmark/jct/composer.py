@@ -9,12 +9,16 @@ those with a sliding window are measured with theirs.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvprof.analysis.jct import between, beyond, integral, interpolated, step_weights
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.composition import Composition, Step, Times
-from kvprof.benchmark.jct.lengths import Request, decode_rungs, prefill_rungs
+from kvprof.benchmark.jct.lengths import (
+    Request,
+    around,
+    below,
+    decode_rungs,
+    prefill_rungs,
+)
 from kvprof.benchmark.jct.measured import Bench, Point
 from kvprof.benchmark.limits import shortage
 from kvprof.benchmark.machine import free_bytes
@@ -116,9 +120,9 @@ class Composer:
         request : Request
         """
         _, window = self._kinds()[0]
-        found = [self._point("prefill", _below(self._prefill_rungs, request.input_len), window)]
+        found = [self._point("prefill", below(self._prefill_rungs, request.input_len), window)]
         if self._decode_rungs:
-            last = _below(self._decode_rungs, request.last)
+            last = below(self._decode_rungs, request.last)
             found.append(self._point("decode", min(last, window or last), window))
         return found
 
@@ -241,12 +245,11 @@ class Composer:
         if context in rungs:
             point = self._point("decode", context, window)
             return point.parts, point.passes, point.layer
-        place = int(np.searchsorted(rungs, context))
-        around = rungs[place - 1 : place + 1]
-        points = [self._point("decode", rung, window) for rung in around]
+        near = around(rungs, context)
+        points = [self._point("decode", rung, window) for rung in near]
 
         def at(values: list[float], _: str = "") -> float:
-            return interpolated(around, values, context)
+            return interpolated(near, values, context)
 
         return (
             _each(points, lambda point: point.parts, at),
@@ -270,7 +273,38 @@ class Composer:
             request, prefill, decode, seconds, decoded, steps, error,
             self._longest if request.input_len > self._longest else None,
             self._energy(request, seconds, decoded),
+            self._interval("prefill", [(request.input_len, seconds, 1.0)]),
+            self._interval("decode", steps),
         )  # fmt: skip
+
+    def _interval(self, phase: str, passes: Sequence[Step]) -> tuple[float, float] | None:
+        """Return the interval of some passes' seconds.
+
+        What a pass does once is taken to be as uncertain as its layers. A busy machine moves all
+        passes one way, so their ends add up.
+        """
+        low = high = 0.0
+        for tokens, seconds, weight in passes:
+            ends = [
+                point.ends for _, window in self._kinds()
+                for point in self._near(phase, tokens, window)
+            ]  # fmt: skip
+            known = [pair for pair in ends if pair is not None]
+            if len(known) < len(ends):
+                return None
+            low += weight * seconds * min(first for first, _ in known)
+            high += weight * seconds * max(last for _, last in known)
+        return low, high
+
+    def _near(self, phase: str, tokens: int, window: int | None) -> list[Point]:
+        """Return the points between which a length lies, which have been measured."""
+        rungs = self._prefill_rungs
+        if phase == "decode":
+            rungs = self._decode_rungs
+            if window is not None:
+                rungs = decode_rungs(self.requests, self.sampled, window)
+                tokens = min(tokens, window)
+        return [self._point(phase, rung, window) for rung in around(rungs, tokens)]
 
     def _powered(self, request: Request) -> list[tuple[str, int, int | None]]:
         """Return the points whose power a request's energy is read from: prefill's, and decode's.
@@ -278,7 +312,7 @@ class Composer:
         Layers of the first kind stand for all, and a measured prompt for a longer one.
         """
         _, window = self._kinds()[0]
-        prompt = _below(self._prefill_rungs, request.input_len)
+        prompt = below(self._prefill_rungs, request.input_len)
         found: list[tuple[str, int, int | None]] = [("prefill", prompt, window)]
         if self._decode_rungs:
             last = self._decode_rungs[-1]
@@ -306,11 +340,6 @@ class Composer:
         if len(known) < len(phases):
             return None
         return sum(power * seconds for power, seconds in zip(known, phases, strict=True))
-
-
-def _below(rungs: Sequence[int], tokens: int) -> int:
-    """Return the longest rung of at most so many tokens, or the first."""
-    return max((rung for rung in rungs if rung <= tokens), default=rungs[0])
 
 
 def _each(

@@ -31,6 +31,8 @@ class Composition:
         The longest prompt that was measured, where this one was not.
     energy_joules : float or None
         Power while whole layers ran, times the seconds of each phase.
+    prefill_interval, decode_interval : (float, float) or None
+        95 % intervals of the seconds of the two phases.
     """
 
     request: Request
@@ -42,6 +44,8 @@ class Composition:
     error: float | None
     predicted_from: int | None
     energy_joules: float | None = None
+    prefill_interval: tuple[float, float] | None = None
+    decode_interval: tuple[float, float] | None = None
 
     @property
     def jct(self) -> float:

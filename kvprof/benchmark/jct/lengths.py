@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvprof.analysis.jct import ladder
 from kvprof.benchmark.jct.model_shape import ModelShape
 
-__all__ = ["Request", "decode_rungs", "layer_flops", "prefill_rungs"]
+__all__ = ["Request", "around", "below", "decode_rungs", "layer_flops", "prefill_rungs"]
 
 _LEAST = 512  # tokens of a prompt below which nothing is learned about a longer one
 _SHARE = 0.4  # of the free memory that a prompt's hidden states may take
@@ -64,6 +64,17 @@ def decode_rungs(
     if window is not None:
         ends = [min(end, window) for end in ends]
     return ladder(ends) if ends else []
+
+
+def below(rungs: Sequence[int], tokens: int) -> int:
+    """Return the longest rung of at most so many tokens, or the first of them."""
+    return max((rung for rung in rungs if rung <= tokens), default=rungs[0])
+
+
+def around(rungs: Sequence[int], tokens: int) -> list[int]:
+    """Return the rungs between which a length lies: one where it is a rung or lies outside."""
+    above = min((rung for rung in rungs if rung >= tokens), default=rungs[-1])
+    return sorted({below(rungs, tokens), above})
 
 
 def layer_flops(model: ModelShape, batch: int, tokens: int) -> float:

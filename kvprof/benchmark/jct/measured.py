@@ -21,7 +21,7 @@ from kvprof.benchmark.jct.units import Attended, Unit
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.rows import TOLERANCE
-from kvprof.benchmark.timing import Sampler, interleaved, sampler, spread
+from kvprof.benchmark.timing import Sampler, interleaved, median_interval, sampler, spread
 
 __all__ = ["Bench", "Point"]
 
@@ -51,6 +51,8 @@ class Point:
     labels : dict of str
     watts : float or None
         What the device took while the layer was repeated, where that was asked for and it tells.
+    ends : (float, float) or None
+        The 95 % interval of the layer's median, relative to it.
     """
 
     tokens: int
@@ -60,6 +62,7 @@ class Point:
     error: float | None
     labels: dict[str, str]
     watts: float | None = None
+    ends: tuple[float, float] | None = None
 
 
 @dataclass(eq=False)
@@ -173,7 +176,7 @@ class Bench:
                     f"{variant.name}, {place.name}: attention is wrong (error {error:.2g} against "
                     "float64), so its time means nothing"
                 )
-        layer, watts = self._timed(variant, place, units, once, powered=powered)
+        layer, ends, watts = self._timed(variant, place, units, once, powered=powered)
         parts: dict[str, float] = {}
         passes: dict[str, float] = {}
         for unit in (*units, *once):
@@ -186,7 +189,7 @@ class Bench:
             sent = place.batch * place.queries * place.shape.hidden_size * place.dtype.itemsize
             parts["communication"] = 2 * self.all_reduce(sent)
             layer += parts["communication"]
-        return Point(place.seq, parts, passes, layer, known, labels, watts)
+        return Point(place.seq, parts, passes, layer, known, labels, watts, ends)
 
     def _attended(
         self, variant: Variant, widths: Widths | None, place: Place, window: int | None
@@ -206,8 +209,11 @@ class Bench:
     def _timed(
         self, variant: Variant, place: Place, units: list[Unit], once: list[Unit], *,
         powered: bool,
-    ) -> tuple[float, float | None]:  # fmt: skip
-        """Measure what is not known yet, in turn with the layer; return its seconds and watts."""
+    ) -> tuple[float, tuple[float, float] | None, float | None]:  # fmt: skip
+        """Measure what is not known yet, in turn with the layer.
+
+        Returns its seconds, their interval relative to them, and watts.
+        """
         new = {unit.key: unit for unit in (*units, *once) if unit.key not in self._units}
         whole = layer_sampler(units, place.device)
         samplers = [whole]
@@ -236,7 +242,9 @@ class Bench:
             own = self._units[key]
             own[unit.part] -= seconds
             own[unit.aside[0]] = own.get(unit.aside[0], 0.0) + seconds
-        return middles[0], self._watts(whole) if powered else None
+        ends = median_interval(found[0])
+        relative = (ends[0] / middles[0], ends[1] / middles[0]) if ends and middles[0] else None
+        return middles[0], relative, self._watts(whole) if powered else None
 
     def doubts(self) -> list[str]:
         """Say of every method once how far the samples of whole layers lay apart."""

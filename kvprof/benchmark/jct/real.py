@@ -275,6 +275,7 @@ class _Measured:
         finished = CaseFinished(
             self._now(), self._case, *self._turns.seconds(plain), *self._turns.seconds(marked),
             None if energy is None else self._turns.energy(energy),
+            *self._turns.intervals(plain),
         )  # fmt: skip
         self._emit(finished)
         return finished

@@ -8,6 +8,7 @@ from kvprof.benchmark.jct.narrator import Narrator
 from kvprof.benchmark.jct.passes import Pass, apart, run_pass, step_seconds
 from kvprof.benchmark.jct.sampling import Sampling
 from kvprof.benchmark.jct.steps import Runner, Step
+from kvprof.benchmark.timing import median_interval
 
 __all__ = ["Turns"]
 
@@ -110,6 +111,16 @@ class Turns:
         """Return the seconds of prefill, and of all decoding steps."""
         prefill, *decode = step_seconds(passes)
         return prefill, sum(decode)
+
+    def intervals(self, passes: Sequence[Pass]) -> tuple[list[float] | None, list[float] | None]:
+        """Return 95 % intervals of what `seconds` returns; None for a single run."""
+        found: list[list[float] | None] = []
+        for middle, own in zip(self.seconds(passes), (slice(0, 1), slice(1, None)), strict=True):
+            runs = [sum(step.seconds for step in one.steps[own]) for one in passes]
+            ends = median_interval(runs)
+            # Sums of every step's median may lie outside what whole runs took.
+            found.append(None if ends is None else [min(ends[0], middle), max(ends[1], middle)])
+        return found[0], found[1]
 
     def _settled(self) -> bool:
         named = self.named()

@@ -8,7 +8,7 @@ import torch
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.composed import measure_case
 from kvprof.benchmark.jct.composer import Composer
-from kvprof.benchmark.jct.lengths import Request, decode_rungs, prefill_rungs
+from kvprof.benchmark.jct.lengths import Request, around, decode_rungs, prefill_rungs
 from kvprof.benchmark.jct.measured import Point
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.benchmark.jct.requests import trace_doubts
@@ -39,6 +39,7 @@ class Formula:
     asked: list = field(default_factory=list)
     watts: float | None = None
     powered: set = field(default_factory=set)
+    ends: object = None  # from a length to its interval
 
     place = staticmethod(tiny_bench().place)
 
@@ -52,7 +53,8 @@ class Formula:
         parts = {"attention": attention, "mlp": 2e-6 * tokens}
         return Point(
             place.seq, parts, {"head": 1e-4, "schedule": 1e-5}, sum(parts.values()) + 3e-6 * tokens,
-            1e-6, {"store": "counted"}, self.watts if powered else None,
+            1e-6, {"store": "counted", f"{place.phase} of": str(place.seq)},
+            self.watts if powered else None, self.ends(place.seq) if self.ends else None,
         )  # fmt: skip
 
 
@@ -148,6 +150,34 @@ def test_energy_is_power_times_each_phases_seconds():
     assert composer([request]).compose(request).energy_joules is None
 
 
+def test_a_requests_interval_is_that_of_the_points_that_it_is_made_of():
+    request = Request(100, 50)
+    ends = {100: (0.9, 1.1), 101: (0.8, 1.2), 149: (0.7, 1.05)}
+    made = composer([request], ends=lambda seq: ends[seq])
+    found = made.compose(request)
+    prefill, steps = found.prefill_seconds, found.steps
+    assert found.prefill_interval == pytest.approx((0.9 * prefill, 1.1 * prefill))
+    assert [context for context, _, _ in steps] == [101, 149]
+    for side in (0, 1):
+        wanted = sum(weight * seconds * ends[context][side] for context, seconds, weight in steps)
+        assert found.decode_interval[side] == pytest.approx(wanted)
+    unknown = composer([request], ends=lambda seq: None if seq == 149 else (1.0, 1.0))
+    assert unknown.compose(request).decode_interval is None
+
+
+def test_between_two_points_the_worse_one_counts():
+    request = Request(100, 5000)
+    made = composer([request], ends=lambda seq: (1 - 1e-4 * (seq - 99), 1.5 - 1e-4 * seq))
+    low, high = made._interval("decode", [(3000, 2.0, 1.0)])
+    shorter, longer = (point.tokens for point in made._near("decode", 3000, None))
+    assert shorter < 3000 < longer
+    assert (low, high) == pytest.approx((2 * (1 - 1e-4 * (longer - 99)), 3 - 2e-4 * shorter))
+    assert around([1, 5, 9], 5) == [5]
+    assert around([1, 5, 9], 7) == [5, 9]
+    assert around([4, 9], 2) == [4]
+    assert around([4, 9], 12) == [9]
+
+
 def test_power_is_asked_for_where_a_cases_energy_needs_it():
     """A trace's other requests need none, and each costs as long as a point's own samples."""
     case, others = Request(3000, 20), [Request(128, 5), Request(8000, 40)]
@@ -232,6 +262,19 @@ def test_events_fold_to_the_same_figures():
     assert sum(layer["nbytes"] for layer in events[0].layers) == data["memory"][-1]["logical"]
     contexts = [event.context for event in events if isinstance(event, StepFinished)]
     assert (contexts[0], contexts[1], contexts[-1]) == (64, 65, 463)
+
+
+def test_what_ran_is_said_of_a_requests_own_lengths():
+    requests = [Request(64, 10), Request(4000, 10), Request(64, 4000)]
+    made = composer(requests, ends=lambda _: (0.9, 1.2))
+    for request in requests:
+        started, *_, done = events_of(request, made)
+        assert started.labels["prefill of"] == str(request.input_len)
+        # Steps are measured at lengths that double.
+        assert request.last / 2 <= int(started.labels["decode of"]) <= request.last
+        assert done.prefill_interval == pytest.approx(
+            [0.9 * done.prefill_seconds, 1.2 * done.prefill_seconds]
+        )
 
 
 def test_events_come_as_points_are_measured():

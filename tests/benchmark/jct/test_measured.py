@@ -121,6 +121,23 @@ def test_levels_need_some_tokens():
         bench.point(variant, widths, bench.place("decode", 1, 6))
 
 
+def test_a_times_own_way_of_being_timed_is_taken():
+    class Own:
+        note = None
+
+    own = Own()
+    unit = samplers.Unit("host", [lambda: torch.ones(1)], ("own",), timed=own)
+    assert samplers.unit_sampler(unit, torch.device("cpu")) is own
+
+
+def test_a_layers_interval_lies_around_its_median():
+    bench = tiny_bench()
+    variant = parse_variant("full")
+    point = bench.point(variant, None, bench.place("prefill", 1, 40))
+    low, high = point.ends
+    assert 0 < low <= 1 <= high
+
+
 def test_what_waits_for_the_host_is_never_captured(monkeypatch):
     """cuSOLVER and copies to the host break a capture, and stay broken after it."""
     captured, synchronised = [], []

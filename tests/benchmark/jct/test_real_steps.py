@@ -389,6 +389,17 @@ def test_doubts_are_told_when_there_are_any() -> None:
     assert "between 90% and 130%" in doubts([plain], [plain], [0.9, 1.3])[0]
 
 
+def test_a_requests_interval_holds_what_its_runs_took() -> None:
+    turns, _ = turned(*([1.0] * 20), repeats=3, most=3)
+    assert turns.intervals(turns.plain) == ([1.0, 1.0], [2.0, 2.0])
+    passes = [clocked(1.0, 2.0, 2.0), clocked(3.0, 2.0, 4.0), clocked(2.0, 4.0, 2.0)]
+    prefill, decode = turns.intervals(passes)
+    assert prefill == [1.0, 3.0]
+    # Every step's median is 2, and no run took 4 s.
+    assert decode == [4.0, 6.0]
+    assert turns.intervals(passes[:1]) == (None, None)
+
+
 class Paced:
     """A runner whose requests take what a test says, run after run."""
 
