@@ -104,6 +104,7 @@ class Bench:
         self._dense = DenseParts(self.model)
         self._full = FullAttention(self._budget, self.should_stop)
         self._units: dict[tuple[object, ...], dict[str, float]] = {}
+        self._apart: set[tuple[object, ...]] = set()  # units that no graph holds
         self.spreads: dict[str, dict[str, float]] = {}
         self._points: dict[tuple[object, ...], Point] = {}
 
@@ -231,6 +232,9 @@ class Bench:
         for one in samplers:
             if one.note is not None:
                 self.warn(f"{variant.name}, {place.name}: {one.note}")
+        for (key, _), one in zip(names, samplers[1:], strict=True):
+            if one.note is not None:
+                self._apart.add(key)
         middles = [median(samples) for samples in found]
         self.spreads.setdefault(variant.name, {})[place.name] = spread(found[0])
         for (key, aside), seconds in zip(names, middles[1:], strict=True):
@@ -242,9 +246,14 @@ class Bench:
             own = self._units[key]
             own[unit.part] -= seconds
             own[unit.aside[0]] = own.get(unit.aside[0], 0.0) + seconds
+        watts = self._watts(whole) if powered else None
+        if whole.note is not None and self._apart.isdisjoint(unit.key for unit in units):
+            # Launched one by one a layer takes as long as the host needs, its parts in graphs not.
+            self.warn(f"{variant.name}, {place.name}: the layer is taken as the sum of its parts")
+            return sum(sum(self._units[unit.key].values()) for unit in units), None, watts
         ends = median_interval(found[0])
         relative = (ends[0] / middles[0], ends[1] / middles[0]) if ends and middles[0] else None
-        return middles[0], relative, self._watts(whole) if powered else None
+        return middles[0], relative, watts
 
     def doubts(self) -> list[str]:
         """Say of every method once how far the samples of whole layers lay apart."""

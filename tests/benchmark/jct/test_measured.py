@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvprof.analysis.bases import eigenbasis
-from kvprof.benchmark.jct import latents, samplers
+from kvprof.benchmark.jct import latents, measured, samplers
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.latents import strawman_attended
 from kvprof.benchmark.jct.model_shape import Dense
@@ -136,6 +136,30 @@ def test_a_layers_interval_lies_around_its_median():
     point = bench.point(variant, None, bench.place("prefill", 1, 40))
     low, high = point.ends
     assert 0 < low <= 1 <= high
+
+
+@pytest.mark.parametrize("parts_too", [False, True])
+def test_a_layer_that_no_graph_holds_is_the_sum_of_parts_that_graphs_hold(monkeypatch, parts_too):
+    class Slow:
+        note = "timed without a CUDA graph"
+
+        def sample(self):
+            return 9.0
+
+    told = []
+    timed = measured.unit_sampler
+    monkeypatch.setattr(measured, "layer_sampler", lambda units, device: Slow())
+    if parts_too:
+        monkeypatch.setattr(
+            measured, "unit_sampler",
+            lambda unit, device: Slow() if unit.part == "mlp" else timed(unit, device),
+        )  # fmt: skip
+    bench = tiny_bench(warn=told.append)
+    point = bench.point(parse_variant("full"), None, bench.place("prefill", 1, 40))
+    assert any("without a CUDA graph" in text for text in told)
+    assert any("sum of its parts" in text for text in told) != parts_too
+    assert point.layer == (9.0 if parts_too else pytest.approx(sum(point.parts.values())))
+    assert (point.ends is None) != parts_too
 
 
 def test_what_waits_for_the_host_is_never_captured(monkeypatch):
