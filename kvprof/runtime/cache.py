@@ -49,7 +49,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             if capacity is not None:
                 arena = Arena(compression.plan, layer, capacity)
             planes = compression.route.new_store(len(layers), capacity)
-            layers.append(CompressedLayer(layer.sliding_window, self, arena, planes))
+            layers.append(CompressedLayer(layer.sliding_window, compression, arena, planes))
         super().__init__(layers=layers)
         self._tables: list[RotaryTable] = []
         self._table_of: dict[int, int] = {}

@@ -13,7 +13,7 @@ from kvprof.runtime.graphs import is_capturing
 from kvprof.runtime.kernels.store import KernelStore
 
 if TYPE_CHECKING:
-    from kvprof.runtime.cache import CompressedCache
+    from kvprof.runtime.session import Compression
 
 __all__ = ["CompressedLayer"]
 
@@ -27,7 +27,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     Parameters
     ----------
     sliding_window : int or None
-    owner : CompressedCache
+    compression : Compression
+        Whose cache this is part of.
     arena : Arena or None
         Room reserved in advance (a static cache).
     planes : KernelStore or None
@@ -37,7 +38,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(
-        self, sliding_window: int | None, owner: "CompressedCache", arena: Arena | None,
+        self, sliding_window: int | None, compression: "Compression", arena: Arena | None,
         planes: KernelStore | None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -47,7 +48,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.pending = 0
         self.cohorts: list[Cohort] = []
         self.planes = planes
-        self._owner = owner
+        # Not the cache, whose tensors would then lie there until Python looks for cycles.
+        self._compression = compression
         self._arena = arena
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -64,7 +66,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         UsageError
             Outside the `compressed` context, where nobody would read the past.
         """
-        if not self._owner.compression.active:
+        if not self._compression.active:
             raise UsageError(
                 "a compressed cache works inside its own kvprof.compressed context only; "
                 "generate there, or leave past_key_values out"

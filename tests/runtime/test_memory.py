@@ -1,5 +1,7 @@
 """A compressed cache stores the bytes that its plan accounts for."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -128,3 +130,23 @@ def test_a_static_cache_takes_its_room_at_once() -> None:
             assert cache.nbytes == bytes_at(plan, step + 1, itemsize=4, batch=2).total
             assert cache.allocated_bytes == bytes_at(plan, 24, itemsize=4, batch=2).total
         assert cache.get_max_length() == 24
+
+
+@pytest.mark.parametrize("kernels", [None, "on"])
+def test_a_cache_goes_with_the_next_requests_first_pass(kernels: str | None) -> None:
+    """Its tensors must not wait for Python to look for cycles: on a GPU there is room for one."""
+    model = loaded("Llama")
+    plan = make_plan(model, ranks=lambda *_: (16,))
+    with compressed(model, plan, kernels) as session, torch.no_grad():
+        gc.collect()
+        gc.disable()
+        try:
+            first = session.new_cache()
+            model.model(token_ids(2, 20), past_key_values=first)
+            model.model(token_ids(2, 1), past_key_values=first)
+            left = weakref.ref(first)
+            del first
+            model.model(token_ids(2, 20), past_key_values=session.new_cache())
+            assert left() is None
+        finally:
+            gc.enable()

@@ -115,7 +115,7 @@ def run_pass(
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Keep Python's garbage collector out: it stops a step for longer than the step takes."""
-    gc.collect()
+    gc.collect(1)  # what the last run left is young; going through all there is takes far longer
     before = gc.isenabled()
     gc.disable()
     try:
