@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprof.benchmark.capture import capturing
+from kvprof.benchmark.capture import Pool, capturing
 
 __all__ = [
     "DeviceLost",
@@ -37,6 +37,7 @@ _FAR = 3
 _SLOW_SECONDS = 3.0  # of a call on a CPU
 _LONG_SECONDS = 1e-3  # of a call on a GPU
 _SETTLE_SECONDS = 0.05
+_FULL = 0.5  # of the GPU's memory
 _RESAMPLES = 2000
 
 
@@ -94,7 +95,7 @@ class _CpuSampler:
 
 
 class _GpuSampler:
-    def __init__(self, runs: Runs, settle: bool) -> None:
+    def __init__(self, runs: Runs, settle: bool, pool: Pool) -> None:
         self.note: str | None = None
         self._runs = runs
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -113,8 +114,11 @@ class _GpuSampler:
         long = settle and once >= _LONG_SECONDS
         alone = _SETTLE_SECONDS / (once * self._calls) if long else 0.0
         self._settling = math.ceil(alone)
+        # A capture cannot give memory back that warming up has left.
+        if torch.cuda.memory_reserved() > _FULL * torch.cuda.mem_get_info()[1]:
+            torch.cuda.empty_cache()
         try:
-            self._capture()
+            self._capture(pool)
         except RuntimeError as problem:
             # Nothing that was captured halfway may be replayed.
             self._graph = None
@@ -128,9 +132,9 @@ class _GpuSampler:
             self._go()
         torch.cuda.synchronize()
 
-    def _capture(self) -> None:
+    def _capture(self, pool: Pool) -> None:
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
+        with capturing(graph, pool):
             for number in range(self._calls):
                 result = self._runs[number % len(self._runs)]()
                 if number == 0:
@@ -168,7 +172,7 @@ class _GpuSampler:
         return self._timed(self._go, self._calls)
 
 
-def sampler(runs: Runs, device: torch.device, *, settle: bool = True) -> Sampler:
+def sampler(runs: Runs, device: torch.device, *, settle: bool = True, pool: Pool = None) -> Sampler:
     """Warm a call up and prepare it for timing.
 
     Parameters
@@ -180,8 +184,11 @@ def sampler(runs: Runs, device: torch.device, *, settle: bool = True) -> Sampler
     settle : bool
         Repeat a long call on a GPU until the clocks are its own, before each sample. Without it
         they are those that the calls before it left.
+    pool : Pool, optional
+        Graphs of samplers with one pool share their memory: an output is good until another of
+        them is sampled.
     """
-    return _GpuSampler(runs, settle) if device.type == "cuda" else _CpuSampler(runs)
+    return _GpuSampler(runs, settle, pool) if device.type == "cuda" else _CpuSampler(runs)
 
 
 def interleaved(

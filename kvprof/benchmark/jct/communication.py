@@ -22,7 +22,8 @@ import gc, json, os, sys, statistics, torch, torch.distributed as dist
 rank, world, sizes = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", rank=rank, world_size=world,
-                        init_method="tcp://127.0.0.1:" + sys.argv[4])
+                        init_method="tcp://127.0.0.1:" + sys.argv[4],
+                        device_id=torch.device("cuda", rank))
 found = []
 gc.disable()  # what it frees would end a capture
 for size in sizes:
@@ -31,7 +32,8 @@ for size in sizes:
         dist.all_reduce(data)
     torch.cuda.synchronize()
     graph, calls = torch.cuda.CUDAGraph(), 8
-    with torch.cuda.graph(graph):
+    # NCCL's own threads ask for events meanwhile, which only this mode lets them.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             dist.all_reduce(data)
     samples = []

@@ -188,8 +188,13 @@ class Composer:
 
         def predict(values: list[float], part: str) -> float:
             degree = 2 if part == "attention" and window is None else 1
-            positive = [max(value, 1e-12) for value in values]
-            return beyond(lengths, positive, tokens, degree=degree).value
+            if values[-1] <= 0.0:  # the longest prompt takes a way without this part
+                return 0.0
+            there = [pair for pair in zip(lengths, values, strict=True) if pair[1] > 0.0]
+            if len(there) < 2:
+                return values[-1] * tokens / lengths[-1]
+            known, seconds = zip(*there, strict=True)
+            return beyond(known, seconds, tokens, degree=degree).value
 
         parts = _each(chosen, lambda point: point.parts, predict)
         # What the parts do not explain of the longest layer grows with its tokens.
@@ -347,5 +352,10 @@ def _each(
     of: Callable[[Point], dict[str, float]],
     combine: Callable[[list[float], str], float],
 ) -> dict[str, float]:
-    """Combine a figure of several points, part by part."""
-    return {part: combine([of(point)[part] for point in points], part) for part in of(points[0])}
+    """Combine a figure of several points, part by part; who has no such part spends nothing on it.
+
+    A prompt may be cut for Triton's kernels at one length, and not for a library's at another.
+    """
+    found = [of(point) for point in points]
+    parts = dict.fromkeys(part for one in found for part in one)
+    return {part: combine([one.get(part, 0.0) for one in found], part) for part in parts}

@@ -216,14 +216,16 @@ class Bench:
         Returns its seconds, their interval relative to them, and watts.
         """
         new = {unit.key: unit for unit in (*units, *once) if unit.key not in self._units}
-        whole = layer_sampler(units, place.device)
+        # A long prompt's parts, each with memory of its own, would not fit beside one another.
+        pool = torch.cuda.graph_pool_handle() if place.device.type == "cuda" else None
+        whole = layer_sampler(units, place.device, pool)
         samplers = [whole]
         names: list[tuple[tuple[object, ...], bool]] = []
         for unit in new.values():
-            samplers.append(unit_sampler(unit, place.device))
+            samplers.append(unit_sampler(unit, place.device, pool))
             names.append((unit.key, False))
             if unit.aside is not None:
-                samplers.append(sampler(unit.aside[1], place.device, settle=False))
+                samplers.append(sampler(unit.aside[1], place.device, settle=False, pool=pool))
                 names.append((unit.key, True))
         found = interleaved(
             samplers, self._repeats, seconds=self._budget * len(samplers) ** 0.5,

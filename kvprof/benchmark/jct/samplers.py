@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvprof.benchmark.capture import Pool
 from kvprof.benchmark.jct.units import Runs, Unit
 from kvprof.benchmark.timing import Sampler, sampler
 
@@ -54,23 +55,25 @@ class _Sum:
         return sum(one.sample() for one in self._samplers)
 
 
-def unit_sampler(unit: Unit, device: torch.device) -> Sampler:
-    """Return what times a unit where it runs."""
+def unit_sampler(unit: Unit, device: torch.device, pool: Pool = None) -> Sampler:
+    """Return what times a unit where it runs; graphs with one pool share their memory."""
     if unit.timed is not None:
         return unit.timed
     if unit.waits and device.type == "cuda":
         return _Waiting(unit.runs)
-    return sampler(unit.runs, torch.device("cpu") if unit.on_host else device, settle=False)
+    place = torch.device("cpu") if unit.on_host else device
+    return sampler(unit.runs, place, settle=False, pool=pool)
 
 
-def layer_sampler(units: Sequence[Unit], device: torch.device) -> Sampler:
+def layer_sampler(units: Sequence[Unit], device: torch.device, pool: Pool = None) -> Sampler:
     """Return what times a whole layer: its calls one after the other, in one graph on a GPU.
 
-    Calls that wait for the host stand beside the graph of all others.
+    Calls that wait for the host stand beside the graph of all others. Graphs with one pool share
+    their memory.
     """
     apart = [unit for unit in units if unit.waits and device.type == "cuda"]
     others = [unit for unit in units if unit not in apart]
-    together = sampler(_sequence(others), device, settle=False)
+    together = sampler(_sequence(others), device, settle=False, pool=pool)
     if not apart:
         return together
     return _Sum([together, *(_Waiting(unit.runs) for unit in apart)])

@@ -40,6 +40,7 @@ class Formula:
     watts: float | None = None
     powered: set = field(default_factory=set)
     ends: object = None  # from a length to its interval
+    uncut: tuple = ()  # prompts whose work needs no cutting
 
     place = staticmethod(tiny_bench().place)
 
@@ -51,8 +52,11 @@ class Formula:
         seen = min(place.seq, window or place.seq)
         attention = 1e-6 * seen if place.phase == "decode" else 1e-9 * tokens * seen
         parts = {"attention": attention, "mlp": 2e-6 * tokens}
+        once = {"head": 1e-4, "schedule": 1e-5}
+        if place.phase == "prefill" and place.seq in self.uncut:
+            del once["schedule"]
         return Point(
-            place.seq, parts, {"head": 1e-4, "schedule": 1e-5}, sum(parts.values()) + 3e-6 * tokens,
+            place.seq, parts, once, sum(parts.values()) + 3e-6 * tokens,
             1e-6, {"store": "counted", f"{place.phase} of": str(place.seq)},
             self.watts if powered else None, self.ends(place.seq) if self.ends else None,
         )  # fmt: skip
@@ -106,6 +110,30 @@ def test_a_prompt_that_takes_too_long_is_predicted_and_said():
     assert "predicted" not in events_of(Request(100, 2), composer([Request(100, 2)]))[0].labels
     (said,) = trace_doubts("full", [found, composer([Request(9, 1)]).compose(Request(9, 1))])
     assert "prefill of 1 of 2 requests is predicted" in said
+
+
+def test_prompts_whose_work_is_cut_at_some_lengths_only():
+    request = Request(64 * 1024, 2)
+    rungs = composer([request], rate=5e8)._prefill_rungs
+    kept = [rung for rung in rungs if rung >= rungs[-1] // 4]
+    assert len(kept) >= 3
+    for uncut in ((), kept[:1], kept[:-1], kept[-1:], kept):
+        found = composer([request], rate=5e8, uncut=tuple(uncut)).compose(request)
+        assert found.prefill["head"] == pytest.approx(1e-4)
+        # What does not grow is predicted as it is; from a single length, as if it grew.
+        grown = request.input_len / kept[-1] if uncut == kept[:-1] else 1.0
+        expected = 0.0 if kept[-1] in uncut else 1e-5 * grown
+        assert found.prefill.get("schedule", 0.0) == pytest.approx(expected, rel=1e-6)
+
+
+def test_between_prompts_of_which_one_is_cut_the_work_of_cutting_is_between():
+    sampled = [Request(200 + 37 * n, 3) for n in range(50)]
+    rungs = composer([Request(2013, 3)], sampled=sampled)._prefill_rungs
+    some = composer([Request(2013, 3)], sampled=sampled, uncut=tuple(rungs[::2]))
+    cuts = [some.prefill(one.input_len)[0].get("schedule", 0.0) for one in sampled]
+    assert min(cuts) >= 0.0
+    assert max(cuts) <= 1.2e-5  # a curve through points overshoots a little
+    assert max(cuts) > min(cuts)
 
 
 def test_sampled_requests_lie_between_few_points():

@@ -148,11 +148,11 @@ def test_a_layer_that_no_graph_holds_is_the_sum_of_parts_that_graphs_hold(monkey
 
     told = []
     timed = measured.unit_sampler
-    monkeypatch.setattr(measured, "layer_sampler", lambda units, device: Slow())
+    monkeypatch.setattr(measured, "layer_sampler", lambda units, device, pool: Slow())
     if parts_too:
         monkeypatch.setattr(
             measured, "unit_sampler",
-            lambda unit, device: Slow() if unit.part == "mlp" else timed(unit, device),
+            lambda unit, device, pool: Slow() if unit.part == "mlp" else timed(unit, device),
         )  # fmt: skip
     bench = tiny_bench(warn=told.append)
     point = bench.point(parse_variant("full"), None, bench.place("prefill", 1, 40))
@@ -173,7 +173,7 @@ def test_what_waits_for_the_host_is_never_captured(monkeypatch):
         def sample(self):
             return 2.0
 
-    def sampler(runs, device, *, settle):
+    def sampler(runs, device, *, settle, pool):
         assert not settle
         captured.append([run() for run in runs])
         return Fake()
