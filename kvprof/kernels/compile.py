@@ -65,10 +65,13 @@ def compile_variant(variant: Variant, architecture: int) -> dict[str, int]:
     dict
         ``shared`` memory in bytes, ``registers`` of a thread, ``spilled`` bytes of a thread.
     """
+    constants = dict(variant.constants)
+    if architecture < 90 and "DEPENDENT" in constants:
+        constants["DEPENDENT"] = False
     source = ASTSource(
         variant.kernel,
-        {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")},
-        variant.constants,
+        {**variant.signature, **dict.fromkeys(constants, "constexpr")},
+        constants,
     )
     binary = compile_source(
         source,

@@ -17,7 +17,7 @@ class Variant:
     signature : dict
         Types of its arguments.
     constants : dict
-        Compile-time arguments.
+        Compile-time arguments; `DEPENDENT` is false where the architecture has no such launches.
     warps : int
     stages : int
         Of the compiler's software pipeline, where the kernel leaves it to the launch.

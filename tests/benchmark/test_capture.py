@@ -17,15 +17,20 @@ def test_nothing_is_collected_within_a_capture(
 ) -> None:
     graph: Any = object()
     given: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "graph", lambda one: given.append(one) or nullcontext())
+
+    def begin(one: Any, pool: Any) -> Any:
+        given.append((one, pool))
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph", begin)
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with suppress(RuntimeError), capturing(graph):
+        with suppress(RuntimeError), capturing(graph, (0, 1)):
             assert not gc.isenabled()
             if fails:
                 raise RuntimeError
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
-    assert given == [graph]
+    assert given == [(graph, (0, 1))]

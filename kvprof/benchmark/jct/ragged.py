@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,10 +196,7 @@ def _merge(
     step: DecodeStep, place: Place, cut: Schedule, sinks: Tensor | None
 ) -> Callable[[], Tensor]:
     """Return the launch that joins partial results, alone, on partial results of the same sizes."""
-    import triton
-
-    from kvprof.kernels.decode.launch import HEAD_COLUMNS, merge_sizes
-    from kvprof.kernels.decode.merge import merge_pieces
+    from kvprof.kernels.decode.join import launch_merge
 
     layout = step.layout
     items, parts = cut.scheduled[:2]
@@ -210,18 +206,9 @@ def _merge(
     output = torch.empty(
         place.batch, layout.output_offsets[-1], dtype=place.dtype, device=place.device
     )
-    width, most = merge_sizes(widest, len(items), len(parts))
-    grid = (len(parts), layout.group, triton.cdiv(widest, width))
-    sizes: dict[str, Any] = {
-        "GROUP": layout.group, "WIDEST": widest, "WIDTH": width, "MOST": most,
-        "HEADS": layout.heads, "OUTPUT_ROW": layout.output_offsets[-1], "COLUMNS": HEAD_COLUMNS,
-        "SINKS": sinks is not None, "num_warps": 4,
-    }  # fmt: skip
 
     def run() -> Tensor:
-        merge_pieces[grid](
-            partial, logs, parts, output, step.heads, logs if sinks is None else sinks, **sizes
-        )
+        launch_merge(partial, logs, parts, output, step.heads, layout.heads, sinks=sinks)
         return output
 
     return run

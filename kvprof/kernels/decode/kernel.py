@@ -229,7 +229,7 @@ def decode_pieces(
     table_row, tokens, capacity, query_row, widest, scale, cap,
     KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    TRACE: tl.constexpr,
+    TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run one item per program (per block of its query heads); an item of kind -1 is none.
 
@@ -261,7 +261,11 @@ def decode_pieces(
     ROWS
         Query heads that a program takes, 16, 32 or 64; where a group has more, as many programs
         follow one another for each item.
+    DEPENDENT
+        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.join`).
     """
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     program = tl.program_id(0)
     _item(
@@ -277,13 +281,15 @@ def decode_lists(
     table_row, tokens, capacity, query_row, widest, scale, cap, longest,
     KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    TRACE: tl.constexpr,
+    TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run a worker's own list of items per program, one after the other.
 
     Parameters are those of `decode_pieces`, and `lists` ``[workers, longest]`` int32 with `counts`
     ``[workers]``: the items of each worker.
     """
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     worker = tl.program_id(0) // BLOCKS
     for place in range(tl.load(counts + worker)):

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.kernels.decode.cuts import COST_PER_TOKEN, kinds, tile_height
+from kvprof.kernels.decode.join import dependent, launch_merge
 from kvprof.kernels.decode.kernel import ITEM, decode_lists, decode_pieces
-from kvprof.kernels.decode.merge import merge_pieces
 from kvprof.kernels.decode.schedule import assign_longest, cut_equal, rank_tasks
 from kvprof.kernels.decode.tuning import Tuning, built_for, rows_of
 from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
@@ -23,15 +23,12 @@ __all__ = [
     "kind_numbers",
     "launch_cut",
     "launch_decode",
-    "merge_sizes",
 ]
 
 #: Columns of `head_table`.
 HEAD_COLUMNS = 8
 #: Tasks that a scheduling program looks at at once.
 _BLOCK = 256
-#: Columns that a merging program joins: few, so that there are programs enough at batch 1.
-_COLUMNS = 32
 
 
 def interpreted() -> bool:
@@ -121,13 +118,6 @@ def launch_cut(
     return items, parts, lists, counts
 
 
-def merge_sizes(widest: int, items: int, tasks: int) -> tuple[int, int]:
-    """Return the columns of a merging program and the parts that it reads at once."""
-    # The widest of ragged heads has about twice the mean's parts.
-    parts = triton.next_power_of_2(max(1, 2 * items // tasks))
-    return min(_COLUMNS, triton.next_power_of_2(widest)), min(256, max(16, parts))
-
-
 def launch_decode(
     query: Tensor,
     buffer: Tensor,
@@ -188,7 +178,7 @@ def launch_decode(
         "KINDS": kind_numbers(pairs, built.tile), "COUNT": len(pairs), "STAGES": built.stages,
         "GROUP": layout.group, "ROWS": rows_of(layout), "COLUMNS": HEAD_COLUMNS,
         "PAGE": 0 if table is None else layout.capacity, "CAPPED": softcap > 0.0,
-        "TRACE": trace is not None, "num_warps": built.warps,
+        "TRACE": trace is not None, "DEPENDENT": dependent(query.device), "num_warps": built.warps,
     }  # fmt: skip
     blocks = triton.cdiv(layout.group, rows_of(layout))
     if lists.numel():
@@ -197,11 +187,5 @@ def launch_decode(
         )
     else:
         decode_pieces[(len(items) * blocks,)](*tensors, *numbers, **constants)
-    width, most = merge_sizes(widest, len(items), len(parts))
-    merge_pieces[(len(parts), layout.group, triton.cdiv(widest, width))](
-        partial, logs, parts, output, heads, logs if sinks is None else sinks,
-        GROUP=layout.group, WIDEST=widest, WIDTH=width, MOST=most, HEADS=layout.heads,
-        OUTPUT_ROW=layout.output_offsets[-1], COLUMNS=HEAD_COLUMNS, SINKS=sinks is not None,
-        num_warps=4,
-    )  # fmt: skip
+    launch_merge(partial, logs, parts, output, heads, layout.heads, sinks=sinks)
     return output

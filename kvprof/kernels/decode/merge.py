@@ -4,6 +4,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 __all__ = ["merge_pieces"]
 
@@ -12,9 +13,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def merge_pieces(
-    partial, logs, parts, output, heads, sinks,
+    partial, logs, parts, output, heads, sinks, counters,
     GROUP: tl.constexpr, WIDEST: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
     HEADS: tl.constexpr, OUTPUT_ROW: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr,
+    COUNTERS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Join parts; a program per row and KV head, query head of its group, and `WIDTH` columns.
 
@@ -32,8 +34,12 @@ def merge_pieces(
         ``[heads, COLUMNS]`` int64: in columns 3 and 4, where a head's outputs begin, and dv.
     sinks
         ``[heads, GROUP]`` float32: a further logit of each query head, read with `SINKS`.
+    counters
+        ``[COUNTERS]`` int32, set to 0 for the next layer that shares the cut.
     MOST
         Power of two: parts that are read at once; more of them take more rounds.
+    DEPENDENT
+        Whether the launch did not wait for the parts (`kvprof.kernels.decode.join`).
     """
     number = tl.program_id(0)
     query = tl.program_id(1)
@@ -44,6 +50,15 @@ def merge_pieces(
     width = tl.load(heads + head * COLUMNS + 4)
     columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     wanted = columns < width
+    if DEPENDENT:
+        # What was read so far was there before the kernel that leaves the parts was launched.
+        cuda.gdc_wait()
+    if COUNTERS > 0:
+        LANES: tl.constexpr = 128
+        if number + query + tl.program_id(2) == 0:
+            for begin in tl.static_range(0, COUNTERS, LANES):
+                lane = begin + tl.arange(0, LANES)
+                tl.store(counters + lane, tl.zeros([LANES], tl.int32), mask=lane < COUNTERS)
     # Finite, so that a row without tokens gets no inf - inf.
     top = tl.full([], -1e30, tl.float32)
     total = tl.zeros([], tl.float32)

@@ -36,7 +36,7 @@ def _decode(
     constants = {
         "KINDS": kind_numbers(widths, tuning.tile), "COUNT": len(widths), "STAGES": tuning.stages,
         "GROUP": group, "ROWS": rows_of(layout), "COLUMNS": HEAD_COLUMNS, "PAGE": page,
-        "CAPPED": capped, "TRACE": False,
+        "CAPPED": capped, "TRACE": False, "DEPENDENT": True,
     }  # fmt: skip
     kernel = decode_lists if lists else decode_pieces
     return Variant(f"decode {name} {dtype}", kernel, signature, constants, tuning.warps)
@@ -44,9 +44,10 @@ def _decode(
 
 def _merge(width: int, most: int) -> Variant:
     signature = {"partial": "*fp32", "logs": "*fp32", "parts": "*i32", "output": "*bf16",
-                 "heads": "*i64", "sinks": "*fp32"}  # fmt: skip
+                 "heads": "*i64", "sinks": "*fp32", "counters": "*i32"}  # fmt: skip
     constants = {"GROUP": 4, "WIDEST": 128, "WIDTH": width, "MOST": most, "HEADS": 8,
-                 "OUTPUT_ROW": 2048, "COLUMNS": HEAD_COLUMNS, "SINKS": True}  # fmt: skip
+                 "OUTPUT_ROW": 2048, "COLUMNS": HEAD_COLUMNS, "SINKS": True,
+                 "COUNTERS": 133, "DEPENDENT": True}  # fmt: skip
     return Variant("decode merge", merge_pieces, signature, constants, 4)
 
 

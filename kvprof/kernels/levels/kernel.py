@@ -171,7 +171,7 @@ def level_pieces(
     KINDS: tl.constexpr, COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     WIDEST: tl.constexpr, CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr,
-    FAST: tl.constexpr, NEAR: tl.constexpr,
+    FAST: tl.constexpr, NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run one item and block of query heads per program.
 
@@ -212,7 +212,11 @@ def level_pieces(
         Whether inline assembly can be used.
     NEAR
         `Tuning.near`; only then the counters are read.
+    DEPENDENT
+        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.join`).
     """
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
     # The last task is the last head of the last row.
     total = (tl.load(parts + 2 * tasks - 2) + tl.load(parts + 2 * tasks - 1)) * blocks
     taken = _taken(counters, total, processors, FAST) if NEAR else tl.program_id(0)

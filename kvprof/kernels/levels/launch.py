@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvprof.kernels.decode.merge import merge_pieces
+from kvprof.kernels.decode.join import dependent, launch_merge
 from kvprof.kernels.levels.cuts import places_of, token_bytes, token_cost
 from kvprof.kernels.levels.kernel import level_pieces
 from kvprof.kernels.levels.layout import LevelsLayout
@@ -34,8 +34,6 @@ UNIT_COLUMNS = 10
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Bytes of shared memory beyond which fewer tiles are on their way.
 _SHARED = 64 << 10
-#: Columns that a merging program joins.
-_MERGED = 32
 
 
 def interpreted() -> bool:
@@ -164,7 +162,9 @@ def constants(layout: LevelsLayout, tuning: Tuning, *, softcap: bool, fast: bool
     }  # fmt: skip
 
 
-def launch_cut(lengths: Tensor, units: Tensor, heads: int, pieces: int) -> tuple[Tensor, Tensor]:
+def launch_cut(
+    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cut a step's work into items.
 
     Parameters
@@ -174,23 +174,26 @@ def launch_cut(lengths: Tensor, units: Tensor, heads: int, pieces: int) -> tuple
     units : Tensor
         From `unit_table`.
     heads, pieces : int
+    counted : int
+        Counters that the kernel needs: one per multiprocessor and one, or none.
 
     Returns
     -------
     tuple of Tensor
-        Items and parts, as `cut_units` has them.
+        Items, parts and counters, as `cut_units` has them.
     """
     segments, batch = lengths.shape
     count = segments * batch * heads
     room = pieces + count
     items = lengths.new_empty(room, 5)
     parts = lengths.new_empty(batch * heads, 2)
+    counters = lengths.new_empty(counted)
     cut_units[(batch * heads,)](
-        lengths, units, items, parts, count, batch, pieces, room,
+        lengths, units, items, parts, counters, count, batch, pieces, room, counted,
         HEADS=heads, SEGMENTS=segments, COLUMNS=UNIT_COLUMNS,
         BLOCK=min(256, max(32, triton.next_power_of_2(count))), num_warps=1,
     )  # fmt: skip
-    return items, parts
+    return items, parts, counters
 
 
 def launch_levels(
@@ -202,6 +205,7 @@ def launch_levels(
     eye: Tensor,
     items: Tensor,
     parts: Tensor,
+    counters: Tensor,
     processors: int,
     scaling: float,
     *,
@@ -222,8 +226,8 @@ def launch_levels(
         From `unit_table`, with the same tuning.
     eye : Tensor
         256 bytes uint8, 1 at 128.
-    items, parts : Tensor
-        From `launch_cut`.
+    items, parts, counters : Tensor
+        From `launch_cut`; the counters are 0 again when this ends.
     processors : int
         Multiprocessors of the GPU.
     scaling, softcap : float
@@ -244,21 +248,14 @@ def launch_levels(
     chosen = constants(layout, tuning, softcap=softcap > 0.0, fast=not interpreted())
     blocks = triton.cdiv(layout.group, chosen["HEADS"])
     options = {"maxnreg": tuning.registers} if tuning.registers and not interpreted() else {}
-    counters = items
-    if tuning.near:
-        counters = torch.zeros(processors + 1, dtype=torch.int32, device=query.device)
     level_pieces[(len(items) * blocks,)](
         query, buffer, buffer.view(layout.dtype), buffer.view(torch.float16), eye, partial, logs,
         counters, items, parts, units, len(parts), processors, blocks, query.shape[1],
         scaling * log2_e, softcap * log2_e,
-        **chosen, **options, num_warps=tuning.warps,
+        **chosen, **options, DEPENDENT=dependent(query.device), num_warps=tuning.warps,
     )  # fmt: skip
-    most = triton.next_power_of_2(max(1, 2 * len(items) // len(parts)))
-    width = min(_MERGED, triton.next_power_of_2(widest))
-    merge_pieces[(len(parts), layout.group, triton.cdiv(widest, width))](
-        partial, logs, parts, output, units, logs if sinks is None else sinks,
-        GROUP=layout.group, WIDEST=widest, WIDTH=width, MOST=min(256, max(16, most)),
-        HEADS=layout.heads, OUTPUT_ROW=wide.output_offsets[-1], COLUMNS=UNIT_COLUMNS,
-        SINKS=sinks is not None, num_warps=4,
+    launch_merge(
+        partial, logs, parts, output, units, layout.heads, sinks=sinks,
+        counters=counters if tuning.near else None,
     )  # fmt: skip
     return output

@@ -65,18 +65,25 @@ def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> LevelsLayout:
 
 
 @torch.library.custom_op("kvprof::levels_cut", mutates_args=())
-def cut_operator(lengths: Tensor, units: Tensor, heads: int, pieces: int) -> tuple[Tensor, Tensor]:
+def cut_operator(
+    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cut a step's work: `kvprof.kernels.levels.launch.launch_cut`, which says what is what."""
-    return launch_cut(lengths, units, heads, pieces)
+    return launch_cut(lengths, units, heads, pieces, counted)
 
 
 @cut_operator.register_fake
-def _(lengths: Tensor, units: Tensor, heads: int, pieces: int) -> tuple[Tensor, Tensor]:
+def _(
+    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = lengths.shape[1] * heads
     room = pieces + lengths.shape[0] * rows
-    return lengths.new_empty(room, 5), lengths.new_empty(rows, 2)
+    shapes: tuple[tuple[int, ...], ...] = ((room, 5), (rows, 2), (counted,))
+    items, parts, counters = (lengths.new_empty(shape) for shape in shapes)
+    return items, parts, counters
 
 
+# The counters of a schedule are used and set to 0 again: whoever looks sees no change.
 @torch.library.custom_op("kvprof::levels", mutates_args=())
 def levels_operator(
     query: Tensor,
@@ -115,10 +122,10 @@ def levels_operator(
     """
     restored = _layout(tuple(layout), query.dtype)
     if uses_triton(query.device):
-        items, parts = scheduled
+        items, parts, counters = scheduled
         return launch_levels(
             query.contiguous(), buffer, restored, Tuning(*tuning), units, eye, items, parts,
-            processors, scaling, softcap=softcap, sinks=sinks,
+            counters, processors, scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     return levels_cpu(query, buffer, restored, lengths, scaling, softcap=softcap, sinks=sinks)
 

@@ -37,7 +37,7 @@ def _share(before, cost, tiles, pieces, total):
 
 @triton.jit
 def cut_units(
-    lengths, units, items, parts, count, batch, pieces, room,
+    lengths, units, items, parts, counters, count, batch, pieces, room, counted,
     HEADS: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Cut all units into `pieces` items of equal cost; a program per head and row.
@@ -57,6 +57,8 @@ def cut_units(
         the last.
     parts
         ``[batch * HEADS, 2]`` int32, written: first item and number of items of each row and head.
+    counters
+        ``[counted]`` int32, set to 0.
     count
         Units: HEADS times batch times SEGMENTS, in that order.
     """
@@ -105,6 +107,8 @@ def cut_units(
             tl.store(item + 4, stop.to(tl.int32), mask=mine)
         begin += share
         before += cost
+    for at in range(task * BLOCK, counted, tl.num_programs(0) * BLOCK):
+        tl.store(counters + at + lane, lane * 0, mask=at + lane < counted)
     own = parts + (row * HEADS + head) * 2
     tl.store(own, first)
     tl.store(own + 1, begin - first)

@@ -22,14 +22,14 @@ __all__ = ["LevelsStep", "Schedule", "Tuning", "levels_step"]
 
 
 class Schedule(NamedTuple):
-    """A step's work as it was cut; layers of the same layout may share it.
+    """A step's work as it was cut; layers of the same layout may share it, one after the other.
 
     Attributes
     ----------
     lengths : Tensor
         ``[segments, batch]`` int32.
     scheduled : list of Tensor
-        Items and parts; empty where no Triton kernel runs.
+        Items, parts and counters; empty where no Triton kernel runs.
     """
 
     lengths: Tensor
@@ -89,7 +89,8 @@ class LevelsStep:
         if not uses_triton(lengths.device):
             return Schedule(lengths, [])
         pieces = self.tuning.pieces * self.multiprocessors
-        found = cut_operator(lengths.contiguous(), self.units, layout.heads, pieces)
+        counted = self.multiprocessors + 1 if self.tuning.near else 0
+        found = cut_operator(lengths.contiguous(), self.units, layout.heads, pieces, counted)
         return Schedule(lengths, list(found))
 
     def _check_numbers(self, lengths: Sequence[Sequence[int]]) -> None:

@@ -37,7 +37,7 @@ def _levels(
         "units": "*i64", "tasks": "i32", "processors": "i32", "blocks": "i32", "query_row": "i32",
         "scale": "fp32", "cap": "fp32",
     }  # fmt: skip
-    fixed = constants(layout, tuning, softcap=False, fast=True)
+    fixed = constants(layout, tuning, softcap=False, fast=True) | {"DEPENDENT": True}
     return Variant(
         f"levels {name} {run}", level_pieces, signature, fixed, tuning.warps, tuning.stages
     )
@@ -57,8 +57,9 @@ VARIANTS = (
     _levels("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
     Variant(
         "levels cut", cut_units,
-        {"lengths": "*i32", "units": "*i64", "items": "*i32", "parts": "*i32", "count": "i32",
-         "batch": "i32", "pieces": "i32", "room": "i32"},
+        {"lengths": "*i32", "units": "*i64", "items": "*i32", "parts": "*i32",
+         "counters": "*i32", "count": "i32", "batch": "i32", "pieces": "i32", "room": "i32",
+         "counted": "i32"},
         {"HEADS": 8, "SEGMENTS": 3, "COLUMNS": UNIT_COLUMNS, "BLOCK": 256}, 1,
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.decode import launch
+from kvprof.kernels.decode import join, launch
 from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
@@ -184,7 +184,7 @@ def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
 
 
 def test_more_parts_than_a_merge_reads_at_once_and_more_tasks_than_a_block(monkeypatch):
-    monkeypatch.setattr(launch, "merge_sizes", lambda *_: (16, 16))
+    monkeypatch.setattr(join, "merge_sizes", lambda *_: (16, 16))
     monkeypatch.setattr(launch, "_BLOCK", 32)
     layout = RaggedLayout((16, 32), (48, 16), 1, 1, 600)
     query, buffer = states(layout, 1, torch.float32, 5)

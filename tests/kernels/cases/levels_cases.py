@@ -202,11 +202,26 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
 def test_the_device_cuts_as_the_host_states(found, pieces, tile):
     layout, lengths = found
     prepared = step(layout, pieces=pieces, tile=tile)
-    device, parts = prepared.cut(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).scheduled
+    device, parts, counters = prepared.cut(
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    ).scheduled
     items, wanted = equal_shares(layout, lengths, 2 * pieces, prepared.tuning)
     assert [tuple(item) for item in device.tolist() if item[2] >= 0] == items
     assert [tuple(part) for part in parts.tolist()] == wanted
     assert (device[len(items) :, 2] == -1).all()
+    assert (counters == 0).all()
+
+
+def test_layers_share_a_cut():
+    layout = LevelsLayout((one([(48, 32), (16, 64)], 4, 2, batch=2, capacity=300),), DTYPES[0])
+    prepared = step(layout, pieces=5, tile=1024)
+    cut = prepared.cut([[300, 77]])
+    for seed in (1, 2, 3):
+        query, buffer = random_states(layout, seed)
+        found = prepared.run(query, buffer, cut, 0.2)
+        wanted = reference_levels(query, buffer, layout, [[300, 77]], 0.2)
+        assert error(found, wanted) < LIMITS[layout.dtype]
+        assert (cut.scheduled[2] == 0).all(), "what was counted is left to the next layer"
 
 
 def test_lengths_on_the_device_are_clamped_and_empty_rows_give_zeros():
