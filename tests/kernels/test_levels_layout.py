@@ -120,7 +120,7 @@ def test_bytes_are_counted_with_scales_middles_and_padding():
 def test_a_padded_plane_of_keys_costs_what_it_is_padded_by():
     def cost(pair: tuple[int, int], bits: int | str | None) -> int:
         layout = LevelsLayout((segment([pair], bits, bits, columns=32),))
-        return token_cost(layout, 0, 0) - token_bytes(layout, 0, 0)
+        return token_cost(layout, 0, 0, 20) / 16 - token_bytes(layout, 0, 0) - 20
 
     assert cost((64, 48), 4) == 0
     assert cost((48, 64), 4) == 8

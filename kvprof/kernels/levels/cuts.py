@@ -5,13 +5,47 @@ one row; its cost is its tokens times their bytes plus a constant per token.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.side import MOST_PLACES, PLACES
+from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.levels.tuning import Tuning
 
 __all__ = ["equal_shares", "places_of", "token_bytes", "token_cost"]
+
+#: Parts of a byte in which costs are counted.
+_PARTS = 16
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a byte costs, by what it is.
+
+    Attributes
+    ----------
+    keys, values : float
+        Of codes.
+    key_scales, value_scales : float
+        Of scales and middles.
+    padding : float
+        By which a plane of 16 columns of K is padded in a product.
+    wide : float
+        Half a byte for each 16 columns of V beyond 64, whose sums take registers from all else.
+    """
+
+    keys: float = 1.0
+    values: float = 1.0
+    key_scales: float = 1.0
+    value_scales: float = 1.0
+    padding: float = 1.0
+    wide: float = 0.0
+
+
+_BYTES = _Weights()
+#: At 4 bits with scales of groups of columns: the weights with which two layers of eight unlike
+#: heads each took the least time on an H200 (`docs/benchmarks/README.md`).
+_GROUPED = _Weights()
 
 
 def token_bytes(layout: LevelsLayout, segment: int, head: int) -> int:
@@ -19,17 +53,36 @@ def token_bytes(layout: LevelsLayout, segment: int, head: int) -> int:
     return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
 
 
-def token_cost(layout: LevelsLayout, segment: int, head: int) -> int:
-    """Return what a token of a head costs, in bytes, but for what every token costs.
+def token_cost(layout: LevelsLayout, segment: int, head: int, per_token: int) -> int:
+    """Return what a token of a head costs, in sixteenths of a byte.
 
-    Its bytes, and those by which a plane of 16 columns of quantised K is padded in a product. With
-    `Tuning.per_token` it fits the times of eight pairs of widths at 4 bits on an H200 within 2 %.
+    Parameters
+    ----------
+    layout : LevelsLayout
+    segment, head : int
+    per_token : int
+        Bytes' worth of what every token costs: `Tuning.per_token`.
     """
-    keys, _ = layout.sides(segment, head)
+    keys, values = layout.sides(segment, head)
     padding = 0
     if keys.container:
         padding = sum(16 * keys.container // 8 for plane in keys.planes if plane.width == 16)
-    return token_bytes(layout, segment, head) + padding
+    grouped = keys.container == values.container == 4 and keys.groups > 0 < values.groups
+    weights = _GROUPED if grouped else _BYTES
+    cost = (
+        weights.keys * _token(keys, keys.code_bytes)
+        + weights.values * _token(values, values.code_bytes)
+        + weights.key_scales * _token(keys, 2 * keys.scale_bytes)
+        + weights.value_scales * _token(values, 2 * values.scale_bytes)
+        + weights.padding * padding
+        + weights.wide * max(0, values.width - 64) / 2
+        + per_token
+    )
+    return round(_PARTS * cost)
+
+
+def _token(side: Side, nbytes: int) -> float:
+    return nbytes / (PLACES * side.slots)
 
 
 def places_of(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
@@ -80,7 +133,7 @@ def equal_shares(
         for segment in range(count)
     ]
     costs = [
-        lengths[segment][row] * (token_cost(layout, segment, head) + tuning.per_token)
+        lengths[segment][row] * token_cost(layout, segment, head, tuning.per_token)
         for row, head, segment in units
     ]
     total = max(1, sum(costs))

@@ -67,7 +67,7 @@ def unit_table(layout: LevelsLayout, tuning: Tuning, device: torch.device) -> Te
             rows.append([
                 wide.query_offsets[head], wide.key_widths[head], layout.offsets[number][head],
                 wide.output_offsets[head], wide.value_widths[head],
-                token_cost(layout, number, head) + tuning.per_token,
+                token_cost(layout, number, head, tuning.per_token),
                 segment.slots * places_of(layout, number, head, tuning.tile),
                 kinds.index((number, *widths)),
                 segment.blocks * layout.block_bytes(number, head), segment.layout.capacity,

@@ -25,8 +25,7 @@ class Tuning:
     warps : int
         Of a program.
     per_token : int
-        Bytes that a token costs beside `kvprof.kernels.levels.cuts.token_cost`: softmax does not
-        shrink with them.
+        Bytes that a token costs beside its own: softmax does not shrink with them.
     registers : int
         Most of a thread; 0 leaves it to the compiler.
     near : int
