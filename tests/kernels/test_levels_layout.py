@@ -117,15 +117,27 @@ def test_bytes_are_counted_with_scales_middles_and_padding():
     assert [container_bits(bits) for bits in (None, 2, 3, 4, 8, "fp8")] == [0, 2, 4, 4, 8, 8]
 
 
-def test_a_padded_plane_of_keys_costs_what_it_is_padded_by():
-    def cost(pair: tuple[int, int], bits: int | str | None) -> int:
-        layout = LevelsLayout((segment([pair], bits, bits, columns=32),))
+def of_one(pair: tuple[int, int], bits: int | None) -> LevelsLayout:
+    return LevelsLayout((segment([pair], bits, bits, columns=32),))
+
+
+def test_a_token_costs_its_bytes_and_what_a_plane_of_keys_is_padded_by():
+    def more(pair: tuple[int, int], bits: int | None) -> float:
+        layout = of_one(pair, bits)
         return token_cost(layout, 0, 0, 20) / 16 - token_bytes(layout, 0, 0) - 20
 
-    assert cost((64, 48), 4) == 0
-    assert cost((48, 64), 4) == 8
-    assert cost((112, 64), 8) == 16
-    assert cost((48, 64), None) == 0
+    assert more((64, 48), 8) == 0
+    assert more((48, 64), 8) == 16
+    assert more((112, 64), 8) == 16
+    assert more((48, 64), None) == 0
+
+
+def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes():
+    wide_keys, wide_values = of_one((128, 32), 4), of_one((32, 128), 4)
+    assert token_bytes(wide_keys, 0, 0) == token_bytes(wide_values, 0, 0)
+    # 48 bytes of codes more of one and less of the other, 3 scales and middles with them.
+    difference = token_cost(wide_values, 0, 0, 26) - token_cost(wide_keys, 0, 0, 26)
+    assert difference == pytest.approx(16 * (0.25 * 48 - 0.05 * 3 * 4), abs=1)
 
 
 def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
