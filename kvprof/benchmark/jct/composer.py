@@ -27,6 +27,9 @@ from kvprof.errors import LackingError
 
 __all__ = ["Composer"]
 
+#: Parts of a prompt that grow with pairs of tokens.
+_BENT = ("attention", "decompress")
+
 
 @dataclass(eq=False)
 class Composer:
@@ -174,14 +177,18 @@ class Composer:
         points = [self._point("prefill", rung, window) for rung in rungs]
         if tokens <= rungs[-1]:
 
-            def at(values: list[float], _: str = "") -> float:
-                return between(rungs, values, tokens)
+            def at(values: list[float], part: str) -> float:
+                # A parabola overshoots where a time is not smooth, as those are that wait for the
+                # host; what costs by the token lies on straight lines anyway.
+                path = between if part in _BENT else interpolated
+                return path(rungs, values, tokens)
 
-            return (
-                _each(points, lambda point: point.parts, at),
-                _each(points, lambda point: point.passes, at),
-                at([point.layer for point in points]),
+            parts = _each(points, lambda point: point.parts, at)
+            passes = _each(points, lambda point: point.passes, at)
+            bent = between(
+                rungs, [point.layer - _straight(point.parts) for point in points], tokens
             )
+            return parts, passes, _straight(parts) + bent
         kept = [(r, p) for r, p in zip(rungs, points, strict=True) if r >= self._longest // 4]
         lengths, last = [rung for rung, _ in kept], kept[-1][1]
         chosen = [point for _, point in kept]
@@ -345,6 +352,10 @@ class Composer:
         if len(known) < len(phases):
             return None
         return sum(power * seconds for power, seconds in zip(known, phases, strict=True))
+
+
+def _straight(parts: Times) -> float:
+    return sum(seconds for part, seconds in parts.items() if part not in _BENT)
 
 
 def _each(

@@ -1,6 +1,6 @@
 """Requests put together from points whose times are known formulas."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -132,8 +132,29 @@ def test_between_prompts_of_which_one_is_cut_the_work_of_cutting_is_between():
     some = composer([Request(2013, 3)], sampled=sampled, uncut=tuple(rungs[::2]))
     cuts = [some.prefill(one.input_len)[0].get("schedule", 0.0) for one in sampled]
     assert min(cuts) >= 0.0
-    assert max(cuts) <= 1.2e-5  # a curve through points overshoots a little
+    assert max(cuts) <= 1e-5
     assert max(cuts) > min(cuts)
+
+
+def test_a_part_that_is_not_smooth_does_not_overshoot_between_lengths():
+    sampled = [Request(300 + 97 * n, 3) for n in range(40)]
+    rungs = composer([Request(4183, 3)], sampled=sampled)._prefill_rungs
+    assert len(rungs) >= 4
+    steps = composer([Request(4183, 3)], sampled=sampled)
+    measure = steps.bench.point
+
+    def point(variant, widths, place, window=None, *, powered=False):
+        found = measure(variant, widths, place, window, powered=powered)
+        waits = 1e-2 * (rungs.index(place.seq) % 2) if place.phase == "prefill" else 0.0
+        return replace(found, parts={**found.parts, "basis": waits}, layer=found.layer + waits)
+
+    steps.bench.point = point
+    for request in sampled:
+        found = steps.compose(request)
+        tokens = request.input_len
+        assert 0.0 <= found.prefill["basis"] <= 2 * 1e-2
+        exact = 2 * (1e-9 * tokens**2 + 5e-6 * tokens) + 1.1e-4 + found.prefill["basis"]
+        assert found.prefill_seconds == pytest.approx(exact, rel=1e-6)
 
 
 def test_sampled_requests_lie_between_few_points():

@@ -98,14 +98,18 @@ def test_an_eager_step_waits_more_for_the_host_than_a_replayed_one() -> None:
     assert shares[True] < 0.1
 
 
-def test_held_parts_are_those_of_a_replayed_step() -> None:
-    """The same kernels, timed in two ways, take the same time."""
+def test_held_parts_are_near_those_of_a_replayed_step() -> None:
+    """The same kernels launched one by one have gaps, which a graph closes, and no more than that.
+
+    Attention, 44 µs a layer in a graph here, took 26 to 36 % longer without on an H200.
+    """
     found = {}
     for graph in (True, False):
         _, events = run(plans()["ragged"], kernels="on", graph=graph, sample_layers=1)
         found[graph] = seconds_by(events, "phase", "part")
     for part in ("attention", "mlp", "qkv_proj"):
-        assert found[True]["decode", part] == pytest.approx(found[False]["decode", part], rel=0.15)
+        ratio = found[False]["decode", part] / found[True]["decode", part]
+        assert 0.85 < ratio < 1.5, part
 
 
 def test_every_way_writes_the_same_tokens() -> None:
