@@ -138,6 +138,10 @@ def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes():
     # 48 bytes of codes more of one and less of the other, 3 scales and middles with them.
     difference = token_cost(wide_values, 0, 0, 26) - token_cost(wide_keys, 0, 0, 26)
     assert difference == pytest.approx(16 * (0.25 * 48 - 0.05 * 3 * 4), abs=1)
+    beside = LevelsLayout(tuple(
+        segment([(128, 32)], bits, bits, columns=32) for bits in (4, 2)
+    ))  # fmt: skip
+    assert token_cost(beside, 0, 0, 26) == 16 * (token_bytes(beside, 0, 0) + 26)
 
 
 def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():

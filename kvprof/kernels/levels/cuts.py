@@ -41,8 +41,9 @@ class _Weights:
 
 _BYTES = _Weights()
 #: At 4 bits: found by descent on an H200, where a layer of eight unlike heads (the ragged one of
-#: docs/benchmarks) ends 3.5 % sooner than with bytes alone.
-_GROUPED = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
+#: docs/benchmarks) ends 3.5 % sooner than with bytes alone. Nothing is known of segments of unlike
+#: bits beside one another.
+_FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
 def token_bytes(layout: LevelsLayout, segment: int, head: int) -> int:
@@ -64,8 +65,8 @@ def token_cost(layout: LevelsLayout, segment: int, head: int, per_token: int) ->
     padding = 0
     if keys.container:
         padding = sum(16 * keys.container // 8 for plane in keys.planes if plane.width == 16)
-    grouped = keys.container == values.container == 4 and keys.groups > 0 < values.groups
-    weights = _GROUPED if grouped else _BYTES
+    four = len(layout.segments) == 1 and keys.container == values.container == 4
+    weights = _FOUR if four else _BYTES
     cost = (
         weights.keys * _token(keys, keys.code_bytes)
         + weights.values * _token(values, values.code_bytes)
