@@ -193,9 +193,10 @@ def _frontier_inputs() -> str:
     gpu, baseline = record["environment"]["gpus"][0]["name"], data["baseline"]
     records = ", ".join(f"[{name}](findings/{name}.json)" for name in _FRONTIERS)
     return _wrapped(
-        f"Reference model, {gpu}, {data['dtype']}, {record['created'][:10]}; {inputs['sequences']} "
-        f"sequences of {inputs['seq_len']:,} tokens, {baseline['decoded_tokens']:,} of them "
-        f"decoded and scored; rates at a context of {data['context']} tokens; target "
+        f"Reference model, {gpu}, {data['dtype']}, up to {record['created'][:10]}; "
+        f"{inputs['sequences']} sequences of {inputs['seq_len']:,} tokens, "
+        f"{baseline['decoded_tokens']:,} of them decoded and scored; rates at a context of "
+        f"{data['context']} tokens; target "
         f"{100 * data['target']:g} % of the uncompressed next-token accuracy, which is "
         f"{baseline['accuracy']:.4f}. Retrieval is the share of {' / '.join(_RETRIEVAL)} questions "
         f"answered at that rate ({_retrieval(baseline)} uncompressed). Records: {records}."

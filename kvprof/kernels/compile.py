@@ -19,7 +19,7 @@ from triton.compiler import compile as compile_source
 
 from kvprof.environment import usable_threads
 from kvprof.errors import FailedError
-from kvprof.kernels.variants import Variant
+from kvprof.kernels.variants import DEPENDENT_FROM, Variant
 
 __all__ = ["ARCHITECTURES", "MOST", "OPERATIONS", "compile_variant", "variants"]
 
@@ -66,7 +66,7 @@ def compile_variant(variant: Variant, architecture: int) -> dict[str, int]:
         ``shared`` memory in bytes, ``registers`` of a thread, ``spilled`` bytes of a thread.
     """
     constants = dict(variant.constants)
-    if architecture < 90 and "DEPENDENT" in constants:
+    if architecture < DEPENDENT_FROM and "DEPENDENT" in constants:
         constants["DEPENDENT"] = False
     source = ASTSource(
         variant.kernel,

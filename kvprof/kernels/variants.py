@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Variant"]
+__all__ = ["DEPENDENT_FROM", "Variant"]
+
+#: Compute capability times ten from which a kernel can be launched while the one that it depends on
+#: still runs: Hopper's.
+DEPENDENT_FROM = 90
 
 
 @dataclass(frozen=True)

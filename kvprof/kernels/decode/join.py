@@ -1,4 +1,4 @@
-"""Launches what joins partial results, which need not wait for the last part to be launched."""
+"""Launches what joins partial results, which need not wait for the last part to end."""
 
 from functools import cache
 
@@ -8,25 +8,25 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.kernels.decode.merge import merge_pieces
+from kvprof.kernels.variants import DEPENDENT_FROM
 
 __all__ = ["dependent", "launch_merge", "merge_sizes"]
 
 #: Columns that a merging program joins: few, so that there are programs enough at batch 1.
 _COLUMNS = 32
-#: Compute capability from which a kernel can be launched while the one before it runs.
-_DEPENDENT = (9, 0)
 
 
 @cache
 def dependent(device: torch.device) -> bool:
     """Tell whether a kernel can be launched before the one that it depends on has ended.
 
-    From Hopper on: its programs take their places meanwhile and wait there, which saves most of the
-    time between two kernels.
+    Its programs take their places meanwhile and wait there, which saves most of the time between
+    two kernels.
     """
     if isinstance(merge_pieces, InterpretedFunction):
         return False
-    return torch.cuda.get_device_capability(device) >= _DEPENDENT
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= DEPENDENT_FROM
 
 
 def merge_sizes(widest: int, items: int, tasks: int) -> tuple[int, int]:

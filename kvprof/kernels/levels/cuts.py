@@ -1,7 +1,8 @@
 """How a step over segments is cut into pieces that cost the same, stated on the host.
 
 The device does the same (`kvprof.kernels.levels.schedule`). A unit is one segment of one KV head of
-one row; its cost is its tokens times their bytes plus a constant per token.
+one row; its cost is its tokens times their bytes, weighed by what they are, plus a constant per
+token.
 """
 
 from collections.abc import Sequence
@@ -24,25 +25,23 @@ class _Weights:
 
     Attributes
     ----------
-    keys, values : float
-        Of codes.
-    key_scales, value_scales : float
-        Of scales and middles.
+    keys : float
+        Of K's codes.
+    value_scales : float
+        Of V's scales and middles.
     padding : float
         By which a plane of 16 columns of K is padded in a product.
     """
 
     keys: float = 1.0
-    values: float = 1.0
-    key_scales: float = 1.0
     value_scales: float = 1.0
     padding: float = 1.0
 
 
 _BYTES = _Weights()
-#: At 4 bits: found by descent on an H200, where a layer of eight unlike heads (the ragged one of
-#: docs/benchmarks) ends 3.5 % sooner than with bytes alone. Nothing is known of segments of unlike
-#: bits beside one another.
+#: Where codes are stored in 4 bits: found by descent on an H200, on which a layer of eight unlike
+#: heads (the ragged one of docs/benchmarks, groups of 32 columns) ends 3.5 % sooner than with bytes
+#: alone. Nothing is known of segments of unlike bits beside one another.
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
@@ -69,8 +68,8 @@ def token_cost(layout: LevelsLayout, segment: int, head: int, per_token: int) ->
     weights = _FOUR if four else _BYTES
     cost = (
         weights.keys * _token(keys, keys.code_bytes)
-        + weights.values * _token(values, values.code_bytes)
-        + weights.key_scales * _token(keys, 2 * keys.scale_bytes)
+        + _token(values, values.code_bytes)
+        + _token(keys, 2 * keys.scale_bytes)
         + weights.value_scales * _token(values, 2 * values.scale_bytes)
         + weights.padding * padding
         + per_token

@@ -83,7 +83,8 @@ def _(
     return items, parts, counters
 
 
-# The counters of a schedule are used and set to 0 again: whoever looks sees no change.
+# The counters of a schedule are used and set to 0 again: who looks before or after sees no change,
+# and one schedule must not be in use on two streams at once.
 @torch.library.custom_op("kvprof::levels", mutates_args=())
 def levels_operator(
     query: Tensor,

@@ -57,6 +57,11 @@ class LevelsStep:
     units: Tensor
     eye: Tensor
 
+    @property
+    def _counted(self) -> int:
+        """Counters that the kernel needs: what was taken from each multiprocessor, and of all."""
+        return self.multiprocessors + 1 if self.tuning.near else 0
+
     def cut(self, lengths: Tensor | Sequence[Sequence[int]]) -> Schedule:
         """Cut the step's work on the device; a CUDA graph may hold it.
 
@@ -89,8 +94,7 @@ class LevelsStep:
         if not uses_triton(lengths.device):
             return Schedule(lengths, [])
         pieces = self.tuning.pieces * self.multiprocessors
-        counted = self.multiprocessors + 1 if self.tuning.near else 0
-        found = cut_operator(lengths.contiguous(), self.units, layout.heads, pieces, counted)
+        found = cut_operator(lengths.contiguous(), self.units, layout.heads, pieces, self._counted)
         return Schedule(lengths, list(found))
 
     def _check_numbers(self, lengths: Sequence[Sequence[int]]) -> None:
@@ -131,7 +135,8 @@ class LevelsStep:
         buffer : Tensor
             The layer's cache, `LevelsLayout.nbytes` bytes.
         schedule : Schedule
-            From `cut`, of this step or of one with the same layout and tuning.
+            From `cut`, of this step or of one with the same layout and tuning; not in use on
+            another stream at the same time.
         scaling : float
             Factor of ``q · k``, above 0.
         softcap : float
@@ -153,6 +158,11 @@ class LevelsStep:
         if not scaling > 0:
             raise UsageError(f"a scaling of {scaling} makes no sense: above 0")
         self._check(query, buffer, softcap, sinks)
+        if schedule.scheduled and len(schedule.scheduled[2]) != self._counted:
+            raise UsageError(
+                f"the work was cut for {len(schedule.scheduled[2])} counters, and this step has "
+                f"{self._counted}: cut it with a step of the same tuning on the same GPU"
+            )
         tuning = self.tuning
         output: Tensor = levels_operator(
             query, buffer, schedule.lengths, self.units, self.eye, schedule.scheduled, sinks,

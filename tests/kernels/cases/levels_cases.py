@@ -1,5 +1,7 @@
 """Decoding over quantised segments against float64 attention; run by test_cases.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -209,6 +211,7 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
     assert [tuple(item) for item in device.tolist() if item[2] >= 0] == items
     assert [tuple(part) for part in parts.tolist()] == wanted
     assert (device[len(items) :, 2] == -1).all()
+    assert len(counters) == prepared.multiprocessors + 1
     assert (counters == 0).all()
 
 
@@ -232,6 +235,20 @@ def test_lengths_on_the_device_are_clamped_and_empty_rows_give_zeros():
     wanted = reference_levels(query, buffer, layout, [[70, 0]], 0.1)
     assert error(found[0], wanted[0]) < LIMITS[layout.dtype]
     assert (found[1] == 0).all()
+
+
+def test_pieces_in_order_need_no_counters_and_a_cut_for_another_tuning_is_refused():
+    layout = LevelsLayout((one([(48, 32), (16, 64)], 4, 4, capacity=200),), DTYPES[0])
+    near = step(layout)
+    ordered = levels_step(layout, DEVICE, multiprocessors=2, tuning=replace(near.tuning, near=0))
+    query, buffer = random_states(layout, 3)
+    wanted = reference_levels(query, buffer, layout, [[200]], 0.2)
+    cut = ordered.cut([[200]])
+    assert error(ordered.run(query, buffer, cut, 0.2), wanted) < LIMITS[layout.dtype]
+    with pytest.raises(UsageError, match="cut for 0 counters, and this step has 3"):
+        near.run(query, buffer, cut, 0.2)
+    with pytest.raises(UsageError, match="cut for 3 counters, and this step has 0"):
+        ordered.run(query, buffer, near.cut([[200]]), 0.2)
 
 
 def test_what_cannot_run_is_refused():
