@@ -9,7 +9,7 @@ makes blocks; it is counted here whenever a cost is told.
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -69,6 +69,10 @@ class Work:
     tiles: tuple[Tile, ...]
     window: int = 0
     costs: Mapping[tuple[int, int], float] | None = None
+    # Sums of scores, the same for all heads of one tile: a prompt waits while its work is cut.
+    _known: dict[tuple[int, Tile], NDArray[np.float64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def rows(self) -> int:
@@ -86,10 +90,12 @@ class Work:
 
     def sums(self, sequence: int, head: int) -> NDArray[np.float64]:
         """Return what all of a head's tiles before each boundary between two cost."""
-        tile = self.tiles[head]
-        bounds = np.minimum(np.arange(-(-self.rows // tile.rows) + 1) * tile.rows, self.rows)
-        scores = _scores(self, sequence, tile, bounds[:-1], bounds[1:])
-        return np.concatenate([[0.0], np.cumsum(scores)]) * self.score_cost(head)
+        tile, past = self.tiles[head], self.past[sequence]
+        if (past, tile) not in self._known:
+            bounds = np.minimum(np.arange(-(-self.rows // tile.rows) + 1) * tile.rows, self.rows)
+            scores = _scores(self, sequence, tile, bounds[:-1], bounds[1:])
+            self._known[past, tile] = np.concatenate([[0.0], np.cumsum(scores)])
+        return self._known[past, tile] * self.score_cost(head)
 
     def cost(self, block: Block) -> float:
         """Return what a block costs."""
