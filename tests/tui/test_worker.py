@@ -84,9 +84,9 @@ def test_an_interrupt_lets_it_keep_what_it_has(tmp_path):
         "import signal, sys, time\n"
         # What a shell starts in the background ignores Ctrl-C, and so would this process.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "print('ready', file=sys.stderr, flush=True)\n"
-        # One long sleep would miss a signal that comes just before it begins.
         "try:\n"
+        "    print('ready', file=sys.stderr, flush=True)\n"
+        # One long sleep would miss a signal that comes just before it begins.
         "    while True: time.sleep(0.02)\n"
         "except KeyboardInterrupt: print('kept'); sys.exit(130)",
     )
