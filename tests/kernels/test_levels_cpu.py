@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kvprof.errors import UsageError
+from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.levels.cpu import levels_cpu
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.operator import levels_operator, uses_triton
+from kvprof.kernels.levels.operator import levels_operator
 from kvprof.kernels.levels.reference import reference_levels
 from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout

@@ -27,8 +27,8 @@ from kvprof.errors import LackingError
 
 __all__ = ["Composer"]
 
-#: Parts of a prompt that grow with pairs of tokens.
-_BENT = ("attention", "decompress")
+#: The part of a prompt that grows with pairs of tokens; all others grow by the token.
+_BENT = "attention"
 
 
 @dataclass(eq=False)
@@ -180,7 +180,7 @@ class Composer:
             def at(values: list[float], part: str) -> float:
                 # A parabola overshoots where a time is not smooth, as those are that wait for the
                 # host; what costs by the token lies on straight lines anyway.
-                path = between if part in _BENT else interpolated
+                path = between if part == _BENT else interpolated
                 return path(rungs, values, tokens)
 
             parts = _each(points, lambda point: point.parts, at)
@@ -194,7 +194,7 @@ class Composer:
         chosen = [point for _, point in kept]
 
         def predict(values: list[float], part: str) -> float:
-            degree = 2 if part == "attention" and window is None else 1
+            degree = 2 if part == _BENT and window is None else 1
             if values[-1] <= 0.0:  # the longest prompt takes a way without this part
                 return 0.0
             there = [pair for pair in zip(lengths, values, strict=True) if pair[1] > 0.0]
@@ -355,7 +355,7 @@ class Composer:
 
 
 def _straight(parts: Times) -> float:
-    return sum(seconds for part, seconds in parts.items() if part not in _BENT)
+    return sum(seconds for part, seconds in parts.items() if part != _BENT)
 
 
 def _each(

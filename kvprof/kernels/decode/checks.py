@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.decode.launch import interpreted
+from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.planes import RaggedLayout
 
 __all__ = ["DTYPES", "check_run", "whole_numbers"]

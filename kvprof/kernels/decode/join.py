@@ -5,9 +5,9 @@ from functools import cache
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.kernels.decode.merge import merge_pieces
+from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.variants import DEPENDENT_FROM
 
 __all__ = ["dependent", "launch_merge", "merge_sizes"]
@@ -23,7 +23,7 @@ def dependent(device: torch.device) -> bool:
     Its programs take their places meanwhile and wait there, which saves most of the time between
     two kernels.
     """
-    if isinstance(merge_pieces, InterpretedFunction):
+    if interpreted():
         return False
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor >= DEPENDENT_FROM

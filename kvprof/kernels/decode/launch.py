@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.kernels.decode.cuts import COST_PER_TOKEN, kinds, tile_height
 from kvprof.kernels.decode.join import dependent, launch_merge
@@ -19,7 +18,6 @@ from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
 __all__ = [
     "HEAD_COLUMNS",
     "head_table",
-    "interpreted",
     "kind_numbers",
     "launch_cut",
     "launch_decode",
@@ -29,11 +27,6 @@ __all__ = [
 HEAD_COLUMNS = 8
 #: Tasks that a scheduling program looks at at once.
 _BLOCK = 256
-
-
-def interpreted() -> bool:
-    """Tell whether Triton interprets its kernels, which it decides when it is first imported."""
-    return isinstance(decode_pieces, InterpretedFunction)
 
 
 def head_table(layout: RaggedLayout, tile: int, device: torch.device) -> Tensor:

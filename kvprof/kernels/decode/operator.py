@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.decode.cpu import decode_cpu
-from kvprof.kernels.decode.launch import interpreted, launch_cut, launch_decode
+from kvprof.kernels.decode.launch import launch_cut, launch_decode
 from kvprof.kernels.decode.tuning import Tuning
+from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.planes import RaggedLayout
 
-__all__ = ["cut_operator", "decode_operator", "uses_triton"]
-
-
-def uses_triton(device: torch.device) -> bool:
-    """Tell whether tensors of a device go to the Triton kernels: on a GPU, or interpreted."""
-    return device.type == "cuda" or interpreted()
+__all__ = ["cut_operator", "decode_operator"]
 
 
 @lru_cache(maxsize=1024)

@@ -11,9 +11,10 @@ from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.decode.checks import check_run, whole_numbers
 from kvprof.kernels.decode.cuts import SCHEDULES, checked_lengths, predicted_makespan_over_mean
 from kvprof.kernels.decode.launch import head_table, launch_decode
-from kvprof.kernels.decode.operator import cut_operator, decode_operator, uses_triton
+from kvprof.kernels.decode.operator import cut_operator, decode_operator
 from kvprof.kernels.decode.trace import Trace
 from kvprof.kernels.decode.tuning import Tuning, tuning_for
+from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.planes import STEP, RaggedLayout
 
 __all__ = ["DecodeStep", "Schedule", "Trace", "Tuning", "decode_step"]

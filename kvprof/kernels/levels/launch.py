@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.kernels.decode.join import dependent, launch_merge
+from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.levels.cuts import places_of, token_bytes, token_cost
 from kvprof.kernels.levels.kernel import level_pieces
 from kvprof.kernels.levels.layout import LevelsLayout
@@ -22,7 +22,6 @@ from kvprof.kernels.levels.unpack import FP8, FULL, missing_factor
 __all__ = [
     "UNIT_COLUMNS",
     "constants",
-    "interpreted",
     "kind_numbers",
     "launch_cut",
     "launch_levels",
@@ -34,11 +33,6 @@ UNIT_COLUMNS = 10
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Bytes of shared memory beyond which fewer tiles are on their way.
 _SHARED = 64 << 10
-
-
-def interpreted() -> bool:
-    """Tell whether Triton interprets its kernels, which it decides when it is first imported."""
-    return isinstance(level_pieces, InterpretedFunction)
 
 
 def _kinds(layout: LevelsLayout) -> dict[tuple[int, int, int], tuple[int, int]]:

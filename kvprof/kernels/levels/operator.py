@@ -10,22 +10,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.cpu import levels_cpu
-from kvprof.kernels.levels.launch import interpreted, launch_cut, launch_levels
+from kvprof.kernels.levels.launch import launch_cut, launch_levels
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.tuning import Tuning
 from kvprof.kernels.planes import RaggedLayout
 
-__all__ = ["cut_operator", "layout_numbers", "levels_operator", "uses_triton"]
+__all__ = ["cut_operator", "layout_numbers", "levels_operator"]
 
 #: Numbers of a segment before its widths.
 _HEADER = 4
-
-
-def uses_triton(device: torch.device) -> bool:
-    """Tell whether tensors of a device go to the Triton kernels: on a GPU, or interpreted."""
-    return device.type == "cuda" or interpreted()
 
 
 def _number(bits: Bits) -> int:

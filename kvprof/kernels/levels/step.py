@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.launch import interpreted, unit_table
+from kvprof.kernels.dispatch import interpreted, uses_triton
+from kvprof.kernels.levels.launch import unit_table
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.operator import (
     cut_operator,
     layout_numbers,
     levels_operator,
-    uses_triton,
 )
 from kvprof.kernels.levels.tuning import Tuning, tuning_for
 

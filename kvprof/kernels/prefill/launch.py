@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
@@ -18,7 +17,7 @@ from kvprof.kernels.prefill.schedules import Blocks, Work, cut_blocks
 from kvprof.kernels.prefill.streams import side_by_side
 from kvprof.kernels.prefill.tuning import SHARED_MEMORY, Tile, Tuning, head_tiles
 
-__all__ = ["Launch", "PrefillStep", "Trace", "interpreted", "kind_numbers", "prefill_step"]
+__all__ = ["Launch", "PrefillStep", "Trace", "kind_numbers", "prefill_step"]
 
 
 class Launch(NamedTuple):
@@ -57,11 +56,6 @@ class Trace(NamedTuple):
     begin: Tensor
     end: Tensor
     output: Tensor
-
-
-def interpreted() -> bool:
-    """Tell whether Triton interprets its kernels, which it decides when it is first imported."""
-    return isinstance(prefill_blocks, InterpretedFunction)
 
 
 def kind_numbers(kinds: Sequence[tuple[int, int, Tile]]) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.cpu import prefill_cpu
-from kvprof.kernels.prefill.launch import interpreted, prefill_step
+from kvprof.kernels.prefill.launch import prefill_step
 from kvprof.kernels.prefill.library import library_refuses
 from kvprof.kernels.prefill.measured import measured_path, quick_path
 from kvprof.kernels.prefill.paths import run_paths

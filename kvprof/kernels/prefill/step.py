@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.prefill.launch import PrefillStep, Trace, interpreted, prefill_step
+from kvprof.kernels.prefill.launch import PrefillStep, Trace, prefill_step
 from kvprof.kernels.prefill.measured import measured_path
 from kvprof.kernels.prefill.operator import prefill_operator
 from kvprof.kernels.prefill.paths import PATHS

@@ -6,17 +6,14 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.errors import UsageError
+from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.project.kernel import project_rows
 from kvprof.kernels.project.units import Units, units
 from kvprof.kernels.project.work import Rotary, Stream, Work
 
-__all__ = ["INTERPRETED", "Tuning", "block_of", "constants", "cut", "launch", "tuning_for"]
-
-#: Whether Triton was told to interpret its kernels, on a CPU.
-INTERPRETED = isinstance(project_rows, InterpretedFunction)
+__all__ = ["Tuning", "block_of", "constants", "cut", "launch", "tuning_for"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def launch(work: Work) -> Tensor | None:
     """
     first = work.states
     batch, tokens = first.shape[:2]
-    if INTERPRETED and first.dtype == torch.bfloat16:
+    if interpreted() and first.dtype == torch.bfloat16:
         raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
     output = None
     if work.query is not None:

@@ -22,9 +22,9 @@ def _interpreted() -> bool:
     """Whether Triton is there and was told to interpret."""
     if find_spec("triton") is None:
         return False
-    from kvprof.kernels.project.launch import INTERPRETED  # Triton is for Linux only
+    from kvprof.kernels.dispatch import interpreted  # Triton is for Linux only
 
-    return INTERPRETED
+    return interpreted()
 
 
 def _run(work: Work) -> Tensor | None:

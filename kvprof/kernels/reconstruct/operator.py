@@ -11,27 +11,17 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
+from kvprof.kernels.dispatch import interpreted, uses_triton
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
 from kvprof.kernels.reconstruct.cut import cut_pieces, merge_pieces
 from kvprof.kernels.reconstruct.form import Form
 from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
 
-__all__ = ["constants_of", "cut_operator", "interpreted", "reconstruct_operator", "uses_triton"]
+__all__ = ["constants_of", "cut_operator", "reconstruct_operator"]
 
 #: Parts that the merge reads at once, and the columns of one of its programs.
 _PARTS, _COLUMNS = 64, 64
-
-
-def interpreted() -> bool:
-    """Tell whether Triton interprets its kernels in this process."""
-    return isinstance(reconstruct_pieces, InterpretedFunction)
-
-
-def uses_triton(device: torch.device) -> bool:
-    """Tell whether tensors of a device go to the Triton kernels: on a GPU, or interpreted."""
-    return device.type == "cuda" or interpreted()
 
 
 def constants_of(form: Form, *, capped: bool) -> dict[str, Any]:

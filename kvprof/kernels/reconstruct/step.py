@@ -9,13 +9,12 @@ from torch import Tensor
 from triton.runtime import driver
 
 from kvprof.errors import LackingError, UsageError
+from kvprof.kernels.dispatch import interpreted, uses_triton
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct.form import Form, element_of
 from kvprof.kernels.reconstruct.operator import (
     cut_operator,
-    interpreted,
     reconstruct_operator,
-    uses_triton,
 )
 from kvprof.kernels.reconstruct.tuning import Target, Tuning
 from kvprof.kernels.reconstruct.weights import arranged, flat

@@ -277,10 +277,10 @@ def test_a_pass_of_no_tokens_stores_nothing():
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="only the interpreter computes bf16 wrongly")
 def test_bf16_is_refused_where_it_would_be_wrong():
-    from kvprof.kernels.project.launch import INTERPRETED
+    from kvprof.kernels.dispatch import interpreted
 
     layout = RaggedLayout((32,), (32,), 2, 1, 64)
-    if INTERPRETED:
+    if interpreted():
         with pytest.raises(UsageError, match="interpreter"):
             check_step(Case(layout, 32, 2, (0,)), torch.bfloat16, DEVICE)
     else:
