@@ -1,16 +1,34 @@
 """What kvprof needs from a machine: its own metadata against what is installed, per command."""
 
+import json
+import os
+import shlex
+import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from packaging.requirements import Requirement
 
 from kvprof.environment import package_version
 
-__all__ = ["COMMAND_NEEDS", "CommandNeeds", "PackageState", "package_states", "python_wanted"]
+__all__ = [
+    "COMMAND_NEEDS",
+    "DISTRIBUTION",
+    "CommandNeeds",
+    "PackageState",
+    "extra_command",
+    "install_command",
+    "package_states",
+    "python_wanted",
+]
+
+#: What pip calls kvprof. On package indexes ``kvprof`` is somebody else's package.
+DISTRIBUTION = "kvprof-toolkit"
 
 
 @dataclass(frozen=True)
@@ -115,7 +133,7 @@ def package_states() -> list[PackageState]:
     for extra, lines in _metadata()[1].items():
         for line in lines:
             wanted = Requirement(line)
-            if wanted.name == "kvprof" or (
+            if wanted.name == DISTRIBUTION or (
                 wanted.marker is not None and not wanted.marker.evaluate({"extra": extra})
             ):
                 continue
@@ -130,6 +148,59 @@ def package_states() -> list[PackageState]:
     return states
 
 
+def extra_command(extra: str) -> str:
+    """Return the command line that installs what an extra of kvprof brings; see `install_command`.
+
+    Parameters
+    ----------
+    extra : str
+        One of those in kvprof's metadata.
+    """
+    lines = (Requirement(line) for line in _metadata()[1][extra])
+    return install_command(*(f"{line.name}{line.specifier}" for line in lines))
+
+
+def install_command(*requirements: str) -> str:
+    """Return a command line that installs packages into the environment that kvprof runs in.
+
+    The packages are named themselves, never as an extra of kvprof: that works however kvprof was
+    installed, and cannot fetch another package of kvprof's name from an index. Where kvprof was
+    installed from a clone, the clone's constraints go with it.
+
+    Parameters
+    ----------
+    *requirements : str
+        As pip takes them, for example ``"matplotlib>=3.9"``.
+    """
+    words = [_nearest(sys.executable), "-m", "pip", "install"]
+    clone = _clone()
+    if clone is not None and (clone / "constraints.txt").is_file():
+        words += ["-c", _nearest(str(clone / "constraints.txt"))]
+    return shlex.join([*words, *requirements])
+
+
+def _nearest(path: str) -> str:
+    """Return a path as one would type it: relative where it lies below the working folder."""
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):  # the working folder is gone, or on another drive
+        return path
+    return path if relative.startswith(os.pardir) else relative
+
+
+def _clone() -> Path | None:
+    """Return the checkout that kvprof runs from or was installed from (PEP 610)."""
+    here = Path(__file__).resolve().parent.parent
+    if (here / "pyproject.toml").is_file():
+        return here
+    try:
+        origin = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        url = urlsplit(json.loads(origin or "{}").get("url", ""))
+    except (metadata.PackageNotFoundError, ValueError, AttributeError):
+        return None
+    return Path(url2pathname(url.path)) if url.scheme == "file" else None
+
+
 @cache
 def _metadata() -> tuple[str, dict[str, list[str]]]:
     """Return the Python range, and the requirements by extra ("" for none).
@@ -140,15 +211,15 @@ def _metadata() -> tuple[str, dict[str, list[str]]]:
     pyproject = Path(__file__).resolve().parent.parent / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text("utf-8")).get("project", {})
-        if project.get("name") == "kvprof":
+        if project.get("name") == DISTRIBUTION:
             extras = project["optional-dependencies"]
             return project["requires-python"], {
                 "": project["dependencies"],
                 **{extra: lines for extra, lines in extras.items() if extra != "dev"},
             }
-    own = metadata.metadata("kvprof")
+    own = metadata.metadata(DISTRIBUTION)
     grouped: dict[str, list[str]] = {"": []}
-    for line in metadata.requires("kvprof") or []:
+    for line in metadata.requires(DISTRIBUTION) or []:
         marker = Requirement(line).marker
         extra = next(
             (

@@ -9,6 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import kvprof
+from kvprof.requirements import DISTRIBUTION
 
 ROOT = Path(kvprof.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -20,7 +21,7 @@ OPTIONAL = [
     Requirement(line)
     for extra in INSTALLED_EXTRAS
     for line in EXTRAS[extra]
-    if not line.startswith("kvprof[")
+    if not line.startswith(f"{DISTRIBUTION}[")
 ]
 PINS = {
     canonicalize_name(line.partition("==")[0]): line.partition("==")[2]
@@ -36,7 +37,7 @@ def test_every_dependency_is_pinned_inside_its_range(requirement: Requirement) -
 
 
 def test_dev_installs_the_extras_that_are_pinned() -> None:
-    (own,) = (line for line in EXTRAS["dev"] if line.startswith("kvprof["))
+    (own,) = (line for line in EXTRAS["dev"] if line.startswith(f"{DISTRIBUTION}["))
     assert Requirement(own).extras | {"dev"} == set(INSTALLED_EXTRAS)
 
 
@@ -91,7 +92,7 @@ def test_the_readmes_commands_are_the_two_that_are_promised() -> None:
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     first = (
-        "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt . "
+        "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt '.[plot]' "
         "&& .venv/bin/kvprof spectrum\n"
     )
     second = (

@@ -15,7 +15,13 @@ from kvprof.environment import collect_environment, memory_bytes, package_versio
 from kvprof.errors import ExitCode
 from kvprof.gpus import Gpu, Gpus, read_gpus
 from kvprof.records.result import build_result
-from kvprof.requirements import COMMAND_NEEDS, PackageState, package_states, python_wanted
+from kvprof.requirements import (
+    COMMAND_NEEDS,
+    PackageState,
+    install_command,
+    package_states,
+    python_wanted,
+)
 from kvprof.triton_probe import probe_triton
 
 # Decoding is bound by how fast memory is read; steps between generations of hardware.
@@ -86,7 +92,20 @@ def _examine(measure: bool, warnings: list[str]) -> dict[str, Any]:
         "gpu_problem": gpus.problem,
         "triton": asdict(probe_triton()),
         "commands": [_command(name, packages, gpus) for name in COMMAND_NEEDS],
+        "install": _install(packages),
     }
+
+
+def _install(packages: list[PackageState]) -> list[dict[str, str]]:
+    """Return the command lines that put right what is missing or out of range."""
+    wrong: dict[str | None, list[str]] = {}
+    for package in packages:
+        if not package.ok:
+            wrong.setdefault(package.extra, []).append(package.name + package.wanted)
+    return [
+        {"for": f"extra {extra}" if extra else "required", "command": install_command(*lacking)}
+        for extra, lacking in wrong.items()
+    ]
 
 
 def _bandwidth_class(gpu: Gpu) -> str:

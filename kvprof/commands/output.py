@@ -17,6 +17,7 @@ from kvprof.records.files import (
     write_bytes_atomic,
     write_text_atomic,
 )
+from kvprof.requirements import extra_command
 
 __all__ = [
     "CsvOption",
@@ -104,7 +105,7 @@ class Outputs:
                 raise UsageError(f"{option} -: a figure goes to a file; only text goes to stdout")
             if path is not None and find_spec("matplotlib") is None:
                 raise LackingError(
-                    f"{option} needs matplotlib, which is missing: pip install 'kvprof[plot]'"
+                    f"{option} needs matplotlib, which is missing: {extra_command('plot')}"
                 )
         if _STDOUT in extra:
             raise UsageError("-: this output goes to a file; only --json and --csv go to stdout")

@@ -13,6 +13,7 @@ from kvprof.commands.recipe_run import RunRequest, run_recipes
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, write_text_atomic
 from kvprof.reproduction.cluster import AUTO
+from kvprof.requirements import extra_command
 
 recipe = typer.Typer(
     add_completion=False,
@@ -245,7 +246,7 @@ def report(
         except LackingError:
             if html is not None:
                 raise
-            console.warn("no HTML: its plots need matplotlib: pip install 'kvprof[plot]'")
+            console.warn(f"no HTML: its plots need matplotlib: {extra_command('plot')}")
         except FailedError as problem:
             failures.append(str(problem))
     if failures:

@@ -21,6 +21,7 @@ from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.models.noise import quiet
+from kvprof.requirements import extra_command
 from kvprof.runtime.compressed import compressed
 
 __all__ = ["HarnessSettings", "check_harness", "harness_rows", "settings_described"]
@@ -71,9 +72,7 @@ def check_harness(settings: HarnessSettings) -> None:
         For a task that it does not know, or an include that is no folder.
     """
     if find_spec("lm_eval") is None:
-        raise LackingError(
-            "--harness needs lm-eval, which is missing: pip install 'kvprof[harness]'"
-        )
+        raise LackingError(f"--harness needs lm-eval, which is missing: {extra_command('harness')}")
     if settings.include is not None and not settings.include.is_dir():
         raise UsageError(f"--harness-include {settings.include} is no folder")
     with _silenced():

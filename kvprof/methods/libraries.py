@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from kvprof.errors import LackingError
+from kvprof.requirements import extra_command
 
 __all__ = ["LIBRARIES", "Library", "RowLayout", "load_library", "row_layout"]
 
@@ -118,5 +119,5 @@ def load_library(kind: str) -> Any:
     except ImportError as cause:
         raise LackingError(
             f"{kind} needs the package {library.package}, which cannot be imported ({cause}); "
-            f"pip install 'kvprof[{kind}]'"
+            f"{extra_command(kind)}"
         ) from cause

@@ -20,6 +20,7 @@ from kvprof.errors import ExitCode, FailedError, LackingError, UsageError
 from kvprof.reproduction.cluster_machine import ClusterMachine
 from kvprof.reproduction.recipe import Needs
 from kvprof.reproduction.runner import KVPROF, CellCommand, Ended, Outcome
+from kvprof.requirements import extra_command, install_command
 
 __all__ = ["AUTO", "Cluster"]
 
@@ -72,11 +73,11 @@ class Cluster:
         self._hosts: list[str] = []
         self._end_point = None if address == AUTO else _end_point(address)
         if find_spec("ray") is None:
-            raise LackingError("--ray needs ray, which is missing: pip install 'kvprof[ray]'")
+            raise LackingError(f"--ray needs ray, which is missing: {extra_command('ray')}")
         if address.startswith(_CLIENT) and find_spec("grpc") is None:
             raise LackingError(
-                f"--ray {address} goes through the Ray Client, and grpcio is missing: pip install "
-                "'ray[client]'"
+                f"--ray {address} goes through the Ray Client, and grpcio is missing: "
+                f"{install_command('ray[client]')}"
             )
 
     def __enter__(self) -> Self:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.recipe import Profile
+from kvprof.requirements import extra_command
 
 __all__ = ["ClusterMachine"]
 
@@ -22,8 +23,8 @@ class ClusterMachine(Machine):
         for extra in needs.extras:
             if not self.has_extra(extra):
                 return (
-                    f"it needs the extra {extra} on every machine of the cluster: pip install "
-                    f"'kvprof[{extra}]'"
+                    f"it needs the extra {extra} on every machine of the cluster, here: "
+                    f"{extra_command(extra)}"
                 )
         if not model_given:
             for name in needs.weights:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvprof.reproduction.recipe import Profile
+from kvprof.requirements import extra_command
 
 __all__ = ["Machine"]
 
@@ -46,7 +47,7 @@ class Machine:
             return f"it needs {wanted}, and this machine has {len(self.gpus) or 'none'}"
         for extra in needs.extras:
             if not self.has_extra(extra):
-                return f"it needs the extra {extra}: pip install 'kvprof[{extra}]'"
+                return f"it needs the extra {extra}: {extra_command(extra)}"
         if not model_given:
             for name in needs.weights:
                 if not Path(name).is_dir() and not self.has_weights(name):

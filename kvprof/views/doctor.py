@@ -142,13 +142,5 @@ def _packages(packages: list[dict[str, Any]]) -> RenderableType:
 
 def _advice(data: dict[str, Any]) -> list[RenderableType]:
     """Return the way out of everything that is not in order."""
-    wrong = [package for package in data["packages"] if not package["ok"]]
-    lines = []
-    required = [f"'{p['name']}{p['wanted']}'" for p in wrong if p["extra"] is None]
-    if required:
-        lines.append(f"pip install {' '.join(required)}")
-    lines += [
-        f"pip install 'kvprof[{extra}]'"
-        for extra in dict.fromkeys(p["extra"] for p in wrong if p["extra"])
-    ]
+    lines = [f"{entry['for']}: {entry['command']}" for entry in data.get("install", [])]
     return [heading("To put it right"), bullets(lines)] if lines else []

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvprof.errors import LackingError, UsageError
+from kvprof.requirements import extra_command
 from kvprof.views.plot import Series
 from kvprof.views.ticks import log2_ticks
 
@@ -44,7 +45,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise LackingError(
-            "figures need matplotlib, which is not installed; pip install 'kvprof[plot]'"
+            f"figures need matplotlib, which is not installed: {extra_command('plot')}"
         ) from missing
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,4 +1,5 @@
 import json
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ def test_a_required_package_missing_or_too_old_is_3(
     done = kvprof("doctor")
     assert done.code == 3
     assert done.stdout.startswith("Not usable here: torch missing or out of range.")
-    assert "pip install 'torch>=2.11'" in done.stdout
+    assert "'torch>=2.11'" in done.stdout
 
 
 def test_an_optional_package_missing_is_said_but_fine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,33 @@ def test_an_optional_package_missing_is_said_but_fine(monkeypatch: pytest.Monkey
     spectrum = doctor_data()["commands"][0]
     assert spectrum["ready"]
     assert spectrum["lacks"][0] == "matplotlib (for --svg and --png)"
-    assert "pip install 'kvprof[plot]'" in kvprof("doctor").stdout
+    text = " ".join(kvprof("doctor").stdout.split())
+    assert "-m pip install -c constraints.txt 'matplotlib>=3.9'" in text
+
+
+def test_no_advice_would_fetch_a_package_called_kvprof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On package indexes that name is somebody else's."""
+    with_gpus(monkeypatch)
+    monkeypatch.setattr(requirements, "package_version", lambda _: None)
+    commands = [entry["command"] for entry in doctor_data(code=3)["install"]]
+    assert len(commands) > 3
+    for command_line in commands:
+        assert "kvprof" not in command_line.partition(" install ")[2].lower()
+
+
+def test_advice_names_the_clone_that_pip_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    (clone / "constraints.txt").write_text("")
+    monkeypatch.setattr(requirements, "__file__", str(tmp_path / "site-packages/kvprof/x.py"))
+    origin = SimpleNamespace(read_text=lambda _: json.dumps({"url": clone.as_uri()}))
+    monkeypatch.setattr(requirements.metadata, "distribution", lambda _: origin)
+    line = requirements.install_command("ray[client]>=2")
+    assert shlex.split(line)[1:] == [
+        "-m", "pip", "install", "-c", str(clone / "constraints.txt"), "ray[client]>=2",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

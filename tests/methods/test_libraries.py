@@ -91,7 +91,8 @@ def test_it_is_described_and_saved_without_the_library(tmp_path):
 def test_what_lacks_is_said_before_anything_is_run(kind, monkeypatch):
     # None in sys.modules is what an import of a missing package comes to.
     monkeypatch.setitem(sys.modules, LIBRARIES[kind].module, None)
-    message = rf"{kind} needs the package {LIBRARIES[kind].package}.*pip install 'kvprof\[{kind}\]'"
+    package = LIBRARIES[kind].package
+    message = rf"{kind} needs the package {package}.*-m pip install .*{package}"
     side = SideQuantiser((4,), "token", 64)
     for act in (
         lambda: load_library(kind),

@@ -59,7 +59,7 @@ def test_unknown_format():
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(LackingError, match=r"pip install 'kvprof\[plot\]'"):
+    with pytest.raises(LackingError, match=r"-m pip install .*matplotlib"):
         new_figure(1, 1)
 
 
