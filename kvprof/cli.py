@@ -2,14 +2,12 @@
 
 import errno
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -43,6 +41,7 @@ COMMANDS = (
     CommandEntry("compare", "What got better or worse between two results, and is that sure?"),
     CommandEntry("export", "A result as CSV, Markdown, HTML, SVG or a trace for Perfetto."),
     CommandEntry("tui", "Watch a measurement live, follow one, or replay a recorded one."),
+    CommandEntry("runs", "Which runs did kvprof tui keep, and where?"),
     CommandEntry("recipe", "Run a paper's table or figure, and see whether its claim holds here."),
     CommandEntry("doctor", "What does this machine have, and what can each command do here?"),
 )
@@ -50,9 +49,6 @@ COMMANDS = (
 # The base of everything that a wrong command line raises. Older versions of Typer take it from
 # click, newer ones bring their own; BadParameter is exported by both.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
-
-# A NumPy docstring's first section; help ends before it.
-_SECTION = re.compile(r"\n\s*\n[A-Z][A-Za-z ]*\n-{3,}\n")
 
 
 class _LazyCommand(TyperCommand):
@@ -67,9 +63,10 @@ class _LazyCommand(TyperCommand):
         function = getattr(import_module(f"kvprof.commands.{self.name}"), self.name)
         if isinstance(function, typer.Typer):  # a command with commands of its own
             return typer.main.get_command(function)
+        from kvprof.commands.help import Command
+
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        text = _SECTION.split(cleandoc(function.__doc__ or ""))[0]
-        alone.command(self.name, help=text)(function)
+        alone.command(self.name, cls=Command)(function)
         return typer.main.get_command(alone)
 
 

@@ -77,6 +77,7 @@ COMMAND_NEEDS = {
     "show": CommandNeeds(("jsonschema", "plotext", "numpy")),
     "compare": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py")),
     "export": CommandNeeds(("jsonschema", "plotext", "numpy"), (("matplotlib", "--to svg, html"),)),
+    "runs": CommandNeeds(("jsonschema", "platformdirs")),
     "recipe": CommandNeeds(
         (*_MODEL_PACKAGES, "pyyaml", "platformdirs", "plotext"),
         (("matplotlib", "report"), ("ray", "run --ray")),

@@ -35,7 +35,7 @@ def plan(
     model : PreTrainedModel, LoadedModel, str or Path
         A model in memory, or a name or folder to load one from.
     method : str
-        ``kq``, ``fdc``, ``palu``, ``kq-4bit`` … (`kvprof.methods.registry.method_names`).
+        ``kq``, ``fdc``, ``palu``, ``kq-4bit`` … (`kvprof.methods.named.method_names`).
     rate : float
         Share of the cache's bytes saved, everything counted.
     removal : float, optional

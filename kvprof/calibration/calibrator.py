@@ -16,7 +16,8 @@ from kvprof.calibration.sensitivity import PROBED_LENGTH, PROBED_TOKENS, measure
 from kvprof.calibration.tokens import CalibrationTokens, read_tokens
 from kvprof.errors import UsageError
 from kvprof.methods.family import HeadWeights, MethodInputs, PlanFamily
-from kvprof.methods.registry import COMBINATIONS, calibration_needs, method_names, plan_family
+from kvprof.methods.named import COMBINATIONS, method_names
+from kvprof.methods.registry import calibration_needs, plan_family
 from kvprof.models.load import LoadedModel
 from kvprof.sources.defaults import DEFAULT_TOKENS
 from kvprof.sources.grammar import SourceKind, parse_source

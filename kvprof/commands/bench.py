@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands import completion
 from kvprof.commands.bench_device import resolve_device, resolve_dtype
 from kvprof.commands.bench_jct import (
     BaselineOption,
@@ -24,6 +25,7 @@ from kvprof.commands.bench_jct import (
     bench_jct,
     refuse_kernel_options,
 )
+from kvprof.commands.help import MODEL
 from kvprof.commands.output import (
     CsvOption,
     ForceOption,
@@ -49,6 +51,7 @@ def bench(
         typer.Option(
             "--model",
             metavar="SHAPE|PATH",
+            autocompletion=completion.shapes,
             help="A model's shape by name, or a folder with a config.json; no weights are needed. "
             "Default Llama-3.1-8B; with --jct the reference model.",
             show_default=False,
@@ -93,6 +96,7 @@ def bench(
         str | None,
         typer.Option(
             "--methods",
+            autocompletion=completion.methods,
             metavar="LIST",
             help="Also uniform, palu-folded, kq-8bit …, palu:group=1, tale:bits=none. Default "
             "full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct full,palu,fdc.",
@@ -112,7 +116,9 @@ def bench(
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype", help="auto (bf16 on a GPU, float32 on a CPU), bfloat16, float16, float32."
+            "--dtype",
+            rich_help_panel=MODEL,
+            help="auto (bf16 on a GPU, float32 on a CPU), bfloat16, float16, float32.",
         ),
     ] = "auto",
     repeats: Annotated[
@@ -123,8 +129,12 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random inputs.")] = 0,
+    device: Annotated[
+        str, typer.Option("--device", rich_help_panel=MODEL, help="auto, cpu, cuda or cuda:1.")
+    ] = "auto",
+    seed: Annotated[
+        int, typer.Option("--seed", rich_help_panel=MODEL, min=0, help="Seed of the random inputs.")
+    ] = 0,
     jct: JctOption = False,
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
@@ -147,6 +157,13 @@ def bench(
     """Time attention over compressed caches against the best full-width kernel on this machine.
 
     With --jct: where does the time of a whole request go?
+
+    Examples
+    --------
+    kvprof bench --seq 100k
+    kvprof bench --model Qwen3-8B --seq 4k,32k --methods full,fp8,fdc,uniform
+    kvprof bench --jct --model Llama-3.1-8B --input-len 8k,32k --output-len 256
+    kvprof bench --jct --methods full,palu,fdc --out jct-run   # the reference model
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     batches = tuple(parse_counts(batch, what="--batch")) if batch is not None else None

@@ -39,8 +39,13 @@ __all__ = [
 ]
 
 
+_GROUP = "A request's time (--jct)"
+
+
 def _option(*names: str, metavar: str | None = None, text: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=text, show_default=False)
+    return typer.Option(
+        *names, metavar=metavar, help=text, show_default=False, rich_help_panel=_GROUP
+    )
 
 
 JctOption = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvprof import console
+from kvprof.commands import completion
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
 from kvprof.commands.run_source import load_run
 from kvprof.environment import collect_environment
@@ -23,6 +24,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN",
+            autocompletion=completion.runs,
             help="Two or more of one kind (folders, results, events.jsonl); the first is A, "
             "against which the others are held.",
         ),
@@ -40,7 +42,13 @@ def compare(
     json: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Compare results of one kind, figure by figure, with intervals where they are known."""
+    """Compare results of one kind, figure by figure, with intervals where they are known.
+
+    Examples
+    --------
+    kvprof compare before/ after/
+    kvprof compare before.json after.json --fail-over 5%
+    """
     outputs = Outputs(json=json, force=force)
     outputs.check()
     limit = _share(fail_over)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvprof.commands.help import METHOD
 from kvprof.sizes import parse_count
 from kvprof.sources.defaults import DEFAULT_SEQ_LEN
 
@@ -17,6 +18,7 @@ ContextOption = Annotated[
     str | None,
     typer.Option(
         "--context",
+        rich_help_panel=METHOD,
         help="Tokens at which bytes are counted; k is 1,024. Default: an evaluation's mean.",
     ),
 ]

@@ -43,6 +43,11 @@ def doctor(
     """Say what this machine has, and what each command can do here and what it lacks.
 
     Exits 3 when something that kvprof requires is missing or out of range.
+
+    Examples
+    --------
+    kvprof doctor
+    kvprof doctor --measure --json doctor.json
     """
     outputs = Outputs(json=json, out=out, force=force)
     outputs.check()

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands import completion
 from kvprof.commands.eval_plans import PlanRequest, check_request, make_plans, split_methods
 from kvprof.commands.eval_run import run_evaluations
+from kvprof.commands.help import DATA, METHOD
 from kvprof.commands.method_options import (
     AllocationOption,
     CalibrateOption,
@@ -54,7 +56,12 @@ def eval(
     model: ModelArgument = None,
     method: Annotated[
         list[str] | None,
-        typer.Option("--method", help="kq, fdc, zack, palu, tale, kq-4bit …; repeatable."),
+        typer.Option(
+            "--method",
+            autocompletion=completion.methods,
+            rich_help_panel=METHOD,
+            help="kq, fdc, zack, palu, tale, kq-4bit …; repeatable.",
+        ),
     ] = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
@@ -73,13 +80,23 @@ def eval(
     teacher_forced: TeacherForcedOption = False,
     harness: Annotated[
         str | None,
-        typer.Option("--harness", help="Tasks of lm-evaluation-harness (needs the extra harness)."),
+        typer.Option(
+            "--harness",
+            rich_help_panel=DATA,
+            help="Tasks of lm-evaluation-harness (needs the extra harness).",
+        ),
     ] = None,
     harness_limit: Annotated[
-        int | None, typer.Option("--harness-limit", min=1, help="Questions of each of its tasks.")
+        int | None,
+        typer.Option(
+            "--harness-limit", rich_help_panel=DATA, min=1, help="Questions of each of its tasks."
+        ),
     ] = None,
     harness_include: Annotated[
-        Path | None, typer.Option("--harness-include", help="Folder with task files of your own.")
+        Path | None,
+        typer.Option(
+            "--harness-include", rich_help_panel=DATA, help="Folder with task files of your own."
+        ),
     ] = None,
     batch_size: BatchSizeOption = None,
     device: DeviceOption = "auto",
@@ -91,7 +108,14 @@ def eval(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Evaluate compressed caches: accuracy, perplexity, divergence and tasks, decoded for real."""
+    """Evaluate compressed caches: accuracy, perplexity, divergence and tasks, decoded for real.
+
+    Examples
+    --------
+    kvprof eval --method kq,fdc,palu --rate 0.3
+    kvprof eval --method kq-4bit --rate 0.25 --text prose --text code
+    kvprof eval --plan kq.plan --csv eval.csv
+    """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
     outputs.check()
     request = PlanRequest(

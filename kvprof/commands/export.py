@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands.completion import formats, runs
 from kvprof.commands.output import ForceOption
 from kvprof.commands.run_source import DEMO, events_of, load_run
 from kvprof.errors import UsageError
@@ -27,6 +28,7 @@ def export(
             help=f"A run's folder, a result .json, an events.jsonl, or {DEMO}; with --schema a "
             "kind of result.",
             show_default=False,
+            autocompletion=runs,
         ),
     ] = None,
     to: Annotated[
@@ -37,6 +39,7 @@ def export(
             help="csv, md, html (one page, plots inside), svg (the figure), perfetto (a trace for "
             "ui.perfetto.dev).",
             show_default=False,
+            autocompletion=formats,
         ),
     ] = None,
     output: Annotated[
@@ -57,22 +60,28 @@ def export(
     """Write a run as CSV, Markdown, one HTML page, SVG or a trace for Perfetto.
 
     html and svg need the extra plot; perfetto needs a run that recorded its events.
+
+    Examples
+    --------
+    kvprof export demo --to html --output demo.html
+    kvprof export jct-run --to csv
+    kvprof export --schema jct
     """
     if schema:
         if to is not None:
             raise UsageError(f"--schema prints a schema and --to {to} writes a run: name one")
         _put(json.dumps(_schema(run), indent=1, ensure_ascii=False) + "\n", output, force)
         return
-    if to is None or to not in _FORMATS:
+    if to is None or to not in FORMATS:
         said = "name a format" if to is None else f"--to {to}: there is no such format"
-        raise UsageError(f"{said}: --to {', '.join(_FORMATS)}")
+        raise UsageError(f"{said}: --to {', '.join(FORMATS)}")
     if run is None:
         raise UsageError("name a run: a folder, a result .json, an events.jsonl, or demo")
     if output is None and to not in _READABLE:
         raise UsageError(f"--to {to} goes to a file: name one with --output")
     if output is not None and output != _STDOUT:
         ensure_writable(output, force)
-    _put(_FORMATS[to](run), output, force)
+    _put(FORMATS[to](run), output, force)
 
 
 def _put(content: str | bytes, output: Path | None, force: bool) -> None:
@@ -147,7 +156,8 @@ def _perfetto(run: str) -> str:
     return json.dumps(trace_of(events_of(run)), allow_nan=False) + "\n"
 
 
-_FORMATS: dict[str, Callable[[str], str | bytes]] = {
+#: What ``--to`` takes, and what makes it of a run's name.
+FORMATS: dict[str, Callable[[str], str | bytes]] = {
     "csv": _csv,
     "md": _markdown,
     "html": _html,

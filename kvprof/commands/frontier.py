@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands import completion
 from kvprof.commands.frontier_run import keep_rates, run_frontier
 from kvprof.commands.method_options import (
     AllocationOption,
@@ -56,6 +57,7 @@ def frontier(
         str,
         typer.Option(
             "--methods",
+            autocompletion=completion.methods,
             help="Joined by commas; kq:allocation=budget,grid=32 gives one options of its own. "
             "full and fp8 are always there.",
         ),
@@ -100,7 +102,13 @@ def frontier(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Find the largest compression of each method that keeps a share of the model's quality."""
+    """Find the largest compression of each method that keeps a share of the model's quality.
+
+    Examples
+    --------
+    kvprof frontier
+    kvprof frontier --methods fdc,kq,kq-4bit --target 0.99 --svg frontier.svg
+    """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     outputs.check()
     if not 0 < target <= 1:

@@ -95,7 +95,14 @@ def generate(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Write text with a compressed cache; its bytes are told on stderr."""
+    """Write text with a compressed cache; its bytes are told on stderr.
+
+    Examples
+    --------
+    kvprof generate --prompt "The function returns"
+    kvprof generate --method kq --rate 0.3 --prompt "The function returns" --diff
+    kvprof generate --plan kq.plan --prompt-file question.txt --chat
+    """
     outputs = Outputs(json=json, out=out, force=force)
     outputs.check()
     wanted = parse_count(max_new_tokens, what="--max-new-tokens")

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvprof.commands.completion import methods
+from kvprof.commands.help import METHOD
 from kvprof.errors import UsageError
 
 __all__ = [
@@ -24,47 +26,81 @@ __all__ = [
 
 MethodOption = Annotated[
     str | None,
-    typer.Option("--method", help="fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer."),
+    typer.Option(
+        "--method",
+        autocompletion=methods,
+        rich_help_panel=METHOD,
+        help="fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer.",
+    ),
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option("--rate", help="Share of the cache's bytes saved, everything counted; 0 is full."),
+    typer.Option(
+        "--rate",
+        rich_help_panel=METHOD,
+        help="Share of the cache's bytes saved, everything counted; 0 is full.",
+    ),
 ]
 RemovalOption = Annotated[
     float | None,
-    typer.Option("--removal", help="Instead of --rate: the removal rate of FDC eq. 1."),
+    typer.Option(
+        "--removal",
+        rich_help_panel=METHOD,
+        help="Instead of --rate: the removal rate of FDC eq. 1.",
+    ),
 ]
 PlanFileOption = Annotated[
-    Path | None, typer.Option("--plan", help="A saved plan, instead of --method.")
+    Path | None,
+    typer.Option("--plan", rich_help_panel=METHOD, help="A saved plan, instead of --method."),
 ]
 CalibrateOption = Annotated[
     str | None,
     typer.Option(
         "--calibrate",
+        rich_help_panel=METHOD,
         help="random:8k, prose, code, tasks, calibration (embedded), a file, or saved moments. "
         "Default by method.",
     ),
 ]
 CalibrateTokensOption = Annotated[
     str | None,
-    typer.Option("--calibrate-tokens", help="How many; k is 1,024. Default 8k, less of a text."),
+    typer.Option(
+        "--calibrate-tokens",
+        rich_help_panel=METHOD,
+        help="How many; k is 1,024. Default 8k, less of a text.",
+    ),
 ]
 AllocationOption = Annotated[
     str | None,
     typer.Option(
-        "--allocation", help="removal, uniform, tail, fisher or budget. Default by method."
+        "--allocation",
+        rich_help_panel=METHOD,
+        help="removal, uniform, tail, fisher or budget. Default by method.",
     ),
 ]
 GridOption = Annotated[
     int | None,
-    typer.Option("--grid", min=1, help="Ranks are multiples of this. Default by method."),
+    typer.Option(
+        "--grid",
+        rich_help_panel=METHOD,
+        min=1,
+        help="Ranks are multiples of this. Default by method.",
+    ),
 ]
 MinimumOption = Annotated[
-    int | None, typer.Option("--minimum", min=1, help="Smallest rank. Default by method.")
+    int | None,
+    typer.Option(
+        "--minimum", rich_help_panel=METHOD, min=1, help="Smallest rank. Default by method."
+    ),
 ]
 MethodOptionsOption = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="Another option of the method; repeatable."),
+    typer.Option(
+        "--option",
+        rich_help_panel=METHOD,
+        metavar="KEY=VALUE",
+        help="Another option of the method; repeatable.",
+    ),
 ]
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvprof import console
+from kvprof.commands.completion import models
+from kvprof.commands.help import MODEL
 from kvprof.environment import usable_threads
 from kvprof.errors import UsageError
 
@@ -31,27 +33,45 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A hub id, a local folder, or reference (embedded; the default).",
+        autocompletion=models,
         show_default=False,
     ),
 ]
 BatchSizeOption = Annotated[
     int | None,
-    typer.Option("--batch-size", min=1, help="Sequences per forward pass. Default by device."),
+    typer.Option(
+        "--batch-size",
+        min=1,
+        rich_help_panel=MODEL,
+        help="Sequences per forward pass. Default by device.",
+    ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of random tokens.")]
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, balanced or offload.")
+    str,
+    typer.Option(
+        "--device", rich_help_panel=MODEL, help="auto, cpu, cuda, cuda:1, balanced or offload."
+    ),
 ]
 DtypeOption = Annotated[
     str,
-    typer.Option("--dtype", help="auto (bf16 on a GPU, float32 on a CPU), float32, bfloat16 …"),
+    typer.Option(
+        "--dtype",
+        rich_help_panel=MODEL,
+        help="auto (bf16 on a GPU, float32 on a CPU), float32, bfloat16 …",
+    ),
 ]
 RevisionOption = Annotated[
-    str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")
+    str | None,
+    typer.Option("--revision", rich_help_panel=MODEL, help="Branch, tag or commit of a hub model."),
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run code from the model's repository. Off."),
+    typer.Option(
+        "--trust-remote-code",
+        rich_help_panel=MODEL,
+        help="Run code from the model's repository. Off.",
+    ),
 ]
 
 

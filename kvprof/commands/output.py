@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvprof.commands.help import OUTPUT
 from kvprof.console import report_console
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.records.files import (
@@ -31,7 +32,9 @@ __all__ = [
 
 
 def _destination(option: str, metavar: str, text: str) -> Any:
-    return typer.Option(option, metavar=metavar, help=text, show_default=False)
+    return typer.Option(
+        option, metavar=metavar, help=text, show_default=False, rich_help_panel=OUTPUT
+    )
 
 
 JsonOption = Annotated[
@@ -49,7 +52,9 @@ SvgOption = Annotated[
 PngOption = Annotated[
     Path | None, _destination("--png", "FILE", "Draw a figure (needs the extra plot).")
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+ForceOption = Annotated[
+    bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files that exist.")
+]
 
 _STDOUT = Path("-")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands import completion
 from kvprof.commands.context import ContextOption, resolve_context
 from kvprof.commands.fitting import fit_data, fit_sizes
 from kvprof.commands.method_options import (
@@ -55,7 +56,11 @@ def plan(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", help="Of --fit. Default fdc,zack,palu,tale,kq."),
+        typer.Option(
+            "--methods",
+            autocompletion=completion.methods,
+            help="Of --fit. Default fdc,zack,palu,tale,kq.",
+        ),
     ] = None,
     reserve: Annotated[
         str | None,
@@ -93,7 +98,14 @@ def plan(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Show what a method stores, folds and runs, or (--fit) what fits into a memory."""
+    """Show what a method stores, folds and runs, or (--fit) what fits into a memory.
+
+    Examples
+    --------
+    kvprof plan --method kq --rate 0.3 --describe
+    kvprof plan --method fdc --rate 0.5 --save fdc.plan
+    kvprof plan meta-llama/Llama-3.1-8B --fit 80GB
+    """
     outputs = Outputs(json=json, out=out, force=force)
     outputs.check(extra=[save] if save else [])
     files = plan_files or []

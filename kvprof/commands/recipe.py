@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from kvprof import console
+from kvprof.commands.completion import profiles, recipes
+from kvprof.commands.help import Command
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, run_recipes
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
@@ -26,7 +27,9 @@ recipe = typer.Typer(
 NamesArgument = Annotated[
     list[str],
     typer.Argument(
-        metavar="NAME...", help="A recipe, a pattern (fdc-*), all, or a .yaml file of your own."
+        metavar="NAME...",
+        help="A recipe, a pattern (fdc-*), all, or a .yaml file of your own.",
+        autocompletion=recipes,
     ),
 ]
 LEDGER = "ledger"
@@ -34,14 +37,22 @@ LEDGER = "ledger"
 _ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 
 
-@recipe.command("list")
+@recipe.command("list", cls=Command)
 def list_recipes(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME...]", help="Only these.", show_default=False),
+        typer.Argument(
+            metavar="NAME...", help="Only these.", show_default=False, autocompletion=recipes
+        ),
     ] = None,
 ) -> None:
-    """List recipes and their profiles."""
+    """List recipes and their profiles.
+
+    Examples
+    --------
+    kvprof recipe list
+    kvprof recipe list "palu-*"
+    """
     from kvprof.reproduction.check import load_recipe
     from kvprof.reproduction.find import find_recipes
     from kvprof.views.recipe_list import listing
@@ -67,9 +78,18 @@ def _listed(one: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-@recipe.command()
-def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe or a file.")]) -> None:
-    """Print a recipe as it is written."""
+@recipe.command(cls=Command)
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A recipe or a file.", autocompletion=recipes)
+    ],
+) -> None:
+    """Print a recipe as it is written.
+
+    Examples
+    --------
+    kvprof recipe show fdc-fig-1
+    """
     from kvprof.reproduction.find import find_recipes
 
     paths = find_recipes([name])
@@ -80,11 +100,16 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe or a
     console.report_console().out(text, end="" if text.endswith("\n") else "\n", highlight=False)
 
 
-@recipe.command()
+@recipe.command(cls=Command)
 def validate(names: NamesArgument) -> None:
     """Check recipes; nothing is run.
 
     Keys, ids, tolerances, placeholders, commands with their options, and methods.
+
+    Examples
+    --------
+    kvprof recipe validate all
+    kvprof recipe validate my-claim.yaml
     """
     from kvprof.commands.recipe_check import check_command
     from kvprof.reproduction.check import InvalidRecipeError, load_recipe
@@ -108,7 +133,7 @@ def validate(names: NamesArgument) -> None:
     terminal.print(f"{len(paths)} {'recipe is' if len(paths) == 1 else 'recipes are'} valid.")
 
 
-class _RunCommand(TyperCommand):
+class _RunCommand(Command):
     """Gives ``--ray`` its address where none follows: names of recipes may."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -128,7 +153,12 @@ class _RunCommand(TyperCommand):
 def run(
     names: NamesArgument,
     profile: Annotated[
-        str, typer.Option("--profile", help="smoke (CPU, seconds), small (one GPU) or paper.")
+        str,
+        typer.Option(
+            "--profile",
+            help="smoke (CPU, seconds), small (one GPU) or paper.",
+            autocompletion=profiles,
+        ),
     ] = "smoke",
     model: Annotated[
         str | None,
@@ -175,6 +205,12 @@ def run(
 
     Exit code 4 when something was not reproduced, 1 when a cell failed, 3 when everything asked for
     needs what this machine lacks. An interrupted run goes on where it stopped.
+
+    Examples
+    --------
+    kvprof recipe run palu-table-3 --out ledger-run
+    kvprof recipe run all --profile smoke
+    kvprof recipe run "fdc-*" --profile small
     """
     run_recipes(
         RunRequest(
@@ -197,7 +233,7 @@ def _settings(given: list[str]) -> dict[str, str]:
     return found
 
 
-@recipe.command()
+@recipe.command(cls=Command)
 def report(
     folders: Annotated[
         list[Path],
@@ -218,6 +254,10 @@ def report(
     """Write the ledger of a run for readers.
 
     As Markdown and as one HTML page, with plots beside the published numbers.
+
+    Examples
+    --------
+    kvprof recipe report ledger-run --md ledger.md
     """
     result = _joined([_read_ledger(path) for path in folders])
     first = folders[0] if folders[0].is_dir() else folders[0].parent
@@ -277,7 +317,7 @@ def _joined(results: list[dict[str, object]]) -> dict[str, object]:
     return {**whole, "warnings": warnings, "data": ledger_data(entries)}
 
 
-@recipe.command()
+@recipe.command(cls=Command)
 def new(
     file: Annotated[
         Path,
@@ -288,6 +328,10 @@ def new(
     """Write a recipe to start from.
 
     It is the worked example, under a name of your own.
+
+    Examples
+    --------
+    kvprof recipe new my-claim
     """
     from kvprof.reproduction.template import template
 

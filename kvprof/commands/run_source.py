@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands.completion import runs
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import Event, RunStarted
 from kvprof.records.files import RESULT_NAME, read_result
@@ -15,13 +16,23 @@ from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
 from kvprof.records.schema import validate_result
 
-__all__ = ["DEMO", "RunArgument", "events_of", "load_run", "run_files"]
+__all__ = [
+    "DEMO",
+    "RunArgument",
+    "events_of",
+    "kept_runs",
+    "load_run",
+    "run_files",
+    "runs_folder",
+]
 
 #: The name of the recorded run that ships with kvprof.
 DEMO = "demo"
 _WHAT = f"a run's folder (--out), a result .json, an {EVENTS_NAME}, or the word {DEMO}"
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=f"{_WHAT[0].upper()}{_WHAT[1:]}.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help=f"{_WHAT[0].upper()}{_WHAT[1:]}.", autocompletion=runs)
+]
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,30 @@ class RunFiles:
     events: Path | None
 
 
+def runs_folder() -> Path:
+    """Return where runs are kept that nobody named a folder for."""
+    from platformdirs import user_data_path
+
+    return user_data_path("kvprof", appauthor=False) / "runs"
+
+
+def kept_runs(folder: Path) -> list[Path]:
+    """Return the folders inside `folder` that hold a run, the latest first; none without it."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and holds_run(path)]
+    return sorted(found, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
+
+
+def holds_run(folder: Path) -> bool:
+    """Tell whether a folder is one that ``--out`` made: a result, or the events of one."""
+    return (folder / RESULT_NAME).is_file() or find_events(folder) is not None
+
+
 def run_files(name: str) -> RunFiles:
     """Return the files that a run's name stands for.
+
+    The name of a run in `runs_folder` stands for that run where no file is called so.
 
     Raises
     ------
@@ -53,6 +86,8 @@ def run_files(name: str) -> RunFiles:
         path = Path(str(files("kvprof") / "assets" / DEMO))
         if not path.is_dir():
             raise LackingError(f"{DEMO}: this kvprof was installed without its recorded run")
+    elif not path.exists() and path.name == name and (runs_folder() / name).is_dir():
+        path = runs_folder() / name
     if path.is_dir():
         result = path / RESULT_NAME
         found = RunFiles(result if result.is_file() else None, find_events(path))
@@ -63,16 +98,18 @@ def run_files(name: str) -> RunFiles:
             )
         return found
     if not path.exists():
-        raise UsageError(f"{name}: there is no such file; name {_WHAT}")
+        raise UsageError(
+            f"{name}: there is no such file; name {_WHAT} (kvprof runs lists those that are kept)"
+        )
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return RunFiles(None, path)
     return RunFiles(path, None)
 
 
-def load_run(name: str) -> dict[str, Any]:
+def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
     """Return the result of a run; one that was killed or still runs is folded from its events.
 
-    What is damaged is read up to the damage, and a warning on stderr says so.
+    What is damaged is read up to the damage, and a warning on stderr says so unless `quiet`.
 
     Raises
     ------
@@ -86,7 +123,7 @@ def load_run(name: str) -> dict[str, Any]:
         return read_result(found.result)
     assert found.events is not None
     recording = read_events(found.events)
-    if recording.damage is not None:
+    if recording.damage is not None and not quiet:
         console.warn(f"{found.events}: {recording.damage}; shown is what was read until there")
     result = result_of(recording.events, damage=recording.damage)
     try:

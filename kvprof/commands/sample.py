@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands.help import DATA
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import Source, parse_source
 
@@ -26,26 +27,48 @@ __all__ = [
 
 TextOption = Annotated[
     list[str] | None,
-    typer.Option("--text", help="prose, code (embedded) or a file; repeatable. Default prose."),
+    typer.Option(
+        "--text",
+        rich_help_panel=DATA,
+        help="prose, code (embedded) or a file; repeatable. Default prose.",
+    ),
 ]
 SequencesOption = Annotated[
     int | None,
-    typer.Option("--sequences", min=1, help="Of each text, at most. Default by device."),
+    typer.Option(
+        "--sequences", rich_help_panel=DATA, min=1, help="Of each text, at most. Default by device."
+    ),
 ]
 SeqLenOption = Annotated[
     str | None,
-    typer.Option("--seq-len", help="Tokens per sequence; half is decoded. Default by device."),
+    typer.Option(
+        "--seq-len",
+        rich_help_panel=DATA,
+        help="Tokens per sequence; half is decoded. Default by device.",
+    ),
 ]
 TasksOption = Annotated[
-    str, typer.Option("--tasks", help="all, none, or needle,variables,copy,frequent-words.")
+    str,
+    typer.Option(
+        "--tasks", rich_help_panel=DATA, help="all, none, or needle,variables,copy,frequent-words."
+    ),
 ]
 TaskItemsOption = Annotated[
     int | None,
-    typer.Option("--task-items", min=1, help="Questions of each task. Default by device."),
+    typer.Option(
+        "--task-items",
+        rich_help_panel=DATA,
+        min=1,
+        help="Questions of each task. Default by device.",
+    ),
 ]
 TeacherForcedOption = Annotated[
     bool,
-    typer.Option("--teacher-forced", help="Score text in one pass instead of decoding it."),
+    typer.Option(
+        "--teacher-forced",
+        rich_help_panel=DATA,
+        help="Score text in one pass instead of decoding it.",
+    ),
 ]
 
 _DEFAULT_TEXT = ("prose",)

@@ -10,6 +10,12 @@ def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) 
 
     A run that was killed, or that still runs, is shown as far as its events go; --json keeps what
     they make.
+
+    Examples
+    --------
+    kvprof show demo
+    kvprof show jct-run
+    kvprof show result.json --json -
     """
     outputs = Outputs(json=json, force=force)
     outputs.check()

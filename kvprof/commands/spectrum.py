@@ -109,7 +109,14 @@ def spectrum(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Show the singular-value spectra of Q, K and V, and the ranks that removal rates give."""
+    """Show the singular-value spectra of Q, K and V, and the ranks that removal rates give.
+
+    Examples
+    --------
+    kvprof spectrum
+    kvprof spectrum meta-llama/Llama-3.1-8B --tokens 32k --save moments.safetensors
+    kvprof spectrum --from moments.safetensors --removal 0.02,0.05 --json spectrum.json
+    """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     outputs.check(extra=[save] if save else [])
     rates = parse_rates(removal, what="--removal")

@@ -100,7 +100,14 @@ def stability(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Compare the rotation from offline tokens with the one that real data would give."""
+    """Compare the rotation from offline tokens with the one that real data would give.
+
+    Examples
+    --------
+    kvprof stability
+    kvprof stability --tokens 1k,4k,16k --against prose --against my-chats.jsonl --seeds 3
+    kvprof stability --seq-len 512 --against-seq-len 2k
+    """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     outputs.check()
     counts = parse_counts(tokens, what="--tokens")

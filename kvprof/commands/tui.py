@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvprof import console
+from kvprof.commands import completion
 from kvprof.commands.run_source import DEMO
 from kvprof.commands.tui_run import Watched, missing_terminal, run_plainly, watched_command
 from kvprof.commands.tui_source import open_run, print_report
@@ -28,6 +29,7 @@ def tui(
         list[str] | None,
         typer.Argument(
             metavar="[RUN | -- bench --jct …]",
+            autocompletion=completion.runs,
             help="A run's folder, its events or its result, also one that is being written; or a "
             "measurement to start and watch.",
             show_default=False,
@@ -60,6 +62,13 @@ def tui(
 
     Alone it measures the reference model with full, palu and fdc. Everything that is seen is on
     disk; without a terminal the report is printed instead.
+
+    Examples
+    --------
+    kvprof tui
+    kvprof tui --demo
+    kvprof tui jct-run --speed 10
+    kvprof tui -- bench --jct --methods full,fdc --input-len 2k --output-len 64
     """
     words = tuple(what or ())
     if demo and words:

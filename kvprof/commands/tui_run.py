@@ -11,6 +11,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 from kvprof import console
+from kvprof.commands.run_source import runs_folder
 from kvprof.errors import ExitCode, FailedError, UsageError
 from kvprof.records.files import ensure_writable
 from kvprof.records.journal import EVENTS_NAME
@@ -149,9 +150,7 @@ def run_plainly(watched: Watched) -> int:
 
 def _new_folder() -> Path:
     """Return a folder that does not exist yet, among the user's data."""
-    from platformdirs import user_data_path
-
-    runs = user_data_path("kvprof", appauthor=False) / "runs"
+    runs = runs_folder()
     stem = datetime.now().strftime("jct-%Y%m%d-%H%M%S")
     number, folder = 1, runs / stem
     while folder.exists():

@@ -7,14 +7,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from kvprof.errors import UsageError
-from kvprof.methods.named import ALWAYS
-from kvprof.methods.registry import (
-    COMBINATIONS,
-    ENTRY_POINTS,
-    METHODS,
-    calibration_needs,
-    method_names,
-)
+from kvprof.methods.named import ALWAYS, COMBINATIONS, ENTRY_POINTS, method_names
+from kvprof.methods.registry import METHODS, calibration_needs
 
 __all__ = ["MethodRequest", "option_names", "parse_methods"]
 

@@ -22,6 +22,7 @@ from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full
 from kvprof.methods.kq import kq
 from kvprof.methods.libraries import LIBRARIES, load_library
+from kvprof.methods.named import ENTRY_POINTS, method_names
 from kvprof.methods.palu import palu
 from kvprof.methods.plan import Plan
 from kvprof.methods.quantisers import QUANTISERS, quantised, quantiser_family
@@ -31,17 +32,12 @@ from kvprof.methods.tale import tale, tale_kivi
 from kvprof.methods.zack import zack
 
 __all__ = [
-    "COMBINATIONS",
-    "ENTRY_POINTS",
     "METHODS",
     "calibration_needs",
-    "method_names",
     "plan_family",
 ]
 
-ENTRY_POINTS = "kvprof.methods"
-
-#: One function per method; its keyword-only arguments are its options.
+#: One function per name in `kvprof.methods.named.OWN`; its keyword-only arguments are its options.
 METHODS: dict[str, Callable[..., PlanFamily]] = {
     "full": full,
     "fp8": fp8,
@@ -60,12 +56,6 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     **{name: partial(evictor_family, name) for name in EVICTORS},
 }
 
-#: Combinations that the papers have, and the quantised optimum.
-COMBINATIONS = (
-    "fdc+keyformer", "fdc+kvquant", "zack+keyformer", "zack+kvquant", "palu+keyformer",
-    "palu+kvquant", "fdc-4bit", "kq-4bit",
-)  # fmt: skip
-
 # FDC's KF-F and KF-P evict first (FDC §6); ZACK's Keyformer-Z compresses first.
 _ORDERS = {"fdc": "evict_first", "palu": "evict_first"}
 _RANDOM = CalibrationNeeds("random:8k")
@@ -77,11 +67,6 @@ _NEEDS = {
 }  # fmt: skip
 _ALL_HEADS = 2**20
 _BIT_SUFFIX = re.compile(r"(.+)-([2348])bit")
-
-
-def method_names() -> list[str]:
-    """Return every name that is listed: own methods, named combinations, then installed ones."""
-    return [*METHODS, *COMBINATIONS, *_installed()]
 
 
 def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:

@@ -13,13 +13,8 @@ from kvprof.methods.accounting import bytes_at, dim_rate, rate
 from kvprof.methods.description import ranks_of
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.libraries import LIBRARIES
-from kvprof.methods.registry import (
-    COMBINATIONS,
-    METHODS,
-    calibration_needs,
-    method_names,
-    plan_family,
-)
+from kvprof.methods.named import COMBINATIONS, OWN, method_names
+from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.methods.soundness import check_fits
 from tests.methods.models import FINE, inputs, model
 
@@ -206,6 +201,10 @@ def site(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     yield info
     sys.modules.pop("keys_only", None)
+
+
+def test_what_is_listed_without_loading_torch_is_what_there_is() -> None:
+    assert tuple(METHODS) == OWN
 
 
 def test_the_documented_method_installs_and_runs(site):

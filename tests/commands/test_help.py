@@ -1,0 +1,127 @@
+"""What ``--help`` says: groups, and examples that can be run as they stand."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvprof.cli import COMMANDS, app
+from kvprof.commands import completion
+from kvprof.commands.help import Command
+from tests.commands.running import kvprof
+
+
+def commands() -> dict[str, Any]:
+    """Return every command that does something, by the words that call it."""
+    top: Any = typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for entry in COMMANDS:
+        loaded = top.commands[entry.name]._load()
+        inner = getattr(loaded, "commands", None)
+        own = (
+            {entry.name: loaded}
+            if inner is None
+            else {f"{entry.name} {name}": command for name, command in inner.items()}
+        )
+        found |= own
+    return found
+
+
+ALL = commands()
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_every_command_has_examples_that_its_own_parser_takes(words: str) -> None:
+    command = ALL[words]
+    assert isinstance(command, Command)
+    assert command.examples
+    shown = kvprof(*words.split(), "--help").stdout
+    for line in command.examples:
+        assert f"  {line}\n" in shown
+        given = shlex.split(line, comments=True)
+        target = next(
+            name
+            for name in sorted(ALL, key=len, reverse=True)
+            if given[1 : 1 + len(name.split())] == name.split()
+        )
+        ALL[target].make_context(target, given[1 + len(target.split()) :])
+    assert any(line.startswith(f"kvprof {words}") for line in command.examples)
+
+
+def test_options_stand_in_groups_and_none_is_lost() -> None:
+    shown = kvprof("eval", "--help").stdout
+    titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == [
+        "Arguments", "Options", "Method", "Text and tasks", "Model and device", "Output",
+        "Examples",
+    ]  # fmt: skip
+    output = shown.partition("\nOutput:\n")[2].partition("\nExamples:\n")[0]
+    assert {"--json", "--csv", "--out", "--force"} <= set(output.split())
+    for command in ALL.values():
+        text = command.get_help(typer.Context(command))
+        for parameter in command.params:
+            assert parameter.param_type_name == "argument" or parameter.opts[0] in text
+
+
+def test_help_reads_as_text_without_markup() -> None:
+    for words in ALL:
+        assert "``" not in kvprof(*words.split(), "--help").stdout
+
+
+def test_completion_offers_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvprof.commands.run_source.runs_folder", lambda: tmp_path / "kept")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub" / "models--org--small").mkdir(parents=True)
+    for folder, file in (
+        ("mine", "config.json"),
+        ("before", "result.json"),
+        ("kept/jct-1", "result.json"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / file).write_text("{}")
+    assert completion.models("") == ["reference", "org/small", "mine"]
+    assert completion.models("o") == ["org/small"]
+    assert completion.runs("") == ["demo", "before", "jct-1"]
+    assert completion.runs("j") == ["jct-1"]
+    assert "fdc-fig-1" in completion.recipes("fdc-f")
+    assert completion.formats("h") == ["html"]
+    assert completion.profiles("") == ["smoke", "small", "paper"]
+    assert completion.methods("full,kq") == ["full,kq", "full,kq-4bit"]
+    assert "Qwen3-8B" in completion.shapes("Qwen3")
+
+
+def test_the_shell_is_answered_by_a_commands_own_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("_KVPROF_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvprof export demo --to ht")
+    monkeypatch.setenv("COMP_CWORD", "4")
+    assert kvprof().stdout.split() == ["html"]
+
+
+def test_runs_lists_those_that_are_kept_and_says_what_is_wrong_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvprof.commands.runs.runs_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr("kvprof.commands.run_source.runs_folder", lambda: tmp_path / "kept")
+    none = kvprof("runs")
+    assert none.code == 0
+    assert "holds no runs" in none.stderr
+    good, bad = tmp_path / "kept" / "jct-1", tmp_path / "kept" / "jct-2"
+    good.mkdir(parents=True)
+    bad.mkdir()
+    (good / "result.json").write_text(kvprof("show", "demo", "--json", "-").stdout)
+    (bad / "result.json").write_text('{"schema": "kvprof/1"')
+    (tmp_path / "kept" / "no-run").mkdir()
+    listed = kvprof("runs")
+    assert listed.code == 0
+    assert "jct Llama-3.1-8B composed" in listed.stdout
+    assert "complete" in listed.stdout
+    assert "damaged or cut off" in listed.stdout
+    assert "no-run" not in listed.stdout
+    # Its name is enough, from any folder.
+    assert kvprof("show", "jct-1").stdout == kvprof("show", "demo").stdout
+    assert kvprof("runs", tmp_path / "nowhere").code == 2
