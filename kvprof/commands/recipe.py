@@ -331,7 +331,7 @@ def new(
 
     Examples
     --------
-    kvprof recipe new my-claim
+    kvprof recipe new my-claim.yaml
     """
     from kvprof.reproduction.template import template
 

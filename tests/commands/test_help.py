@@ -116,6 +116,7 @@ def test_runs_lists_those_that_are_kept_and_says_what_is_wrong_with_one(
     (good / "result.json").write_text(kvprof("show", "demo", "--json", "-").stdout)
     (bad / "result.json").write_text('{"schema": "kvprof/1"')
     (tmp_path / "kept" / "no-run").mkdir()
+    monkeypatch.setenv("COLUMNS", "250")
     listed = kvprof("runs")
     assert listed.code == 0
     assert "jct Llama-3.1-8B composed" in listed.stdout
