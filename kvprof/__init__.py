@@ -6,12 +6,15 @@
 ...     model.generate(...)
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
 from kvprof.version import __version__
 
+# Neither typing nor importlib: every process of kvprof begins here, and Ctrl-C may come at once.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvprof.calibration.api import plan
     from kvprof.runtime.compressed import compressed
 
@@ -25,6 +28,8 @@ def __getattr__(name: str) -> Any:
     """Return what is loaded on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(_LAZY[name]), name)
 
 

@@ -1,6 +1,21 @@
-"""``python -m kvprof``: the command line where its script is not on the path."""
+"""Where every process of kvprof begins: the ``kvprof`` script and ``python -m kvprof``."""
 
-from kvprof.cli import main
+import os
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line, from its first moment on without a traceback at Ctrl-C."""
+    try:
+        from kvprof import interrupt
+
+        interrupt.at_once()
+        from kvprof import cli
+    except KeyboardInterrupt:  # before it had a handler of its own
+        os._exit(130)
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

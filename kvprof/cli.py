@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvprof import console
+from kvprof import console, interrupt, scratch
 from kvprof.errors import ExitCode, KvprofError
+from kvprof.leash import follow_parent
 from kvprof.version import __version__
 
 __all__ = ["COMMANDS", "CommandEntry", "app", "main"]
@@ -49,6 +50,10 @@ COMMANDS = (
 # The base of everything that a wrong command line raises. Older versions of Typer take it from
 # click, newer ones bring their own; BadParameter is exported by both.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+# What a write fails with where nothing is wrong with kvprof: the disk is full, the quota used up, a
+# limit of the shell's (ulimit -f) reached, the device or the terminal gone.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _LazyCommand(TyperCommand):
@@ -87,7 +92,9 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; whatever it raises ends here, as a line and an exit code."""
-        with _told(debug=ctx.params["debug"]):
+        with _told(debug=ctx.params["debug"]), interrupt.raising():
+            if ctx.invoked_subcommand != "doctor":  # which tells what it finds
+                scratch.sweep()
             return super().invoke(ctx)
 
 
@@ -99,7 +106,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the machine lacks something, "
-    "4 a claim or a limit was not met, 130 interrupted.",
+    "4 a claim or a limit was not met, 130 interrupted (Ctrl-C, SIGTERM or SIGHUP).",
 )
 
 
@@ -148,7 +155,7 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
     """Say on stderr in one line what went wrong, and return the exit code it stands for."""
     if _is_broken_pipe(problem):
         # Whoever read our output has left; there is nobody to tell.
-        _discard_stdout()
+        console.discard_stdout()
         return ExitCode.FAILED
     if debug:
         traceback.print_exception(problem)
@@ -167,8 +174,8 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
             "(fewer or shorter sequences per batch, or another --device, need less)"
         )
         return ExitCode.LACKING
-    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        _discard_stdout()
+    if isinstance(problem, OSError) and problem.errno in _FULL:
+        console.discard_stdout()
         console.error(f"{os.strerror(problem.errno)}: {problem.filename or 'writing the output'}")
         return ExitCode.FAILED
     if isinstance(problem, ModuleNotFoundError) and not (problem.name or "").startswith("kvprof"):
@@ -206,18 +213,12 @@ def _is_out_of_memory(problem: BaseException) -> bool:
     )
 
 
-def _discard_stdout() -> None:
-    """Send stdout's unwritten rest nowhere, or the interpreter complains about it at exit."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):
-        pass  # stdout is no file (in a test), or closed
-
-
 def main() -> None:
-    """Run the command line; the entry point of the ``kvprof`` script."""
+    """Run the command line."""
+    interrupt.at_once()
+    interrupt.fill_closed_streams()
+    follow_parent()
+    console.shield_stderr()
     app(prog_name="kvprof")
 
 

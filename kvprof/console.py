@@ -3,11 +3,14 @@
 This is the only module that owns them. Importing it costs Rich alone.
 """
 
+import contextlib
+import errno
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -19,7 +22,19 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Tracker", "error", "note", "report_console", "status", "track", "warn"]
+__all__ = [
+    "Tracker",
+    "deliver",
+    "discard_stdout",
+    "error",
+    "note",
+    "report_console",
+    "shield_stderr",
+    "spill",
+    "status",
+    "track",
+    "warn",
+]
 
 MIN_WIDTH = 40
 _PIPED_WIDTH = 100
@@ -42,7 +57,92 @@ def report_console() -> Console:
 
 
 def _stderr() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    return Console(file=_shielded(sys.stderr), highlight=False, soft_wrap=True, emoji=False)
+
+
+class _Shielded:
+    """A stream whose failing (it is full, it was closed, its terminal is gone) never matters."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        # RuntimeError: a signal's handler writes in the middle of a write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except ValueError:  # closed
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _shielded(stream: TextIO | None) -> TextIO | None:
+    if stream is None or isinstance(stream, _Shielded):
+        return stream
+    return cast(TextIO, _Shielded(stream))
+
+
+def shield_stderr() -> None:
+    """Let no line that cannot be written to stderr end the process, whoever writes it."""
+    sys.stderr = cast(TextIO, _shielded(sys.stderr))
+
+
+def deliver(write: Callable[[Console], None]) -> OSError | None:
+    """Write to stdout; return what went wrong instead of raising it.
+
+    What stdout did not take is dropped then, and so is what comes after it.
+
+    Parameters
+    ----------
+    write : callable
+        Given the console of `report_console`.
+    """
+    try:
+        write(report_console())
+        if sys.stdout is not None:  # closed by the shell (>&-)
+            sys.stdout.flush()
+    except OSError as problem:
+        discard_stdout()
+        return problem
+    except SystemExit:  # Rich's own answer to a reader that has left
+        return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    return None
+
+
+def spill(write: Callable[[Console], None]) -> None:
+    """Write to stderr what has no other place left to go to.
+
+    Parameters
+    ----------
+    write : callable
+        Given a console as wide as that of `report_console`.
+    """
+    write(Console(file=_shielded(sys.stderr), width=report_console().width, highlight=False,
+                  soft_wrap=False, emoji=False))  # fmt: skip
+
+
+def discard_stdout() -> None:
+    """Send stdout's unwritten rest nowhere, or the interpreter complains about it at exit."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError, AttributeError):
+        pass  # stdout is no file (in a test), or closed
 
 
 def note(message: str) -> None:

@@ -1,14 +1,27 @@
-"""Ctrl-C that lets the work in hand finish: what was measured stays consistent and is kept."""
+"""How a process ends early: Ctrl-C, SIGTERM and SIGHUP.
 
+All of them end alike: what was measured is kept, and the exit code is 130. This module comes before
+everything else in a process and imports next to nothing.
+"""
+
+import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from kvprof import console
+__all__ = ["Stop", "at_once", "fill_closed_streams", "graceful_interrupt", "raising"]
 
-__all__ = ["Stop", "graceful_interrupt"]
+_INTERRUPTED = 130
+# Windows has no SIGHUP.
+_SIGNALS = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
+_Handler = Callable[[int, FrameType | None], None]
+
+# A key is not pressed twice within this; `timeout -s INT` sends its signal twice at once.
+_TWICE_SECONDS = 0.3
 
 
 class Stop:
@@ -18,7 +31,7 @@ class Stop:
         self.requested = False
 
     def __call__(self) -> bool:
-        """Return True once Ctrl-C was pressed."""
+        """Return True once Ctrl-C was pressed, or another signal asked for the end."""
         return self.requested
 
 
@@ -26,21 +39,90 @@ class Stop:
 def graceful_interrupt() -> Iterator[Stop]:
     """Turn the first Ctrl-C into a request to stop after the step in hand; the second one kills.
 
-    Outside the main thread signals cannot be caught, and Ctrl-C stays what it was.
+    SIGTERM and SIGHUP are requests too, however often they come: programs that send them send them
+    twice. Outside the main thread signals cannot be caught, and they stay what they were.
     """
     stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+    asked_at = 0.0
 
-    def request(_signal: int, _frame: FrameType | None) -> None:
-        if stop.requested:
+    def request(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked_at
+        again = stop.requested
+        now = time.monotonic()
+        if again and number == signal.SIGINT and now - asked_at > _TWICE_SECONDS:
             raise KeyboardInterrupt
-        stop.requested = True
-        console.warn("interrupted: keeping what was measured (Ctrl-C again drops it)")
+        if again:
+            return
+        stop.requested, asked_at = True, now
+        from kvprof import console
 
-    previous = signal.signal(signal.SIGINT, request)
-    try:
+        what = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
+        console.warn(f"{what}: keeping what was measured (Ctrl-C again drops it)")
+
+    with _handled(request, request):
         yield stop
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the body, as Ctrl-C does, and once."""
+    raised = False
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal raised
+        if not raised:  # a second one would end the cleaning up after the first
+            raised = True
+            raise KeyboardInterrupt(signal.Signals(number).name)
+
+    ignored = _in_main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    with _handled(end, None if ignored else signal.default_int_handler):
+        yield
+
+
+def at_once() -> None:
+    """From here on, end at a signal at once: there is nothing yet, or no longer, to lose."""
+    if not _in_main_thread():
+        return
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _leave)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    # No exception: in the middle of an import it could be swallowed, or told as a traceback.
+    with contextlib.suppress(OSError):
+        os.write(2, b"kvprof: interrupted\n")
+    os._exit(_INTERRUPTED)
+
+
+@contextmanager
+def _handled(end: _Handler, interrupt: _Handler | None) -> Iterator[None]:
+    """Give SIGTERM and SIGHUP one handler and SIGINT another while the body runs."""
+    previous = {}
+    if _in_main_thread():
+        for number in _SIGNALS:
+            own = interrupt if number == signal.SIGINT else end
+            ignored = signal.getsignal(number) == signal.SIG_IGN  # by nohup
+            if own is not None and not (number != signal.SIGINT and ignored):
+                previous[number] = signal.signal(number, own)
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def fill_closed_streams() -> None:
+    """Open the null device where a standard stream is closed.
+
+    The next file that is opened would get its number, and with it what libraries print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)

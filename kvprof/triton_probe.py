@@ -7,11 +7,11 @@ in the user's kernel cache, and a compiler that crashes must not take kvprof wit
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from kvprof.environment import package_version
+from kvprof.scratch import ScratchFolder
 
 __all__ = ["TritonState", "probe_triton"]
 
@@ -46,7 +46,7 @@ def probe_triton() -> TritonState:
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if version is None or find_spec("triton") is None:
         return TritonState(version, False, interpreted, "Triton is not installed")
-    with tempfile.TemporaryDirectory(prefix="kvprof-") as cache:
+    with ScratchFolder("triton") as cache:
         settings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         settings["TRITON_CACHE_DIR"] = cache
         # The new process must find this kvprof, wherever it was imported from.

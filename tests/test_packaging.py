@@ -83,9 +83,9 @@ def test_whatever_is_pinned_is_needed_and_whatever_is_needed_is_pinned() -> None
     assert PINS.keys() - needed <= extras
 
 
-def test_the_script_is_the_command_lines_main() -> None:
+def test_the_script_begins_where_python_m_kvprof_does() -> None:
     module, _, function = PROJECT["scripts"]["kvprof"].partition(":")
-    assert (module, function) == ("kvprof.cli", "main")
+    assert (module, function) == ("kvprof.__main__", "main")
 
 
 def test_the_readmes_commands_are_the_two_that_are_promised() -> None:

@@ -36,7 +36,7 @@ from kvprof.commands.output import (
     SvgOption,
 )
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, FailedError, UsageError
+from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_counts
@@ -189,6 +189,7 @@ def bench(
     # Everything from here on needs torch.
     from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
     from kvprof.benchmark.run import run_bench
+    from kvprof.views import bench as view
 
     request = BenchRequest(
         shape="Llama-3.1-8B" if model is None else model,
@@ -218,11 +219,14 @@ def bench(
             complete=complete,
             incomplete_reason=stopped,
         )
-        _show(result, outputs)
-    if stopped is not None:
-        raise FailedError(stopped)
-    if not complete:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        outputs.finish(
+            result,
+            lambda width, colour: view.report(result, width, colour=colour),
+            csv_text=lambda: view.to_csv(result),
+            figure=lambda: view.figure(result),
+            problem=FailedError(stopped) if stopped is not None else None,
+            interrupted=not complete,
+        )
 
 
 def _listed(text: str, option: str) -> tuple[str, ...]:
@@ -273,12 +277,3 @@ def _inputs(request: "BenchRequest", data: dict[str, Any]) -> dict[str, Any]:
         "device": request.device,
         "seed": request.seed,
     }
-
-
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
-    from kvprof.views import bench as view
-
-    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

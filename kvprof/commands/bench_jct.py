@@ -1,9 +1,7 @@
 """``kvprof bench --jct``: where does the time of a request go? Its options, and the run."""
 
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +11,13 @@ import typer
 from kvprof import console
 from kvprof.commands.bench_device import resolve_device, resolve_dtype
 from kvprof.commands.output import Outputs
-from kvprof.errors import ExitCode, KvprofError, UsageError
+from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.sizes import parse_count, parse_counts
 
 if TYPE_CHECKING:
     from kvprof.benchmark.jct.request import JctRequest
+    from kvprof.records.journal import Journal
 
 __all__ = [
     "BaselineOption",
@@ -182,6 +181,7 @@ def bench_jct(
     KvprofError
         As `kvprof.benchmark.jct.run.run_jct`; what was measured is shown and kept before.
     """
+    from kvprof.records.fold import result_of
     from kvprof.records.journal import EVENTS_NAME
 
     events = outputs.out / EVENTS_NAME if outputs.out is not None else None
@@ -190,17 +190,26 @@ def bench_jct(
         asked, model=model, methods=methods, batches=batches, rate=rate, ranks=ranks, dtype=dtype,
         repeats=repeats, device=resolve_device(device), seed=seed,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="kvprof-") as scratch:
-        path = events if events is not None else Path(scratch) / EVENTS_NAME
-        with graceful_interrupt() as stop:
-            problem = _measured(request, path, outputs.force, stop)
-            result = _folded(path)
-            if result is not None and (problem is None or result["data"]["cases"]):
-                _show(result, outputs)
-        if problem is not None:
-            raise problem
-        if stop():
+    from kvprof.views import jct as view
+
+    with graceful_interrupt() as stop:
+        journal, problem = _measured(request, events, outputs.force, stop)
+        if not journal.measured:
+            if problem is not None:
+                raise problem
+            console.error("interrupted before anything was measured; there is no result")
             raise typer.Exit(ExitCode.INTERRUPTED)
+        recording = journal.recording()
+        result = result_of(recording.events, damage=recording.damage)
+        outputs.finish(
+            result,
+            lambda width, colour: view.report(result, width, colour=colour),
+            csv_text=lambda: view.to_csv(result),
+            figure=lambda: view.figure(result),
+            lost=[journal.failure] if journal.failure is not None else [],
+            problem=problem,
+            interrupted=stop(),
+        )
 
 
 def _request(
@@ -286,42 +295,17 @@ def _command(arguments: Sequence[str]) -> tuple[str, ...]:
     return ("kvprof", *arguments)
 
 
-def _measured(request: "JctRequest", path: Path, force: bool, stop: Any) -> KvprofError | None:
+def _measured(
+    request: "JctRequest", path: Path | None, force: bool, stop: Any
+) -> "tuple[Journal, Exception | None]":
     """Run into a journal; return what went wrong instead of raising it."""
     from kvprof.benchmark.jct.run import run_jct
     from kvprof.records.journal import Journal
 
-    problem: KvprofError | None = None
+    journal = Journal(path, force=force, warn=console.warn)
     try:
-        with Journal(path, force=force) as journal:
+        with journal:
             run_jct(request, journal, progress=console.track, should_stop=stop)
-    except KvprofError as caught:
-        problem = caught
-    if path.exists() and not path.stat().st_size:
-        # Nothing was measured: leave nothing behind.
-        path.unlink()
-        with suppress(OSError):
-            path.parent.rmdir()
-    return problem
-
-
-def _folded(path: Path) -> dict[str, Any] | None:
-    """Return the result of the events; None where there is none."""
-    from kvprof.records.fold import result_of
-    from kvprof.records.journal import read_events
-
-    if not path.exists():
-        return None
-    recording = read_events(path)
-    if not recording.events:
-        return None
-    return result_of(recording.events, damage=recording.damage)
-
-
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
-    from kvprof.views import jct as view
-
-    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))
+    except Exception as problem:  # whatever it is, what was measured before it is told first
+        return journal, problem
+    return journal, None

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from kvprof import console
 from kvprof.commands import completion
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
 from kvprof.commands.run_source import load_run
@@ -70,15 +69,15 @@ def compare(
     )
     from kvprof.views.compare import report
 
-    outputs.write(result)
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(report(result, terminal.width, colour=not terminal.no_color))
+    worse = None
     if failed := data["failed"]:
-        raise ClaimNotMetError(
+        worse = ClaimNotMetError(
             f"--fail-over {fail_over}: {failed} {'figure' if failed == 1 else 'figures'} got worse "
             "by more"
         )
+    outputs.finish(
+        result, lambda width, colour: report(result, width, colour=colour), problem=worse
+    )
 
 
 def _share(text: str | None) -> float | None:

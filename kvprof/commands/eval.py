@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvprof import console
 from kvprof.commands import completion
 from kvprof.commands.eval_plans import PlanRequest, check_request, make_plans, split_methods
 from kvprof.commands.eval_run import run_evaluations
@@ -43,7 +42,7 @@ from kvprof.commands.sample import (
     load_sample,
 )
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, UsageError
+from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.result import build_result
 
@@ -156,13 +155,21 @@ def eval(
             data=run.data,
             warnings=[*sample.warnings, *run.warnings],
             complete=run.complete,
-            incomplete_reason=str(run.failure) if run.failure is not None else None,
+            incomplete_reason=_reason(run.failure),
         )
-        _show(result, outputs)
-    if run.failure is not None:
-        raise run.failure
-    if not run.complete:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        from kvprof.views import evaluation as view
+
+        outputs.finish(
+            result,
+            lambda width, colour: view.report(result, width, colour=colour),
+            csv_text=lambda: view.to_csv(result),
+            problem=run.failure,
+            interrupted=not run.complete,
+        )
+
+
+def _reason(failure: Exception | None) -> str | None:
+    return None if failure is None else str(failure) or type(failure).__name__
 
 
 def _harness(
@@ -213,12 +220,3 @@ def _inputs(
         "digest": evaluator.digest,
         "harness": list(harness.tasks) if harness is not None else None,
     }
-
-
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
-    from kvprof.views import evaluation as view
-
-    outputs.write(result, csv_text=lambda: view.to_csv(result))
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvprof import console
 from kvprof.commands.sample import Sample
-from kvprof.errors import KvprofError
 from kvprof.interrupt import Stop
 
 if TYPE_CHECKING:
@@ -29,14 +28,14 @@ class EvalRun:
         Of the result.
     warnings : list of str
     complete : bool
-    failure : KvprofError or None
+    failure : Exception or None
         What ended the run early; the data holds what was measured before.
     """
 
     data: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
     complete: bool = True
-    failure: KvprofError | None = None
+    failure: Exception | None = None
 
 
 def run_evaluations(
@@ -82,7 +81,7 @@ def run_evaluations(
             progress.describe(f"{loaded.spec}, {plan.method}")
             try:
                 evaluation = evaluator.evaluate(plan, progress.advance, stop)
-            except KvprofError as failure:
+            except Exception as failure:  # whatever it is, it costs nothing that was measured
                 run.failure, run.complete = failure, False
                 break
             run.warnings += evaluation["warnings"]
@@ -120,7 +119,7 @@ def _run_harness(
         try:
             with console.status(f"lm-eval, {loaded.spec}, {name}"):
                 rows += harness_rows(loaded, plan, settings)
-        except KvprofError as failure:
+        except Exception as failure:
             run.failure, run.complete = failure, False
             return
 

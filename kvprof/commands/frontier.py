@@ -1,7 +1,7 @@
 """``kvprof frontier``: how far each method goes before the model notices."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -172,17 +172,14 @@ def frontier(
             warnings=[*sample.warnings, *run.warnings],
             complete=run.complete,
         )
-        if not no_cache:
-            keep_rates(result, cache)
-        _show(result, outputs)
-    if not run.complete:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        from kvprof.views import frontier as view
 
-
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
-    from kvprof.views import frontier as view
-
-    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))
+        unkept = [] if no_cache else keep_rates(result, cache)
+        outputs.finish(
+            result,
+            lambda width, colour: view.report(result, width, colour=colour),
+            csv_text=lambda: view.to_csv(result),
+            figure=lambda: view.figure(result),
+            lost=[*run.unkept, *unkept],
+            interrupted=not run.complete,
+        )

@@ -39,6 +39,8 @@ class FrontierRun:
     warnings : list of str
     found, measured : int
         Evaluations that the cache had, and those that were run.
+    unkept : list of str
+        What the cache could not take.
     calibration : dict
         Label to the source and number of tokens; methods that need none are not there.
     """
@@ -48,6 +50,7 @@ class FrontierRun:
     warnings: list[str]
     found: int
     measured: int
+    unkept: list[str]
     calibration: dict[str, dict[str, Any]]
 
 
@@ -160,18 +163,20 @@ def run_frontier(
         [*warnings, *search.warnings],
         cache.found,
         search.measured,
+        [cache.failure] if cache.failure is not None else [],
         calibration_of,
     )
 
 
-def keep_rates(result: dict[str, Any], cache: Path | None) -> None:
-    """Record what ``kvprof plan --fit`` reads; that it cannot be kept costs a warning."""
+def keep_rates(result: dict[str, Any], cache: Path | None) -> list[str]:
+    """Record what ``kvprof plan --fit`` reads; return what could not be kept."""
     from kvprof.evaluation.recorded_rates import record_rates
 
     try:
         record_rates(result, cache)
     except KvprofError as failure:
-        console.warn(f"the rates are not recorded for kvprof plan --fit: {failure}")
+        return [f"the rates are not recorded for kvprof plan --fit: {failure}"]
+    return []
 
 
 def _refuse_only_failure(data: dict[str, Any], complete: bool) -> None:

@@ -1,10 +1,13 @@
 """``kvprof generate``: text with a compressed cache, and where it departs from the model's own."""
 
+import errno
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console, Group
+from rich.text import Text
 
 from kvprof import console
 from kvprof.commands.context import ContextOption, resolve_context
@@ -33,7 +36,7 @@ from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.commands.planning import check_choice, make_plan
 from kvprof.commands.prompt import check_length, read_prompt
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, UsageError
+from kvprof.errors import UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_count
@@ -132,37 +135,35 @@ def generate(
     )
     with graceful_interrupt() as stop:
         plan = make_plan(loaded, **wish, context=context_tokens, seq_len=None, stop=stop)
-        data = _generated(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
-    data = {"prompt": text, "prompt_tokens": len(ids), **data}
-    cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)
-    result = build_result(
-        "generate",
-        environment=collect_environment(),
-        inputs={
-            "model": loaded.spec,
-            "revision": loaded.revision,
-            "fingerprint": loaded.fingerprint,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "device": str(loaded.device),
-            "method": plan.method,
-            "plan": plan.made,
-            "plan_file": plan_file,
-            "context": context_tokens,
-            "max_new_tokens": wanted,
-            "chat": chat,
-            "sample": sample,
-            "temperature": settings.temperature if sample else None,
-            "top_p": settings.top_p if sample else None,
-            "seed": settings.seed if sample else None,
-            "diff": diff,
-        },
-        data=data,
-        warnings=_warnings(data),
-        complete=not cut,
-    )
-    _show(result, outputs)
-    if cut:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        data, unheard = _generated(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
+        data = {"prompt": text, "prompt_tokens": len(ids), **data}
+        cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)
+        result = build_result(
+            "generate",
+            environment=collect_environment(),
+            inputs={
+                "model": loaded.spec,
+                "revision": loaded.revision,
+                "fingerprint": loaded.fingerprint,
+                "dtype": str(loaded.dtype).removeprefix("torch."),
+                "device": str(loaded.device),
+                "method": plan.method,
+                "plan": plan.made,
+                "plan_file": plan_file,
+                "context": context_tokens,
+                "max_new_tokens": wanted,
+                "chat": chat,
+                "sample": sample,
+                "temperature": settings.temperature if sample else None,
+                "top_p": settings.top_p if sample else None,
+                "seed": settings.seed if sample else None,
+                "diff": diff,
+            },
+            data=data,
+            warnings=_warnings(data),
+            complete=not cut,
+        )
+        _finish(result, outputs, unheard=unheard, interrupted=cut)
 
 
 def _check_sampling(
@@ -186,24 +187,41 @@ def _generated(
     *,
     diff: bool,
     stop: Stop,
-) -> dict[str, Any]:
-    """Run the compressed model, then with `diff` the uncompressed one."""
+) -> tuple[dict[str, Any], OSError | None]:
+    """Run the compressed model, then with `diff` the uncompressed one.
+
+    Returns
+    -------
+    dict
+        Of the result.
+    OSError or None
+        Why stdout did not take the text.
+    """
     from kvprof.runtime.compressed import compressed
     from kvprof.runtime.generation import difference, generate_text
 
-    terminal = console.report_console()
+    unheard: OSError | None = None
 
-    def write(piece: str) -> None:
-        # A terminal that is no UTF-8 cannot show everything that a model writes.
-        shown = piece.encode(terminal.encoding, "replace").decode(terminal.encoding)
-        terminal.out(shown, end="", highlight=False)
+    def out(piece: str, end: str = "") -> None:
+        nonlocal unheard
+        if unheard is not None:
+            return
+
+        def put(terminal: Console) -> None:
+            # A terminal that is no UTF-8 cannot show everything that a model writes.
+            shown = piece.encode(terminal.encoding, "replace").decode(terminal.encoding)
+            terminal.out(shown, end=end, highlight=False)
+
+        unheard = console.deliver(put)
+        if unheard is not None and unheard.errno == errno.EPIPE and not outputs.to_files:
+            raise unheard  # nobody reads on, and nothing is kept
 
     def run(*, streams: bool) -> "Generated":
         return generate_text(
             loaded,
             ids,
             settings,
-            write=write if streams else None,
+            write=out if streams else None,
             keep_logits=diff,
             should_stop=stop,
         )
@@ -213,7 +231,7 @@ def _generated(
     with compressed(loaded, plan) as session, nullcontext() if streams else waiting:
         ours = run(streams=streams)
         if streams:
-            terminal.out("", highlight=False)
+            out("", end="\n")
         cache = _cache(loaded, plan, session.cache)
         notes = session.kernel_notes
     tokenizer = loaded.tokenizer()
@@ -229,7 +247,7 @@ def _generated(
             theirs = run(streams=False)
         if theirs.ended != "interrupted":
             data["difference"] = difference(ours, theirs, tokenizer.decode)
-    return data
+    return data, unheard
 
 
 def _cache(
@@ -262,13 +280,21 @@ def _warnings(data: dict[str, Any]) -> list[str]:
     return [f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: {why}"]
 
 
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
+def _finish(
+    result: dict[str, Any], outputs: Outputs, *, unheard: OSError | None, interrupted: bool
+) -> None:
     from kvprof.views import generation as view
 
-    outputs.write(result)
-    if outputs.report_to_stdout and result["data"]["difference"] is not None:
-        terminal = console.report_console()
-        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))
-    console.note(view.cache_line(result))
-    for warning in result["warnings"]:
-        console.warn(warning)
+    def report(width: int, colour: bool) -> Any:
+        differs = result["data"]["difference"] is not None
+        shown = [view.report(result, width, colour=colour)] if differs else []
+        if unheard is not None:  # the text was not read as it was written
+            shown.insert(0, Text(result["data"]["text"]))
+        return Group(*shown) if shown else None
+
+    try:
+        outputs.finish(result, report, unheard=unheard, interrupted=interrupted)
+    finally:
+        console.note(view.cache_line(result))
+        for warning in result["warnings"]:
+            console.warn(warning)

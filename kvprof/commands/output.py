@@ -1,5 +1,6 @@
-"""Where a command's result goes: options, checks before the work, files after it."""
+"""Where a command's result goes: options, checks before the work, and how a command ends."""
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -7,17 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from kvprof.commands.help import OUTPUT
-from kvprof.console import report_console
-from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.console import deliver, spill
+from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
 from kvprof.records.files import (
     RESULT_NAME,
     ensure_writable,
     render_result,
+    write_beside,
     write_bytes_atomic,
-    write_text_atomic,
 )
+from kvprof.records.journal import find_events, remove_other_events
 from kvprof.requirements import extra_command
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "OutOption",
     "Outputs",
     "PngOption",
+    "Report",
     "SvgOption",
 ]
 
@@ -55,6 +59,9 @@ PngOption = Annotated[
 ForceOption = Annotated[
     bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files that exist.")
 ]
+
+#: Makes what Rich prints, or None, of the terminal's width and whether it has colour.
+Report = Callable[[int, bool], Any]
 
 _STDOUT = Path("-")
 
@@ -86,6 +93,11 @@ class Outputs:
     def report_to_stdout(self) -> bool:
         """Whether stdout is free for the report; it is not when JSON or CSV goes there."""
         return _STDOUT not in (self.json, self.csv)
+
+    @property
+    def to_files(self) -> bool:
+        """Whether anything goes to a file."""
+        return any(path != _STDOUT for path in self._files().values())
 
     def check(self, extra: Sequence[Path] = ()) -> None:
         """Refuse, before any work is done, what could not be written at its end.
@@ -126,64 +138,144 @@ class Outputs:
         for _, path in files:
             if path != _STDOUT:
                 ensure_writable(path, self.force)
+        if self.out is not None and not self.force and (found := find_events(self.out)) is not None:
+            raise UsageError(f"{found} exists; --force overwrites it")
 
-    def write(
+    def finish(
         self,
         result: dict[str, Any],
+        report: Report | None = None,
         *,
         csv_text: Callable[[], str] | None = None,
         figure: Callable[[], Any] | None = None,
+        lost: Sequence[str] = (),
+        problem: BaseException | None = None,
+        interrupted: bool = False,
+        unheard: OSError | None = None,
     ) -> None:
-        """Write the result to every destination.
+        """End a command: write the result to every destination, print its report, and leave.
 
-        One that fails (a disk that is full by now) does not keep the others from being written.
+        A destination that fails (a disk that is full by now, a file that has come to exist) keeps
+        neither the others from being written nor the report from being printed. Where stdout fails
+        and nothing else holds the result, the report goes to stderr.
 
         Parameters
         ----------
         result : dict
             From `kvprof.records.result.build_result`.
+        report : callable, optional
+            Given the terminal's width and whether it has colour; returns what Rich prints, or None.
         csv_text : callable, optional
             Returns the text for ``--csv``; called only when that was asked for.
         figure : callable, optional
             Returns a matplotlib figure for ``--svg`` and ``--png``.
+        lost : sequence of str
+            What else of the run could not be written, and why.
+        problem : exception, optional
+            What ended the measurement early, or what it failed at.
+        interrupted : bool
+            Whether the user ended it.
+        unheard : OSError, optional
+            Why stdout did not take what was to be on it before the report.
 
         Raises
         ------
         FailedError
-            Names every destination that could not be written.
+            Names everything that could not be written. First of all: what follows does not matter
+            to somebody whose figures are gone.
+        BaseException
+            The problem, if there is one.
+        typer.Exit
+            With 130, when it was interrupted.
         """
-        text = render_result(result)
-        failures: list[KvprofError] = []
+        missing = list(lost)
+        kept, refused = self._write(result, csv_text, figure, missing)
+        unheard = unheard or refused
+        if report is not None:
 
-        def put(path: Path | None, content: Callable[[], str | bytes]) -> None:
+            def show(terminal: Console) -> None:
+                if (shown := report(terminal.width, not terminal.no_color)) is not None:
+                    terminal.print(shown)
+
+            if self.report_to_stdout and unheard is None:
+                unheard = deliver(show)
+            # A reader that left has seen what it wanted.
+            unread = unheard is not None and unheard.errno != errno.EPIPE
+            if (unread and not kept) or (missing and self.csv == _STDOUT):
+                spill(show)
+        if unheard is not None and unheard.errno != errno.EPIPE:
+            missing.append(f"cannot write to stdout: {unheard.strerror or unheard}")
+        if missing:
+            said = [*missing, *([str(problem)] if problem is not None else [])]
+            raise FailedError("; ".join(said)) from problem
+        if problem is not None:
+            raise problem
+        if interrupted:
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        if unheard is not None:
+            raise unheard
+
+    def _write(
+        self,
+        result: dict[str, Any],
+        csv_text: Callable[[], str] | None,
+        figure: Callable[[], Any] | None,
+        missing: list[str],
+    ) -> tuple[bool, OSError | None]:
+        """Write every file; return whether one holds the result, and what stdout failed with."""
+        kept = False
+        unheard: OSError | None = None
+
+        def put(option: str, path: Path | None, content: Callable[[], str | bytes]) -> None:
+            nonlocal kept, unheard
             if path is None:
                 return
-            made = content()
             try:
+                made = content()
                 if path == _STDOUT and isinstance(made, str):
                     # out() writes as is: print() would wrap lines and read [brackets] as markup.
-                    report_console().out(made, end="", highlight=False)
-                elif isinstance(made, str):
-                    write_text_atomic(path, made, self.force)
-                else:
-                    write_bytes_atomic(path, made, self.force)
+                    text = made
+                    unheard = deliver(lambda console: console.out(text, end="", highlight=False))
+                    return
+                data = made.encode("utf-8") if isinstance(made, str) else made
+                try:
+                    write_bytes_atomic(path, data, self.force)
+                except UsageError:
+                    if not path.is_file():
+                        raise
+                    # It was not there when the run began.
+                    other = write_beside(path, data)
+                    missing.append(
+                        f"{path} has come to exist meanwhile and was left alone; what was to be "
+                        f"there is in {other}"
+                    )
+                kept = kept or option in ("--out", "--json", "--csv")
             except KvprofError as failure:
-                failures.append(failure)
+                missing.append(str(failure))
+            except Exception as failure:  # what was measured is worth more than its drawing
+                missing.append(f"{option} {path}: {type(failure).__name__}: {failure}")
+
+        def text() -> str:
+            return render_result(result)
 
         # The result first: it is what cannot be had again.
         if self.out is not None:
-            put(self.out / RESULT_NAME, lambda: text)
-        put(self.json, lambda: text)
+            put("--out", self.out / RESULT_NAME, text)
+            if self.force and kept:
+                try:
+                    remove_other_events(self.out, result)
+                except KvprofError as failure:
+                    missing.append(str(failure))
+        put("--json", self.json, text)
         if self.csv is not None:
-            put(self.csv, _offered(csv_text, "--csv"))
+            put("--csv", self.csv, _offered(csv_text, "--csv"))
         if self.svg is not None or self.png is not None:
             from kvprof.views.figure import figure_bytes
 
-            drawn = _offered(figure, "--svg and --png")()
-            put(self.svg, lambda: figure_bytes(drawn, "svg"))
-            put(self.png, lambda: figure_bytes(drawn, "png"))
-        if failures:
-            raise FailedError("; ".join(str(failure) for failure in failures))
+            draw = _offered(figure, "--svg and --png")
+            put("--svg", self.svg, lambda: figure_bytes(draw(), "svg"))
+            put("--png", self.png, lambda: figure_bytes(draw(), "png"))
+        return kept, unheard
 
     def _files(self) -> dict[str, Path]:
         named = {

@@ -1,11 +1,11 @@
 """``kvprof plan``: what a method would store, fold and run, and what fits into a memory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvprof import console
 from kvprof.commands import completion
 from kvprof.commands.context import ContextOption, resolve_context
 from kvprof.commands.fitting import fit_data, fit_sizes
@@ -33,7 +33,7 @@ from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.commands.planning import check_choice, make_plan
 from kvprof.commands.rounding import rounded_plan
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, KvprofError, UsageError
+from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.result import build_result
 
@@ -149,9 +149,9 @@ def plan(
             context=at,
             stop=stop,
         )
-    inputs = {**_model_inputs(loaded), "fit": fit, "reserve": reserve or "10%", "context": at,
-              "rate": rate, "calibrate": calibrate, "options": options}  # fmt: skip
-    _finish({"plan": None, "comparison": None, "fit": data}, inputs, outputs, complete=complete)
+        inputs = {**_model_inputs(loaded), "fit": fit, "reserve": reserve or "10%", "context": at,
+                  "rate": rate, "calibrate": calibrate, "options": options}  # fmt: skip
+        _finish({"plan": None, "comparison": None, "fit": data}, inputs, outputs, complete=complete)
 
 
 def _refuse(why: str, given: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def _one_plan(
     check_choice(plan_file=files[0] if files else None, **given)
     from kvprof.methods.plan_files import load_plan, save_plan
 
-    failure: KvprofError | None = None
+    lost: list[str] = []
     loaded, rounded, other = None, None, None
     if files and model is None:
         made, dtype = _saved(files[0], how["dtype"])
@@ -214,7 +214,7 @@ def _one_plan(
         try:
             save_plan(made, save, force=outputs.force)
         except KvprofError as problem:
-            failure = problem  # the result is still to be written
+            lost.append(str(problem))
     itemsize = _DTYPES[inputs["dtype"]]
     data = {
         "plan": plan_report(
@@ -235,9 +235,8 @@ def _one_plan(
     inputs |= {
         "context": at, "plan_file": files[0] if files else None, "saved": save, "describe": describe
     }  # fmt: skip
-    _finish(data, {**inputs, **given} if not files else inputs, outputs, describe=describe)
-    if failure is not None:
-        raise failure
+    _finish(data, {**inputs, **given} if not files else inputs, outputs, describe=describe,
+            lost=lost)  # fmt: skip
 
 
 def _saved(path: Path, dtype: str) -> "tuple[Plan, str]":
@@ -273,6 +272,7 @@ def _finish(
     *,
     describe: bool = False,
     complete: bool = True,
+    lost: Sequence[str] = (),
 ) -> None:
     from kvprof.views import plan as view
 
@@ -283,10 +283,9 @@ def _finish(
         data=data,
         complete=complete,
     )
-    outputs.write(result)
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        colour = not terminal.no_color
-        terminal.print(view.report(result, terminal.width, colour=colour, describe=describe))
-    if not complete:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+    outputs.finish(
+        result,
+        lambda width, colour: view.report(result, width, colour=colour, describe=describe),
+        lost=lost,
+        interrupted=not complete,
+    )

@@ -1,5 +1,7 @@
 """What ``kvprof recipe run`` does: resolve, save, run, judge, keep, show."""
 
+import contextlib
+import hashlib
 import json as json_text
 import os
 import sys
@@ -8,21 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from kvprof import console
 from kvprof.commands.output import Outputs
 from kvprof.environment import collect_environment
 from kvprof.errors import (
     ClaimNotMetError,
-    ExitCode,
     FailedError,
     KvprofError,
     LackingError,
     UsageError,
 )
 from kvprof.interrupt import graceful_interrupt
-from kvprof.records.files import RESULT_NAME, read_result, write_result, write_text_atomic
+from kvprof.records.files import (
+    RESULT_NAME,
+    read_result,
+    render_result,
+    write_beside,
+    write_bytes_atomic,
+    write_result,
+)
 from kvprof.records.result import build_result
 from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.cluster import Cluster
@@ -35,6 +41,7 @@ from kvprof.reproduction.run import prepare, resolved_configuration, run_planned
 from kvprof.reproduction.runner import Pool, Runner, run_child
 from kvprof.reproduction.store import CellStore, code_version
 from kvprof.reproduction.verdicts import NOT_JUDGED, NOT_REPRODUCED
+from kvprof.scratch import alone_in
 
 __all__ = ["RunRequest", "run_recipes"]
 
@@ -85,11 +92,11 @@ def run_recipes(
     outputs = Outputs(json=request.json, force=request.force)
     outputs.check()
     folder = request.out if request.out is not None else _default_folder()
-    older = _older(folder)
+    _older(folder)  # before the work: a folder of something else is refused
     recipes = [load_recipe(path, check_command) for path in find_recipes(list(request.names))]
     machine = machine or this_machine()
     if request.ray is None:
-        _run(request, outputs, folder, older, recipes, runner, machine)
+        _run(request, outputs, folder, recipes, runner, machine)
         return
     # What is wrong with the options is said before a cluster is started for them.
     prepare(
@@ -100,14 +107,13 @@ def run_recipes(
         with console.status("connecting to Ray"):
             found = cluster.machine(code_version(), [one.needs for one in profiles if one])
         console.note(f"cells run on {', '.join(cluster.hosts)}")
-        _run(request, outputs, folder, older, recipes, cluster, found)
+        _run(request, outputs, folder, recipes, cluster, found)
 
 
 def _run(
     request: RunRequest,
     outputs: Outputs,
     folder: Path,
-    older: list[dict[str, Any]],
     recipes: list[Recipe],
     runner: Runner | Pool,
     machine: Machine,
@@ -121,8 +127,7 @@ def _run(
         planned, profile=request.profile, settings=settings, model=request.model, machine=machine,
         version=version,
     )  # fmt: skip
-    text = json_text.dumps(configuration, indent=1, ensure_ascii=False) + "\n"
-    write_text_atomic(folder / RESOLVED_NAME, text, force=True)
+    _keep_configuration(folder, configuration, request.force)
     total = len({digest for one in planned for _, digest in one.cells})
     with graceful_interrupt() as stop, console.track("recipes", total) as tracker:
 
@@ -138,9 +143,22 @@ def _run(
             fresh=request.fresh, progress=told, should_stop=stop,
         )  # fmt: skip
         interrupted = finished.interrupted or stop()
-        result = _result(request, finished.entries, finished.warnings, interrupted)
-        _keep_and_show(result, outputs, folder, older)
-    _end(finished.entries, interrupted=interrupted, folder=folder)
+        warnings = [*finished.warnings, *finished.unkept]
+        result = _result(request, finished.entries, warnings, interrupted)
+        lost = [*finished.unkept, *_keep(result, folder)]
+        if not lost:
+            console.note(f"kept in {folder}; kvprof recipe report {folder} writes the ledger")
+        if interrupted:
+            console.warn(f"interrupted; the same command goes on with what {folder} has")
+        from kvprof.views.recipe import report
+
+        outputs.finish(
+            result,
+            lambda width, colour: report(result, width, colour=colour),
+            lost=lost,
+            problem=None if interrupted else _failing(finished.entries),
+            interrupted=interrupted,
+        )
 
 
 def _default_folder() -> Path:
@@ -183,39 +201,48 @@ def _result(
     )
 
 
-def _keep_and_show(
-    result: dict[str, Any], outputs: Outputs, folder: Path, older: list[dict[str, Any]]
-) -> None:
-    from kvprof.views.recipe import report
+def _keep_configuration(folder: Path, configuration: dict[str, Any], force: bool) -> None:
+    """Write what is run; beside that of an earlier run into the folder, where that is another."""
+    content = (json_text.dumps(configuration, indent=1, ensure_ascii=False) + "\n").encode()
+    path = folder / RESOLVED_NAME
+    if path.exists() and not force:
+        own = hashlib.sha256(content).hexdigest()[:8]
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == content:
+                return
+        path = path.with_name(f"{path.stem}-{own}{path.suffix}")
+        if path.exists():
+            return
+        console.note(f"{folder / RESOLVED_NAME} is an earlier run's; what is run now is in {path}")
+    write_bytes_atomic(path, content, force=True)
 
-    failures: list[KvprofError] = []
-    merged = merge_entries(older, result["data"]["entries"])
+
+def _keep(result: dict[str, Any], folder: Path) -> list[str]:
+    """Add the entries to the folder's ledger; return what could not be kept."""
+    path = folder / RESULT_NAME
     try:
-        write_result(folder / RESULT_NAME, {**result, "data": ledger_data(merged)}, force=True)
-    except FailedError as problem:
-        failures.append(problem)
-    try:
-        outputs.write(result)
-    except FailedError as problem:
-        failures.append(problem)
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(report(result, terminal.width, colour=not terminal.no_color))
-    if failures:
-        raise FailedError("; ".join(map(str, failures)))
-    console.note(f"kept in {folder}; kvprof recipe report {folder} writes the ledger")
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone_in(folder):
+            # Read now: another run into the folder may have added to it meanwhile.
+            merged = merge_entries(_older(folder), result["data"]["entries"])
+            write_result(path, {**result, "data": ledger_data(merged)}, force=True)
+    except (OSError, KvprofError) as problem:
+        try:
+            other = write_beside(path, render_result(result).encode("utf-8"))
+        except KvprofError:
+            return [f"the ledger is not kept: {problem}"]
+        return [f"{problem}; this run's entries are in {other}"]
+    return []
 
 
-def _end(entries: list[dict[str, Any]], *, interrupted: bool, folder: Path) -> None:
-    """Leave with the code that says what became of the run."""
-    if interrupted:
-        console.warn(f"interrupted; the same command goes on with what {folder} has")
-        raise typer.Exit(ExitCode.INTERRUPTED)
+def _failing(entries: list[dict[str, Any]]) -> KvprofError | None:
+    """Return what the run ends with, when not all is well."""
     if fallen := [entry["recipe"] for entry in entries if entry["verdict"] == NOT_REPRODUCED]:
-        raise ClaimNotMetError(f"not reproduced: {', '.join(fallen)}")
+        return ClaimNotMetError(f"not reproduced: {', '.join(fallen)}")
     if broken := [entry["recipe"] for entry in entries if entry["failed"]]:
-        raise FailedError(f"a cell failed, see the reasons above: {', '.join(broken)}")
+        return FailedError(f"a cell failed, see the reasons above: {', '.join(broken)}")
     if all(entry["verdict"] == NOT_JUDGED and entry["lacking"] for entry in entries):
-        raise LackingError(
+        return LackingError(
             f"nothing could be judged here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
         )
+    return None

@@ -10,10 +10,10 @@ import typer
 from kvprof import console
 from kvprof.commands.completion import runs
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.records.events import Event, RunStarted
+from kvprof.records.events import Event
 from kvprof.records.files import RESULT_NAME, read_result
 from kvprof.records.fold import result_of
-from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
+from kvprof.records.journal import EVENTS_NAME, find_events, is_result_of, read_events
 from kvprof.records.schema import validate_result
 
 __all__ = [
@@ -119,8 +119,12 @@ def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
         When a file is damaged, is none of kvprof's, or is of a newer kvprof.
     """
     found = run_files(name)
-    if found.result is not None and not _is_older(found):
-        return read_result(found.result)
+    if found.result is not None:
+        result = read_result(found.result)
+        # Other events are a later run's, which --force began in this folder: a result that is
+        # written removes those of earlier ones.
+        if found.events is None or is_result_of(result, found.events):
+            return result
     assert found.events is not None
     recording = read_events(found.events)
     if recording.damage is not None and not quiet:
@@ -152,19 +156,3 @@ def events_of(name: str) -> list[Event]:
     if recording.damage is not None:
         console.warn(f"{found.events}: {recording.damage}; written is what was read until there")
     return recording.events
-
-
-def _is_older(found: RunFiles) -> bool:
-    """Tell whether the result is of an earlier run into the same folder, which --force allows."""
-    if found.result is None:
-        return True
-    if found.events is None:
-        return False
-    follower = Follower(found.events)
-    try:
-        first = follower.poll(at_most=1)
-    finally:
-        follower.close()
-    if not first or not isinstance(first[0], RunStarted):
-        return False
-    return bool(read_result(found.result)["created"] < first[0].created)

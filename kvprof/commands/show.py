@@ -1,6 +1,5 @@
 """``kvprof show``: a result again, as it was shown when it was measured."""
 
-from kvprof import console
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
 from kvprof.commands.run_source import RunArgument, load_run
 
@@ -22,7 +21,4 @@ def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) 
     result = load_run(run)
     from kvprof.views.kinds import report
 
-    outputs.write(result)
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(report(result, terminal.width, colour=not terminal.no_color))
+    outputs.finish(result, lambda width, colour: report(result, width, colour=colour))

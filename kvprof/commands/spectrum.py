@@ -28,7 +28,7 @@ from kvprof.commands.output import (
     SvgOption,
 )
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, KvprofError, UsageError
+from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_count
@@ -161,7 +161,7 @@ def spectrum(
             trust_remote_code=trust_remote_code,
         )
         chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=warnings)
-    failure: KvprofError | None = None
+    lost: list[str] = []
     with graceful_interrupt() as stop:
         if chosen.kind is SourceKind.MOMENTS:
             moments = load_moments(
@@ -183,7 +183,7 @@ def spectrum(
                 try:
                     save_moments(moments, save, force=force)
                 except KvprofError as problem:
-                    failure = problem  # the result is still to be written
+                    lost.append(str(problem))
         if not moments.complete:
             warnings.append(f"interrupted after {moments.tokens:,} tokens")
         width = max(layer.rest["k"].shape[-1] for layer in moments.layers)
@@ -217,11 +217,16 @@ def spectrum(
             warnings=warnings,
             complete=moments.complete,
         )
-        _show(result, outputs)
-    if failure is not None:
-        raise failure
-    if not moments.complete and chosen.kind is not SourceKind.MOMENTS:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        from kvprof.views import spectrum as view
+
+        outputs.finish(
+            result,
+            lambda width, colour: view.report(result, width, colour=colour),
+            csv_text=lambda: view.to_csv(result),
+            figure=lambda: view.figure(result),
+            lost=lost,
+            interrupted=not moments.complete and chosen.kind is not SourceKind.MOMENTS,
+        )
 
 
 def _source(
@@ -283,12 +288,3 @@ def _inputs(
         "v_head_dim": first.rest["v"].shape[-1],
         "default_tokens_source": reason,
     }
-
-
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
-    from kvprof.views import spectrum as view
-
-    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

@@ -27,7 +27,7 @@ from kvprof.commands.output import (
 )
 from kvprof.commands.study import make_plan, run_passes
 from kvprof.environment import collect_environment
-from kvprof.errors import ClaimNotMetError, ExitCode, UsageError
+from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_count, parse_counts
@@ -187,26 +187,32 @@ def stability(
             warnings=[*left_out, *warnings],
             complete=complete,
         )
-        _show(result, outputs)
-    if not complete:
-        raise typer.Exit(ExitCode.INTERRUPTED)
-    if fail_on_claim:
-        _enforce(data["claims"])
+        from kvprof.views import stability as view
+
+        outputs.finish(
+            result,
+            lambda width, colour: view.report(result, width, colour=colour),
+            csv_text=lambda: view.to_csv(result),
+            figure=lambda: view.figure(result),
+            problem=_unmet(data["claims"]) if fail_on_claim and complete else None,
+            interrupted=not complete,
+        )
 
 
-def _enforce(claims: list[dict[str, Any]]) -> None:
-    """Fail when a claim does not hold, and when there was none to hold."""
+def _unmet(claims: list[dict[str, Any]]) -> ClaimNotMetError | None:
+    """Return what is wrong when a claim does not hold, and when there was none to hold."""
     failed = [claim for claim in claims if claim["holds"] is False]
     if failed:
-        raise ClaimNotMetError(
+        return ClaimNotMetError(
             f"{len(failed)} of {len(claims)} claims do not hold, first: "
             f"{failed[0]['paper']} against {failed[0]['target']}: "
             f"{failed[0]['measured']:.3g}, threshold {failed[0]['threshold']:.3g}"
         )
     if not any(claim["holds"] for claim in claims):
-        raise ClaimNotMetError(
+        return ClaimNotMetError(
             "--fail-on-claim: no claim of the papers could be judged with these tokens and pairs"
         )
+    return None
 
 
 def _targets(names: list[str]) -> list[Source]:
@@ -278,12 +284,3 @@ def _inputs(
         "target_seeds": [run.seed for run in runs["target"]],
         "noise_seeds": [run.seed for run in runs.get("noise", [])],
     }
-
-
-def _show(result: dict[str, Any], outputs: Outputs) -> None:
-    from kvprof.views import stability as view
-
-    outputs.write(result, csv_text=lambda: view.to_csv(result), figure=lambda: view.figure(result))
-    if outputs.report_to_stdout:
-        terminal = console.report_console()
-        terminal.print(view.report(result, terminal.width, colour=not terminal.no_color))

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from kvprof import console
 from kvprof.commands.run_source import runs_folder
 from kvprof.errors import ExitCode, FailedError, UsageError
+from kvprof.leash import Leash
 from kvprof.records.files import ensure_writable
 from kvprof.records.journal import EVENTS_NAME
-from kvprof.tui.worker import PROGRAM, Worker
+from kvprof.tui.worker import MESSAGES_NAME, PROGRAM, REPORT_NAME, Worker
 
 if TYPE_CHECKING:
     from kvprof.tui.session import Session
@@ -38,12 +39,15 @@ class Watched:
         Whether the folder is kvprof's choice; the user's own is never removed.
     worker : Worker or None
         Once it was started.
+    old : tuple or None
+        What tells the events that were there before from those of this run.
     """
 
     arguments: tuple[str, ...]
     folder: Path
     own: bool
     worker: Worker | None = None
+    old: tuple[int, int, int] | None = None
 
     def start(self) -> "Session":
         """Start the command and return the session that watches it."""
@@ -51,14 +55,15 @@ class Watched:
         from kvprof.tui.sources import Live
 
         record = self.folder / EVENTS_NAME
-        old = _identity(record)
+        self.old = _identity(record)
         self._make_folder()
         self.worker = Worker(
-            [*PROGRAM, *self.arguments], self.folder, width=get_terminal_size().columns
-        )
+            [*PROGRAM, *self.arguments], self.folder, width=get_terminal_size().columns,
+            force="--force" in self.arguments,
+        )  # fmt: skip
         self.worker.start()
         # With --force the old run's events lie there until the new one replaces them.
-        source = Live(record, wanted=lambda: _identity(record) not in (None, old))
+        source = Live(record, wanted=self._recorded)
         return Session(self.folder.name, source, record=record, worker=self.worker)
 
     def finish(self) -> int | None:
@@ -79,11 +84,16 @@ class Watched:
         if code and code != ExitCode.INTERRUPTED:
             words = worker.last_words().removeprefix("kvprof: ")
             console.error(f"{words} (the measurement ended with exit code {code})")
-        if (self.folder / EVENTS_NAME).exists():
+        if self._recorded():
+            worker.keep()
             console.note(f"recorded; look again with: kvprof show {self.folder}")
-        elif self.own:
+        else:
             worker.clean()
         return code
+
+    def _recorded(self) -> bool:
+        """Whether this run's events lie in the folder."""
+        return _identity(self.folder / EVENTS_NAME) not in (None, self.old)
 
     def _make_folder(self) -> None:
         try:
@@ -108,7 +118,8 @@ def watched_command(words: Sequence[str]) -> Watched:
         )
     named = _option(arguments, "--out")
     if named is not None:
-        ensure_writable(Path(named) / EVENTS_NAME, "--force" in arguments)
+        for name in (EVENTS_NAME, REPORT_NAME, MESSAGES_NAME):
+            ensure_writable(Path(named) / name, "--force" in arguments)
         return Watched(arguments, Path(named), own=False)
     folder = _new_folder()
     return Watched((*arguments, "--out", str(folder)), folder, own=True)
@@ -136,13 +147,18 @@ def missing_terminal() -> str | None:
 def run_plainly(watched: Watched) -> int:
     """Run the command on these streams, without a view, and return its exit code."""
     command = [*PROGRAM, *watched.arguments]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+    leash = Leash()
+    with leash.start(command, stdin=subprocess.DEVNULL) as process:
         while True:
             try:
                 code = process.wait()
-            except KeyboardInterrupt:
-                continue  # it got the same signal, and keeps what it measured
+            except KeyboardInterrupt as told:
+                # The terminal's Ctrl-C it got as well. It keeps what it measured.
+                if told.args:
+                    process.terminate()
+                continue
             break
+    leash.close()
     if (watched.folder / EVENTS_NAME).exists():
         console.note(f"recorded in {watched.folder}")
     return code if code >= 0 else 128 - code

@@ -96,6 +96,8 @@ class EvaluationCache:
         self._warn = warn
         self._known: dict[str, dict[str, Any]] = {}
         self._writable = folder is not None
+        #: Why evaluations are no longer kept; None as long as they are.
+        self.failure: str | None = None
         #: How many were found on disk.
         self.found = 0
 
@@ -166,7 +168,8 @@ class EvaluationCache:
             write_text_atomic(path, json.dumps(stored, allow_nan=False), force=True)
         except KvprofError as cause:
             self._writable = False
-            self._warn(f"{cause}; evaluations are no longer kept, and a second run repeats them")
+            self.failure = f"{cause}; evaluations are no longer kept, and a second run repeats them"
+            self._warn(self.failure)
 
     def _path(self, digest: str) -> Path | None:
         if self._folder is None:

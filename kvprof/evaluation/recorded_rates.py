@@ -5,6 +5,7 @@ frontiers run on this machine (which overrule where they scored as many tokens o
 result files given by the user, which overrule both.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 from kvprof.errors import UsageError
 from kvprof.evaluation.evaluation_cache import cache_folder
 from kvprof.records.files import read_result, write_text_atomic
+from kvprof.scratch import alone_in
 
 __all__ = ["RecordedRate", "canonical_label", "load_recorded_rates", "record_rates"]
 
@@ -171,6 +173,13 @@ def record_rates(result: Mapping[str, Any], cache: Path | None = None) -> Path |
         return None
     folder = cache_folder(cache)
     fingerprint = result["inputs"]["fingerprint"]
+    with contextlib.suppress(OSError):  # what is wrong with the folder shows when it is written to
+        folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder):
+        return _record(result, folder, fingerprint)
+
+
+def _record(result: Mapping[str, Any], folder: Path, fingerprint: str) -> Path:
     entries = {
         (entry.label, entry.metric, entry.target): entry
         for entry in (

@@ -6,7 +6,6 @@ Tells registers, shared memory and spilled bytes of each; one that does not comp
 import re
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -20,6 +19,7 @@ from triton.compiler import compile as compile_source
 from kvprof.environment import usable_threads
 from kvprof.errors import FailedError
 from kvprof.kernels.variants import DEPENDENT_FROM, Variant
+from kvprof.scratch import ScratchFolder
 
 __all__ = ["ARCHITECTURES", "MOST", "OPERATIONS", "compile_variant", "variants"]
 
@@ -87,7 +87,7 @@ def _assembled(ptx: str, architecture: int) -> dict[str, int]:
     if target is None:
         raise FailedError("the compiler's PTX names no target")
     assembler = get_ptxas(architecture)
-    with tempfile.TemporaryDirectory(prefix="kvprof-") as folder:
+    with ScratchFolder("compile") as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         said = subprocess.run(

@@ -1,7 +1,6 @@
 """Loads a decoder from a hub id, a folder or `reference`, checked before anyone measures it."""
 
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvprof.models.placement import device_map_for, main_device, parse_dtype
 from kvprof.models.probe import inspect_layout
 from kvprof.models.read import read_config, read_weights
 from kvprof.models.weights import check_finite, input_device
+from kvprof.scratch import ScratchFolder
 
 __all__ = ["LoadedModel", "load_model", "wrap_model"]
 
@@ -166,7 +166,7 @@ def load_model(
             device, target, needed, config, trust_remote_code=trust_remote_code
         )
         spread = device_map is not None and device_map != {"": target}
-        scratch = tempfile.TemporaryDirectory(prefix="kvprof-offload-") if spread else None
+        scratch = ScratchFolder("offload") if spread else None
         model = read_weights(
             spec, checkpoint, config=config, dtype=kind, device_map=device_map,
             trust_remote_code=trust_remote_code, offload_folder=scratch and scratch.name,

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,12 +11,14 @@ from typing import Any, NoReturn
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.result import SCHEMA
 from kvprof.records.schema import kinds, validate_result
+from kvprof.scratch import new_temporary, sweep_folder
 
 __all__ = [
     "RESULT_NAME",
     "ensure_writable",
     "read_result",
     "render_result",
+    "write_beside",
     "write_bytes_atomic",
     "write_result",
     "write_text_atomic",
@@ -25,6 +26,8 @@ __all__ = [
 
 #: Name of the result inside a run's folder (``--out``).
 RESULT_NAME = "result.json"
+_ATTEMPTS = 5
+_MOST_BESIDE = 1000
 
 
 def ensure_writable(path: Path, force: bool = False) -> None:
@@ -51,12 +54,13 @@ def ensure_writable(path: Path, force: bool = False) -> None:
             _make_folder(target.parent, made)
             with contextlib.suppress(FileNotFoundError):
                 target.lstat()  # a name that is too long shows only now
-            probe = _temporary(target)
-            probe.touch(exist_ok=False)
-            probe.unlink()
+            sweep_folder(target.parent)
+            with new_temporary(target.parent):
+                pass
         finally:
-            for folder in reversed(made):
-                folder.rmdir()
+            with contextlib.suppress(OSError):  # somebody else uses it by now
+                for folder in reversed(made):
+                    folder.rmdir()
 
 
 def write_bytes_atomic(path: Path, content: bytes, force: bool = False) -> None:
@@ -84,18 +88,66 @@ def write_bytes_atomic(path: Path, content: bytes, force: bool = False) -> None:
             path.write_bytes(content)
             return
         target = path.resolve()
-        _make_folder(target.parent, [])
-        temporary = _temporary(target)
-        try:
-            # Not tempfile: its files are private to the user, ours follow the umask.
-            with temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+        for attempt in reversed(range(_ATTEMPTS)):
+            try:
+                _make_folder(target.parent, [])
+                _write_whole(target, content, force)
+                break
+            except FileNotFoundError:  # somebody removes the folder meanwhile
+                if not attempt:
+                    raise
+
+
+def _write_whole(target: Path, content: bytes, force: bool) -> None:
+    # Not tempfile: its files are private to the user, ours follow the umask.
+    with new_temporary(target.parent) as (temporary, file):
+        rest = memoryview(content)
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+        if force:
             temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        else:
+            _put_in_place(temporary, target)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Give a file its name, unless somebody else has taken that since it was found free."""
+    try:
+        target.hardlink_to(temporary)
+    except FileExistsError:
+        raise UsageError(f"{target} exists; --force overwrites it") from None
+    except OSError:  # a file system without links
+        if target.exists():
+            raise UsageError(f"{target} exists; --force overwrites it") from None
+        temporary.replace(target)
+
+
+def write_beside(path: Path, content: bytes) -> Path:
+    """Write `content` to ``stem.suffix``, or ``stem-2.suffix`` and so on where that exists.
+
+    Returns
+    -------
+    Path
+        Of the new file.
+
+    Raises
+    ------
+    FailedError
+        When nothing can be written there.
+    """
+    for number in range(1, _MOST_BESIDE):
+        own = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+        if own.exists():
+            continue
+        try:
+            write_bytes_atomic(own, content)
+        except UsageError:  # it has come to exist
+            continue
+        return own
+    raise FailedError(
+        f"{path.parent} holds {_MOST_BESIDE - 1} files named {path.name}; move some away"
+    )
 
 
 def write_text_atomic(path: Path, content: str, force: bool = False) -> None:
@@ -230,11 +282,6 @@ def _is_new_or_file(path: Path, force: bool) -> bool:
     if path.is_file() and not force:
         raise UsageError(f"{path} exists; --force overwrites it")
     return path.is_file()
-
-
-def _temporary(target: Path) -> Path:
-    # Short, because the target's own name may already be as long as the file system allows.
-    return target.parent / f".kvprof-{secrets.token_hex(6)}.tmp"
 
 
 def _make_folder(folder: Path, made: list[Path]) -> None:

@@ -1,48 +1,78 @@
 """The record that a run writes while it runs: one event per line, readable at every moment."""
 
 import contextlib
+import errno
 import gzip
 import json
 import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, cast
+from typing import IO, Any, cast
 
-from kvprof.errors import FailedError, UsageError
+from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.records.event_lines import DamagedLineError, EventReader
-from kvprof.records.events import Event, RunFinished, event_line
-from kvprof.records.files import ensure_writable
+from kvprof.records.events import (
+    CaseStarted,
+    Event,
+    RunFinished,
+    RunStarted,
+    TelemetrySample,
+    Warned,
+    event_line,
+)
+from kvprof.records.files import ensure_writable, write_bytes_atomic
+from kvprof.records.result import to_plain
+from kvprof.scratch import open_temporary
 
-__all__ = ["EVENTS_NAME", "Follower", "Journal", "Recording", "find_events", "read_events"]
+__all__ = [
+    "EVENTS_NAME",
+    "Follower",
+    "Journal",
+    "Recording",
+    "find_events",
+    "is_result_of",
+    "read_events",
+    "remove_other_events",
+]
 
 #: Name of the events inside a run's folder (``--out``); a recording that ships ends in ``.gz``.
 EVENTS_NAME = "events.jsonl"
 _NO_RECORD = "is no record of a kvprof run"
+# Until one of another kind, nothing was measured.
+_UNMEASURED = (RunStarted, RunFinished, CaseStarted, TelemetrySample, Warned)
 
 
 class Journal:
-    """Writes events to a file as they happen; a context manager.
+    """Keeps events as they happen, in a file and in memory; a context manager.
 
     Every event is one line, handed to the operating system at once: a run that is killed leaves
-    whole lines behind. Threads may share a journal.
+    whole lines behind. A file that cannot be written (a full disk) ends no measurement: the rest of
+    the events stay in memory, and are tried again at the end. Threads may share a journal.
 
     Parameters
     ----------
-    path : Path
-        Its folder is made if need be.
+    path : Path or None
+        Its folder is made if need be. None keeps the events in memory alone.
     force : bool
-        Replace a file that exists. Who still reads the old one keeps it.
+        Replace a file that exists, as soon as something was measured: until then, and if nothing
+        ever is, it stays. Who still reads the old one keeps it.
+    warn : callable
+        Told once, in a line, when events are no longer written.
 
     Attributes
     ----------
-    path : Path
+    path : Path or None
     start : float
         `time.monotonic` when the run started: now, or when the journal was entered.
+    failure : str or None
+        Why the file does not hold every event; final once the journal was left.
+    measured : bool
+        Whether there was an event of something that was measured.
 
     Raises
     ------
@@ -52,26 +82,43 @@ class Journal:
         On entering, when nothing can be written there.
     """
 
-    def __init__(self, path: Path, *, force: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        force: bool = False,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.path = Path(path) if path is not None else None
         self.start = time.monotonic()
+        self.failure: str | None = None
+        self.measured = False
         self._force = force
+        self._warn = warn
         self._lock = threading.Lock()
+        self._entered = False
+        self._lines: list[bytes] = []
         self._file: IO[bytes] | None = None
-        self._written = 0
-        self._failure: str | None = None
+        self._place: Path | None = None  # where the file lies by now
+        self._own_folder = False
+        self._kept = 0  # lines in it
+        self._bytes = 0
 
     def __enter__(self) -> "Journal":
-        ensure_writable(self.path, self._force)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self._force:
-                self.path.unlink(missing_ok=True)
-            self._file = self.path.open("xb", buffering=0)
-        except FileExistsError:
-            raise UsageError(f"{self.path} exists; --force overwrites it") from None
-        except OSError as problem:
-            raise FailedError(f"cannot write {self.path}: {_reason(problem)}") from problem
+        if self.path is not None:
+            ensure_writable(self.path, self._force)
+            self._own_folder = not self.path.parent.exists()
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if self._force and os.path.lexists(self.path):
+                    self._place, self._file = open_temporary(self.path.parent)
+                else:
+                    self._place, self._file = self.path, self.path.open("xb", buffering=0)
+            except FileExistsError:
+                raise UsageError(f"{self.path} exists; --force overwrites it") from None
+            except OSError as problem:
+                raise FailedError(f"cannot write {self.path}: {_reason(problem)}") from problem
+        self._entered = True
         self.start = time.monotonic()
         return self
 
@@ -82,10 +129,15 @@ class Journal:
         traceback: TracebackType | None,
     ) -> None:
         with self._lock:
+            self._entered = False
+            if self._file is None or self.path is None:
+                return
+            if self._lines and (self._place == self.path or self.measured):
+                self._finish(self.path)
+            if self._place != self.path or not self._lines:
+                self._remove()
             file, self._file = self._file, None
-            if file is not None:
-                with contextlib.suppress(OSError):  # a pipe has nothing to sync
-                    os.fsync(file.fileno())
+            with contextlib.suppress(OSError):
                 file.close()
 
     def now(self) -> float:
@@ -93,40 +145,91 @@ class Journal:
         return time.monotonic() - self.start
 
     def emit(self, event: Event) -> None:
-        """Write an event as the next line.
+        """Keep an event, and write it as the next line.
 
         Raises
         ------
-        FailedError
-            When it cannot be written (a full disk). The file ends with the last whole line, and
-            this and every later event raises the same.
         ValueError
             When a number of the event is not finite, or the journal is closed.
         """
         text = json.dumps(event_line(event), allow_nan=False, ensure_ascii=False)
-        line = text.encode("utf-8") + b"\n"
+        failed = None
         with self._lock:
-            if self._failure is not None:
-                raise FailedError(self._failure)
-            if self._file is None:
+            if not self._entered:
                 raise ValueError(f"{self.path}: the journal is not open")
+            self._lines.append(text.encode("utf-8") + b"\n")
+            self.measured = self.measured or not isinstance(event, _UNMEASURED)
+            if self._file is None or self.failure is not None or self.path is None:
+                return
             try:
-                self._put(line)
+                self._write_on()
             except OSError as problem:
-                self._failure = (
-                    f"cannot write {self.path}: {_reason(problem)}; it holds what was measured "
-                    "until then"
-                )
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._file.fileno(), self._written)
-                raise FailedError(self._failure) from problem
+                self.failure = failed = self._failing(problem)
+        if failed is not None:
+            self._warn(f"{failed}; it is measured on")
 
-    def _put(self, line: bytes) -> None:
+    def recording(self) -> "Recording":
+        """Return every event, whether or not it could be written."""
+        with self._lock:
+            return _recording(str(self.path or "the record"), self._lines)
+
+    def _write_on(self) -> None:
+        """Write the lines that are not in the file; what was begun and failed is taken back."""
         assert self._file is not None
-        rest = memoryview(line)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        self._written += len(line)
+        assert self._place is not None
+        assert self.path is not None
+        try:
+            while self._kept < len(self._lines):
+                line = self._lines[self._kept]
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                self._kept += 1
+                self._bytes += len(line)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._bytes)
+                self._file.seek(self._bytes)
+            raise
+        if self.measured and self._place != self.path:
+            self._place.replace(self.path)
+            self._place = self.path
+
+    def _failing(self, problem: OSError) -> str:
+        holds = "what was measured until then" if self._place == self.path else "an earlier run"
+        return f"cannot write {self.path}: {_reason(problem)}; it holds {holds}"
+
+    def _finish(self, path: Path) -> None:
+        """Write what is left, and find out whether the file is there and holds it."""
+        assert self._file is not None
+        self.failure = None
+        try:
+            self._write_on()
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as problem:
+                if problem.errno not in (errno.EINVAL, errno.ENOTSUP):  # nothing to sync there
+                    raise
+            if not _is_at(self._file, path):
+                if os.path.lexists(path):
+                    self.failure = f"{path} was replaced by another run's while this one measured"
+                    return
+                # Its folder was removed.
+                write_bytes_atomic(path, b"".join(self._lines))
+        except OSError as problem:
+            self.failure = self._failing(problem)
+        except KvprofError as problem:
+            self.failure = str(problem)
+
+    def _remove(self) -> None:
+        """Leave nothing behind of a run that measured nothing."""
+        assert self._file is not None
+        assert self._place is not None
+        with contextlib.suppress(OSError):
+            if _is_at(self._file, self._place):
+                self._place.unlink()
+            if self._own_folder:
+                self._place.parent.rmdir()
 
 
 @dataclass(frozen=True)
@@ -156,6 +259,51 @@ def find_events(folder: Path) -> Path | None:
     return None
 
 
+def is_result_of(result: Mapping[str, Any], events: Path) -> bool:
+    """Whether a result was made of these events, rather than of another run into the same folder.
+
+    No clock is asked which of two runs is the newer one: it may have been set back between them.
+
+    Raises
+    ------
+    FailedError
+        As `read_events`.
+    """
+    follower = Follower(events)
+    try:
+        first = follower.poll(at_most=1)
+    finally:
+        follower.close()
+    if not first or not isinstance(first[0], RunStarted):
+        return False
+    started = first[0]
+    return (result["kind"], result["created"], result["inputs"]) == (
+        started.kind, started.created, to_plain(started.inputs)
+    )  # fmt: skip
+
+
+def remove_other_events(folder: Path, result: Mapping[str, Any]) -> None:
+    """Remove the events of an earlier run from a folder that holds a result by now.
+
+    Raises
+    ------
+    FailedError
+        When they cannot be removed.
+    """
+    while (found := find_events(folder)) is not None:
+        try:
+            if is_result_of(result, found):
+                return
+        except FailedError:
+            pass  # damaged: no run's that anybody will read
+        try:
+            found.unlink()
+        except OSError as problem:
+            raise FailedError(
+                f"cannot remove {found}, which is an earlier run's: {_reason(problem)}"
+            ) from problem
+
+
 def read_events(path: Path) -> Recording:
     """Read the events of a run, finished or not, up to the first damage.
 
@@ -176,20 +324,25 @@ def read_events(path: Path) -> Recording:
         raise UsageError(f"{path} is a folder; name its {EVENTS_NAME}")
     if not path.exists():
         raise UsageError(f"{path}: there is no such file")
-    reader = EventReader(str(path))
+    try:
+        return _recording(str(path), _lines(path))
+    except OSError as problem:
+        raise FailedError(f"cannot read {path}: {_reason(problem)}") from problem
+
+
+def _recording(name: str, lines: Iterable[bytes]) -> Recording:
+    reader = EventReader(name)
     events: list[Event] = []
     damage = None
     try:
-        for line in _lines(path):
+        for line in lines:
             events.append(reader.read(line))
     except DamagedLineError as wrong:
         damage = str(wrong)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         damage = f"the compressed file is damaged or cut off after line {len(events)}"
-    except OSError as problem:
-        raise FailedError(f"cannot read {path}: {_reason(problem)}") from problem
     if damage is not None and not events:
-        raise FailedError(f"{path} {_NO_RECORD}: {damage}")
+        raise FailedError(f"{name} {_NO_RECORD}: {damage}")
     return Recording(events, damage, reader.finished)
 
 
@@ -281,13 +434,17 @@ class Follower:
 
     def _check_replaced(self) -> None:
         assert self._file is not None
-        own = os.fstat(self._file.fileno())
-        try:
-            there = self._path.stat()
-        except FileNotFoundError:
-            return  # the run's folder was deleted; what was read stays
-        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+        # Where the run's folder was deleted, what was read stays.
+        if self._path.exists() and not _is_at(self._file, self._path):
             raise FailedError(f"{self._path} was replaced by another run's; open it again")
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether an open file is the one that lies at a path now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lines(path: Path) -> Iterator[bytes]:

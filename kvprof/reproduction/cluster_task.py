@@ -7,7 +7,6 @@ a machine has none, or another one.
 import contextlib
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -128,7 +127,9 @@ def _folder(task: Mapping[str, Any]) -> Iterator[Path | str]:
                 "kvprof is run, up to 64 MiB): give its full path, and put it there on each"
             )
             return
-    with tempfile.TemporaryDirectory(prefix="kvprof-cell-") as made:
+    from kvprof.scratch import ScratchFolder
+
+    with ScratchFolder("cell") as made:
         for name, (reference,) in task["contents"].items():
             import ray
 

@@ -65,11 +65,14 @@ class Finished:
     entries : list of dict
         One per recipe.
     warnings : list of str
+    unkept : list of str
+        Results that count and that could not be written.
     interrupted : bool
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unkept: list[str] = field(default_factory=list)
     interrupted: bool = False
 
 
@@ -231,7 +234,7 @@ def run_planned(
             store.put(ended.digest, ended.outcome.result)
         except FailedError as problem:
             # It still counts; only the next run will not find it.
-            finished.warnings.append(f"{problem}; the result was used and is not kept")
+            finished.unkept.append(f"{problem}; the result was used and is not kept")
     for one in planned:
         own = [(cell, digest, runs[digest]) for cell, digest in one.cells]
         finished.entries.append(entry_of(one, own, machine=machine, settings=settings))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from kvprof.errors import ExitCode
+from kvprof.leash import Leash
 from kvprof.records.schema import validate_result
 
 __all__ = ["KVPROF", "CellCommand", "Ended", "OneByOne", "Outcome", "Pool", "Runner", "run_child"]
@@ -156,8 +157,9 @@ def run_child(
         Of the process; this one's when not given.
     """
     command = [sys.executable, *program, *words, "--json", "-"]
+    leash = Leash()
     try:
-        process = subprocess.Popen(
+        process = leash.start(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             cwd=folder, env=environment,
         )  # fmt: skip
@@ -175,6 +177,8 @@ def run_child(
     except BaseException:
         _end(process)
         raise
+    finally:
+        leash.close()
     if should_stop():
         # The terminal's Ctrl-C reached the process as well; what it has is no whole result.
         return Outcome(None, int(ExitCode.INTERRUPTED), "interrupted")

@@ -16,7 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Input
 
-from kvprof.errors import KvprofError
+from kvprof.errors import ExitCode, KvprofError
 from kvprof.tui.choice import Choice
 from kvprof.tui.keys import KEYS, SCREENS
 from kvprof.tui.layer_rows import COLUMNS
@@ -101,7 +101,7 @@ class LiveApp(App[int]):
         # Killed without it, the view would leave the terminal in its own mode.
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._told_to_end, number)
+            loop.add_signal_handler(number, self._told_to_end)
 
     def on_unmount(self) -> None:
         """Give the signals back."""
@@ -109,11 +109,11 @@ class LiveApp(App[int]):
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
-    def _told_to_end(self, number: int) -> None:
+    def _told_to_end(self) -> None:
         """Leave; a measurement that nobody watches or awaits any more ends after its step."""
         if self.session.worker is not None:
             self.session.worker.interrupt()
-        self.exit(128 + number)
+        self.exit(int(ExitCode.INTERRUPTED))
 
     async def _read(self) -> None:
         """Read events for as long as the view is open, and never long enough to miss a key."""
@@ -275,7 +275,7 @@ class LiveApp(App[int]):
         if worker is None or answer in (None, "stay"):
             return
         if answer == "finish":
-            worker.released = True
+            worker.release()
             self.exit(self.session.exit_code)
         elif worker.stopping:
             # It may take seconds to die; the view goes on meanwhile.

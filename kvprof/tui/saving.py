@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError
-from kvprof.records.files import render_result, write_text_atomic
+from kvprof.records.files import render_result, write_beside
 from kvprof.records.fold import result_of
 from kvprof.records.journal import read_events
 
 __all__ = ["recorded_result", "save_new"]
-
-_MOST = 1000
 
 
 def save_new(folder: Path, stem: str, suffix: str, content: str) -> Path:
@@ -26,21 +24,7 @@ def save_new(folder: Path, stem: str, suffix: str, content: str) -> Path:
     FailedError
         When nothing can be written there.
     """
-    for number in range(1, _MOST):
-        path = folder / f"{stem}{'' if number == 1 else f'-{number}'}{suffix}"
-        try:
-            path.touch(exist_ok=False)  # the name is ours from here on, whoever else saves
-        except FileExistsError:
-            continue
-        except OSError as problem:
-            raise FailedError(f"cannot write {path}: {problem.strerror}") from problem
-        try:
-            write_text_atomic(path, content, force=True)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        return path
-    raise FailedError(f"{folder} holds {_MOST - 1} files named {stem}{suffix}; move some away")
+    return write_beside(folder / f"{stem}{suffix}", content.encode("utf-8"))
 
 
 def recorded_result(record: Path | None, result: dict[str, Any] | None) -> str:

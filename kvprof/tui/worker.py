@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from kvprof.errors import ExitCode, FailedError
+from kvprof.leash import Leash
+from kvprof.scratch import open_temporary
 
 __all__ = ["MESSAGES_NAME", "PROGRAM", "REPORT_NAME", "Worker"]
 
@@ -38,6 +40,8 @@ class Worker:
         The run's folder; it exists.
     width : int
         Columns of the report that the measurement prints at its end.
+    force : bool
+        Replace an earlier run's streams, once the process has measured something; see `keep`.
     """
 
     def __init__(
@@ -46,8 +50,13 @@ class Worker:
         folder: Path,
         *,
         width: int = 100,
+        force: bool = False,
     ) -> None:
         self.folder = folder
+        self._force = force
+        # Where the streams lie by now, by their names in the folder.
+        self._streams: dict[str, Path] = {}
+        self._leash = Leash()
         self._command = list(command)
         self._width = width
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,11 +77,8 @@ class Worker:
         """
         environment = os.environ | {"COLUMNS": str(self._width)}
         try:
-            with (
-                (self.folder / REPORT_NAME).open("wb") as report,
-                (self.folder / MESSAGES_NAME).open("wb") as messages,
-            ):
-                self._process = subprocess.Popen(
+            with self._stream(REPORT_NAME) as report, self._stream(MESSAGES_NAME) as messages:
+                self._process = self._leash.start(
                     self._command,
                     stdin=subprocess.DEVNULL,
                     stdout=report,
@@ -80,9 +86,32 @@ class Worker:
                     env=environment,
                     start_new_session=True,
                 )
-            self._messages = (self.folder / MESSAGES_NAME).open("rb")
+            self._messages = self._streams[MESSAGES_NAME].open("rb")
         except OSError as problem:
+            self.clean()
             raise FailedError(f"cannot start the measurement: {problem}") from problem
+
+    def _stream(self, name: str) -> IO[bytes]:
+        path = self.folder / name
+        if self._force and os.path.lexists(path):
+            self._streams[name], file = open_temporary(self.folder)
+            return file
+        file = path.open("xb", buffering=0)
+        self._streams[name] = path
+        return file
+
+    def keep(self) -> None:
+        """Put the streams in the place of an earlier run's, where there was one."""
+        for name, path in self._streams.items():
+            if path.name != name:
+                with contextlib.suppress(OSError):  # then the earlier run's stays
+                    self._streams[name] = path.replace(self.folder / name)
+
+    def release(self) -> None:
+        """Let the process go on when the view is left."""
+        self.released = True
+        self.keep()
+        self._leash.release()
 
     @property
     def running(self) -> bool:
@@ -110,8 +139,8 @@ class Worker:
         """Return the last lines that the process wrote to stderr, or how it ended."""
         code = self._process.poll() if self._process is not None else None
         try:
-            text = (self.folder / MESSAGES_NAME).read_text("utf-8", "replace")
-        except OSError:
+            text = self._streams[MESSAGES_NAME].read_text("utf-8", "replace")
+        except (OSError, KeyError):
             text = ""
         lines = [line.strip() for line in text.splitlines() if line.strip()][-_LAST_WORDS:]
         # kvprof says in one line why it stops; what is around it is progress.
@@ -123,8 +152,8 @@ class Worker:
     def report(self) -> str:
         """Return what the process wrote to stdout."""
         try:
-            return (self.folder / REPORT_NAME).read_text("utf-8", "replace")
-        except OSError:
+            return self._streams[REPORT_NAME].read_text("utf-8", "replace")
+        except (OSError, KeyError):
             return ""
 
     def interrupt(self) -> None:
@@ -159,7 +188,8 @@ class Worker:
 
     def clean(self) -> None:
         """Remove what the process wrote to its streams, and the folder where nothing else is."""
-        for name in (REPORT_NAME, MESSAGES_NAME):
-            (self.folder / name).unlink(missing_ok=True)
+        for path in self._streams.values():
+            with contextlib.suppress(OSError):
+                path.unlink()
         with contextlib.suppress(OSError):
             self.folder.rmdir()

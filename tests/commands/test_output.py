@@ -24,7 +24,7 @@ def test_every_destination_is_written(tmp_path: Path) -> None:
     )
     outputs.check()
     assert list(tmp_path.iterdir()) == []
-    outputs.write(result, csv_text=lambda: "a,b\n1,2\n", figure=lambda: new_figure(2, 2))
+    outputs.finish(result, csv_text=lambda: "a,b\n1,2\n", figure=lambda: new_figure(2, 2))
     assert read_result(tmp_path / "r.json") == read_result(tmp_path / "run") == result
     assert (tmp_path / "r.csv").read_text() == "a,b\n1,2\n"
     assert b"<svg" in (tmp_path / "r.svg").read_bytes()
@@ -36,7 +36,7 @@ def test_nothing_is_made_that_was_not_asked_for(tmp_path: Path) -> None:
     def fail() -> str:
         raise AssertionError
 
-    Outputs(json=tmp_path / "r.json").write(spectrum_result(), csv_text=fail, figure=fail)
+    Outputs(json=tmp_path / "r.json").finish(spectrum_result(), csv_text=fail, figure=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -47,7 +47,7 @@ def test_json_on_stdout_is_exact_and_alone(capsys: pytest.CaptureFixture[str]) -
     outputs = Outputs(json=Path("-"))
     outputs.check()
     assert not outputs.report_to_stdout
-    outputs.write(result)
+    outputs.finish(result)
     assert json.loads(capsys.readouterr().out) == result
 
 
@@ -55,7 +55,7 @@ def test_csv_on_stdout_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = Outputs(csv=Path("-"))
     assert not outputs.report_to_stdout
     text = "a [red] " + "x," * 200 + "\n1\n"
-    outputs.write(spectrum_result(), csv_text=lambda: text)
+    outputs.finish(spectrum_result(), csv_text=lambda: text)
     assert capsys.readouterr().out == text
 
 
@@ -72,7 +72,7 @@ def test_what_exists_is_refused_before_the_work_unless_forced(tmp_path: Path) ->
         Outputs().check(extra=[path])
     forced = Outputs(json=path, out=tmp_path / "run", force=True)
     forced.check()
-    forced.write(spectrum_result())
+    forced.finish(spectrum_result())
     assert read_result(tmp_path / "run") == read_result(path)
 
 
@@ -124,16 +124,16 @@ def test_a_figure_without_matplotlib_is_lacking(
 def test_one_destination_that_fails_does_not_cost_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = output.write_text_atomic
+    write = output.write_bytes_atomic
 
-    def broken(path: Path, text: str, force: bool = False) -> None:
+    def broken(path: Path, content: bytes, force: bool = False) -> None:
         if path.name == "r.json":
             raise FailedError("cannot write r.json: No space left on device")
-        write(path, text, force)
+        write(path, content, force)
 
-    monkeypatch.setattr(output, "write_text_atomic", broken)
+    monkeypatch.setattr(output, "write_bytes_atomic", broken)
     outputs = Outputs(json=tmp_path / "r.json", csv=tmp_path / "r.csv", out=tmp_path / "run")
     with pytest.raises(FailedError, match=r"cannot write r\.json"):
-        outputs.write(spectrum_result(), csv_text=lambda: "a\n")
+        outputs.finish(spectrum_result(), csv_text=lambda: "a\n")
     assert (tmp_path / "r.csv").read_text() == "a\n"
     assert read_result(tmp_path / "run")["kind"] == "spectrum"

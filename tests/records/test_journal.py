@@ -1,18 +1,28 @@
 """The record of a run: written line by line, read whatever became of the run."""
 
+import errno
 import gzip
 import json
+import os
+import shutil
+import signal
 import threading
 from pathlib import Path
 
 import pytest
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.records.events import TelemetrySample, event_line
+from kvprof.records.events import CaseStarted, RunStarted, TelemetrySample, event_line
 from kvprof.records.journal import EVENTS_NAME, Follower, Journal, find_events, read_events
 from tests.records.streams import stream, write
 
 EVENTS = stream(methods=("full", "fdc"), layers=2, steps=4)
+#: So many events from the start, the last of them is the first that was measured.
+MEASURED = 1 + next(
+    place
+    for place, event in enumerate(EVENTS)
+    if not isinstance(event, RunStarted | CaseStarted | TelemetrySample)
+)
 
 
 def sample(time: float) -> TelemetrySample:
@@ -59,33 +69,104 @@ def test_a_record_is_not_overwritten_unless_forced(tmp_path: Path) -> None:
         pass
     assert read_events(path).events == EVENTS
     with Journal(path, force=True) as journal:
-        journal.emit(EVENTS[0])
-    assert read_events(path).events == EVENTS[:1]
+        for event in EVENTS[:MEASURED]:
+            journal.emit(event)
+    assert read_events(path).events == EVENTS[:MEASURED]
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_ends_with_a_whole_line_and_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_forced_run_that_measures_nothing_leaves_the_earlier_record(
+    tmp_path: Path, ends: bool
+) -> None:
+    path = write(tmp_path / EVENTS_NAME, EVENTS)
+    before = path.read_bytes()
+    unmeasured = [*EVENTS[: MEASURED - 1], *([EVENTS[-1]] if ends else [])]
+    with Journal(path, force=True) as journal:
+        for event in unmeasured:
+            journal.emit(event)
+            assert path.read_bytes() == before  # nothing of the two runs mixes
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert not journal.measured
+    assert journal.recording().events == unmeasured
+
+
+def test_a_full_disk_costs_no_event(tmp_path: Path) -> None:
+    """What no longer fits stays in memory, and is written at the end where that goes by then."""
     resource = pytest.importorskip("resource")
-    import signal
-
     path = tmp_path / EVENTS_NAME
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    said: list[str] = []
     try:
-        with Journal(path) as journal:
-            journal.emit(EVENTS[0])
-            # In the middle of the next line.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, hard))
-            with pytest.raises(FailedError, match="holds what was measured until then"):
-                journal.emit(EVENTS[1])
+        for later in ("full", "free"):
+            path.unlink(missing_ok=True)
+            said.clear()
+            with Journal(path, warn=said.append) as journal:
+                journal.emit(EVENTS[0])
+                # In the middle of the next line.
+                resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, hard))
+                for event in EVENTS[1:]:
+                    journal.emit(event)
+                assert read_events(path).events == EVENTS[:1]  # a whole line, and no more
+                if later == "free":
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            with pytest.raises(FailedError, match="cannot write"):
-                journal.emit(sample(1.0))
+            assert len(said) == 1
+            assert f"cannot write {path}" in said[0]
+            assert journal.recording().events == EVENTS
+            assert (journal.failure is None) is (later == "free")
+            found = read_events(path)
+            assert found.events == (EVENTS if later == "free" else EVENTS[:1])
+            assert found.damage is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    found = read_events(path)
-    assert found.events == EVENTS[:1]
-    assert found.damage is None
+
+
+def test_a_disk_that_takes_lines_and_does_not_keep_them_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with Journal(tmp_path / EVENTS_NAME) as journal:
+        journal.emit(EVENTS[0])
+    assert journal.failure is not None
+    assert "No space left on device" in journal.failure
+
+
+def test_a_folder_that_goes_while_it_measures_comes_back_with_every_event(tmp_path: Path) -> None:
+    path = tmp_path / "run" / EVENTS_NAME
+    with Journal(path) as journal:
+        for event in EVENTS:
+            journal.emit(event)
+            if event is EVENTS[3]:
+                shutil.rmtree(path.parent)
+    assert journal.failure is None
+    assert read_events(path).events == EVENTS
+
+
+def test_a_record_that_another_run_took_is_told_and_left(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_NAME
+    with Journal(path) as journal:
+        for event in EVENTS:
+            journal.emit(event)
+        other = write(tmp_path / "other.jsonl", EVENTS[:3])
+        other.replace(path)
+    assert journal.failure is not None
+    assert "replaced by another run" in journal.failure
+    assert read_events(path).events == EVENTS[:3]
+    assert journal.recording().events == EVENTS
+
+
+def test_events_can_be_kept_in_memory_alone() -> None:
+    with Journal(None) as journal:
+        for event in EVENTS:
+            journal.emit(event)
+    assert (journal.failure, journal.recording().events) == (None, EVENTS)
 
 
 def test_no_number_that_is_none_gets_into_the_record(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 
 import pytest
 
@@ -16,16 +18,17 @@ def test_nothing_is_ever_overwritten(tmp_path):
     assert second.read_text() == "two"
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FailedError, match="missing"):
-        save_new(tmp_path / "missing", "x", ".svg", "text")
+def test_a_folder_that_is_none_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FailedError, match="file"):
+        save_new(tmp_path / "file", "x", ".svg", "text")
 
 
 def test_what_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
-    def full_disk(path, content, force):
-        raise FailedError("No space left on device")
+    def full_disk(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvprof.tui.saving.write_text_atomic", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(FailedError, match="No space"):
         save_new(tmp_path, "x", ".svg", "text")
     assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ import torch
 
 from kvprof.analysis.jct import interpolated
 from kvprof.errors import FailedError
+from kvprof.leash import Leash
 
 __all__ = ["AllReduce", "measure_all_reduce"]
 
@@ -18,6 +19,8 @@ _LEAST, _MOST = 2**12, 2**30  # bytes
 _SECONDS = 300
 # One process per GPU: NCCL, then medians of a graph's replays as elsewhere.
 _PROGRAM = """
+from kvprof.leash import follow_parent
+follow_parent()
 import gc, json, os, sys, statistics, torch, torch.distributed as dist
 rank, world, sizes = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 torch.cuda.set_device(rank)
@@ -96,8 +99,9 @@ def measure_all_reduce(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    leashes = [Leash() for _ in range(tp)]
     running = [
-        subprocess.Popen(
+        leashes[rank].start(
             [*program, str(rank), str(tp), json.dumps(sizes), str(port)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
@@ -111,6 +115,8 @@ def measure_all_reduce(
         for one in running:
             if one.poll() is None:
                 one.kill()
+        for leash in leashes:
+            leash.close()
     if any(one.returncode for one in running):
         words = next(err for one, (_, err) in zip(running, said, strict=True) if one.returncode)
         last = [line for line in words.splitlines() if line.strip()][-1:]

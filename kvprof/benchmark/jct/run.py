@@ -1,7 +1,7 @@
 """``run_jct``: every case of a request, as events in a journal."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -117,10 +117,6 @@ class Run:
             yield
         except (DeviceLost, Interrupted, CalibrationInterrupted):
             raise
-        except FailedError as problem:
-            if str(self.journal.path) in str(problem):  # the journal itself
-                raise
-            self._failed(name, problem)
         except KvprofError as problem:
             self._failed(name, problem)
         except (MemoryError, torch.OutOfMemoryError):
@@ -165,8 +161,7 @@ def run_jct(
     ------
     UsageError, LackingError, FailedError
         When nothing can be measured, before the first event or with the reason in the last one; and
-        FailedError when the GPU stops (what was measured before is in the journal), or the journal
-        cannot be written.
+        FailedError when the GPU stops (what was measured before is in the journal).
     """
     device = main_device(request.device)
     run = Run(request, journal, progress, should_stop, device)
@@ -202,8 +197,7 @@ def run_jct(
         reason += f": {run.problems[0]}"
     for text in gpu_doubts(device, before=False) if lost is None else []:
         run.warn(text)
-    with suppress(KvprofError) if lost is not None else nullcontext():  # a disk that is full
-        journal.emit(RunFinished(journal.now(), reason is None, reason, run.extra))
+    journal.emit(RunFinished(journal.now(), reason is None, reason, run.extra))
     if lost is not None:
         raise lost
     if run.problems and not run.done:

@@ -9,7 +9,7 @@ from kvprof.benchmark.jct.subjects import has_weights
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import RunFinished, RunStarted, Warned
 from kvprof.records.fold import result_of
-from kvprof.records.journal import Journal, read_events
+from kvprof.records.journal import Journal
 from kvprof.records.schema import validate_result
 from tests.benchmark.jct.shapes import tiny_folder
 
@@ -30,14 +30,13 @@ def ran(tmp_path, folder, *, should_stop=lambda: False, **options):
              "input_lens": (48,), "output_lens": (9,)}  # fmt: skip
     if options.get("mode", "composed") == "composed":
         given["repeats"] = 3
-    path = tmp_path / "events.jsonl"
     problem = None
-    with Journal(path) as journal:
+    with Journal(tmp_path / "events.jsonl") as journal:
         try:
             run_jct(JctRequest(**{**given, **options}), journal, should_stop=should_stop)
         except (FailedError, LackingError, UsageError) as error:
             problem = error
-    events = read_events(path).events
+    events = journal.recording().events
     return events, (result_of(events) if events else None), problem
 
 
