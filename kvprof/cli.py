@@ -1,5 +1,6 @@
 """The command line: names the commands, and loads a command's module only when it runs."""
 
+import atexit
 import errno
 import os
 import sys
@@ -153,6 +154,9 @@ def _told(*, debug: bool) -> Iterator[None]:
 
 def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
     """Say on stderr in one line what went wrong, and return the exit code it stands for."""
+    if _is_interrupt(problem):
+        console.error("interrupted; what was not written yet is lost")
+        return ExitCode.INTERRUPTED
     if _is_broken_pipe(problem):
         # Whoever read our output has left; there is nobody to tell.
         console.discard_stdout()
@@ -165,9 +169,6 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
     if isinstance(problem, _CommandLineError):
         console.error(_usage_line(problem))
         return ExitCode.USAGE
-    if isinstance(problem, KeyboardInterrupt):
-        console.error("interrupted; what was not written yet is lost")
-        return ExitCode.INTERRUPTED
     if _is_out_of_memory(problem):
         console.error(
             f"out of memory: {problem or 'an allocation failed'} "
@@ -198,6 +199,14 @@ def _usage_line(problem: Any) -> str:
     return f"{message} ({path} --help shows what there is)"
 
 
+def _is_interrupt(problem: BaseException) -> bool:
+    """Recognise Ctrl-C, also where it met an import and was made another error of."""
+    seen: BaseException | None = problem
+    while seen is not None and not isinstance(seen, KeyboardInterrupt | KvprofError):
+        seen = seen.__cause__
+    return isinstance(seen, KeyboardInterrupt)
+
+
 def _is_broken_pipe(problem: BaseException) -> bool:
     return isinstance(problem, OSError) and problem.errno == errno.EPIPE
 
@@ -219,7 +228,16 @@ def main() -> None:
     interrupt.fill_closed_streams()
     follow_parent()
     console.shield_stderr()
-    app(prog_name="kvprof")
+    try:
+        app(prog_name="kvprof")
+    except SystemExit as end:
+        if end.code == ExitCode.INTERRUPTED:
+            # Where an interrupt met certain code, Python itself would end by a signal instead.
+            atexit._run_exitfuncs()
+            os._exit(ExitCode.INTERRUPTED)
+        raise
+    finally:
+        interrupt.at_once()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -90,15 +92,20 @@ class _Shielded:
         return getattr(self._stream, name)
 
 
-def _shielded(stream: TextIO | None) -> TextIO | None:
-    if stream is None or isinstance(stream, _Shielded):
-        return stream
-    return cast(TextIO, _Shielded(stream))
+def _shielded(stream: TextIO | None) -> TextIO:
+    if stream is None:  # closed by the shell (2>&-)
+        return _nowhere()
+    return stream if isinstance(stream, _Shielded) else cast(TextIO, _Shielded(stream))
+
+
+@cache
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def shield_stderr() -> None:
     """Let no line that cannot be written to stderr end the process, whoever writes it."""
-    sys.stderr = cast(TextIO, _shielded(sys.stderr))
+    sys.stderr = _shielded(sys.stderr)
 
 
 def deliver(write: Callable[[Console], None]) -> OSError | None:

@@ -23,6 +23,9 @@ _Handler = Callable[[int, FrameType | None], None]
 # A key is not pressed twice within this; `timeout -s INT` sends its signal twice at once.
 _TWICE_SECONDS = 0.3
 
+_IMPORTING = "<frozen importlib"
+_AGAIN_SECONDS = 0.01
+
 
 class Stop:
     """Whether the user asked for the work to end; see `graceful_interrupt`."""
@@ -65,17 +68,24 @@ def graceful_interrupt() -> Iterator[Stop]:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the body, as Ctrl-C does, and once."""
+    """Let each of the signals raise KeyboardInterrupt in the body, which can clean up."""
     raised = False
 
-    def end(number: int, _frame: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         nonlocal raised
-        if not raised:  # a second one would end the cleaning up after the first
+        if frame is not None and frame.f_code.co_filename.startswith(_IMPORTING):
+            # There it would be swallowed at times, and told as a traceback.
+            again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        elif not raised:  # a second one would end the cleaning up after the first
             raised = True
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     ignored = _in_main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    with _handled(end, None if ignored else signal.default_int_handler):
+    with _handled(end, None if ignored else end):
         yield
 
 
