@@ -124,7 +124,9 @@ def deliver(write: Callable[[Console], None]) -> OSError | None:
             sys.stdout.flush()
     except OSError as problem:
         discard_stdout()
-        return problem
+        # Rich's answer to a reader that has left fails where stdout is no file.
+        met = problem.__context__
+        return met if isinstance(met, BrokenPipeError) else problem
     except SystemExit:  # Rich's own answer to a reader that has left
         return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
     return None

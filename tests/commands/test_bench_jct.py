@@ -1,5 +1,6 @@
 """``kvprof bench --jct`` from the command line: what it asks for, refuses, leaves and prints."""
 
+import errno
 import json
 import os
 import signal
@@ -10,12 +11,14 @@ import pytest
 
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.timing import Interrupted
-from kvprof.errors import LackingError
+from kvprof.errors import FailedError, LackingError
 from kvprof.records.events import EVENTS, PartSample
-from kvprof.records.files import read_result
-from kvprof.records.journal import read_events
+from kvprof.records.files import read_result, write_result
+from kvprof.records.fold import result_of
+from kvprof.records.journal import Journal, read_events
 from tests.benchmark.jct.shapes import tiny_folder
 from tests.commands.running import kvprof
+from tests.records.streams import stream, write
 
 
 class Recorder:
@@ -231,3 +234,50 @@ def test_interrupted_before_anything_was_measured(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvprof.benchmark.jct.composed_run.run_composed", stopped)
     done = kvprof("bench", "--jct", "--composed", "--device", "cpu")
     assert done.code == 130
+
+
+# --- a disk that is full by now -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_full_disk_costs_no_measurement(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, lines = Journal._write_on, []
+
+    def full(self: Journal) -> None:
+        lines.append(1)
+        if len(lines) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(self)
+
+    monkeypatch.setattr(Journal, "_write_on", full)
+    run = tmp_path / "run"
+    done = kvprof(*run_of(folder, "--out", run))
+    assert done.code == 1
+    assert "No space left on device" in done.error
+    assert done.stderr.count("it is measured on") == 1
+    assert "Job completion time in parts" in done.stdout
+    result = read_result(run)
+    assert result["complete"]
+    assert [case["method"] for case in result["data"]["cases"]] == ["full", "fdc"]
+    assert len(read_events(run / "events.jsonl").events) == 5
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_forced_run_that_fails_leaves_the_earlier_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "x").mkdir(parents=True)
+    write(run / "events.jsonl", stream(("full",)))
+    write_result(run / "result.json", result_of(stream(("full",))))
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+
+    def broken(*_arguments: Any) -> Any:
+        raise FailedError("the model is damaged")
+
+    monkeypatch.setattr("kvprof.benchmark.jct.composed_run.run_composed", broken)
+    done = kvprof(*run_of(folder, "--composed", "--out", run, "--force"))
+    assert done.code == 1
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before

@@ -1,14 +1,23 @@
+import errno
+import io
 import json
+import os
+import shutil
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+import typer
 
 from kvprof.commands import output
 from kvprof.commands.output import Outputs
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.files import read_result
+from kvprof.records.fold import result_of
+from kvprof.records.journal import EVENTS_NAME, find_events
 from tests.records.sample import spectrum_result
+from tests.records.streams import stream, write
 
 
 def test_every_destination_is_written(tmp_path: Path) -> None:
@@ -137,3 +146,134 @@ def test_one_destination_that_fails_does_not_cost_the_others(
         outputs.finish(spectrum_result(), csv_text=lambda: "a\n")
     assert (tmp_path / "r.csv").read_text() == "a\n"
     assert read_result(tmp_path / "run")["kind"] == "spectrum"
+
+
+# --- what cannot be written -----------------------------------------------------------------
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+def full_stdout(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSPC) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+
+
+def test_a_full_disk_costs_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_disk(monkeypatch)
+    outputs = Outputs(json=tmp_path / "r.json", csv=tmp_path / "r.csv", out=tmp_path / "run")
+    with pytest.raises(FailedError, match="the moments") as failed:
+        outputs.finish(
+            spectrum_result(),
+            lambda _width, _colour: "the report",
+            csv_text=lambda: "a\n",
+            lost=["cannot write the moments"],
+            interrupted=True,
+        )
+    for name in ("result.json", "r.json", "r.csv", "No space left"):
+        assert name in str(failed.value)
+    assert capsys.readouterr().out == "the report\n"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_drawing_that_fails_costs_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> str:
+        raise ZeroDivisionError("by zero")
+
+    outputs = Outputs(json=tmp_path / "r.json", csv=tmp_path / "r.csv")
+    with pytest.raises(FailedError, match=r"--csv .*ZeroDivisionError: by zero"):
+        outputs.finish(spectrum_result(), lambda _w, _c: "the report", csv_text=broken)
+    assert capsys.readouterr().out == "the report\n"
+    assert read_result(tmp_path / "r.json")
+
+
+def test_what_has_come_to_exist_is_left_alone_and_the_result_is_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = Outputs(out=tmp_path)
+    outputs.check()
+    other = spectrum_result(warnings=["the other run's"])
+    Outputs(out=tmp_path).finish(other)
+    with pytest.raises(FailedError, match=r"left alone; .* is in .*result-2\.json"):
+        outputs.finish(spectrum_result(), lambda _w, _c: "the report")
+    assert read_result(tmp_path) == other
+    assert read_result(tmp_path / "result-2.json") == spectrum_result()
+    assert capsys.readouterr().out == "the report\n"
+
+
+def test_a_folder_that_goes_is_made_again_and_one_that_became_a_file_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    Outputs(out=run).finish(spectrum_result(), lambda _w, _c: "one")
+    shutil.rmtree(run)
+    Outputs(out=run).finish(spectrum_result(), lambda _w, _c: "two")
+    shutil.rmtree(run)
+    run.write_text("")
+    with pytest.raises(FailedError, match="is a file, not a folder"):
+        Outputs(out=run).finish(spectrum_result(), lambda _w, _c: "three")
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("options", [{}, {"json": Path("-")}])
+def test_where_stdout_is_full_and_nothing_is_kept_the_report_goes_to_stderr(
+    options: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_stdout(monkeypatch)
+    with pytest.raises(FailedError, match="cannot write to stdout: No space left"):
+        Outputs(**options).finish(spectrum_result(), lambda _w, _c: "the report")
+    assert capsys.readouterr().err == "the report\n"
+
+
+def test_where_stdout_is_full_the_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_stdout(monkeypatch)
+    with pytest.raises(FailedError, match="cannot write to stdout"):
+        Outputs(out=tmp_path).finish(spectrum_result(), lambda _w, _c: "the report")
+    assert read_result(tmp_path) == spectrum_result()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_left_hears_nothing_and_the_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_stdout(monkeypatch, errno.EPIPE)
+    with pytest.raises(BrokenPipeError):
+        Outputs(out=tmp_path).finish(spectrum_result(), lambda _w, _c: "the report")
+    assert read_result(tmp_path) == spectrum_result()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_end_says_the_worst_thing() -> None:
+    with pytest.raises(LackingError):
+        Outputs().finish(spectrum_result(), problem=LackingError("no GPU"), interrupted=True)
+    with pytest.raises(FailedError, match="not kept; no GPU"):
+        Outputs().finish(spectrum_result(), problem=LackingError("no GPU"), lost=["not kept"])
+    with pytest.raises(typer.Exit) as left:
+        Outputs().finish(spectrum_result(), interrupted=True)
+    assert left.value.exit_code == 130
+
+
+def test_events_of_another_run_are_refused_and_with_force_removed(tmp_path: Path) -> None:
+    write(tmp_path / EVENTS_NAME, stream(("full",)))
+    with pytest.raises(UsageError, match=r"events\.jsonl exists; --force"):
+        Outputs(out=tmp_path).check()
+    own = result_of(stream(("full",)))
+    forced = Outputs(out=tmp_path, force=True)
+    forced.check()
+    forced.finish(own)
+    assert find_events(tmp_path) is not None  # they are its own
+    forced.finish(spectrum_result())
+    assert find_events(tmp_path) is None

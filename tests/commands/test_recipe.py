@@ -198,3 +198,41 @@ def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
     assert process.returncode == ExitCode.INTERRUPTED, stderr
     assert "the same command goes on" in stderr
     assert not read_result(out / "result.json")["complete"]
+
+
+def test_two_runs_into_one_folder_lose_neither(tmp_path: Path) -> None:
+    """The second one runs whole while the first one's cell does."""
+    out, rates = tmp_path / "out", {"fdc": 0.96, "kq": 0.95}
+    other = write(tmp_path, TEXT.replace("small-claim", "other"), "other")
+    nested: list[int] = []
+
+    def look(words: Any, should_stop: Any) -> Any:
+        if not nested:
+            nested.append(1)
+            run(other, out, rates)
+        return FakeRunner(rates)(words, should_stop)
+
+    run_recipes(RunRequest((str(write(tmp_path)),), out=out), runner=look, machine=CPU)
+    names = {entry["recipe"] for entry in read_result(out / "result.json")["data"]["entries"]}
+    assert names == {"small-claim", "other"}
+    resolved = [json.loads(path.read_text()) for path in out.glob("resolved*.json")]
+    assert {one["recipes"][0]["name"] for one in resolved} == names  # what was run, of both
+
+
+def test_the_same_run_again_keeps_one_configuration(tmp_path: Path) -> None:
+    out, rates = tmp_path / "out", {"fdc": 0.96, "kq": 0.95}
+    for _ in range(2):
+        run(write(tmp_path), out, rates)
+    assert [path.name for path in out.glob("resolved*.json")] == ["resolved.json"]
+
+
+def test_a_ledger_that_cannot_be_written_is_shown_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_arguments: Any, **_options: Any) -> None:
+        raise FailedError("cannot write it: No space left on device")
+
+    monkeypatch.setattr("kvprof.commands.recipe_run.write_result", full)
+    with pytest.raises(FailedError, match="No space left"):
+        run(write(tmp_path), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
+    assert "reproduced" in capsys.readouterr().out
