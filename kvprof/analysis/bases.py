@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvprof.analysis.linalg import eigh
+from kvprof.analysis.linalg import column_signs, eigh
 
 __all__ = ["eigenbasis", "lost_energy", "lost_product"]
 
@@ -24,10 +24,11 @@ def eigenbasis(gram: Tensor) -> tuple[Tensor, Tensor]:
     values : Tensor
         ``[..., d]`` descending, negative rounding errors cut to 0.
     basis : Tensor
-        ``[..., d, d]``, one direction per column; column signs are arbitrary.
+        ``[..., d, d]``, one direction per column; `column_signs` says which way each points.
     """
     values, vectors = eigh(gram)
-    return values.flip(-1).clamp_min(0.0), vectors.flip(-1)
+    basis = vectors.flip(-1)
+    return values.flip(-1).clamp_min(0.0), basis * column_signs(basis)
 
 
 def lost_energy(gram: Tensor, basis: Tensor) -> Tensor:

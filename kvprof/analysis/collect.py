@@ -15,7 +15,7 @@ from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.layout import output_slices, value_weight
 from kvprof.models.load import LoadedModel
 from kvprof.models.weights import compute_device
-from kvprof.sources.grammar import Source, SourceKind
+from kvprof.sources.grammar import RANDOM, Source, SourceKind
 from kvprof.sources.windows import ModelTokens, batches, windows
 
 __all__ = [
@@ -262,7 +262,7 @@ def collect_moments(
 
 def _prefix(loaded: LoadedModel, source: Source) -> str:
     """Return in words what each sequence starts with: it decides what position 0 holds."""
-    if source.kind in (SourceKind.TEXT, SourceKind.EMBEDDED):
+    if source.kind in (SourceKind.TEXT, SourceKind.EMBEDDED) or source.name == RANDOM[1]:
         tokenizer = loaded.tokenizer()
         if model_tokens(loaded).prefix():
             return f"{tokenizer.bos_token}, as the tokenizer adds it"

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["eigh", "few_threads", "map_threads", "svd"]
+__all__ = ["column_signs", "eigh", "few_threads", "map_threads", "svd"]
 
 Item = TypeVar("Item")
 Out = TypeVar("Out")
@@ -26,6 +26,9 @@ _FEWEST_PER_THREAD = 4
 # What many small products and factorisations can use; more threads only wait for each other. 64 on
 # two cores made the bases of the reference model 27 times slower.
 _FEW = 4
+
+# Magnitudes this near, relative to the largest, count as equal: rounding must not decide a sign.
+_TIE = 1e-6
 
 # Up to this size cuSOLVER decomposes a whole batch at once, by Jacobi's method.
 _JACOBI_WIDTH = 32
@@ -40,6 +43,33 @@ def few_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def column_signs(vectors: Tensor) -> Tensor:
+    """Return the sign that every column of a basis has to be multiplied with: the convention.
+
+    An eigenvector's sign is arbitrary, and libraries, versions and thread counts answer with one or
+    the other. Nothing that is exact depends on it, but asymmetric quantisers do: the range of a
+    group of latents is another when one of its columns is turned round, so that ``kq-4bit`` kept
+    another accuracy on another LAPACK. Here a column's entry of largest magnitude is positive (of
+    several as large, to 1e-6, the first). That makes a basis the same everywhere, no better or
+    worse: docs/findings.md has the spread over random signs. Directions of equal eigenvalue mix
+    freely all the same; no sign settles that.
+
+    Parameters
+    ----------
+    vectors : Tensor
+        ``[..., n, r]``, one direction per column.
+
+    Returns
+    -------
+    Tensor
+        ``[..., 1, r]`` of 1 and -1.
+    """
+    sizes = vectors.abs()
+    largest = sizes >= (1 - _TIE) * sizes.amax(-2, keepdim=True)
+    deciding = vectors.gather(-2, largest.to(torch.int8).argmax(-2, keepdim=True))
+    return torch.where(deciding < 0, -1.0, 1.0).to(vectors)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvprof.analysis.bases import eigenbasis
-from kvprof.analysis.linalg import svd
+from kvprof.analysis.linalg import column_signs, svd
 from kvprof.analysis.moments import resolution
 
 __all__ = ["optimal_pair", "walsh_hadamard", "whitened_pair"]
@@ -57,7 +57,8 @@ def optimal_pair(stored: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]
     gauge = _gauge(values, seen.sum(-1))
     down = directions @ (inverse.unsqueeze(-1) * left) * gauge.unsqueeze(-2)
     up = directions @ (forward.unsqueeze(-1) * left) / gauge.unsqueeze(-2)
-    return down, up, values
+    signs = column_signs(up)
+    return down * signs, up * signs, values
 
 
 def whitened_pair(gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:

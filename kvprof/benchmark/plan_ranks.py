@@ -32,7 +32,12 @@ def plan_pairs(file: Path, shape: Shape) -> tuple[list[tuple[int, int]], str]:
     layers = []
     for layer in plan.layers:
         groups = (*layer.keys.groups, *layer.values.groups)
-        heads = sum(group.heads for group in layer.keys.groups)
+        heads = layer.kv_heads
+        if layer.keys.per_query_head:
+            raise UsageError(
+                f"--ranks {file.name}: it stores a key per query head, and what is measured here "
+                "shares one per KV head"
+            )
         widths = {group.head_dim for group in groups}
         if heads != shape.num_kv_heads or widths != {shape.head_dim}:
             raise UsageError(

@@ -1,6 +1,6 @@
 """Collects what methods have to know of a model before they can plan, each thing once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,8 @@ class Calibrator:
         Called once per stage; silent by default.
     should_stop : callable
         Asked after each batch; True ends with `CalibrationInterrupted`.
+    notice : callable
+        Told, once, what plans carry in ``made["notes"]``: where calibration got less than it takes.
     """
 
     def __init__(
@@ -59,13 +61,16 @@ class Calibrator:
         *,
         progress: Progress | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._loaded = loaded
         self._options = options
         self._progress = progress or silent
         self._should_stop = should_stop
+        self._notice = notice
+        self._noticed: set[str] = set()
         self._moments = MomentStore(loaded, options, self._progress, should_stop)
-        self._fisher: dict[str, _Weighed] = {}
+        self._fisher: dict[tuple[str, int], _Weighed] = {}
         self._sensitivities: dict[tuple[object, ...], _Weighed] = {}
 
     def expect(self, method: str, **options: Any) -> None:
@@ -115,12 +120,15 @@ class Calibrator:
         }
         inputs = MethodInputs(loaded.layout, loaded.fingerprint, made=made)
         if needs is not None:
-            inputs = replace(inputs, moments=self._moments.get(needs))
+            moments = self._moments.get(needs)
+            inputs = replace(inputs, moments=moments)
+            inputs = self._noted(inputs, self._moments.notes(method, needs, moments))
         if allocation in ("fisher", "budget"):
             base, own = _base(method, options)
             family = self._shared_out(base, inputs, own)
             if allocation == "fisher":
-                return self._with_fisher(inputs, form or FISHER_FORMS[0])
+                asked = needs.fisher_tokens if needs is not None else None
+                return self._with_fisher(inputs, form or FISHER_FORMS[0], asked)
             return self._with_sensitivities(inputs, base, own, family)
         return inputs
 
@@ -136,6 +144,17 @@ class Calibrator:
         own = {key: value for key, value in options.items() if key != "fisher_form"}
         return plan_family(method, inputs, **own)
 
+    def _noted(self, inputs: MethodInputs, notes: Sequence[str]) -> MethodInputs:
+        """Let every plan carry what has to be said about its calibration, and say it."""
+        if not notes:
+            return inputs
+        for note in notes:
+            if note not in self._noticed:
+                self._noticed.add(note)
+                self._notice(note)
+        known = inputs.made.get("notes", [])
+        return replace(inputs, made={**inputs.made, "notes": [*known, *notes]})
+
     # Fisher information and sensitivities.
 
     def _text(self, most: int, longest: int) -> CalibrationTokens:
@@ -143,8 +162,6 @@ class Calibrator:
         source = self._options.source
         if source is None or source.kind in (SourceKind.RANDOM, SourceKind.MOMENTS):
             source = parse_source("calibration")
-        else:
-            most = min(most, self._options.tokens or most)
         length = min(self._options.seq_len, longest)
         return read_tokens(self._loaded, source, tokens=None, most=most, seq_len=length)
 
@@ -159,9 +176,11 @@ class Calibrator:
             )
         return family
 
-    def _with_fisher(self, inputs: MethodInputs, form: str) -> MethodInputs:
-        if form not in self._fisher:
-            text = self._text(DEFAULT_TOKENS, GRADIENT_LENGTH)
+    def _with_fisher(self, inputs: MethodInputs, form: str, asked: int | None) -> MethodInputs:
+        wanted = self._options.tokens or asked or DEFAULT_TOKENS
+        key = form, wanted
+        if key not in self._fisher:
+            text = self._text(wanted, GRADIENT_LENGTH)
             title = f"gradients of {text.source.name} text"
             with self._progress(title, text.count) as bar:
                 weights = fisher_information(
@@ -173,9 +192,17 @@ class Calibrator:
                 )
             if weights is None:
                 raise CalibrationInterrupted("interrupted while taking gradients")
-            self._fisher[form] = weights, {"form": form, **_about(text)}
-        weights, made = self._fisher[form]
-        return replace(inputs, fisher=weights, made={**inputs.made, "fisher": made})
+            self._fisher[key] = weights, {"form": form, **_about(text)}
+        weights, made = self._fisher[key]
+        notes = []
+        if made["tokens"] < max(wanted, asked or 0):
+            whose = "asked for" if self._options.tokens == max(wanted, asked or 0) else "wanted"
+            notes.append(
+                f"Fisher information is taken on {made['tokens']:,} tokens of {made['source']}, of "
+                f"{max(wanted, asked or 0):,} {whose}"
+            )
+        inputs = replace(inputs, fisher=weights, made={**inputs.made, "fisher": made})
+        return self._noted(inputs, notes)
 
     def _with_sensitivities(
         self, inputs: MethodInputs, base: str, own: Mapping[str, Any], family: PlanFamily
@@ -184,7 +211,8 @@ class Calibrator:
         bases = {k: v for k, v in own.items() if k not in ("allocation", "grid", "minimum")}
         key = (base, repr(sorted(bases.items())), id(inputs.moments))
         if key not in self._sensitivities:
-            text = self._text(PROBED_TOKENS, PROBED_LENGTH)
+            most = min(PROBED_TOKENS, self._options.tokens or PROBED_TOKENS)
+            text = self._text(most, PROBED_LENGTH)
             title = f"probing {len(family.targets)} targets of {base} on {text.source.name} text"
             with self._progress(title, len(family.targets)) as bar:
                 found = measure_sensitivities(
@@ -198,7 +226,17 @@ class Calibrator:
                 raise CalibrationInterrupted("interrupted while probing heads")
             self._sensitivities[key] = found.weights, {**found.described, **_about(text)}
         weights, made = self._sensitivities[key]
-        return replace(inputs, sensitivities=weights, made={**inputs.made, "sensitivity": made})
+        inputs = replace(inputs, sensitivities=weights, made={**inputs.made, "sensitivity": made})
+        asked = self._options.tokens or 0
+        if asked <= made["tokens"]:
+            return inputs
+        return self._noted(
+            inputs,
+            [
+                f"sensitivities are probed on {made['tokens']:,} tokens of {made['source']}, not "
+                f"on {asked:,}: every target is one more pass over them"
+            ],
+        )
 
 
 def _about(text: CalibrationTokens) -> dict[str, Any]:

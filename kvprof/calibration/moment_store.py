@@ -16,6 +16,11 @@ from kvprof.sources.grammar import Source, SourceKind, parse_source
 
 __all__ = ["MomentStore", "batch_size_for"]
 
+# Tokens for each column of a Gram matrix whose every direction is kept apart: enough that its
+# smaller eigenvalues are not the sample's own. Palu's groups of 4 heads of 128 are 512 columns
+# wide, all 32 heads of Llama-2-7B 4,096.
+_PER_COLUMN = 16
+
 
 def batch_size_for(loaded: LoadedModel, options: CalibrationOptions, seq_len: int) -> int:
     """Return how many sequences of `seq_len` go through the model at a time."""
@@ -46,7 +51,7 @@ class MomentStore:
         self._progress = progress
         self._should_stop = should_stop
         self._expected: list[CalibrationNeeds] = []
-        self._kept: dict[Source, list[tuple[CalibrationNeeds, Moments]]] = {}
+        self._kept: dict[tuple[Source, int], list[tuple[CalibrationNeeds, Moments]]] = {}
 
     def expect(self, needs: CalibrationNeeds) -> None:
         """Announce what will be asked for, so that one pass collects it too."""
@@ -64,7 +69,7 @@ class MomentStore:
             When the user asked for the end.
         """
         source = self._options.source or parse_source(needs.source)
-        kept = self._kept.setdefault(source, [])
+        kept = self._kept.setdefault((source, self.wanted(needs)), [])
         for have, moments in kept:
             if source.kind is SourceKind.MOMENTS or self._covers(have, needs):
                 return moments
@@ -73,18 +78,67 @@ class MomentStore:
             moments.info["moments_file"] = str(source.paths[0].resolve())
         else:
             for other in self._expected:
-                if self._options.source is not None or other.source == needs.source:
+                same = self._options.source is not None or other.source == needs.source
+                if same and self.wanted(other) == self.wanted(needs):
                     needs = self._union(needs, other)
             moments = self._pass(source, needs)
         kept.append((needs, moments))
         return moments
+
+    def wanted(self, needs: CalibrationNeeds) -> int:
+        """Return how many tokens a method is calibrated on where its source has as many.
+
+        What the user says, else the paper's own count; else `DEFAULT_TOKENS`, and for joint moments
+        `_PER_COLUMN` for each column of the widest Gram matrix.
+        """
+        if self._options.tokens is not None:
+            return self._options.tokens
+        source = self._options.source
+        if source is not None and source.tokens is not None:
+            return source.tokens
+        return needs.tokens or max(DEFAULT_TOKENS, _PER_COLUMN * self.width(needs))
+
+    def width(self, needs: CalibrationNeeds) -> int:
+        """Return the columns of the widest Gram matrix of heads kept jointly; 0 without any."""
+        return max(
+            heads * max(layer.qk_head_dim, layer.v_head_dim)
+            for heads, layer in zip(self._sizes(needs), self._loaded.layout.layers, strict=True)
+        )
+
+    def notes(self, method: str, needs: CalibrationNeeds, moments: Moments) -> list[str]:
+        """Return in words where a method got fewer tokens than it takes.
+
+        Parameters
+        ----------
+        method : str
+            Its name.
+        needs : CalibrationNeeds
+            Of the method.
+        moments : Moments
+            That `get` returned for them.
+        """
+        found = []
+        name, seen = moments.info.get("source", "the source"), moments.tokens
+        # A paper's count also where the user says another; kvprof's own default is only that.
+        least = needs.tokens or self.wanted(needs)
+        if seen < least:
+            whose = "the paper's setting" if needs.tokens else method
+            found.append(
+                f"{method} is calibrated on {seen:,} tokens of {name}, and {whose} takes {least:,}"
+            )
+        if seen < self.width(needs):
+            found.append(
+                f"{method}: {seen:,} tokens cannot fill a Gram matrix of {self.width(needs):,} "
+                "columns, so its last directions are arbitrary; calibrate on more"
+            )
+        return found
 
     def _pass(self, source: Source, needs: CalibrationNeeds) -> Moments:
         tokens = read_tokens(
             self._loaded,
             source,
             tokens=self._options.tokens,
-            most=DEFAULT_TOKENS,
+            most=self.wanted(needs),
             seq_len=self._options.seq_len,
             seed=self._options.seed,
         )

@@ -153,7 +153,11 @@ def eval(
             environment=collect_environment(),
             inputs=_inputs(loaded, request, sample, chosen),
             data=run.data,
-            warnings=[*sample.warnings, *run.warnings],
+            warnings=[
+                *sample.warnings,
+                *dict.fromkeys(note for one in plans for note in one.made.get("notes", ())),
+                *run.warnings,
+            ],
             complete=run.complete,
             incomplete_reason=_reason(run.failure),
         )

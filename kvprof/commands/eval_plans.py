@@ -143,7 +143,9 @@ def _from_methods(
     given = calibration_options(
         request.calibrate, request.calibrate_tokens, seq_len=evaluator.workload.seq_len
     )
-    calibrator = Calibrator(loaded, given, progress=console.track, should_stop=stop)
+    calibrator = Calibrator(
+        loaded, given, progress=console.track, should_stop=stop, notice=console.warn
+    )
     for method in rated:
         calibrator.expect(method, **request.options)
     plans = []

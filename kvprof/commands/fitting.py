@@ -142,7 +142,9 @@ def fit_data(
             given = _recorded_calibration(known)
         return calibrators.setdefault(
             repr(given),
-            Calibrator(loaded, given, progress=console.track, should_stop=stop),
+            Calibrator(
+                loaded, given, progress=console.track, should_stop=stop, notice=console.warn
+            ),
         )
 
     # A record is of a method with these options and its own calibration, and of nothing else.
@@ -245,11 +247,11 @@ def _recorded_calibration(known: "RecordedRate") -> "CalibrationOptions":
         When it was a file: its name alone does not bring it back.
     """
     from kvprof.calibration.calibrator import CalibrationOptions
-    from kvprof.sources.grammar import EMBEDDED, parse_source
+    from kvprof.sources.grammar import EMBEDDED, RANDOM, parse_source
 
     assert known.calibration is not None  # the caller has looked
     source = known.calibration["source"]
-    if source not in ("random", *EMBEDDED):
+    if source not in (*RANDOM, *EMBEDDED):
         raise UsageError(
             f"its recorded rate was calibrated on {source}; give --calibrate with that file, and "
             "--rate"

@@ -119,7 +119,9 @@ def run_frontier(
             # A bar of its own would draw over the one that shows the whole run.
             yield _Counter(progress, description, total)
 
-        calibrator = Calibrator(evaluator.loaded, calibration, progress=stage, should_stop=stop)
+        calibrator = Calibrator(
+            evaluator.loaded, calibration, progress=stage, should_stop=stop, notice=warn
+        )
         for request in requests:
             calibrator.expect(request.method, **request.options)
 

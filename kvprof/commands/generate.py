@@ -160,7 +160,7 @@ def generate(
                 "diff": diff,
             },
             data=data,
-            warnings=_warnings(data),
+            warnings=[*plan.made.get("notes", ()), *_warnings(data)],
             complete=not cut,
         )
         _finish(result, outputs, unheard=unheard, interrupted=cut)
@@ -296,5 +296,5 @@ def _finish(
         outputs.finish(result, report, unheard=unheard, interrupted=interrupted)
     finally:
         console.note(view.cache_line(result))
-        for warning in result["warnings"]:
+        for warning in _warnings(result["data"]):  # calibration has said its own
             console.warn(warning)

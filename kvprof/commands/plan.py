@@ -235,8 +235,10 @@ def _one_plan(
     inputs |= {
         "context": at, "plan_file": files[0] if files else None, "saved": save, "describe": describe
     }  # fmt: skip
-    _finish(data, {**inputs, **given} if not files else inputs, outputs, describe=describe,
-            lost=lost)  # fmt: skip
+    _finish(
+        data, {**inputs, **given} if not files else inputs, outputs, describe=describe,
+        warnings=made.made.get("notes", ()), lost=lost,
+    )  # fmt: skip
 
 
 def _saved(path: Path, dtype: str) -> "tuple[Plan, str]":
@@ -273,6 +275,7 @@ def _finish(
     describe: bool = False,
     complete: bool = True,
     lost: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> None:
     from kvprof.views import plan as view
 
@@ -281,6 +284,7 @@ def _finish(
         environment=collect_environment(),
         inputs=inputs,
         data=data,
+        warnings=warnings,
         complete=complete,
     )
     outputs.finish(

@@ -111,7 +111,9 @@ def make_plan(
     from kvprof.calibration.calibrator import Calibrator
 
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
-    calibrator = Calibrator(loaded, given, progress=console.track, should_stop=stop)
+    calibrator = Calibrator(
+        loaded, given, progress=console.track, should_stop=stop, notice=console.warn
+    )
     with calibration_interrupts():
         family = calibrator.family(method, **options)
     with console.status(f"planning {method}"):

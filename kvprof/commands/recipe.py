@@ -90,6 +90,7 @@ def show(
     --------
     kvprof recipe show fdc-fig-1
     """
+    from kvprof.methods.papers import papers_named
     from kvprof.reproduction.find import find_recipes
 
     paths = find_recipes([name])
@@ -98,6 +99,8 @@ def show(
     text = paths[0].read_text("utf-8")
     console.note(str(paths[0]))
     console.report_console().out(text, end="" if text.endswith("\n") else "\n", highlight=False)
+    for paper, differs in papers_named([text]).items():
+        console.note(f"{paper}: {' '.join(differs)}")
 
 
 @recipe.command(cls=Command)

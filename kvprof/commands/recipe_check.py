@@ -77,9 +77,8 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
         for one in names:
             (parse_variant if values.get("jct") else parse_method)(one)
         return
+    from kvprof.evaluation.requests import method_entries
     from kvprof.methods.registry import calibration_needs
 
-    # After a colon come options, which may hold commas of their own.
-    for one in names:
-        if "=" not in one.partition(":")[0]:
-            calibration_needs(one.partition(":")[0])
+    for _, method, _ in method_entries(text):
+        calibration_needs(method)

@@ -65,7 +65,9 @@ def rounded_plan(
     from kvprof.calibration.calibrator import Calibrator
 
     given = calibration_options(calibrate, calibrate_tokens, seq_len=None)
-    calibrator = Calibrator(loaded, given, progress=console.track, should_stop=stop)
+    calibrator = Calibrator(
+        loaded, given, progress=console.track, should_stop=stop, notice=console.warn
+    )
     with calibration_interrupts():
         family = calibrator.family(method, **options)
         with console.status(f"planning {method}"):

@@ -1,6 +1,7 @@
 """What ``--methods`` says: rows of a frontier, each a method with options of its own or none."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -8,10 +9,12 @@ from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.named import ALWAYS, COMBINATIONS, ENTRY_POINTS, method_names
+from kvprof.methods.papers import papers_named
 from kvprof.methods.registry import METHODS, calibration_needs
 
-__all__ = ["MethodRequest", "option_names", "parse_methods"]
+__all__ = ["MethodRequest", "method_entries", "option_names", "parse_methods"]
 
+_OWN_OPTIONS = re.compile(r"([^=]*?)(:)([^=:]*=.*)")
 # Of a combination's quantiser and evictor, and of the calibration with Fisher information.
 _BESIDE = ("bits", "keep", "fisher_form")
 
@@ -46,7 +49,7 @@ def parse_methods(
     ----------
     text : str
         Methods with commas between them. Options of one method follow it after a colon, also with
-        commas between: ``fdc,kq:allocation=budget,grid=32,palu`` are three methods.
+        commas between: ``fdc:paper,kq:allocation=budget,grid=32,palu`` are three methods.
     common : mapping
         Options given to every method that has them and does not say otherwise.
     read_options : callable
@@ -59,7 +62,7 @@ def parse_methods(
         method has.
     """
     requests: list[MethodRequest] = []
-    for label, method, written in _entries(text):
+    for label, method, written in method_entries(text):
         calibration_needs(method)  # refuses an unknown name
         known = option_names(method)
         own = read_options(written)
@@ -102,13 +105,27 @@ def option_names(method: str) -> tuple[str, ...]:
     )
 
 
-def _entries(text: str) -> list[tuple[str, str, list[str]]]:
-    """Split ``fdc,kq:a=1,b=2`` into labels, methods and their options as written."""
+def _named(piece: str) -> tuple[str, str, str]:
+    """Part a name from what follows it; ``fdc:paper`` is one, its options come after a colon."""
+    match = _OWN_OPTIONS.fullmatch(piece)
+    if match:
+        return match[1], match[2], match[3]
+    return (piece, "", "") if papers_named([piece]) else piece.partition(":")
+
+
+def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
+    """Split ``fdc,kq:a=1,b=2`` into labels, methods and their options as written.
+
+    Raises
+    ------
+    UsageError
+        When it names no method, or an option stands before any.
+    """
     entries: list[tuple[str, list[str]]] = []
     for piece in (part.strip() for part in text.split(",")):
         if not piece:
             continue
-        method, colon, option = piece.partition(":")
+        method, colon, option = _named(piece)
         if colon or "=" not in piece:
             entries.append((method.strip(), [option.strip()] if option.strip() else []))
         elif not entries or not entries[-1][1]:

@@ -269,7 +269,11 @@ def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:
 
 
 def _width(layer: LayerPlan) -> int:
-    return sum(group.width for group in (*layer.keys.groups, *layer.values.groups))
+    """Return the columns that the model itself stores per token, K and V."""
+    keys, values = (
+        sum(group.width for group in side.groups) for side in (layer.keys, layer.values)
+    )
+    return keys // layer.key_copies + values
 
 
 def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool = False) -> float:

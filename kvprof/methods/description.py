@@ -117,6 +117,16 @@ def _sentences(plan: Plan) -> list[str]:
         *_token_sentences(plan),
         *_quantiser_sentences(plan),
         *_eviction_sentences(plan),
+        *_made_sentences(plan),
+    ]
+
+
+def _made_sentences(plan: Plan) -> list[str]:
+    """Say what a paper's own setting does otherwise than the paper, and what calibration lacked."""
+    paper = plan.made.get("paper") or {"name": "", "differs": []}
+    return [
+        *(f"{paper['name']} differs from the paper: {one}" for one in paper["differs"]),
+        *(f"{note}." for note in plan.made.get("notes", ())),
     ]
 
 
@@ -143,6 +153,12 @@ def _key_sentences(plan: Plan) -> list[str]:
             if where:
                 how = f"; folded into {' and '.join(where)}"
             found.append(f"Keys of {count} of {len(plan.layers)} layers are {words}{how}.")
+    copies = sorted({x.key_copies for x in plan.layers if x.keys.per_query_head})
+    if copies:
+        found.append(
+            "Each query head has a basis and a stored key of its own: "
+            f"{' or '.join(map(str, copies))} keys per KV head where the model stores one."
+        )
     return found
 
 

@@ -45,11 +45,17 @@ class CalibrationNeeds:
         Moments of K before RoPE.
     joint_heads : int or None
         Joint moments over groups of this many KV heads (`kvprof.analysis.joint`).
+    tokens : int or None
+        How many unless the user says; fewer where a text is shorter. None is kvprof's default.
+    fisher_tokens : int or None
+        The same of Fisher information, where it is taken.
     """
 
     source: str
     pre_rope: bool = False
     joint_heads: int | None = None
+    tokens: int | None = None
+    fisher_tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,19 +17,21 @@ def fdc(
 ) -> PlanFamily:
     """Return FDC's plans: Q and K projected online after RoPE, V folded (FDC §5.1, §5.2, eq. 1).
 
-    FDC pairs each query head with its key head; with grouped queries that would store one key per
-    query head. Here a KV head has one basis, from its group's stacked queries.
+    FDC pairs each query head with its key head; with grouped queries that stores one key per query
+    head. Here a KV head has one basis, from its group's queries, each with its key; the letter of
+    the paper is an option. ``fdc:paper`` is the paper's own setting.
 
     Parameters
     ----------
     inputs : MethodInputs
         With moments.
     keys : str
-        K's basis: ``svd-qk``, or ``svd-qk-paired``, which weighs K as the sum of FDC's pairs of
-        each query head with its key head does; also ``svd-k``, ``kq``, and ``none`` for full width.
+        K's basis: ``svd-qk``, the sum of FDC's pairs of each query head with its key head;
+        ``svd-qk-stacked``, the group's queries on its keys once; ``svd-qk-literal``, a basis and a
+        stored key per query head (no kernels); also ``svd-k``, ``kq``, ``none`` for full width.
     values : str
-        V's basis: ``svd-vo`` (FDC's table 4) or ``weight-v`` (its §5.2); also ``svd-vo-raw``,
-        ``svd-v``, ``vo-opt``, and ``none`` for full width.
+        V's basis: ``svd-vo`` (FDC's table 4), the default because it keeps more accuracy than
+        ``weight-v`` (its §5.2); also ``svd-vo-raw``, ``svd-v``, ``vo-opt``, ``none``.
     allocation : str
         ``removal`` is the paper's.
     grid, minimum : int

@@ -166,6 +166,7 @@ def low_rank_layers(
                     layer.placement if layer.keys is not None else Placement.NONE,
                     groups("keys", layer.keys, facts.qk_head_dim),
                     *(layer.fold_keys if layer.keys is not None else (False, False)),
+                    per_query_head=layer.keys is not None and layer.keys.per_query_head,
                 ),
                 ValuePlan(
                     groups("values", layer.values, facts.v_head_dim),

@@ -6,6 +6,8 @@ torch. `kvprof.methods.registry` knows what stands behind each.
 
 from importlib.metadata import entry_points
 
+from kvprof.methods.papers import PAPERS
+
 __all__ = ["ALWAYS", "COMBINATIONS", "COMPARED", "ENTRY_POINTS", "OWN", "method_names"]
 
 #: Group of the entry points by which a package brings methods of its own.
@@ -15,12 +17,13 @@ ENTRY_POINTS = "kvprof.methods"
 OWN = (
     "full", "fp8", "fdc", "zack", "palu", "tale", "kq", "svd-kv", "svd-k", "svd-v", "strawman",
     "tale+kivi", "per-token", "kivi", "kvquant", "hqq", "quanto", "sink-recent", "h2o", "keyformer",
+    *PAPERS,
 )  # fmt: skip
 
 #: Combinations that the papers have, and the quantised optimum.
 COMBINATIONS = (
     "fdc+keyformer", "fdc+kvquant", "zack+keyformer", "zack+kvquant", "palu+keyformer",
-    "palu+kvquant", "fdc-4bit", "kq-4bit",
+    "palu+kvquant", "palu-3bit", "fdc-4bit", "kq-4bit",
 )  # fmt: skip
 
 #: What most people would use instead; they have nothing to turn.

@@ -6,7 +6,7 @@ shared latents (Palu, TALE), which scores do not see through RoPE, the energy lo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvprof.analysis.bases import eigenbasis, lost_product
 from kvprof.analysis.joint import group_size, joint_gram
 from kvprof.analysis.moments import Moments
 from kvprof.analysis.optimal_bases import optimal_pair, whitened_pair
-from kvprof.analysis.pairs import pair_gram
+from kvprof.analysis.pairs import pair_gram, query_head_gram
 from kvprof.analysis.spectrum import from_eigenvalues
 from kvprof.errors import UsageError
 from kvprof.models.layout import LayerLayout
@@ -37,6 +37,8 @@ class SideBases:
         ``[groups, width]`` singular values, descending, float64.
     errors : Tensor
         ``[groups, width + 1]`` predicted squared error at every rank, float64.
+    per_query_head : bool
+        Whether a group is a query head with a stored key of its own, instead of KV heads.
     """
 
     heads: int
@@ -44,19 +46,35 @@ class SideBases:
     up: Tensor
     values: Tensor
     errors: Tensor
+    per_query_head: bool = False
 
 
 def svd_qk(moments: Moments, facts: LayerLayout) -> SideBases:
-    """``svd-qk``: the SVD of the group's stacked queries and keys (FDC §5.1, ZACK §4.3)."""
+    """``svd-qk``: the SVD of queries and keys, each query head bringing its key: ``C_q + G · C_k``.
+
+    The sum over a group of FDC's pairs of each query head with its key head (FDC §5.1, ZACK §4.3),
+    which keeps more accuracy than stacking the keys once.
+    """
+    return _key_basis(moments, facts, pair_gram(moments, facts.index, "qk", paired=True))
+
+
+def svd_qk_stacked(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-qk-stacked``: the group's queries stacked on its keys once, ``C_q + C_k``."""
     return _key_basis(moments, facts, pair_gram(moments, facts.index, "qk"))
 
 
-def svd_qk_paired(moments: Moments, facts: LayerLayout) -> SideBases:
-    """``svd-qk-paired``: the same with keys counted once per query head, ``C_q + G · C_k``.
+def svd_qk_literal(moments: Moments, facts: LayerLayout) -> SideBases:
+    """``svd-qk-literal``: a basis and a stored key per query head, ``C_q^h + C_k``.
 
-    What the sum of FDC's pairs of each query head with its key head gives (FDC §5.1).
+    FDC §5.1 to the letter; with G query heads per KV head it stores G keys where the model stores
+    one. A target's predicted error is that of its own query head's scores.
     """
-    return _key_basis(moments, facts, pair_gram(moments, facts.index, "qk", paired=True))
+    layer = moments.layers[facts.index]
+    queries = layer.gram("q").cpu() / moments.tokens * facts.scaling**2
+    keys = layer.gram("k").cpu() / moments.tokens
+    keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)
+    bases = _orthogonal(query_head_gram(moments, facts.index).cpu(), queries, keys)
+    return replace(bases, per_query_head=True)
 
 
 def svd_k(moments: Moments, facts: LayerLayout) -> SideBases:
@@ -100,7 +118,8 @@ def vo_opt(moments: Moments, facts: LayerLayout) -> SideBases:
 #: By the names of `definitions`.
 KEY_BASES: dict[str, Callable[[Moments, LayerLayout], SideBases]] = {
     "svd-qk": svd_qk,
-    "svd-qk-paired": svd_qk_paired,
+    "svd-qk-stacked": svd_qk_stacked,
+    "svd-qk-literal": svd_qk_literal,
     "svd-k": svd_k,
     "kq": kq,
 }

@@ -13,9 +13,13 @@ whose matrices are None and whose rank is ``n*d`` is stored as it is (the identi
 - keys, ``none``: K after RoPE as the model gives it. Every group is the identity.
 - keys, ``post_rope`` (FDC, ZACK, ``kq``): ``x`` is K after RoPE. Nothing is rebuilt: query head h
   becomes ``q_h @ up_j`` (``[T, r]``), its score is ``scaling * (q_h @ up_j) @ z.T``. The scale is
-  the model's own. Where the layer has no RoPE, ``fold_down`` puts ``down`` into W_K (and b_K) and
-  ``fold_up`` puts ``up_j`` into each W_Q^h (and b_Q), which has room for d columns, so only where
-  every rank of the layer's keys is at most d; otherwise both run online.
+  the model's own. With ``per_query_head`` (FDC §5.1 to the letter) the groups are the layer's query
+  heads instead, ``heads`` 1 each: query head h has a basis and a stored key of its own,
+  ``z_h = k_{h // G} @ down_h``, so that K is stored G times; nothing folds, and eviction still
+  takes a KV head's tokens together. Otherwise, where the layer has no RoPE, ``fold_down`` puts
+  ``down`` into W_K (and b_K) and ``fold_up`` puts ``up_j`` into each W_Q^h (and b_Q), which has
+  room for d columns, so only where every rank of the layer's keys is at most d; otherwise both run
+  online.
 - keys, ``pre_rope`` (Palu): ``x`` is K as it enters RoPE, after QK-norm where the layer has one.
   At every use ``K_j = RoPE((z @ up.T)[:, j*d:(j+1)*d])`` is rebuilt at the token's own position,
   also in prefill. ``fold_down`` puts ``down`` into W_K and b_K; it is never set across a QK-norm.
@@ -135,12 +139,16 @@ class HeadGroup:
 
 @dataclass(frozen=True, eq=False)
 class KeyPlan:
-    """The keys of one layer; the groups cover its KV heads in order, each once."""
+    """The keys of one layer; the groups cover its KV heads in order, each once.
+
+    With `per_query_head` they cover its query heads, each a group of its own; see the module.
+    """
 
     placement: Placement
     groups: tuple[HeadGroup, ...]
     fold_down: bool = False
     fold_up: bool = False
+    per_query_head: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +180,16 @@ class LayerPlan:
     keys: KeyPlan
     values: ValuePlan
     sliding_window: int | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return sum(group.heads for group in self.values.groups)
+
+    @property
+    def key_copies(self) -> int:
+        """How many keys are stored where the model stores one: 1, or G per query head."""
+        return sum(group.heads for group in self.keys.groups) // self.kv_heads
 
 
 @dataclass(frozen=True, eq=False)

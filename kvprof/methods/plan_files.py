@@ -76,7 +76,12 @@ def structure(plan: Plan) -> dict[str, Any]:
     for layer in plan.layers:
         layers.append(
             {
-                "keys": {"placement": layer.keys.placement.value, **_side(layer.keys)},
+                "keys": {
+                    "placement": layer.keys.placement.value,
+                    **_side(layer.keys),
+                    # Only where it is so: digests and files of all other plans stay what they were.
+                    **({"per_query_head": True} if layer.keys.per_query_head else {}),
+                },
                 "values": _side(layer.values),
                 "sliding_window": layer.sliding_window,
             }
@@ -122,6 +127,7 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
                     _groups(keys, tensors, f"layers.{index}.keys"),
                     keys["fold_down"],
                     keys["fold_up"],
+                    keys.get("per_query_head", False),
                 ),
                 ValuePlan(
                     _groups(values, tensors, f"layers.{index}.values"),

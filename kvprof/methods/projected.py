@@ -69,10 +69,13 @@ def projected(
     value_basis = chosen(values, VALUE_BASES, method) if values is not None else None
     layers = []
     for facts in inputs.layout.layers:
+        key_bases = key_basis(moments, facts) if key_basis is not None else None
         folds = fold_keys and not has_rope(facts) and not facts.qk_norm
+        # W_K puts out one key per KV head, not one per query head.
+        folds = folds and not (key_bases is not None and key_bases.per_query_head)
         layers.append(
             LayerBases(
-                keys=key_basis(moments, facts) if key_basis is not None else None,
+                keys=key_bases,
                 values=value_basis(moments, facts) if value_basis is not None else None,
                 placement=Placement.POST_ROPE,
                 fold_keys=(folds, folds),

@@ -130,15 +130,15 @@ def quantiser_family(name: str, inputs: MethodInputs) -> PlanFamily:
     )
 
 
-def quantised(plan: Plan, name: str, bits: int) -> Plan:
+def quantised(plan: Plan, how: str | Callable[[tuple[int, ...]], Quantiser], bits: int) -> Plan:
     """Return a plan with its latents quantised, the same bits at every token level.
 
     Parameters
     ----------
     plan : Plan
         Not quantised yet.
-    name : str
-        One of `QUANTISERS`.
+    how : str or callable
+        One of `QUANTISERS`, or what makes one of the bits per level.
     bits : int
 
     Raises
@@ -148,7 +148,10 @@ def quantised(plan: Plan, name: str, bits: int) -> Plan:
     LackingError
         When the quantiser is a library's and the library is not installed.
     """
+    name = how if isinstance(how, str) else "per-token"
     make, known, _ = QUANTISERS[name]
+    if not isinstance(how, str):
+        make = how
     if plan.quantiser is not None:
         raise UsageError(f"{plan.method} is quantised already; {name} cannot come on top")
     if bits not in known:

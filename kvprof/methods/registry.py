@@ -1,13 +1,16 @@
 """Methods by name: those of the papers, quantisers, evictors, combinations, and one's own.
 
 A combination is written ``method+quantiser``, ``method+evictor`` or ``method-4bit`` (per-token
-integers, 32 columns sharing a scale). The published ones are listed, any other works as well.
+integers; ``-4bit-g64`` shares a scale among 64 columns, ``-4bit-row`` among a token's whole row).
+Without a group 32 columns share one, and with ``palu`` the row, as in the paper. The published ones
+are listed, any other works as well. ``method:paper`` is the paper's own setting
+(`kvprof.methods.papers`), alone and in combinations: ``palu:paper-3bit``.
 """
 
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -24,8 +27,10 @@ from kvprof.methods.kq import kq
 from kvprof.methods.libraries import LIBRARIES, load_library
 from kvprof.methods.named import ENTRY_POINTS, method_names
 from kvprof.methods.palu import palu
+from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
-from kvprof.methods.quantisers import QUANTISERS, quantised, quantiser_family
+from kvprof.methods.quantisers import QUANTISERS, per_token, quantised, quantiser_family
+from kvprof.methods.storage import Quantiser
 from kvprof.methods.strawman import strawman
 from kvprof.methods.svd_alone import svd_k, svd_kv, svd_v
 from kvprof.methods.tale import tale, tale_kivi
@@ -55,6 +60,9 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     **{name: partial(quantiser_family, name) for name in QUANTISERS},
     **{name: partial(evictor_family, name) for name in EVICTORS},
 }
+METHODS |= {
+    name: partial(METHODS[setting.method], **setting.options) for name, setting in PAPERS.items()
+}
 
 # FDC's KF-F and KF-P evict first (FDC §6); ZACK's Keyformer-Z compresses first.
 _ORDERS = {"fdc": "evict_first", "palu": "evict_first"}
@@ -65,8 +73,29 @@ _NEEDS = {
     "svd-kv": _RANDOM, "svd-k": _RANDOM, "svd-v": _RANDOM,
     "palu": replace(_TEXT, pre_rope=True), "tale": _TEXT, "tale+kivi": _TEXT,
 }  # fmt: skip
+_NEEDS |= {
+    name: replace(
+        _NEEDS[setting.method],
+        source=setting.source,
+        tokens=setting.tokens,
+        fisher_tokens=setting.fisher_tokens,
+    )
+    for name, setting in PAPERS.items()
+}
 _ALL_HEADS = 2**20
-_BIT_SUFFIX = re.compile(r"(.+)-([2348])bit")
+_BIT_SUFFIX = re.compile(r"(.+)-([2348])bit(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
+# Columns that share a scale after ``-4bit``; None is a token's whole row, which Palu takes (§4.1).
+_GROUP = 32
+_GROUPS: dict[str, int | None] = {"palu": None}
+
+
+@dataclass(frozen=True)
+class _Modifier:
+    """What comes on top of a method; without bits, those that the user gives or the quantiser's."""
+
+    name: str
+    bits: int | None = None
+    group: int | None = None
 
 
 def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
@@ -94,8 +123,11 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
         function = _load(installed[name])
     if function is not None:
         _refuse_unknown(name, function, options)
+        if name in PAPERS:
+            paper = {"name": name, "differs": PAPERS[name].told(options)}
+            inputs = replace(inputs, made={**inputs.made, "paper": paper})
         with few_threads():
-            return function(inputs, **options)
+            return replace(function(inputs, **options), method=name)
     base, modifiers = _parts(name)
     if not modifiers:
         raise _unknown(name)
@@ -142,55 +174,67 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     return replace(needs, joint_heads=heads or _ALL_HEADS)
 
 
-def _parts(name: str) -> tuple[str, list[tuple[str, int | None]]]:
+def _parts(name: str) -> tuple[str, list[_Modifier]]:
     """Split a name into its method and what comes on top, with the bits where they are told."""
-    modifiers: list[tuple[str, int | None]] = []
     match = _BIT_SUFFIX.fullmatch(name)
-    if match:
-        name = match[1]
-        modifiers.append(("per-token", int(match[2])))
-    base, *rest = name.split("+")
+    base, *rest = (match[1] if match else name).split("+")
     unknown = [part for part in rest if part not in QUANTISERS and part not in EVICTORS]
     if unknown or base not in {*METHODS, *_installed()}:
         return base, []
-    return base, [*((part, None) for part in rest), *modifiers]
+    modifiers = [_Modifier(part) for part in rest]
+    if match:
+        group = None if match[4] else int(match[3] or 0) or _GROUPS.get(_plain(base), _GROUP)
+        modifiers.append(_Modifier("per-token", int(match[2]), group))
+    return base, modifiers
+
+
+def _plain(base: str) -> str:
+    """Return the name of a method without its paper's setting."""
+    return PAPERS[base].method if base in PAPERS else base
 
 
 def _combined(
     name: str,
     base: str,
-    modifiers: list[tuple[str, int | None]],
+    modifiers: list[_Modifier],
     inputs: MethodInputs,
     options: dict[str, Any],
 ) -> PlanFamily:
     own = {key: value for key, value in options.items() if key not in ("bits", "keep")}
     family = plan_family(base, inputs, **own)
-    if "keep" in options and not any(part in EVICTORS for part, _ in modifiers):
+    if "keep" in options and not any(one.name in EVICTORS for one in modifiers):
         raise UsageError(f"{name} has no option keep: it evicts nothing")
-    if "bits" in options and not any(p in QUANTISERS and b is None for p, b in modifiers):
+    if "bits" in options and not any(
+        one.name in QUANTISERS and one.bits is None for one in modifiers
+    ):
         raise UsageError(f"{name} has no option bits")
     # Evict before quantising: the halves of the rate are shared out on unquantised plans.
-    for part, bits in sorted(modifiers, key=lambda modifier: modifier[0] in QUANTISERS):
-        if part in EVICTORS:
-            order = _ORDERS.get(base, "compress_first")
-            family = _evicting(family, part, order, options.get("keep"))
+    for one in sorted(modifiers, key=lambda one: one.name in QUANTISERS):
+        if one.name in EVICTORS:
+            order = _ORDERS.get(_plain(base), "compress_first")
+            family = _evicting(family, one.name, order, options.get("keep"))
+        elif one.bits is not None:
+            family = _quantising(family, one.bits, partial(per_token, group=one.group))
         else:
-            family = _quantising(family, part, bits or options.get("bits") or QUANTISERS[part][2])
+            bits = options.get("bits") or QUANTISERS[one.name][2]
+            family = _quantising(family, bits, one.name)
     # What cannot be combined is found out now, not when the first plan is wanted.
     family.build((family.settings or family.bounds)[0])
     return replace(family, method=name)
 
 
-def _quantising(family: PlanFamily, part: str, bits: int) -> PlanFamily:
+def _quantising(
+    family: PlanFamily, bits: int, how: str | Callable[[tuple[int, ...]], Quantiser]
+) -> PlanFamily:
     """Quantise the ranks of the rate asked for; the rate reached is its own, higher one."""
 
     def at_rate(wanted: float, tokens: int, itemsize: int) -> Plan:
-        return quantised(plan_for_rate(family, wanted, tokens, itemsize=itemsize), part, bits)
+        return quantised(plan_for_rate(family, wanted, tokens, itemsize=itemsize), how, bits)
 
     return PlanFamily(
         family.method,
         family.knob,
-        lambda value: quantised(family.build(value), part, bits),
+        lambda value: quantised(family.build(value), how, bits),
         family.bounds,
         family.settings,
         at_rate,

@@ -152,9 +152,18 @@ def _check_eviction(eviction: Eviction, quantiser: Quantiser | None) -> None:
 
 def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
     keys, values = layer.keys, layer.values
-    heads = {_check_groups(f"{name} keys", keys.groups, plan)}
-    heads.add(_check_groups(f"{name} values", values.groups, plan))
-    if len(heads) > 1:
+    key_heads = _check_groups(f"{name} keys", keys.groups, plan)
+    value_heads = _check_groups(f"{name} values", values.groups, plan)
+    if keys.per_query_head:
+        single = all(group.heads == 1 for group in keys.groups)
+        if keys.placement is not Placement.POST_ROPE or not single or key_heads % value_heads:
+            raise UsageError(
+                f"{name}: keys per query head are projected after RoPE, each alone, and as many as "
+                "there are query heads"
+            )
+        if keys.fold_down or keys.fold_up:
+            raise UsageError(f"{name}: keys per query head cannot be folded into W_K or W_Q")
+    elif key_heads != value_heads:
         raise UsageError(f"{name}: keys and values cover different numbers of KV heads")
     plain = all(group.identity for group in keys.groups)
     if keys.placement is Placement.NONE and not plain:
@@ -199,12 +208,13 @@ def _check_groups(name: str, groups: Sequence[HeadGroup], plan: Plan) -> int:
 
 
 def _check_layer_fits(name: str, layer: LayerPlan, facts: LayerLayout) -> None:
+    stored_keys = facts.num_heads if layer.keys.per_query_head else facts.num_kv_heads
     sides = (
-        ("keys", layer.keys.groups, facts.qk_head_dim),
-        ("values", layer.values.groups, facts.v_head_dim),
+        ("keys", layer.keys.groups, facts.qk_head_dim, stored_keys),
+        ("values", layer.values.groups, facts.v_head_dim, facts.num_kv_heads),
     )
-    for what, groups, width in sides:
-        if sum(group.heads for group in groups) != facts.num_kv_heads or any(
+    for what, groups, width, heads in sides:
+        if sum(group.heads for group in groups) != heads or any(
             group.head_dim != width for group in groups
         ):
             raise UsageError(f"{name}: the plan's {what} have another shape than the model's")

@@ -11,7 +11,7 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.projected import value_folds
 from kvprof.methods.quantisers import kivi
 from kvprof.methods.soundness import refuse_latent_attention
-from kvprof.methods.storage import Levels
+from kvprof.methods.storage import Levels, Quantiser
 
 __all__ = ["PUBLISHED_SHARE", "tale", "tale_kivi"]
 
@@ -74,12 +74,14 @@ def tale_kivi(
     grid: int = 16,
     minimum: int = 16,
     bits: tuple[int, int] = (2, 4),
+    window: int = 128,
 ) -> PlanFamily:
     """Return TALE's plans as published: 2 bits in the middle, 4 in the recent level (TALE §3).
 
-    At r_0 = 50 % that is 9.14× by the paper's count and 6.34× in bytes, as scales and zero points
-    of groups of 32 add a bit per value. The newest tokens stay at full precision until a group of
-    32 is complete.
+    At r_0 = 50 % that is 9.14× by the paper's count and, at long contexts, 6.34× in bytes, as
+    scales and zero points of groups of 32 add a bit per value. As KIVI does, the newest `window`
+    tokens and those of the group of 32 that is not complete stay at full precision; the paper says
+    that it takes KIVI and counts no window.
 
     Parameters
     ----------
@@ -87,10 +89,14 @@ def tale_kivi(
         As for ``tale``.
     bits : tuple of int
         Of the middle and of the recent level, K and V alike.
+    window : int
+        Newest tokens at full precision: KIVI's own 128, or 0 for the bytes that the paper counts.
     """
+    quantiser = kivi(bits, group=_KIVI_GROUP, window=window, block=_KIVI_GROUP)
     return _tale(
-        "tale+kivi", inputs, heads, sink, recent, _KIVI_GROUP, lazy, allocation, grid, minimum, bits
-    )
+        "tale+kivi", inputs, heads, sink, recent, _KIVI_GROUP, lazy, allocation, grid, minimum,
+        quantiser,
+    )  # fmt: skip
 
 
 def _tale(
@@ -104,7 +110,7 @@ def _tale(
     allocation: str,
     grid: int,
     minimum: int,
-    bits: tuple[int, int] | None,
+    quantiser: Quantiser | None,
 ) -> PlanFamily:
     refuse_latent_attention(inputs.layout)
     if not 0 <= recent < 1:
@@ -122,14 +128,14 @@ def _tale(
         raise UsageError(f"{method}: every layer has a sliding window, so no token ever grows old")
     ranks = allocator(allocation, inputs, layers, Grid(grid, minimum))
     levels = Levels(sink, (1.0 - recent, recent), batch)
-    quantiser = kivi(bits, group=_KIVI_GROUP, window=0, block=_KIVI_GROUP) if bits else None
     made = {
         **inputs.made,
         "calibration": {**moments.info, "tokens": moments.tokens},
         "options": {
             "heads": heads, "sink": sink, "recent": recent, "batch": batch, "lazy": lazy,
             "allocation": allocation, "grid": grid, "minimum": minimum,
-            "bits": list(bits) if bits else None,
+            "bits": list(quantiser.values.bits) if quantiser and quantiser.values else None,
+            "window": quantiser.window if quantiser else None,
         },
     }  # fmt: skip
 

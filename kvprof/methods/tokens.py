@@ -146,6 +146,6 @@ def eviction_units(layer: LayerPlan) -> list[tuple[int, int]]:
         for group in groups
         for head in range(group.first + 1, group.first + group.heads)
     }
-    heads = sum(group.heads for group in layer.keys.groups)
+    heads = layer.kv_heads
     starts = [head for head in range(heads) if head not in joined]
     return [(start, stop - start) for start, stop in zip(starts, [*starts[1:], heads], strict=True)]

@@ -18,7 +18,8 @@ def zack(
     """Return ZACK's plans (ZACK §4.1, §4.3, eq. 6).
 
     In layers without RoPE the basis of Q and K is folded into W_Q and W_K, so that compressing
-    costs nothing; with RoPE or QK-norm in between it runs online.
+    costs nothing; with RoPE or QK-norm in between it runs online. ``zack:paper`` is the paper's own
+    setting: coherent tokens, as many as it used, and V stacked on W_O unweighed (``svd-vo-raw``).
 
     Parameters
     ----------

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from kvprof.errors import ExitCode
+from kvprof.methods.papers import papers_named
 from kvprof.reproduction.measures import measure_all
 from kvprof.reproduction.resolve import filled_measures
 from kvprof.reproduction.verdicts import (
@@ -84,6 +85,12 @@ def entry_of(
         "claim": recipe.claim,
         "profile": profile.name if profile is not None else None,
         "stand_in": profile.stand_in if profile is not None else None,
+        "papers": [
+            {"name": name, "differs": differs}
+            for name, differs in papers_named(
+                word for template in (profile.cells if profile else ()) for word in template.words
+            ).items()
+        ],
         "verdict": verdict,
         "reasons": list(dict.fromkeys(reasons)),
         "lacking": planned.lacking or any(run.outcome.lacking for _, _, run in cells),

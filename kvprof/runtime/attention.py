@@ -68,6 +68,9 @@ class Scoring:
         ``[H]`` logits of the learned sinks.
     visible : Tensor or None
         ``[rows, 1, t, N]`` bool.
+    group : int or None
+        Query heads per KV head, where keys may be stored per query head; None leaves heads as the
+        keys have them.
     observe : callable or None
         Gets the masked logits and the probabilities (both ``[rows, Hkv, G, t', N]`` float32) and
         the slice of queries that they belong to.
@@ -77,6 +80,7 @@ class Scoring:
     softcap: float | None = None
     sinks: Tensor | None = None
     visible: Tensor | None = None
+    group: int | None = None
     observe: Callable[[Tensor, Tensor, slice], None] | None = field(default=None)
 
 
@@ -107,6 +111,8 @@ def logits(sides: Sequence[KeySide], scoring: Scoring, queries: slice) -> Tensor
         for side in sides
     ]
     result = _in_head_order(parts, [side.bundle for side in sides], 1)
+    if scoring.group is not None and result.shape[2] != scoring.group:
+        result = unflatten(result.flatten(1, 2), 1, (-1, scoring.group))  # a key per query head
     wide = torch.promote_types(result.dtype, torch.float32)
     result = result.to(wide) * scoring.scaling
     if scoring.softcap is not None:

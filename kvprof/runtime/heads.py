@@ -34,6 +34,9 @@ class Bundle:
         Whether the model's projection puts out the latent already, in the group's first columns.
     online : bool
         Whether each sequence gets a basis of its own.
+    copies : int
+        Keys that are stored for one of the model's: above 1 (a key per query head) `kv_heads`
+        counts them, number h being of KV head ``h // copies``.
     """
 
     kv_heads: tuple[int, ...]
@@ -44,6 +47,7 @@ class Bundle:
     up: Tensor | None
     folded: bool
     online: bool
+    copies: int = 1
 
     @property
     def groups(self) -> int:
@@ -99,6 +103,7 @@ def bundled(
     *,
     folded: bool,
     online: bool,
+    copies: int = 1,
 ) -> list[Bundle]:
     """Put head groups of the same shape together.
 
@@ -112,6 +117,8 @@ def bundled(
         ``fold_down`` of the side.
     online : bool
         ``online_bases`` of the plan.
+    copies : int
+        ``key_copies`` of the layer, for its keys.
     """
     alike: dict[tuple[object, ...], list[HeadGroup]] = {}
     for group in groups:
@@ -136,6 +143,7 @@ def bundled(
                 up=up,
                 folded=folded and first.down is not None,
                 online=online and first.down is None and not first.identity,
+                copies=copies,
             )
         )
     return bundles

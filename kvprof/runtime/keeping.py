@@ -69,7 +69,7 @@ class Keeper:
         first_heads = bundle.kv_heads[:: bundle.heads]
         return [
             next(i for i, (first, heads) in enumerate(self.units) if first <= head < first + heads)
-            for head in first_heads
+            for head in (stored // bundle.copies for stored in first_heads)
         ]
 
     def _chosen(self, index: Tensor, bundle: Bundle) -> Tensor:
@@ -120,13 +120,15 @@ class Keeper:
 
     def _exactly(self, cohort: Cohort, side: KeySide, own: OwnTokens) -> list[KeyBlock]:
         """Put the pass's own exact keys in place of its compressed ones."""
-        query = side.bundle.by_group(unflatten(own.query, 1, (-1, self._group)))
+        copies = side.bundle.copies
+        query = side.bundle.by_group(unflatten(own.query, 1, (-1, self._group // copies)))
+        keys = own.key if copies == 1 else own.key.repeat_interleave(copies, dim=1)
         left, blocks = cohort.stored, []
         for block in side.blocks:
             if left > 0:
                 blocks.append(KeyBlock(block.query, block.key[..., :left, :]))
                 left -= block.key.shape[-2]
-        return [*blocks, KeyBlock(query, side.bundle.by_group(own.key))]
+        return [*blocks, KeyBlock(query, side.bundle.by_group(keys))]
 
     def store(
         self, cohort: Cohort, own: OwnTokens, keys: list[Bundle], key_latents: list[Tensor],

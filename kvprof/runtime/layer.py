@@ -73,7 +73,7 @@ class LayerRuntime:
         keys = self._with_bases(cohort, "keys", keys)
         values = self._with_bases(cohort, "values", values)
         pre = self.layer.keys.placement is Placement.PRE_ROPE
-        source = own.unrotated if pre and own.unrotated is not None else own.key
+        source = own.unrotated if pre and own.unrotated is not None else self._copied(own.key)
         key_latents = [bundle.latent(source) for bundle in keys]
         value_latents = [bundle.latent(own.value) for bundle in values]
 
@@ -87,7 +87,7 @@ class LayerRuntime:
         ]
         scoring = Scoring(
             scaling=self._scaling(own.options), softcap=own.options.get("softcap"),
-            sinks=own.options.get("s_aux"), visible=own.visible,
+            sinks=own.options.get("s_aux"), visible=own.visible, group=self.facts.group,
         )  # fmt: skip
         if self.keeper.scoring:
             scoring = self.keeper.scored(cohort, own, key_sides, scoring, exact)
@@ -101,10 +101,12 @@ class LayerRuntime:
         self, cohort: Cohort, place: int, bundle: Bundle, latent: Tensor, own: OwnTokens,
         exact: bool,
     ) -> KeySide:  # fmt: skip
-        query = bundle.by_group(unflatten(own.query, 1, (-1, self.facts.group)))
+        query = bundle.by_group(
+            unflatten(own.query, 1, (-1, self.facts.group // self.layer.key_copies))
+        )
         stored = [kept.rows() for kept in cohort.keys[place]] if cohort.keys else []
         latents = [*stored, *([] if exact else self._by_level(cohort, bundle, latent))]
-        own_block = KeyBlock(query, bundle.by_group(own.key))
+        own_block = KeyBlock(query, bundle.by_group(self._copied(own.key)))
         if self.rebuilds or bundle.online or not bundle.projected:
             heads = [bundle.rebuilt(rows) for rows in latents]
             if self.rebuilds and heads:
@@ -119,6 +121,11 @@ class LayerRuntime:
                     turned = unflatten(turned, 3, query.shape[3:5])
             blocks = [KeyBlock(turned, rows.unsqueeze(2)) for rows in latents]
         return KeySide(bundle, [*blocks, own_block] if exact else blocks)
+
+    def _copied(self, keys: Tensor) -> Tensor:
+        """Give each query head a key of its own where the plan stores one for each."""
+        copies = self.layer.key_copies
+        return keys if copies == 1 else keys.repeat_interleave(copies, dim=1)
 
     def _value_side(
         self, cohort: Cohort, place: int, bundle: Bundle, latent: Tensor, own: OwnTokens,
@@ -199,10 +206,13 @@ class LayerRuntime:
         key = (device, dtype)
         if key not in self._bundles:
             online = self.plan.online_bases
-            sides = (self.layer.keys, self.layer.values)
+            sides = ((self.layer.keys, self.layer.key_copies), (self.layer.values, 1))
             keys, values = (
-                bundled(side.groups, device, dtype, folded=side.fold_down, online=online)
-                for side in sides
-            )
+                bundled(
+                    side.groups, device, dtype, folded=side.fold_down, online=online,
+                    copies=copies,
+                )
+                for side, copies in sides
+            )  # fmt: skip
             self._bundles[key] = keys, values
         return self._bundles[key]

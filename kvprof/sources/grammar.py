@@ -1,7 +1,7 @@
 """What ``--source``, ``--against``, ``--text`` and ``--calibrate`` accept, told apart by name.
 
-One grammar for every command: ``random:8k``, ``prose``, ``code``, ``tasks``, ``calibration``, a
-text or JSON Lines file, a token-id file, a file of saved moments.
+One grammar for every command: ``random:8k``, ``random-bos:8k``, ``prose``, ``code``, ``tasks``,
+``calibration``, a text or JSON Lines file, a token-id file, a file of saved moments.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,17 @@ from pathlib import Path
 from kvprof.errors import UsageError
 from kvprof.sizes import format_count, parse_count
 
-__all__ = ["EMBEDDED", "Source", "SourceKind", "parse_source"]
+__all__ = ["EMBEDDED", "RANDOM", "Source", "SourceKind", "parse_source"]
 
 #: Samples that ship with kvprof (calibration split); ``calibration`` interleaves the three.
 EMBEDDED = ("prose", "code", "tasks", "calibration")
 
 _TOKEN_ID_SUFFIXES = {".npy", ".ids"}
 _MOMENT_SUFFIXES = {".safetensors"}
+
+
+#: Random tokens as they are drawn, and behind what the tokenizer puts in front of a text (BOS).
+RANDOM = ("random", "random-bos")
 
 
 class SourceKind(StrEnum):
@@ -75,9 +79,9 @@ def parse_source(text: str, *, what: str = "--source") -> Source:
         When it is neither a known name nor a file that exists.
     """
     name, _, amount = text.partition(":")
-    if name == "random":
+    if name in RANDOM:
         tokens = parse_count(amount, what=f"{what} {text}") if amount else None
-        return Source(SourceKind.RANDOM, "random", tokens=tokens)
+        return Source(SourceKind.RANDOM, name, tokens=tokens)
     if text in EMBEDDED:
         return Source(SourceKind.EMBEDDED, text)
     path = Path(text)

@@ -15,7 +15,7 @@ from kvprof.sources.documents import (
     read_documents,
     read_token_ids,
 )
-from kvprof.sources.grammar import EMBEDDED, Source, SourceKind
+from kvprof.sources.grammar import EMBEDDED, RANDOM, Source, SourceKind
 
 __all__ = ["ModelTokens", "batches", "windows"]
 
@@ -64,7 +64,7 @@ def windows(
 
     Every sequence but the last has `seq_len` tokens (``calibration`` ends with up to three
     shorter ones; sequences of a token-id file that are shorter stay as they are). Text starts
-    each sequence with what the tokenizer adds (BOS).
+    each sequence with what the tokenizer adds (BOS), random tokens only as ``random-bos``.
 
     Parameters
     ----------
@@ -87,7 +87,8 @@ def windows(
     if source.kind is SourceKind.RANDOM:
         if tokens is None:
             raise UsageError("random tokens need a count; write random:8k")
-        pieces = _random(model, tokens, seq_len, seed)
+        prefix = model.prefix() if source.name == RANDOM[1] else ()
+        pieces = _random(model, tokens, seq_len, seed, prefix)
     elif source.kind is SourceKind.TOKEN_IDS:
         pieces = _token_id_windows(source, model, seq_len)
     elif source.name in EMBEDDED and source.kind is SourceKind.EMBEDDED:
@@ -114,14 +115,23 @@ def windows(
         )
 
 
-def _random(model: ModelTokens, tokens: int, seq_len: int, seed: int) -> Iterator[Ids]:
-    """Yield uniform random tokens of the vocabulary, special ones left out."""
+def _random(
+    model: ModelTokens, tokens: int, seq_len: int, seed: int, prefix: tuple[int, ...]
+) -> Iterator[Ids]:
+    """Yield uniform random tokens of the vocabulary, special ones left out, behind a prefix.
+
+    The prefix counts as tokens, as it does in text.
+    """
+    if len(prefix) >= seq_len:
+        raise UsageError(f"--seq-len {seq_len} leaves no room after the tokenizer's own prefix")
     allowed = np.setdiff1d(np.arange(model.vocab_size), np.fromiter(model.special_ids, np.int64))
     if not len(allowed):
         raise UsageError("the vocabulary holds special tokens only; there is nothing to draw")
     generator = np.random.default_rng(seed)
     for start in range(0, tokens, seq_len):
-        yield allowed[generator.integers(len(allowed), size=min(seq_len, tokens - start))]
+        length = min(seq_len, tokens - start)
+        drawn = allowed[generator.integers(len(allowed), size=max(0, length - len(prefix)))]
+        yield np.concatenate([np.array(prefix, dtype=np.int64), drawn])[:length]
 
 
 def _text(documents: Iterable[Iterable[str]], model: ModelTokens, seq_len: int) -> Iterator[Ids]:

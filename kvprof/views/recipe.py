@@ -16,7 +16,7 @@ from kvprof.views.recipe_words import (
 )
 from kvprof.views.tables import Column, DataTable
 
-__all__ = ["VERDICT_ORDER", "answer", "report"]
+__all__ = ["VERDICT_ORDER", "answer", "paper_notes", "report"]
 
 #: From what holds to what is open.
 VERDICT_ORDER = ("reproduced", "reproduced in direction", "not reproduced", "cannot be judged here")
@@ -57,10 +57,25 @@ def report(
     if found := [entry for entry in entries if entry["stand_in"] and entry["lines"]]:
         parts += [heading("Stand-ins: these verdicts are of them, not of the paper's own setting")]
         parts.append(bullets([f"{entry['recipe']}: {entry['stand_in']}" for entry in found]))
+    if found := list(paper_notes(entries)):
+        parts += [heading("Papers' own settings, and what of them is not the paper's")]
+        parts.append(bullets(found))
     parts += [heading("How to read this"), bullets(_READ)]
     if result["warnings"]:
         parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
     return Fitted(Group(*parts), width=width, colour=colour)
+
+
+def paper_notes(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what differs from each paper's own setting that these entries ran, each once."""
+    told = {
+        paper["name"]: paper["differs"]
+        for entry in entries
+        if entry["lines"]
+        for paper in entry.get("papers", ())
+    }
+    for name, differs in told.items():
+        yield f"{name}: {' '.join(differs) or 'nothing is known to differ.'}"
 
 
 def answer(data: Mapping[str, Any]) -> str:

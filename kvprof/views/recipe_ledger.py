@@ -10,7 +10,7 @@ from rich.text import Text
 from kvprof.views.durations import duration
 from kvprof.views.numbers import MISSING
 from kvprof.views.page import bullets, heading, paragraph
-from kvprof.views.recipe import VERDICT_ORDER, answer
+from kvprof.views.recipe import VERDICT_ORDER, answer, paper_notes
 from kvprof.views.recipe_plot import Beside, strips_of
 from kvprof.views.recipe_words import (
     claimed_words,
@@ -54,6 +54,11 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
         _counts(ordered),
     ]
     place = {name: i for i, name in enumerate(dict.fromkeys(e["recipe"] for e in ordered))}
+    if notes := list(paper_notes(ordered)):
+        parts += [
+            paragraph("Methods named :paper run at the paper's own setting. Not the paper's is:"),
+            bullets(notes),
+        ]
     for paper in dict.fromkeys(entry["paper"] for entry in ordered):
         own = [entry for entry in ordered if entry["paper"] == paper]
         own.sort(key=lambda entry: place[entry["recipe"]])

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from kvprof.analysis.linalg import eigh, few_threads, map_threads, svd
+from kvprof.analysis import bases, linalg, optimal_bases
+from kvprof.analysis.linalg import column_signs, eigh, few_threads, map_threads, svd
 
 
 @pytest.fixture(params=[1, 3])
@@ -33,6 +34,49 @@ def test_decompositions_of_any_batch_equal_torchs_own(threads, shape):
     assert left.shape == tall.shape
     assert torch.allclose(singular, torch.linalg.svdvals(tall), atol=1e-12)
     assert torch.allclose(left * singular.unsqueeze(-2) @ right, tall, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bases_do_not_depend_on_the_signs_that_lapack_answers_with(monkeypatch, seed):
+    """Eigenvectors and singular vectors come back turned round by chance; bases stay."""
+    half = symmetric(3, 8)[..., :6]
+    grams = half @ half.mT  # rank 6 of 8: a null space is completed too
+    other = symmetric(3, 8) @ symmetric(3, 8)
+    made = [
+        lambda: bases.eigenbasis(other)[1:],
+        lambda: optimal_bases.optimal_pair(grams, other)[:2],
+        lambda: optimal_bases.optimal_pair(other, grams)[:2],
+        lambda: optimal_bases.whitened_pair(other)[:2],
+    ]
+    known = [make() for make in made]
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(width: int) -> torch.Tensor:
+        return torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1.0
+
+    def turned_eigh(matrices):
+        values, vectors = linalg.eigh(matrices)
+        return values, vectors * chance(vectors.shape[-1])
+
+    def turned_svd(matrices):
+        left, values, right = linalg.svd(matrices)
+        signs = chance(values.shape[-1])
+        return left * signs, values, right * signs.unsqueeze(-1)
+
+    monkeypatch.setattr(bases, "eigh", turned_eigh)
+    monkeypatch.setattr(optimal_bases, "svd", turned_svd)
+    for make, parts in zip(made, known, strict=True):
+        for found, wanted in zip(make(), parts, strict=True):
+            # The null space, whose eigenvalues are equal, is settled by no sign: 6 of 8 columns.
+            assert torch.allclose(found[..., :6], wanted[..., :6], atol=1e-9)
+
+
+def test_a_columns_first_largest_entry_is_positive_also_when_two_are_as_large():
+    halves = torch.tensor([[0.5, -0.5 - 1e-12], [-0.5, 0.5], [0.1, 0.0]], dtype=torch.float64)
+    assert column_signs(halves).tolist() == [[1.0, -1.0]]
+    assert column_signs(halves * torch.tensor([1.0, 1 + 1e-9])).tolist() == [[1.0, -1.0]]
+    assert column_signs(-halves).tolist() == [[-1.0, 1.0]]
+    assert column_signs(torch.zeros(2, 3, 4)).tolist() == [[[1.0] * 4]] * 2
 
 
 def test_items_come_back_in_order_from_threads_that_use_one_core_each(threads):

@@ -1,6 +1,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,15 @@ import pytest
 
 from kvprof.analysis.collect import CollectOptions, collect_moments
 from kvprof.analysis.moment_files import save_moments
+from kvprof.analysis.moments import Moments
 from kvprof.calibration.calibrator import (
     CalibrationInterrupted,
     CalibrationOptions,
     Calibrator,
 )
+from kvprof.calibration.moment_store import MomentStore
 from kvprof.errors import UsageError
-from kvprof.methods.family import plan_for_rate
+from kvprof.methods.family import CalibrationNeeds, plan_for_rate
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.sources.grammar import parse_source
 from tests.models.tiny import VOCABULARY, tiny
@@ -115,6 +117,59 @@ def test_defaults_are_8k_tokens_and_at_most_what_a_text_has(
         assert moments.tokens == count
     with pytest.raises(UsageError, match="fewer than the 1,024 asked for"):
         calibrator(loaded, passes, ids, tokens=1024).inputs("kq")
+
+
+def test_a_papers_own_count_is_taken_and_what_falls_short_is_said(
+    loaded: LoadedModel, passes: Passes, ids: Path, tmp_path: Path
+) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text("a long line of text\n" * 6000)
+    told: list[str] = []
+    given = Calibrator(loaded, CalibrationOptions(parse_source(str(long)), seq_len=64),
+                       progress=passes, notice=told.append)  # fmt: skip
+    given.expect("zack:paper")
+    assert given.inputs("kq").moments.tokens == 8192  # nobody else pays for it
+    plan = given.family("zack:paper").build(0.0)
+    assert plan.made["calibration"]["tokens"] == 57_344
+    assert not told
+    assert "notes" not in plan.made
+    short = Calibrator(loaded, CalibrationOptions(parse_source(str(ids)), seq_len=64),
+                       progress=passes, notice=told.append)  # fmt: skip
+    made = short.family("zack:paper").build(0.0).made
+    note = "zack:paper is calibrated on 640 tokens of ids.npy, and the paper's setting takes 57,344"
+    assert made["notes"] == [note]
+    short.family("zack:paper")
+    assert told == [note]  # once
+
+
+def test_fisher_takes_as_many_tokens_as_asked_for_and_says_what_it_lacks(
+    loaded: LoadedModel, passes: Passes, ids: Path
+) -> None:
+    asked = calibrator(loaded, passes, tokens=9216).inputs("palu", heads=2, allocation="fisher")
+    assert asked.made["fisher"]["tokens"] == asked.moments.tokens == 9216
+    short = calibrator(loaded, passes, ids).inputs("palu:paper", heads=2, allocation="fisher")
+    assert [note.split(",")[0] for note in short.made["notes"]] == [
+        "palu:paper is calibrated on 640 tokens of ids.npy",
+        "Fisher information is taken on 640 tokens of ids.npy",
+    ]
+    budget = calibrator(loaded, passes, "random", tokens=4096).inputs(
+        "kq", allocation="budget", grid=8, minimum=8
+    )
+    assert "probed on 2,048 tokens of calibration, not on 4,096" in budget.made["notes"][0]
+
+
+def test_a_wide_gram_matrix_gets_more_tokens(loaded: LoadedModel, passes: Passes) -> None:
+    store = MomentStore(loaded, CalibrationOptions(seq_len=64), passes, lambda: False)
+    narrow = CalibrationNeeds("calibration", joint_heads=2)
+    assert store.width(narrow) == 32
+    assert store.wanted(narrow) == 8192
+    wide = wrap_model(tiny("Llama", num_attention_heads=64, num_key_value_heads=64, head_dim=64))
+    store = MomentStore(wide, CalibrationOptions(seq_len=64), passes, lambda: False)
+    assert store.wanted(replace(narrow, joint_heads=64)) == 16 * 4096
+    moments = Moments([], "x", tokens=1000, info={"source": "prose"})
+    said = store.notes("palu", replace(narrow, joint_heads=64), moments)
+    assert "takes 65,536" in said[0]
+    assert "cannot fill a Gram matrix of 4,096 columns" in said[1]
 
 
 def test_sequences_are_no_longer_than_the_context(loaded: LoadedModel, passes: Passes) -> None:

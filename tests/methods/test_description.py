@@ -73,7 +73,7 @@ def test_figures_agree_with_each_other():
                 "(lazy)",
                 "Keys have 2/4 bits",
                 "32 tokens share",
-                "newest 0 to 31 tokens",
+                "newest 128 to 159 tokens",
                 "folded into W_O; the projection online",
             ],
         ),

@@ -109,7 +109,8 @@ def test_fdc_is_the_svd_of_queries_and_keys_and_of_values_and_outputs(seen):
     plan = at_share("fdc", 0.5)
     for head in range(2):
         stacks = (
-            (plan.layers[LAYER].keys, np.concatenate([group_queries(seen, head), seen["k"][head]])),
+            (plan.layers[LAYER].keys, np.concatenate(
+                [group_queries(seen, head), *[seen["k"][head]] * 2])),
             (plan.layers[LAYER].values, np.concatenate(
                 [np.sqrt(8192 / 512) * seen["v"][head], group_outputs(seen, head).T])),
         )  # fmt: skip
@@ -355,10 +356,10 @@ def test_the_raw_form_weighs_the_tokens_that_were_seen(seen):
     np.testing.assert_allclose(ours @ ours.T, right @ right.T, atol=1e-5)
 
 
-def test_keys_counted_once_per_query_head_are_an_option(seen):
-    plan = plan_at(plan_family("fdc", inputs("Llama"), keys="svd-qk-paired", **FINE), 0.3)
+def test_keys_counted_once_per_kv_head_are_an_option(seen):
+    plan = plan_at(plan_family("fdc", inputs("Llama"), keys="svd-qk-stacked", **FINE), 0.3)
     for head, group in enumerate(plan.layers[LAYER].keys.groups):
-        stacked = np.concatenate([group_queries(seen, head), *[seen["k"][head]] * 2])
+        stacked = np.concatenate([group_queries(seen, head), seen["k"][head]])
         _, _, turned = np.linalg.svd(stacked, full_matrices=False)
         kept = turned[: group.rank].T
         ours = group.down.double().numpy()

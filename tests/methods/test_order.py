@@ -82,5 +82,7 @@ def test_kq_and_vo_opt_lose_least_at_every_rank(
                 assert abs(found * scale - least) <= slack * scale
                 assert found <= lost(left, right, by_chance, head, rank) + slack
                 for name, basis in bases.items():
+                    if basis.per_query_head:
+                        continue  # a target is one query head, and stores a key of its own
                     assert least <= float(basis.errors[head, rank]) + exact, (name, rank)
                     assert found <= lost(left, right, basis, head, rank) + slack, (name, rank)

@@ -10,12 +10,14 @@ import pytest
 import kvprof.methods
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
-from kvprof.methods.description import ranks_of
+from kvprof.methods.description import compare_plans, describe, ranks_of
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.libraries import LIBRARIES
 from kvprof.methods.named import COMBINATIONS, OWN, method_names
+from kvprof.methods.papers import papers_named
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.methods.soundness import check_fits
+from kvprof.methods.storage import SideQuantiser
 from tests.methods.models import FINE, inputs, model
 
 CONTEXT = 4096
@@ -114,6 +116,62 @@ def test_three_together():
     assert plan.method == "kq+h2o-4bit"
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "bits"),
+    [
+        ("palu-3bit", None, 3 + 32 / 16),  # the paper's: one scale and zero a row of 16 columns
+        ("palu:paper-3bit", None, 3 + 32 / 16),
+        ("palu-3bit-g4", 4, 3 + 32 / 4),
+        ("palu-3bit-g32", 32, 3 + 32 / 16),
+        ("fdc-3bit", 32, None),
+        ("fdc-3bit-row", None, None),
+        ("fdc:paper-3bit-g8", 8, None),
+    ],
+)
+def test_what_shares_a_scale_is_part_of_the_name_and_palus_is_its_row(name, group, bits):
+    options = {"heads": 2} if name.startswith("palu") else {}
+    plan = plan_at(family(name, **options, grid=1, minimum=1, allocation="uniform"), 0.5)
+    assert plan.method == name
+    assert plan.quantiser.keys == plan.quantiser.values == SideQuantiser((3,), "token", group)
+    if bits is not None:
+        stored = bytes_at(plan, 64, itemsize=2).total * 8
+        columns = sum(g.rank for layer in plan.layers for side in (layer.keys, layer.values)
+                      for g in side.groups)  # fmt: skip
+        assert stored == pytest.approx(64 * columns * bits)
+
+
+def test_a_papers_setting_is_the_method_with_its_options_and_says_what_differs():
+    plan = plan_at(family("zack:paper"), 0.3)
+    assert (plan.method, plan.made["options"]["values"]) == ("zack:paper", "svd-vo-raw")
+    assert plan.made["options"]["grid"] == 1
+    assert compare_plans(plan, plan_at(family("zack", values="svd-vo-raw", **FINE), 0.3)) == {}
+    told = " ".join(describe(plan, 64, itemsize=2)["sentences"])
+    assert "zack:paper differs from the paper: Calibrated on the calibration text" in told
+    # What an option changes no longer differs.
+    differs = [plan_at(family("fdc:paper", **own), 0.3).made["paper"]["differs"] for own in (
+        {}, {"values": "weight-v"}, {"values": "weight-v", "keys": "svd-qk-literal"})]  # fmt: skip
+    assert [len(one) for one in differs] == [2, 1, 0]
+    combined = plan_at(family("palu:paper+keyformer", heads=2), 0.2)
+    assert combined.method == "palu:paper+keyformer"
+    assert combined.eviction.order == "evict_first"
+    for other in ("fdc:papers", "kq:paper", "fdc:paper:paper"):
+        with pytest.raises(UsageError, match="is unknown"):
+            family(other)
+
+
+def test_papers_settings_are_found_in_commands():
+    command = "frontier reference --methods fdc:paper,tale+kivi:paper:grid=64,palu:paper-3bit,kq"
+    assert list(papers_named(command.split())) == ["fdc:paper", "palu:paper", "tale+kivi:paper"]
+    assert papers_named(["fdc:papers", "xfdc:paper", "fdc-paper"]) == {}
+
+
+def test_tale_has_kivis_window_or_none():
+    for window in (128, 0):
+        plan = plan_at(family("tale+kivi", window=window, **FINE), 0.5)
+        assert (plan.quantiser.window, plan.made["options"]["window"]) == (window, window)
+    assert plan_at(family("tale+kivi:paper"), 0.5).quantiser.window == 128
+
+
 def test_a_rotation_is_folded_once():
     plain = plan_at(family("palu", heads=2, hadamard=True, **FINE), 0.4)
     for plan in (
@@ -178,6 +236,10 @@ def test_what_each_method_must_be_calibrated_with():
     assert calibration_needs("palu", heads=0).joint_heads >= 1024
     assert calibration_needs("tale+kivi", heads=4).joint_heads == 4
     assert calibration_needs("tale").joint_heads is None
+    zack = calibration_needs("zack:paper+keyformer")
+    assert (zack.source, zack.tokens) == ("calibration", 57_344)
+    assert calibration_needs("zack").source == "random:8k"
+    assert calibration_needs("palu:paper-3bit", heads=4).fisher_tokens == 2048 * 1024
     with pytest.raises(UsageError, match="unknown"):
         calibration_needs("nope")
 

@@ -13,6 +13,7 @@ from kvprof.analysis.collect import CollectOptions, collect_moments
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import dim_rate
 from kvprof.methods.family import MethodInputs, plan_at
+from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import METHODS, plan_family
 from kvprof.models.load import load_model
@@ -26,7 +27,7 @@ from tests.runtime.test_generation import padded
 METHODS_AT_FULL_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "fdc": ("fdc", FINE),
-    "fdc_raw": ("fdc", {**FINE, "keys": "svd-qk-paired", "values": "svd-vo-raw"}),
+    "fdc_raw": ("fdc", {**FINE, "keys": "svd-qk-stacked", "values": "svd-vo-raw"}),
     "zack": ("zack", FINE),
     "kq": ("kq", FINE),
     "svd_kv": ("svd-kv", FINE),
@@ -64,7 +65,9 @@ def generated(arch: str, plan: Plan | None, **options: Any) -> Any:
 
 
 def test_no_method_is_left_out() -> None:
-    assert {method for method, _ in METHODS_AT_FULL_RANK.values()} | set(_LOSSY) == set(METHODS)
+    assert {method for method, _ in METHODS_AT_FULL_RANK.values()} | set(_LOSSY) | set(
+        PAPERS
+    ) == set(METHODS)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

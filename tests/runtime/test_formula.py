@@ -66,7 +66,8 @@ def heads_out(model: LoadedModel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     attention = model.model.get_submodule(facts.attention)
     project = copy.deepcopy(attention.get_submodule(facts.output_projection)).double()
     q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(facts.group, dim=1) for x in (k, v))
+    # Keys may be given per query head.
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = facts.scaling * q @ k.mT
     if facts.softcap:
         scores = facts.softcap * torch.tanh(scores / facts.softcap)

@@ -5,6 +5,7 @@ the captured vectors by plain numpy. Quantisers: `tests.runtime.test_quantiser_f
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import bytes_at, dim_rate
+from kvprof.methods.description import compare_plans
 from kvprof.methods.family import plan_at
+from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.registry import METHODS, plan_family
+from kvprof.runtime.compressed import compressed
 from tests.methods.models import FINE
 from tests.models.tiny import token_ids
 from tests.runtime.calibrated import HALF, TOKENS, Array, known, one_layer
@@ -33,8 +40,10 @@ from tests.runtime.test_strawman import projected
 LOW_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "fdc": ("fdc", HALF),
+    "fdc_stacked": ("fdc", {**HALF, "keys": "svd-qk-stacked"}),
     "fdc_weight_v": ("fdc", {**HALF, "values": "weight-v"}),
     "zack": ("zack", HALF),
+    "zack:paper": ("zack:paper", HALF),
     "kq": ("kq", HALF),
     "svd_kv": ("svd-kv", HALF),
     "svd_k": ("svd-k", HALF),
@@ -77,8 +86,10 @@ def projector(name: str, side: str, head: int, rank: int, seen: dict[str, Array]
         return leading(k if side == "keys" else v, rank)
     if name == "kq":
         return best_for_product(*((k, q) if side == "keys" else (v, w_o)), rank)
-    if side == "keys":
-        return leading(np.concatenate([q, k]), rank)
+    if side == "keys":  # each query head brings its key, or all of them the group's once
+        return leading(np.concatenate([q, *[k] * (1 if name == "fdc_stacked" else group)]), rank)
+    if name == "zack:paper":
+        return leading(np.concatenate([v, w_o]), rank)  # as many values as were seen
     if name == "fdc_weight_v":
         return leading(seen["w_v"][head].T, rank)
     return leading(np.concatenate([math.sqrt(8192 / TOKENS) * v, w_o]), rank)
@@ -118,7 +129,53 @@ def test_outputs_are_the_formulas(name: str, arch: str) -> None:
 
 
 def test_no_method_is_left_out() -> None:
-    assert {method for method, _ in LOW_RANK.values()} | ELSEWHERE == set(METHODS)
+    assert {method for method, _ in LOW_RANK.values()} | ELSEWHERE | set(PAPERS) == set(METHODS)
+
+
+@pytest.mark.parametrize("arch", ["Llama", "Gemma2"])
+def test_to_the_letter_fdc_has_a_basis_and_a_key_per_query_head(arch: str) -> None:
+    """FDC §5.1: the SVD of each query head's queries and keys, G stored keys per KV head."""
+    model, ids = one_layer(arch), token_ids(2, LENGTH)
+    given, seen = known(arch)
+    plan = plan_at(plan_family("fdc", given, **HALF, keys="svd-qk-literal"), 0.5)
+    tap = taps(model, ids, pre_rope=False)
+    copied = tap.k.double().repeat_interleave(model.layout.layers[0].group, dim=1)
+    keys = []
+    for head, group in enumerate(plan.layers[0].keys.groups):
+        own = np.concatenate([seen["q"][head], seen["k"][head // model.layout.layers[0].group]])
+        keys.append(copied[:, head] @ torch.from_numpy(leading(own, group.rank)))
+    values = through("fdc", "values", plan, tap.v, seen)
+    wanted = heads_out(model, tap.q, torch.stack(keys, dim=1), values)
+    found = attention_outputs(model, plan, ids, prefill=PREFILL)
+    assert relative(found, wanted) < 2e-5
+    assert relative(heads_out(model, tap.q, tap.k, tap.v), wanted) > 1e-2
+
+
+def test_a_key_per_query_head_is_counted_stored_and_kept_from_the_kernels(tmp_path: Path) -> None:
+    model, ids = one_layer("Llama"), token_ids(2, LENGTH)
+    facts = model.layout.layers[0]
+    family = plan_family("fdc", known("Llama")[0], **FINE, keys="svd-qk-literal")
+    full, plan = plan_at(family, 0.0), plan_at(family, 0.4)
+    # At full rank it stores G keys and one value where the model stores one of each.
+    assert dim_rate(full) == pytest.approx(1 - (facts.group + 1) / 2)
+    with compressed(model, plan, kernels="auto") as session, torch.inference_mode():
+        cache = session.new_cache()
+        model.model(ids, past_key_values=cache)
+        assert cache.nbytes == 2 * bytes_at(plan, LENGTH, itemsize=8).total
+    with pytest.raises(UsageError, match="each query head stores a key of its own"):
+        compressed(model, plan, kernels="on").__enter__()
+    save_plan(plan, tmp_path / "literal.safetensors")
+    assert compare_plans(load_plan(tmp_path / "literal.safetensors"), plan) == {}
+
+
+@pytest.mark.parametrize("evictor", ["h2o", "keyformer", "sink-recent"])
+def test_tokens_of_a_kv_head_leave_together_whatever_is_stored_of_each(evictor: str) -> None:
+    model, ids = one_layer("Llama"), token_ids(2, LENGTH)
+    found = []
+    for keys in ("svd-qk", "svd-qk-literal"):
+        family = plan_family(f"fdc+{evictor}", known("Llama")[0], **FINE, keys=keys, keep=0.5)
+        found.append(attention_outputs(model, family.build(0.0), ids, prefill=PREFILL))
+    assert relative(found[1], found[0]) < 1e-5
 
 
 @pytest.mark.parametrize("arch", ["Llama", "Gemma2"])

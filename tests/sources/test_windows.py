@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvprof.errors import FailedError, UsageError
 from kvprof.sources import documents
 from kvprof.sources import windows as windows_module
-from kvprof.sources.grammar import Source, SourceKind, file_source
+from kvprof.sources.grammar import Source, SourceKind, file_source, parse_source
 from kvprof.sources.windows import batches, windows
 from tests.sources.vocabulary import BOS, EOS, ids, model
 
@@ -152,6 +152,22 @@ def test_random_tokens_are_spread_evenly_and_differ_by_seed():
     assert lists(RANDOM, model(), tokens=50, seq_len=50, seed=0) != lists(
         RANDOM, model(), tokens=50, seq_len=50, seed=1
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
+def test_random_tokens_may_follow_what_the_tokenizer_adds(tokens):
+    behind = parse_source("random-bos:33")
+    assert (behind.kind, behind.tokens) == (SourceKind.RANDOM, 33)
+    its_model = model(special=frozenset({BOS}))
+    found = lists(behind, its_model, tokens=tokens, seq_len=16)
+    plain = lists(RANDOM, its_model, tokens=tokens, seq_len=16)
+    assert [len(one) for one in found] == [len(one) for one in plain]
+    assert all(one[0] == BOS and BOS not in one[1:] for one in found)
+    assert lists(behind, model(prefix=()), tokens=tokens, seq_len=16) == lists(
+        RANDOM, model(prefix=()), tokens=tokens, seq_len=16
+    )
+    with pytest.raises(UsageError, match="no room"):
+        lists(behind, its_model, tokens=8, seq_len=1)
 
 
 def test_random_tokens_need_a_count_and_something_to_draw():

@@ -108,6 +108,8 @@ def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _stored(plan: Plan, layer: LayerPlan) -> str | None:
     """Say what of the way to store tokens the kernels do not know."""
+    if layer.keys.per_query_head:
+        return "each query head stores a key of its own, and the kernels share one per KV head"
     if plan.online_bases:
         return "bases are found online, per sequence"
     if plan.lazy and not levelled(plan, layer):
