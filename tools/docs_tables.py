@@ -26,6 +26,7 @@ from kvprof.cli import COMMANDS, app
 from kvprof.errors import ExitCode
 from kvprof.kernels.compile import ARCHITECTURES, OPERATIONS, variants
 from kvprof.methods.quantisers import QUANTISERS
+from kvprof.methods.papers import PAPERS, PaperSetting
 from kvprof.methods.registry import METHODS, calibration_needs
 from kvprof.records.files import read_result, write_text_atomic
 from kvprof.views.numbers import MISSING, number
@@ -97,6 +98,8 @@ def _options() -> str:
 
     rows = []
     for name, function in METHODS.items():
+        if name in PAPERS:
+            continue
         parameters = inspect.signature(function).parameters.values()
         own = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         options = ", ".join(f"`{p.name}={shown(p.default)}`" for p in own) or MISSING
@@ -104,6 +107,20 @@ def _options() -> str:
         needs = None if name in ("hqq", "quanto") else calibration_needs(name)
         rows.append((f"`{name}`", options, f"`{needs.source}`" if needs else MISSING))
     return _rows(("method", "options and what they are unless told", "calibrated on"), rows)
+
+
+def _papers() -> str:
+    def options(setting: PaperSetting) -> str:
+        told = (f"`{key}={str(value).lower()}`" for key, value in setting.options.items())
+        return ", ".join(told)
+
+    rows = [
+        (f"`{name}`", options(setting), f"`{setting.source}`, {setting.tokens:,}",
+         " ".join(setting.told()))
+        for name, setting in PAPERS.items()
+    ]  # fmt: skip
+    head = ("setting", "options", "calibrated on, tokens", "what is not the paper's")
+    return _rows(head, rows)
 
 
 def _quantisers() -> str:
@@ -282,6 +299,7 @@ def _kernels_inputs() -> str:
 #: What fills a region, by its name.
 TABLES: dict[str, Callable[..., str]] = {
     "commands": _commands, "exit-codes": _exit_codes, "options": _options,
+    "papers": _papers,
     "quantisers": _quantisers, "variants": _variants, "shapes": _shapes, "literal": _literal,
     "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,

@@ -163,7 +163,9 @@ def test_a_wide_gram_matrix_gets_more_tokens(loaded: LoadedModel, passes: Passes
     narrow = CalibrationNeeds("calibration", joint_heads=2)
     assert store.width(narrow) == 32
     assert store.wanted(narrow) == 8192
-    wide = wrap_model(tiny("Llama", num_attention_heads=64, num_key_value_heads=64, head_dim=64))
+    wide = wrap_model(
+        tiny("Llama", hidden_size=64, num_attention_heads=64, num_key_value_heads=64, head_dim=64)
+    )
     store = MomentStore(wide, CalibrationOptions(seq_len=64), passes, lambda: False)
     assert store.wanted(replace(narrow, joint_heads=64)) == 16 * 4096
     moments = Moments([], "x", tokens=1000, info={"source": "prose"})
