@@ -25,8 +25,8 @@ from kvprof.benchmark.shapes import shape_names
 from kvprof.cli import COMMANDS, app
 from kvprof.errors import ExitCode
 from kvprof.kernels.compile import ARCHITECTURES, OPERATIONS, variants
-from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.papers import PAPERS, PaperSetting
+from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs
 from kvprof.records.files import read_result, write_text_atomic
 from kvprof.views.numbers import MISSING, number
