@@ -51,7 +51,9 @@ class CommandNeeds:
 
 
 _QUANTISERS = (("hqq", "--method hqq"), ("optimum-quanto", "--method quanto"))
-_MODEL_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy", "jsonschema")
+_MODEL_PACKAGES = (
+    "torch", "transformers", "safetensors", "accelerate", "numpy", "jsonschema", "platformdirs"
+)  # fmt: skip
 
 #: By command; `kvprof.cli.COMMANDS` has the same names.
 COMMAND_NEEDS = {
@@ -61,10 +63,10 @@ COMMAND_NEEDS = {
     "stability": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
     ),
-    "plan": CommandNeeds((*_MODEL_PACKAGES, "platformdirs"), _QUANTISERS, uses_gpu=True),
+    "plan": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
     "eval": CommandNeeds(_MODEL_PACKAGES, (("lm-eval", "--harness"), *_QUANTISERS), uses_gpu=True),
     "frontier": CommandNeeds(
-        (*_MODEL_PACKAGES, "plotext", "platformdirs"),
+        (*_MODEL_PACKAGES, "plotext"),
         (("matplotlib", "--svg and --png"), *_QUANTISERS),
         uses_gpu=True,
     ),
@@ -79,7 +81,7 @@ COMMAND_NEEDS = {
     "export": CommandNeeds(("jsonschema", "plotext", "numpy"), (("matplotlib", "--to svg, html"),)),
     "runs": CommandNeeds(("jsonschema", "platformdirs")),
     "recipe": CommandNeeds(
-        (*_MODEL_PACKAGES, "pyyaml", "platformdirs", "plotext"),
+        (*_MODEL_PACKAGES, "pyyaml", "plotext"),
         (("matplotlib", "report"), ("ray", "run --ray")),
         uses_gpu=True,
     ),

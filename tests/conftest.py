@@ -10,6 +10,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Leave the user's caches alone."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny random Llama (3 layers, 2 KV heads of 16) and a tokenizer."""

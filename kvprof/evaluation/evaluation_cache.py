@@ -83,7 +83,7 @@ class EvaluationCache:
     folder : Path or None
         Where they are; None keeps them for this process alone (``--no-cache``).
     data_digest : str
-        Of the data, the settings, the model, its dtype and its device.
+        Of the data, the settings, the model, its dtype, the processor and the libraries.
     warn : callable
         Told in one line of a file that is damaged or cannot be written; the work goes on.
     """

@@ -7,8 +7,10 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvprof.environment import cpu_model, package_version
 from kvprof.errors import FailedError
 from kvprof.evaluation.assembly import EvaluationSettings, Found, assembled, without_intervals
 from kvprof.evaluation.data import TextSample
@@ -60,7 +62,8 @@ class Evaluator:
     Attributes
     ----------
     digest : str
-        Of model, data and settings: what an evaluation of a plan depends on besides the plan.
+        Of model, data, settings, processor and libraries: what an evaluation of a plan depends on
+        besides the plan.
     context : int
         Mean number of tokens before a decoded one: the context of rates.
     steps : int
@@ -96,7 +99,7 @@ class Evaluator:
         described = {
             "model": self.loaded.fingerprint,
             "dtype": str(self.loaded.dtype),
-            "device": self.loaded.device.type,
+            "machine": _machine(self.loaded.device),
             "samples": [sample.digest for sample in self.samples],
             "items": [asdict(item) for item in self.items],
             "settings": settings,
@@ -276,6 +279,12 @@ class Evaluator:
             self.loaded, plan, self.workload, self.samples, self.items, self.settings,
             found=found, base_answers=answers,
         )  # fmt: skip
+
+
+def _machine(device: torch.device) -> list[str | None]:
+    """Return what the last digits of a figure depend on: processor and arithmetic."""
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+    return [device.type, processor, *(package_version(name) for name in ("torch", "transformers"))]
 
 
 def _until_stopped(

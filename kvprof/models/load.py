@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.models.fingerprint import fingerprint
+from kvprof.models.fingerprint import ModelIdentity
 from kvprof.models.layout import ModelLayout
 from kvprof.models.locate import Checkpoint, locate
 from kvprof.models.noise import quiet
@@ -36,8 +36,8 @@ class LoadedModel:
         In eval mode.
     spec : str
         What the user wrote.
-    fingerprint : str
-        Digest of architecture and weights; see `kvprof.models.fingerprint`.
+    identity : ModelIdentity
+        Of its weights and configuration.
     revision : str or None
         Commit on the hub.
     layout : ModelLayout
@@ -55,7 +55,7 @@ class LoadedModel:
 
     model: PreTrainedModel
     spec: str
-    fingerprint: str
+    identity: ModelIdentity
     revision: str | None
     layout: ModelLayout
     device: torch.device
@@ -66,6 +66,11 @@ class LoadedModel:
     trust_remote_code: bool = False
     # Holds a temporary folder of offloaded weights for as long as the model lives.
     _scratch: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of weights and configuration, as they are now (`kvprof.models.fingerprint`)."""
+        return self.identity.current()
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -205,7 +210,7 @@ def _examined(
     return LoadedModel(
         model=model,
         spec=spec,
-        fingerprint=fingerprint(model, layout),
+        identity=ModelIdentity(model, layout, checkpoint.files if checkpoint else None),
         revision=checkpoint.revision if checkpoint else None,
         layout=layout,
         device=input_device(model),

@@ -113,6 +113,8 @@ def _running(session: Compression) -> Iterator[None]:
     modules = folded_modules(session.loaded, session.plan)
     before = decoder.config._attn_implementation
     with ExitStack() as stack:
+        stack.callback(setattr, session.loaded.identity, "held", False)
+        session.loaded.identity.held = True
         for name, module in modules.items():
             stack.callback(_put, model, name, model.get_submodule(name))
             _put(model, name, module)

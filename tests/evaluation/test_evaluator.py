@@ -297,3 +297,21 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         broken.model.lm_head.weight.fill_(float("nan"))
     with pytest.raises(FailedError, match="not finite"):
         one.baseline()
+
+
+def test_another_version_or_processor_or_a_changed_weight_is_another_evaluation(monkeypatch):
+    loaded = wrap_model(tiny("Llama"))
+
+    def digest() -> str:
+        return Evaluator(loaded, [text()], [], EvaluationSettings()).digest
+
+    found = [digest()]
+    with torch.no_grad():
+        loaded.model.model.layers[0].mlp.up_proj.weight[:, :4] = 0
+    found.append(digest())
+    monkeypatch.setattr(module, "package_version", lambda name: "0.0")
+    found.append(digest())
+    monkeypatch.setattr(module, "cpu_model", lambda: "another")
+    found.append(digest())
+    assert len(set(found)) == 4
+    assert digest() == found[-1]
