@@ -11,6 +11,7 @@ from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel, load_model, wrap_model
+from kvprof.runtime.compressed import check_runs
 from kvprof.sources.defaults import DEFAULT_SEQ_LEN
 from kvprof.sources.grammar import parse_source
 
@@ -67,6 +68,7 @@ def plan(
     'kq'
     """
     loaded = _loaded(model)
+    check_runs(loaded)
     length = min(seq_len or DEFAULT_SEQ_LEN, loaded.context_length)
     source = parse_source(str(calibrate), what="calibrate") if calibrate is not None else None
     calibrator = Calibrator(loaded, CalibrationOptions(source, seq_len=length))

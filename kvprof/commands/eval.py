@@ -134,6 +134,7 @@ def eval(
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        compressed=True,
     )
     sample = load_sample(
         loaded,

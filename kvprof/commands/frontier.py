@@ -127,8 +127,9 @@ def frontier(
     if (calibrate or calibrate_tokens) and not any(needs):
         raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
     loaded = load_for_command(
-        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
-    )
+        model, device=device, dtype=dtype, revision=revision,
+        trust_remote_code=trust_remote_code, compressed=True,
+    )  # fmt: skip
     sample = load_sample(
         loaded, text=text, sequences=sequences, seq_len=seq_len, tasks=tasks,
         task_items=task_items, teacher_forced=teacher_forced, batch_size=batch_size,

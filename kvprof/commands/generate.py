@@ -118,8 +118,9 @@ def generate(
     }  # fmt: skip
     check_choice(**wish)
     loaded = load_for_command(
-        model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
-    )
+        model, device=device, dtype=dtype, revision=revision,
+        trust_remote_code=trust_remote_code, compressed=True,
+    )  # fmt: skip
 
     from kvprof.runtime.generation import GenerationSettings, prompt_ids
 

@@ -26,6 +26,7 @@ __all__ = [
     "defined_pairs",
     "load_for_command",
     "parse_rates",
+    "spectra_only",
 ]
 
 ModelArgument = Annotated[
@@ -82,20 +83,43 @@ def load_for_command(
     dtype: str,
     revision: str | None,
     trust_remote_code: bool,
+    compressed: bool = False,
 ) -> "LoadedModel":
-    """Load the model that a command was asked for; ``reference`` when it names none."""
+    """Load the model that a command was asked for; ``reference`` when it names none.
+
+    Parameters
+    ----------
+    model, device, dtype, revision, trust_remote_code
+        From the command line.
+    compressed : bool
+        Whether the command needs it to run with a compressed cache; one that cannot is refused.
+    """
     from kvprof.models.load import load_model
 
     _use_what_is_there()
     spec = model or "reference"
     with console.status(f"loading {spec}"):
-        return load_model(
+        loaded = load_model(
             spec,
             device=device,
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        if compressed:
+            from kvprof.runtime.compressed import check_runs
+
+            check_runs(loaded)
+    return loaded
+
+
+def spectra_only(loaded: "LoadedModel") -> list[str]:
+    """Return what to say of a model that can be looked at and not run compressed."""
+    from kvprof.runtime.compressed import refusal
+
+    if loaded.layout.layers[0].mla or (reason := refusal(loaded)) is None:
+        return []
+    return [f"this model cannot run with a compressed cache, so no plan is for it: {reason}"]
 
 
 def _use_what_is_there() -> None:

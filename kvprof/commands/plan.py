@@ -112,7 +112,7 @@ def plan(
     options = method_options(allocation, grid, minimum, option)
     how: dict[str, Any] = {
         "device": device, "dtype": dtype, "revision": revision,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": trust_remote_code, "compressed": True,
     }  # fmt: skip
     given: dict[str, Any] = {
         "method": method, "rate": rate, "removal": removal, "calibrate": calibrate,

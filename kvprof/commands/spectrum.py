@@ -17,6 +17,7 @@ from kvprof.commands.options import (
     defined_pairs,
     load_for_command,
     parse_rates,
+    spectra_only,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -161,6 +162,7 @@ def spectrum(
             trust_remote_code=trust_remote_code,
         )
         chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=warnings)
+        warnings += spectra_only(loaded)
     lost: list[str] = []
     with graceful_interrupt() as stop:
         if chosen.kind is SourceKind.MOMENTS:

@@ -15,6 +15,7 @@ from kvprof.commands.options import (
     defined_pairs,
     load_for_command,
     parse_rates,
+    spectra_only,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -146,6 +147,7 @@ def stability(
             trust_remote_code=trust_remote_code,
         )
         chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=left_out)
+        left_out += spectra_only(loaded)
     plan = make_plan(
         loaded,
         offline,

@@ -125,7 +125,10 @@ def bytes_at(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> Cache
 
 
 def full_bytes(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> int:
-    """Return what the model's own cache would store: full width in the model's dtype."""
+    """Return what the model's own cache would store: full width in the model's dtype.
+
+    Keys and values; a recurrent state beside them is not counted.
+    """
     return batch * sum(
         (tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1))
         * _width(layer)
@@ -217,7 +220,7 @@ def _layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, itemsize: int) -> Ca
                 part = "sinks" if in_sink else "window" if side is not None else name
                 total += CacheBytes(**{part: segment.tokens * rank * itemsize})
     total += CacheBytes(eviction=_eviction_bytes(plan, layer, tokens))
-    if plan.online_bases:
+    if plan.online_bases and not layer.shared:
         matrices = [
             group.width * group.rank
             for groups in (layer.keys.groups, layer.values.groups)
@@ -258,7 +261,7 @@ def _quantised(
 
 def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:
     eviction = plan.eviction
-    if eviction is None or layer.sliding_window is not None:
+    if eviction is None or layer.sliding_window is not None or layer.shared:
         return 0
     stored = kept(eviction, tokens)
     units = len(eviction_units(layer)) if eviction.kind != "recent" else 1
@@ -270,6 +273,8 @@ def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:
 
 def _width(layer: LayerPlan) -> int:
     """Return the columns that the model itself stores per token, K and V."""
+    if layer.shared:
+        return 0
     keys, values = (
         sum(group.width for group in side.groups) for side in (layer.keys, layer.values)
     )
@@ -282,6 +287,8 @@ def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool =
     quantiser = plan.quantiser
     top = len(plan.levels.shares) - 1
     for layer in plan.layers:
+        if layer.shared:
+            continue
         levels = list(enumerate(plan.levels.shares))
         if layer.sliding_window is not None:
             levels = [(top, 1.0)]

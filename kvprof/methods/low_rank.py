@@ -63,6 +63,7 @@ def identity_layer(facts: LayerLayout, levels: int = 1) -> LayerPlan:
         KeyPlan(Placement.NONE, identity_groups(facts.num_kv_heads, facts.qk_head_dim, levels)),
         ValuePlan(identity_groups(facts.num_kv_heads, facts.v_head_dim, levels)),
         facts.sliding_window,
+        facts.shared,
     )
 
 
@@ -173,6 +174,7 @@ def low_rank_layers(
                     *(layer.fold_values if layer.values is not None else (False, False)),
                 ),
                 facts.sliding_window,
+                facts.shared,
             )
         )
     return tuple(plans)

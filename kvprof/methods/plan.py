@@ -175,11 +175,14 @@ class LayerPlan:
         What is done to each.
     sliding_window : int or None
         The layer's own, in tokens.
+    shared : bool
+        Whether it attends to another layer's keys and values and stores none.
     """
 
     keys: KeyPlan
     values: ValuePlan
     sliding_window: int | None = None
+    shared: bool = False
 
     @property
     def kv_heads(self) -> int:

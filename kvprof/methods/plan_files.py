@@ -84,6 +84,7 @@ def structure(plan: Plan) -> dict[str, Any]:
                 },
                 "values": _side(layer.values),
                 "sliding_window": layer.sliding_window,
+                **({"shared": True} if layer.shared else {}),
             }
         )
     return {
@@ -135,6 +136,7 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
                     values["fold_up"],
                 ),
                 layer["sliding_window"],
+                layer.get("shared", False),
             )
         )
     levels = stored["levels"]

@@ -218,8 +218,11 @@ def _check_layer_fits(name: str, layer: LayerPlan, facts: LayerLayout) -> None:
             group.head_dim != width for group in groups
         ):
             raise UsageError(f"{name}: the plan's {what} have another shape than the model's")
-    if layer.sliding_window != facts.sliding_window:
-        raise UsageError(f"{name}: the plan's sliding window is not the model's")
+    if (layer.sliding_window, layer.shared) != (facts.sliding_window, facts.shared):
+        raise UsageError(
+            f"{name}: the plan's sliding window, or whether the layer shares another's keys and "
+            "values, is not the model's"
+        )
     keys = layer.keys
     rope = facts.position in ("rope", "partial_rope")
     if keys.placement is Placement.POST_ROPE and rope and (keys.fold_down or keys.fold_up):

@@ -33,6 +33,7 @@ def strawman(inputs: MethodInputs, *, grid: int = 16, minimum: int = 16) -> Plan
                 KeyPlan(Placement.POST_ROPE, groups(facts.num_kv_heads, facts.qk_head_dim)),
                 ValuePlan(groups(facts.num_kv_heads, facts.v_head_dim)),
                 facts.sliding_window,
+                facts.shared,
             )
             for facts in inputs.layout.layers
         )

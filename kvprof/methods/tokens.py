@@ -88,6 +88,8 @@ def quantised_tokens(quantiser: Quantiser | None, tokens: int) -> int:
 
 def stored_tokens(plan: Plan, layer: LayerPlan, tokens: int) -> int:
     """Return how many tokens a layer stores after `tokens` tokens were seen."""
+    if layer.shared:
+        return 0
     if layer.sliding_window is not None:
         return min(tokens, layer.sliding_window - 1)
     return kept(plan.eviction, tokens)
@@ -118,6 +120,8 @@ def segments(plan: Plan, layer: LayerPlan, tokens: int) -> list[Segment]:
         In order of time, covering the stored tokens; none is empty.
     """
     stored = stored_tokens(plan, layer, tokens)
+    if not stored:
+        return []
     top = len(plan.levels.shares) - 1
     if layer.sliding_window is not None:
         return [Segment(0, stored, top, quantises(plan, layer))] if stored else []

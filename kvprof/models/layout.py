@@ -37,7 +37,8 @@ class LayerLayout:
     qk_norm, fused_qkv : bool
         Whether Q and K are normalised; whether V shares one projection with K or Q.
     sliding_window : int or None
-        Keys a query sees, in tokens.
+        Tokens that the model's own cache is for: keys a query sees, or a chunk of chunked
+        attention. It keeps one fewer between passes.
     softcap : float or None
         Cap of the scores.
     sinks, mla : bool
@@ -56,6 +57,14 @@ class LayerLayout:
         RoPE cannot be had.
     rotary_transposed : bool
         Whether the rotary function sees ``[B, T, heads, width]``.
+    masked : bool
+        Whether the mask hides more than what is later or outside `sliding_window` (chunked
+        attention, a window in a cache that keeps everything).
+    shared : bool
+        Whether it attends to another layer's keys and values, and the model's own cache keeps none
+        for it.
+    recurrent : bool
+        Whether the model's own cache keeps a recurrent state beside keys and values.
     """
 
     index: int
@@ -78,6 +87,9 @@ class LayerLayout:
     value_interleaved: bool = False
     rotary_offset: int | None = None
     rotary_transposed: bool = False
+    masked: bool = False
+    shared: bool = False
+    recurrent: bool = False
 
     @property
     def group(self) -> int:

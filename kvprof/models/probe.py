@@ -8,11 +8,13 @@ one whose input *is* what the heads put out.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from kvprof.errors import FailedError, KvprofError, UsageError
@@ -27,6 +29,36 @@ _LENGTH = 8
 _Event = tuple[nn.Module, Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What the model's own cache is for a layer."""
+
+    window: int | None
+    shared: bool
+    recurrent: bool
+
+
+def _own_cache(model: PreTrainedModel) -> list[_Kept] | None:
+    """Look at the cache that transformers makes for a model; None where it has another kind."""
+    config = model.config.get_text_config(decoder=True)
+    try:
+        layers = DynamicCache(config=config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):  # code of its own, with its own cache
+        return None
+    if not layers:  # as long as it gets, all alike
+        return None
+    found = [
+        _Kept(
+            int(layer.sliding_window) if getattr(layer, "is_sliding", False) else None,
+            type(layer).__name__ == "DummyLayer",
+            isinstance(layer, LinearAttentionCacheLayerMixin),
+        )
+        for layer in layers
+    ]
+    # Older versions end the cache before the layers that share another's.
+    return found + [_Kept(None, True, False)] * (config.num_hidden_layers - len(found))
+
+
 class _Observer:
     """Turns the stream of module outputs and attention calls into one layout per layer."""
 
@@ -38,6 +70,7 @@ class _Observer:
         self._before = 0
         self._call: AttentionCall | None = None
         self._learned = False
+        self._own = _own_cache(model)
 
     def attention(self, call: AttentionCall) -> None:
         if self._call is not None or self._name(call.module) in {x.attention for x in self.layers}:
@@ -96,14 +129,19 @@ class _Observer:
             position = "rope" if rotary_dim == width else "partial_rope"
         options = call.options
         scaling = options.get("scaling")
-        window = options.get("sliding_window")
+        index = len(self.layers)
+        seen = int(options.get("sliding_window") or 0) or None
+        kept = seen if self._own is None else self._own[index].window
+        shared = self._own is not None and self._own[index].shared
         return LayerLayout(
-            index=len(self.layers), num_heads=heads, num_kv_heads=kv_heads, qk_head_dim=width,
+            index=index, num_heads=heads, num_kv_heads=kv_heads, qk_head_dim=width,
             v_head_dim=v_width, position=position, rotary_dim=rotary_dim,
             qk_norm=not latent and _normalises(call, before),
             fused_qkv=value is not None and not latent
             and value[0][2].shape[-1] > kv_heads * v_width,
-            sliding_window=int(window) if window else None, softcap=options.get("softcap"),
+            sliding_window=seen if shared else kept, softcap=options.get("softcap"),
+            masked=not shared and seen != kept, shared=shared,
+            recurrent=self._own is not None and self._own[index].recurrent,
             sinks=options.get("s_aux") is not None, mla=latent,
             scaling=float(width**-0.5 if scaling is None else scaling),
             attention=self._name(call.module),

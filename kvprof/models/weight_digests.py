@@ -81,7 +81,7 @@ def _digest(value: Any) -> str:
         flat = flat.to(torch.bfloat16)
     digest = hashlib.sha256(f"{flat.dtype} {tuple(value.shape)}".encode())
     for chunk in _chunks(flat):
-        digest.update(chunk.cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

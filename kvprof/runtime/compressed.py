@@ -7,15 +7,20 @@ what it was, bit for bit, also after an exception.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvprof.errors import UsageError
-from kvprof.methods.plan import Plan
-from kvprof.methods.soundness import check_fits
+from kvprof.errors import KvprofError, UsageError
+from kvprof.methods.family import MethodInputs
+from kvprof.methods.full import full_plan
+from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
+from kvprof.methods.soundness import check_fits, refuse_latent_attention
 from kvprof.models.interface import text_decoder, watched_rotations
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
@@ -24,9 +29,15 @@ from kvprof.runtime.masks import masks, whole_mask
 from kvprof.runtime.operator import active, attend
 from kvprof.runtime.session import Compression
 
-__all__ = ["Compression", "compressed"]
+__all__ = ["Compression", "check_runs", "compressed", "refusal"]
 
 _NAME = "kvprof_compressed"
+
+# A pass to find out whether a model runs: tokens at once, and then one by one.
+_PROMPT, _STEPS = 6, 2
+# Of the logits' spread; what a layer does not see of the past costs more, rounding less.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
+_HALF = 0.25
 
 
 @contextmanager
@@ -59,15 +70,120 @@ def compressed(
     Raises
     ------
     UsageError
-        For a plan that does not fit, a layer that cannot run on the kernels with ``on``, and for
-        wrong use inside: a cache of another kind, a model in training mode, contexts that nest,
-        rolling back what cannot be.
+        For a model that cannot run compressed (`check_runs`), a plan that does not fit, a layer
+        that cannot run on the kernels with ``on``, and for wrong use inside: a cache of another
+        kind, a model in training mode, contexts that nest, rolling back what cannot be.
     """
     loaded = model if isinstance(model, LoadedModel) else wrap_model(model)
     check_fits(plan, loaded.layout, loaded.fingerprint)
     session = Compression(loaded, plan, kernels)
+    check_runs(loaded)
     with _running(session):
         yield session
+
+
+# By model: its fingerprint and why it cannot run.
+_found: WeakKeyDictionary[PreTrainedModel, tuple[str, str | None]] = WeakKeyDictionary()
+
+
+def check_runs(loaded: LoadedModel) -> None:
+    """Make sure that a model can run with a compressed cache, before anything is measured for one.
+
+    Raises
+    ------
+    UsageError
+        When it cannot.
+    """
+    refuse_latent_attention(loaded.layout)
+    if (reason := refusal(loaded)) is not None:
+        raise UsageError(
+            f"{loaded.layout.architecture} cannot run with a compressed cache: {reason} (spectrum "
+            "and stability take it)"
+        )
+
+
+def refusal(loaded: LoadedModel) -> str | None:
+    """Return why a model cannot run with a compressed cache; None where it can.
+
+    It is found out by a pass of a few tokens through a cache of full rank, whose logits have to be
+    the model's own; once for a model, as long as it stays as it is.
+    """
+    if loaded.layout.layers[0].mla:
+        return "multi-head latent attention"
+    known = _found.get(loaded.model)
+    fingerprint = loaded.fingerprint
+    if known is None or known[0] != fingerprint:
+        known = fingerprint, _structural(loaded) or _tried(loaded)
+        _found[loaded.model] = known
+    return known[1]
+
+
+def _structural(loaded: LoadedModel) -> str | None:
+    for layer in loaded.layout.layers:
+        if layer.recurrent:
+            return (
+                f"layer {layer.index} keeps a recurrent state beside its keys and values (a hybrid "
+                "model), which a compressed cache has no place for"
+            )
+        if layer.shared:
+            return (
+                f"layer {layer.index} attends to the keys and values of another layer, which a "
+                "compressed cache hands to nobody else"
+            )
+    return None
+
+
+def _tried(loaded: LoadedModel) -> str | None:
+    """Run a few tokens through a cache of full rank, beside the model's own."""
+    count = _PROMPT + _STEPS
+    ids = (torch.arange(count, device=loaded.device) * 7 + 3).unsqueeze(0) % loaded.vocab_size
+    session = Compression(loaded, _turned(loaded), "off")
+    try:
+        with torch.inference_mode(), quiet():
+            wanted = loaded.model(input_ids=ids, use_cache=False).logits[0].float()
+            with _running(session):
+                cache = session.new_cache()
+                rows = []
+                for start, stop in [(0, _PROMPT), *((i, i + 1) for i in range(_PROMPT, count))]:
+                    output = loaded.model(
+                        input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True
+                    )
+                    rows.append(output.logits[0].float())
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the model
+    except KvprofError as error:
+        return str(error)
+    except Exception as error:  # whatever a model's own code does with a cache it does not know
+        return f"a pass of {count} tokens fails: {' '.join(str(error).split())[:200]}"
+    spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
+    error_share = float((torch.cat(rows) - wanted).norm() / spread)
+    if not error_share <= _TOLERANCE.get(loaded.dtype, _HALF):
+        return (
+            f"its logits differ by {error_share:.0%} of their spread from the model's own, though "
+            "nothing is left out"
+        )
+    return None
+
+
+def _turned(loaded: LoadedModel) -> Plan:
+    """Return a plan that keeps everything, in other coordinates."""
+    plan = full_plan(MethodInputs(loaded.layout, loaded.fingerprint))
+    source = torch.Generator().manual_seed(0)
+
+    def turned(group: HeadGroup) -> HeadGroup:
+        square = torch.randn(group.width, group.width, generator=source, dtype=torch.float64)
+        basis = torch.linalg.qr(square).Q.float()
+        return replace(group, down=basis, up=basis)
+
+    def layer_of(layer: LayerPlan) -> LayerPlan:
+        keys, values = (tuple(map(turned, side.groups)) for side in (layer.keys, layer.values))
+        return replace(
+            layer,
+            keys=replace(layer.keys, groups=keys, placement=Placement.POST_ROPE),
+            values=replace(layer.values, groups=values),
+        )
+
+    return replace(plan, layers=tuple(map(layer_of, plan.layers)))
 
 
 def _attention(

@@ -52,17 +52,39 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "DeepseekV2": ("deepseek_v2", _MLA),
     "DeepseekV3": ("deepseek_v3", _MLA),
+    "Llama4": ("llama4_text", {**_EXPERTS, "head_dim": 16, "attention_chunk_size": 7,
+                               "intermediate_size_mlp": 32, "no_rope_layers": [1, 0, 1]}),
+    # opened, but not run compressed: layers that share keys, or keep a recurrent state
+    "Gemma3n": ("gemma3n_text", {"head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4,
+                                 "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97,
+                                 "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                                 "altup_num_inputs": 2, "intermediate_size": [64] * 4,
+                                 "activation_sparsity_pattern": None,
+                                 "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "FalconH1": ("falcon_h1", {"head_dim": 16, "mamba_n_heads": 4, "mamba_d_head": 24,
+                               "mamba_d_ssm": 96, "mamba_d_state": 8, "mamba_n_groups": 1,
+                               "mamba_chunk_size": 8}),
     # not reachable through the attention interface, or not attention in every layer
     "Falcon": ("falcon", {"num_key_value_heads": None}),
     "Bloom": ("bloom", {"num_key_value_heads": None}),
     "GPTJ": ("gptj", {"num_key_value_heads": None, "rotary_dim": 8}),
     "Mpt": ("mpt", {"num_key_value_heads": None}),
     "Lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "Qwen3Next": ("qwen3_next", {**_EXPERTS, "head_dim": 16, "num_experts": 4,
+                                 "moe_intermediate_size": 16, "linear_num_value_heads": 4,
+                                 "shared_expert_intermediate_size": 16, "linear_key_head_dim": 8,
+                                 "linear_num_key_heads": 2, "linear_value_head_dim": 8,
+                                 "layer_types": ["linear_attention", "full_attention",
+                                                 "linear_attention"]}),
 }  # fmt: skip
 
 MLA = ["DeepseekV2", "DeepseekV3"]
-UNSUPPORTED = ["Falcon", "Bloom", "GPTJ", "Mpt", "Lfm2"]
-ARCHITECTURES = [arch for arch in _CONFIGS if arch not in (*MLA, *UNSUPPORTED)]
+CHUNKED = ["Llama4"]
+UNCOMPRESSED = ["Gemma3n", "FalconH1"]
+UNSUPPORTED = ["Falcon", "Bloom", "GPTJ", "Mpt", "Lfm2", "Qwen3Next"]
+ARCHITECTURES = [
+    arch for arch in _CONFIGS if arch not in (*MLA, *CHUNKED, *UNCOMPRESSED, *UNSUPPORTED)
+]
 
 
 def tiny(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -71,7 +93,7 @@ def tiny(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     Parameters
     ----------
     arch : str
-        One of `ARCHITECTURES`, `MLA` or `UNSUPPORTED`.
+        One of `ARCHITECTURES`, `MLA`, `CHUNKED`, `UNCOMPRESSED` or `UNSUPPORTED`.
     seed : int
         Of the random weights.
     **overrides

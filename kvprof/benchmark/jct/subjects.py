@@ -24,6 +24,7 @@ from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.models.placement import main_device, parse_dtype
+from kvprof.runtime.compressed import check_runs
 
 __all__ = [
     "check_names",
@@ -90,7 +91,9 @@ def load_subject(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]:
     if has_weights(request.model):
         if request.layers is not None:
             raise UsageError("--layers is for a shape without weights; a model has those it has")
-        return load_model(request.model, device=request.device, dtype=request.dtype), None
+        loaded = load_model(request.model, device=request.device, dtype=request.dtype)
+        check_runs(loaded)
+        return loaded, None
     device = main_device(request.device)
     shape = load_model_shape(request.model)
     layers = request.layers
@@ -224,6 +227,7 @@ def random_plan(name: str, loaded: LoadedModel, widths: Widths, seed: int = 0) -
                 KeyPlan(Placement.POST_ROPE, groups(widths.keys, facts.qk_head_dim)),
                 ValuePlan(groups(widths.values, facts.v_head_dim), *value_folds(facts)),
                 facts.sliding_window,
+                facts.shared,
             )
         )
     return Plan(name, loaded.fingerprint, tuple(layers), made={"bases": "random"})

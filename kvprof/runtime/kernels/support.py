@@ -122,6 +122,8 @@ def _stored(plan: Plan, layer: LayerPlan) -> str | None:
 def _shapes(layer: LayerPlan, facts: LayerLayout) -> str | None:
     if facts.position == "alibi":
         return "ALiBi adds to the scores"
+    if facts.masked:
+        return "its mask hides more than what is later or out of its sliding window"
     if facts.group > LARGEST_GROUP:
         return f"{facts.group} query heads share a KV head, more than {LARGEST_GROUP}"
     if rebuilds(layer, facts) or shares(layer):

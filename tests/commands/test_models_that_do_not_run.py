@@ -1,0 +1,64 @@
+"""Models that can be looked at and not run compressed: every command says so before it works."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands.running import kvprof
+from tests.models.folder import save_tiny
+
+WHY = {"FalconH1": "recurrent state", "Gemma3n": "keys and values of another layer"}
+
+
+@pytest.fixture(scope="module", params=sorted(WHY))
+def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp(request.param) / request.param, arch=request.param)
+
+
+def test_commands_that_need_it_refuse_before_they_calibrate(odd: Path) -> None:
+    planned = ("--method", "kq", "--rate", "0.3")
+    for command in (
+        ("plan", odd, *planned),
+        ("eval", odd, *planned),
+        ("frontier", odd, "--no-cache"),
+        ("generate", odd, "--prompt", "a prompt", *planned),
+        ("plan", odd, "--fit", "1GB"),
+    ):
+        done = kvprof(*command)
+        assert done.code == 2, command
+        assert WHY[odd.name] in done.error
+        assert "calibrat" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_spectrum_takes_it_and_says_what_cannot_be_had(odd: Path, tmp_path: Path) -> None:
+    path = tmp_path / "spectrum.json"
+    done = kvprof("spectrum", odd, "--tokens", "64", "--seq-len", "32", "--json", path)
+    assert done.code == 0, done.stderr
+    warnings = json.loads(path.read_text())["warnings"]
+    assert any(WHY[odd.name] in warning for warning in warnings)
+
+
+def test_another_model_at_the_same_path_takes_nothing_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPROF_CACHE", str(tmp_path / "cache"))
+    folder = save_tiny(tmp_path / "model")
+
+    def found() -> tuple[int, int]:
+        path = tmp_path / "result.json"
+        done = kvprof(
+            "frontier", folder, "--methods", "fp8", "--text", "prose", "--sequences", "2",
+            "--seq-len", "16", "--tasks", "none", "--metric", "perplexity", "--json", path, "--force",
+        )  # fmt: skip
+        assert done.code == 0, done.stderr
+        inputs = json.loads(path.read_text())["inputs"]
+        return inputs["evaluations_found"], inputs["evaluations_measured"]
+
+    first = found()
+    assert first[0] == 0
+    assert found()[1] == 0
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_act": "relu"}))
+    assert found() == first
