@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from kvprof.errors import UsageError
 from kvprof.models.interface import Rotation
 from kvprof.runtime.arena import Arena
-from kvprof.runtime.cache_layer import CompressedLayer
+from kvprof.runtime.cache_layer import CompressedLayer, not_croppable
 from kvprof.runtime.kernels.state import KernelState
 from kvprof.runtime.rotary import RotaryTable, angles
 
@@ -49,7 +49,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             if capacity is not None:
                 arena = Arena(compression.plan, layer, capacity)
             planes = compression.route.new_store(len(layers), capacity)
-            layers.append(CompressedLayer(layer.sliding_window, compression, arena, planes))
+            layers.append(CompressedLayer(layer, compression, arena, planes))
         super().__init__(layers=layers)
         self._tables: list[RotaryTable] = []
         self._table_of: dict[int, int] = {}
@@ -132,17 +132,48 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens (assisted decoding), where every layer can.
 
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Negative; a positive number is how many are to be left, as older versions of
+            transformers count.
+
         Raises
         ------
         UsageError
             As `CompressedLayer.crop` does; then no layer has changed.
         """
-        if tokens_to_remove and not self.is_croppable:
-            fixed = next(layer for layer in self.layers if not layer.is_croppable)
-            fixed.crop(tokens_to_remove)
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
+        reasons = [layer.fixed(-tokens_to_remove) for layer in self.layers]
+        if tokens_to_remove and any(reasons):
+            raise UsageError(not_croppable(next(filter(None, reasons))))
         super().crop(tokens_to_remove)
+        total = self.get_seq_length()
+        for place, table in enumerate(self._tables):
+            self._tables[place] = RotaryTable(table.cos[:, :total], table.sin[:, :total])
         if self.kernels is not None:
-            self.kernels.crop(self.get_seq_length())
+            self.kernels.crop(total)
+
+    def activate_past_recording(self) -> None:
+        """Prepare for passes that are taken back in part (assisted decoding).
+
+        Layers with a sliding window keep what a pass pushes out of it until then. On the kernels
+        there is no room for it, so such a cache leaves them.
+
+        Raises
+        ------
+        UsageError
+            Where what is stored of a token is not what its pass made of it, and where nothing but
+            the kernels is to run.
+        """
+        if reason := next(filter(None, (layer.lossy for layer in self.layers)), None):
+            raise UsageError(not_croppable(reason))
+        windows = [layer for layer in self.layers if layer.sliding_window is not None]
+        if self.kernels is not None and any(layer.planes is not None for layer in windows):
+            self.compression.leave_kernels(self, "tokens are taken back out of a sliding window")
+        for layer in windows:
+            layer.record_past = True
 
     def replayed(self, tokens: int = 1) -> None:
         """Take notice of passes that a CUDA graph has replayed.

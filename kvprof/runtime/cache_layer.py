@@ -7,6 +7,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvprof.errors import UsageError
+from kvprof.methods.plan import LayerPlan, Plan
+from kvprof.methods.tokens import quantises
 from kvprof.runtime.arena import Arena
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.graphs import is_capturing
@@ -15,7 +17,7 @@ from kvprof.runtime.kernels.store import KernelStore
 if TYPE_CHECKING:
     from kvprof.runtime.session import Compression
 
-__all__ = ["CompressedLayer"]
+__all__ = ["CompressedLayer", "not_croppable"]
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -26,28 +28,37 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Parameters
     ----------
-    sliding_window : int or None
+    layer : LayerPlan
+        What the plan makes of it.
     compression : Compression
         Whose cache this is part of.
     arena : Arena or None
         Room reserved in advance (a static cache).
     planes : KernelStore or None
         Where the layer runs on the kernels: what it stores, in place of `cohorts`.
+
+    Attributes
+    ----------
+    record_past : bool
+        Whether a layer with a sliding window keeps what a pass pushes out of it until the next pass
+        or `crop`, as transformers asks for.
     """
 
     is_compileable = False
 
     def __init__(
-        self, sliding_window: int | None, compression: "Compression", arena: Arena | None,
+        self, layer: LayerPlan, compression: "Compression", arena: Arena | None,
         planes: KernelStore | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
+        self.sliding_window = layer.sliding_window
+        self.is_sliding = layer.sliding_window is not None
         self.seen = 0
         self.pending = 0
+        self.record_past = False
         self.cohorts: list[Cohort] = []
         self.planes = planes
+        self._lossy = _lossy(compression.plan, layer)
         # Not the cache, whose tensors would then lie there until Python looks for cycles.
         self._compression = compression
         self._arena = arena
@@ -145,15 +156,39 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             return self.planes.rows
         return sum(len(cohort.rows) for cohort in self.cohorts)
 
+    def trim(self) -> None:
+        """Let go of what was kept in case that a pass is taken back."""
+        if self.sliding_window is None:
+            return
+        for cohort in self.cohorts:
+            if (over := cohort.stored - (self.sliding_window - 1)) > 0:
+                cohort.kept(over, cohort.stored)
+
+    @property
+    def lossy(self) -> str | None:
+        """Why what is stored of a token is not what its pass made of it; None where it is."""
+        return self._lossy
+
     @property
     def is_croppable(self) -> bool:
-        """Whether the newest tokens can be taken back: only what is stored as it came can be."""
-        # A ring that has gone round has lost what stood in its window before.
-        whole = self.sliding_window is None or self.seen <= self.sliding_window
-        return self.planes is not None and self.planes.exact and whole
+        """Whether the newest token can be taken back, or will be after a pass that is recorded."""
+        recording = self.record_past and self._arena is None and self.planes is None
+        return self._lossy is None and (recording or self.fixed(1) is None)
+
+    def fixed(self, tokens: int) -> str | None:
+        """Return why the newest `tokens` tokens cannot be taken back; None where they can."""
+        if self._lossy is not None or self.sliding_window is None:
+            return self._lossy
+        if self.planes is not None:
+            # A ring that has gone round has lost what stood in its window before.
+            lost = tokens > 0 and self.seen > self.sliding_window
+        else:
+            past = self.sliding_window - 1
+            lost = any(x.stored - tokens < min(x.seen - tokens, past) for x in self.cohorts)
+        return "what came before lies no longer in its sliding window" if lost else None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens.
+        """Take back the newest tokens; with 0 let go of what is kept for that alone.
 
         Parameters
         ----------
@@ -163,17 +198,43 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises
         ------
         UsageError
-            Where tokens were truncated, quantised or evicted on the way.
+            Where tokens were quantised, evicted or cut again on the way, or what came before is out
+            of a sliding window.
         """
-        if not tokens_to_remove:
-            return
-        if not self.is_croppable:
-            raise UsageError(
-                "a compressed cache cannot be rolled back, so assisted and speculative decoding "
-                "do not work with it; decode plainly"
-            )
-        if not -self.seen <= tokens_to_remove < 0:
+        if tokens_to_remove and (reason := self.fixed(-tokens_to_remove)) is not None:
+            raise UsageError(not_croppable(reason))
+        if not -self.seen <= tokens_to_remove <= 0:
             raise UsageError(
                 f"{-tokens_to_remove} tokens cannot be taken back out of a cache of {self.seen}"
             )
         self.seen += tokens_to_remove
+        # Rows that have none left begin anew.
+        self.cohorts = [cohort for cohort in self.cohorts if cohort.seen > -tokens_to_remove]
+        for cohort in self.cohorts:
+            cohort.seen += tokens_to_remove
+            cohort.kept(0, cohort.stored + tokens_to_remove)
+        self.trim()
+        if self._arena is not None:
+            self._arena.take(self.cohorts)
+
+
+def not_croppable(reason: str) -> str:
+    """Say that tokens cannot be taken back, and what does not work then."""
+    return (
+        f"this compressed cache cannot be rolled back ({reason}), so assisted, prompt-lookup and "
+        "speculative decoding do not work with it; decode plainly"
+    )
+
+
+def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
+    if quantises(plan, layer):
+        return f"{plan.method} quantises what it stores"
+    if plan.lazy or plan.online_bases:
+        return f"{plan.method} attends to a prompt's own tokens exactly"
+    if layer.sliding_window is not None:
+        return None
+    if plan.eviction is not None:
+        return f"{plan.method} evicts tokens"
+    if len(plan.levels.shares) > 1:
+        return f"{plan.method} cuts tokens to lower ranks as they get older"
+    return None

@@ -33,6 +33,9 @@ class Cohort:
         tokens are evicted from under keys that are rebuilt.
     scores, noise : Tensor or None
         ``[rows, units, N]`` float32, of the eviction.
+    record : bool
+        Whether a layer with a sliding window keeps what a pass pushes out of it, so that the pass
+        can be taken back.
     bases : dict
         A sequence's own bases (strawman), ``[rows, g, n * d, r]`` by side and bundle.
     """
@@ -44,6 +47,7 @@ class Cohort:
     places: Tensor | None = None
     scores: Tensor | None = None
     noise: Tensor | None = None
+    record: bool = False
     bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -62,6 +66,24 @@ class Cohort:
                 yield tensor
         yield from self.bases.values()
 
+    def kept(self, start: int, stop: int) -> None:
+        """Keep the stored tokens `start` … `stop` alone, oldest first, of plain rows."""
+
+        def cut(parts: list[Part]) -> list[Part]:
+            found, begin = [], 0
+            for part in parts:
+                piece = part.cut(
+                    min(max(start - begin, 0), part.tokens), min(max(stop - begin, 0), part.tokens)
+                )
+                assert piece is not None  # nothing that is stored plainly shares scales
+                if piece.tokens:
+                    found.append(piece)
+                begin += part.tokens
+            return found
+
+        self.keys = [cut(parts) for parts in self.keys]
+        self.values = [cut(parts) for parts in self.values]
+
     def selected(self, places: list[int], rows: list[int]) -> "Cohort":
         """Return the rows at `places` of this cohort as the rows `rows` of a new batch."""
 
@@ -76,6 +98,7 @@ class Cohort:
 
         return Cohort(
             rows=rows, seen=self.seen, keys=pick_all(self.keys), values=pick_all(self.values),
-            places=pick_one(self.places), scores=pick_one(self.scores), noise=pick_one(self.noise),
+            record=self.record, places=pick_one(self.places), scores=pick_one(self.scores),
+            noise=pick_one(self.noise),
             bases={key: pick(basis) for key, basis in self.bases.items()},
         )  # fmt: skip

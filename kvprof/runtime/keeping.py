@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprof.methods.plan import LayerPlan, Placement, Plan
-from kvprof.methods.tokens import eviction_units, segments
+from kvprof.methods.tokens import Segment, eviction_units, segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import KeyBlock, KeySide, Scoring, logits, slices, softmax
 from kvprof.runtime.clock import part as marked
@@ -169,7 +169,10 @@ class Keeper:
         wanted = segments(self.plan, self.layer, cohort.seen)
         for place, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
             parts = [*(old[place] if old else []), plain_part(latent)]
-            dropped = sum(part.tokens for part in parts) - wanted[-1].stop
+            candidates = sum(part.tokens for part in parts)
+            if cohort.record and self.layer.sliding_window is not None:
+                wanted = [Segment(0, candidates, wanted[-1].level, quantised=False)]
+            dropped = candidates - wanted[-1].stop
             chosen = None if index is None else self._chosen(index, bundle)
             kept = []
             for segment in wanted:

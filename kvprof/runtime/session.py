@@ -87,6 +87,16 @@ class Compression:
         """Whether keys are rebuilt before RoPE somewhere."""
         return any(layer.rebuilds for layer in self._layers)
 
+    def leave_kernels(self, cache: CompressedCache, reason: str) -> None:
+        """Take a cache off the kernels, with what is in it.
+
+        Raises
+        ------
+        UsageError
+            When nothing but the kernels is to run.
+        """
+        self.route.leave(cache, cache.get_seq_length(), self._layers, reason)
+
     def new_cache(self, capacity: int | None = None) -> CompressedCache:
         """Make an empty cache to pass as ``past_key_values``.
 
@@ -208,9 +218,11 @@ class Compression:
             )
             with part("decompress"):
                 table = cache.angles(index, rotation, batch)
+        store.trim()
         self._regroup(store.cohorts, store.seen)
         output: Tensor | None = None
         for cohort in store.cohorts:
+            cohort.record = store.record_past
             hidden = max(0, self._starts[cohort.rows[0]] - store.seen) if not cohort.seen else 0
             if hidden >= tokens:
                 continue

@@ -137,15 +137,6 @@ def test_a_static_cache_that_is_too_small_says_so() -> None:
             model.model(token_ids(1, 1), past_key_values=cache)
 
 
-def test_rolling_back_is_refused() -> None:
-    model = loaded("Llama")
-    with compressed(model, make_plan(model)) as session:
-        cache = session.new_cache()
-        model.model(token_ids(1, 6), past_key_values=cache)
-        with pytest.raises(UsageError, match="cannot be rolled back"):
-            cache.crop(-1)
-
-
 def test_a_latent_that_has_no_room_in_a_query_head_is_refused() -> None:
     model = loaded("GPT2")
     plan = make_plan(model, heads=2, fold_keys=True)

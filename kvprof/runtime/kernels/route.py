@@ -151,15 +151,10 @@ class KernelRoute:
             )
         plain = mask.plain and state.continues(mask.starts, past)
         if not plain:
-            if self.wanted == "on":
-                raise UsageError(
-                    f"{_MASKED}, and the kernels see every token from a row's first real one on; "
-                    "leave kernels='on' out"
-                )
-            self._leave(cache, past, runtimes, _MASKED)
+            self.leave(cache, past, runtimes, _MASKED)
             return
         if not state.first and tokens < self.least_tokens:
-            self._leave(cache, past, runtimes, self._short)
+            self.leave(cache, past, runtimes, self._short)
             return
         state.begin(mask.starts, past, tokens)
         masks.needed = not all(layer is not None for layer in self._layers)
@@ -222,10 +217,18 @@ class KernelRoute:
             self._at[key] = runs_on_kernels(self._plan, layer, facts, device, dtype)
         return self._at[key]
 
-    def _leave(
+    def leave(
         self, cache: "CompressedCache", past: int, runtimes: list["LayerRuntime"], reason: str
     ) -> None:
-        """Hand what the kernels have stored over to the layers that run on torch."""
+        """Hand what the kernels have stored over to the layers that run on torch.
+
+        Raises
+        ------
+        UsageError
+            When nothing but the kernels is to run.
+        """
+        if self.wanted == "on":
+            raise UsageError(f"{reason}; leave kernels='on' out")
         assert cache.kernels is not None
         cache.take_angles(cache.kernels, past)
         for layer, store, runtime in zip(self._layers, cache.layers, runtimes, strict=True):
@@ -243,7 +246,10 @@ class KernelRoute:
             )
 
 
-_MASKED = "the attention mask hides more than padding on the left"
+_MASKED = (
+    "the attention mask hides more than padding on the left, and the kernels see every token from "
+    "a row's first real one on"
+)
 
 
 def _patterns(loaded: LoadedModel) -> list[str | None]:
