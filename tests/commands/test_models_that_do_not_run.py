@@ -50,7 +50,8 @@ def test_another_model_at_the_same_path_takes_nothing_from_the_cache(
         path = tmp_path / "result.json"
         done = kvprof(
             "frontier", folder, "--methods", "fp8", "--text", "prose", "--sequences", "2",
-            "--seq-len", "16", "--tasks", "none", "--metric", "perplexity", "--json", path, "--force",
+            "--seq-len", "16", "--tasks", "none", "--metric", "perplexity",
+            "--json", path, "--force",
         )  # fmt: skip
         assert done.code == 0, done.stderr
         inputs = json.loads(path.read_text())["inputs"]
