@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvprof import console, interrupt, scratch
+from kvprof.child import child_environment
 from kvprof.errors import ExitCode, KvprofError
 from kvprof.leash import follow_parent
 from kvprof.version import __version__
@@ -228,6 +229,8 @@ def main() -> None:
     interrupt.fill_closed_streams()
     follow_parent()
     console.shield_stderr()
+    # Processes that libraries start take no code from the working folder either.
+    os.environ.update(child_environment())
     try:
         app(prog_name="kvprof")
     except SystemExit as end:

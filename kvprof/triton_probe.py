@@ -6,10 +6,10 @@ in the user's kernel cache, and a compiler that crashes must not take kvprof wit
 
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from kvprof.child import child_environment, module_command
 from kvprof.environment import package_version
 from kvprof.scratch import ScratchFolder
 
@@ -47,13 +47,12 @@ def probe_triton() -> TritonState:
     if version is None or find_spec("triton") is None:
         return TritonState(version, False, interpreted, "Triton is not installed")
     with ScratchFolder("triton") as cache:
-        settings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        settings = child_environment()
+        settings.pop("TRITON_INTERPRET", None)
         settings["TRITON_CACHE_DIR"] = cache
-        # The new process must find this kvprof, wherever it was imported from.
-        settings["PYTHONPATH"] = os.pathsep.join(sys.path)
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "kvprof.triton_probe_kernel"],
+                module_command("kvprof.triton_probe_kernel"),
                 env=settings,
                 capture_output=True,
                 text=True,

@@ -11,6 +11,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 from kvprof import console
+from kvprof.child import child_environment
 from kvprof.commands.run_source import runs_folder
 from kvprof.errors import ExitCode, FailedError, UsageError
 from kvprof.leash import Leash
@@ -148,7 +149,7 @@ def run_plainly(watched: Watched) -> int:
     """Run the command on these streams, without a view, and return its exit code."""
     command = [*PROGRAM, *watched.arguments]
     leash = Leash()
-    with leash.start(command, stdin=subprocess.DEVNULL) as process:
+    with leash.start(command, stdin=subprocess.DEVNULL, env=child_environment()) as process:
         while True:
             try:
                 code = process.wait()

@@ -6,20 +6,21 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 from urllib.parse import urlsplit
 
+from kvprof.child import child_environment, module_command
 from kvprof.errors import ExitCode, FailedError, LackingError, UsageError
 from kvprof.reproduction.cluster_machine import ClusterMachine
 from kvprof.reproduction.recipe import Needs
-from kvprof.reproduction.runner import KVPROF, CellCommand, Ended, Outcome
+from kvprof.reproduction.runner import CellCommand, Ended, Outcome
 from kvprof.requirements import extra_command, install_command
 
 __all__ = ["AUTO", "Cluster"]
@@ -48,8 +49,8 @@ class Cluster:
     address : str
         ``HOST:PORT``, ``ray://HOST:PORT``, or `AUTO`: the cluster that Ray finds, or else one of
         this machine alone, which ends with the connection.
-    program : sequence of str
-        What Python is given to run a cell.
+    program : sequence of str, optional
+        What Python is given to run a cell; kvprof when not given.
     patience : float
         Seconds that cells wait for a machine when no one is left that could run them.
 
@@ -62,12 +63,12 @@ class Cluster:
     """
 
     def __init__(
-        self, address: str = AUTO, *, program: Sequence[str] = KVPROF, patience: float = 30.0
+        self, address: str = AUTO, *, program: Sequence[str] | None = None, patience: float = 30.0
     ) -> None:
         if address == AUTO:  # Ray's own first rule
             address = os.environ.get("RAY_ADDRESS") or AUTO
         self._address = address
-        self._program = list(program)
+        self._program = None if program is None else list(program)
         self._patience = patience
         self._machine: ClusterMachine | None = None
         self._hosts: list[str] = []
@@ -84,12 +85,15 @@ class Cluster:
         """Start the process that talks to Ray."""
         if self._end_point is not None:
             self._reach(*self._end_point)
+        self._nowhere = tempfile.TemporaryDirectory(prefix="kvprof-ray-")
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvprof.reproduction.cluster_driver"],
+            module_command("kvprof.reproduction.cluster_driver"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             # The terminal's Ctrl-C is for this process, which says what is to end.
             start_new_session=True,
+            # Ray gives its workers the folder of whoever connects as a place of code.
+            cwd=self._nowhere.name, env=child_environment(),
         )  # fmt: skip
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -111,6 +115,7 @@ class Cluster:
             self._process.kill()
             self._process.wait()
         self._errors.close()
+        self._nowhere.cleanup()
 
     def _reach(self, host: str, port: int) -> None:
         # Ray would try for minutes.
@@ -153,7 +158,13 @@ class Cluster:
         extras = list(dict.fromkeys(one for need in needs for one in need.extras))
         weights = list(dict.fromkeys(one for need in needs for one in need.weights))
         self._send(
-            {"address": self._address, "version": version, "extras": extras, "weights": weights}
+            {
+                "address": self._address,
+                "version": version,
+                "extras": extras,
+                "weights": weights,
+                "folder": str(Path.cwd()),
+            }
         )
         self._expect("connected", _CONNECT_SECONDS)
         found = self._expect("machines", _DESCRIBE_SECONDS)["machines"]

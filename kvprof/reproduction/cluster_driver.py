@@ -63,7 +63,8 @@ def _serve(lines: IO[str], said: IO[str]) -> None:
         if text := lines.readline():
             stop = threading.Event()
             threading.Thread(target=_listen, args=(lines, stop), daemon=True).start()
-            _Cells(json.loads(text), request["version"], machines, said, stop).run()
+            known = {key: request[key] for key in ("version", "folder")}
+            _Cells({**json.loads(text), **known}, machines, said, stop).run()
     finally:
         ray.shutdown()
 
@@ -83,10 +84,35 @@ def _connect(address: str) -> None:
     except ConnectionError:
         if address != "auto":
             raise
-        ray.init(
-            "local", num_cpus=usable_threads(), object_store_memory=_STORE_BYTES,
-            include_dashboard=False, **quiet,
-        )  # fmt: skip
+        _start_here(quiet)
+
+
+def _start_here(quiet: dict[str, Any]) -> None:
+    """Start a cluster of this machine alone, which nobody else's machine can reach.
+
+    Raises
+    ------
+    _RefusedError
+        When Ray would listen beyond the loopback interface.
+    """
+    import ray
+    from ray._private import ray_constants
+
+    # Ray's own word for a machine without a cluster: everything listens on the loopback interface.
+    # It has read the variable already; the processes that it starts read it now.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    ray.init(
+        "local", num_cpus=usable_threads(), object_store_memory=_STORE_BYTES,
+        include_dashboard=False, **quiet,
+    )  # fmt: skip
+    own = {node["NodeManagerAddress"] for node in ray.nodes()}
+    if own != {"127.0.0.1"}:
+        ray.shutdown()
+        raise _RefusedError(
+            f"Ray {ray.__version__} would listen on {', '.join(sorted(own))}, where other machines "
+            "reach it; start a cluster yourself (ray start --head) and give its address"
+        )
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -116,7 +142,7 @@ def _machines(request: dict[str, Any]) -> list[dict[str, Any]]:
         describe = ray.remote(cluster_task.describe).options(
             num_cpus=0, max_retries=0, scheduling_strategy=there
         )
-        known = (request["version"], request["extras"], request["weights"])
+        known = (request[key] for key in ("version", "extras", "weights", "folder"))
         asked[describe.remote(*known)] = node
     ready, late = _wait_for_all(list(asked), _ANSWER_SECONDS)
     if late:
@@ -179,13 +205,13 @@ class _Cells:
     def __init__(
         self,
         request: dict[str, Any],
-        version: str,
         machines: list[dict[str, Any]],
         said: IO[str],
         stop: threading.Event,
     ) -> None:
         self._request = request
-        self._version = version
+        # This process has a folder of its own: Ray would let its workers take code from there.
+        self._folder = Path(request["folder"])
         self._machines = machines
         self._said = said
         self._stop = stop
@@ -216,14 +242,15 @@ class _Cells:
 
         digest, gpus = cell["digest"], cell["gpus"]
         self._attempts[digest] = self._attempts.get(digest, 0) + 1
-        files = named_files(cell["words"])
+        files = named_files(cell["words"], self._folder)
+        travelling = [name for name in files if _travels(self._folder, name)]
         task = {
             "words": cell["words"],
             "program": self._request["program"],
-            "version": self._version,
-            "folder": str(Path.cwd()),
+            "version": self._request["version"],
+            "folder": str(self._folder),
             "files": files,
-            "contents": {name: [self._content(name)] for name in files if _travels(name)},
+            "contents": {name: [self._content(name)] for name in travelling},
             "environment": self._request["environment"],
         }
         # Not Ray's own retries: they are silent, and for want of memory without a bound.
@@ -236,7 +263,7 @@ class _Cells:
         import ray
 
         if name not in self._put:
-            self._put[name] = ray.put(Path(name).read_bytes())
+            self._put[name] = ray.put((self._folder / name).read_bytes())
         return self._put[name]
 
     def _take(self, one: Any) -> None:
@@ -302,9 +329,9 @@ class _Cells:
         _say(self._said, event="ended", digest=digest, attempt=self._attempts[digest], **found)
 
 
-def _travels(name: str) -> bool:
-    path = Path(name)
-    inside = not path.is_absolute() and ".." not in path.parts
+def _travels(folder: Path, name: str) -> bool:
+    path = folder / name
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
     return inside and path.is_file() and path.stat().st_size <= WHOLE_BYTES
 
 

@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["describe", "run_cell"]
 
 
-def describe(version: str, extras: list[str], weights: list[str]) -> dict[str, Any]:
+def describe(version: str, extras: list[str], weights: list[str], folder: str) -> dict[str, Any]:
     """Return what the machine has.
 
     Parameters
@@ -24,6 +24,8 @@ def describe(version: str, extras: list[str], weights: list[str]) -> dict[str, A
         From `kvprof.reproduction.store.code_version`, where the run was started.
     extras, weights : list of str
         Asked for.
+    folder : str
+        In which the run was started.
 
     Returns
     -------
@@ -41,7 +43,7 @@ def describe(version: str, extras: list[str], weights: list[str]) -> dict[str, A
         "cpu": machine.cpu,
         "gpus": list(machine.gpus),
         "extras": [name for name in extras if has_extra(name)],
-        "weights": [name for name in weights if Path(name).is_dir() or has_weights(name)],
+        "weights": [name for name in weights if Path(folder, name).is_dir() or has_weights(name)],
     }
 
 

@@ -3,21 +3,18 @@
 import contextlib
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from kvprof.child import child_environment, child_python, module_command
 from kvprof.errors import ExitCode
 from kvprof.leash import Leash
 from kvprof.records.schema import validate_result
 
-__all__ = ["KVPROF", "CellCommand", "Ended", "OneByOne", "Outcome", "Pool", "Runner", "run_child"]
-
-#: What Python is given to start kvprof.
-KVPROF = ("-m", "kvprof")
+__all__ = ["CellCommand", "Ended", "OneByOne", "Outcome", "Pool", "Runner", "run_child"]
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
@@ -136,11 +133,11 @@ def run_child(
     words: Sequence[str],
     should_stop: Callable[[], bool],
     *,
-    program: Sequence[str] = KVPROF,
+    program: Sequence[str] | None = None,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run ``python -m kvprof WORDS --json -`` and return its result.
+    """Run ``kvprof WORDS --json -`` and return its result.
 
     The result comes through a pipe, so that no full disk can lose it.
 
@@ -149,19 +146,20 @@ def run_child(
     words : sequence of str
     should_stop : callable
         Asked a few times a second; when it says yes, the process is ended and its work dropped.
-    program : sequence of str
-        What Python is given before the words.
+    program : sequence of str, optional
+        What Python is given before the words; this kvprof when not given.
     folder : Path, optional
         To run in; this process's when not given.
     environment : mapping, optional
         Of the process; this one's when not given.
     """
-    command = [sys.executable, *program, *words, "--json", "-"]
+    start = module_command("kvprof") if program is None else child_python(*program)
+    command = [*start, *words, "--json", "-"]
     leash = Leash()
     try:
         process = leash.start(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            cwd=folder, env=environment,
+            cwd=folder, env=child_environment(environment),
         )  # fmt: skip
     except OSError as problem:
         return Outcome(None, int(ExitCode.FAILED), f"cannot be started: {problem.strerror}")

@@ -74,12 +74,19 @@ def cell_digest(words: Sequence[str], device: str, version: str) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:_SHORT]
 
 
-def named_files(words: Sequence[str]) -> dict[str, Any]:
-    """Return the files and models' folders that a command names, each with its `known_content`."""
+def named_files(words: Sequence[str], folder: Path = Path()) -> dict[str, Any]:
+    """Return the files and models' folders that a command names, each with its `known_content`.
+
+    Parameters
+    ----------
+    words : sequence of str
+    folder : Path
+        In which the command is run.
+    """
     files: dict[str, Any] = {}
     for word in words:
         for piece in {word, word.partition("=")[2], *word.split(",")}:
-            if piece and (found := known_content(Path(piece))) is not None:
+            if piece and (found := known_content(folder / piece)) is not None:
                 files[piece] = found
     return files
 

@@ -1,14 +1,13 @@
 """The measurement that the view started: a process of its own, whose words and exit code count."""
 
 import contextlib
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from kvprof.child import child_environment, module_command
 from kvprof.errors import ExitCode, FailedError
 from kvprof.leash import Leash
 from kvprof.scratch import open_temporary
@@ -16,7 +15,7 @@ from kvprof.scratch import open_temporary
 __all__ = ["MESSAGES_NAME", "PROGRAM", "REPORT_NAME", "Worker"]
 
 #: How kvprof is run as a process of its own.
-PROGRAM = (sys.executable, "-m", "kvprof")
+PROGRAM = tuple(module_command("kvprof"))
 
 #: In the run's folder: what the measurement wrote to stdout and to stderr.
 REPORT_NAME = "report.txt"
@@ -75,7 +74,7 @@ class Worker:
         FailedError
             When it cannot be started, or its streams cannot be written.
         """
-        environment = os.environ | {"COLUMNS": str(self._width)}
+        environment = child_environment() | {"COLUMNS": str(self._width)}
         try:
             with self._stream(REPORT_NAME) as report, self._stream(MESSAGES_NAME) as messages:
                 self._process = self._leash.start(

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from kvprof.child import child_environment, child_python
 from kvprof.errors import ExitCode, LackingError, UsageError
 from kvprof.records.files import read_result
 from kvprof.reproduction import cluster as cluster_module
@@ -371,3 +373,45 @@ def test_threads_are_what_they_are_here_and_not_what_ray_sets(
         one = task(tmp_path, "x", program=("-c", shows), environment=carried)
         seen.append(cluster_task.run_cell(one)["message"])
     assert seen == ["3", "unset"]
+
+
+def test_code_of_the_working_folder_is_not_run(
+    machines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("yaml", "jsonschema", "kvprof"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    with Cluster(machines.address) as cluster:
+        cluster.machine(code_version(), [])
+    assert not (tmp_path / "trace").exists()
+
+
+# What kvprof's own driver does where it finds no cluster, and what then listens.
+LISTENERS = """\
+import json, psutil
+from kvprof.reproduction.cluster_driver import _start_here
+_start_here({"log_to_driver": False})
+import ray
+ray.get(ray.remote(lambda: 1).remote())
+own = psutil.Process()
+print("listen", json.dumps([
+    (process.name(), one.laddr.ip)
+    for process in (own, *own.children(recursive=True))
+    for one in process.net_connections("inet")
+    if one.status == psutil.CONN_LISTEN
+]))
+ray.shutdown()
+"""
+
+
+def test_a_cluster_of_ones_own_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        child_python("-c", LISTENERS), cwd=tmp_path, env=child_environment(),
+        capture_output=True, text=True, check=False, timeout=SECONDS,
+    )  # fmt: skip
+    said = [line for line in done.stdout.splitlines() if line.startswith("listen ")]
+    if not said and "_RefusedError" not in done.stderr:
+        pytest.skip(f"Ray cannot start here: {done.stderr[-200:]}")
+    sockets = json.loads(said[0].removeprefix("listen "))
+    assert len(sockets) > 3
+    assert {ip.removeprefix("::ffff:") for _, ip in sockets} <= {"127.0.0.1", "::1"}, sockets

@@ -3,13 +3,13 @@
 import json
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from kvprof.analysis.jct import interpolated
+from kvprof.child import child_environment, child_python
 from kvprof.errors import FailedError
 from kvprof.leash import Leash
 
@@ -76,7 +76,7 @@ class AllReduce:
 
 def measure_all_reduce(
     tp: int, *, count: Callable[[], int] = torch.cuda.device_count,
-    program: Sequence[str] = (sys.executable, "-c", _PROGRAM),
+    program: Sequence[str] = tuple(child_python("-c", _PROGRAM)),
 ) -> AllReduce | None:  # fmt: skip
     """Measure NCCL's all-reduce over `tp` GPUs; None where there are not as many.
 
@@ -104,6 +104,7 @@ def measure_all_reduce(
         leashes[rank].start(
             [*program, str(rank), str(tp), json.dumps(sizes), str(port)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=child_environment(),
         )
         for rank in range(tp)
     ]  # fmt: skip
