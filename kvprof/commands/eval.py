@@ -117,7 +117,7 @@ def eval(
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
     outputs.check()
-    request = PlanRequest(
+    asked = PlanRequest(
         split_methods(method),
         rate,
         removal,
@@ -126,7 +126,7 @@ def eval(
         calibrate_tokens,
         method_options(allocation, grid, minimum, option),
     )
-    check_request(request)
+    request = check_request(asked)
     chosen = _harness(harness, harness_limit, harness_include, batch_size)
     loaded = load_for_command(
         model,

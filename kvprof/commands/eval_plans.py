@@ -1,6 +1,6 @@
 """The plans that ``eval`` compares: those asked for, from one calibration, and FP8 beside them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,13 @@ def split_methods(given: list[str] | None) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_request(request: PlanRequest) -> None:
+def check_request(request: PlanRequest) -> PlanRequest:
     """Refuse what contradicts itself or would mean nothing, before the model is loaded.
+
+    Returns
+    -------
+    PlanRequest
+        The same with its options as what the methods declare them to be.
 
     Raises
     ------
@@ -74,8 +79,8 @@ def check_request(request: PlanRequest) -> None:
         calibrate_tokens=request.calibrate_tokens, options=request.options,
     )  # fmt: skip
     if request.plan_file is not None:
-        return
-    from kvprof.methods.registry import calibration_needs
+        return request
+    from kvprof.methods.registry import calibration_needs, typed_options
 
     rated = [method for method in request.methods if method not in ALWAYS]
     needs = [calibration_needs(method, **request.options) for method in rated]
@@ -91,6 +96,8 @@ def check_request(request: PlanRequest) -> None:
         )
     if request.options and not rated:
         raise UsageError(f"{' and '.join(request.methods)} have no options")
+    typed = [typed_options(method, request.options) for method in rated]
+    return replace(request, options={key: one for own in typed for key, one in own.items()})
 
 
 def make_plans(

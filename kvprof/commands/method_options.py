@@ -1,6 +1,5 @@
 """Options that say which method, how much of it, and what it is calibrated on."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,8 +113,8 @@ def method_options(
     allocation, grid, minimum
         From the command line.
     extra : list of str or None
-        ``KEY=VALUE``; values are read as whole numbers, numbers, ``true`` or ``false``, several of
-        these with commas between them, or else as text.
+        ``KEY=VALUE``; values stay text, which `kvprof.methods.registry.typed_options` reads as what
+        the method declares.
 
     Raises
     ------
@@ -131,24 +130,5 @@ def method_options(
             raise UsageError(f"--option {entry!r}: write KEY=VALUE, for example heads=4")
         if key in options:
             raise UsageError(f"--option {entry!r}: {key} is given twice")
-        options[key] = _value(value.strip())
+        options[key] = value.strip()
     return options
-
-
-def _value(text: str) -> Any:
-    """Read one value of ``--option``."""
-    if "," in text:
-        return tuple(_value(part.strip()) for part in text.split(","))
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    if not math.isfinite(number):
-        raise UsageError(f"--option: {text} is no number that an option can have")
-    return number

@@ -10,7 +10,7 @@ from typing import Any
 from kvprof.errors import UsageError
 from kvprof.methods.named import ALWAYS, COMBINATIONS, ENTRY_POINTS, method_names
 from kvprof.methods.papers import papers_named
-from kvprof.methods.registry import METHODS, calibration_needs
+from kvprof.methods.registry import METHODS, calibration_needs, typed_options
 
 __all__ = ["MethodRequest", "method_entries", "option_names", "parse_methods"]
 
@@ -62,6 +62,7 @@ def parse_methods(
         method has.
     """
     requests: list[MethodRequest] = []
+    taken: set[str] = set()
     for label, method, written in method_entries(text):
         calibration_needs(method)  # refuses an unknown name
         known = option_names(method)
@@ -71,9 +72,10 @@ def parse_methods(
                 has = f"it has {', '.join(known)}" if known else "it has none"
                 raise UsageError(f"--methods {label}: {method} has no option {option}: {has}")
         shared = {key: value for key, value in common.items() if key in known and key not in own}
-        requests.append(MethodRequest(label, method, {**shared, **own}))
+        taken |= shared.keys()
+        requests.append(MethodRequest(label, method, typed_options(method, {**shared, **own})))
     for option, value in common.items():
-        if all(request.options.get(option) != value for request in requests):
+        if option not in taken:
             raise UsageError(f"--{option} {value}: none of the methods takes it from there")
     labels = [request.label for request in requests]
     if twice := [label for label in labels if labels.count(label) > 1]:

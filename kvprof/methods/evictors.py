@@ -5,6 +5,7 @@ from dataclasses import replace
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.full import full_plan
+from kvprof.methods.option_types import Count
 from kvprof.methods.plan import Plan
 from kvprof.methods.storage import Eviction
 
@@ -18,7 +19,7 @@ _KINDS = {"sink-recent": "recent"}
 _MOST = 0.99
 
 
-def evictor_family(name: str, inputs: MethodInputs, *, sink: int = 4) -> PlanFamily:
+def evictor_family(name: str, inputs: MethodInputs, *, sink: Count = 4) -> PlanFamily:
     """Return the plans of an evictor alone; the knob is the share of tokens dropped.
 
     Parameters

@@ -1,7 +1,8 @@
 """The contract of a method: from what is known of a model to plans that one knob turns.
 
 A method is one function ``method(inputs, *, option=default, …) -> PlanFamily``. Its keyword-only
-arguments are its options; the registry refuses any other. A package of one's own registers such a
+arguments are its options, and their annotations what each takes (`kvprof.methods.option_types`);
+the registry refuses any other. A package of one's own registers such a
 function under the entry-point group ``kvprof.methods``.
 """
 

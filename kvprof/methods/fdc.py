@@ -1,6 +1,7 @@
 """``fdc``: joint bases of Q and K and of V and W_O, one removal rate for all (FDC §5)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.option_types import Allocation, KeyBasis, Positive, ValueBasis
 from kvprof.methods.projected import projected
 
 __all__ = ["fdc"]
@@ -9,11 +10,11 @@ __all__ = ["fdc"]
 def fdc(
     inputs: MethodInputs,
     *,
-    keys: str = "svd-qk",
-    values: str = "svd-vo",
-    allocation: str = "removal",
-    grid: int = 16,
-    minimum: int = 16,
+    keys: KeyBasis = "svd-qk",
+    values: ValueBasis = "svd-vo",
+    allocation: Allocation = "removal",
+    grid: Positive = 16,
+    minimum: Positive = 16,
 ) -> PlanFamily:
     """Return FDC's plans: Q and K projected online after RoPE, V folded (FDC §5.1, §5.2, eq. 1).
 

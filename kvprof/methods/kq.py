@@ -1,6 +1,7 @@
 """``kq``: the optimal pairs of bases for ``Q Kᵀ`` and for ``V W_O`` (KQ-SVD, arXiv 2512.05916)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.option_types import Allocation, KeyBasis, Positive, ValueBasis
 from kvprof.methods.projected import projected
 
 __all__ = ["kq"]
@@ -9,11 +10,11 @@ __all__ = ["kq"]
 def kq(
     inputs: MethodInputs,
     *,
-    keys: str = "kq",
-    values: str = "vo-opt",
-    allocation: str = "removal",
-    grid: int = 16,
-    minimum: int = 16,
+    keys: KeyBasis = "kq",
+    values: ValueBasis = "vo-opt",
+    allocation: Allocation = "removal",
+    grid: Positive = 16,
+    minimum: Positive = 16,
 ) -> PlanFamily:
     """Return plans of the optimal pair, at run time as cheap as ``fdc``.
 

@@ -12,6 +12,7 @@ from kvprof.methods.low_rank import (
     low_rank_layers,
     rank_targets,
 )
+from kvprof.methods.option_types import Allocation, Count, Positive
 from kvprof.methods.pair_bases import shared_bases
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.projected import has_rope, value_folds
@@ -23,11 +24,11 @@ __all__ = ["palu"]
 def palu(
     inputs: MethodInputs,
     *,
-    heads: int = 4,
-    allocation: str = "uniform",
+    heads: Count = 4,
+    allocation: Allocation = "uniform",
     hadamard: bool = False,
-    grid: int = 32,
-    minimum: int = 16,
+    grid: Positive = 32,
+    minimum: Positive = 16,
 ) -> PlanFamily:
     """Return Palu's plans: whitened decomposition of W_K and W_V over groups of heads.
 

@@ -9,11 +9,11 @@ are listed, any other works as well. ``method:paper`` is the paper's own setting
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Annotated, Any
 
 from kvprof.analysis.linalg import few_threads
 from kvprof.errors import FailedError, UsageError
@@ -26,6 +26,7 @@ from kvprof.methods.full import full
 from kvprof.methods.kq import kq
 from kvprof.methods.libraries import LIBRARIES, load_library
 from kvprof.methods.named import ENTRY_POINTS, method_names
+from kvprof.methods.option_types import Among, option_types, read_option
 from kvprof.methods.palu import palu
 from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
@@ -40,6 +41,7 @@ __all__ = [
     "METHODS",
     "calibration_needs",
     "plan_family",
+    "typed_options",
 ]
 
 #: One function per name in `kvprof.methods.named.OWN`; its keyword-only arguments are its options.
@@ -83,6 +85,8 @@ _NEEDS |= {
     for name, setting in PAPERS.items()
 }
 _ALL_HEADS = 2**20
+# Says how the calibration weighs heads; no method is given it.
+_CALIBRATIONS = "fisher_form"
 _BIT_SUFFIX = re.compile(r"(.+)-([2348])bit(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
 # Columns that share a scale after ``-4bit``; None is a token's whole row, which Palu takes (§4.1).
 _GROUP = 32
@@ -113,16 +117,12 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     Raises
     ------
     UsageError
-        For an unknown name, or an option that the method does not have.
+        For an unknown name, or an option that the method does not have or cannot take.
     LackingError
         When it quantises with a library that is not installed.
     """
-    installed = _installed()
-    function = METHODS.get(name)
-    if function is None and name in installed:
-        function = _load(installed[name])
-    if function is not None:
-        _refuse_unknown(name, function, options)
+    options = typed_options(name, options)
+    if (function := _function(name)) is not None:
         if name in PAPERS:
             paper = {"name": name, "differs": PAPERS[name].told(options)}
             inputs = replace(inputs, made={**inputs.made, "paper": paper})
@@ -132,6 +132,41 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     if not modifiers:
         raise _unknown(name)
     return _combined(name, base, modifiers, inputs, options)
+
+
+def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as what the method declares them to be.
+
+    Parameters
+    ----------
+    name : str
+        Of a method or a combination; for the latter also ``bits`` and ``keep``, as `plan_family`.
+    options : mapping
+        Texts of a command line, or values. ``fisher_form`` is the calibration's and stays.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name, an option that there is not, or a value that it does not take.
+    """
+    if (function := _function(name)) is not None:
+        return _read_options(name, option_types(function), options)
+    base, modifiers = _parts(name)
+    if not modifiers:
+        raise _unknown(name)
+    quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
+    types: dict[str, Any] = {}
+    if quantisers:
+        types["bits"] = Annotated[int, Among(*QUANTISERS[quantisers[0]][1])]
+    elif "bits" in options:
+        raise UsageError(f"{name} has no option bits")
+    if any(one.name in EVICTORS for one in modifiers):
+        types["keep"] = float
+    elif "keep" in options:
+        raise UsageError(f"{name} has no option keep: it evicts nothing")
+    beside = _read_options(name, types, {key: options[key] for key in types if key in options})
+    own = {key: value for key, value in options.items() if key not in types}
+    return {**typed_options(base, own), **beside}
 
 
 def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
@@ -157,17 +192,18 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
         if part in LIBRARIES:
             load_library(part)
     if name in _installed():
+        typed_options(name, options)
         needs: CalibrationNeeds | None = getattr(_load(_installed()[name]), "needs", _RANDOM)
         return needs
+    options = typed_options(name, options)
     if name not in METHODS:
-        base, modifiers = _parts(name)
-        if not modifiers:
-            raise _unknown(name)
-        return calibration_needs(base, **options)
+        own = {key: value for key, value in options.items() if key not in ("bits", "keep")}
+        return calibration_needs(_parts(name)[0], **own)
     if name not in _NEEDS:
         return None
     needs = _NEEDS[name]
-    heads = options.get("heads", _signature(METHODS[name]).get("heads", 1))
+    default = inspect.signature(METHODS[name]).parameters.get("heads")
+    heads = options.get("heads", default.default if default is not None else 1)
     if heads == 1:
         return needs
     # 0 is all heads of a layer; no layer has more than this.
@@ -202,12 +238,6 @@ def _combined(
 ) -> PlanFamily:
     own = {key: value for key, value in options.items() if key not in ("bits", "keep")}
     family = plan_family(base, inputs, **own)
-    if "keep" in options and not any(one.name in EVICTORS for one in modifiers):
-        raise UsageError(f"{name} has no option keep: it evicts nothing")
-    if "bits" in options and not any(
-        one.name in QUANTISERS and one.bits is None for one in modifiers
-    ):
-        raise UsageError(f"{name} has no option bits")
     # Evict before quantising: the halves of the rate are shared out on unquantised plans.
     for one in sorted(modifiers, key=lambda one: one.name in QUANTISERS):
         if one.name in EVICTORS:
@@ -216,7 +246,7 @@ def _combined(
         elif one.bits is not None:
             family = _quantising(family, one.bits, partial(per_token, group=one.group))
         else:
-            bits = options.get("bits") or QUANTISERS[one.name][2]
+            bits = options.get("bits", QUANTISERS[one.name][2])
             family = _quantising(family, bits, one.name)
     # What cannot be combined is found out now, not when the first plan is wanted.
     family.build((family.settings or family.bounds)[0])
@@ -303,23 +333,27 @@ def _load(point: EntryPoint) -> Callable[..., PlanFamily]:
     return loaded
 
 
-def _refuse_unknown(
-    name: str, function: Callable[..., PlanFamily], options: dict[str, Any]
-) -> None:
-    known = _signature(function)
-    for option in options:
-        if option not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise UsageError(f"{name} has no option {option}: {has}")
+def _function(name: str) -> Callable[..., PlanFamily] | None:
+    """Return a method's function, or None for a combination or an unknown name."""
+    installed = _installed()  # which refuses one that has the name of another
+    if name in METHODS:
+        return METHODS[name]
+    return _load(installed[name]) if name in installed else None
 
 
-def _signature(function: Callable[..., PlanFamily]) -> dict[str, Any]:
-    """Return a method's options and their defaults."""
-    return {
-        parameter.name: parameter.default
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+def _read_options(
+    name: str, types: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    found = {}
+    for option, value in options.items():
+        if option == _CALIBRATIONS:
+            found[option] = value
+            continue
+        if option not in types:
+            has = f"it has {', '.join(types)}" if types else "it has none"
+            raise UsageError(f"{name} has no option {option[:40]}: {has}")
+        found[option] = read_option(name, option, types[option], value)
+    return found
 
 
 def _unknown(name: str) -> UsageError:

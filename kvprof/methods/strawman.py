@@ -3,13 +3,14 @@
 from kvprof.analysis.rank_allocation import Grid, share_of
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import KNOBS
+from kvprof.methods.option_types import Positive
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.soundness import refuse_latent_attention
 
 __all__ = ["strawman"]
 
 
-def strawman(inputs: MethodInputs, *, grid: int = 16, minimum: int = 16) -> PlanFamily:
+def strawman(inputs: MethodInputs, *, grid: Positive = 16, minimum: Positive = 16) -> PlanFamily:
     """Return plans whose bases prefill finds per sequence and head; the same rank for all.
 
     Parameters

@@ -1,14 +1,16 @@
 """``svd-k``, ``svd-v`` and ``svd-kv``: bases of K or V alone, the plain choice (ZACK §3.1)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.option_types import Allocation, Positive
 from kvprof.methods.projected import projected
 
 __all__ = ["svd_k", "svd_kv", "svd_v"]
 
 
 def svd_kv(
-    inputs: MethodInputs, *, allocation: str = "removal", grid: int = 16, minimum: int = 16
-) -> PlanFamily:
+    inputs: MethodInputs, *, allocation: Allocation = "removal", grid: Positive = 16,
+    minimum: Positive = 16,
+) -> PlanFamily:  # fmt: skip
     """Return plans with the SVD of K alone and of V alone (EigenAttention, Loki)."""
     return projected(
         "svd-kv", inputs, keys="svd-k", values="svd-v", allocation=allocation, grid=grid,
@@ -17,8 +19,9 @@ def svd_kv(
 
 
 def svd_k(
-    inputs: MethodInputs, *, allocation: str = "removal", grid: int = 16, minimum: int = 16
-) -> PlanFamily:
+    inputs: MethodInputs, *, allocation: Allocation = "removal", grid: Positive = 16,
+    minimum: Positive = 16,
+) -> PlanFamily:  # fmt: skip
     """Return plans that compress K alone, by its own SVD; V stays as it is."""
     return projected(
         "svd-k", inputs, keys="svd-k", values=None, allocation=allocation, grid=grid,
@@ -27,8 +30,9 @@ def svd_k(
 
 
 def svd_v(
-    inputs: MethodInputs, *, allocation: str = "removal", grid: int = 16, minimum: int = 16
-) -> PlanFamily:
+    inputs: MethodInputs, *, allocation: Allocation = "removal", grid: Positive = 16,
+    minimum: Positive = 16,
+) -> PlanFamily:  # fmt: skip
     """Return plans that compress V alone, by its own SVD; K stays as it is."""
     return projected(
         "svd-v", inputs, keys=None, values="svd-v", allocation=allocation, grid=grid,

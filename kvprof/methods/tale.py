@@ -1,11 +1,13 @@
 """``tale``: values lose rank as tokens age, keys keep theirs, prefill is exact (TALE §2)."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from kvprof.analysis.rank_allocation import Grid
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import KNOBS, LayerBases, allocator, low_rank_layers, rank_targets
+from kvprof.methods.option_types import Allocation, Among, Count, Positive
 from kvprof.methods.pair_bases import SideBases, shared_bases
 from kvprof.methods.plan import Plan
 from kvprof.methods.projected import value_folds
@@ -24,14 +26,14 @@ _KIVI_GROUP = 32
 def tale(
     inputs: MethodInputs,
     *,
-    heads: int = 1,
-    sink: int = 4,
+    heads: Count = 1,
+    sink: Count = 4,
     recent: float = 0.1,
-    batch: int = 1,
+    batch: Positive = 1,
     lazy: bool = True,
-    allocation: str = "uniform",
-    grid: int = 16,
-    minimum: int = 16,
+    allocation: Allocation = "uniform",
+    grid: Positive = 16,
+    minimum: Positive = 16,
 ) -> PlanFamily:
     """Return TALE's plans without its quantiser; the knob is what the middle level loses (r_0).
 
@@ -66,15 +68,15 @@ def tale(
 def tale_kivi(
     inputs: MethodInputs,
     *,
-    heads: int = 1,
-    sink: int = 4,
+    heads: Count = 1,
+    sink: Count = 4,
     recent: float = 0.1,
     lazy: bool = True,
-    allocation: str = "uniform",
-    grid: int = 16,
-    minimum: int = 16,
-    bits: tuple[int, int] = (2, 4),
-    window: int = 128,
+    allocation: Allocation = "uniform",
+    grid: Positive = 16,
+    minimum: Positive = 16,
+    bits: Annotated[tuple[int, int], Among(8, 4, 3, 2)] = (2, 4),
+    window: Count = 128,
 ) -> PlanFamily:
     """Return TALE's plans as published: 2 bits in the middle, 4 in the recent level (TALE §3).
 

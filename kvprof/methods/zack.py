@@ -1,6 +1,7 @@
 """``zack``: as ``fdc``, and Q and K folded too where the model has no RoPE (ZACK §4, §5)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.option_types import Allocation, KeyBasis, Positive, ValueBasis
 from kvprof.methods.projected import projected
 
 __all__ = ["zack"]
@@ -9,11 +10,11 @@ __all__ = ["zack"]
 def zack(
     inputs: MethodInputs,
     *,
-    keys: str = "svd-qk",
-    values: str = "svd-vo",
-    allocation: str = "removal",
-    grid: int = 16,
-    minimum: int = 16,
+    keys: KeyBasis = "svd-qk",
+    values: ValueBasis = "svd-vo",
+    allocation: Allocation = "removal",
+    grid: Positive = 16,
+    minimum: Positive = 16,
 ) -> PlanFamily:
     """Return ZACK's plans (ZACK §4.1, §4.3, eq. 6).
 

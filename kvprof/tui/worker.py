@@ -1,6 +1,7 @@
 """The measurement that the view started: a process of its own, whose words and exit code count."""
 
 import contextlib
+import os
 import signal
 import subprocess
 from collections.abc import Sequence

@@ -255,7 +255,7 @@ def test_what_means_nothing_is_refused_before_anything_is_measured(
     loaded: LoadedModel, passes: Passes
 ) -> None:
     given = calibrator(loaded, passes, "random:512")
-    with pytest.raises(UsageError, match="fp8 hands out no ranks"):
+    with pytest.raises(UsageError, match="fp8 has no option allocation"):
         given.family("fp8", allocation="budget")
     with pytest.raises(UsageError, match="strawman hands out no ranks"):
         given.family("strawman", allocation="fisher")

@@ -99,11 +99,11 @@ def test_an_interrupted_calibration_ends_with_130(
     assert "there is no plan yet" in capsys.readouterr().err
 
 
-def test_options_are_read_as_what_they_are() -> None:
+def test_options_are_given_to_the_method_as_they_are_written() -> None:
     extra = ["heads=4", "recent=0.2", "lazy=false", "hadamard=True", "values=svd-v", "bits=2, 4"]
     assert method_options("budget", None, 8, extra) == {
-        "allocation": "budget", "minimum": 8, "heads": 4, "recent": 0.2, "lazy": False,
-        "hadamard": True, "values": "svd-v", "bits": (2, 4),
+        "allocation": "budget", "minimum": 8, "heads": "4", "recent": "0.2", "lazy": "false",
+        "hadamard": "True", "values": "svd-v", "bits": "2, 4",
     }  # fmt: skip
     assert method_options(None, None, None, None) == {}
     for wrong in ("heads", "=4", "a b=4"):
