@@ -20,7 +20,7 @@ import typer
 
 from kvprof.cli import COMMANDS, app
 from kvprof.commands.recipe_check import check_command
-from kvprof.reproduction.check import CELL_COMMANDS
+from kvprof.reproduction.allowed import CELL_COMMANDS
 from tests.commands.running import Finished, kvprof
 
 ROOT = Path(__file__).parents[1]

@@ -199,6 +199,13 @@ def run(
             show_default=False,
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Let cells that ask for it run code from their models' repositories.",
+        ),
+    ] = False,
     json: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
@@ -217,7 +224,16 @@ def run(
     """
     run_recipes(
         RunRequest(
-            tuple(names), profile, model, _settings(settings or []), out, fresh, json, force, ray
+            tuple(names),
+            profile,
+            model,
+            _settings(settings or []),
+            out,
+            fresh,
+            json,
+            force,
+            ray,
+            trust_remote_code,
         )
     )
 
@@ -340,6 +356,8 @@ def new(
 
     if file.suffix != ".yaml":
         raise UsageError(f"{file}: name a file that ends in .yaml")
+    if not file.parent.is_dir():
+        raise UsageError(f"{file}: there is no folder {file.parent}; make it first")
     write_text_atomic(file, template(file.stem), force)
     console.report_console().print(
         f"Wrote {file}. Next: kvprof recipe validate {file}, then kvprof recipe run {file}",

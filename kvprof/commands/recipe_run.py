@@ -30,6 +30,7 @@ from kvprof.records.files import (
     write_result,
 )
 from kvprof.records.result import build_result
+from kvprof.reproduction.allowed import REMOTE_CODE
 from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.cluster import Cluster
 from kvprof.reproduction.find import find_recipes
@@ -37,7 +38,7 @@ from kvprof.reproduction.here import this_machine
 from kvprof.reproduction.ledger import ledger_data, merge_entries
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.recipe import Recipe
-from kvprof.reproduction.run import prepare, resolved_configuration, run_planned
+from kvprof.reproduction.run import Planned, prepare, resolved_configuration, run_planned
 from kvprof.reproduction.runner import Pool, Runner, run_child
 from kvprof.reproduction.store import CellStore, code_version
 from kvprof.reproduction.verdicts import NOT_JUDGED, NOT_REPRODUCED
@@ -61,6 +62,7 @@ class RunRequest:
     json: Path | None = None
     force: bool = False
     ray: str | None = None
+    trust_remote_code: bool = False
 
 
 def run_recipes(
@@ -100,7 +102,8 @@ def run_recipes(
         return
     # What is wrong with the options is said before a cluster is started for them.
     prepare(
-        recipes, request.profile, request.settings, request.model, machine, code_version()
+        recipes, request.profile, request.settings, request.model, machine, code_version(),
+        trusted=request.trust_remote_code,
     )  # fmt: skip
     profiles = [one.profiles.get(request.profile) for one in recipes]
     with Cluster(request.ray) as cluster:
@@ -120,7 +123,12 @@ def _run(
 ) -> None:
     settings = dict(request.settings)
     version = code_version()
-    planned = prepare(recipes, request.profile, settings, request.model, machine, version)
+    planned = prepare(
+        recipes, request.profile, settings, request.model, machine, version,
+        trusted=request.trust_remote_code,
+    )  # fmt: skip
+    if request.trust_remote_code:
+        _tell_whom_it_trusts(planned)
     # The model counts as a setting from here on: results of two models are two entries.
     known = {**settings, **({"model": request.model} if request.model else {})}
     configuration = resolved_configuration(
@@ -159,6 +167,17 @@ def _run(
             problem=None if interrupted else _failing(finished.entries),
             interrupted=interrupted,
         )
+
+
+def _tell_whom_it_trusts(planned: list[Planned]) -> None:
+    trusted = [
+        one.recipe.name
+        for one in planned
+        if any(REMOTE_CODE in cell.words for cell, _ in one.cells)
+    ]
+    if not trusted:
+        raise UsageError(f"{REMOTE_CODE}: no cell of these recipes runs a model's own code")
+    console.warn(f"code from models' repositories is run for {', '.join(trusted)}")
 
 
 def _default_folder() -> Path:

@@ -20,14 +20,10 @@ from kvprof.reproduction.recipe import CHECKS, Recipe, build_recipe
 from kvprof.reproduction.yaml_lines import Document, Place, read_yaml
 
 __all__ = [
-    "CELL_COMMANDS", "CommandCheck", "InvalidRecipeError", "Problem", "load_recipe", "problems_of",
+    "CommandCheck", "InvalidRecipeError", "Problem", "load_recipe", "problems_of",
     "recipe_schema",
 ]  # fmt: skip
 
-#: Commands that measure something, which is what a cell is for.
-CELL_COMMANDS = ("spectrum", "stability", "plan", "eval", "frontier", "generate", "bench")
-
-_OWN = ("--json", "--out", "--csv", "--svg", "--png", "--force", "--help", "-h")
 _UNKNOWN = re.compile(r"'([^']*)' (?:was|were) unexpected|'([^']*)' does not match")
 
 
@@ -193,10 +189,7 @@ def _first_words(words: Sequence[str]) -> str | None:
         return "run is empty: write a command such as eval reference --method fdc --rate 0.3"
     if words[0] == "kvprof":
         return "leave out the word kvprof: run begins with the command"
-    if words[0] not in CELL_COMMANDS:
-        return f"no command {words[0]!r} to measure with: there are {', '.join(CELL_COMMANDS)}"
-    own = [word for word in words if word.split("=")[0] in _OWN]
-    return f"leave out {own[0]}: results are kept by the recipe's run" if own else None
+    return None
 
 
 def _measures(document: Document, place: Place) -> Iterator[Problem]:

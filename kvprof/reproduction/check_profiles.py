@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvprof.reproduction.allowed import forbidden
 from kvprof.reproduction.measures import matching
 from kvprof.reproduction.recipe import Recipe, placeholders
 from kvprof.reproduction.resolve import expand, filled_measures
@@ -59,7 +60,11 @@ def profile_problems(recipe: Recipe, check_command: CommandCheck | None) -> Iter
                     f"two cells have the id {one.id!r}; put the matrix's {{names}} into the id",
                 )
             ids[one.id] = one.place
-            wrong = check_command(one.words) if check_command and not one.lacking else None
+            if one.lacking:
+                continue
+            wrong = forbidden(one.words, recipe.path.parent)
+            if wrong is None and check_command:
+                wrong = check_command(one.words)
             if wrong is not None:
                 yield Problem((*one.place, "run"), f"{one.id}: {wrong}")
         for index, measure in enumerate(filled_measures(profile, {})):

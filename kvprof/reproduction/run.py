@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError, UsageError
+from kvprof.reproduction.allowed import forbidden
 from kvprof.reproduction.ledger import entry_of
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.recipe import PROFILES, Profile, Recipe
@@ -83,6 +84,8 @@ def prepare(
     model: str | None,
     machine: Machine,
     version: str,
+    *,
+    trusted: bool = False,
 ) -> list[Planned]:
     """Return what a run will do, without doing it.
 
@@ -97,11 +100,14 @@ def prepare(
     machine : Machine
     version : str
         From `kvprof.reproduction.store.code_version`.
+    trusted : bool
+        Whether cells may run code that a model's repository brings.
 
     Raises
     ------
     UsageError
-        For a profile, a setting or a file that is not there.
+        For a profile, a setting or a file that is not there, and for a cell that asks for what no
+        recipe may (`kvprof.reproduction.allowed`).
     """
     if profile not in PROFILES:
         raise UsageError(f"--profile {profile}: there are {', '.join(PROFILES)}")
@@ -114,7 +120,15 @@ def prepare(
     data = settings.get("data")
     if data is not None and not Path(data).is_file():
         raise UsageError(f"--set data={data}: there is no such file")
-    return [_planned(one, profile, settings, model, machine, version) for one in recipes]
+    planned = [_planned(one, profile, settings, model, machine, version) for one in recipes]
+    given = [*settings.values(), *([model] if model is not None else [])]
+    for one in planned:
+        for cell, _ in one.cells:
+            wrong = forbidden(cell.words, one.recipe.path.parent, given, trusted=trusted)
+            if wrong is not None:
+                line = one.recipe.document.at((*cell.place, "run"))
+                raise UsageError(f"{line}: {one.recipe.name}, {cell.id}: {wrong}")
+    return planned
 
 
 def _planned(

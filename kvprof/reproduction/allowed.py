@@ -1,0 +1,124 @@
+"""What a cell may ask for: a recipe is a stranger's file, and its cells run as whoever runs it.
+
+Asked of the very words that are run, after placeholders, matrix and settings have been filled in.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+__all__ = ["CELL_COMMANDS", "REMOTE_CODE", "forbidden"]
+
+#: Commands that measure something, which is what a cell is for.
+CELL_COMMANDS = ("spectrum", "stability", "plan", "eval", "frontier", "generate", "bench")
+
+#: Runs code that a model brings; whoever runs the recipe has to allow it.
+REMOTE_CODE = "--trust-remote-code"
+
+# They measure, and neither write nor read files.
+_FREE = frozenset(
+    (
+        "--against-seq-len", "--against-tokens", "--allocation", "--baseline", "--batch",
+        "--batch-size", "--calibrate-tokens", "--capacity", "--chat", "--check", "--composed",
+        "--context", "--describe", "--device", "--diff", "--dtype", "--fail-on-claim", "--fit",
+        "--grid", "--harness-limit", "--input-len", "--jct", "--kernels", "--layers",
+        "--max-new-tokens", "--method", "--methods", "--metric", "--minimum", "--no-cache",
+        "--option", "--output-len", "--paired", "--pairs", "--per-query-head", "--phase",
+        "--points", "--prompt", "--rate", "--real", "--removal", "--repeats", "--requests",
+        "--reserve", "--revision", "--sample", "--schedule", "--seed", "--seeds", "--seq",
+        "--seq-len", "--sequences", "--skip-first", "--target", "--task-items", "--tasks",
+        "--teacher-forced", "--temperature", "--tokens", "--top-p", "--tp", "--vo-weight",
+    )
+)  # fmt: skip
+# What they name may be a file or a folder, which then is the recipe's own or the user's word.
+_READ = frozenset(
+    (
+        "--against", "--calibrate", "--compare", "--from", "--model", "--plan", "--prompt-file",
+        "--ranks", "--rates", "--source", "--text", "--token-ids", "--trace",
+    )
+)  # fmt: skip
+# Names of the harness's own tasks; a file of tasks can hold code.
+_NAMES = "--harness"
+_FILE_OF_TASKS = re.compile(r"[/\\]|\.ya?ml")
+_KEPT = frozenset(("--json", "--out", "--csv", "--svg", "--png", "--force"))
+# Never files of that name, whatever lies in the folder of the run.
+_EMBEDDED = frozenset(("reference", "prose", "code", "tasks", "calibration"))
+
+
+def forbidden(
+    words: Sequence[str], folder: Path, given: Collection[str] = (), *, trusted: bool = True
+) -> str | None:
+    """Return what a cell's words ask for that no recipe may, or None.
+
+    Parameters
+    ----------
+    words : sequence of str
+        As they are run: a command's name, and what follows it.
+    folder : Path
+        The recipe's own, whose files it may read.
+    given : collection of str
+        What the user set by hand: files that it names may be read wherever they are.
+    trusted : bool
+        Whether code that a model brings may be run.
+    """
+    if words[0] not in CELL_COMMANDS:
+        return f"no command {words[0]!r} to measure with: there are {', '.join(CELL_COMMANDS)}"
+    for word in words[1:]:
+        option = word.partition("=")[0]
+        if option in _KEPT:
+            return f"leave out {option}: results are kept by the recipe's run"
+        if option == REMOTE_CODE and not trusted:
+            return (
+                f"wants to run code that a model's repository brings ({REMOTE_CODE}); whoever "
+                f"trusts it allows it with kvprof recipe run {REMOTE_CODE}"
+            )
+        if word.startswith("-") and option not in {*_FREE, *_READ, _NAMES, REMOTE_CODE}:
+            return f"{option} is not for recipes: a cell only measures, and leaves files alone"
+    if tasks := [value for value in _given_to(_NAMES, words) if _FILE_OF_TASKS.search(value)]:
+        return (
+            f"{_NAMES} {tasks[0]}: name tasks that the harness has; a file of tasks can hold code"
+        )
+    known = {piece for value in given for piece in (value, *value.split(","))}
+    for value, may_be_file in _values(words):
+        for piece in value.split(","):
+            if not piece or piece in known or value in known:
+                continue
+            if _is_outside(piece, folder, may_be_file):
+                return (
+                    f"{piece} is no file of the recipe's own ({folder}); let whoever runs it name "
+                    "it: write {data} there, for --set data=FILE"
+                )
+    return None
+
+
+def _given_to(option: str, words: Sequence[str]) -> Iterator[str]:
+    for before, word in pairwise(words):
+        if before == option:
+            yield word
+        if word.startswith(f"{option}="):
+            yield word.partition("=")[2]
+
+
+def _values(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield what is given to options or stands alone, and whether it can be the name of a file."""
+    option = "--model"  # what stands first
+    for word in words[1:]:
+        value = word
+        if word.startswith("-"):
+            option, equals, value = word.partition("=")
+            if not equals:
+                continue
+        yield value, option in _READ
+
+
+def _is_outside(piece: str, folder: Path, may_be_file: bool) -> bool:
+    path = Path(piece)
+    suspicious = path.is_absolute() or piece.startswith("~") or ".." in path.parts
+    try:
+        there = may_be_file and piece not in _EMBEDDED and path.exists()
+        if not (suspicious or there):
+            return False
+        return not path.expanduser().resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # too long for a name, no such user, a loop
+        return suspicious
