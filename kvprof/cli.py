@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from stat import S_ISBLK, S_ISCHR, S_ISFIFO, S_ISSOCK
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +19,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvprof import console, interrupt, scratch
 from kvprof.child import child_environment
-from kvprof.errors import ExitCode, KvprofError
+from kvprof.errors import ExitCode, KvprofError, UsageError
 from kvprof.leash import follow_parent
+from kvprof.sizes import MOST
 from kvprof.version import __version__
 
 __all__ = ["COMMANDS", "CommandEntry", "app", "main"]
@@ -56,6 +60,16 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 # What a write fails with where nothing is wrong with kvprof: the disk is full, the quota used up, a
 # limit of the shell's (ulimit -f) reached, the device or the terminal gone.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# Of a name in a message.
+_SHOWN = 200
+# The name itself is wrong, rather than what is there.
+_NO_SUCH_NAME = (errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_GIVES_NOTHING = re.compile(r"--[a-z-]+=")
+# Options whose file is written, and what the shell hands over as a file.
+_WRITTEN = ("--json", "--csv", "--svg", "--png", "--save", "--md", "--html", "--out")
+_STREAMS = ("/dev/fd/", "/dev/std", "/dev/null", "/proc/self/fd/")
+# Of a path, on any system.
+_LONGEST = 4096
 
 
 class _LazyCommand(TyperCommand):
@@ -63,7 +77,7 @@ class _LazyCommand(TyperCommand):
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """Load the command; from here on the context's command is the real one."""
-        return self._load().make_context(info_name, args, parent=parent, **extra)
+        return _checked(self._load()).make_context(info_name, args, parent=parent, **extra)
 
     def _load(self) -> Any:
         assert self.name is not None
@@ -75,6 +89,60 @@ class _LazyCommand(TyperCommand):
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command(self.name, cls=Command)(function)
         return typer.main.get_command(alone)
+
+
+def _checked(command: Any) -> Any:
+    """Let a command, and those below it, refuse what no command can do anything with."""
+    read = command.make_context
+
+    def make_context(info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        for before, word in pairwise(["", *args]):
+            if not word or _GIVES_NOTHING.fullmatch(word):
+                said = word or f"{before} ''".lstrip()
+                raise UsageError(f"{said} gives nothing; leave it out, or give a value")
+        context = read(info_name, args, parent=parent, **extra)
+        for parameter in context.command.params:
+            value = context.params.get(parameter.name)
+            for one in value if isinstance(value, list | tuple) else [value]:
+                _check_argument(parameter.opts[0], one)
+        return context
+
+    command.make_context = make_context
+    for below in getattr(command, "commands", {}).values():
+        _checked(below)
+    return command
+
+
+def _check_argument(option: str, value: object) -> None:
+    """Refuse what no command can do anything with, whichever option it is given to.
+
+    Raises
+    ------
+    UsageError
+        For a number beyond all that is counted, a name that is longer than a path can be, and
+        bytes that are no text.
+    """
+    if isinstance(value, int) and abs(value) > MOST:
+        raise UsageError(f"{option}: {str(value)[:20]}… is too large a number; at most {MOST:,}")
+    if not isinstance(value, str | Path) or option == "--prompt":
+        return
+    text = str(value)
+    if len(text) > _LONGEST:
+        raise UsageError(f"{option}: a name of {len(text):,} letters ({text[:20]}…) is none")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(f"{option}: {text.encode('utf-8', 'surrogateescape')!r} is no UTF-8 text")
+    if option not in _WRITTEN and not text.startswith(_STREAMS) and (what := _no_file(text)):
+        raise UsageError(f"{option}: {text} is {what}, not a file")
+
+
+def _no_file(name: str) -> str | None:
+    """Return what lies under a name that is neither a file nor a folder: it may never end."""
+    try:
+        mode = Path(name).stat().st_mode
+    except (OSError, ValueError):
+        return None
+    kinds = {"a pipe": S_ISFIFO, "a device": S_ISCHR, "a disk": S_ISBLK, "a socket": S_ISSOCK}
+    return next((kind for kind, is_one in kinds.items() if is_one(mode)), None)
 
 
 class _Group(TyperGroup):
@@ -185,6 +253,12 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
             f"the Python package that provides {problem.name!r} is missing: pip install it"
         )
         return ExitCode.LACKING
+    if isinstance(problem, OSError) and problem.strerror and problem.filename is not None:
+        # Whatever file it was, the user named it or can do something about it.
+        name = os.fsdecode(problem.filename) if isinstance(problem.filename, str | bytes) else ""
+        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"
+        console.error(f"{shown}: {problem.strerror}")
+        return ExitCode.USAGE if problem.errno in _NO_SUCH_NAME else ExitCode.FAILED
     hint = "" if debug else "; kvprof --debug COMMAND or KVPROF_DEBUG=1 shows the traceback"
     console.error(f"internal error: {type(problem).__name__}: {problem}{hint}")
     return ExitCode.FAILED

@@ -1,10 +1,14 @@
-"""Numbers as people write them: ``100k`` tokens, ``4M`` parameters, ``80GB`` of memory."""
+"""Numbers as people write them: ``100k`` tokens, ``4M`` parameters, ``30%`` of the bytes."""
 
+import math
 import re
 
 from kvprof.errors import UsageError
 
-__all__ = ["format_bytes", "format_count", "parse_count", "parse_counts"]
+__all__ = ["MOST", "format_bytes", "format_count", "parse_count", "parse_counts", "parse_share"]
+
+#: Of whatever is counted; more tokens than this, nobody waits for.
+MOST = 2**31 - 1
 
 # definitions.md: k is 1,024 for token counts, so that 100k is 102,400.
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -35,10 +39,10 @@ def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
     """
     match = _COUNT.fullmatch(text.strip().replace("_", ""))
     if match is None:
-        raise UsageError(f"{what}: {text!r} is not a count; write 8192, 8k or 1M (k is 1,024)")
+        raise UsageError(f"{what}: {text[:40]!r} is not a count; write 8192, 8k or 1M (k is 1,024)")
     value = float(match[1].replace(",", "")) * _FACTORS[match[2].lower()]
-    if value == float("inf"):
-        raise UsageError(f"{what}: {text[:20]}… is too large a number")
+    if value > MOST:
+        raise UsageError(f"{what}: {text[:20]} is too large a number; at most {MOST:,} makes sense")
     if value != int(value):
         raise UsageError(f"{what}: {text!r} is {value:g}, not a whole number")
     if value < minimum:
@@ -64,6 +68,33 @@ def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[i
                 f"thousands (before {entry.strip()!r}); write for example 1024,2048"
             )
     return sorted({parse_count(entry, what=what, minimum=minimum) for entry in entries})
+
+
+def parse_share(text: str | float, *, what: str) -> float:
+    """Read a share such as ``0.3``, ``.3`` or ``30%``; which shares make sense is the caller's.
+
+    Parameters
+    ----------
+    text : str or float
+        What the user wrote, or a default.
+    what : str
+        Named in the error, for example ``"--rate"``.
+
+    Raises
+    ------
+    UsageError
+        When the text is no number.
+    """
+    written = str(text).strip()
+    number = written.removesuffix("%")
+    try:
+        value = float(number) / (100 if number != written else 1)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        shown = written if len(written) <= 40 else f"{written[:40]}…"
+        raise UsageError(f"{what} {shown} is no share; write for example 30% or 0.3")
+    return value
 
 
 def format_count(value: int) -> str:

@@ -348,3 +348,32 @@ def test_a_full_disk_behind_stdout_is_told_once(body: str) -> None:
         _, said = running.communicate(timeout=30)
     assert running.returncode == 1
     assert said == "kvprof: No space left on device: writing the output\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("spectrum", "--seed", 10**30), "--seed: 10000000000000000000… is too large a number"),
+        (("spectrum", "--tokens", "1000g"), "--tokens: 1000g is too large a number"),
+        (("spectrum", "x" * 5000), "a name of 5,000 letters"),
+        (("spectrum", "x" * 300), "File name too long"),
+        (("bench", "--ranks="), "--ranks= gives nothing"),
+        (("plan", "--fit", "80GB", "--reserve", ""), "--reserve '' gives nothing"),
+        (("recipe", "run", "fdc-*", "--out="), "--out= gives nothing"),
+        (("show", "\udcff"), "is no UTF-8 text"),
+        (("show", "/dev/zero"), "/dev/zero is a device, not a file"),
+        (("recipe", "report", "{pipe}"), "is a pipe, not a file"),
+        (("generate", "--prompt-file", "{pipe}"), "is a pipe, not a file"),
+        (("plan", "--method", "full", "--compare", "{pipe}"), "is a pipe, not a file"),
+        (("compare", "/dev/zero", "{pipe}"), "is a device, not a file"),
+    ],
+)
+def test_what_no_command_can_do_anything_with(
+    arguments: tuple[Any, ...], words: str, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = kvprof(*(str(one).format(pipe=pipe) for one in arguments))
+    assert done.code == 2
+    assert words in done.error
+    assert len(done.error) < 400

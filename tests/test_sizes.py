@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.sizes import format_bytes, format_count, parse_count, parse_counts
+from kvprof.sizes import format_bytes, format_count, parse_count, parse_counts, parse_share
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_three_digits_without_a_leading_zero_are_entries_of_a_list() -> None:
     assert parse_counts("0,1", minimum=0) == [0, 1]
 
 
-@given(st.integers(1, 2**40))
+@given(st.integers(1, 2**31 - 1))
 def test_what_is_formatted_is_read_back(value: int) -> None:
     assert parse_count(format_count(value)) == value
 
@@ -104,3 +104,17 @@ def test_what_is_formatted_is_read_back(value: int) -> None:
 )
 def test_bytes_have_a_binary_prefix(value: float, text: str) -> None:
     assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize("text", ["0.3", ".3", "30%", "30 %", " 3e-1 ", 0.3])
+def test_a_share_is_read_as_people_write_it(text: str | float) -> None:
+    assert parse_share(text, what="--rate") == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("text", ["", "%", "a third", "nan", "inf%", "0,3", "3" * 5000 + "x"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"--rate .* is no share; write for example 30% or 0.3"
+    ) as no:
+        parse_share(text, what="--rate")
+    assert len(str(no.value)) < 120

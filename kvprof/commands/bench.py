@@ -26,6 +26,7 @@ from kvprof.commands.bench_jct import (
     refuse_kernel_options,
 )
 from kvprof.commands.help import MODEL
+from kvprof.commands.options import share_option
 from kvprof.commands.output import (
     CsvOption,
     ForceOption,
@@ -75,9 +76,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    rate: Annotated[
-        float, typer.Option("--rate", help="Share of the cache's bytes to save.")
-    ] = 0.5,
+    rate: Annotated[float, share_option("--rate", "Share of the cache's bytes to save.")] = 0.5,
     ranks: Annotated[
         Path | None,
         typer.Option(

@@ -1,7 +1,5 @@
 """``kvprof compare``: what got better, what got worse, and is that sure?"""
 
-import math
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +12,7 @@ from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.records.compare import compare as compare_results
 from kvprof.records.result import build_result
-
-_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
+from kvprof.sizes import parse_share
 
 
 def compare(
@@ -84,15 +81,9 @@ def _share(text: str | None) -> float | None:
     """Read a share as people write it; 5 alone might be five per cent or five times."""
     if text is None:
         return None
-    wrong = UsageError(f"--fail-over {text}: write a share such as 5% or 0.05")
-    if match := _PERCENT.fullmatch(text.strip()):
-        return float(match[1]) / 100
-    try:
-        value = float(text)
-    except ValueError:
-        raise wrong from None
-    if not (math.isfinite(value) and 0 <= value < 1):
-        raise wrong
+    value = parse_share(text, what="--fail-over")
+    if value < 0 or (value >= 1 and "%" not in text):
+        raise UsageError(f"--fail-over {text}: write a share such as 5% or 0.05")
     return value
 
 

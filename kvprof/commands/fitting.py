@@ -12,7 +12,7 @@ from kvprof.commands.planning import calibration_options
 from kvprof.errors import LackingError, UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.named import ALWAYS, COMPARED
-from kvprof.sizes import format_bytes
+from kvprof.sizes import format_bytes, parse_share
 
 if TYPE_CHECKING:
     from kvprof.calibration.calibrator import CalibrationOptions, Calibrator
@@ -27,7 +27,6 @@ __all__ = ["fit_data", "fit_sizes"]
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (4096, 16384, 65536)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b", re.IGNORECASE)
-_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 _LARGEST = 2.0**60
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
@@ -50,8 +49,12 @@ def fit_sizes(memory: str, reserve: str) -> tuple[int, int]:
     total = _size(memory, "--fit")
     if total < 1:
         raise UsageError(f"--fit {memory} holds nothing; give a memory such as 80GB")
-    share = _SHARE.fullmatch(reserve.strip())
-    kept = int(total * float(share[1]) / 100) if share else _size(reserve, "--reserve")
+    if reserve.strip().endswith("%"):
+        kept = int(total * parse_share(reserve, what="--reserve"))
+    else:
+        kept = _size(reserve, "--reserve")
+    if kept < 0:
+        raise UsageError(f"--reserve {reserve} is less than nothing")
     if kept >= total:
         raise UsageError(f"--reserve {reserve} leaves nothing of --fit {memory}")
     return total, kept

@@ -24,6 +24,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     load_for_command,
+    share_option,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -63,7 +64,7 @@ def frontier(
         ),
     ] = COMPARED,
     target: Annotated[
-        float, typer.Option("--target", help="Share of the baseline's metric to keep.")
+        float, share_option("--target", "Share of the baseline's metric to keep.")
     ] = 0.99,
     metric: Annotated[
         str,

@@ -31,6 +31,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     load_for_command,
+    share_option,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.commands.planning import check_choice, make_plan
@@ -73,7 +74,7 @@ def generate(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="Draw among the most probable tokens of this share. All."),
+        share_option("--top-p", "Draw among the most probable tokens of this share. All."),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of --sample. 0.")] = None,
     diff: Annotated[

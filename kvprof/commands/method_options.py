@@ -7,6 +7,7 @@ import typer
 
 from kvprof.commands.completion import methods
 from kvprof.commands.help import METHOD
+from kvprof.commands.options import share_option
 from kvprof.errors import UsageError
 
 __all__ = [
@@ -34,19 +35,13 @@ MethodOption = Annotated[
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(
-        "--rate",
-        rich_help_panel=METHOD,
-        help="Share of the cache's bytes saved, everything counted; 0 is full.",
+    share_option(
+        "--rate", "Share of the cache's bytes saved, everything counted; 0 is full.", METHOD
     ),
 ]
 RemovalOption = Annotated[
     float | None,
-    typer.Option(
-        "--removal",
-        rich_help_panel=METHOD,
-        help="Instead of --rate: the removal rate of FDC eq. 1.",
-    ),
+    share_option("--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD),
 ]
 PlanFileOption = Annotated[
     Path | None,

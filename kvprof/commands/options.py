@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,7 @@ from kvprof.commands.completion import models
 from kvprof.commands.help import MODEL
 from kvprof.environment import usable_threads
 from kvprof.errors import UsageError
+from kvprof.sizes import parse_share
 
 if TYPE_CHECKING:
     from kvprof.models.load import LoadedModel
@@ -26,8 +28,18 @@ __all__ = [
     "defined_pairs",
     "load_for_command",
     "parse_rates",
+    "share_option",
     "spectra_only",
 ]
+
+
+def share_option(name: str, help: str, group: str | None = None) -> Any:
+    """Return an option that takes a share: ``30%``, ``0.3`` or ``.3``."""
+    return typer.Option(
+        name, help=help, metavar="SHARE", parser=partial(parse_share, what=name),
+        rich_help_panel=group,
+    )  # fmt: skip
+
 
 ModelArgument = Annotated[
     str | None,
@@ -180,13 +192,8 @@ def parse_rates(text: str, *, what: str) -> list[float]:
     """
     rates = set()
     for entry in text.split(","):
-        try:
-            rate = float(entry)
-        except ValueError:
-            raise UsageError(
-                f"{what}: {entry!r} is no number; write shares like 0.05,0.1"
-            ) from None
+        rate = parse_share(entry, what=what)
         if not 0 <= rate < 1:
-            raise UsageError(f"{what}: {entry.strip()} is not between 0 and 1 (1 excluded)")
+            raise UsageError(f"{what}: {entry.strip()[:40]} is not between 0 and 1 (1 excluded)")
         rates.add(rate)
     return sorted(rates)

@@ -30,6 +30,8 @@ def check_command(words: Sequence[str]) -> str | None:
             values = dict(context.params)
     except _CommandLineError as problem:
         return f"{_told(problem)} (kvprof {name} --help shows what there is)"
+    except UsageError as problem:  # of an option that reads its value itself
+        return str(problem)
     except typer.Exit:
         return f"{' '.join(words)}: measures nothing"
     try:

@@ -6,7 +6,6 @@ of these words, ``Annotated[int, AtLeast(1)]`` nothing below.
 """
 
 import inspect
-import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from kvprof.analysis.rank_allocation import ALLOCATIONS
 from kvprof.errors import UsageError
 from kvprof.methods.pair_bases import KEY_BASES, VALUE_BASES
+from kvprof.sizes import MOST, parse_share
 
 __all__ = [
     "Allocation",
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_MOST = 2**31 - 1  # of a whole number: beyond, nothing that it counts exists
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -158,13 +157,11 @@ def _number(kind: type, given: Any) -> Any:
     if kind is int and isinstance(given, float):
         raise wrong
     try:
-        value = kind(given)
-    except (ValueError, OverflowError):
+        value = int(given) if kind is int else parse_share(given, what="")
+    except (ValueError, UsageError):
         raise wrong from None
-    if not math.isfinite(value):
-        raise wrong
-    if kind is int and abs(value) > _MOST:
-        raise _WrongError(f"a whole number up to {_MOST:,}")
+    if kind is int and abs(value) > MOST:
+        raise _WrongError(f"a whole number up to {MOST:,}")
     return value
 
 

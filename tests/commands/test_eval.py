@@ -140,7 +140,7 @@ def test_questions_that_do_not_fit_are_counted(
         (("--method", "fp8", "--grid", 4), "fp8 has no option grid: it has none"),
         (("--method", "fp8", "--calibrate", "prose"), "nothing is calibrated"),
         (("--method", "fp8", "--rate", 0.9), "leave out --rate"),
-        (("--method", "full,fp8", "--removal", "nan"), "leave out --removal"),
+        (("--method", "full,fp8", "--removal", "0.1"), "leave out --removal"),
         (("--method", "kq", "--rate", "nan"), "--rate nan"),
         (
             ("--method", "tale", "--rate", 0.2, "--option", "recent=nan"),
