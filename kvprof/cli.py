@@ -3,6 +3,7 @@
 import atexit
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
