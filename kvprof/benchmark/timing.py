@@ -197,6 +197,7 @@ def interleaved(
     *,
     seconds: float,
     should_stop: Callable[[], bool],
+    first: Callable[[list[float]], None] = lambda _: None,
 ) -> list[list[float]]:
     """Take turns: one sample of each per round, every second round in reverse.
 
@@ -209,6 +210,8 @@ def interleaved(
         After which no further round begins once there are three, nor after three times as long.
     should_stop : callable
         Asked before every round.
+    first : callable
+        Given the first round's samples as soon as they are there.
 
     Returns
     -------
@@ -232,6 +235,8 @@ def interleaved(
         for place in order:
             found[place].append(samplers[place].sample())
         order.reverse()
+        if not done:
+            first([samples[0] for samples in found])
     return found
 
 

@@ -45,17 +45,20 @@ def list_recipes(
             metavar="NAME...", help="Only these.", show_default=False, autocompletion=recipes
         ),
     ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="Their whole claims, on as many lines as they take.")
+    ] = False,
 ) -> None:
-    """List recipes and their profiles.
+    """List recipes and their profiles, a line each.
 
     Examples
     --------
     kvprof recipe list
-    kvprof recipe list "palu-*"
+    kvprof recipe list "palu-*" --long
     """
     from kvprof.reproduction.check import load_recipe
     from kvprof.reproduction.find import find_recipes
-    from kvprof.views.recipe_list import listing
+    from kvprof.views.recipe_list import lines, listing
 
     found = []
     for path in find_recipes(names or ["*"]):
@@ -64,7 +67,10 @@ def list_recipes(
         except KvprofError as problem:
             console.warn(str(problem))
     terminal = console.report_console()
-    terminal.print(listing([_listed(one) for one in found]))
+    rows = [_listed(one) for one in found]
+    terminal.print(listing(rows) if long else lines(rows, terminal.width))
+    if not long and rows:
+        console.note("kvprof recipe list --long NAME tells a whole claim")
 
 
 def _listed(one: object) -> dict[str, object]:

@@ -44,7 +44,7 @@ def tui(
             "--speed",
             metavar="TIMES",
             help="Play RUN this many times as fast as it happened; End jumps to its end. Default: "
-            "show all of it at once (--demo: play it in 20 seconds).",
+            "show all of it at once (--demo: play it from its first case on, within 20 seconds).",
             show_default=False,
         ),
     ] = None,

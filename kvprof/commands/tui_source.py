@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from kvprof import console
 from kvprof.commands.run_source import DEMO, load_run, run_files
 from kvprof.errors import FailedError, UsageError
+from kvprof.records.events import CaseStarted, Preview
 from kvprof.records.files import RESULT_NAME, read_result
 from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["open_run", "print_report"]
 
 _DEMO_SECONDS = 20.0
+_SEEN = (CaseStarted, Preview)
 
 
 def open_run(name: str, speed: float | None = None) -> "Session":
@@ -26,7 +28,7 @@ def open_run(name: str, speed: float | None = None) -> "Session":
         A run's folder, its events, its result, or the recorded demo.
     speed : float, optional
         Play it this many times as fast as it happened; without it everything is shown at once,
-        but for the demo, which plays in 20 seconds.
+        but for the demo, which plays in at most 20 seconds from its first case on.
 
     Raises
     ------
@@ -47,9 +49,13 @@ def open_run(name: str, speed: float | None = None) -> "Session":
         record = find_events(found.result.parent)
     if record is not None:
         _check_start(record)
+        start = 0.0
         if name == DEMO and speed is None:
-            speed = max(1.0, read_events(record).events[-1].time / _DEMO_SECONDS)
-        source = Live(record) if speed is None else Replay(record, speed)
+            events = read_events(record).events
+            # Before it, a machine is looked at and a layer compiled: nothing to see.
+            start = next((event.time for event in events if isinstance(event, _SEEN)), 0.0)
+            speed = max(1.0, (events[-1].time - start) / _DEMO_SECONDS)
+        source = Live(record) if speed is None else Replay(record, speed, start=start)
         return Session(name, source, record=record)
     assert found.result is not None
     if speed is not None:

@@ -11,6 +11,7 @@ from kvprof.records.events import (
     EVENTS,
     CaseStarted,
     Event,
+    Preview,
     RunFinished,
     RunStarted,
     Warned,
@@ -76,8 +77,8 @@ class EventReader:
         if isinstance(event, CaseStarted):
             self._cases.add(event.case)
         elif (
-            # A warning may say why a case was never started.
-            not isinstance(event, Warned)
+            # A warning may say why a case was never started, and a preview comes before it is.
+            not isinstance(event, Warned | Preview)
             and (case := getattr(event, "case", None)) is not None
             and case not in self._cases
         ):
@@ -114,11 +115,12 @@ def _finite(digits: str) -> float:
 def _check_format(name: str, entry: dict[str, Any]) -> None:
     """Refuse a journal that this kvprof would misread; its first line says its format."""
     stated = entry.get("format")
-    if stated == EVENTS:
-        return
     family, _, version = str(stated).partition("/")
     own_family, _, own_version = EVENTS.partition("/")
-    if family == own_family and version.isdecimal() and int(version) > int(own_version):
+    known = family == own_family and version.isdecimal() and len(version) < 10
+    if known and 1 <= int(version) <= int(own_version):
+        return
+    if known and int(version) > int(own_version):
         raise FailedError(
             f"{name} was written by a newer kvprof (format {stated}, this one reads {EVENTS}); "
             "upgrade kvprof to read it"

@@ -21,6 +21,8 @@ __all__ = [
     "LayerMeasured",
     "MemorySample",
     "PartSample",
+    "Preview",
+    "Progress",
     "RunFinished",
     "RunStarted",
     "StepFinished",
@@ -30,8 +32,9 @@ __all__ = [
     "event_line",
 ]
 
-#: Written into every run's first event. The number grows when an older kvprof would misread it.
-EVENTS = "kvprof-events/1"
+#: Written into every run's first event. The number grows when an older kvprof would misread it;
+#: 2 added `Preview` and `Progress`.
+EVENTS = "kvprof-events/2"
 
 #: Parts of job completion time, in the order in which tables and bars show them.
 PARTS = (
@@ -114,6 +117,59 @@ class CaseStarted(Event):
     output_len: int
     layers: list[dict[str, Any]] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Preview(Event):
+    """What a case's parts may cost, by its first, short pass: shown until they are measured.
+
+    It enters no result. It may come before the case has started, and a newer one replaces it.
+
+    Attributes
+    ----------
+    case, method : str
+    batch, input_len, output_len : int
+    prefill, decode : dict of float
+        Seconds of the request by part, of `PARTS`; empty where the pass has not come so far.
+    """
+
+    type: ClassVar[str] = "preview"
+    case: str
+    method: str
+    batch: int
+    input_len: int
+    output_len: int
+    prefill: dict[str, float]
+    decode: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress(Event):
+    """How far the measurement is; it enters no result.
+
+    Attributes
+    ----------
+    case : str or None
+        None counts for the whole run.
+    unit : str
+        What is counted: ``pass`` (a run of the whole request) or ``point`` (one layer at one
+        length).
+    done : int
+        Units that have ended; the next one is under way.
+    least, most : int
+        How many there will be: where figures settle early, fewer than `most`.
+    step, steps : int
+        Of the unit under way: forward passes done, and all of them; 0 where that is not told.
+    """
+
+    type: ClassVar[str] = "progress"
+    case: str | None
+    unit: str
+    done: int
+    least: int
+    most: int
+    step: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,8 +286,9 @@ class TelemetrySample(Event):
         ``gpu 0`` or ``cpu``.
     values : dict of float
         ``sm_mhz``, ``memory_mhz``, ``power_w``, ``temperature_c``, ``memory_bytes``,
-        ``utilisation`` (0 to 1); on a CPU ``memory_bytes`` and ``load``. What the machine does not
-        tell is absent.
+        ``utilisation`` (0 to 1); on a CPU ``memory_bytes``, of the process, and ``utilisation``,
+        of all cores of the machine. What the machine does not tell is absent. Records before
+        kvprof-events/2 have ``load`` instead: what the process kept busy of the threads it may use.
     throttled : tuple of str
         Reasons, empty for none.
     """
@@ -302,8 +359,8 @@ class RunFinished(Event):
 _TYPES: dict[str, type[Event]] = {
     kind.type: kind
     for kind in (
-        RunStarted, CaseStarted, PartSample, StepFinished, LayerMeasured, MemorySample, Balance,
-        TelemetrySample, Warned, CaseFinished, RunFinished,
+        RunStarted, CaseStarted, Preview, Progress, PartSample, StepFinished, LayerMeasured,
+        MemorySample, Balance, TelemetrySample, Warned, CaseFinished, RunFinished,
     )
 }  # fmt: skip
 

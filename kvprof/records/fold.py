@@ -10,6 +10,8 @@ from kvprof.records.cases import Case, case_row, layer_rows, part_rows, step_row
 from kvprof.records.events import (
     CaseStarted,
     Event,
+    Preview,
+    Progress,
     RunFinished,
     RunStarted,
     TelemetrySample,
@@ -77,6 +79,8 @@ class Fold:
                 self.started = event
             case RunFinished():
                 self._ended = event
+            case Preview() | Progress():
+                pass  # for who looks on: nothing of a result
             case CaseStarted():
                 self._cases[event.case] = Case(event)
             case TelemetrySample():

@@ -158,7 +158,8 @@ class LiveApp(App[int]):
 
     def key_words(self) -> dict[str, str]:
         """Return what keys are called now, where that changes."""
-        return {"space": "resume"} if self.session.paused else {}
+        words = {"space": "resume"} if self.session.paused else {}
+        return words | ({"p": "fold parts"} if self.choice.small_parts else {})
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave a key to others where it has nothing to do, or a question is open."""
@@ -202,6 +203,11 @@ class LiveApp(App[int]):
             self.choice.parts_by_size = not self.choice.parts_by_size
         elif isinstance(screen, BalanceScreen):
             self.choice.processors_by_load = not self.choice.processors_by_load
+        self.draw()
+
+    def action_small_parts(self) -> None:
+        """Show the parts of little time one by one, or fold them again."""
+        self.choice.small_parts = not self.choice.small_parts
         self.draw()
 
     def action_sort_by(self, column: str) -> None:
@@ -290,6 +296,6 @@ class LiveApp(App[int]):
 
 # What needs a screen of the run: below a question or the help these keys do nothing.
 _OWN = frozenset(
-    ("show", "method", "baseline", "request", "sort", "filter", "pause", "save_svg", "export",
-     "help", "jump")
+    ("show", "method", "baseline", "request", "sort", "small_parts", "filter", "pause", "save_svg",
+     "export", "help", "jump")
 )  # fmt: skip

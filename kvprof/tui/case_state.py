@@ -12,6 +12,7 @@ from kvprof.records.events import (
     LayerMeasured,
     MemorySample,
     PartSample,
+    Preview,
     StepFinished,
 )
 from kvprof.tui.thinned import Thinned
@@ -52,6 +53,8 @@ class CaseState:
     ----------
     started : CaseStarted
     finished : CaseFinished or None
+    preview : Preview or None
+        What its parts may cost, while some of them are not measured.
     parts : dict
         Phase to part to seconds of the request.
     layers : dict of int to LayerState
@@ -74,9 +77,11 @@ class CaseState:
     def __init__(self, started: CaseStarted) -> None:
         self.started = started
         self.finished: CaseFinished | None = None
+        self.preview: Preview | None = None
         self.parts: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
         self.layers: dict[int, LayerState] = {}
         self.walked = 0.0
+        self._first_token: float | None = None
         self.steps: Thinned[tuple[int, float, float]] = Thinned()
         self.memory: Thinned[MemorySample] = Thinned()
         self.peak: int | None = None
@@ -95,6 +100,16 @@ class CaseState:
                     value_ranks=_figures(entry.get("value_ranks")),
                     nbytes=nbytes if isinstance(nbytes, int) else None,
                 )
+
+    @classmethod
+    def seen(cls, event: Preview) -> "CaseState":
+        """Return a case that was looked at, and has not started."""
+        return cls(
+            CaseStarted(
+                event.time, event.case, event.method, None, event.batch, event.input_len,
+                event.output_len,
+            )
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -122,11 +137,25 @@ class CaseState:
             layer = self.layers.setdefault(event.layer, LayerState())
             layer.seconds = (layer.seconds or 0.0) + seconds
 
+    def previewed(self, event: Preview) -> None:
+        """Take what the first, short pass says."""
+        self.version += 1
+        self.preview = event
+
+    @property
+    def provisional(self) -> bool:
+        """Whether some of its parts are those of the first, short pass."""
+        return self.preview is not None and self.finished is None and not all(
+            self.parts[phase] or not getattr(self.preview, phase) for phase in PHASES
+        )  # fmt: skip
+
     def step_finished(self, event: StepFinished) -> None:
         """Add a forward pass."""
         self.version += 1
         self.phase, self.context = event.phase, event.context
         self.walked += event.seconds * event.weight
+        if event.phase == "prefill" and self._first_token is None:
+            self._first_token = event.seconds
         if event.phase == "decode":
             self.steps.add((event.context, event.seconds, event.weight))
 
@@ -155,9 +184,15 @@ class CaseState:
         self.finished = event
 
     def part_seconds(self) -> dict[str, float]:
-        """Return seconds of the request by part, both phases; unattributed once it is known."""
+        """Return seconds of the request by part, both phases; unattributed once it is known.
+
+        While nothing of a phase is measured, it is what the first, short pass says of it.
+        """
         total: dict[str, float] = {}
-        for parts in self.parts.values():
+        for phase, measured in self.parts.items():
+            parts = measured
+            if not parts and self.provisional:
+                parts = getattr(self.preview, phase, {})
             for part, seconds in parts.items():
                 total[part] = total.get(part, 0.0) + seconds
         if self.finished is not None:
@@ -168,11 +203,19 @@ class CaseState:
         """Return the uninstrumented wall time, or the sum of the parts while there is none."""
         if self.finished is not None:
             return self.finished.prefill_seconds + self.finished.decode_seconds
-        return sum(seconds for parts in self.parts.values() for seconds in parts.values())
+        return sum(self.part_seconds().values())
 
     def ttft_seconds(self) -> float | None:
-        """Return the time to the first token: the prefill without instrumentation."""
-        return self.finished.prefill_seconds if self.finished is not None else None
+        """Return the time to the first token, without instrumentation.
+
+        Until the case has finished: of the first run of the request, or what the first, short pass
+        says.
+        """
+        if self.finished is not None:
+            return self.finished.prefill_seconds
+        if self._first_token is None and self.preview is not None:
+            return sum(self.preview.prefill.values())
+        return self._first_token
 
     def tbt_seconds(self) -> float | None:
         """Return the median time between tokens so far."""

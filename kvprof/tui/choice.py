@@ -28,6 +28,8 @@ class Choice:
     layers : LayerFilter
     parts_by_size, processors_by_load : bool
         Order of the parts and of the multiprocessors; otherwise as they are numbered.
+    small_parts : bool
+        Whether parts of little time have rows of their own.
     """
 
     request: Request | None = None
@@ -38,6 +40,7 @@ class Choice:
     layers: LayerFilter = field(default_factory=LayerFilter)
     parts_by_size: bool = False
     processors_by_load: bool = False
+    small_parts: bool = False
 
     def shown_request(self, state: RunState) -> Request | None:
         """Return the request on the screen."""

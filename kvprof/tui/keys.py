@@ -51,6 +51,8 @@ KEYS = (
     Key("n", "n", "request", "request(1)", "the next batch and lengths (N: the one before)"),
     Key("s", "s", "sort", "sort", "parts by size, layers by the next column, SMs by load",
         ("overview", "layers", "balance")),
+    Key("p", "p", "small parts", "small_parts", "open or fold the parts of little time",
+        ("overview",)),
     Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or error>0.01", ("layers",)),
     Key("space", "space", "pause", "pause", "hold the view still; the measurement goes on"),
     Key("end", "End", "jump", "jump", "play the rest of a replay at once"),

@@ -9,29 +9,33 @@ __all__ = ["SERIES", "Ink", "fill"]
 #: Glyphs of what the Cache screen stacks: levels, and bytes.
 SERIES = "█▓▒░╱╲║≡"
 
-# On a dark ground and on a light one, both at 4.5:1 or better against it.
+# On a dark ground and on a light one, all at 4.5:1 or better against it. A colour has one meaning:
+# green, red and yellow are verdicts, turquoise and pink are curves of methods, and the parts have
+# what is left. Blue and brown work on the cache, violet is the model's own work, grey is the rest.
 _COLOURS = {
     "attention": ("#58a6ff", "#0b5cad"),
-    "decompress": ("#ffa24d", "#9c4700"),
-    "compress": ("#ffd54d", "#785b00"),
-    "quantise": ("#e0b888", "#7a5320"),
-    "evict": ("#d09a5b", "#6f4a12"),
-    "basis": ("#ff7b72", "#b3261e"),
-    "merge": ("#79d3e8", "#046a80"),
-    "schedule": ("#3fcfa5", "#00694b"),
+    "decompress": ("#ff9a3d", "#974700"),
+    "compress": ("#f2c08a", "#7a5326"),
+    "quantise": ("#c9986a", "#85501f"),
+    "evict": ("#b98a4a", "#5e4310"),
+    "basis": ("#e8a598", "#80382a"),
+    "merge": ("#a5c8f0", "#1f4f86"),
+    "schedule": ("#7f9cf5", "#2b46b0"),
     "embedding": ("#a9b4c6", "#4d5a6e"),
-    "norm": ("#b4bcc8", "#525c69"),
+    "norm": ("#d5dae2", "#3c4552"),
     "qkv_proj": ("#b79cff", "#6034b8"),
-    "rope": ("#d2c4ff", "#5a4a8c"),
-    "o_proj": ("#a08df0", "#4b39a8"),
-    "mlp": ("#8fd16a", "#2f6b12"),
-    "head": ("#74b85a", "#2a5d1c"),
-    "sampling": ("#dd9ad0", "#83336f"),
-    "communication": ("#ff90c8", "#a31563"),
-    "host": ("#c4c4c4", "#565656"),
-    "unattributed": ("#d0d0d0", "#494949"),
+    "rope": ("#d9cdfb", "#5c4f86"),
+    "o_proj": ("#9a86e8", "#4b39a8"),
+    "mlp": ("#cf9bf2", "#7d2fa8"),
+    "head": ("#b487c9", "#6b3a80"),
+    "sampling": ("#96a0ae", "#58616d"),
+    "communication": ("#d3b2c4", "#71465c"),
+    "host": ("#b9b9b9", "#5a5a5a"),
+    "unattributed": ("#ececec", "#2e2e2e"),
 }
-_UNKNOWN = ("#d0d0d0", "#494949")
+_GOOD, _BAD, _WARN = ("#5fd068", "#1b6b22"), ("#ff6b6b", "#b3121e"), ("#f5e04a", "#6b5d00")
+_CURVES = (("#2ee6d0", "#006b66"), ("#ff7ad9", "#b3067f"))
+_UNKNOWN = _COLOURS["unattributed"]
 
 
 @dataclass(frozen=True)
@@ -43,30 +47,27 @@ class Ink:
 
     def part(self, name: str) -> str:
         """Return the style of a part."""
-        if not self.colour:
-            return ""
-        return _COLOURS.get(name, _UNKNOWN)[0 if self.dark else 1]
+        return self._of(_COLOURS.get(name, _UNKNOWN))
 
     def good(self) -> str:
         """Return the style of what is better than the baseline."""
-        return self.part("mlp")
+        return self._of(_GOOD)
 
     def bad(self) -> str:
         """Return the style of what is worse, or failed."""
-        return self.part("basis")
+        return self._of(_BAD)
 
     def warn(self) -> str:
         """Return the style of a warning."""
-        return self.part("compress")
+        return self._of(_WARN)
 
-    def accent(self) -> str:
-        """Return the style of what is chosen or measured."""
-        return self.part("attention")
+    def curves(self, count: int) -> tuple[str, ...]:
+        """Return the styles of so many curves; without one, a curve has its markers alone."""
+        found = [self._of(colours) for colours in _CURVES]
+        return (*found, *[""] * max(0, count - len(found)))
 
-    def series(self, index: int) -> str:
-        """Return the style of the entry `index` of a stack."""
-        names = ("attention", "schedule", "compress", "decompress", "qkv_proj", "communication")
-        return self.part(names[index % len(names)])
+    def _of(self, colours: tuple[str, str]) -> str:
+        return colours[0 if self.dark else 1] if self.colour else ""
 
 
 def fill(part: str) -> str:

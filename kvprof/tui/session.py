@@ -7,7 +7,7 @@ from typing import Any
 from kvprof.errors import KvprofError
 from kvprof.tui.sources import Source
 from kvprof.tui.state import RunState
-from kvprof.tui.words import clock
+from kvprof.tui.words import clock, duration
 from kvprof.tui.worker import Worker
 
 __all__ = ["Session"]
@@ -115,6 +115,40 @@ class Session:
             doing = "stuck" if state.current is not None else "preparing a case"
             return f"○ no event for {clock(age)}: {doing}, or killed"
         return f"● {self._doing()} · {clock(state.time + age)}"
+
+    def progress(self) -> str:
+        """Return how far the measurement is, and what it says where it does not tell."""
+        state = self.state
+        if state.end is not None or self.banner() is not None or state.run is None:
+            return self._saying()
+        told = state.progress
+        if told is None:
+            return self._saying()
+        words = []
+        if told.done < told.most:
+            sure = told.least == told.most or told.done >= told.least
+            of = f"{told.most}" if sure else f"{told.least}–{told.most}"
+            words.append(f"{told.unit} {told.done + 1} of {of}")
+        if told.step:
+            words.append(f"step {told.step:,} of {told.steps:,}")
+        case = state.cases.get(state.current or "")
+        first = case.ttft_seconds() if case is not None else None
+        if first is not None:
+            words.append(f"first token {duration(first)}")
+        if (left := state.seconds_left(self._now())) is not None:
+            low, high = (clock(seconds) for seconds in left)
+            words.append(f"about {low if low == high else f'{low}–{high}'} left")
+        return " · ".join(words)
+
+    def _saying(self) -> str:
+        # Loading and calibrating take minutes, and are no events.
+        over = self.state.end is not None or (self.worker is not None and not self.measuring)
+        return f"the measurement says: {self.said}" if self.said and not over else ""
+
+    def _now(self) -> float:
+        """Return the time of the run that the view shows."""
+        live = self.caught_up and not self.paused and not self.source.playing
+        return self.state.time + ((self.source.age() or 0.0) if live else 0.0)
 
     def _doing(self) -> str:
         done, planned = self.state.done()

@@ -111,16 +111,19 @@ class Replay:
         Seconds of the run per second.
     clock : callable
         Seconds that pass; tests give one that does as it is told.
+    start : float
+        Seconds of the run that are there at once.
     """
 
     def __init__(
-        self, path: Path, speed: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, path: Path, speed: float, clock: Callable[[], float] = time.monotonic,
+        start: float = 0.0,
+    ) -> None:  # fmt: skip
         self._follower = Follower(path)
         self._ahead: deque[Event] = deque()
         self._speed = speed
         self._clock = clock
-        self._position = 0.0  # in the run
+        self._position = start  # in the run
         self._seen: float | None = None  # when the position was true
         self.playing = True
 

@@ -1,8 +1,10 @@
 """What a run has told so far: events in, figures out. No screen, no file, no clock."""
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from kvprof.records.events import (
     Balance,
@@ -12,6 +14,8 @@ from kvprof.records.events import (
     LayerMeasured,
     MemorySample,
     PartSample,
+    Preview,
+    Progress,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -57,6 +61,8 @@ class RunState:
         In the order in which they were started.
     current : str or None
         The case under way.
+    progress : Progress or None
+        The newest word on how far the case under way is, or the whole run.
     devices : dict of str to DeviceState
     log : deque of LogLine
         The newest lines.
@@ -74,6 +80,10 @@ class RunState:
         self.end: RunFinished | None = None
         self.cases: dict[str, CaseState] = {}
         self.current: str | None = None
+        self.progress: Progress | None = None
+        self._begun: float | None = None  # of the case under way, or of what counts for the run
+        self._spent = 0.0  # seconds in cases that are finished
+        self._written = 0  # tokens that they wrote
         self.devices: dict[str, DeviceState] = {}
         self._noted: set[tuple[str, str, str]] = set()
         self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
@@ -103,6 +113,10 @@ class RunState:
                 self.warnings += 1
                 where = f"{event.case}: " if event.case is not None else ""
                 self.write("warning", f"{where}{event.message}", event.time)
+            case Progress():
+                self._progress(event)
+            case Preview():
+                self._preview(event)
             case CaseStarted():
                 self._case_started(event)
             case CaseFinished():
@@ -138,12 +152,72 @@ class RunState:
         planned = len(self.run.cases) if self.run is not None else 0
         return finished, max(planned, len(self.cases))
 
+    def seconds_left(self, time: float) -> tuple[float, float] | None:
+        """Return between how many seconds the cases under way and to come may take from a time on.
+
+        Where figures settle early, a case takes less than it may. A case that is to come is taken
+        to need as long per token that it writes; what prepares it comes on top.
+
+        Parameters
+        ----------
+        time : float
+            Of the run.
+
+        Returns
+        -------
+        tuple of float or None
+            None where nothing tells.
+        """
+        told, begun = self.progress, self._begun
+        if told is None or begun is None or self.end is not None:
+            return None
+        done = told.done + (told.step / told.steps if told.steps else 0.0)
+        elapsed, since = told.time - begun, max(0.0, time - told.time)
+        if done <= 0 or elapsed <= 0:
+            return None
+        least, most = (
+            max(0.0, elapsed / done * (units - done) - since) for units in (told.least, told.most)
+        )
+        case = self.cases.get(told.case) if told.case is not None else None
+        if case is None:
+            return least, most
+        to_come = self._tokens_planned() - self._written - case.started.output_len
+        return tuple(  # type: ignore[return-value] # two in, two out
+            left + max(0, to_come) * self._pace(elapsed + since + left, case)
+            for left in (least, most)
+        )
+
+    def _pace(self, own: float, case: CaseState) -> float:
+        """Return seconds per token written: of the finished cases and the one under way."""
+        return (self._spent + own) / max(1, self._written + case.started.output_len)
+
+    def _tokens_planned(self) -> int:
+        """Return how many tokens all cases of the run write, each with its batch at once."""
+        told = self.run.inputs if self.run is not None else {}
+        outputs = [one for one in _listed(told.get("output_lens")) if isinstance(one, int)]
+        names = ("methods", "batches", "input_lens")
+        return sum(outputs) * math.prod(len(_listed(told.get(name))) for name in names)
+
     def on_cpu(self) -> bool:
         """Tell whether the run measures a CPU."""
         return self.run is not None and str(self.run.inputs.get("device", "")).startswith("cpu")
 
+    def _preview(self, event: Preview) -> None:
+        if event.case not in self.cases:
+            self.cases[event.case] = CaseState.seen(event)
+        self.cases[event.case].previewed(event)
+
+    def _progress(self, event: Progress) -> None:
+        before = self.progress
+        if before is None or before.case != event.case:
+            self._begun = event.time
+        self.progress = event
+
     def _case_started(self, event: CaseStarted) -> None:
-        self.cases[event.case] = CaseState(event)
+        before, new = self.cases.get(event.case), CaseState(event)
+        if before is not None and before.preview is not None:
+            new.previewed(before.preview)
+        self.cases[event.case] = new
         self.current = event.case
         self.write("case", f"{event.case}: started", event.time)
         for what, words in event.labels.items():
@@ -156,6 +230,10 @@ class RunState:
         self.cases[event.case].case_finished(event)
         if self.current == event.case:
             self.current = None
+        if self.progress is not None and self.progress.case == event.case:
+            self._spent += event.time - (self._begun or 0.0)
+            self._written += self.cases[event.case].started.output_len
+            self.progress = self._begun = None
         wall = event.prefill_seconds + event.decode_seconds
         self.write("case", f"{event.case}: finished, {wall:.4g} s per request", event.time)
 
@@ -175,3 +253,8 @@ class RunState:
             self.write("run", "finished: everything was measured", event.time)
         else:
             self.write("run", f"ended early: {event.reason or 'interrupted'}", event.time)
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return a list of a record's inputs; a record may hold anything there."""
+    return list(values) if isinstance(values, list | tuple) else []

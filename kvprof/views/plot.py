@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
+from rich.color import Color
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -22,7 +23,7 @@ _MARKERS = "●▲■◆○△□◇"
 _ASCII_MARKERS = "ox+*#@%&"
 _FURTHER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # The terminal's own palette (cyan, magenta, green, yellow, blue, red): it suits the background.
-_COLOURS = (6, 5, 2, 3, 4, 1)
+_COLOURS = tuple(f"color({number})" for number in (6, 5, 2, 3, 4, 1))
 _MARK_EVERY = 12  # columns between two markers of one dense curve
 
 # plotext has one figure per process.
@@ -67,6 +68,7 @@ class LinePlot:
     log_x: bool = False
     log_y: bool = False
     x_ticks: Sequence[float] = field(default=())
+    colours: Sequence[str] = _COLOURS
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield line_plot(
@@ -79,6 +81,7 @@ class LinePlot:
             log_x=self.log_x,
             log_y=self.log_y,
             x_ticks=self.x_ticks,
+            colours=self.colours,
             ascii_only=options.ascii_only,
         )
 
@@ -94,6 +97,7 @@ def line_plot(
     log_x: bool = False,
     log_y: bool = False,
     x_ticks: Sequence[float] = (),
+    colours: Sequence[str] = _COLOURS,
     colour: bool = True,
     ascii_only: bool = False,
 ) -> Text:
@@ -115,6 +119,8 @@ def line_plot(
         Powers of ten.
     x_ticks : sequence of float
         Values to put ticks at instead of the computed ones (not used with `log_x`).
+    colours : sequence of str
+        Of the curves in turn, as Rich writes them; an empty one is the terminal's own.
     colour : bool
         False returns text without any style.
     ascii_only : bool
@@ -150,7 +156,7 @@ def line_plot(
         signs,
         columns,
         line="." if ascii_only else "braille",
-        colour=colour,
+        colours=colours if colour else (),
     )
     return Text("\n").join(
         [
@@ -158,7 +164,7 @@ def line_plot(
             *wrap(Text(y_label + (" (log)" if log_y else "")), width),
             *canvas,
             *_centred(Text(x_label + (" (log 2)" if log_x else "")), width),
-            *_legend(series, curves, signs, width, colour=colour),
+            *_legend(series, curves, signs, width, colours if colour else ()),
         ]
     )
 
@@ -210,7 +216,7 @@ def _raster(
     columns: int,
     *,
     line: str,
-    colour: bool,
+    colours: Sequence[str],
 ) -> list[Text]:
     import plotext  # costs 0.1 s and asks the terminal for its size
 
@@ -230,7 +236,7 @@ def _raster(
                 ruler.ticks([p for p, _ in axis.ticks], labels=[text for _, text in axis.ticks])
 
             def draw(points: list[tuple[float, float]], sign: str, index: int, lines: bool) -> None:
-                marker = plotext.marker(sign, _COLOURS[index % len(_COLOURS)] if colour else None)
+                marker = plotext.marker(sign, _pixel(colours, index))
                 x = [x_axis.place(p[0]) for p in points]
                 y = [y_axis.place(p[1]) for p in points]
                 figure.draw(figure.signal(x, y, marker=marker).lines(lines))
@@ -245,24 +251,36 @@ def _raster(
                 if points:
                     marked = _marked(points, x_axis, columns, index / len(curves))
                     draw(marked, signs[index % len(signs)], index, False)
-            drawn: str = figure.build().string(colorless=not colour)
+            drawn: str = figure.build().string(colorless=not colours)
         finally:
             figure.clear()
             plotext.terminal.limit()
     if line == ".":
         drawn = to_ascii(drawn)
-    lines = [Text.from_ansi(row) if colour else Text(row) for row in drawn.splitlines()]
+    lines = [Text.from_ansi(row) if colours else Text(row) for row in drawn.splitlines()]
     for row in lines:
         row.rstrip()
     return [row for row in lines if row.plain]
 
 
+def _pixel(colours: Sequence[str], index: int) -> int | tuple[int, int, int] | None:
+    """Return a curve's colour as plotext takes it; None for the terminal's own."""
+    name = colours[index % len(colours)] if colours else ""
+    if not name:
+        return None
+    colour = Color.parse(name)
+    if colour.triplet is None:
+        return colour.number
+    red, green, blue = colour.triplet
+    return red, green, blue
+
+
 def _legend(
-    series: Sequence[Series], curves: list[_Curve], signs: str, width: int, *, colour: bool
+    series: Sequence[Series], curves: list[_Curve], signs: str, width: int, colours: Sequence[str]
 ) -> list[Text]:
     entries = []
     for index, (one, curve) in enumerate(zip(series, curves, strict=True)):
-        style = f"color({_COLOURS[index % len(_COLOURS)]})" if colour else ""
+        style = colours[index % len(colours)] if colours else ""
         entry = Text(signs[index % len(signs)], style=style)
         entry = Text.assemble(entry, f" {one.label}" + ("" if curve else " (nothing to draw)"))
         entries.append(entry)

@@ -109,7 +109,7 @@ class TestBadInput:
 
     def test_a_newer_record_is_refused(self, run):
         lines = (run / "events.jsonl").read_text().splitlines()
-        lines[0] = lines[0].replace("kvprof-events/1", "kvprof-events/2")
+        lines[0] = lines[0].replace("kvprof-events/", "kvprof-events/9")
         (run / "events.jsonl").write_text("\n".join(lines) + "\n")
         done = kvprof("tui", run)
         assert done.code == 1
@@ -161,7 +161,22 @@ class TestOpening:
         monkeypatch.setattr(run_source, "files", lambda package: tmp_path)
         session = open_run("demo")
         assert session.source.playing
-        assert session.source._speed == pytest.approx(events[-1].time / 20)
+        start = next(event.time for event in events if event.type == "case_started")
+        assert session.source._speed == pytest.approx((events[-1].time - start) / 20)
+
+    def test_the_demo_that_ships_shows_parts_in_its_first_second(self):
+        from kvprof.commands.tui_source import open_run
+
+        session = open_run("demo")
+        now = [0.0]
+        session.source._clock = lambda: now[0]
+        while session.advance():
+            pass
+        now[0] = 1.0
+        while session.advance():
+            pass
+        assert any(case.part_seconds() for case in session.state.cases.values())
+        assert session.source.playing
 
     def test_without_a_demo_it_is_said(self, tmp_path, monkeypatch):
         from kvprof.commands import run_source

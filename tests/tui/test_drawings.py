@@ -1,6 +1,7 @@
 """What is drawn, at every width, with and without colour."""
 
 import io
+import math
 import random
 
 import pytest
@@ -60,10 +61,10 @@ def everything(state, ink):
             case, ink,
         ),
         "telemetry": Telemetry(state.devices, ink),
-        "strips": Strips(strips(case), False, ink),
-        "cache": CacheBars(choice.shown_cases(state), case, ink, "device peak"),
-        "levels": Levels("tale", {"full": 12, "half": 88}, ink),
-        "layers": LayerTable(rows, ink),
+        "strips": Strips(strips(case), False),
+        "cache": CacheBars(choice.shown_cases(state), case, "device peak"),
+        "levels": Levels("tale", {"full": 12, "half": 88}),
+        "layers": LayerTable(rows),
     }  # fmt: skip
 
 
@@ -103,6 +104,29 @@ def test_colours_can_be_read_on_their_ground(dark, ground):
     for part in PARTS:
         low, high = sorted((luminance(ground), luminance(Ink(dark).part(part))))
         assert (high + 0.05) / (low + 0.05) >= 4.5, part
+
+
+def test_a_colour_has_one_meaning():
+    """Verdicts and curves look like no part and like none of each other: CIE 1976, in Lab."""
+
+    def lab(colour):
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        ]
+        rows = ((0.434, 0.376, 0.190), (0.213, 0.715, 0.072), (0.018, 0.109, 0.873))
+        x, y, z = (sum(a * b for a, b in zip(row, linear, strict=True)) ** (1 / 3) for row in rows)
+        return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+    for dark in (True, False):
+        ink = Ink(dark)
+        signs = [ink.good(), ink.bad(), ink.warn(), *filter(None, ink.curves(6))]
+        parts = [ink.part(part) for part in PARTS]
+        for index, sign in enumerate(signs):
+            for other in (*parts, *signs[:index]):
+                assert math.dist(lab(sign), lab(other)) > 18, (dark, sign, other)
+        for index, part in enumerate(parts):
+            assert all(math.dist(lab(part), lab(other)) > 5 for other in parts[:index]), part
 
 
 class TestBars:
@@ -187,7 +211,7 @@ class TestBalance:
     @pytest.mark.parametrize("width", WIDTHS)
     @pytest.mark.parametrize("count", [1, 16, 132, 160])
     def test_every_multiprocessor_has_a_column(self, width, count):
-        lines = drawn(Strips(self.many(count, measured=False), False, Ink()), width)
+        lines = drawn(Strips(self.many(count, measured=False), False), width)
         lowest = [line[11:] for line in lines if " SM " in line[:11]]
         wide = 3 if 3 * count <= width - 11 else max(1, (width - 11) // count)
         assert sum(len(line) for line in lowest) == wide * count
@@ -195,11 +219,11 @@ class TestBalance:
     def test_the_worst_is_named_with_its_load(self):
         strip = self.many(20)[0]
         worst = max(range(20), key=strip.predicted.__getitem__)
-        lines = drawn(Strips([strip], False, Ink()))
+        lines = drawn(Strips([strip], False))
         assert f"at most {strip.predicted[worst]:.2f}× the mean (SM {worst})" in lines[1]
 
     def test_by_load_the_heights_fall(self):
-        lines = drawn(Strips(self.many(40), True, Ink()), 200)
+        lines = drawn(Strips(self.many(40), True), 200)
         heights = [" ▁▂▃▄▅▆▇█".index(sign) for sign in lines[2][11:].rstrip()]
         assert heights == sorted(heights, reverse=True)
 
@@ -207,15 +231,15 @@ class TestBalance:
         state = RunState()
         state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
         state.apply(Balance(0.0, "c", "equal", "decode", [1.0] * 39 + [1.1], None))
-        alone = drawn(Strips(strips(state.cases["c"]), False, Ink()))
+        alone = drawn(Strips(strips(state.cases["c"]), False))
         state.apply(Balance(0.0, "c", "lpt", "decode", [40.0] + [0.0] * 39, None))
-        both = drawn(Strips(strips(state.cases["c"]), False, Ink()))
+        both = drawn(Strips(strips(state.cases["c"]), False))
         assert "a full column is 1.10×" in both[0]
         assert both[1 : len(alone)] == alone[1:]
         assert not any("full column" in line for line in alone)
 
     def test_what_was_not_measured_is_said(self):
-        assert "  measured: no" in drawn(Strips(self.many(8, measured=False), False, Ink()))
+        assert "  measured: no" in drawn(Strips(self.many(8, measured=False), False))
 
 
 class TestCache:
@@ -223,7 +247,7 @@ class TestCache:
         state = RunState()
         state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
         state.apply(MemorySample(0.0, "c", 1024, 2**20, 3 * 2**19, 2**21, peak=2**30))
-        lines = drawn(CacheBars([state.cases["c"]], None, Ink(), "device peak"), 80)
+        lines = drawn(CacheBars([state.cases["c"]], None, "device peak"), 80)
         assert "at 1k tokens" in lines[0]
         assert "device peak 1.0 GiB" in lines[0]
         assert "50 %" in lines[1]
@@ -234,17 +258,17 @@ class TestCache:
         state = RunState()
         state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
         state.apply(MemorySample(0.0, "c", 1024, 2**20, 2**20, 2**21))
-        lines = drawn(CacheBars([state.cases["c"]], None, Ink(), "device peak"), 80)
+        lines = drawn(CacheBars([state.cases["c"]], None, "device peak"), 80)
         assert lines[0].strip() == "fdc · at 1k tokens"
 
     def test_levels_add_up(self):
-        lines = drawn(Levels("tale", {"full": 100, "half": 300, "none": 0}, Ink()), 84)
+        lines = drawn(Levels("tale", {"full": 100, "half": 300, "none": 0}), 84)
         assert lines[1].strip() == "█" * 20 + "▓" * 60
         assert "25 %" in lines[2]
         assert "0 tokens" in lines[4]
 
     def test_no_level_holds_anything(self):
-        assert "no token" in drawn(Levels("tale", {"full": 0}, Ink()))[1]
+        assert "no token" in drawn(Levels("tale", {"full": 0}))[1]
 
 
 class TestTelemetry:
@@ -258,6 +282,13 @@ class TestTelemetry:
                           "memory_bytes": 2.0**35, "utilisation": 0.98})  # fmt: skip
         for word in ("98 % busy", "612 W", "61 °C", "SM 1,980 MHz", "32.0 GiB used"):
             assert word in line
+
+    def test_a_cpus_load_is_of_the_machine_and_its_memory_of_the_process(self):
+        state = RunState()
+        state.apply(TelemetrySample(0.0, "cpu", {"memory_bytes": 2.0**30, "utilisation": 0.37}))
+        line = drawn(Telemetry(state.devices, Ink()), 100)[0]
+        assert "37 % of all cores busy" in line
+        assert "1.0 GiB in this process" in line
 
     def test_slowing_down_comes_first(self):
         line = self.line({"power_w": 700.0}, ("power cap",))
@@ -278,7 +309,7 @@ class TestLayers:
         case = Choice().shown_case(state)
         rows = layer_rows(case, sort="layer", descending=False, shown=LayerFilter())
         low, high = min(rows[0].key_ranks), max(rows[0].key_ranks)
-        assert f"({low}–{high})" in drawn(LayerTable(rows, Ink()), 80)[0]
+        assert f"({low}–{high})" in drawn(LayerTable(rows), 80)[0]
 
     def test_the_order_is_shown_above_its_column(self):
         assert layer_head("ms", True).plain.count("▼") == 1
@@ -292,7 +323,8 @@ class TestKeys:
         shown = footer("layers", hidden=frozenset(), words={}, width=width)
         assert max(len(line) for line in shown.plain.split("\n")) <= width
         for key in KEYS:
-            assert f"{key.sign} {key.word}" in shown.plain
+            here = not key.screens or "layers" in key.screens
+            assert (f"{key.sign} {key.word}" in shown.plain) == here
 
     def test_keys_that_do_nothing_are_left_out(self):
         plain = footer("cache", hidden=frozenset({"n"}), words={}, width=200).plain

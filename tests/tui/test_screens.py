@@ -26,7 +26,7 @@ class TestMouse:
 
     def test_a_click_on_a_key_presses_it(self, tmp_path):
         async def steps(app, pilot):
-            column = text(app).splitlines()[-1].index("b baseline")
+            (column,) = (at for line in text(app).splitlines() if (at := line.find("b base")) >= 0)
             await pilot.click("#keys", offset=(column + 1, 0))
             await settle(app, pilot)
             assert app.choice.baseline == "palu"
@@ -214,3 +214,34 @@ class TestScreens:
                 assert not any("…" in line for line in lines[3:-3]), number
 
         show(recorded(tmp_path), tmp_path, steps, size=(width, 40))
+
+
+class TestResizing:
+    @pytest.mark.parametrize("key", ["1", "2", "4"])
+    @pytest.mark.parametrize("sizes", [((120, 40), (70, 40)), ((80, 24), (40, 10), (100, 30))])
+    def test_a_paused_screen_is_that_of_its_size(self, tmp_path, key, sizes):
+        def shown(folder, sizes):
+            found = []
+
+            async def steps(app, pilot):
+                await press(app, pilot, key, "space")
+                for size in sizes[1:]:
+                    await pilot.resize_terminal(*size)
+                    await settle(app, pilot)
+                await settle(app, pilot)
+                found.append(text(app))
+
+            show(recorded(folder), folder, steps, size=sizes[0])
+            return found[0]
+
+        assert shown(tmp_path / "a", sizes) == shown(tmp_path / "b", sizes[-1:])
+
+
+class TestSmallParts:
+    def test_they_open_and_fold_by_key(self, tmp_path):
+        assert "▸ " in keys(tmp_path / "a")["text"]
+        opened = keys(tmp_path / "b", "p")["text"]
+        assert "▸ " not in opened
+        assert "embedding" in opened
+        assert "p fold parts" in opened
+        assert "▸ " in keys(tmp_path / "c", "p", "p")["text"]

@@ -7,6 +7,8 @@ from kvprof.records.events import (
     CaseStarted,
     MemorySample,
     PartSample,
+    Preview,
+    Progress,
     RunFinished,
     StepFinished,
     TelemetrySample,
@@ -94,7 +96,8 @@ class TestWhileItRuns:
         parts = [event for event in events[:cut] if isinstance(event, PartSample)]
         assert case.jct_seconds() == pytest.approx(sum(part.seconds for part in parts))
         assert "unattributed" not in case.part_seconds()
-        assert case.ttft_seconds() is None
+        prefill = next(event for event in events[:cut] if event.type == "step")
+        assert case.ttft_seconds() == prefill.seconds  # of one run so far
 
     def test_a_sample_stands_for_its_weight(self):
         state = state_after(stream(steps=1)[:2])
@@ -185,3 +188,66 @@ def test_what_a_sweep_says_of_a_method_at_every_length_is_logged_once() -> None:
         for method in ("full", "fdc")
         for words in ("by difference: attention", "host: no part")
     ]
+
+
+class TestTheFirstPass:
+    """Parts are shown before they are measured, and nothing of that stays."""
+
+    SEEN = Preview(0.1, case_name("full", 5), "full", 1, 2048, 6, {"attention": 2.0, "mlp": 1.0})
+
+    def test_it_may_come_before_the_case_and_gives_way_phase_by_phase(self):
+        events = stream(("full",), steps=5)
+        state = state_after([events[0], self.SEEN])
+        case = state.cases[self.SEEN.case]
+        assert (case.provisional, state.current) == (True, None)
+        assert case.part_seconds() == {"attention": 2.0, "mlp": 1.0}
+        assert case.ttft_seconds() == 3.0
+        state.apply(events[1])
+        state.apply(replace(self.SEEN, decode={"head": 0.5}))
+        case = state.cases[self.SEEN.case]
+        assert case.part_seconds() == {"attention": 2.0, "mlp": 1.0, "head": 0.5}
+        first = next(event for event in events if isinstance(event, PartSample))
+        state.apply(first)  # of prefill
+        assert case.part_seconds() == {first.part: first.seconds, "head": 0.5}
+        assert case.provisional
+        state.apply(replace(first, phase="decode"))
+        assert "head" not in case.part_seconds()
+        assert not case.provisional
+
+    def test_it_enters_no_result(self):
+        events = stream(("full", "fdc"), steps=5)
+        told = [
+            events[0], self.SEEN, Progress(0.2, None, "point", 1, 2, 2),
+            *events[1:3], replace(self.SEEN, decode={"head": 9.0}), *events[3:],
+        ]  # fmt: skip
+        assert fold(told) == fold(events)
+        assert result_of(told)["data"] == result_of(events)["data"]
+        assert figures(state_after(told)) == figures(state_after(events))
+
+
+class TestTimeLeft:
+    def state(self, *told):
+        run = replace(
+            stream(("full", "fdc"), steps=5)[0],
+            inputs={"methods": ["full", "fdc"], "batches": [1], "input_lens": [8],
+                    "output_lens": [6]},
+        )  # fmt: skip
+        case = CaseStarted(0.0, "a", "full", 0.0, 1, 8, 6)
+        return state_after([run, case, *told])
+
+    def test_of_passes_and_of_cases_to_come(self):
+        first = Progress(10.0, "a", "pass", 0, 4, 8)
+        assert self.state(first).seconds_left(10.0) is None
+        state = self.state(first, replace(first, time=12.0, done=1))
+        # 2 s a pass: 3 to 7 of them, and another case as long as this one.
+        assert state.seconds_left(12.0) == pytest.approx((6 + 8, 14 + 16))
+        assert state.seconds_left(13.0) == pytest.approx((5 + 8, 13 + 16))
+        state = self.state(first, replace(first, time=11.0, step=5, steps=10))
+        assert state.seconds_left(11.0)[0] == pytest.approx(7 + 8)
+
+    def test_of_points_of_the_run(self):
+        first = Progress(10.0, None, "point", 0, 4, 4)
+        state = self.state(first, replace(first, time=13.0, done=3))
+        assert state.seconds_left(13.5) == pytest.approx((0.5, 0.5))
+        state.apply(RunFinished(14.0, True))
+        assert state.seconds_left(14.0) is None

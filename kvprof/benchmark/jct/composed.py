@@ -4,14 +4,15 @@ Nobody runs the request: `kvprof.benchmark.jct.composer` says how its time comes
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from kvprof.benchmark.case import Place
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.balance import balances
 from kvprof.benchmark.jct.composer import Composer
-from kvprof.benchmark.jct.composition import Composition
+from kvprof.benchmark.jct.composition import Composition, Times
 from kvprof.benchmark.jct.lengths import Request
 from kvprof.benchmark.jct.measured import Bench, Point
 from kvprof.benchmark.jct.model_shape import ModelShape
@@ -26,6 +27,7 @@ from kvprof.records.events import (
     LayerMeasured,
     MemorySample,
     PartSample,
+    Preview,
     StepFinished,
     Warned,
 )
@@ -115,9 +117,21 @@ class _Told:
     case: str
     emit: Emit
     now: Callable[[], float]
+    #: Parts of prefill and of decode as they were last looked at.
+    seen: list[Times] = field(default_factory=lambda: [{}, {}])
 
     def run(self) -> Composition:
         composer, request, now = self.composer, self.request, self.now
+        bench = composer.bench
+        before, bench.glimpse = bench.glimpse, self._glimpse
+        try:
+            return self._composed(composer, request, now)
+        finally:
+            bench.glimpse = before
+
+    def _composed(
+        self, composer: Composer, request: Request, now: Callable[[], float]
+    ) -> Composition:
         named = composer.points_of(request)
         self._start(named)
         prefill, seconds = composer.prefill(request.input_len, self._prefill_part)
@@ -149,6 +163,23 @@ class _Told:
             )
         )
         return found
+
+    def _glimpse(self, place: Place, parts: Times, passes: Times) -> None:
+        """Tell what the request may take, by the first samples of one layer at one length."""
+        request, layers = self.request, self.composer.bench.model.attention.layers
+        decode = place.phase == "decode"
+        times = request.output_len - 1 if decode else request.input_len / place.seq
+        found = {part: times * layers * seconds for part, seconds in parts.items()}
+        for part, seconds in passes.items():
+            found[part] = found.get(part, 0.0) + times * seconds
+        # As a difference of two single samples a part may be left with less than nothing.
+        self.seen[decode] = {part: seconds for part, seconds in found.items() if seconds > 0}
+        self.emit(
+            Preview(
+                self.now(), self.case, self.composer.variant.name, self.composer.batch,
+                request.input_len, request.output_len, *self.seen,
+            )
+        )  # fmt: skip
 
     def _warn(self, text: str) -> None:
         self.emit(Warned(self.now(), text, self.case))

@@ -1,7 +1,9 @@
 """Composed runs of a request's cases, of a trace's requests, and what fits into memory."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from kvprof.benchmark.machine import free_bytes, open_machine
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.timing import Interrupted
 from kvprof.models.placement import parse_dtype
+from kvprof.records.events import Progress
 from kvprof.sizes import format_bytes
 
 __all__ = ["run_composed"]
@@ -66,8 +69,9 @@ def run_composed(run: Run) -> None:
         composers = _composers(run, bench, chosen, cases, lengths, rate)
         total = sum(composer.points for composer in composers.values())
         with run.progress(f"one layer of {model.name}", total) as bar:
-            bench.advance = _advance(bar)
+            bench.advance = _advance(bar, partial(_tell_points, run, total))
             try:
+                _tell_points(run, total, 0)
                 _run_cases(run, composers, cases)
                 if lengths:
                     _run_trace(run, composers, lengths)
@@ -165,8 +169,15 @@ def _tell_memory(
         )
 
 
-def _advance(bar: Any) -> Callable[[str], None]:
+def _tell_points(run: Run, total: int, done: int) -> None:
+    run.emit(Progress(run.now(), None, "point", done, total, max(total, done)))
+
+
+def _advance(bar: Any, tell: Callable[[int], None] = lambda _: None) -> Callable[[str], None]:
+    done = itertools.count(1)
+
     def advance(text: str) -> None:
+        tell(next(done))
         if bar is None:
             return
         describe = getattr(bar, "describe", None)

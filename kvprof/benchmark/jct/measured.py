@@ -1,7 +1,7 @@
 """Times of one layer and its parts at one length, each piece of work measured once in a run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
@@ -10,6 +10,7 @@ import torch
 
 from kvprof.benchmark.case import Place
 from kvprof.benchmark.jct.ablations import Variant
+from kvprof.benchmark.jct.composition import Times
 from kvprof.benchmark.jct.dense import DenseParts
 from kvprof.benchmark.jct.full import FullAttention, full_attended
 from kvprof.benchmark.jct.latents import latents_attended, strawman_attended
@@ -83,6 +84,9 @@ class Bench:
         Whether to end; what is said of the figures; that one more point is done.
     clock, energy : callable
         Seconds since the start of the run; joules between two such times, None where nothing tells.
+    glimpse : callable
+        Given where a point stands, and its parts and what a pass does once as the first sample of
+        each has them: something to look at while the others are taken.
     """
 
     model: ModelShape
@@ -96,6 +100,7 @@ class Bench:
     advance: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     energy: Callable[[float, float], float | None] | None = None
+    glimpse: Callable[[Place, Times, Times], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         kind = self.machine.device.type
@@ -178,12 +183,7 @@ class Bench:
                     "float64), so its time means nothing"
                 )
         layer, ends, watts = self._timed(variant, place, units, once, powered=powered)
-        parts: dict[str, float] = {}
-        passes: dict[str, float] = {}
-        for unit in (*units, *once):
-            held = passes if unit.per_pass else parts
-            for part, seconds in self._units[unit.key].items():
-                held[part] = held.get(part, 0.0) + seconds
+        parts, passes = _added([*units, *once], self._units)
         labels = dict(attended.labels)
         if self.all_reduce is not None:
             # After the output projection and after the MLP: the hidden state of every token.
@@ -227,9 +227,14 @@ class Bench:
             if unit.aside is not None:
                 samplers.append(sampler(unit.aside[1], place.device, settle=False, pool=pool))
                 names.append((unit.key, True))
+
+        def look(samples: Sequence[float]) -> None:
+            known = self._units | _by_unit(new, names, samples[1:])
+            self.glimpse(place, *_added([*units, *once], known))
+
         found = interleaved(
             samplers, self._repeats, seconds=self._budget * len(samplers) ** 0.5,
-            should_stop=self.should_stop,
+            should_stop=self.should_stop, first=look,
         )  # fmt: skip
         for one in samplers:
             if one.note is not None:
@@ -239,15 +244,7 @@ class Bench:
                 self._apart.add(key)
         middles = [median(samples) for samples in found]
         self.spreads.setdefault(variant.name, {})[place.name] = spread(found[0])
-        for (key, aside), seconds in zip(names, middles[1:], strict=True):
-            unit = new[key]
-            if not aside:
-                self._units[key] = {unit.part: seconds}
-                continue
-            assert unit.aside is not None
-            own = self._units[key]
-            own[unit.part] -= seconds
-            own[unit.aside[0]] = own.get(unit.aside[0], 0.0) + seconds
+        self._units |= _by_unit(new, names, middles[1:])
         watts = self._watts(whole) if powered else None
         if whole.note is not None and self._apart.isdisjoint(unit.key for unit in units):
             # Launched one by one a layer takes as long as the host needs, its parts in graphs not.
@@ -281,3 +278,32 @@ class Bench:
         time.sleep(_TELEMETRY_SECONDS)  # for a sample behind the end
         joules = self.energy(start, stop)
         return None if joules is None else joules / (stop - start)
+
+
+def _by_unit(
+    units: Mapping[tuple[object, ...], Unit], names: Sequence[tuple[tuple[object, ...], bool]],
+    seconds: Sequence[float],
+) -> dict[tuple[object, ...], Times]:  # fmt: skip
+    """Return the parts of units by key; `names` says which time is a unit's, or of its aside."""
+    found: dict[tuple[object, ...], Times] = {}
+    for (key, aside), taken in zip(names, seconds, strict=True):
+        unit = units[key]
+        if not aside:
+            found[key] = {unit.part: taken}
+            continue
+        assert unit.aside is not None
+        own = found[key]
+        own[unit.part] -= taken
+        own[unit.aside[0]] = own.get(unit.aside[0], 0.0) + taken
+    return found
+
+
+def _added(units: Sequence[Unit], known: Mapping[tuple[object, ...], Times]) -> tuple[Times, Times]:
+    """Return the parts of a layer, and those of what a pass does once."""
+    parts: Times = {}
+    passes: Times = {}
+    for unit in units:
+        held = passes if unit.per_pass else parts
+        for part, seconds in known[unit.key].items():
+            held[part] = held.get(part, 0.0) + seconds
+    return parts, passes

@@ -12,10 +12,10 @@ from kvprof.benchmark.jct.sampling import Sampling
 from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
-from kvprof.records.events import Event, PartSample, StepFinished
+from kvprof.records.events import Event, PartSample, Progress, StepFinished
 from kvprof.runtime.clock import REST
 
-__all__ = ["Narrator"]
+__all__ = ["Narrator", "told"]
 
 _MEMORY_SAMPLES = 9
 _DOUBTFUL = 0.1  # of the GPU's time
@@ -50,6 +50,10 @@ class Narrator:
         places = np.linspace(0, sampling.steps, min(_MEMORY_SAMPLES, sampling.steps + 1))
         self._memory_at = {round(place) for place in places}
 
+    def progress(self, done: int, least: int, most: int, step: int, steps: int) -> None:
+        """Tell how many runs of the request there were, and how far the next one is."""
+        self._emit(Progress(self._now(), self._case, "pass", done, least, most, step, steps))
+
     def step(self, number: int, step: Step) -> None:
         """Tell a step that ran without marks."""
         context = self._input_len + number
@@ -68,7 +72,7 @@ class Narrator:
         middle = sorted(known, key=lambda parts: sum(parts.values()))[(len(known) - 1) // 2]
         self._told[number] = sum(middle.values())
         for key, seconds in middle.items():
-            if self._named(key):
+            if told(key, self._on_gpu):
                 self._part(number, key, seconds)
 
     def rest(self, plain: Sequence[Pass], timed: Sequence[Pass]) -> None:
@@ -99,11 +103,8 @@ class Narrator:
             seconds * self._weight(number, key)
             for number, parts in one.parts.items()
             for key, seconds in parts.items()
-            if self._named(key)
+            if told(key, self._on_gpu)
         )
-
-    def _named(self, key: tuple[str, int | None]) -> bool:
-        return key[0] != OTHERS and not (self._on_gpu and key[0] == REST)
 
     def _weight(self, number: int, key: tuple[str, int | None]) -> float:
         sampling = self._sampling
@@ -147,3 +148,8 @@ class Narrator:
 
 def _phase(number: int) -> str:
     return "decode" if number else "prefill"
+
+
+def told(key: tuple[str, int | None], on_gpu: bool) -> bool:
+    """Whether a stretch is a part: not the layers that others stand for, nor a GPU's waiting."""
+    return key[0] != OTHERS and not (on_gpu and key[0] == REST)

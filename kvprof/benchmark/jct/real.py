@@ -13,7 +13,7 @@ runs, and what its figures are:
   first mark to its last. Kernels that belong to no part stay unattributed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -21,21 +21,28 @@ from torch import Tensor
 
 from kvprof.benchmark.jct.case_facts import layer_facts
 from kvprof.benchmark.jct.layer_errors import Captured, ErrorSample, error_sample, layer_errors
-from kvprof.benchmark.jct.narrator import Narrator
+from kvprof.benchmark.jct.narrator import Narrator, told
 from kvprof.benchmark.jct.passes import Pass, doubts
-from kvprof.benchmark.jct.sampling import choose_sampling
-from kvprof.benchmark.jct.steps import Runner
+from kvprof.benchmark.jct.sampling import Sampling, choose_sampling
+from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.benchmark.jct.turns import Turns
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
-from kvprof.records.events import CaseFinished, CaseStarted, Event, LayerMeasured, Warned
+from kvprof.records.events import (
+    CaseFinished,
+    CaseStarted,
+    Event,
+    LayerMeasured,
+    Preview,
+    Warned,
+)
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 
-__all__ = ["measure_case"]
+__all__ = ["look_at_case", "measure_case"]
 
 Emit = Callable[[Event], None]
 
@@ -132,6 +139,27 @@ def measure_case(
     return measured.finish(energy)
 
 
+def look_at_case(
+    loaded: LoadedModel, plan: Plan, *, case: str, input_ids: Tensor, output_len: int, emit: Emit,
+    now: Callable[[], float], kernels: str | None = None,
+) -> None:  # fmt: skip
+    """Run a prompt and a few steps of a request, and tell what it may be made of.
+
+    Nothing of it is measured; parameters and errors are those of `measure_case`.
+    """
+    _check(loaded, input_ids, output_len, 1, 1)
+    on_gpu = loaded.device.type == "cuda"
+    with (
+        torch.cuda.device(loaded.device) if on_gpu else nullcontext(),
+        compressed(loaded, plan, kernels) as session,
+    ):
+        seen = _Measured(
+            loaded, plan, session, case, input_ids.to(loaded.device), output_len, emit, now,
+            lambda: False,
+        )  # fmt: skip
+        seen.look()
+
+
 def _check(
     loaded: LoadedModel, ids: Tensor, output_len: int, repeats: int, sample_layers: str | int
 ) -> None:
@@ -178,6 +206,17 @@ class _Measured:
         """How often the request has run both ways, its parts told."""
         return 0 if self._turns is None else len(self._turns.named())
 
+    def look(self) -> None:
+        """Run the first, short pass alone."""
+        self._runner = Runner(self._loaded, self._session, self._ids, self._output_len, False)
+        self._sampling("auto")
+
+    def _sampling(self, sample_layers: str | int) -> Sampling:
+        return choose_sampling(
+            self._runner, sample_layers, layers=len(self._plan.layers), steps=self._output_len - 1,
+            look=self._look,
+        )  # fmt: skip
+
     def start(self, graph: bool) -> None:
         """Tell what will be measured."""
         batch, input_len = self._ids.shape
@@ -208,9 +247,7 @@ class _Measured:
     def run(self, repeats: int, most: int, sample_layers: str | int) -> None:
         """Run the request without marks and with them, in turns."""
         runner = self._runner
-        sampling = choose_sampling(
-            runner, sample_layers, layers=len(self._plan.layers), steps=self._output_len - 1
-        )
+        sampling = self._sampling(sample_layers)
         narrator = Narrator(
             self._loaded, self._plan, self._case, self._ids, sampling, runner.on_gpu, self._emit,
             self._now,
@@ -228,6 +265,23 @@ class _Measured:
         self._compare([one for passes in turns.whole() for one in passes])
         if runner.on_gpu and (doubt := narrator.doubt(turns.timed)) is not None:
             self._warn(doubt)
+
+    def _look(self, marked: Sequence[Step]) -> None:
+        """Tell what the request may be made of, by the steps of a first, short pass."""
+        phases: list[dict[str, float]] = []
+        for steps, times in ((marked[:1], 1), (marked[1:], self._output_len - 1)):
+            found: dict[str, float] = {}
+            middle = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2 :][:1]
+            for stretch in (one for step in middle for one in step.stretches):
+                if told((stretch.part, stretch.layer), self._runner.on_gpu):
+                    cost = stretch.seconds * times
+                    found[stretch.part] = found.get(stretch.part, 0.0) + cost
+            phases.append(found)
+        batch, input_len = self._ids.shape
+        event = Preview(
+            self._now(), self._case, self._plan.method, batch, input_len, self._output_len, *phases
+        )
+        self._emit(event)
 
     def _compare(self, passes: list[Pass]) -> None:
         first, *others = ([step.tokens for step in one.steps] for one in passes)

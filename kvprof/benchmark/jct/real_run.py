@@ -1,5 +1,6 @@
 """Real runs of a request's cases; with ``--check`` each one is composed too."""
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from kvprof.benchmark.jct.composition import Composition
 from kvprof.benchmark.jct.lengths import Request
 from kvprof.benchmark.jct.measured import Bench
 from kvprof.benchmark.jct.model_shape import ModelShape
+from kvprof.benchmark.jct.real import look_at_case
 from kvprof.benchmark.jct.real import measure_case as measure_real
 from kvprof.benchmark.jct.request import case_name
 from kvprof.benchmark.jct.run import Run
@@ -22,6 +24,8 @@ from kvprof.benchmark.jct.subjects import (
     has_weights,
     load_subject,
     make_plans,
+    needs_calibration,
+    plan_ready,
     prompt,
 )
 from kvprof.benchmark.jct.telemetry import Telemetry
@@ -29,7 +33,7 @@ from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import open_machine
 from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.timing import Interrupted
-from kvprof.errors import UsageError
+from kvprof.errors import KvprofError, UsageError
 from kvprof.models.load import LoadedModel
 
 __all__ = ["run_real"]
@@ -62,6 +66,8 @@ def run_real(run: Run) -> None:
     if request.check:
         names = [name for case in names for name in (case, _composed_name(case))]
     run.start(names, _described(loaded, shape))
+    if shape is None:
+        _look_ahead(run, loaded, cases)
     plans = make_plans(loaded, shape, request, progress=run.progress, should_stop=run.should_stop)
     repeats, most = _REPEATS[loaded.device.type]
     if request.repeats is not None:
@@ -96,6 +102,22 @@ def run_real(run: Run) -> None:
                         for row in rows
                     ]
             bar.advance()
+
+
+def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, int, int]]) -> None:
+    """Show parts of the first case that can run as it is, where others are calibrated first."""
+    ready = [case for case in cases if not needs_calibration(case[1])]
+    if not ready or len(ready) == len(cases):
+        return  # a case's own measurement begins with the same
+    name, method, batch, given, written = ready[0]
+    # What is wrong with it is said once, by the measurement.
+    known = (KvprofError, MemoryError, torch.OutOfMemoryError)
+    with run.spared(name), suppress(*known), run.progress(f"first look at {name}", 1):
+        look_at_case(
+            loaded, plan_ready(loaded, method, run.request), case=name,
+            input_ids=prompt(loaded, batch, given, run.request.seed), output_len=written,
+            emit=run.emit, now=run.now, kernels=run.request.kernels,
+        )  # fmt: skip
 
 
 def _tell(bar: Any, text: str) -> None:

@@ -2,10 +2,11 @@
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvprof.benchmark.jct.steps import Runner
+from kvprof.benchmark.jct.steps import Runner, Step
 
 __all__ = ["OVERHEAD", "Sampling", "choose_sampling"]
 
@@ -19,6 +20,7 @@ _MARGIN = 1 / 3
 #: of 100,000 tokens would be tens of millions of lines.
 _MOST_STEPS = 256
 _PAIRS = 8
+_SOON = 1.0  # seconds of a prompt that is run once more, as the first is slower
 _ROUNDS = 2  # of all turns; with fewer some parts would hang on one step
 
 
@@ -114,7 +116,10 @@ class Sampling:
         )
 
 
-def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: int) -> Sampling:
+def choose_sampling(
+    runner: Runner, wanted: str | int, *, layers: int, steps: int,
+    look: Callable[[Sequence[Step]], None] = lambda _: None,
+) -> Sampling:  # fmt: skip
     """Warm a request up, and find out how many layers can be timed at once.
 
     On a GPU a mark costs as much as a small kernel: where not all layers are timed at once, what
@@ -130,13 +135,27 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
         divide the number of layers.
     layers, steps : int
         Of the model, and of the request's decoding.
+    look : callable
+        Given the steps that had marks so far, prefill first, whenever there is another one. They
+        are a first, short pass, and tell what the request may be made of.
     """
     every = tuple(range(layers))
     runner.begin()
-    runner.step()
+    # What is compiled or awaited in a GPU's first steps would stand in the parts.
+    first = runner.step(None if runner.on_gpu else every)
+    if not runner.on_gpu:
+        look([first])
+    if runner.on_gpu or first.seconds < _SOON:
+        runner.begin()
+        first = runner.step(every, after=first.queued if runner.on_gpu else None)
+        look([first])
+    marked = [first]
     pairs = max(0, min(_PAIRS, (steps - 2) // 2))
-    for timed in (None, every)[: min(2, steps)]:
-        runner.step(timed)
+    if steps:
+        plain = runner.step()
+    if steps > 1:
+        marked.append(runner.step(every, after=plain.queued if runner.on_gpu else None))
+        look(marked)
 
     def sampled(every: int, turns: int = 0) -> Sampling:
         blocks = math.ceil(steps / _block(steps))
@@ -148,7 +167,13 @@ def choose_sampling(runner: Runner, wanted: str | int, *, layers: int, steps: in
     if isinstance(wanted, int):
         return sampled(min(wanted, layers))
     # Plain first, then marked: of neighbours, so that a machine that changes its pace hits both.
-    ratios = [1 / runner.step().seconds * runner.step(every).seconds for _ in range(pairs)]
+    ratios = []
+    for _ in range(pairs):
+        plain, timed = runner.step(), runner.step(every)
+        ratios.append(timed.seconds / plain.seconds)
+        if not runner.on_gpu:  # there they were not held back
+            marked.append(timed)
+            look(marked)
     if not ratios:
         return Sampling(layers, steps)
     overhead = statistics.median(ratios) - 1.0

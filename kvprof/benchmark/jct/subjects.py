@@ -1,6 +1,7 @@
 """The model of a real run and its plans: calibrated, or drawn at random for a shape."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import shape_names
 from kvprof.calibration.calibrator import CalibrationOptions, Calibrator
-from kvprof.calibration.options import Progress
+from kvprof.calibration.options import Progress, silent
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
@@ -31,6 +32,8 @@ __all__ = [
     "has_weights",
     "load_subject",
     "make_plans",
+    "needs_calibration",
+    "plan_ready",
     "prompt",
     "random_model",
     "random_plan",
@@ -166,6 +169,24 @@ def make_plans(
         family = calibrator.family(name, **options)
         plans[method] = _at_rate(family, request.rate, tokens, loaded.dtype.itemsize)
     return plans
+
+
+def needs_calibration(method: str) -> bool:
+    """Whether a method's plan takes runs of a model with weights."""
+    name, options = _named(method)
+    return calibration_needs(name, **options) is not None
+
+
+def plan_ready(loaded: LoadedModel, method: str, request: JctRequest) -> Plan:
+    """Return the plan of a method that needs no calibration, as `make_plans` does.
+
+    Raises
+    ------
+    UsageError
+        As `make_plans` does.
+    """
+    alone = replace(request, methods=(method,))
+    return make_plans(loaded, None, alone, progress=silent, should_stop=lambda: False)[method]
 
 
 def _named(method: str) -> tuple[str, dict[str, Any]]:

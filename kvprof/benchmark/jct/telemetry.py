@@ -1,7 +1,6 @@
 """What the machine does while something is measured, asked at a fixed rate from a thread."""
 
 import threading
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from types import TracebackType
@@ -11,7 +10,6 @@ import psutil
 import pynvml
 import torch
 
-from kvprof.environment import usable_threads
 from kvprof.errors import UsageError
 from kvprof.records.events import Event, TelemetrySample
 
@@ -39,21 +37,21 @@ class _Source(Protocol):
 
 
 class _Cpu:
-    """The process itself: resident bytes, and how much of the threads it may use it keeps busy."""
+    """Resident bytes of this process, and how busy all cores of the machine are together."""
 
     name = "cpu"
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._threads = usable_threads()
-        self._since = time.perf_counter(), time.process_time()
+        self._asked = False
 
     def read(self) -> tuple[dict[str, float], tuple[str, ...], float | None]:
-        # psutil counts in ticks of 10 ms, too coarse between two samples.
-        (before, spent), self._since = self._since, (time.perf_counter(), time.process_time())
-        load = (self._since[1] - spent) / (self._since[0] - before) / self._threads
-        memory = float(self._process.memory_info().rss)
-        return {"memory_bytes": memory, "load": load}, (), None
+        values = {"memory_bytes": float(self._process.memory_info().rss)}
+        busy = psutil.cpu_percent() / 100.0  # since the last time: the first answer is of nothing
+        if self._asked:
+            values["utilisation"] = busy
+        self._asked = True
+        return values, (), None
 
     def close(self) -> None:
         pass

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvprof.benchmark.jct.narrator import Narrator
 from kvprof.benchmark.jct.passes import Pass, apart, run_pass, step_seconds
@@ -13,6 +14,7 @@ from kvprof.benchmark.timing import median_interval
 __all__ = ["Turns"]
 
 _SETTLED = 0.02  # half the width of an interval of the share of the time that is in parts
+_SILENCE = 1.0  # seconds of a long run of the request between two words on how far it is
 _LONG_SECONDS = 60.0  # after which no more turns are made than were asked for
 
 
@@ -43,6 +45,8 @@ class Turns:
         self._runner, self._narrator, self._sampling = runner, narrator, sampling
         self._should_stop, self._now = should_stop, now
         self._turn, self._last = 0, False
+        self._done = self._least = self._most = 0  # runs of the request
+        self._said = 0.0
         self.plain: list[Pass] = []
         self.marked: list[Pass] = []
         self.timed: list[Pass] = [] if runner.on_gpu else self.marked
@@ -68,9 +72,14 @@ class Turns:
                 late = time.perf_counter() - begun > _LONG_SECONDS
                 enough = self._turn + 1 >= repeats
                 self._last = enough and (self._turn + 1 >= most or late or self._settled())
+                fewest, highest = (self._turn + 1,) * 2 if self._last else (repeats, most)
+                self._least = max(fewest, self._turn + 1) * len(ways)
+                self._most = max(highest, self._turn + 1) * len(ways)
                 # Each way goes first as often as the other: a machine that warms up hits both.
                 for way in ways[::-1] if self._turn % 2 else ways:
+                    self._tell_progress(0)
                     way()
+                    self._done += 1
                 self._turn += 1
         finally:
             # Also when memory runs out: nothing that was measured is lost.
@@ -135,8 +144,22 @@ class Turns:
     ) -> None:  # fmt: skip
         run_pass(
             self._runner, self._sampling.steps, self._should_stop, self._now, into,
-            sampling=self._sampling if marks else None, after=after, on_step=on_step,
+            sampling=self._sampling if marks else None, after=after,
+            on_step=partial(self._stepped, on_step),
         )  # fmt: skip
+
+    def _stepped(
+        self, on_step: Callable[[int, Step], None] | None, number: int, step: Step
+    ) -> None:
+        if on_step is not None:
+            on_step(number, step)
+        if time.perf_counter() - self._said > _SILENCE:
+            self._tell_progress(number + 1)
+
+    def _tell_progress(self, step: int) -> None:
+        self._said = time.perf_counter()
+        steps = self._sampling.steps + 1
+        self._narrator.progress(self._done, self._least, self._most, step, steps)
 
     def _without(self) -> None:
         self._go(self.plain, marks=False, on_step=None if self._turn else self._narrator.step)

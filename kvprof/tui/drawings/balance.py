@@ -8,7 +8,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from kvprof.tui.figures import Strip
-from kvprof.tui.palette import Ink
 from kvprof.views.jct_strips import strip_scales
 from kvprof.views.numbers import number
 
@@ -31,12 +30,10 @@ class Strips:
     strips : sequence of Strip
     by_load : bool
         Sort the multiprocessors by their load instead of by their number.
-    ink : Ink
     """
 
     strips: Sequence[Strip]
     by_load: bool
-    ink: Ink
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         scales = strip_scales([strip.highest() for strip in self.strips])
@@ -77,5 +74,5 @@ class Strips:
             line = Text(no_wrap=True)
             line.append(f"{label:>{_GUTTER - 1}} ", style="dim")
             bars = "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] * columns for level in levels)
-            line.append(bars, style=self.ink.accent())
+            line.append(bars)
             yield line

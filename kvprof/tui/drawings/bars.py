@@ -12,7 +12,10 @@ from kvprof.tui.palette import Ink, fill
 from kvprof.tui.words import difference, duration
 from kvprof.views import jct_bars
 
-__all__ = ["Bars", "short"]
+__all__ = ["PROVISIONAL", "Bars", "short"]
+
+#: In front of what the first, short pass says.
+PROVISIONAL = "≈"
 
 _LONGEST_NAME = 18
 _LEAST_BAR = 12
@@ -87,6 +90,8 @@ class Bars:
 
     def _end(self, bar: Bar) -> Text:
         text = Text(f"{duration(bar.seconds):>8}")
+        if bar.case.provisional:
+            return Text(f"{PROVISIONAL + duration(bar.seconds):>8} provisional")
         if not bar.measured:
             return text.append(" so far")
         if bar.is_baseline:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.tui.case_state import CaseState
 from kvprof.tui.drawings.bars import short
-from kvprof.tui.palette import SERIES, Ink
+from kvprof.tui.palette import SERIES
 from kvprof.tui.words import share, size
 from kvprof.views.jct_bars import Bar, columns
 from kvprof.views.numbers import count
@@ -27,14 +27,12 @@ class CacheBars:
     ----------
     cases : sequence of CaseState
     chosen : CaseState or None
-    ink : Ink
     peak : str
         What the most memory is of, as `kvprof.views.jct_data.peak_name` has it.
     """
 
     cases: Sequence[CaseState]
     chosen: CaseState | None
-    ink: Ink
     peak: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -62,16 +60,16 @@ class CacheBars:
         head.apply_meta({"press": f"method({case.method!r})"})
         yield head
         rows = (
-            ("logical", newest.logical, "█", self.ink.accent()),
-            ("allocated", newest.allocated, "▒", self.ink.series(1)),
-            ("full width", newest.full_width, "░", self.ink.part("host")),
+            ("logical", newest.logical, "█"),
+            ("allocated", newest.allocated, "▒"),
+            ("full width", newest.full_width, "░"),
         )
         room = min(_BAR if width < 110 else 2 * _BAR, width - 36)
-        for name, nbytes, sign, style in rows:
+        for name, nbytes, sign in rows:
             line = Text(f"    {name:<11}", no_wrap=True)
             if room >= _LEAST:
                 length = round(nbytes / highest * room) if highest > 0 else 0
-                line.append((sign * length).ljust(room), style=style)
+                line.append((sign * length).ljust(room))
             line.append(f" {size(nbytes):>10}")
             if name != "full width" and newest.full_width > 0:
                 line.append(f"  {share(nbytes / newest.full_width):>6}")
@@ -86,12 +84,10 @@ class Levels:
     ----------
     method : str
     levels : mapping of str to int
-    ink : Ink
     """
 
     method: str
     levels: Mapping[str, int]
-    ink: Ink
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         total = sum(self.levels.values())
@@ -103,11 +99,11 @@ class Levels:
         signs = {name: index % len(SERIES) for index, name in enumerate(self.levels)}
         width = min(2 * _BAR, options.max_width - 4)
         for name, length in columns(Bar("", self.levels), total, width):
-            stacked.append(SERIES[signs[name]] * length, style=self.ink.series(signs[name]))
+            stacked.append(SERIES[signs[name]] * length)
         yield stacked
         widest = max(len(name) for name in self.levels)
         for name, tokens in self.levels.items():
             line = Text("  ", no_wrap=True, overflow="ellipsis")
-            line.append(SERIES[signs[name]], style=self.ink.series(signs[name]))
+            line.append(SERIES[signs[name]])
             line.append(f" {name:<{widest}} {count(tokens):>9} tokens {share(tokens / total):>6}")
             yield line

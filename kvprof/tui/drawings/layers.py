@@ -7,7 +7,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from kvprof.tui.layer_rows import COLUMNS, LayerRow
-from kvprof.tui.palette import Ink
 from kvprof.tui.words import size
 from kvprof.views.numbers import MISSING, number, span
 
@@ -40,21 +39,18 @@ class LayerTable:
     Attributes
     ----------
     rows : sequence of LayerRow
-    ink : Ink
     """
 
     rows: Sequence[LayerRow]
-    ink: Ink
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         most = max((row.seconds or 0.0 for row in self.rows), default=0.0)
         room = min(_BAR, options.max_width - TABLE_WIDTH - 2)
-        style = self.ink.accent()
         lines = Text(no_wrap=True)
         for index, row in enumerate(self.rows):
             lines.append("\n" * (index > 0) + _words(row))
             if room > 0 and most > 0:
-                lines.append("  " + "━" * round((row.seconds or 0.0) / most * room), style=style)
+                lines.append("  " + "━" * round((row.seconds or 0.0) / most * room))
         yield lines
 
 

@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from kvprof.tui.case_state import CaseState
-from kvprof.tui.drawings.bars import short
+from kvprof.tui.drawings.bars import PROVISIONAL, short
 from kvprof.tui.palette import Ink, fill
 from kvprof.tui.words import difference, duration, share
 
@@ -33,8 +33,8 @@ class PartTable:
         What the request's times are held against.
     chosen : CaseState or None
     ink : Ink
-    small : float
-        Parts below this share of every shown method stand in one row.
+    small : float or None
+        Parts below this share of every shown method stand in one row; None keeps all apart.
     """
 
     cases: Sequence[CaseState]
@@ -42,7 +42,7 @@ class PartTable:
     baseline: CaseState | None
     chosen: CaseState | None
     ink: Ink
-    small: float = 0.01
+    small: float | None = 0.01
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.cases:
@@ -51,14 +51,17 @@ class PartTable:
         columns = self._columns(max(1, (options.max_width - label) // _FIGURE))
         head = Text(f"{'  part':<{label}}", style="bold", no_wrap=True)
         for index in columns:
-            head.append(f"{short(self.cases[index].method, _FIGURE - 2):>{_FIGURE}}")
+            case = self.cases[index]
+            sign = PROVISIONAL * case.provisional
+            name = short(case.method, _FIGURE - 2 - len(sign))
+            head.append(f"{sign + name:>{_FIGURE}}")
         yield head
         wholes = [case.jct_seconds() for case in self.cases]
         small: list[list[float | None]] = []
         for part, seconds in self.rows:
-            if part != "unattributed" and all(
+            if self.small is not None and part != "unattributed" and all(
                 (seconds[index] or 0.0) <= self.small * wholes[index] for index in columns
-            ):
+            ):  # fmt: skip
                 small.append(seconds)
                 continue
             line = Text(no_wrap=True)
@@ -68,7 +71,9 @@ class PartTable:
         if small:
             sums = [sum(column[i] or 0.0 for column in small) for i in range(len(self.cases))]
             word = f"{len(small)} small part{'s' if len(small) > 1 else ''}"
-            yield self._figures(Text(f"  {word:<{label - 2}}"), columns, sums, wholes)
+            line = Text(f"▸ {word:<{label - 2}}", no_wrap=True)
+            line.apply_meta({"press": "small_parts()"})
+            yield self._figures(line, columns, sums, wholes)
         yield Text("  " + "─" * (label + _FIGURE * len(columns) - 2), style="dim", no_wrap=True)
         for name, figure in _TOTALS:
             yield self._total(name, figure, label, columns)
@@ -115,7 +120,9 @@ class PartTable:
         for index in columns:
             case = self.cases[index]
             value = figure(case)
-            line.append(f"{duration(value):>{_FIGURE - 7}}", style="bold")
+            # Until it has finished: of one run of the request, or of the short pass.
+            known = "bold" if case.finished is not None else ""
+            line.append(f"{duration(value):>{_FIGURE - 7}}", style=known)
             if case is base or case.finished is None or value is None or against is None:
                 line.append(" " * 7)
                 continue

@@ -16,14 +16,15 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARK = 16  # columns of the history
 _WRITTEN: dict[str, Callable[[float], str]] = {
     "utilisation": lambda value: f"{100 * value:.0f} % busy",
-    "load": lambda value: f"load {value:.2f}",
+    "load": lambda value: f"{100 * value:.0f} % of its threads",  # in older records
     "power_w": lambda value: f"{value:.0f} W",
     "temperature_c": lambda value: f"{value:.0f} °C",
     "sm_mhz": lambda value: f"SM {value:,.0f} MHz",
     "memory_mhz": lambda value: f"memory {value:,.0f} MHz",
     "memory_bytes": lambda value: f"{size(value)} used",
 }
-_HISTORY = ("power_w", "load", "memory_bytes")
+# What the history shows: the first that is there.
+_HISTORY = {"power_w": "power", "utilisation": "busy", "load": "busy", "memory_bytes": "memory"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Telemetry:
         words = [
             write(device.latest[key]) for key, write in _WRITTEN.items() if key in device.latest
         ]
+        if name == "cpu":  # the one busy of the machine, the other of the measurement
+            words = [
+                word.replace("% busy", "% of all cores busy").replace("used", "in this process")
+                for word in words
+            ]
         for index, word in enumerate(words):
             text = f"{' ·' if index or device.throttled else ''} {word}"
             if line.cell_len + len(text) > width:
@@ -61,9 +67,9 @@ class Telemetry:
         shown = next((key for key in _HISTORY if key in device.latest), None)
         if shown is not None:
             values = [values[shown] for _, values in device.history if shown in values]
-            drawn = f"  {shown.split('_')[0]} {spark(values, _SPARK)}"
+            drawn = f"  {_HISTORY[shown]} {spark(values, _SPARK)}"
             if line.cell_len + len(drawn) <= width:
-                line.append(drawn, style=self.ink.accent())
+                line.append(drawn)
         return line
 
 

@@ -50,7 +50,7 @@ class BalanceScreen(RunScreen):
             elif self.live.session.state.on_cpu():
                 words += " (a CPU has no multiprocessors to load)"
             return Text(f"\n{words}", style="italic", overflow="fold")
-        return Strips(found, self.live.choice.processors_by_load, self.live.ink)
+        return Strips(found, self.live.choice.processors_by_load)
 
 
 def _title(case: CaseState | None) -> Text:

@@ -68,13 +68,13 @@ class RunScreen(Screen[None]):
         return None
 
     def on_mount(self) -> None:
-        """Draw at once."""
+        """Draw as soon as there is a layout."""
         self._composed = True
-        self.refresh_all()
+        self._refresh_soon()
 
     def on_screen_resume(self) -> None:
         """Draw what happened while another screen was shown."""
-        self.refresh_all()
+        self._refresh_soon()
 
     def on_resize(self, event: Resize) -> None:
         """Say so where there is too little room; draw again for the new width otherwise."""
@@ -83,7 +83,17 @@ class RunScreen(Screen[None]):
         self.set_class(small, "too-small")
         self.set_class(size.height < _SHORT, "short")
         self._drawn.clear()
-        self.refresh_all()
+        # What a widget was laid out for at another width is not known to be its height here.
+        self._shapes.clear()
+        self._refresh_soon()
+
+    def _refresh_soon(self) -> None:
+        """Draw when the widgets have their widths.
+
+        Of two updates before a layout Textual forgets the second one's height, and the screen would
+        keep that of the old width.
+        """
+        self.call_after_refresh(self.refresh_all)
 
     async def on_click(self, event: Click) -> None:
         """Do what the clicked word stands for."""

@@ -43,7 +43,7 @@ class CacheScreen(RunScreen):
         )
         peak = peak_name(state.run.inputs if state.run is not None else {})
         self.put("title", seen, self._title)
-        self.put("bytes", seen, lambda: CacheBars(cases, chosen, app.ink, peak))
+        self.put("bytes", seen, lambda: CacheBars(cases, chosen, peak))
         self.put("levels", seen, lambda: self._levels(cases))
         self.put("growth", (seen[0], self.size), lambda: self._growth(cases), every=app.calm)
 
@@ -59,11 +59,16 @@ class CacheScreen(RunScreen):
         for case in cases:
             newest = case.memory.last
             if newest is not None and newest.levels:
-                shown += [Text(), Levels(case.method, newest.levels, self.live.ink)]
+                shown += [Text(), Levels(case.method, newest.levels)]
         return Group(*shown)
 
+    def _colours(self, series: list[Series]) -> tuple[str, ...]:
+        """Return the methods' colours, those of Overview; full width is none of them."""
+        added = bool(series) and series[0].label == "full width"
+        return ("",) * added + self.live.ink.curves(len(series) - added)
+
     def _growth(self, cases: list[CaseState]) -> RenderableType:
-        series = []
+        series: list[Series] = []
         widest: dict[int, int] = {}
         sizes = [max(s.logical, s.full_width) for case in cases for s in case.memory]
         factor, unit = byte_unit(max(sizes, default=0))
@@ -80,7 +85,8 @@ class CacheScreen(RunScreen):
             values = [nbytes / factor for _, nbytes in full]
             series.insert(0, Series("full width", [float(context) for context, _ in full], values))
         height = max(_ROWS[0], min(_ROWS[1], self.size.height - 8 - 4 * len(cases)))
-        return Group(
-            Text(),
-            LinePlot(series, "Logical bytes", "tokens in the cache", unit, height=height),
-        )
+        plot = LinePlot(
+            series, "Logical bytes", "tokens in the cache", unit, height=height,
+            colours=self._colours(series),
+        )  # fmt: skip
+        return Group(Text(), plot)

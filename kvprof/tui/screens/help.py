@@ -21,9 +21,13 @@ _READING = (
     "a case has finished it is what was measured so far, afterwards the time without "
     "instrumentation.",
     "Shares are of the method's own time; until its case has finished, of what is in parts so far.",
+    "≈ is provisional: what a first, short pass says until parts are measured. No result has it.",
+    "A case runs its request several times, without marks and with them: a pass each. A composed "
+    "run measures one layer at several lengths: its points.",
     "Differences are against the baseline, once both are measured. › marks the chosen method.",
     "Time between tokens is of decode steps; first token and completion are without "
-    "instrumentation.",
+    "instrumentation. A first token that is not bold is of a single run so far.",
+    "A colour means one thing: a part, the curve of a method, or better, worse and doubtful.",
     "A layer's ms are its attention and what the method adds, over the whole request.",
     "The view reads the run's events and changes nothing: several may watch one run.",
 )

@@ -65,7 +65,7 @@ class LayersScreen(RunScreen):
         top = (*chosen[:1], *chosen[2:], untimed)
         self.put("layers-top", top, lambda: self._top(case, rows, untimed))
         self.put("head", chosen[2:4], lambda: layer_head(choice.sort, choice.descending))
-        self.put("lines", chosen, lambda: LayerTable(rows, app.ink))
+        self.put("lines", chosen, lambda: LayerTable(rows))
         in_order = sorted(rows, key=lambda row: row.layer)
         shown = (chosen[0], tuple(row.layer for row in in_order), app.dark)
         self.put("keys-map", shown, lambda: _map("Rank of keys", in_order, keys=True))

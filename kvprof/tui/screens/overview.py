@@ -8,7 +8,7 @@ from textual.widgets import Static
 
 from kvprof.records.fold import MOST_UNATTRIBUTED
 from kvprof.tui.case_state import CaseState
-from kvprof.tui.drawings.bars import Bars
+from kvprof.tui.drawings.bars import PROVISIONAL, Bars
 from kvprof.tui.drawings.parts import PartTable, table_width
 from kvprof.tui.drawings.telemetry import Telemetry
 from kvprof.tui.figures import bars, part_rows, tbt_curve
@@ -40,6 +40,7 @@ class OverviewScreen(RunScreen):
         with VerticalScroll(id="body"):
             yield Static(id="title")
             yield Static(id="bars")
+            yield Static(id="progress")
             with Container(classes="side", id="figures"):
                 yield Static(id="parts")
                 yield Static(id="curve")
@@ -75,9 +76,11 @@ class OverviewScreen(RunScreen):
         if curved and known and app.calm > 0:
             return  # a curve fills a frame; all else is drawn in the next
         self.put("title", (*seen, len(state.requests())), self._title)
-        said = "" if cases else app.session.said
-        self.put("bars", (seen, airy, said), lambda: self._bars(airy, said))
-        small = _SMALL[self.has_class("short")]
+        self.put("bars", (seen, airy), lambda: Bars(bars(state, choice), app.ink, airy))
+        progress = app.session.progress()
+        self.query("#progress").set_class(bool(progress), "shown")
+        self.put("progress", (progress,), lambda: Text(progress, style="dim", overflow="fold"))
+        small = None if choice.small_parts else _SMALL[self.has_class("short")]
         self.put(
             "parts", (seen, small), lambda: PartTable(cases, rows, base, chosen, app.ink, small)
         )
@@ -99,13 +102,6 @@ class OverviewScreen(RunScreen):
             words.append(f"against {base}" + ("" if found else ", not measured here"))
         return title.append(f" · {' · '.join(words)}", style="not bold")
 
-    def _bars(self, airy: bool, said: str) -> RenderableType:
-        drawn = Bars(bars(self.live.session.state, self.live.choice), self.live.ink, airy)
-        if not said:
-            return drawn
-        # Loading and calibrating take minutes, and are no events.
-        return Group(drawn, Text(f"the measurement says: {said}", style="dim", overflow="fold"))
-
     def _curve(self, cases: list[CaseState], beside: bool) -> RenderableType:
         series = []
         for case in cases:
@@ -119,7 +115,10 @@ class OverviewScreen(RunScreen):
             return Group(Text(title, style="bold"), waiting)
         rows = self.size.height - (15 + 2 * len(cases) if beside else 34 + len(cases))
         height = max(_CURVE_ROWS[0], min(_CURVE_ROWS[1], rows))
-        return LinePlot(series, title, "tokens in the cache", "ms", height=height)
+        return LinePlot(
+            series, title, "tokens in the cache", "ms", height=height,
+            colours=self.live.ink.curves(len(series)),
+        )  # fmt: skip
 
     def _notes(self, cases: list[CaseState]) -> RenderableType:
         """Return what a reader must know before believing the bars."""
@@ -140,6 +139,11 @@ class OverviewScreen(RunScreen):
                 doubts.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
             if (overhead := case.overhead()) is not None:
                 overheads.append(f"{case.method} {share(overhead)}")
+        if early := [case.method for case in cases if case.provisional]:
+            lines.append(
+                f"{PROVISIONAL} {', '.join(early)}: provisional, by a first, short pass; no result "
+                "has it"
+            )
         lines += [f"{', '.join(methods)}: {words}" for words, methods in labels.items()]
         if overheads:
             lines.append(f"timing the parts cost {', '.join(overheads)}; bars are without it")
