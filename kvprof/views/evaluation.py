@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvprof.views.evaluation_csv import to_csv
+from kvprof.views.evaluation_figure import figure
 from kvprof.views.evaluation_tables import (
     depth_table,
     harness_table,
@@ -20,7 +21,7 @@ from kvprof.views.numbers import percent
 from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
 from kvprof.views.tables import key_values
 
-__all__ = ["report", "to_csv"]
+__all__ = ["figure", "report", "to_csv"]
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "

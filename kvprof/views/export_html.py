@@ -1,7 +1,7 @@
 """A report as one HTML page that needs nothing else: its plots are drawn inside it."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -22,27 +22,50 @@ from kvprof.views.export_blocks import (
 )
 from kvprof.views.figure import curves_figure, figure_bytes
 from kvprof.views.jct_figure import bars_figure, plain_counts
-from kvprof.views.kinds import report
+from kvprof.views.kinds import figure_of, report
 from kvprof.views.plot import LinePlot
 from kvprof.views.recipe_plot import beside_figure
 
 __all__ = ["page_html", "to_html"]
 
+# As wide as a window of 1,280 pixels; whatever is wider scrolls in itself, and on paper, which does
+# not scroll, it is set smaller and breaks its words. Paper is light whatever the window is.
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+:root { color-scheme: light dark; --ink: #1b1b1b; --ground: #fff; --dim: #5c5c5c; --line: #888; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --ground: #121212; --dim: #a6a6a6; --line: #777; }
+  /* Figures are drawn on white: light and dark change places, and hues stay. */
+  svg { filter: invert(1) hue-rotate(180deg); }
+}
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 2rem auto; padding: 0 1rem;
+  color: var(--ink); background: var(--ground); overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+p, ul { max-width: 62rem; }
 table { border-collapse: collapse; margin: .8rem 0; display: block; overflow-x: auto; }
 caption { text-align: left; font-weight: 600; }
 th, td { padding: .15rem .7rem .15rem 0; text-align: right; font-variant-numeric: tabular-nums;
-  vertical-align: top; white-space: nowrap; }
+  vertical-align: top; white-space: nowrap; overflow-wrap: normal; }
+th { white-space: normal; vertical-align: bottom; }
 th.w, td.w { text-align: left; white-space: normal; min-width: 6rem; }
-thead th { border-bottom: 1px solid #888; } .plain td { text-align: left; white-space: normal; }
-.plain td:first-child { color: #777; padding-right: 1.2rem; }
+thead th { border-bottom: 1px solid var(--line); }
+.plain td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+.plain td:first-child { color: var(--dim); padding-right: 1.2rem; overflow-wrap: normal; }
 figure { margin: 1rem 0; } figcaption { font-weight: 600; }
 svg { max-width: 100%; height: auto; background: #fff; }
 pre { overflow-x: auto; line-height: 1.2; } .strong { font-weight: 600; }
-footer { margin-top: 3rem; color: #777; font-size: .85rem; }
+footer { margin-top: 3rem; color: var(--dim); font-size: .85rem; }
+@page { margin: 12mm; }
+@media print {
+  :root { color-scheme: light; }
+  body { max-width: none; margin: 0; padding: 0; font-size: 9pt; }
+  table { display: table; overflow: visible; font-size: 7.5pt; max-width: 100%; }
+  th, td { padding: .1rem .35rem .1rem 0; white-space: normal; overflow-wrap: anywhere; }
+  th.w, td.w { min-width: 0; }
+  thead { display: table-header-group; }
+  tr, figure { break-inside: avoid; } h2 { break-after: avoid; }
+  pre { white-space: pre-wrap; font-size: 6pt; overflow: visible; }
+}
 """
 _PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)
 
@@ -64,10 +87,13 @@ def to_html(result: Mapping[str, Any]) -> str:
     name = result["inputs"].get("model")
     written = f"{result['created']}, kvprof {result['kvprof_version']}"
     headline = f"{title}: {name}" if isinstance(name, str) else title
-    return page_html(title, headline, report(result, colour=False), written)
+    return page_html(title, headline, report(result, colour=False), written, figure_of(result))
 
 
-def page_html(title: str, headline: str, content: RenderableType, written: str) -> str:
+def page_html(
+    title: str, headline: str, content: RenderableType, written: str,
+    figure: Callable[[], Any] | None = None,
+) -> str:  # fmt: skip
     """Return any report as a page; see `to_html`.
 
     Parameters
@@ -77,8 +103,15 @@ def page_html(title: str, headline: str, content: RenderableType, written: str) 
     content : RenderableType
     written : str
         The page's last line.
+    figure : callable, optional
+        Makes the figure of a report that has none in it; it stands behind the first table.
     """
-    body = [piece for block in blocks_of(content) for piece in _html(block)]
+    blocks = blocks_of(content)
+    body = [list(_html(block)) for block in blocks]
+    if figure is not None and not any(isinstance(one, Plot | Bars | Strips) for one in blocks):
+        first = next((i for i, one in enumerate(blocks) if isinstance(one, Rows)), None)
+        if first is not None:  # without a row there is nothing to draw
+            body[first].append(_figure(figure(), ""))
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -86,7 +119,7 @@ def page_html(title: str, headline: str, content: RenderableType, written: str) 
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
             f"<h1>{escape(headline)}</h1>",
-            *body,
+            *(piece for pieces in body for piece in pieces),
             f"<footer>{escape(written)}</footer>",
             "</body></html>\n",
         ]
@@ -147,4 +180,5 @@ def _figure(drawn: Any, title: str) -> str:
     svg = figure_bytes(drawn, "svg").decode("utf-8")
     # A page takes the element alone: no XML declaration, no document type.
     inline = _PROLOGUE.sub("", svg, count=1)
-    return f"<figure><figcaption>{escape(title)}</figcaption>{inline.strip()}</figure>"
+    caption = f"<figcaption>{escape(title)}</figcaption>" if title else ""
+    return f"<figure>{caption}{inline.strip()}</figure>"

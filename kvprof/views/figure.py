@@ -15,7 +15,15 @@ from kvprof.requirements import extra_command
 from kvprof.views.plot import Series
 from kvprof.views.ticks import log2_ticks
 
-__all__ = ["FORMATS", "curves_figure", "draw_curves", "draw_map", "figure_bytes", "new_figure"]
+__all__ = [
+    "FORMATS",
+    "curves_figure",
+    "draw_curves",
+    "draw_map",
+    "figure_bytes",
+    "new_figure",
+    "point_style",
+]
 
 FORMATS = ("svg", "png")
 
@@ -137,6 +145,12 @@ def draw_curves(
     axes.grid(visible=True, linewidth=0.3, alpha=0.6)
     if series:
         axes.legend(fontsize="small", frameon=False)
+
+
+def point_style(index: int) -> dict[str, Any]:
+    """Return colour and marker of the series `index`, those of `draw_curves`."""
+    colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
+    return {"color": colour, "marker": marker, "markersize": 5}
 
 
 def _drawable(values: Sequence[float | None], *, log: bool) -> Any:

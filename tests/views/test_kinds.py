@@ -81,6 +81,40 @@ def test_a_page_shows_what_the_report_says() -> None:
     assert "Time between tokens against context" in page
 
 
+def test_an_evaluations_figure_stands_behind_its_first_table() -> None:
+    pytest.importorskip("matplotlib")
+    page = to_html(RESULTS["eval"])
+    assert page.count("<svg") == 1
+    assert page.index("</table>") < page.index("<svg") < page.index("<h2>")
+    data = RESULTS["eval"]["data"]
+    # What could not be measured has no point, and a page without any row no figure.
+    rows = [row | {"relative_accuracy": None} for row in data["evaluations"][:1]]
+    drawn = figure_of(RESULTS["eval"] | {"data": data | {"evaluations": rows}})
+    assert drawn is not None
+    assert drawn().axes[0].containers == []
+    every = figure_of(RESULTS["eval"])
+    assert every is not None
+    drawing = every()
+    points = [x for one in drawing.axes[0].containers for x in one.lines[0].get_xdata()]
+    assert sorted(points) == pytest.approx(sorted(
+        row["rate"] for row in data["evaluations"] if row["relative_accuracy"] is not None
+    ))  # fmt: skip
+    assert "<svg" not in to_html(RESULTS["eval"] | {"data": data | {"evaluations": []}})
+
+
+@pytest.mark.parametrize("kind", ["eval", "frontier", "jct", "bench"])
+def test_a_page_is_dark_in_a_dark_window_and_light_on_paper(kind: str) -> None:
+    pytest.importorskip("matplotlib")
+    style = to_html(RESULTS[kind]).split("<style>")[1].split("</style>")[0]
+    screen, paper = style.split("@media print")
+    dark = screen.split("@media screen and (prefers-color-scheme: dark)")[1]
+    assert "svg { filter: invert(1)" in dark  # figures are drawn on white
+    assert "background: var(--ground)" in screen
+    # Paper does not scroll: a table is one, and may break its words.
+    assert "display: table" in paper
+    assert "overflow-x: auto" not in paper
+
+
 def test_text_of_a_run_cannot_break_out_of_a_page() -> None:
     result = RESULTS["eval"] | {"warnings": ["<script>alert(1)</script> | `x`"]}
     page = to_html(result)
@@ -108,7 +142,7 @@ def test_kinds_say_what_they_have() -> None:
     with_csv = {kind for kind, result in RESULTS.items() if csv_of(result) is not None}
     with_figure = {kind for kind, result in RESULTS.items() if figure_of(result) is not None}
     assert with_csv == {"bench", "eval", "frontier", "jct", "spectrum", "stability"}
-    assert with_figure == {"bench", "frontier", "jct", "spectrum", "stability"}
+    assert with_figure == {"bench", "eval", "frontier", "jct", "spectrum", "stability"}
 
 
 def test_generated_text_is_shown_again(generated: dict[str, Any]) -> None:
