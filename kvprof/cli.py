@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvprof import console, interrupt, scratch
 from kvprof.child import child_environment
-from kvprof.errors import ExitCode, KvprofError, UsageError
+from kvprof.errors import ExitCode, KvprofError, UsageError, options_named
 from kvprof.leash import follow_parent
 from kvprof.sizes import MOST
 from kvprof.version import __version__
@@ -209,17 +209,18 @@ def _top(
 @contextmanager
 def _told(*, debug: bool) -> Iterator[None]:
     """Let the body run; whatever it raises is told in a line and becomes an exit code."""
-    try:
+    with options_named():
         try:
-            yield
-        finally:
-            # Now, so that a full disk or a closed pipe behind stdout is noticed and told.
-            if sys.stdout is not None:  # closed by the shell (>&-)
-                sys.stdout.flush()
-    except (typer.Exit, typer.Abort):
-        raise
-    except (Exception, KeyboardInterrupt) as problem:
-        raise typer.Exit(_explain(problem, debug=debug)) from problem
+            try:
+                yield
+            finally:
+                # Now, so that a full disk or a closed pipe behind stdout is noticed and told.
+                if sys.stdout is not None:  # closed by the shell (>&-)
+                    sys.stdout.flush()
+        except (typer.Exit, typer.Abort):
+            raise
+        except (Exception, KeyboardInterrupt) as problem:
+            raise typer.Exit(_explain(problem, debug=debug)) from problem
 
 
 def _explain(problem: BaseException, *, debug: bool) -> ExitCode:

@@ -1,5 +1,13 @@
-"""Errors that reach the user as one line, each with the exit code it stands for."""
+"""Errors that reach the user as one line, each with the exit code it stands for.
 
+Messages name what was given as the command line spells it, ``--seq-len``; `as_parameters` makes of
+that what a Python user wrote, ``seq_len``. An error is told in Python's spelling unless a command
+is running (`options_named`).
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 __all__ = [
@@ -9,7 +17,36 @@ __all__ = [
     "KvprofError",
     "LackingError",
     "UsageError",
+    "as_parameters",
+    "options_named",
 ]
+
+# A command that is cited, ``kvprof plan --save``, stays as it is typed.
+_CITED = re.compile(r"(?:kvprof [a-z]+[^,;:()'\"]*)|(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+_at_command_line = False
+
+
+def as_parameters(message: str) -> str:
+    """Return a message with its options as names of parameters.
+
+    Parameters
+    ----------
+    message : str
+    """
+    return _CITED.sub(
+        lambda found: found[1].replace("-", "_") if found[1] is not None else found[0], message
+    )
+
+
+@contextmanager
+def options_named() -> Iterator[None]:
+    """Let errors name options, as long as the body (a command) runs; in every thread."""
+    global _at_command_line
+    before, _at_command_line = _at_command_line, True
+    try:
+        yield
+    finally:
+        _at_command_line = before
 
 
 class ExitCode(IntEnum):
@@ -29,10 +66,15 @@ class KvprofError(Exception):
     Parameters
     ----------
     message : str
-        Names the offending value and the way out.
+        Names the offending value and the way out, options as the command line spells them.
     """
 
     exit_code: ExitCode = ExitCode.FAILED
+
+    def __str__(self) -> str:
+        """Return the message, in the spelling of whoever reads it."""
+        message = super().__str__()
+        return message if _at_command_line else as_parameters(message)
 
 
 class FailedError(KvprofError):

@@ -1,6 +1,7 @@
 """What all tests share: few threads, and a tiny model folder with a tokenizer of its own."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Several test processes share few cores; threads that wait for each other only slow them down.
@@ -8,6 +9,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+
+from kvprof.errors import options_named
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_command() -> Iterator[None]:
+    """Name options in errors, as commands do; `test_error_spelling.py` looks at Python's names."""
+    with options_named():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -68,6 +68,7 @@ projects; prefill itself attends exactly. Every decode step first rebuilds all o
 Tensors are float32 on the CPU; the runtime casts what it runs online and folds in float32 or wider.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -232,3 +233,23 @@ class Plan:
         from kvprof.methods.soundness import check_plan  # a cycle: the check reads plans
 
         check_plan(self)
+
+    def __repr__(self) -> str:
+        """Return the method, the layers and heads, and the ranks' range, on a line."""
+        method = self.method if len(self.method) <= 24 else f"{self.method[:23]}…"
+        heads = sorted({sum(group.heads for group in one.keys.groups) for one in self.layers})
+        keys, values = (
+            [group.rank for layer in self.layers for group in getattr(layer, side).groups]
+            for side in ("keys", "values")
+        )
+        return (
+            f"<Plan {method}: {len(self.layers)} layers × {_range(heads)} KV heads, "
+            f"ranks K {_range(keys)}, V {_range(values)}>"
+        )
+
+
+def _range(values: Sequence[int]) -> str:
+    if not values:
+        return "none"
+    low, high = min(values), max(values)
+    return f"{low}" if low == high else f"{low}–{high}"

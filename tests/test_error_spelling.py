@@ -1,0 +1,95 @@
+"""Errors name what a Python user wrote, and options only where a command is running."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import kvprof
+from kvprof import errors
+from kvprof.cli import app
+from kvprof.errors import UsageError, as_parameters, options_named
+from kvprof.evaluation.data import text_samples
+from kvprof.methods.registry import plan_family
+from kvprof.models.placement import main_device, parse_dtype
+from tests.runtime.plans import loaded, make_plan, ragged
+
+PACKAGE = Path(kvprof.__file__).parent
+#: What Python users call: everything below the commands that raises.
+BELOW = ("analysis", "benchmark", "calibration", "evaluation", "methods", "models", "runtime",
+         "sources")  # fmt: skip
+
+
+@pytest.fixture
+def _python(monkeypatch):
+    """Leave the spelling that all other tests have."""
+    monkeypatch.setattr(errors, "_at_command_line", False)
+
+
+def text_of(node):
+    """Return a string as it may be told: what is filled in is an x."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value) for value in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "x"
+
+
+def messages():
+    """Return where an error is raised below the commands, and its text with options in it."""
+    for folder in BELOW:
+        for path in (PACKAGE / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
+                    words = " ".join(text_of(part) for part in node.args)
+                    if "--" in words:
+                        yield f"{path.name}:{node.lineno}", words
+
+
+@pytest.mark.usefixtures("_python")
+def test_no_message_below_the_commands_names_an_option():
+    known = list(messages())
+    assert len(known) > 20
+    for place, words in known:
+        told = str(UsageError(words))
+        # Commands that are cited stay as they are typed.
+        assert "--" not in re.sub(r"kvprof [a-z]+ --[a-z-]+", "", told), (place, told)
+
+
+@pytest.mark.usefixtures("_python")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: parse_dtype("float7", None), "dtype: 'float7' is none of"),
+        (lambda: main_device("tpu"), "device: 'tpu' is none of"),
+        (lambda: plan_family("kqq", None), "method: 'kqq' is unknown"),
+        (lambda: text_samples(loaded("Llama"), [], seq_len=1, sequences=1), "seq_len 1: half"),
+    ],
+)
+def test_python_users_read_their_own_names(call, words):
+    with pytest.raises(UsageError) as raised:
+        call()
+    assert words in str(raised.value)
+    assert "--" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("_python")
+def test_a_command_names_options_and_python_after_it_does_not():
+    from typer.testing import CliRunner
+
+    problem = UsageError("--seq-len 8: give a longer --text, or see kvprof eval --help")
+    python = "seq_len 8: give a longer text, or see kvprof eval --help"
+    assert str(problem) == python == as_parameters(python)
+    with options_named():
+        assert str(problem).startswith("--seq-len 8")
+    assert "give --method with --rate" in CliRunner().invoke(app, ["eval"]).stderr
+    assert str(problem) == python
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks": ragged}])
+def test_a_plan_fits_a_line(options):
+    plan = make_plan(loaded("Llama"), **options)
+    shown = repr(plan)
+    assert len(shown) <= 100
+    assert "\n" not in shown
+    assert plan.method in shown
+    assert f"{len(plan.layers)} layers" in shown
