@@ -7,7 +7,7 @@ from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
 from kvprof.benchmark.jct.subjects import has_weights
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.records.events import RunFinished, RunStarted, Warned
+from kvprof.records.events import Preview, RunFinished, RunStarted, Warned
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
 from kvprof.records.schema import validate_result
@@ -246,7 +246,13 @@ def test_a_rate_out_of_reach_ends_the_run_with_its_reason(tmp_path, monkeypatch)
         raise UsageError("fdc reaches rates from 0 to 0.875, not 0.95")
 
     monkeypatch.setattr("kvprof.benchmark.jct.real_run.make_plans", unreachable)
-    _, result, problem = ran(tmp_path, "reference", mode="real")
+    events, result, problem = ran(tmp_path, "reference", mode="real")
     assert isinstance(problem, UsageError)
     assert result["complete"] is False
     assert "0.875" in result["incomplete_reason"]
+    # Before anything is calibrated, the case that needs none was looked at; no result has that.
+    seen = [event for event in events if isinstance(event, Preview)]
+    assert {event.method for event in seen} == {"full"}
+    assert seen[0].prefill["attention"] > 0
+    assert seen[-1].decode["mlp"] > 0
+    assert result["data"]["cases"] == result["data"]["parts"] == []
