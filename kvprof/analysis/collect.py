@@ -12,7 +12,7 @@ from kvprof.analysis.joint import JOINT_KEYS, group_size, join_heads
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
-from kvprof.models.layout import output_slices, value_weight
+from kvprof.models.layout import LayerLayout, output_slices, value_weight
 from kvprof.models.load import LoadedModel
 from kvprof.models.weights import compute_device
 from kvprof.sources.grammar import RANDOM, Source, SourceKind
@@ -24,6 +24,7 @@ __all__ = [
     "count_tokens",
     "empty_moments",
     "model_tokens",
+    "moment_shapes",
     "suitable_batch_size",
 ]
 
@@ -102,6 +103,30 @@ def model_tokens(loaded: LoadedModel) -> ModelTokens:
     return ModelTokens(loaded.vocab_size, loaded.special_ids, tokenize, prefix, separator, chat)
 
 
+def moment_shapes(
+    layer: LayerLayout, *, pre_rope: bool, joint_heads: int | None
+) -> dict[str, tuple[int, int]]:
+    """Return which vectors of a layer are kept, each with its heads and their width.
+
+    Raises
+    ------
+    UsageError
+        When its KV heads cannot be split into groups of `joint_heads`.
+    """
+    query = (layer.num_heads, layer.qk_head_dim)
+    key = (layer.num_kv_heads, layer.qk_head_dim)
+    shapes = {"q": query, "k": key, "v": (layer.num_kv_heads, layer.v_head_dim)}
+    if pre_rope:
+        shapes |= {"q_pre": query, "k_pre": key}
+    if joint_heads is not None:
+        size = group_size(joint_heads, layer.num_kv_heads)
+        for joint, vector in JOINT_KEYS.items():
+            if vector in shapes:
+                heads, width = shapes[vector]
+                shapes[joint] = (heads // size, width * size)
+    return shapes
+
+
 def empty_moments(
     loaded: LoadedModel, *, pre_rope: bool = False, joint_heads: int | None = None
 ) -> Moments:
@@ -122,17 +147,7 @@ def empty_moments(
         if not layer.mla and layer.value_projection is not None:
             weight = value_weight(loaded.model, loaded.layout, index).to(torch.float64)
             c_wv = weight.transpose(1, 2) @ weight
-        query = (layer.num_heads, layer.qk_head_dim)
-        key = (layer.num_kv_heads, layer.qk_head_dim)
-        shapes = {"q": query, "k": key, "v": (layer.num_kv_heads, layer.v_head_dim)}
-        if pre_rope:
-            shapes |= {"q_pre": query, "k_pre": key}
-        if joint_heads is not None:
-            size = group_size(joint_heads, layer.num_kv_heads)
-            for joint, vector in JOINT_KEYS.items():
-                if vector in shapes:
-                    heads, width = shapes[vector]
-                    shapes[joint] = (heads // size, width * size)
+        shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads)
         device = compute_device(loaded.model.get_submodule(layer.attention))
         layers.append(LayerMoments.empty(shapes, device, c_o=c_o, c_wv=c_wv))
     return Moments(layers, loaded.fingerprint)

@@ -22,7 +22,7 @@ from kvprof.models.load import LoadedModel
 from kvprof.sources.defaults import DEFAULT_TOKENS
 from kvprof.sources.grammar import SourceKind, parse_source
 
-__all__ = ["CalibrationInterrupted", "CalibrationOptions", "Calibrator", "Progress"]
+__all__ = ["CalibrationInterrupted", "CalibrationOptions", "Calibrator", "Progress", "base_method"]
 
 # What a combination's name is joined by, and its options that are not its method's.
 _JOINTS = ("+", "-")
@@ -124,7 +124,7 @@ class Calibrator:
             inputs = replace(inputs, moments=moments)
             inputs = self._noted(inputs, self._moments.notes(method, needs, moments))
         if allocation in ("fisher", "budget"):
-            base, own = _base(method, options)
+            base, own = base_method(method, options)
             family = self._shared_out(base, inputs, own)
             if allocation == "fisher":
                 asked = needs.fisher_tokens if needs is not None else None
@@ -248,7 +248,7 @@ def _about(text: CalibrationTokens) -> dict[str, Any]:
     }
 
 
-def _base(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the method that a combination is built on, and the options that are its own."""
     known = [name for name in method_names() if name not in COMBINATIONS]
     if method in known:

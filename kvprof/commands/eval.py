@@ -157,6 +157,7 @@ def eval(
             warnings=[
                 *sample.warnings,
                 *dict.fromkeys(note for one in plans for note in one.made.get("notes", ())),
+                *_not_measured(teacher_forced),
                 *run.warnings,
             ],
             complete=run.complete,
@@ -175,6 +176,14 @@ def eval(
 
 def _reason(failure: Exception | None) -> str | None:
     return None if failure is None else str(failure) or type(failure).__name__
+
+
+def _not_measured(teacher_forced: bool) -> list[str]:
+    if not teacher_forced:
+        return []
+    return [
+        "fp8 is not measured: teacher-forced, a single pass does not show the cost of quantising"
+    ]
 
 
 def _harness(

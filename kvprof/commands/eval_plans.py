@@ -11,13 +11,13 @@ from kvprof.commands.planning import calibration_options, check_choice, plan_of
 from kvprof.commands.sample import Sample
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import Stop
-from kvprof.methods.named import ALWAYS
+from kvprof.methods.named import ALWAYS, check_names
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
     from kvprof.models.load import LoadedModel
 
-__all__ = ["PlanRequest", "check_request", "make_plans", "split_methods"]
+__all__ = ["PlanRequest", "check_request", "make_plans", "refuse_blind", "split_methods"]
 
 # Rows of every table; there is nothing to ask of them.
 
@@ -73,6 +73,7 @@ def check_request(request: PlanRequest) -> PlanRequest:
     UsageError
         Naming the options.
     """
+    check_names(request.methods)
     check_choice(
         request.methods[0] if request.methods else None, request.plan_file, rate=request.rate,
         removal=request.removal, calibrate=request.calibrate,
@@ -116,18 +117,23 @@ def make_plans(
     Returns
     -------
     list of Plan
-        ``fp8`` first, then those asked for. The uncompressed model needs no plan.
+        ``fp8`` first, then those asked for; without ``fp8`` where it has no figures
+        (teacher-forced). The uncompressed model needs no plan.
 
     Raises
     ------
     UsageError
-        For a rate out of reach, a plan for another model, or one that was calibrated on the text
-        it is evaluated on.
+        For a rate out of reach, a plan for another model, one that was calibrated on the text it
+        is evaluated on, or one that is to be scored in a single pass, which does not show it.
     typer.Exit
         With 130 when the calibration was interrupted.
     """
     from kvprof.calibration.overlap import check_separate
 
+    single_pass = sample.evaluator.settings.teacher_forced
+    if single_pass:
+        for method in request.methods:  # before anything is calibrated
+            refuse_blind(loaded, method, request.options if method not in ALWAYS else {})
     if request.plan_file is not None:
         from kvprof.methods.plan_files import load_plan
 
@@ -135,9 +141,44 @@ def make_plans(
     else:
         asked = _from_methods(loaded, request, sample, stop)
     for plan in asked:
+        if single_pass:
+            _shown(plan)
         check_separate(plan, sample.sources, sample.evaluator.samples)
+    if single_pass:
+        return asked
     fp8 = [] if any(plan.method == "fp8" for plan in asked) else [_unrated(loaded, "fp8")]
     return [*fp8, *asked]
+
+
+def refuse_blind(loaded: "LoadedModel", method: str, options: dict[str, Any]) -> None:
+    """Refuse, before anything is calibrated, a method that a single pass does not show.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    method : str
+    options : dict
+        Of the method.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.evaluation.assembly.refuse_hidden`; and for what cannot be planned at all.
+    """
+    from kvprof.calibration.uncalibrated import uncalibrated_family
+
+    family = uncalibrated_family(loaded, method, **options)
+    if family is not None:  # of others the plan itself tells, once there is one
+        _shown(family.build((family.settings or family.bounds)[-1]))
+
+
+def _shown(plan: "Plan") -> None:
+    from kvprof.evaluation.assembly import refuse_hidden
+
+    try:
+        refuse_hidden(plan)
+    except UsageError as cause:
+        raise UsageError(f"{cause}; leave out --teacher-forced, or {plan.method}") from None
 
 
 def _from_methods(

@@ -111,14 +111,21 @@ def _run_harness(
             run.complete = False
             return
         name = "uncompressed" if plan is None else plan.method
-        if plan is not None and (hidden := hidden_in_one_pass(plan)):
-            run.warnings.append(
-                f"{name}: where lm-eval scores choices, in a single pass, what {hidden} costs is "
-                "not in its figures; where it generates, it is"
+        hidden = None if plan is None else hidden_in_one_pass(plan)
+        blind = list(dict.fromkeys(row["task"] for row in rows if row["single_pass"]))
+        if hidden and blind:
+            text = (
+                f"{name} is not measured on {', '.join(blind)}: lm-eval scores choices in a single "
+                f"pass, which does not show the cost of {hidden}"
             )
+            console.warn(text)
+            run.warnings.append(text)
+        if hidden and {row["task"] for row in rows} <= set(blind):
+            continue
         try:
             with console.status(f"lm-eval, {loaded.spec}, {name}"):
-                rows += harness_rows(loaded, plan, settings)
+                found = harness_rows(loaded, plan, settings)
+            rows += [row for row in found if not (hidden and row["single_pass"])]
         except Exception as failure:
             run.failure, run.complete = failure, False
             return

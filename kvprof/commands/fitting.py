@@ -84,11 +84,12 @@ def fit_data(
     methods : str or None
         As for ``kvprof frontier --methods``; None takes `COMPARED`, or with plan files none.
     rate : float or None
-        Of methods of which no rate is recorded.
+        Of every method that has one to turn; None takes each method's recorded rate.
     plan_files, record_files : sequence of Path
         Saved plans that are rows too; frontiers whose rates are taken first.
     calibrate, calibrate_tokens : str or None
-        From the command line.
+        From the command line; of installed methods, whose bytes may hang on it. Those of kvprof's
+        own methods follow from the rate.
     options : mapping
         Of every method that has them.
     context : int
@@ -108,7 +109,8 @@ def fit_data(
     LackingError
         When the model alone does not fit.
     UsageError
-        For unknown methods and plans or frontiers of another model.
+        For unknown methods, plans or frontiers of another model, and options that nothing here
+        would heed.
     """
     from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
     from kvprof.evaluation.recorded_rates import canonical_label, load_recorded_rates
@@ -116,6 +118,12 @@ def fit_data(
     from kvprof.methods.fit import Memory
     from kvprof.methods.plan_files import load_plan
 
+    asked = ("full" if plan_files else COMPARED) if methods is None else methods
+    requests = parse_methods(
+        asked, dict(options), lambda written: method_options(None, None, None, written)
+    )
+    told = calibrate is not None or calibrate_tokens is not None
+    _refuse_unheeded(requests, rate, record_files, told=told)
     total, reserve = sizes
     tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
     memory = Memory(total, reserve, sum(t.numel() * t.element_size() for t in tensors))
@@ -129,12 +137,9 @@ def fit_data(
     own = loaded.context_length if loaded.context_length < 2**40 else None
     contexts = sorted({*_CONTEXTS, *([own] if own is not None else [])})
     plans = [(path, load_plan(path, fingerprint=loaded.fingerprint)) for path in plan_files]
-    asked = ("full" if plans else COMPARED) if methods is None else methods
-    requests = parse_methods(
-        asked, dict(options), lambda written: method_options(None, None, None, written)
-    )
-    recorded = load_recorded_rates(loaded.fingerprint, record_files, warn=console.warn)
-    told = calibrate is not None or calibrate_tokens is not None
+    recorded = {}
+    if rate is None:
+        recorded = load_recorded_rates(loaded.fingerprint, record_files, warn=console.warn)
     calibrators: dict[str, Calibrator] = {}
 
     def calibrator_for(known: "RecordedRate | None") -> Calibrator:
@@ -199,6 +204,7 @@ class _Chosen:
     rate_from: str
     context: int
     record: str | None = None
+    sure: bool | None = None
 
 
 def _chosen(
@@ -209,7 +215,9 @@ def _chosen(
     rate: float | None,
     context: int,
 ) -> _Chosen:
-    """Plan a method at the rate recorded for it, else at the one given.
+    """Plan a method at the rate given, else at the one recorded for it.
+
+    Nothing is calibrated where bytes follow from the rate (`uncalibrated_family`).
 
     Raises
     ------
@@ -218,10 +226,11 @@ def _chosen(
     """
     import torch
 
+    from kvprof.calibration.uncalibrated import uncalibrated_family
     from kvprof.methods.family import plan_at, plan_for_rate
 
-    if request.method in ALWAYS:
-        family = calibrator_for(None).family(request.method)
+    family = uncalibrated_family(loaded, request.method, **request.options)
+    if request.method in ALWAYS and family is not None:
         return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
     if known is not None and known.max_rate is None:
         raise UsageError(f"no tested rate kept 99 % of the {known.metric} ({known.origin})")
@@ -230,15 +239,43 @@ def _chosen(
             "no 99 % rate is recorded for this model with these options and this calibration; "
             "measure it with kvprof frontier, or give --rate"
         )
-    family = calibrator_for(known).family(request.method, **request.options)
+    family = family or calibrator_for(known).family(request.method, **request.options)
     if known is not None and known.max_rate is not None:
-        # Calibrated and counted as the frontier did, so that the ranks are its own.
+        # Counted as the frontier did, so that the bytes are its own.
         itemsize = getattr(torch, known.dtype).itemsize
         plan = plan_for_rate(family, known.max_rate, known.context, itemsize=itemsize)
-        return _Chosen(request.label, plan, "recorded", known.context, known.origin)
+        sure = known.sure is not None and known.sure >= known.max_rate
+        return _Chosen(request.label, plan, "recorded", known.context, known.origin, sure)
     assert rate is not None
     plan = plan_for_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
     return _Chosen(request.label, plan, "given", context)
+
+
+def _refuse_unheeded(
+    requests: "Sequence[MethodRequest]",
+    rate: float | None,
+    record_files: Sequence[Path],
+    *,
+    told: bool,
+) -> None:
+    """Refuse options without effect, before anything is read or planned."""
+    from kvprof.calibration.uncalibrated import follows_from_rate
+
+    turned = [request for request in requests if request.method not in ALWAYS]
+    if rate is not None and record_files:
+        raise UsageError(
+            "--rate gives every method one rate, --rates the recorded ones; keep one of the two"
+        )
+    if rate is not None and not turned:
+        raise UsageError(
+            "--rate: of what is asked for, nothing has a rate to turn; name methods with "
+            "--methods, or leave it out"
+        )
+    if told and all(follows_from_rate(request.method, **request.options) for request in turned):
+        raise UsageError(
+            "--fit calibrates nothing: what a plan stores follows from its rate; leave out "
+            "--calibrate and --calibrate-tokens"
+        )
 
 
 def _recorded_calibration(known: "RecordedRate") -> "CalibrationOptions":
@@ -286,6 +323,7 @@ def _row(
         "rate_context": chosen.context,
         "rate_from": chosen.rate_from,
         "rate_record": chosen.record,
+        "rate_sure": chosen.sure,
         "added_weights_bytes": fit.weights.added,
         "kept_beside_bytes": fit.weights.beside,
         "room_bytes": fit.room,

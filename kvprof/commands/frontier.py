@@ -48,7 +48,7 @@ from kvprof.commands.sample import (
 from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.methods.named import COMPARED
+from kvprof.methods.named import COMPARED, check_names, names_in
 from kvprof.records.result import build_result
 
 
@@ -117,6 +117,7 @@ def frontier(
     if cache is not None and no_cache:
         raise UsageError("--cache and --no-cache contradict each other; keep one")
     common = method_options(allocation, grid, minimum, None)
+    check_names(names_in(methods))
 
     from kvprof.evaluation.evaluation_cache import cache_folder
     from kvprof.evaluation.frontier import FrontierOptions

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvprof import console
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import Stop
+from kvprof.methods.named import ALWAYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,6 +92,7 @@ def run_frontier(
     """
     from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
     from kvprof.calibration.overlap import check_separate
+    from kvprof.evaluation.assembly import refuse_hidden
     from kvprof.evaluation.evaluation_cache import EvaluationCache
     from kvprof.evaluation.frontier import Frontier, expected_steps
     from kvprof.evaluation.rate_search import Interrupted
@@ -111,6 +113,9 @@ def run_frontier(
             f"{len(cache)} evaluations of this model on this data are in {folder}; those that come "
             "up again are not repeated"
         )
+    blind = _blind(evaluator, requests)
+    for label, why in blind.items():
+        warn(f"{label} is not measured: {why}")
     total = expected_steps(requests, options.points, evaluator)
     with console.track(f"frontier of {evaluator.loaded.spec}", total) as progress:
 
@@ -123,14 +128,23 @@ def run_frontier(
             evaluator.loaded, calibration, progress=stage, should_stop=stop, notice=warn
         )
         for request in requests:
-            calibrator.expect(request.method, **request.options)
+            if request.label not in blind:
+                calibrator.expect(request.method, **request.options)
 
         def family_of(request: "MethodRequest") -> "PlanFamily":
+            if request.label in blind:
+                raise UsageError(blind[request.label])
             try:
                 family = calibrator.family(request.method, **request.options)
             except CalibrationInterrupted:
                 raise Interrupted from None
-            made = family.build((family.settings or family.bounds)[0]).made
+            least, most = (
+                (family.settings or family.bounds)[0],
+                (family.settings or family.bounds)[-1],
+            )
+            if evaluator.settings.teacher_forced:
+                refuse_hidden(family.build(most))
+            made = family.build(least).made
             try:
                 check_separate(made, sources, evaluator.samples)
             except UsageError as clash:
@@ -170,6 +184,41 @@ def run_frontier(
     )
 
 
+def _blind(evaluator: "Evaluator", requests: "list[MethodRequest]") -> dict[str, str]:
+    """Return which rows a single pass does not show, and why; none where sequences are decoded.
+
+    Raises
+    ------
+    UsageError
+        When nothing else was asked for.
+    """
+    from kvprof.evaluation.assembly import hidden_in_one_pass
+
+    if not evaluator.settings.teacher_forced:
+        return {}
+    from kvprof.calibration.uncalibrated import uncalibrated_family
+
+    blind: dict[str, str] = {}
+    for request in requests:
+        try:
+            family = uncalibrated_family(evaluator.loaded, request.method, **request.options)
+        except KvprofError:
+            continue  # its turn comes, and its row says why
+        if family is None:
+            continue
+        if hidden := hidden_in_one_pass(family.build((family.settings or family.bounds)[-1])):
+            blind[request.label] = (
+                f"teacher-forced, a single pass does not show the cost of {hidden}"
+            )
+    asked = [request.label for request in requests if request.method not in ALWAYS]
+    if asked and all(label in blind for label in asked):
+        raise UsageError(
+            f"{', '.join(asked)}: {blind[asked[0]]}, so nothing is left to measure; leave out "
+            "--teacher-forced"
+        )
+    return blind
+
+
 def keep_rates(result: dict[str, Any], cache: Path | None) -> list[str]:
     """Record what ``kvprof plan --fit`` reads; return what could not be kept."""
     from kvprof.evaluation.recorded_rates import record_rates
@@ -183,8 +232,6 @@ def keep_rates(result: dict[str, Any], cache: Path | None) -> list[str]:
 
 def _refuse_only_failure(data: dict[str, Any], complete: bool) -> None:
     """Refuse a frontier of one method that could not be evaluated at all."""
-    from kvprof.methods.named import ALWAYS
-
     asked = [method for method in data["methods"] if method["method"] not in ALWAYS]
     if complete and len(asked) == 1 and not asked[0]["points"]:
         raise UsageError(f"{asked[0]['label']}: {asked[0]['reason']}")

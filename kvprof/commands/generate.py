@@ -1,6 +1,7 @@
 """``kvprof generate``: text with a compressed cache, and where it departs from the model's own."""
 
 import errno
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,10 +163,10 @@ def generate(
                 "diff": diff,
             },
             data=data,
-            warnings=[*plan.made.get("notes", ()), *_warnings(data)],
+            warnings=[*plan.made.get("notes", ()), *_warnings(data, plan)],
             complete=not cut,
         )
-        _finish(result, outputs, unheard=unheard, interrupted=cut)
+        _finish(result, outputs, _warnings(data, plan), unheard=unheard, interrupted=cut)
 
 
 def _check_sampling(
@@ -271,19 +272,35 @@ def _cache(
     }
 
 
-def _warnings(data: dict[str, Any]) -> list[str]:
+def _warnings(data: dict[str, Any], plan: "Plan") -> list[str]:
+    from kvprof.evaluation.assembly import hidden_in_one_pass
+
+    found = []
+    if len(data["tokens"]) < 2 and (hidden := hidden_in_one_pass(plan)):
+        found.append(
+            "the first new token comes from the prompt's own pass, which does not show the cost "
+            f"of {hidden}; --max-new-tokens 2 or more does"
+        )
     cache = data["cache"]
     if cache is None:
-        return []
+        return found
     measured, account = cache["measured_bytes"], cache["account_bytes"]
     if abs(measured - account) <= _AGREEMENT * account:
-        return []
+        return found
     why = "; ".join(cache["notes"]) or "one of the two is wrong"
-    return [f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: {why}"]
+    return [
+        *found,
+        f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: {why}",
+    ]
 
 
 def _finish(
-    result: dict[str, Any], outputs: Outputs, *, unheard: OSError | None, interrupted: bool
+    result: dict[str, Any],
+    outputs: Outputs,
+    warnings: Sequence[str],
+    *,
+    unheard: OSError | None,
+    interrupted: bool,
 ) -> None:
     from kvprof.views import generation as view
 
@@ -298,5 +315,5 @@ def _finish(
         outputs.finish(result, report, unheard=unheard, interrupted=interrupted)
     finally:
         console.note(view.cache_line(result))
-        for warning in _warnings(result["data"]):  # calibration has said its own
+        for warning in warnings:  # calibration has said its own
             console.warn(warning)

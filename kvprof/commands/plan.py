@@ -35,6 +35,7 @@ from kvprof.commands.rounding import rounded_plan
 from kvprof.environment import collect_environment
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.methods.named import check_names, names_in
 from kvprof.records.result import build_result
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def plan(
         raise UsageError("--method and --methods both name what --fit is for; keep one")
     if rate is not None and not 0 <= rate < 1:
         raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
+    check_names(names_in(methods or method or ""))
     sizes = fit_sizes(fit, reserve or "10%")
     loaded = load_for_command(model, **how)
     at = resolve_context(context, loaded)

@@ -10,6 +10,7 @@ import typer
 from kvprof import console
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import Stop
+from kvprof.methods.named import check_names
 from kvprof.sizes import parse_count
 from kvprof.sources.defaults import DEFAULT_SEQ_LEN
 from kvprof.sources.grammar import parse_source
@@ -235,6 +236,7 @@ def check_choice(
         raise UsageError("--rate and --removal both say how much is removed; keep one")
     if rate is not None and not 0 <= rate < 1:  # a NaN neither
         raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
+    check_names([method])
     from kvprof.methods.registry import calibration_needs
 
     calibration_needs(method, **options)  # an unknown name, or a library that is missing

@@ -11,7 +11,8 @@ from kvprof.evaluation.scores import Pair, TokenScores, task_figures, text_figur
 from kvprof.evaluation.tasks import TaskItem
 from kvprof.evaluation.workload import TextBatch, Workload
 from kvprof.methods.accounting import bytes_at, rate
-from kvprof.methods.plan import Plan
+from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.tokens import quantises
 from kvprof.models.load import LoadedModel
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Found",
     "assembled",
     "hidden_in_one_pass",
+    "refuse_hidden",
     "without_intervals",
 ]
 
@@ -34,7 +36,8 @@ class EvaluationSettings:
     ----------
     teacher_forced : bool
         Text in a single pass through the cache, instead of prefill and decode. The same tokens
-        are scored; tasks are decoded all the same.
+        are scored; tasks are decoded all the same. Plans of which a single pass does not show all
+        (`hidden_in_one_pass`) are refused.
     batch_size : int or None
         Sequences at once; None by device and memory.
     worst : int
@@ -145,11 +148,6 @@ def assembled(
             f"{plan.method}: the cache held {measured:,.0f} bytes per sequence of {seen:,} tokens, "
             f"its account says {account:,}{_because(found.notes)}; rates rest on the account"
         )
-    if settings.teacher_forced and (hidden := hidden_in_one_pass(plan)):
-        warnings.append(
-            f"{plan.method}: teacher-forced, what {hidden} costs is not in its figures on text: a "
-            "single pass attends to its own tokens before that"
-        )
     return {
         "method": plan.method,
         "rate": rate(plan, context, itemsize=itemsize),
@@ -168,22 +166,47 @@ def assembled(
 
 
 def hidden_in_one_pass(plan: Plan) -> str | None:
-    """Return in words what of a plan costs nothing in a single pass; None where all of it shows.
+    """Return in words what of a plan a single pass cannot show; None where it shows all of it.
 
-    A pass attends to its own tokens before they are quantised or evicted, and with a lazy plan or
-    bases of its own exactly (see `kvprof.methods.plan`); with nothing stored before it, that is all
-    it attends to.
+    A pass attends to its own tokens before they are quantised or evicted, at the rank of the level
+    that they have after the pass, and with a lazy plan or bases of its own exactly (see
+    `kvprof.methods.plan`); with nothing stored before it, that is all it attends to. Decoding reads
+    what is stored at each step, so a single pass stands for it only where nothing of that matters:
+    where every token is stored once, as it is attended to, and stays so.
 
     Parameters
     ----------
     plan : Plan
     """
+    eviction = plan.eviction
+    whole = [layer for layer in plan.layers if layer.sliding_window is None]  # others keep a window
+    groups = [group for layer in whole for group in (*layer.keys.groups, *layer.values.groups)]
+    projected = any(
+        layer.keys.placement is not Placement.NONE or layer.values.projected
+        for layer in plan.layers
+    )
     parts = {
-        "quantising": plan.quantiser is not None,
-        "evicting": plan.eviction is not None,
-        "its projections (prefill is exact)": plan.lazy or plan.online_bases,
+        "quantising": any(quantises(plan, layer) for layer in plan.layers),
+        "evicting": eviction is not None and eviction.keep < 1 and bool(whole),
+        "moving tokens down levels": any(len(set(group.ranks)) > 1 for group in groups),
+        "its projections (prefill is exact)": (plan.lazy or plan.online_bases) and projected,
     }
     return " and ".join(name for name, there in parts.items() if there) or None
+
+
+def refuse_hidden(plan: Plan) -> None:
+    """Refuse to score in a single pass what a single pass cannot show.
+
+    Raises
+    ------
+    UsageError
+        See `hidden_in_one_pass`.
+    """
+    if hidden := hidden_in_one_pass(plan):
+        raise UsageError(
+            f"{plan.method} has no figures teacher-forced: a single pass does not show the cost of "
+            f"{hidden}"
+        )
 
 
 def without_intervals(evaluation: dict[str, Any]) -> dict[str, Any]:

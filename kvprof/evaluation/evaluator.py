@@ -12,7 +12,13 @@ from torch import Tensor
 
 from kvprof.environment import cpu_model, package_version
 from kvprof.errors import FailedError
-from kvprof.evaluation.assembly import EvaluationSettings, Found, assembled, without_intervals
+from kvprof.evaluation.assembly import (
+    EvaluationSettings,
+    Found,
+    assembled,
+    refuse_hidden,
+    without_intervals,
+)
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.decode import (
     Advance,
@@ -96,7 +102,7 @@ class Evaluator:
     def _digest(self) -> str:
         settings = asdict(self.settings)
         del settings["batch_size"]  # it changes nothing beyond rounding
-        described = {
+        described: dict[str, Any] = {
             "model": self.loaded.fingerprint,
             "dtype": str(self.loaded.dtype),
             "machine": _machine(self.loaded.device),
@@ -104,6 +110,8 @@ class Evaluator:
             "items": [asdict(item) for item in self.items],
             "settings": settings,
         }
+        if self.settings.teacher_forced:
+            described["refuses"] = True  # earlier figures hold what a single pass does not show
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def baseline(
@@ -179,12 +187,15 @@ class Evaluator:
         Raises
         ------
         UsageError
-            When the plan does not fit the model.
+            When the plan does not fit the model, or is to be scored in a single pass, which does
+            not show all of it.
         FailedError
             When the compressed model's logits are not finite.
         LackingError
             Out of memory; says what took it and what would fit.
         """
+        if self.settings.teacher_forced:
+            refuse_hidden(plan)
         self.baseline()
         work = [
             *(batch for batch in self.workload.text if batch.base is not None),

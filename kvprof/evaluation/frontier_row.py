@@ -5,7 +5,7 @@ from typing import Any
 
 from kvprof.evaluation.rate_search import MeasuredRate
 from kvprof.evaluation.requests import MethodRequest
-from kvprof.evaluation.targets import max_rate, max_rate_interval, share_interval_of
+from kvprof.evaluation.targets import least_loss, max_rate, max_rate_interval, share_interval_of
 from kvprof.methods.accounting import compression_ratio
 
 __all__ = ["TARGETS", "frontier_row"]
@@ -44,6 +44,7 @@ def frontier_row(
             "compression_ratio": compression_ratio(entry.rate),
             "share": entry.share,
             "share_interval": share_interval_of(entry.evaluation, metric),
+            "least_loss": least_loss(entry.evaluation, metric),
         }
         for entry in sorted(tested, key=lambda entry: entry.rate)
     ]

@@ -1,9 +1,9 @@
 """Tasks of lm-evaluation-harness, run by its own Python interface on a compressed model.
 
 The harness scores choices in single forward passes and lets the model generate where a task asks
-for it; both run compressed, but a single pass does not show what quantising and eviction cost. Its
-protocol is its own: figures are comparable to others of the harness, not to the rest of an
-evaluation.
+for it; both run compressed, but a single pass does not show what quantising and eviction cost: of
+such plans only what was generated is kept. Its protocol is its own: figures are comparable to
+others of the harness, not to the rest of an evaluation.
 """
 
 import contextlib
@@ -24,12 +24,19 @@ from kvprof.models.noise import quiet
 from kvprof.requirements import extra_command
 from kvprof.runtime.compressed import compressed
 
-__all__ = ["HarnessSettings", "check_harness", "harness_rows", "settings_described"]
+__all__ = [
+    "HarnessSettings",
+    "check_harness",
+    "harness_rows",
+    "settings_described",
+    "single_pass_tasks",
+]
 
 HARNESS_PROTOCOL = (
     "lm-evaluation-harness: choices are scored in a single pass, texts are generated greedily or "
-    "as the task says"
+    "as the task says; methods of which a single pass does not show all have no figures of choices"
 )
+_GENERATES = "generate_until"
 _STDERR = "_stderr"
 _COUNT = "sample_len"  # of the questions; it stands among the figures
 _LOGGERS = ("lm-eval", "lm_eval", "datasets")
@@ -102,6 +109,7 @@ def harness_rows(
     -------
     list of dict
         ``method, task, metric, value, stderr, items``; a row per figure that the harness reports.
+        Also ``single_pass``: whether it comes from single passes, at least in part.
 
     Raises
     ------
@@ -154,6 +162,7 @@ def settings_described(settings: HarnessSettings) -> dict[str, Any]:
 
 def _rows(found: dict[str, Any], method: str) -> list[dict[str, Any]]:
     counts = found.get("n-samples", {})
+    single = single_pass_tasks(found)
     rows = []
     for task, figures in found["results"].items():
         for key, value in figures.items():
@@ -169,9 +178,29 @@ def _rows(found: dict[str, Any], method: str) -> list[dict[str, Any]]:
                     "value": float(value),
                     "stderr": float(spread) if isinstance(spread, int | float) else None,
                     "items": counts.get(task, {}).get("effective"),
+                    "single_pass": task in single,
                 }
             )
     return rows
+
+
+def single_pass_tasks(found: dict[str, Any]) -> set[str]:
+    """Return the tasks of a run of the harness that it did not let the model generate for.
+
+    Parameters
+    ----------
+    found : dict
+        What ``simple_evaluate`` returned. A group is one of them when a member is; so is a task of
+        which nothing is known.
+    """
+    members = found.get("group_subtasks", {})
+
+    def single(task: str) -> bool:
+        if members.get(task):
+            return any(single(member) for member in members[task])
+        return bool(found.get("configs", {}).get(task, {}).get("output_type") != _GENERATES)
+
+    return {task for task in found["results"] if single(task)}
 
 
 @cache

@@ -53,6 +53,9 @@ class RecordedRate:
         When, in UTC.
     origin : str
         ``shipped``, ``measured here``, or the file's name.
+    sure : float or None
+        The largest tested rate up to which the whole interval met the target: what a verdict may
+        rest on. None where no tested rate did so, or nobody knows.
     """
 
     label: str
@@ -67,6 +70,7 @@ class RecordedRate:
     tokens: int
     created: str
     origin: str
+    sure: float | None = None
 
 
 def canonical_label(method: str, options: Mapping[str, Any]) -> str:
@@ -111,7 +115,7 @@ def load_recorded_rates(
     Raises
     ------
     UsageError
-        When a file given is no frontier, or one of another model.
+        When a file given is no frontier, or one of another model, interrupted or teacher-forced.
     FailedError
         When a file given is damaged.
     """
@@ -133,6 +137,8 @@ def load_recorded_rates(
                 f"({result['inputs']['fingerprint'][:12]}), not of the model given "
                 f"({fingerprint[:12]})"
             )
+        if why := _unfit(result):
+            raise UsageError(f"{path} {why}; rates come from a frontier that decoded, to its end")
         given += _rates(result, path.name)
     found: dict[str, RecordedRate] = {}
     for entry in own:
@@ -169,7 +175,7 @@ def record_rates(result: Mapping[str, Any], cache: Path | None = None) -> Path |
     FailedError
         When it cannot be written.
     """
-    if not result["complete"] or result["inputs"].get("protocol") == "teacher_forced":
+    if _unfit(result):
         return None
     folder = cache_folder(cache)
     fingerprint = result["inputs"]["fingerprint"]
@@ -197,6 +203,15 @@ def _record(result: Mapping[str, Any], folder: Path, fingerprint: str) -> Path:
     return path
 
 
+def _unfit(result: Mapping[str, Any]) -> str | None:
+    """Say why a frontier's rates are not to be planned with; None where they are."""
+    if not result["complete"]:
+        return "was interrupted"
+    if result["inputs"].get("protocol") == "teacher_forced":
+        return "is teacher-forced"
+    return None
+
+
 def _rates(result: Mapping[str, Any], origin: str) -> list[RecordedRate]:
     """Return one entry per method that was evaluated; one that does not fit has none."""
     data = result["data"]
@@ -214,6 +229,7 @@ def _rates(result: Mapping[str, Any], origin: str) -> list[RecordedRate]:
             tokens=min(point["decoded_tokens"] for point in method["points"]),
             created=result["created"],
             origin=origin,
+            sure=(method["max_rate_interval"] or (None,))[0],
         )
         for method in data["methods"]
         if method["points"]

@@ -9,6 +9,7 @@ __all__ = [
     "METRICS",
     "check_baseline",
     "check_metric",
+    "least_loss",
     "max_rate",
     "max_rate_interval",
     "share_interval_of",
@@ -108,12 +109,39 @@ def share_interval_of(evaluation: Mapping[str, Any], metric: str) -> list[float 
         # Over the baseline's there, under it here: the ends change places.
         return [1.0 / ratio[1], 1.0 / ratio[0]] if ratio and None not in ratio else None
     if metric == "tasks":
-        return None  # the tasks' items are not paired with each other
+        # Of the sum of the tasks the ends' sum: too wide where they do not fall together.
+        tasks = evaluation["tasks"].values()
+        ends = [task.get("difference_interval") for task in tasks]
+        whole = sum(task["baseline"] for task in tasks)
+        if not whole or any(not end or None in end for end in ends):
+            return None
+        return [1.0 + sum(end[side] for end in ends) / whole for side in (0, 1)]
     task = evaluation["tasks"][metric]
     difference = task.get("difference_interval")
     if not difference or None in difference or not task["baseline"]:
         return None
     return [1.0 + end / task["baseline"] for end in difference]
+
+
+def least_loss(evaluation: Mapping[str, Any], metric: str) -> float:
+    """Return the smallest loss of a share that a sample could have shown, at 95 %.
+
+    Of n right answers of which none was lost, up to 3 in n may be lost on other data (the rule of
+    three). A bootstrap sees no spread there: its interval ends at 1 however small n is.
+
+    Parameters
+    ----------
+    evaluation, metric
+        As for `share_of`; of perplexity, n is the number of scored tokens.
+    """
+    if metric in ("accuracy", "perplexity"):
+        share = evaluation["baseline_accuracy"] if metric == "accuracy" else 1.0
+        right = share * evaluation["decoded_tokens"]
+    else:
+        tasks = evaluation["tasks"]
+        chosen = tasks.values() if metric == "tasks" else [tasks[metric]]
+        right = sum(task["baseline"] * task["items"] for task in chosen)
+    return 3.0 / right if right else 1.0
 
 
 def max_rate(points: Sequence[Mapping[str, Any]], target: float) -> float | None:
@@ -134,14 +162,15 @@ def max_rate_interval(
 ) -> tuple[float | None, float | None] | None:
     """Return between which tested rates the true largest rate lies, given the shares' intervals.
 
-    The lower end is the largest tested rate whose interval lies wholly at or above the target, with
-    every lower one's doing so (None: not even the lowest). The upper end is the smallest tested
-    rate whose interval lies wholly below it (None: no tested rate does).
+    The lower end is the largest tested rate that surely meets the target, with every lower one
+    doing so (None: not even the lowest): its interval lies wholly at or above the target, and its
+    sample would have shown a loss as large as the target allows (`least_loss`). The upper end is
+    the smallest tested rate whose interval lies wholly below it (None: no tested rate does).
 
     Parameters
     ----------
     points : sequence of mapping
-        With ``rate``, ``share`` and ``share_interval``.
+        With ``rate``, ``share``, ``share_interval`` and ``least_loss``.
     target : float
 
     Returns
@@ -152,7 +181,9 @@ def max_rate_interval(
     ends = [(point["rate"], point["share_interval"]) for point in points]
     if not ends or any(end is None or None in end for _, end in ends):
         return None
-    low = _last_meeting([(rate, end[0]) for rate, end in ends], target)
+    seen = [point["least_loss"] <= 1.0 - target + 1e-12 for point in points]
+    sure = [(rate, end[0] if fine else None) for (rate, end), fine in zip(ends, seen, strict=True)]
+    low = _last_meeting(sure, target)
     surely_below = [rate for rate, end in ends if end[1] < target]
     return low, min(surely_below, default=None)
 

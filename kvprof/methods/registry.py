@@ -8,9 +8,8 @@ are listed, any other works as well. ``method:paper`` is the paper's own setting
 """
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
@@ -25,7 +24,14 @@ from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full
 from kvprof.methods.kq import kq
 from kvprof.methods.libraries import LIBRARIES, load_library
-from kvprof.methods.named import ENTRY_POINTS, method_names
+from kvprof.methods.named import (
+    ENTRY_POINTS,
+    Modifier,
+    method_names,
+    parts_of,
+    plain_name,
+    unknown_method,
+)
 from kvprof.methods.option_types import Among, option_types, read_option
 from kvprof.methods.palu import palu
 from kvprof.methods.papers import PAPERS
@@ -44,7 +50,7 @@ __all__ = [
     "typed_options",
 ]
 
-#: One function per name in `kvprof.methods.named.OWN`; its keyword-only arguments are its options.
+#: One function per name in `kvprof.methods.named`; its keyword-only arguments are its options.
 METHODS: dict[str, Callable[..., PlanFamily]] = {
     "full": full,
     "fp8": fp8,
@@ -87,19 +93,6 @@ _NEEDS |= {
 _ALL_HEADS = 2**20
 # Says how the calibration weighs heads; no method is given it.
 _CALIBRATIONS = "fisher_form"
-_BIT_SUFFIX = re.compile(r"(.+)-([2348])bit(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
-# Columns that share a scale after ``-4bit``; None is a token's whole row, which Palu takes (§4.1).
-_GROUP = 32
-_GROUPS: dict[str, int | None] = {"palu": None}
-
-
-@dataclass(frozen=True)
-class _Modifier:
-    """What comes on top of a method; without bits, those that the user gives or the quantiser's."""
-
-    name: str
-    bits: int | None = None
-    group: int | None = None
 
 
 def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
@@ -129,8 +122,6 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
         with few_threads():
             return replace(function(inputs, **options), method=name)
     base, modifiers = _parts(name)
-    if not modifiers:
-        raise _unknown(name)
     return _combined(name, base, modifiers, inputs, options)
 
 
@@ -152,8 +143,6 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if (function := _function(name)) is not None:
         return _read_options(name, option_types(function), options)
     base, modifiers = _parts(name)
-    if not modifiers:
-        raise _unknown(name)
     quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
     types: dict[str, Any] = {}
     if quantisers:
@@ -210,29 +199,24 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     return replace(needs, joint_heads=heads or _ALL_HEADS)
 
 
-def _parts(name: str) -> tuple[str, list[_Modifier]]:
-    """Split a name into its method and what comes on top, with the bits where they are told."""
-    match = _BIT_SUFFIX.fullmatch(name)
-    base, *rest = (match[1] if match else name).split("+")
-    unknown = [part for part in rest if part not in QUANTISERS and part not in EVICTORS]
-    if unknown or base not in {*METHODS, *_installed()}:
-        return base, []
-    modifiers = [_Modifier(part) for part in rest]
-    if match:
-        group = None if match[4] else int(match[3] or 0) or _GROUPS.get(_plain(base), _GROUP)
-        modifiers.append(_Modifier("per-token", int(match[2]), group))
-    return base, modifiers
+def _parts(name: str) -> tuple[str, list[Modifier]]:
+    """Split a name into its method and what comes on top of it.
 
-
-def _plain(base: str) -> str:
-    """Return the name of a method without its paper's setting."""
-    return PAPERS[base].method if base in PAPERS else base
+    Raises
+    ------
+    UsageError
+        For an unknown name.
+    """
+    found = parts_of(name, (*METHODS, *_installed()))
+    if found is None:
+        raise unknown_method(name, method_names())
+    return found
 
 
 def _combined(
     name: str,
     base: str,
-    modifiers: list[_Modifier],
+    modifiers: list[Modifier],
     inputs: MethodInputs,
     options: dict[str, Any],
 ) -> PlanFamily:
@@ -241,7 +225,7 @@ def _combined(
     # Evict before quantising: the halves of the rate are shared out on unquantised plans.
     for one in sorted(modifiers, key=lambda one: one.name in QUANTISERS):
         if one.name in EVICTORS:
-            order = _ORDERS.get(_plain(base), "compress_first")
+            order = _ORDERS.get(plain_name(base), "compress_first")
             family = _evicting(family, one.name, order, options.get("keep"))
         elif one.bits is not None:
             family = _quantising(family, one.bits, partial(per_token, group=one.group))
@@ -354,7 +338,3 @@ def _read_options(
             raise UsageError(f"{name} has no option {option[:40]}: {has}")
         found[option] = read_option(name, option, types[option], value)
     return found
-
-
-def _unknown(name: str) -> UsageError:
-    return UsageError(f"--method: {name!r} is unknown; choose from {', '.join(method_names())}")

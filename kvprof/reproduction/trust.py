@@ -52,7 +52,7 @@ def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[fl
         Of a share of questions Wilson's, which stays wide where every question was answered; of a
         harness's score its standard error's; of a speed-up what the two times' intervals allow; of
         a frontier's largest rate its own, from 0 (full width) where no tested rate surely meets the
-        target, and up to 1 where none surely misses it.
+        target, and up to 1 where none surely misses it or nobody knows.
     """
     if row is None:
         return None
@@ -66,8 +66,9 @@ def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[fl
             return row["value"] - _Z * row["stderr"], row["value"] + _Z * row["stderr"]
     if name == "speedup" and row.get("speedup") is not None:
         return _of_speedup(result, row)
-    if name == "max_rate" and row.get("max_rate_interval") is not None:
-        low, high = row["max_rate_interval"]
+    if name == "max_rate" and row.get("points"):
+        # A sample without intervals (one sequence) leaves every rate open.
+        low, high = row.get("max_rate_interval") or (None, None)
         return low or 0.0, 1.0 if high is None else high
     return None
 
@@ -110,7 +111,7 @@ def _of_median(samples: Sequence[float]) -> tuple[float, float] | None:
 
 
 def doubt_about(result: Row, row: Row | None) -> str | None:
-    """Return why a number of a request's time decides nothing, or None where it may.
+    """Return why a number decides nothing, or None where it may.
 
     Parameters
     ----------
@@ -121,9 +122,13 @@ def doubt_about(result: Row, row: Row | None) -> str | None:
     Returns
     -------
     str or None
-        When more of the request than `kvprof.records.fold.MOST_UNATTRIBUTED` belongs to no part, or
-        the parts sum to more than the request by as much: then the parts are not what happened.
+        Of a frontier that was interrupted: what was not tested may be the largest rate. Of a
+        request's time, when more of it than `kvprof.records.fold.MOST_UNATTRIBUTED` belongs to no
+        part, or the parts sum to more than the request by as much: then the parts are not what
+        happened.
     """
+    if result["kind"] == "frontier" and not result.get("complete", True):
+        return "the frontier was interrupted, and its largest rates are those so far"
     if result["kind"] != "jct" or row is None or "case" not in row:
         return None
     case = next((one for one in result["data"]["cases"] if one["case"] == row["case"]), None)

@@ -21,7 +21,7 @@ from kvprof.views.numbers import percent
 from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
 from kvprof.views.tables import key_values
 
-__all__ = ["figure", "report", "to_csv"]
+__all__ = ["apart_note", "figure", "report", "to_csv"]
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "
@@ -42,13 +42,15 @@ _FULL_RUN = (
 )
 _TASKS = (
     "Tasks: questions answered right, every token of the answer, by greedy decoding through the "
-    "cache."
+    "cache; the first token comes from the prompt's own pass."
 )
 _PROTOCOLS = {
-    "decode": "the first half of each sequence is prefilled in one pass, the rest decoded step by "
-    "step through the compressed cache and scored",
+    "decode": "the first half of each sequence is prefilled in one pass, which as in use attends "
+    "to its own tokens before they are quantised or evicted and predicts the first token scored; "
+    "the rest is decoded step by step through the compressed cache and scored",
     "teacher_forced": "TEACHER-FORCED: a single pass over each sequence, its second half scored; "
-    "what decoding through the cache would add to the error is not in it",
+    "methods of which a single pass does not show all (quantisers, eviction, token levels) have no "
+    "figures so",
 }
 
 
@@ -72,7 +74,10 @@ def report(
     if not result["complete"]:
         parts += [incomplete_note(), Text()]
     if evaluations:
-        parts += [paragraph(_answer(evaluations), "bold"), Text(), main_table(evaluations)]
+        parts += [paragraph(_answer(evaluations, data["dtype"]), "bold")]
+        if apart := _apart(evaluations):
+            parts.append(paragraph(apart, "yellow"))
+        parts += [Text(), main_table(evaluations, data["dtype"])]
         by_source = source_table(evaluations)
         if by_source is not None:
             parts += [heading("By text"), by_source]
@@ -98,7 +103,7 @@ def _asked(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return own or [one for one in evaluations if one["method"] != "full"] or list(evaluations)
 
 
-def _answer(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _answer(evaluations: Sequence[Mapping[str, Any]], dtype: str) -> str:
     sentences = []
     for one in _asked(evaluations):
         kept = f"{percent(one['relative_accuracy'])} of the uncompressed model's accuracy"
@@ -106,9 +111,46 @@ def _answer(evaluations: Sequence[Mapping[str, Any]]) -> str:
             kept = "an accuracy that the uncompressed model, which has none, gives no measure for"
         bounds = one["relative_accuracy_interval"]
         spread = "" if bounds is None else f" (95 % interval {interval_text(bounds)} %)"
-        saved = f"saves {percent(one['rate'])} of the cache's bytes"
+        saved = f"saves {percent(one['rate'])} of the cache's bytes at full width in {dtype}"
         sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}.")
     return " ".join(sentences)
+
+
+def apart_note(calibrated: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Say that methods were calibrated on different tokens; None where that is not so.
+
+    Parameters
+    ----------
+    calibrated : mapping
+        By method: ``source``, ``tokens`` and ``seq_len`` of its calibration.
+    """
+    same: dict[tuple[Any, ...], list[str]] = {}
+    for name, found in calibrated.items():
+        same.setdefault(
+            tuple(found.get(key) for key in ("source", "tokens", "seq_len")), []
+        ).append(name)
+    if len(same) < 2:
+        return None
+    parts = [
+        f"{', '.join(names)} on {_calibration_data(calibrated[names[0]])}"
+        for names in same.values()
+    ]
+    return (
+        f"Not calibrated on the same tokens: {'; '.join(parts)}. A difference between them may be "
+        "the tokens'; --calibrate gives all the same."
+    )
+
+
+def _apart(evaluations: Sequence[Mapping[str, Any]]) -> str | None:
+    return apart_note(_calibrated(evaluations))
+
+
+def _calibrated(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {
+        one["method"]: found
+        for one in evaluations
+        if one["plan"] is not None and (found := one["plan"]["made"].get("calibration")) is not None
+    }
 
 
 def _task_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
@@ -148,11 +190,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
 def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
     """Return what the figures depend on, in words; what the result does not name is left out."""
     inputs, evaluations = result["inputs"], result["data"]["evaluations"]
-    calibrated = {
-        one["method"]: found
-        for one in evaluations
-        if one["plan"] is not None and (found := one["plan"]["made"].get("calibration")) is not None
-    }
+    calibrated = _calibrated(evaluations)
     tokens = max((one["decoded_tokens"] for one in evaluations), default=0)
     shown = {
         "model": inputs["model"],
@@ -173,6 +211,11 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _calibration(method: str, found: Mapping[str, Any]) -> str:
+    return f"{method} on {_calibration_data(found)}"
+
+
+def _calibration_data(found: Mapping[str, Any]) -> str:
     # The embedded samples have a split of their own for it.
     split = " (calibration split)" if found["source"] in ("prose", "code", "tasks") else ""
-    return f"{method} on {found['tokens']:,} tokens of {found['source']}{split}"
+    length = f" in sequences of {found['seq_len']:,}" if found.get("seq_len") else ""
+    return f"{found['tokens']:,} tokens of {found['source']}{split}{length}"

@@ -9,7 +9,7 @@ __all__ = ["COLUMNS", "to_csv"]
 
 COLUMNS = (
     "method", "rate", "bytes_per_token", "context", "protocol", "scope", "name", "metric", "value",
-    "baseline", "low", "high", "count",
+    "baseline", "low", "high", "count", "dtype",
 )  # fmt: skip
 
 
@@ -19,7 +19,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
     ``scope`` is ``all`` (every text together), ``text``, ``task``, ``task_depth``, ``task_length``
     or ``harness``; ``name`` says which. ``baseline`` is the uncompressed model's figure,
     ``low`` and ``high`` the ends of the 95 % interval where there is one, ``count`` the tokens or
-    questions behind a figure.
+    questions behind a figure, ``dtype`` that of the full width which ``rate`` is relative to.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for one in data["evaluations"]:
         known = {key: one[key] for key in COLUMNS[:5]}
         for row in (*_text_rows(one), *_task_rows(one)):
-            yield known | row
+            yield known | row | {"dtype": data["dtype"]}
     if data["harness"] is not None:
         for row in data["harness"]["rows"]:
             yield {

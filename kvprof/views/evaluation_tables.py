@@ -87,12 +87,12 @@ def task_columns(evaluations: Sequence[Evaluation]) -> list[str]:
     return list(dict.fromkeys(task for one in evaluations for task in one["tasks"]))
 
 
-def main_table(evaluations: Sequence[Evaluation]) -> SplitTable:
-    """Return one row per method with every average."""
+def main_table(evaluations: Sequence[Evaluation], dtype: str) -> SplitTable:
+    """Return one row per method with every average; rates are of full width in `dtype`."""
     tasks = task_columns(evaluations)
     columns = [
         Column("method", words=True),
-        Column("rate"),
+        Column(f"rate of {dtype}"),
         Column("bytes per token"),
         Column("accuracy"),
         Column("kept (%)"),

@@ -6,14 +6,18 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kvprof.views.evaluation import apart_note
 from kvprof.views.frontier_csv import to_csv
 from kvprof.views.frontier_data import (
-    best_point,
+    STOPPED,
+    base_name,
     curves,
+    furthest,
     lowest_drawn,
     metric_name,
     ranked,
     single,
+    sure_rate,
     undecided,
 )
 from kvprof.views.frontier_figure import figure
@@ -27,17 +31,19 @@ __all__ = ["figure", "report", "to_csv"]
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "
-    "against full width in {dtype} at {context:,} tokens. Largest rate: the largest tested one "
-    "that keeps the target, with every lower tested rate keeping it too; the other figures are "
-    "measured there."
+    "against {base} at {context:,} tokens. Largest rate: the largest tested one that keeps the "
+    "target by its point estimate, with every lower tested rate keeping it too; the other figures "
+    "are measured there. none: no tested rate does; not measured: nothing was tested."
 )
 _INTERVAL = (
     "95 % interval: where the share would lie on other sequences of the same kind (paired "
     "bootstrap over sequences, method against uncompressed model on the same tokens)."
 )
 _WITHIN = (
-    "Lies within: up to its lower end the whole interval of the share keeps the target, at its "
-    "upper end the whole interval misses it. More --sequences narrow it, and so do more --points."
+    "Lies within: up to its lower end the whole interval of the share keeps the target, on a "
+    "sample that would have shown a loss as large; at its upper end the whole interval misses it. "
+    "What is said first rests on the lower end. More --sequences narrow it, and so do more "
+    "--points."
 )
 _HEIGHT = 14
 
@@ -60,14 +66,17 @@ def report(
     parts: list[RenderableType] = []
     if not result["complete"]:
         parts += [incomplete_note(), Text()]
-    parts += [paragraph(_answer(result), "bold"), Text(), main_table(result)]
+    parts.append(paragraph(_answer(result), "bold"))
+    if apart := apart_note(result["inputs"].get("calibration", {})):
+        parts.append(paragraph(apart, "yellow"))
+    parts += [Text(), main_table(result)]
     if lines := _reasons(result):
         parts += [Text(), bullets(lines)]
     by_source = source_table(result)
     if by_source is not None:
         parts += [heading("By text, at the largest rate"), by_source]
     parts += [Text(), _plot(result)]
-    notes = [_RATE.format(dtype=data["dtype"], context=data["context"]), _INTERVAL]
+    notes = [_RATE.format(base=base_name(result), context=data["context"]), _INTERVAL]
     if any(method["max_rate_interval"] is not None for method in data["methods"]):
         notes.append(_WITHIN)
     parts += [heading("How to read this"), bullets([*notes, *_apart(result)])]
@@ -80,30 +89,86 @@ def report(
 
 
 def _answer(result: Mapping[str, Any]) -> str:
+    """Say what the result decides: only what whole intervals hold, and what was not measured."""
     data = result["data"]
     goal = f"{100 * data['target']:g} % of the baseline's {metric_name(data['metric'])}"
-    best = [
-        (method["label"], method["max_rate"], point["compression_ratio"])
-        for method in ranked(result)
-        if (point := best_point(method)) is not None and method["label"] != "full"
-    ]
-    if not best and not result["complete"]:
-        return f"Interrupted before any method was seen to keep {goal}."
-    if not best or best[0][1] <= 0:
-        return f"No method kept {goal} at any compressed rate that was tested."
-    label, rate, ratio = best[0]
-    text = f"With {goal} kept, {label} goes furthest: it saves {100 * rate:.1f} % of the cache's "
-    text += f"bytes ({ratio:.2f} times smaller)."
-    if len(best) > 1:
-        text += f" Next comes {best[1][0]} with {100 * best[1][1]:.1f} %."
+    methods = [method for method in ranked(result) if method["label"] != "full"]
+    if not result["complete"]:
+        return (
+            f"Interrupted, so there is no verdict on which method keeps {goal}. {_state(methods)}"
+        )
+    sure = sorted(
+        [
+            (rate, method)
+            for method in methods
+            if method["points"] and (rate := sure_rate(method)) and rate > 0
+        ],
+        key=lambda entry: -entry[0],
+    )
+    unknown = _named("Not measured", [one for one in methods if not one["points"]])
+    if sure:
+        return " ".join(filter(None, [_furthest(result, goal, sure, methods), unknown]))
+    near = [method for method in methods if (method["max_rate"] or 0) > 0]
+    if near:
+        scored = data["baseline"].get("decoded_tokens")
+        sample = "this sample" if scored is None else f"this sample of {scored:,} tokens"
+        text = (
+            f"No verdict: {sample} is too small to be sure that any method keeps {goal} at a "
+            f"compressed rate. By point estimates alone {near[0]['label']} goes to "
+            f"{100 * near[0]['max_rate']:.1f} %."
+        )
+    else:
+        text = f"No method kept {goal} at any compressed rate that was tested."
+    return " ".join(filter(None, [text, unknown]))
+
+
+def _furthest(
+    result: Mapping[str, Any],
+    goal: str,
+    sure: Sequence[tuple[float, Mapping[str, Any]]],
+    methods: Sequence[Mapping[str, Any]],
+) -> str:
+    rate, best = sure[0]
+    rivals = [one for one in methods if one is not best and (furthest(one) or 0) > rate]
+    how = "saves most for sure" if rivals else "goes furthest"
+    text = (
+        f"With {goal} kept, {best['label']} {how}: {100 * rate:.1f} % of the cache's bytes at "
+        f"{base_name(result)} ({1 / (1 - rate):.2f} times smaller)."
+    )
+    if rivals:
+        return f"{text} Further than that may go: {', '.join(map(_reach, rivals))}."
+    if len(sure) > 1:
+        text += f" Next comes {sure[1][1]['label']} with {100 * sure[1][0]:.1f} %."
     return text
+
+
+def _reach(method: Mapping[str, Any]) -> str:
+    low, high = sure_rate(method), furthest(method)
+    assert high is not None
+    text = f"{method['label']} ({100 * (low or 0):.1f}"
+    return f"{text} % or more)" if high >= 1 else f"{text}–{100 * high:.1f} %)"
+
+
+def _state(methods: Sequence[Mapping[str, Any]]) -> str:
+    """Say how far each search of an interrupted frontier came."""
+    kinds = {
+        "Searched to the end": [m for m in methods if m["points"] and m["reason"] != STOPPED],
+        "Stopped on the way": [m for m in methods if m["points"] and m["reason"] == STOPPED],
+        "Not measured": [m for m in methods if not m["points"]],
+    }
+    return " ".join(text for kind, found in kinds.items() if (text := _named(kind, found)))
+
+
+def _named(kind: str, methods: Sequence[Mapping[str, Any]]) -> str:
+    names = ", ".join(method["label"] for method in methods)
+    return f"{kind}: {names}." if names else ""
 
 
 def _reasons(result: Mapping[str, Any]) -> list[str]:
     return [
-        f"{method['label']}: {method['reason']}"
+        f"{method['label']}: {'' if method['points'] else 'not measured: '}{method['reason']}"
         for method in result["data"]["methods"]
-        if method["reason"] is not None
+        if method["reason"] is not None and not (method["label"] == "full" and not method["points"])
     ]
 
 

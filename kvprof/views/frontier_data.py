@@ -8,12 +8,16 @@ from kvprof.views.plot import Series
 
 __all__ = [
     "METRIC_NAMES",
+    "STOPPED",
+    "base_name",
     "best_point",
     "curves",
+    "furthest",
     "lowest_drawn",
     "metric_name",
     "ranked",
     "single",
+    "sure_rate",
     "tasks_of",
     "undecided",
 ]
@@ -23,6 +27,12 @@ METRIC_NAMES = {
     "perplexity": "perplexity (baseline over method)",
     "tasks": "mean task accuracy",
 }
+
+#: The reason of a method whose search the user ended.
+STOPPED = "interrupted"
+
+#: Methods that stand in every frontier; they have nothing to turn.
+ALWAYS = ("full", "fp8")
 
 Method = Mapping[str, Any]
 
@@ -59,6 +69,36 @@ def best_point(method: Method) -> Mapping[str, Any] | None:
 def single(method: Method) -> bool:
     """Whether a method has one point, so that nothing was searched."""
     return len(method["points"]) == 1
+
+
+def base_name(result: Mapping[str, Any]) -> str:
+    """Return what rates are relative to, in words."""
+    return f"full width in {result['data']['dtype']}"
+
+
+def sure_rate(method: Method) -> float | None:
+    """Return the largest tested rate up to which the whole interval keeps the target.
+
+    None where there is none, or the sample is too small to tell.
+    """
+    bounds = method["max_rate_interval"]
+    found: float | None = None if bounds is None else bounds[0]
+    return found
+
+
+def furthest(method: Method) -> float | None:
+    """Return the rate that a method may reach at most, given its intervals; None if not measured.
+
+    A method with nothing to turn has one rate; where no tested rate surely misses the target, and
+    where no interval is known, it may be any.
+    """
+    if not method["points"]:
+        return None
+    if single(method) and method["label"] in ALWAYS:
+        rate: float = method["points"][0]["rate"]
+        return rate
+    bounds = method["max_rate_interval"]
+    return 1.0 if bounds is None or bounds[1] is None else float(bounds[1])
 
 
 def tasks_of(result: Mapping[str, Any]) -> list[str]:

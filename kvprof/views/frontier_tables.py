@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprof.views.evaluation_tables import SplitTable
-from kvprof.views.frontier_data import best_point, metric_name, ranked, tasks_of
+from kvprof.views.frontier_data import STOPPED, best_point, metric_name, ranked, tasks_of
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.tables import Column, DataTable
 
@@ -22,7 +22,12 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
     metric = result["data"]["metric"]
     tasks = tasks_of(result)
     own = metric not in ("accuracy", "perplexity", *tasks)
-    saved = ("largest rate", "lies within", "times smaller", "bytes per token")
+    saved = (
+        f"largest rate of {result['data']['dtype']}",
+        "lies within",
+        "times smaller",
+        "bytes per token",
+    )
     kept = (
         "share of accuracy",
         "95 % interval",
@@ -38,16 +43,20 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
     rows = []
     for method in ranked(result):
         point = best_point(method)
+        rate = method["max_rate"]
+        if method["label"] == "full" and not method["points"]:
+            point, rate = _uncompressed(result), 0.0
         if point is None:
-            rows.append([method["label"], "none", *[MISSING] * (len(columns) - 2)])
+            known = "none" if method["points"] else "not measured"
+            rows.append([method["label"], known, *[MISSING] * (len(columns) - 2)])
             continue
         rows.append(
             [
                 method["label"],
-                _rate(method["max_rate"]),
+                _rate(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
                 _within(method),
                 f"{point['compression_ratio']:.2f}",
-                f"{point['bytes_per_token']:,.0f}",
+                MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
                 _share(point["relative_accuracy"]),
                 _interval(point.get("relative_accuracy_interval")),
                 *([_share(point["share"])] if own else []),
@@ -83,6 +92,16 @@ def source_table(result: Mapping[str, Any]) -> DataTable | None:
         rows.append(cells)
     columns = [Column("share of accuracy", words=True), *(Column(name) for name in names)]
     return DataTable(columns, rows)
+
+
+def _uncompressed(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the baseline as the point of full width, where that was not run through the cache."""
+    base = result["data"]["baseline"]
+    return {
+        "compression_ratio": 1.0, "bytes_per_token": base.get("bytes_per_token"),
+        "relative_accuracy": 1.0, "share": 1.0, "perplexity": base["perplexity"],
+        "kl": {"mean": 0.0}, "tasks": base["tasks"],
+    }  # fmt: skip
 
 
 def _rate(value: float) -> str:

@@ -72,16 +72,17 @@ def summary(result: Mapping[str, Any]) -> str:
     stored = plan["bytes"]
     return (
         f"{plan['method']} stores {format_bytes(stored['total'])} of "
-        f"{format_bytes(stored['full'])} at {plan['context']:,} tokens, everything counted: rate "
-        f"{plan['rate']:.3f}, compression ratio {plan['compression_ratio']:.2f}. This says nothing "
-        "about accuracy (kvprof eval does)."
+        f"{format_bytes(stored['full'])} (full width in {result['inputs']['dtype']}) at "
+        f"{plan['context']:,} tokens, everything counted: rate {plan['rate']:.3f}, compression "
+        f"ratio {plan['compression_ratio']:.2f}. This says nothing about accuracy (kvprof eval "
+        "does)."
     )
 
 
 def _plan_parts(result: Mapping[str, Any], *, describe: bool) -> list[RenderableType]:
     plan = result["data"]["plan"]
     parts: list[RenderableType] = [paragraph(summary(result)), heading("Bytes"), _bytes(result)]
-    parts += [heading("Rates"), key_values(_rates(plan))]
+    parts += [heading("Rates"), key_values(_rates(plan, result["inputs"]["dtype"]))]
     if plan["folded"] or plan["online"]:
         parts += [heading("Ranks"), _ranks(plan), paragraph(_ranks_note(plan), "dim")]
     parts += [heading("Weights and work"), key_values(_work(plan))]
@@ -108,9 +109,12 @@ def _bytes(result: Mapping[str, Any]) -> RenderableType:
     return DataTable(columns, rows)
 
 
-def _rates(plan: Mapping[str, Any]) -> dict[str, str]:
+def _rates(plan: Mapping[str, Any], dtype: str) -> dict[str, str]:
     return {
-        "rate": f"{plan['rate']:.4f} in bytes at {plan['context']:,} tokens (--context)",
+        "rate": (
+            f"{plan['rate']:.4f} of the bytes at full width in {dtype}, at {plan['context']:,} "
+            "tokens (--context)"
+        ),
         "compression_ratio": f"{plan['compression_ratio']:.2f}×",
         "dim_rate": f"{plan['dim_rate']:.4f}, dimensions only",
         "paper_rate": (

@@ -30,13 +30,13 @@ def fit_parts(result: Mapping[str, Any]) -> list[RenderableType]:
         key_values(_memory(result)),
         heading("Longest context, in tokens per sequence"),
         _table(
-            rows,
+            fit,
             [f"batch {batch:,}" for batch in fit["batches"]],
             lambda row: [_tokens(entry) for entry in row["longest_context"]],
         ),
         heading("Largest batch, in sequences"),
         _table(
-            rows,
+            fit,
             [_context(length, fit["model_context"]) for length in fit["contexts"]],
             lambda row: [_batch(entry) for entry in row["largest_batch"]],
         ),
@@ -74,20 +74,22 @@ def _memory(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _table(rows: Sequence[Mapping[str, Any]], titles: Sequence[str], cells: Any) -> RenderableType:
+def _table(fit: Mapping[str, Any], titles: Sequence[str], cells: Any) -> RenderableType:
     columns = [
         Column("method", words=True),
-        Column("rate"),
+        Column(f"rate of {fit['dtype']}"),
         Column("from", words=True),
         *(Column(title) for title in titles),
     ]
     return DataTable(
         columns,
-        [
-            (row["label"], f"{row['rate']:.3f}", _SOURCES[row["rate_from"]], *cells(row))
-            for row in rows
-        ],
+        [(row["label"], f"{row['rate']:.3f}", _source(row), *cells(row)) for row in fit["rows"]],
     )
+
+
+def _source(row: Mapping[str, Any]) -> str:
+    doubt = " ?" if row.get("rate_sure") is False else ""
+    return f"{_SOURCES[row['rate_from']]}{doubt}"
 
 
 def _tokens(entry: Mapping[str, Any]) -> str:
@@ -117,6 +119,10 @@ def _legend(fit: Mapping[str, Any]) -> str:
         text.append(
             "99 %: the largest rate that a frontier of this model measured to keep 99 % of the "
             f"accuracy ({', '.join(records)})."
+        )
+    if any(row.get("rate_sure") is False for row in rows):
+        text.append(
+            "?: by its point estimate; the interval of the sample does not keep 99 % that far."
         )
     if "given" in found:
         contexts = {row["rate_context"] for row in rows if row["rate_from"] == "given"}

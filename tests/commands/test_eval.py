@@ -74,6 +74,34 @@ def test_report_and_csv(tiny_folder: Path, notes: Path) -> None:
     assert {row["method"] for row in rows} == {"full", "fp8", "kq"}
 
 
+def test_a_single_pass_gives_no_figures_of_what_it_does_not_show(
+    tiny_folder: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = (tiny_folder, *SMALL, "--text", notes, "--teacher-forced")
+    result = eval_json(tmp_path, *common, "--method", "kq", "--rate", 0.5, *FINE)
+    assert [row["method"] for row in result["data"]["evaluations"]] == ["full", "kq"]
+    assert any("fp8 is not measured" in warning for warning in result["warnings"])
+    made = tmp_path / "kq-4bit.plan"
+    done = kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.3, *FINE, "--save", made)
+    assert done.code == 0, done.stderr
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it is refused before any work")
+
+    monkeypatch.setattr(Evaluator, "baseline", never)
+    monkeypatch.setattr("kvprof.calibration.calibrator.Calibrator.inputs", never)
+    for arguments in (
+        ("--method", "kq,kq-4bit", "--rate", 0.5),
+        ("--method", "tale", "--rate", 0.1, *FINE),
+        ("--method", "fp8"),
+        ("--plan", made),
+    ):
+        done = kvprof("eval", *common, *arguments)
+        assert done.code == 2
+        assert "a single pass does not show the cost of" in done.error
+        assert "leave out --teacher-forced" in done.error
+
+
 def test_a_plan_from_a_file(tiny_folder: Path, notes: Path, tmp_path: Path) -> None:
     from kvprof.methods.family import MethodInputs, plan_at
     from kvprof.methods.plan_files import save_plan

@@ -66,7 +66,7 @@ def test_a_frontier_is_measured_reported_and_resumed(
     done = kvprof("frontier", tiny_folder, *methods, *SMALL)
     assert done.code == 0
     assert "evaluations of this model on this data are in" in done.stderr
-    assert "goes furthest" in " ".join(done.stdout.split())
+    assert "kept, fp8 saves most for sure: 75.0 %" in " ".join(done.stdout.split())
     again = frontier_json(tmp_path, tiny_folder, *methods)
     assert again["data"] == first["data"]
     assert again["inputs"]["evaluations_measured"] == 0
@@ -79,6 +79,22 @@ def test_a_frontier_is_measured_reported_and_resumed(
     # By its options too: those of the whole command make it another method.
     assert kq.label == "kq:" + ",".join(f"{k}={v}" for k, v in sorted(kq.options.items()))
     assert kq.calibration == first["inputs"]["calibration"]["kq"]
+
+
+def test_a_single_pass_ranks_only_what_it_shows(tiny_folder: Path, tmp_path: Path) -> None:
+    arguments = ("--teacher-forced", "--calibrate-tokens", 512)
+    result = frontier_json(
+        tmp_path, tiny_folder, "--methods", "kq,kq-4bit,tale,per-token", *arguments
+    )
+    by_label = {method["label"]: method for method in result["data"]["methods"]}
+    assert {label for label, method in by_label.items() if method["points"]} == {"kq", "full"}
+    for label in ("kq-4bit", "tale", "per-token", "fp8"):
+        assert by_label[label]["max_rate"] is None
+        assert "a single pass does not show the cost of" in by_label[label]["reason"]
+    assert set(result["inputs"]["calibration"]) == {"kq"}
+    done = kvprof("frontier", tiny_folder, *SMALL, "--methods", "per-token,tale", *arguments)
+    assert done.code == 2
+    assert "per-token, tale: teacher-forced" in done.error
 
 
 def test_without_a_cache_nothing_is_kept(tiny_folder: Path, tmp_path: Path, cache: Path) -> None:

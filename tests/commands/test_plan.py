@@ -219,12 +219,34 @@ def test_fit_takes_the_recorded_rates(
     reasons = {entry["label"]: entry["reason"] for entry in fit["missing"]}
     assert "no tested rate" in reasons["palu"]
     assert "kvprof frontier" in reasons["zack"]
+    assert rows[fdc]["rate_sure"] is False  # nobody knows up to where its interval held
+    assert rows["full"]["rate_sure"] is None
+    # A rate that is given is every method's, recorded or not.
     given = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE)
-    zack = next(row for row in given["rows"] if row["label"] == "zack")
-    assert zack["rate_from"] == "given"
-    # A record is of its own calibration: with another one it says nothing.
-    other = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE, "--calibrate", "random:128")
-    assert {row["rate_from"] for row in other["rows"]} == {"itself", "given"}
+    assert {row["rate_from"] for row in given["rows"]} == {"itself", "given"}
+    assert all(0.1 <= row["rate"] < 0.14 for row in given["rows"] if row["method"] != "fp8"
+               and row["method"] not in ("full", "palu"))  # fmt: skip
+
+
+def test_fit_calibrates_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvprof.calibration.calibrator import Calibrator
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing has to be calibrated for a table of memory")
+
+    monkeypatch.setattr(Calibrator, "inputs", never)
+    fit = ("plan", tiny_folder, "--fit", "2MB", "--rate", 0.3)
+    done = kvprof(*fit, "--methods", "kq:allocation=budget,palu:allocation=fisher,fdc+h2o", *FINE)
+    assert done.code == 0, done.stderr
+    assert "rate of float32" in done.stdout
+    for arguments, says in (
+        ((*fit, "--calibrate", "random:128"), "calibrates nothing"),
+        ((*fit, "--methods", "full"), "nothing has a rate to turn"),
+        ((*fit, "--rates", "x.json"), "keep one of the two"),
+    ):
+        done = kvprof(*arguments)
+        assert done.code == 2
+        assert says in done.error
 
 
 def test_fit_takes_saved_plans(tiny_folder: Path, tmp_path: Path) -> None:

@@ -8,11 +8,17 @@ import torch
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.evaluation import evaluator as module
 from kvprof.evaluation import workload
+from kvprof.evaluation.assembly import hidden_in_one_pass
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
+from kvprof.evaluation.requests import option_names
+from kvprof.methods.family import plan_at
+from kvprof.methods.plan import HeadGroup, LayerPlan
+from kvprof.methods.registry import method_names, plan_family
+from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.load import wrap_model
 from kvprof.runtime.compressed import compressed
 from tests.evaluation.sample import evaluator, plan, questions, text
-from tests.methods.models import model
+from tests.methods.models import FINE, inputs, model
 from tests.models.tiny import tiny
 
 TIMES = ("seconds",)
@@ -104,28 +110,63 @@ def test_full_width_changes_nothing(teacher_forced: bool) -> None:
     assert not found["warnings"]
 
 
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto")])
+def test_a_single_pass_gives_what_decoding_gives_or_nothing(name: str) -> None:
+    """Whatever the method is called: its plan decides."""
+    family = plan_family(name, inputs("Llama"), **(FINE if "grid" in option_names(name) else {}))
+    wanted = plan_at(family, family.settings[-1]) if family.settings else family.build(0.3)
+    if hidden_in_one_pass(wanted) is None:
+        decoded = evaluator().evaluate(wanted)
+        single = evaluator(teacher_forced=True).evaluate(wanted)
+        assert single["kl"]["mean"] == pytest.approx(decoded["kl"]["mean"], rel=1e-3, abs=1e-9)
+        assert single["accuracy"] == decoded["accuracy"]
+        assert not single["warnings"]
+        return
+    told: list[int] = []
+    one = evaluator(teacher_forced=True)
+    with pytest.raises(UsageError, match=r"no figures teacher-forced.* the cost of "):
+        one.evaluate(wanted, told.append)
+    assert not told
+    assert one._baseline is None  # nothing was run for it
+
+
+@pytest.mark.parametrize("name", ["fp8", "tale", "strawman"])
+def test_what_is_refused_does_cost_something(name: str) -> None:
+    assert evaluator().evaluate(plan(name, 0.25, 15))["kl"]["worst"] > 1e-4
+
+
 @pytest.mark.parametrize(
-    ("name", "hidden"),
+    ("changes", "hidden"),
     [
-        ("kq", None),
-        ("fp8", "quantising"),
-        ("tale", "prefill is exact"),
-        ("fdc+keyformer", "evicting"),
-        ("strawman", "prefill is exact"),
+        ({}, None),
+        ({"quantiser": Quantiser("affine", SideQuantiser((4,)), None)}, "quantising"),
+        ({"eviction": Eviction("recent", 0.5)}, "evicting"),
+        ({"eviction": Eviction("recent", 1.0)}, None),
+        ({"levels": Levels(0, (0.5, 0.5))}, None),  # two levels of one rank are one
+        ({"levels": Levels(0, (0.25, 0.75))}, "down levels"),  # here of two ranks
+        ({"lazy": True}, "prefill is exact"),
     ],
 )
-def test_a_single_pass_says_what_it_cannot_show(name: str, hidden: str | None) -> None:
-    one = evaluator(teacher_forced=True)
-    found = one.evaluate(plan(name, 0.25, 15))
-    if hidden is None:
-        assert not found["warnings"]
-        assert found["kl"]["mean"] > 1e-3
-        return
-    (warning,) = found["warnings"]
-    assert hidden in warning
-    if name != "fdc+keyformer":  # whose projections do show
-        assert found["kl"]["worst"] < 1e-9
-        assert evaluator().evaluate(plan(name, 0.25, 15))["kl"]["worst"] > 1e-4
+def test_what_of_a_plan_a_single_pass_hides(changes: dict[str, Any], hidden: str | None) -> None:
+    made = plan("svd-kv", 0.25, 15)
+    layers = tuple(_unfolded(layer, changes.get("levels")) for layer in made.layers)
+    found = hidden_in_one_pass(replace(made, layers=layers, **changes))
+    assert found is None if hidden is None else found is not None and hidden in found
+
+
+def _unfolded(layer: LayerPlan, levels: Levels | None) -> LayerPlan:
+    """Fold nothing, which lazy plans cannot have, and give every level a rank."""
+
+    def ranks(group: HeadGroup) -> tuple[int, ...]:
+        if levels is None:
+            return group.ranks
+        return (group.rank - (levels.shares[0] < 0.5), group.rank)
+
+    def side(of: Any) -> Any:
+        groups = tuple(replace(group, ranks=ranks(group)) for group in of.groups)
+        return replace(of, groups=groups, fold_down=False, fold_up=False)
+
+    return replace(layer, keys=side(layer.keys), values=side(layer.values))
 
 
 @pytest.mark.parametrize("name", ["kq", "fp8", "tale", "fdc+keyformer", "strawman"])

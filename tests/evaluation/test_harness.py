@@ -13,17 +13,15 @@ from kvprof.evaluation.harness import (
     check_harness,
     harness_rows,
     settings_described,
+    single_pass_tasks,
 )
 from kvprof.models.load import load_model
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("lm_eval") is None, reason="lm-eval (the extra harness) is not installed"
-    ),
-]
+needs_harness = pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="lm-eval (the extra harness) is not installed"
+)
 
 QUESTIONS = 6
 
@@ -62,6 +60,8 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
 
+@pytest.mark.slow
+@needs_harness
 def test_choices_and_texts_go_through_the_compressed_model(
     tiny_folder: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,9 +91,12 @@ def test_choices_and_texts_go_through_the_compressed_model(
     ]  # fmt: skip
     assert full == plain  # full width is the model itself
     assert {row["items"] for row in plain} == {QUESTIONS}
+    assert [row["single_pass"] for row in plain] == [True, False]
     assert all(0 <= row["value"] <= 1 for row in plain)
 
 
+@pytest.mark.slow
+@needs_harness
 def test_a_limit_and_an_unknown_task(tiny_folder: Path, tasks: Path) -> None:
     loaded = load_model(str(tiny_folder))
     settings = HarnessSettings(("own_choices",), limit=2, include=tasks)
@@ -106,6 +109,8 @@ def test_a_limit_and_an_unknown_task(tiny_folder: Path, tasks: Path) -> None:
         check_harness(HarnessSettings(("own_choices",), include=tasks / "missing"))
 
 
+@pytest.mark.slow
+@needs_harness
 def test_the_command_shows_them_apart(tiny_folder: Path, tasks: Path, tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("".join(f"Line-{i}-of-a-text;" for i in range(100)))
@@ -119,13 +124,18 @@ def test_the_command_shows_them_apart(tiny_folder: Path, tasks: Path, tmp_path: 
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     validate_result(result)
     harness = result["data"]["harness"]
-    assert [row["method"] for row in harness["rows"]] == ["full", "full", "fp8", "fp8"]
+    assert [(row["method"], row["task"]) for row in harness["rows"]] == [
+        ("full", "own_choices"), ("full", "own_texts"), ("fp8", "own_texts"),
+    ]  # fmt: skip
+    assert "fp8 is not measured on own_choices" in done.stderr
     assert harness["version"]
     # The harness has nothing to say on its own: stdout and stderr are kvprof's.
     assert "lm_eval" not in done.stderr
     assert "%|" not in done.stderr
 
 
+@pytest.mark.slow
+@needs_harness
 def test_what_it_cannot_download_is_told_in_a_line(tiny_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("".join(f"Line-{i}-of-a-text;" for i in range(100)))
@@ -137,3 +147,46 @@ def test_what_it_cannot_download_is_told_in_a_line(tiny_folder: Path, tmp_path: 
     assert "lm-eval gave up" in done.error
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert [row["method"] for row in result["data"]["evaluations"]] == ["full", "fp8"]
+
+
+def test_what_the_harness_did_not_generate_was_scored_in_a_single_pass() -> None:
+    kinds = {"a": "multiple_choice", "b": "generate_until", "c": "loglikelihood_rolling"}
+    found = {
+        "results": {task: {} for task in ("a", "b", "c", "texts", "both", "unknown")},
+        "configs": {task: {"output_type": kind} for task, kind in kinds.items()},
+        "group_subtasks": {"texts": ["b"], "both": ["texts", "a"], "a": []},
+    }
+    assert single_pass_tasks(found) == {"a", "c", "both", "unknown"}
+
+
+def test_plans_that_a_single_pass_hides_have_no_such_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvprof.commands import eval_run
+    from kvprof.methods.family import MethodInputs, plan_at
+    from kvprof.methods.registry import plan_family
+    from tests.methods.models import model
+
+    loaded = model("Llama")
+    asked: list[str] = []
+
+    def rows(_: Any, plan: Any, settings: HarnessSettings) -> list[dict[str, Any]]:
+        name = "full" if plan is None else plan.method
+        asked.append(name)
+        return [
+            {"method": name, "task": task, "single_pass": task != "texts"}
+            for task in settings.tasks
+        ]
+
+    monkeypatch.setattr("kvprof.evaluation.harness.harness_rows", rows)
+    monkeypatch.setattr("kvprof.evaluation.harness.settings_described", lambda _: {})
+    fp8 = plan_family("fp8", MethodInputs(loaded.layout, loaded.fingerprint))
+    for tasks, wanted, runs in (
+        (("choices", "texts"), [("full", "choices"), ("full", "texts"), ("fp8", "texts")], 2),
+        (("choices",), [("full", "choices")], 1),  # nothing of it would be kept
+    ):
+        asked.clear()
+        run = eval_run.EvalRun({})
+        plans = [plan_at(fp8, fp8.settings[0])]
+        eval_run._run_harness(loaded, plans, HarnessSettings(tasks), run, lambda: False)
+        assert [(row["method"], row["task"]) for row in run.data["harness"]["rows"]] == wanted
+        assert len(asked) == runs
+        assert "fp8 is not measured on choices" in run.warnings[0]

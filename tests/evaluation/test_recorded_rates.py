@@ -1,5 +1,6 @@
 """Rates that frontiers recorded: kept here, shipped, or in a file."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,29 @@ def test_a_teacher_forced_frontier_is_not(tmp_path: Path) -> None:
     result["inputs"]["protocol"] = "teacher_forced"
     assert record_rates(result, tmp_path) is None
     assert load_recorded_rates(MODEL, cache=tmp_path) == {}
+
+
+@pytest.mark.parametrize("how", ["interrupted", "teacher_forced"])
+def test_files_that_decide_nothing_are_refused(how: str, tmp_path: Path) -> None:
+    result = frontier_result(complete=how != "interrupted")
+    result["inputs"]["protocol"] = "teacher_forced" if how == "teacher_forced" else "decode"
+    write_result(tmp_path / "f.json", result)
+    with pytest.raises(UsageError, match="a frontier that decoded, to its end"):
+        load_recorded_rates(MODEL, [tmp_path / "f.json"], cache=tmp_path)
+
+
+def test_a_record_knows_up_to_where_its_interval_held(tmp_path: Path) -> None:
+    record_rates(frontier_result(), tmp_path)
+    found = load_recorded_rates(MODEL, cache=tmp_path)
+    assert (found["kq"].max_rate, found["kq"].sure) == (0.41, 0.25)
+    assert (found["palu"].max_rate, found["palu"].sure) == (None, None)
+    # Records of an earlier kvprof do not say.
+    path = tmp_path / next(tmp_path.glob("rates-*.json")).name
+    content = json.loads(path.read_text())
+    for entry in content["rates"]:
+        del entry["sure"]
+    path.write_text(json.dumps(content))
+    assert load_recorded_rates(MODEL, cache=tmp_path)["kq"].sure is None
 
 
 def test_files_overrule_what_is_kept_here(tmp_path: Path) -> None:

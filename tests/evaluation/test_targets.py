@@ -8,6 +8,7 @@ from kvprof.errors import UsageError
 from kvprof.evaluation.targets import (
     check_baseline,
     check_metric,
+    least_loss,
     max_rate,
     max_rate_interval,
     share_interval_of,
@@ -18,7 +19,12 @@ from tests.evaluation.search_families import evaluation
 
 def points(*rows: tuple[float, float], half: float = 0.005) -> list[dict[str, Any]]:
     return [
-        {"rate": rate, "share": share, "share_interval": [share - half, share + half]}
+        {
+            "rate": rate,
+            "share": share,
+            "share_interval": [share - half, share + half],
+            "least_loss": 0.001,
+        }
         for rate, share in rows
     ]
 
@@ -38,6 +44,9 @@ def test_intervals_of_every_metric() -> None:
     # The ratio there is the method's perplexity over the baseline's: its ends change places.
     assert share_interval_of(found, "perplexity") == pytest.approx([0.8 / 1.01, 0.8 / 0.99])
     assert share_interval_of(found, "needle") == pytest.approx([0.9, 1.05])
+    # What the two tasks lose or win at most, together, over what they had.
+    assert share_interval_of(found, "tasks") == pytest.approx([1 - 0.08 / 1.2, 1 + 0.04 / 1.2])
+    del found["tasks"]["copy"]["difference_interval"]
     assert share_interval_of(found, "tasks") is None
 
 
@@ -57,7 +66,21 @@ def test_the_interval_of_a_rate_is_what_the_intervals_of_its_points_leave_open()
     tested = points((0.1, 1.0), (0.2, 0.996), (0.3, 0.992), (0.4, 0.988), (0.5, 0.97))
     assert max_rate_interval(tested, 0.99) == (0.2, 0.5)
     assert max_rate_interval(points((0.1, 0.99)), 0.99) == (None, None)
-    assert max_rate_interval([{"rate": 0.1, "share": 1.0, "share_interval": None}], 0.99) is None
+    unknown = {"rate": 0.1, "share": 1.0, "share_interval": None, "least_loss": 0.001}
+    assert max_rate_interval([unknown], 0.99) is None
+
+
+def test_a_sample_that_could_not_have_shown_the_loss_is_no_ground_for_a_rate() -> None:
+    """Of 64 tokens with the very same hits a bootstrap says [1, 1]."""
+    thin = {**evaluation(1.0, half=0.0), "decoded_tokens": 64}
+    assert least_loss(thin, "accuracy") == pytest.approx(3 / 32)
+    assert least_loss(thin, "perplexity") == pytest.approx(3 / 64)
+    assert least_loss(thin, "needle") == pytest.approx(3 / 16)
+    assert least_loss(thin, "tasks") == pytest.approx(3 / 24)
+    point = {"rate": 0.8, "share": 1.0, "share_interval": [1.0, 1.0]}
+    for tokens, low in ((64, None), (599, None), (601, 0.8)):
+        loss = least_loss({**thin, "decoded_tokens": tokens}, "accuracy")
+        assert max_rate_interval([{**point, "least_loss": loss}], 0.99) == (low, None)
 
 
 def test_metrics_that_are_not_measured_are_refused() -> None:

@@ -11,10 +11,19 @@ import kvprof.methods
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
 from kvprof.methods.description import compare_plans, describe, ranks_of
+from kvprof.methods.evictors import EVICTORS
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.libraries import LIBRARIES
-from kvprof.methods.named import COMBINATIONS, OWN, method_names
+from kvprof.methods.named import (
+    COMBINATIONS,
+    METHOD_NAMES,
+    MODIFIERS,
+    check_names,
+    method_names,
+    names_in,
+)
 from kvprof.methods.papers import papers_named
+from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.methods.soundness import check_fits
 from kvprof.methods.storage import SideQuantiser
@@ -266,10 +275,6 @@ def site(tmp_path, monkeypatch):
     sys.modules.pop("keys_only", None)
 
 
-def test_what_is_listed_without_loading_torch_is_what_there_is() -> None:
-    assert tuple(METHODS) == OWN
-
-
 def test_the_documented_method_installs_and_runs(site):
     assert len(example()[0].splitlines()) <= 30
     assert "keys-only" in method_names()
@@ -292,3 +297,20 @@ def test_an_installed_method_cannot_take_the_name_of_another(site):
     (site / "entry_points.txt").write_text("[kvprof.methods]\nfdc = keys_only:keys_only\n")
     with pytest.raises(FailedError, match=r"the installed method fdc \(keys_only:keys_only\)"):
         family("fdc")
+
+
+def test_the_names_that_commands_know_without_torch_are_those_that_there_are() -> None:
+    assert tuple(METHODS) == METHOD_NAMES
+    assert (*QUANTISERS, *EVICTORS) == MODIFIERS
+    check_names([*method_names(), "palu-3bit", "svd-kv+kivi", "fdc+h2o+kvquant"])
+    assert names_in("fdc, kq:allocation=budget,grid=32,palu-4bit") == ["fdc", "kq", "palu-4bit"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("kqq", "kq"), ("kq-4bits", "kq-4bit"), ("pallu", "palu"), ("fdc+keyfromer", "fdc+keyformer")],
+)
+def test_an_unknown_name_is_told_the_nearest(wrong: str, near: str) -> None:
+    for refuse in (lambda: check_names([wrong]), lambda: calibration_needs(wrong)):
+        with pytest.raises(UsageError, match=re.escape(f"did you mean {near}?")):
+            refuse()

@@ -109,7 +109,7 @@ def test_a_speedup_has_what_the_intervals_of_both_times_allow(measure: Measure) 
         (0.4, [0.3, None], 0.4, (0.3, 1.0)),
         # Even the lowest rate that was tried misses the target.
         (None, [None, 0.1], 0.0, (0.0, 0.1)),
-        (0.4, None, 0.4, None),
+        (0.4, None, 0.4, (0.0, 1.0)),
     ],
 )
 def test_a_largest_rate_lies_where_a_frontier_says(
@@ -122,6 +122,13 @@ def test_a_largest_rate_lies_where_a_frontier_says(
     results = {"a": {"kind": "frontier", "data": {"methods": [row]}}}
     found = measured(results, Measure("m", cell="a", data="methods[label=fdc].max_rate"))
     assert (found.value, found.interval) == (value, interval)
+
+
+def test_an_interrupted_frontier_decides_nothing() -> None:
+    row = {"label": "fdc", "max_rate": 0.4, "max_rate_interval": [0.3, 0.5], "points": [{}]}
+    result = {"kind": "frontier", "complete": False, "data": {"methods": [row]}}
+    found = measured({"a": result}, Measure("m", cell="a", data="methods[label=fdc].max_rate"))
+    assert "interrupted" in str(found.doubt)
 
 
 def test_a_method_that_was_not_tried_has_no_largest_rate() -> None:

@@ -28,14 +28,57 @@ def test_neighbours_whose_rates_may_be_swapped_are_named() -> None:
 
 def test_the_report_says_what_it_found() -> None:
     text = " ".join(render_text(report(frontier_result()), 120).split())
-    assert "fp8 goes furthest: it saves 50.0 %" in text
-    assert "Next comes kq:allocation=budget with 48.0 %" in text
-    assert "zack: zack folds Q and K, which QK-norm does not allow" in text
+    assert "fp8 saves most for sure: 50.0 % of the cache's bytes at full width in bfloat16" in text
+    assert "Further than that may go: kq:allocation=budget (45.0–53.0 %)." in text
+    assert "Not measured: zack." in text
+    assert "Not calibrated on the same tokens: fdc, kq on 8,192 tokens of random" in text
+    assert "zack: not measured: zack folds Q and K, which QK-norm does not allow" in text
     assert "Cannot be told apart" in text
     assert "kq:allocation=budget 0.480 0.450–0.530 1.92 12,780 0.9910 [0.987, 0.995]" in text
     assert "fdc, kq: 8k tokens of random in sequences of 512; palu: 8k tokens of calib" in text
     assert "INCOMPLETE" not in text
     assert "INCOMPLETE" in render_text(report(frontier_result(complete=False)), 120)
+
+
+def test_a_winner_needs_its_interval() -> None:
+    result = frontier_result()
+
+    def first() -> str:
+        return " ".join(render_text(report(result), 200).split("\n\n")[0].split())
+
+    by_label = {method["label"]: method for method in result["data"]["methods"]}
+    best = by_label["kq:allocation=budget"]
+    best["max_rate_interval"] = [0.48, 0.49]
+    by_label["fp8"]["points"], by_label["fp8"]["max_rate"] = [], None
+    by_label["kq"]["max_rate_interval"] = by_label["fdc"]["max_rate_interval"] = [0.25, 0.44]
+    assert "kq:allocation=budget goes furthest: 48.0 %" in first()
+    assert "Next comes kq with 25.0 %. Not measured: zack, fp8." in first()
+    best["max_rate_interval"] = None  # of one sequence
+    assert "kq saves most for sure: 25.0 %" in first()
+    assert "kq:allocation=budget (0.0 % or more)" in first()
+    for method in result["data"]["methods"]:
+        method["max_rate_interval"] = None
+    assert first().startswith("No verdict: this sample of 8,192 tokens is too small")
+    assert "By point estimates alone kq:allocation=budget goes to 48.0 %" in first()
+    result["complete"] = False
+    best["reason"] = "interrupted"
+    text = " ".join(render_text(report(result), 200).split())
+    assert "Interrupted, so there is no verdict" in text
+    assert "Stopped on the way: kq:allocation=budget. Not measured: zack, fp8." in text
+    assert "kq:allocation=budget 0.480 so far" in text
+
+
+def test_none_is_not_what_was_not_measured() -> None:
+    result = frontier_result()
+    for method in result["data"]["methods"]:
+        if method["label"] in ("fp8", "full"):
+            method |= {"points": [], "max_rate": None, "max_rate_interval": None}
+    lines = {
+        " ".join(line.split()[:3])
+        for line in render_text(report(result), 160).splitlines()
+        if line.split()[:1] in (["fp8"], ["full"], ["palu"], ["zack"])
+    }
+    assert {"fp8 not measured", "zack not measured", "palu none –", "full 0 –"} <= lines
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
@@ -51,7 +94,9 @@ def test_an_interrupted_frontier_without_points_is_still_a_report() -> None:
     for method in result["data"]["methods"]:
         method |= {"points": [], "max_rate": None, "reason": "interrupted"}
     text = render_text(report(result), 80)
-    assert "Interrupted before any method was seen to keep 99 %" in " ".join(text.split())
+    flat = " ".join(text.split())
+    assert "Interrupted, so there is no verdict on which method keeps 99 %" in flat
+    assert "Not measured: fdc, kq:allocation=budget, kq, palu, zack, fp8." in flat
     assert "nothing to plot" in text
 
 
