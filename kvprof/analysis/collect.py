@@ -12,6 +12,7 @@ from kvprof.analysis.joint import JOINT_KEYS, group_size, join_heads
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
+from kvprof.models.chat import ChatWriter
 from kvprof.models.layout import LayerLayout, output_slices, value_weight
 from kvprof.models.load import LoadedModel
 from kvprof.models.weights import compute_device
@@ -90,13 +91,17 @@ def model_tokens(loaded: LoadedModel) -> ModelTokens:
         eos = loaded.tokenizer().eos_token_id
         return () if eos is None else (eos,)
 
+    writers: list[ChatWriter] = []
+
     def chat(messages: list[dict[str, object]]) -> str:
         tokenizer = loaded.tokenizer()
         if tokenizer.chat_template is None:
             raise UsageError(
                 f"{loaded.spec}: a chat log was given, but its tokenizer has no chat template"
             )
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        if not writers:
+            writers.append(ChatWriter(tokenizer, loaded.spec))
+        text = writers[0](messages)
         # Every window begins with BOS already; the template's own would be a second one.
         return text.removeprefix(tokenizer.bos_token or "")
 

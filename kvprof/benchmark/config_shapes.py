@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from kvprof.benchmark.shapes import Rope, Shape
 from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.models.config_limits import check_config_sizes
 from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.models.locate import read_json
 from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_layout
 from kvprof.models.read import read_config
@@ -46,6 +48,7 @@ def shape_of_config(given: str) -> Shape:
         When the config is damaged.
     """
     path = _folder(given)
+    check_config_sizes(given, read_json(given, path / "config.json"))
     with quiet():
         config = read_config(given, path, trust_remote_code=False).get_text_config(decoder=True)
     heads = config.num_attention_heads

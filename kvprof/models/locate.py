@@ -2,10 +2,14 @@
 
 import json
 import re
+import socket
+import threading
+import urllib.request
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub.errors import (
@@ -21,11 +25,13 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.models.config_limits import check_config_sizes
 from kvprof.models.noise import quiet
 
-__all__ = ["Checkpoint", "locate"]
+__all__ = ["Checkpoint", "check_reachable", "locate", "read_json"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_PATIENCE = 1.5  # seconds for the hub to answer
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # What a model needs beside its weights; a repository may hold the weights several times over.
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -86,8 +92,22 @@ def locate(spec: str, *, revision: str | None = None, with_code: bool = False) -
 
 
 def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
+    if _hub_answers():
+        return _fetched(spec, revision, with_code, local=False)
+    constants = huggingface_hub.constants
+    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True  # not a word to the network
+    try:
+        return _fetched(spec, revision, with_code, local=True)
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+
+
+def _fetched(spec: str, revision: str | None, with_code: bool, *, local: bool) -> Path:
+
     def fetch(name: str) -> Path:
-        return Path(huggingface_hub.hf_hub_download(spec, name, revision=revision))
+        return Path(
+            huggingface_hub.hf_hub_download(spec, name, revision=revision, local_files_only=local)
+        )
 
     try:
         with quiet():  # without a network the hub's client tells of every retry
@@ -99,7 +119,9 @@ def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
         for shard in sorted(shards):
             fetch(shard)
         patterns = [*_SMALL_FILES, "*.py"] if with_code else _SMALL_FILES
-        huggingface_hub.snapshot_download(spec, revision=revision, allow_patterns=patterns)
+        huggingface_hub.snapshot_download(
+            spec, revision=revision, allow_patterns=patterns, local_files_only=local
+        )
     except GatedRepoError as error:
         raise LackingError(
             f"{spec} is gated: accept its terms on the hub and log in (hf auth login)"
@@ -112,10 +134,7 @@ def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
             "(or it is private: hf auth login)"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise LackingError(
-            f"no model {spec!r}: there is no such folder, it is not in the hub's local cache, and "
-            "the hub cannot be reached; go online or name a local folder"
-        ) from error
+        raise LackingError(_unreachable(spec)) from error
     except EntryNotFoundError as error:
         raise UsageError(
             f"{spec} has no config.json or no safetensors weights ({_SINGLE}); kvprof reads "
@@ -126,16 +145,73 @@ def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
     return folder
 
 
-def _read_json(spec: str, path: Path) -> Any:
+def check_reachable(spec: str, revision: str | None) -> None:
+    """Refuse a hub id at once that is neither in the cache nor to be had, before torch is loaded.
+
+    Raises
+    ------
+    LackingError
+        As `locate`.
+    """
+    path = Path(spec).expanduser()
+    if spec == "reference" or path.exists() or not _HUB_ID.fullmatch(spec):
+        return
+    cached = huggingface_hub.try_to_load_from_cache(spec, "config.json", revision=revision)
+    if not isinstance(cached, str) and not _hub_answers():
+        raise LackingError(_unreachable(spec))
+
+
+def _unreachable(spec: str) -> str:
+    return (
+        f"no model {spec!r}: there is no such folder, it is not in the hub's local cache, and the "
+        "hub cannot be reached; go online or name a local folder"
+    )
+
+
+def _hub_answers() -> bool:
+    """Return whether the hub can be connected to; its own client would try for half a minute."""
+    constants = huggingface_hub.constants
+    if constants.HF_HUB_OFFLINE:
+        return False
+    proxy = urllib.request.getproxies().get(urlsplit(constants.ENDPOINT).scheme)
+    server = urlsplit(proxy or constants.ENDPOINT)
+    port = server.port or (443 if server.scheme == "https" else 80)
+    found: list[bool] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((server.hostname or "", port), _PATIENCE).close()
+        except OSError:
+            found.append(False)
+        else:
+            found.append(True)
+
+    # Looking up a name has no time limit of its own.
+    asking = threading.Thread(target=connect, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE)
+    return found == [True]
+
+
+def read_json(spec: str, path: Path) -> Any:
+    """Return the content of a JSON file of a model.
+
+    Raises
+    ------
+    FailedError
+        When it is damaged.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or numbers without an end
         raise FailedError(f"{spec}: {path.name} is damaged ({error})") from error
+    except OSError as error:
+        raise FailedError(f"{spec}: {path.name} cannot be read: {error.strerror}") from error
 
 
 def _shards(spec: str, path: Path) -> list[str]:
     """Return the names of the weight files that an index lists."""
-    index = _read_json(spec, path)
+    index = read_json(spec, path)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise FailedError(f"{spec}: {path.name} is damaged (it has no weight_map)")
@@ -147,7 +223,8 @@ def _shards(spec: str, path: Path) -> list[str]:
 def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{spec} has no config.json; it is not a model's folder")
-    _read_json(spec, folder / "config.json")
+    config = read_json(spec, folder / "config.json")
+    check_config_sizes(spec, config)
     if (folder / _INDEX).is_file():
         names = _shards(spec, folder / _INDEX)
     elif (folder / _SINGLE).is_file():
@@ -171,4 +248,6 @@ def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
         except (SafetensorError, OSError) as error:
             raise FailedError(f"{spec}: {name} is truncated or damaged ({error})") from error
     paths = tuple(folder / name for name in names)
-    return Checkpoint(folder, revision, paths, sum(p.stat().st_size for p in paths), itemsize)
+    size = sum(p.stat().st_size for p in paths)
+    check_config_sizes(spec, config, size)
+    return Checkpoint(folder, revision, paths, size, itemsize)

@@ -1,5 +1,6 @@
 """Text from a model, token by token, and where the texts of two runs part."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from kvprof.errors import UsageError
+from kvprof.models.chat import ChatWriter
 from kvprof.models.load import LoadedModel
 from kvprof.models.noise import quiet
 
@@ -76,14 +78,29 @@ def prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> tuple[str, li
         if tokenizer.chat_template is None:
             raise UsageError(f"--chat: the tokenizer of {loaded.spec} has no chat template")
         message = [{"role": "user", "content": prompt}]
-        prompt = str(
-            tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        )
+        writer = ChatWriter(tokenizer, loaded.spec)
+        try:
+            prompt = writer(message, add_generation_prompt=True)
+        finally:
+            writer.close()
+    _refuse_what_cannot_fit(loaded, tokenizer, prompt)
     # A template writes its own special tokens.
     ids = list(tokenizer(prompt, add_special_tokens=not chat, verbose=False)["input_ids"])
     if not ids:
         raise UsageError(f"the prompt {prompt!r} is empty, and {loaded.spec} puts no token first")
     return prompt, ids
+
+
+def _refuse_what_cannot_fit(loaded: LoadedModel, tokenizer: Any, prompt: str) -> None:
+    """Refuse a prompt that has more tokens than the context whatever they are, before it is cut."""
+    if loaded.context_length >= sys.maxsize:
+        return
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    if len(prompt) > longest * loaded.context_length:
+        raise UsageError(
+            f"the prompt has {len(prompt):,} letters, far more than the context of {loaded.spec} "
+            f"holds, {loaded.context_length:,} tokens; shorten it"
+        )
 
 
 def generate_text(

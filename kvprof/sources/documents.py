@@ -10,13 +10,15 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.errors import FailedError, UsageError
 
 __all__ = ["embedded_documents", "read_documents", "read_token_ids"]
 
 # Text without document borders is cut at line ends into pieces of about this many characters, so
 # that a file of many gigabytes is read only as far as it is needed.
 _PIECE = 1 << 16
+# Characters of a line, or of a row's text, that are read or tokenised at once.
+_LINE = 1 << 20
 
 ChatTemplate = Callable[[list[dict[str, Any]]], str]
 
@@ -41,14 +43,16 @@ def read_documents(
         return
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
-            yield (_row_text(line, f"{path.name}:{number}", chat_template),)
+            text = _row_text(line, f"{path.name}:{number}", chat_template)
+            yield (text[start : start + _LINE] for start in range(0, len(text), _LINE))
 
 
 def _pieces(path: Path) -> Iterator[str]:
     """Yield the text of a file, cut at ends of lines."""
     with _reading(path) as stream:
         while piece := stream.read(_PIECE):
-            yield piece + stream.readline()
+            # A line may be as long as the file.
+            yield piece + stream.readline(_LINE)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -94,8 +98,10 @@ def _text_of(row: Any, where: str, chat_template: ChatTemplate | None) -> str:
                 raise UsageError(f"{where}: a chat log, but this model has no chat template")
             try:
                 return chat_template(row["messages"])
-            except KvprofError:
+            except UsageError:
                 raise
+            except FailedError as cause:
+                raise FailedError(f"{where}: {cause}") from None
             except Exception as cause:  # the template is the model's code and may raise anything
                 raise FailedError(f"{where}: the chat template refuses it: {cause}") from None
     raise UsageError(f"{where}: a row needs 'text', 'prompt' (with 'answer') or 'messages'")

@@ -1,0 +1,121 @@
+"""Models that are not what they say: templates that loop, sizes that nothing has, hubs away."""
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.models import chat, locate
+from kvprof.models.chat import ChatWriter
+from kvprof.models.config_limits import check_config_sizes
+from kvprof.models.load import load_model
+from kvprof.runtime.generation import prompt_ids
+from kvprof.sources.documents import read_documents
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+FITS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "vocab_size": 100}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOPS, "did not end within 0.5 s"),
+        ("{{ 9 ** (9 ** 9) }}", "did not end within 0.5 s"),
+        ("{{ 'x' * 99999999999 }}", "takes more memory"),
+        ("{{ 'x' * 99999999 }}", "it wrote 99,999,999 letters"),
+        ("{{ raise_exception('no') }}", "refuses: no"),
+        ("{{ messages[7].content.nothing }}", "refuses"),
+    ],
+)
+def test_a_template_cannot_hang_or_fill_the_memory(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 0.5 if "0.5" in message else 10.0)
+    tokenizer = load_model(str(tiny_folder)).tokenizer()
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    writer = ChatWriter(tokenizer, "tiny")
+    with pytest.raises(FailedError, match=f"tiny: its chat template.*{message}"):
+        writer(MESSAGES)
+    # It starts again where its process was ended.
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }}")
+    writer.close()
+    assert writer(MESSAGES) == "hi"
+    assert writer(MESSAGES) == "hi"
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "head_dim"])
+@pytest.mark.parametrize("value", [10**12, 0, -1, "64", 6.5, True, {}, 10**400])
+def test_absurd_sizes_are_refused(name: str, value: Any) -> None:
+    for config in ({**FITS, name: value}, {"text_config": {**FITS, name: value}}):
+        with pytest.raises(FailedError, match=f"tiny: config.json says {name} is "):
+            check_config_sizes("tiny", config)
+
+
+def test_sizes_that_contradict_each_other() -> None:
+    check_config_sizes("tiny", FITS, 1000)
+    check_config_sizes("tiny", {**FITS, "num_attention_heads": 6, "head_dim": 10})
+    for wrong in ({"num_attention_heads": 5}, {"num_key_value_heads": 3}):
+        with pytest.raises(FailedError, match="does not divide"):
+            check_config_sizes("tiny", {**FITS, **wrong})
+    with pytest.raises(FailedError, match="far more than the weights beside it hold"):
+        check_config_sizes("tiny", {**FITS, "hidden_size": 2**18, "num_hidden_layers": 4096}, 10**6)
+    with pytest.raises(FailedError, match="it is no object"):
+        check_config_sizes("tiny", [1])
+
+
+@pytest.mark.parametrize("text", ['{"hidden_size": 1' + "0" * 5000 + "}", "[" * 200_000, "\x00"])
+def test_a_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(FailedError, match=r"config\.json is damaged"):
+        locate.locate(str(tmp_path))
+
+
+def test_a_hub_that_does_not_answer_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(locate, "_PATIENCE", 0.2)
+
+    def blocks(*_: Any, **__: Any) -> Any:
+        time.sleep(5)
+        raise OSError
+
+    # Neither a name that cannot be looked up, nor a client that tries again and again.
+    monkeypatch.setattr(socket, "create_connection", blocks)
+    start = time.monotonic()
+    with pytest.raises(LackingError, match="the hub cannot be reached"):
+        locate.check_reachable("somebody/no-such-model", None)
+    with pytest.raises(LackingError, match="the hub cannot be reached"):
+        locate.locate("somebody/no-such-model")
+    assert time.monotonic() - start < 4  # of the five that one look-up takes
+
+
+def test_a_line_as_long_as_the_file_is_read_in_parts(tmp_path: Path) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text("word " * 1_000_000)
+    (document,) = read_documents(text)
+    first = next(iter(document))
+    assert len(first) < 1_200_000
+    (document,) = read_documents(text)
+    assert "".join(document) == text.read_text()
+    rows = tmp_path / "one.jsonl"
+    rows.write_text(json.dumps({"text": "word " * 1_000_000}))
+    (document,) = read_documents(rows)
+    pieces = list(document)
+    assert max(map(len, pieces)) < 1_200_000
+    assert "".join(pieces) == text.read_text()
+
+
+def test_a_prompt_that_cannot_fit_is_not_cut_into_tokens(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(str(tiny_folder))
+    monkeypatch.setattr(type(loaded.tokenizer()), "__call__", None)  # it is never asked
+    with pytest.raises(UsageError, match="the prompt has 10,000,000 letters, far more than"):
+        prompt_ids(loaded, "x" * 10_000_000, chat=False)
