@@ -106,6 +106,11 @@ def _checked(command: Any) -> Any:
             value = context.params.get(parameter.name)
             for one in value if isinstance(value, list | tuple) else [value]:
                 _check_argument(parameter.opts[0], one)
+            if parameter.opts[0] == "model" and value is not None:
+                # Now, while torch is not loaded yet: that alone takes seconds.
+                from kvprof.models.hub import check_reachable
+
+                check_reachable(value, context.params.get("revision"))
         return context
 
     command.make_context = make_context

@@ -106,13 +106,10 @@ def load_for_command(
     compressed : bool
         Whether the command needs it to run with a compressed cache; one that cannot is refused.
     """
-    spec = model or "reference"
-    from kvprof.models.locate import check_reachable
-
-    check_reachable(spec, revision)
     from kvprof.models.load import load_model
 
     _use_what_is_there()
+    spec = model or "reference"
     with console.status(f"loading {spec}"):
         loaded = load_model(
             spec,

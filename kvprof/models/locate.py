@@ -1,15 +1,10 @@
 """From what the user wrote to a local folder whose checkpoint is whole."""
 
 import json
-import re
-import socket
-import threading
-import urllib.request
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub.errors import (
@@ -26,12 +21,11 @@ from safetensors import SafetensorError, safe_open
 
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.models.config_limits import check_config_sizes
+from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 from kvprof.models.noise import quiet
 
-__all__ = ["Checkpoint", "check_reachable", "locate", "read_json"]
+__all__ = ["Checkpoint", "locate", "read_json"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_PATIENCE = 1.5  # seconds for the hub to answer
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # What a model needs beside its weights; a repository may hold the weights several times over.
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -81,7 +75,7 @@ def locate(spec: str, *, revision: str | None = None, with_code: bool = False) -
         folder = path
     elif path.exists():
         raise UsageError(f"{spec} is a file; name the folder that holds config.json")
-    elif not _HUB_ID.fullmatch(spec):
+    elif not HUB_ID.fullmatch(spec):
         raise UsageError(f"no model {spec!r}: there is no such folder, and it is no hub id")
     else:
         folder = _from_hub(spec, revision, with_code)
@@ -92,7 +86,7 @@ def locate(spec: str, *, revision: str | None = None, with_code: bool = False) -
 
 
 def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
-    if _hub_answers():
+    if hub_answers():
         return _fetched(spec, revision, with_code, local=False)
     constants = huggingface_hub.constants
     offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True  # not a word to the network
@@ -134,7 +128,7 @@ def _fetched(spec: str, revision: str | None, with_code: bool, *, local: bool) -
             "(or it is private: hf auth login)"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise LackingError(_unreachable(spec)) from error
+        raise LackingError(unreachable(spec)) from error
     except EntryNotFoundError as error:
         raise UsageError(
             f"{spec} has no config.json or no safetensors weights ({_SINGLE}); kvprof reads "
@@ -143,54 +137,6 @@ def _fetched(spec: str, revision: str | None, with_code: bool, *, local: bool) -
     except (HfHubHTTPError, OSError) as error:
         raise LackingError(f"{spec} cannot be fetched from the hub: {error}") from error
     return folder
-
-
-def check_reachable(spec: str, revision: str | None) -> None:
-    """Refuse a hub id at once that is neither in the cache nor to be had, before torch is loaded.
-
-    Raises
-    ------
-    LackingError
-        As `locate`.
-    """
-    path = Path(spec).expanduser()
-    if spec == "reference" or path.exists() or not _HUB_ID.fullmatch(spec):
-        return
-    cached = huggingface_hub.try_to_load_from_cache(spec, "config.json", revision=revision)
-    if not isinstance(cached, str) and not _hub_answers():
-        raise LackingError(_unreachable(spec))
-
-
-def _unreachable(spec: str) -> str:
-    return (
-        f"no model {spec!r}: there is no such folder, it is not in the hub's local cache, and the "
-        "hub cannot be reached; go online or name a local folder"
-    )
-
-
-def _hub_answers() -> bool:
-    """Return whether the hub can be connected to; its own client would try for half a minute."""
-    constants = huggingface_hub.constants
-    if constants.HF_HUB_OFFLINE:
-        return False
-    proxy = urllib.request.getproxies().get(urlsplit(constants.ENDPOINT).scheme)
-    server = urlsplit(proxy or constants.ENDPOINT)
-    port = server.port or (443 if server.scheme == "https" else 80)
-    found: list[bool] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((server.hostname or "", port), _PATIENCE).close()
-        except OSError:
-            found.append(False)
-        else:
-            found.append(True)
-
-    # Looking up a name has no time limit of its own.
-    asking = threading.Thread(target=connect, daemon=True)
-    asking.start()
-    asking.join(_PATIENCE)
-    return found == [True]
 
 
 def read_json(spec: str, path: Path) -> Any:

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.models import chat, locate
+from kvprof.models import chat, hub, locate
 from kvprof.models.chat import ChatWriter
 from kvprof.models.config_limits import check_config_sizes
 from kvprof.models.load import load_model
@@ -80,7 +80,7 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
 
 def test_a_hub_that_does_not_answer_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(locate, "_PATIENCE", 0.2)
+    monkeypatch.setattr(hub, "_PATIENCE", 0.2)
 
     def blocks(*_: Any, **__: Any) -> Any:
         time.sleep(5)
@@ -90,7 +90,7 @@ def test_a_hub_that_does_not_answer_is_no_wait(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(socket, "create_connection", blocks)
     start = time.monotonic()
     with pytest.raises(LackingError, match="the hub cannot be reached"):
-        locate.check_reachable("somebody/no-such-model", None)
+        hub.check_reachable("somebody/no-such-model", None)
     with pytest.raises(LackingError, match="the hub cannot be reached"):
         locate.locate("somebody/no-such-model")
     assert time.monotonic() - start < 4  # of the five that one look-up takes
