@@ -8,13 +8,13 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,8 +23,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
+from rich.text import Text
+
+from kvprof.printable import printable
 
 __all__ = [
+    "PrintableConsole",
     "Tracker",
     "deliver",
     "discard_stdout",
@@ -43,7 +48,33 @@ _PIPED_WIDTH = 100
 _BETWEEN_LINES = 15.0  # seconds
 
 
-def report_console() -> Console:
+class PrintableConsole(Console):
+    """A console that shows what others wrote and never obeys it.
+
+    No text holds markup, and whatever is drawn passes `printable`; only Rich's own codes reach the
+    terminal. What `out` gives to a file or a pipe is data, which arrives byte for byte.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **settings)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Return the segments of what is drawn, each of them printable."""
+        for segment in super().render(renderable, options):
+            clean = segment.text if segment.control else printable(segment.text)
+            yield segment if clean is segment.text else Segment(clean, segment.style)
+
+    def out(self, *objects: Any, sep: str = " ", end: str = "\n", **style: Any) -> None:
+        """Write text as it is, without wrapping; a terminal gets it printable."""
+        if self.is_terminal:
+            super().out(*objects, sep=sep, end=end, **style)
+        else:
+            self.file.write(sep.join(map(str, objects)) + end)
+
+
+def report_console() -> PrintableConsole:
     """Return the console for reports on stdout.
 
     Without a terminal the width is ``COLUMNS`` or 100, so that a piped report does not depend on
@@ -52,14 +83,14 @@ def report_console() -> Console:
     stated = os.environ.get("COLUMNS", "")
     terminal = sys.stdout is not None and sys.stdout.isatty()
     piped = None if terminal else int(stated) if stated.isdecimal() else _PIPED_WIDTH
-    console = Console(width=piped, highlight=False, soft_wrap=False, emoji=False)
+    console = PrintableConsole(width=piped, soft_wrap=False)
     if console.width < MIN_WIDTH:
         console.width = MIN_WIDTH
     return console
 
 
-def _stderr() -> Console:
-    return Console(file=_shielded(sys.stderr), highlight=False, soft_wrap=True, emoji=False)
+def _stderr() -> PrintableConsole:
+    return PrintableConsole(file=_shielded(sys.stderr), soft_wrap=True)
 
 
 class _Shielded:
@@ -140,8 +171,7 @@ def spill(write: Callable[[Console], None]) -> None:
     write : callable
         Given a console as wide as that of `report_console`.
     """
-    write(Console(file=_shielded(sys.stderr), width=report_console().width, highlight=False,
-                  soft_wrap=False, emoji=False))  # fmt: skip
+    write(PrintableConsole(file=_shielded(sys.stderr), width=report_console().width))
 
 
 def discard_stdout() -> None:
@@ -156,18 +186,18 @@ def discard_stdout() -> None:
 
 def note(message: str) -> None:
     """Say something in passing on stderr."""
-    _stderr().print(message, style="dim", markup=False)
+    _stderr().print(message, style="dim")
 
 
 def warn(message: str) -> None:
     """Warn on stderr in one line; the caller also puts the warning into the result."""
-    _stderr().print(f"warning: {message}", style="yellow", markup=False)
+    _stderr().print(f"warning: {' '.join(message.split())}", style="yellow")
 
 
 def error(message: str) -> None:
     """Say in one line on stderr why the command stops."""
     line = " ".join(message.split())
-    _stderr().print(f"kvprof: {line}", style="red", markup=False)
+    _stderr().print(f"kvprof: {line}", style="red")
 
 
 class Tracker:
@@ -219,7 +249,8 @@ def status(description: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(f"{description} …"):
+    # Rich reads markup in a status that is no Text, whatever the console says.
+    with console.status(Text(f"{description} …")):
         yield
 
 
@@ -245,7 +276,7 @@ def track(description: str, total: int, *, quiet: bool = False) -> Iterator[Trac
         yield _Lines(description, total)
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

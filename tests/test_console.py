@@ -61,7 +61,7 @@ def test_a_piped_report_is_as_wide_everywhere_unless_columns_says() -> None:
 
 def test_without_a_terminal_there_is_no_escape_code() -> None:
     out, err = run(
-        "console.report_console().print('[red]report[/red]')\n"
+        "console.report_console().print('report', style='red')\n"
         "console.error('stop')\n"
         "with console.status('wait'): pass\n"
         "with console.track('count', 2) as t: t.advance(); t.describe('more'); t.advance()"
@@ -73,7 +73,7 @@ def test_without_a_terminal_there_is_no_escape_code() -> None:
 
 def test_a_terminal_shows_colour_and_a_bar_that_vanishes() -> None:
     code = (
-        "console.report_console().print('[red]report[/red]')\n"
+        "console.report_console().print('report', style='red')\n"
         "with console.track('count', 2) as t: t.advance(); t.advance()"
     )
     shown, _ = run(code, terminal=True)

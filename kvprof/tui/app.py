@@ -5,18 +5,22 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import plotext  # noqa: F401 - takes 0.1 s: before the first frame, not in it
+from rich.segment import Segment
 from rich.text import Text
 from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.color import Color
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import Input
 
 from kvprof.errors import ExitCode, KvprofError
+from kvprof.printable import printable
 from kvprof.tui.choice import Choice
 from kvprof.tui.keys import KEYS, SCREENS
 from kvprof.tui.layer_rows import COLUMNS
@@ -37,6 +41,14 @@ __all__ = ["LiveApp"]
 _FRAME = 0.1  # seconds between two drawings; a person reads no faster
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _REST = 0.05  # seconds until the record is looked at again when it held nothing new
+
+
+class _Printable(LineFilter):
+    """What every line passes on its way to the terminal, whatever widget drew it."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Return the segments without what a terminal would obey."""
+        return [one if one.control else Segment(printable(one.text), one.style) for one in segments]
 
 
 class LiveApp(App[int]):
@@ -91,6 +103,10 @@ class LiveApp(App[int]):
     def ink(self) -> Ink:
         """What figures are drawn with."""
         return Ink(dark=self.dark, colour=not self.no_color)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Return Textual's own filters, and the one that keeps names from being obeyed."""
+        return [*super().get_line_filters(), _PRINTABLE]
 
     def on_mount(self) -> None:
         """Begin to read, and to draw."""
@@ -294,6 +310,7 @@ class LiveApp(App[int]):
         self.notify(words, severity="error" if wrong else "information", markup=False, timeout=4)
 
 
+_PRINTABLE = _Printable()
 # What needs a screen of the run: below a question or the help these keys do nothing.
 _OWN = frozenset(
     ("show", "method", "baseline", "request", "sort", "small_parts", "filter", "pause", "save_svg",

@@ -1,12 +1,13 @@
 """A report as one HTML page that needs nothing else: its plots are drawn inside it."""
 
+import html
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from rich.console import RenderableType
 
+from kvprof.printable import printable
 from kvprof.views.export_blocks import (
     Bars,
     Block,
@@ -117,32 +118,38 @@ def page_html(
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-            f"<h1>{escape(headline)}</h1>",
+            f"<title>{_escaped(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{_escaped(headline)}</h1>",
             *(piece for pieces in body for piece in pieces),
-            f"<footer>{escape(written)}</footer>",
+            f"<footer>{_escaped(written)}</footer>",
             "</body></html>\n",
         ]
     )
 
 
+def _escaped(text: str) -> str:
+    """Return text as a page shows it, whatever it holds."""
+    return html.escape(printable(text))
+
+
 def _html(block: Block) -> Iterator[str]:
     match block:
         case Heading(text):
-            yield f"<h2>{escape(text)}</h2>"
+            yield f"<h2>{_escaped(text)}</h2>"
         case Paragraph(text, strong):
             kind = ' class="strong"' if strong else ""
-            yield f"<p{kind}>{escape(text).replace(chr(10), '<br>')}</p>"
+            yield f"<p{kind}>{_escaped(text).replace(chr(10), '<br>')}</p>"
         case Bullets(lines):
-            yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+            yield f"<ul>{''.join(f'<li>{_escaped(line)}</li>' for line in lines)}</ul>"
         case Rows(title, columns, words, rows):
-            caption = f"<caption>{escape(title)}</caption>" if title else ""
+            caption = f"<caption>{_escaped(title)}</caption>" if title else ""
             head = "".join(_cells("th", columns, words))
             lines = "\n".join(f"<tr>{''.join(_cells('td', row, words))}</tr>" for row in rows)
             yield f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table>"
         case Pairs(pairs):
             lines = "\n".join(
-                f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in pairs
+                f"<tr><td>{_escaped(key)}</td><td>{_escaped(value)}</td></tr>"
+                for key, value in pairs
             )
             yield f'<table class="plain">{lines}</table>'
         case Plot(plot):
@@ -162,7 +169,7 @@ def _html(block: Block) -> Iterator[str]:
         case Strips(beside):
             yield _figure(beside_figure(beside), beside.title)
         case Drawing(text):
-            yield f"<pre>{escape(text)}</pre>"
+            yield f"<pre>{_escaped(text)}</pre>"
 
 
 def _counts(plot: LinePlot) -> bool:
@@ -173,12 +180,12 @@ def _counts(plot: LinePlot) -> bool:
 
 def _cells(tag: str, cells: Sequence[str], words: Sequence[bool]) -> Iterator[str]:
     for cell, word in zip(cells, words, strict=True):
-        yield f"<{tag}{' class=w' if word else ''}>{escape(cell)}</{tag}>"
+        yield f"<{tag}{' class=w' if word else ''}>{_escaped(cell)}</{tag}>"
 
 
 def _figure(drawn: Any, title: str) -> str:
     svg = figure_bytes(drawn, "svg").decode("utf-8")
     # A page takes the element alone: no XML declaration, no document type.
     inline = _PROLOGUE.sub("", svg, count=1)
-    caption = f"<figcaption>{escape(title)}</figcaption>" if title else ""
+    caption = f"<figcaption>{_escaped(title)}</figcaption>" if title else ""
     return f"<figure>{caption}{inline.strip()}</figure>"

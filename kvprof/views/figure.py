@@ -5,12 +5,13 @@ it (pyplot, backends, rcParams) is touched.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvprof.errors import LackingError, UsageError
+from kvprof.printable import printable
 from kvprof.requirements import extra_command
 from kvprof.views.plot import Series
 from kvprof.views.ticks import log2_ticks
@@ -31,6 +32,7 @@ FORMATS = ("svg", "png")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = "o^sDvPX*"
+_LONGEST = 300  # characters of one text
 _FEW = 24  # points up to which each one gets a marker
 _ANNOTATED = (16, 16)  # largest map whose cells carry their figure
 
@@ -84,9 +86,43 @@ def figure_bytes(figure: Any, fmt: str, *, dpi: int = 200) -> bytes:
     # A date, and element ids salted at random, would make two runs differ.
     metadata = {"Date": None, "Creator": "kvprof"} if fmt == "svg" else {"Software": "kvprof"}
     out = io.BytesIO()
+    _take_literally(figure)
     with matplotlib.rc_context({"svg.hashsalt": "kvprof", "svg.fonttype": "path"}):
         figure.savefig(out, format=fmt, metadata=metadata, dpi=dpi)
     return out.getvalue()
+
+
+def _take_literally(figure: Any) -> None:
+    """Let no text of a figure be a formula: names hold dollar signs, and anything else.
+
+    Only a logarithmic axis writes formulas of its own, which hold nothing but powers of ten.
+    """
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter, LogFormatter
+
+    formulas = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            written = axis.get_major_formatter()
+            if isinstance(written, LogFormatter):
+                ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+                formulas |= {id(text) for tick in ticks for text in (tick.label1, tick.label2)}
+            elif isinstance(written, FuncFormatter):  # what names at ticks become, too
+                written.func = _shortened(written.func)
+    for text in figure.findobj(Text):
+        if id(text) not in formulas:
+            text.set_parse_math(False)
+            text.set_text(_short(text.get_text()))
+
+
+def _shortened(write: Callable[[Any, Any], str]) -> Callable[[Any, Any], str]:
+    return lambda value, place: _short(write(value, place))
+
+
+def _short(text: str) -> str:
+    """Return a text that can be drawn, of a length that leaves room for the figure."""
+    clean = printable(text)
+    return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}…"
 
 
 def draw_curves(
@@ -125,7 +161,8 @@ def draw_curves(
             marker=_MARKERS[index % len(_MARKERS)] if len(y) <= _FEW else None,
             markersize=4,
             linewidth=1.3,
-            label=one.label,
+            # matplotlib leaves out of a legend what begins with an underscore.
+            label=f" {one.label}" if one.label.startswith("_") else one.label,
         )
         if one.low is not None and one.high is not None:
             low, high = _drawable(one.low, log=log_y), _drawable(one.high, log=log_y)

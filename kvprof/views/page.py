@@ -11,6 +11,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.segment import Segment
 from rich.text import Text
 
+from kvprof.console import PrintableConsole
+
 __all__ = [
     "Bullet",
     "Fitted",
@@ -160,12 +162,11 @@ def render_text(content: RenderableType, width: int = 100, *, colour: bool = Fal
     str
         Lines without trailing blanks, ending in a newline.
     """
-    console = Console(
+    console = PrintableConsole(
         file=io.StringIO(),
         width=width,
         force_terminal=colour,
         color_system="standard" if colour else None,
-        highlight=False,
         legacy_windows=False,
         _environ={},
     )

@@ -2,10 +2,16 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvprof.printable import printable
+
 __all__ = ["tidy_csv"]
+
+# Some programs take the wide signs of East Asian keyboards, and look past blanks in front.
+_FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]|[\t\n]")
 
 
 def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -16,7 +22,9 @@ def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     columns : sequence of str
         Header, in order.
     rows : iterable of mapping
-        Column to value; a missing column and None are written empty, floats in full (`repr`).
+        Column to value; a missing column and None are written empty, floats in full (`repr`). A
+        text that a spreadsheet would run as a formula has an apostrophe in front, which the
+        spreadsheet hides; what moves a terminal's cursor is left out.
 
     Raises
     ------
@@ -25,6 +33,21 @@ def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer.writerow({name: _cell(name) for name in columns})
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    clean = printable(value)
+    return f"'{clean}" if _FORMULA.match(clean) and not _is_number(clean) else clean
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
