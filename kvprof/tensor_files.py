@@ -14,6 +14,10 @@ from kvprof.records.files import write_bytes_atomic
 
 __all__ = ["load_tensors", "save_tensors"]
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MOST_TENSORS = 1_000_000
+_MOST_DIMENSIONS = 3
+
 
 def save_tensors(
     path: Path,
@@ -73,7 +77,8 @@ def load_tensors(
     Raises
     ------
     FailedError
-        When the file is damaged, of another version, or of another kind.
+        When the file is damaged, of another version, or of another kind, or a tensor of it is none
+        of finite numbers in up to three dimensions.
     UsageError
         When it does not exist.
     """
@@ -89,12 +94,27 @@ def load_tensors(
                         f"{path.name}: format {written}, this kvprof reads {format_name}"
                     )
                 raise FailedError(f"{path.name}: no file of {what} ({made_by})")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            names = list(file.keys())
+            if len(names) > _MOST_TENSORS:
+                raise ValueError(f"{len(names):,} tensors are more than any model's")
+            tensors = {name: file.get_tensor(name) for name in names}
         if _digest(tensors, metadata) != metadata["digest"]:
             raise FailedError(f"{path.name}: damaged: its contents do not match its digest")
-    except (SafetensorError, KeyError, ValueError, OSError) as cause:
+        for name, value in tensors.items():
+            _check(name, value)
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OSError) as cause:
         raise FailedError(f"{path.name}: damaged file of {what}: {cause}") from None
     return tensors, metadata
+
+
+def _check(name: str, value: Tensor) -> None:
+    """Refuse what no matrix of kvprof's is, whoever wrote the file and its digest."""
+    shape = tuple(value.shape)
+    if value.dtype not in _DTYPES or len(shape) > _MOST_DIMENSIONS or 0 in shape:
+        kind = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"{name[:80]} is a tensor of {kind} {shape}, which nothing here is")
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name[:80]} holds NaN or an infinity")
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

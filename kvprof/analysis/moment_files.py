@@ -2,16 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import FailedError, UsageError
+from kvprof.records.files import parse_json
 from kvprof.tensor_files import load_tensors, save_tensors
 
 __all__ = ["FORMAT", "load_moments", "save_moments"]
 
 FORMAT = "kvprof-moments/1"
+_KV_HEADS = ("k", "v", "k_pre", "c_o", "c_wv")
+_KEYS = {"q", "q_pre", "k", "v", "k_pre", "v_joint", "k_pre_joint"}
+_MOST_DIGITS = 18
 
 
 def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
@@ -62,13 +68,18 @@ def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
         path, format_name=FORMAT, what="moments", made_by="kvprof spectrum --save"
     )
     try:
+        if not _count(metadata, "tokens"):
+            raise ValueError("it is of no token")
+        layers = _layers(tensors, _count(metadata, "layers"))
+        for index, layer in enumerate(layers):
+            _check(f"layer {index}", layer)
         moments = Moments(
-            [_layer(tensors, index) for index in range(int(metadata["layers"]))],
+            layers,
             metadata["fingerprint"],
-            int(metadata["tokens"]),
-            int(metadata["sequences"]),
-            json.loads(metadata["info"]),
-            complete=bool(int(metadata["complete"])),
+            _count(metadata, "tokens"),
+            _count(metadata, "sequences"),
+            _info(metadata["info"]),
+            complete=bool(_count(metadata, "complete")),
         )
     except (KeyError, ValueError) as cause:
         raise FailedError(f"{path.name}: damaged file of moments: {cause}") from None
@@ -80,17 +91,74 @@ def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
     return moments
 
 
-def _layer(tensors: dict[str, Tensor], index: int) -> LayerMoments:
-    prefix = f"layers.{index}."
+def _layers(tensors: dict[str, Tensor], count: int) -> list[LayerMoments]:
+    """Return the layers that tensors called ``layers.N.…`` are of, every one of them."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        start, number, key = name.split(".", 2)
+        if start != "layers":
+            raise ValueError(f"{name} is no tensor of moments")
+        parts.setdefault(number, {})[key] = value
+    if count < 1 or set(parts) != {str(index) for index in range(len(parts))}:
+        raise ValueError(f"it has moments of the layers {', '.join(sorted(parts)[:8])} alone")
+    if count != len(parts):
+        raise ValueError(f"it is said to be of {count:,} layers and has {len(parts):,}")
+    return [_layer(parts[str(index)]) for index in range(count)]
 
+
+def _layer(own: dict[str, Tensor]) -> LayerMoments:
     def part(name: str) -> dict[str, Tensor]:
-        start = f"{prefix}{name}."
+        start = f"{name}."
         return {
-            key.removeprefix(start): value
-            for key, value in tensors.items()
-            if key.startswith(start)
+            key.removeprefix(start): value for key, value in own.items() if key.startswith(start)
         }
 
-    return LayerMoments(
-        part("rest"), part("first"), tensors.get(f"{prefix}c_o"), tensors.get(f"{prefix}c_wv")
-    )
+    return LayerMoments(part("rest"), part("first"), own.get("c_o"), own.get("c_wv"))
+
+
+def _check(name: str, layer: LayerMoments) -> None:
+    """Refuse what no layer's moments are: other code divides by them and takes their roots."""
+    if not layer.rest.keys() >= {"q", "k", "v"} or layer.rest.keys() != layer.first.keys():
+        raise ValueError(f"{name} lacks moments of Q, K or V, of its first tokens or of the others")
+    unknown = layer.rest.keys() - _KEYS
+    if unknown:
+        raise ValueError(f"{name}: {min(unknown)[:40]!r} is no kind of moments")
+    weights = {name: one for name in ("c_o", "c_wv") if (one := getattr(layer, name)) is not None}
+    for key, gram in (*layer.rest.items(), *layer.first.items(), *weights.items()):
+        if gram.dim() != 3 or gram.shape[1] != gram.shape[2] or gram.dtype != torch.float64:
+            raise ValueError(f"{name}: {key} is {tuple(gram.shape)}, no square matrices by head")
+        if bool((gram.diagonal(dim1=1, dim2=2) < 0).any()):
+            raise ValueError(f"{name}: {key} holds a square below zero")
+    for key, gram in layer.rest.items():
+        if gram.shape != layer.first[key].shape:
+            raise ValueError(f"{name}: {key} differs in shape between its first tokens and others")
+    heads = {key: len(gram) for key, gram in {**layer.rest, **weights}.items() if key in _KV_HEADS}
+    queries = {len(layer.rest[key]) for key in ("q", "q_pre") if key in layer.rest}
+    if len(set(heads.values())) > 1 or any(
+        count % own for count in queries for own in heads.values()
+    ):
+        raise ValueError(f"{name}: the heads of its moments do not go together")
+
+
+def _count(metadata: dict[str, str], key: str) -> int:
+    text = metadata[key]
+    if not text.isdecimal() or not text.isascii() or len(text) > _MOST_DIGITS:
+        raise ValueError(f"{key} is {text[:40]!r}, no count")
+    return int(text)
+
+
+def _info(text: str) -> dict[str, Any]:
+    info = parse_json(text)
+    if not isinstance(info, dict):
+        raise ValueError("what it says of its data is no table")
+    words = {key: isinstance(info.get(key, ""), str) for key in ("model", "source")}
+    counts = {
+        key: type(info.get(key, 0)) is int and info.get(key, 0) >= 0
+        for key in ("seq_len", "skip_first")
+    }
+    labels = info.get("labels", [])
+    listed = isinstance(labels, list) and all(isinstance(one, str) for one in labels)
+    for key, fits in {**words, **counts, "labels": listed}.items():
+        if not fits:
+            raise ValueError(f"{key} cannot be {str(info[key])[:40]!r}")
+    return info

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvprof.benchmark.shapes import Shape
 from kvprof.errors import KvprofError, UsageError
 from kvprof.kernels.planes import STEP, widened
+from kvprof.records.files import parse_json
 
 __all__ = ["Widths", "full_widths", "profile_methods", "ranks_from", "resampled"]
 
@@ -186,9 +187,11 @@ def ranks_from(path: str | Path, shape: Shape) -> Widths:
 
 def _listed(file: Path) -> Pairs:
     try:
-        given = json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise UsageError(f"--ranks {file.name}: no JSON ({problem})") from problem
+        given = parse_json(file.read_bytes())
+    except OSError as problem:
+        raise UsageError(f"--ranks {file.name}: {problem.strerror or problem}") from problem
+    except ValueError as problem:
+        raise UsageError(f"--ranks {file.name}: no JSON of pairs: it {problem}") from problem
     pairs = [
         tuple(entry)
         for entry in (given if isinstance(given, list) else [])

@@ -7,10 +7,11 @@ import typer
 
 from kvprof.commands import completion
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
-from kvprof.commands.run_source import load_run
+from kvprof.commands.run_source import checked_report, load_run
 from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.records.compare import compare as compare_results
+from kvprof.records.files import what_was_read
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_share
 
@@ -52,7 +53,8 @@ def compare(
         raise UsageError(f"compare needs two runs or more, not only {runs[0]}")
     results = [load_run(run) for run in runs]
     names = _names(runs)
-    data = compare_results(results, names, fail_over=limit)
+    with what_was_read(" or ".join(names)):
+        data = compare_results(results, names, fail_over=limit)
     result = build_result(
         "compare",
         environment=collect_environment(),
@@ -72,9 +74,10 @@ def compare(
             f"--fail-over {fail_over}: {failed} {'figure' if failed == 1 else 'figures'} got worse "
             "by more"
         )
-    outputs.finish(
-        result, lambda width, colour: report(result, width, colour=colour), problem=worse
+    shown = checked_report(
+        " or ".join(names), lambda width, colour: report(result, width, colour=colour)
     )
+    outputs.finish(result, shown, problem=worse)
 
 
 def _share(text: str | None) -> float | None:

@@ -137,7 +137,7 @@ def make_plans(
     if request.plan_file is not None:
         from kvprof.methods.plan_files import load_plan
 
-        asked = [load_plan(request.plan_file, fingerprint=loaded.fingerprint)]
+        asked = [load_plan(request.plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
     else:
         asked = _from_methods(loaded, request, sample, stop)
     for plan in asked:

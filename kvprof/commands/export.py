@@ -12,7 +12,12 @@ from kvprof.commands.completion import formats, runs
 from kvprof.commands.output import ForceOption
 from kvprof.commands.run_source import DEMO, events_of, load_run
 from kvprof.errors import UsageError
-from kvprof.records.files import ensure_writable, write_bytes_atomic, write_text_atomic
+from kvprof.records.files import (
+    ensure_writable,
+    what_was_read,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 from kvprof.records.schema import kinds, result_schema
 
 _STDOUT = Path("-")
@@ -81,7 +86,9 @@ def export(
         raise UsageError(f"--to {to} goes to a file: name one with --output")
     if output is not None and output != _STDOUT:
         ensure_writable(output, force)
-    _put(FORMATS[to](run), output, force)
+    with what_was_read(run):
+        content = FORMATS[to](run)
+    _put(content, output, force)
 
 
 def _put(content: str | bytes, output: Path | None, force: bool) -> None:

@@ -136,7 +136,10 @@ def fit_data(
         )
     own = loaded.context_length if loaded.context_length < 2**40 else None
     contexts = sorted({*_CONTEXTS, *([own] if own is not None else [])})
-    plans = [(path, load_plan(path, fingerprint=loaded.fingerprint)) for path in plan_files]
+    plans = [
+        (path, load_plan(path, fingerprint=loaded.fingerprint, layout=loaded.layout))
+        for path in plan_files
+    ]
     recorded = {}
     if rate is None:
         recorded = load_recorded_rates(loaded.fingerprint, record_files, warn=console.warn)

@@ -200,7 +200,7 @@ def _one_plan(
         loaded = load_for_command(model, **how)
         inputs, at = _model_inputs(loaded), resolve_context(context, loaded)
         if compare is not None:  # before the work: no calibration is lost to a file that is damaged
-            other = load_plan(compare, fingerprint=loaded.fingerprint)
+            other = load_plan(compare, fingerprint=loaded.fingerprint, layout=loaded.layout)
         with graceful_interrupt() as stop:
             if files:
                 made = make_plan(

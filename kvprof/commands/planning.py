@@ -102,7 +102,7 @@ def make_plan(
     if plan_file is not None:
         from kvprof.methods.plan_files import load_plan
 
-        return load_plan(plan_file, fingerprint=loaded.fingerprint)
+        return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert method is not None  # check_choice has seen to it
     check_calibration(
         method, options, calibrated=bool(calibrate or calibrate_tokens),

@@ -12,7 +12,13 @@ from kvprof.commands.help import Command
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, run_recipes
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
-from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, write_text_atomic
+from kvprof.records.files import (
+    RESULT_NAME,
+    ensure_writable,
+    read_result,
+    what_was_read,
+    write_text_atomic,
+)
 from kvprof.reproduction.cluster import AUTO
 from kvprof.requirements import extra_command
 
@@ -133,10 +139,10 @@ def validate(names: NamesArgument) -> None:
         except InvalidRecipeError as problem:
             wrong += 1
             for line in problem.lines:
-                terminal.print(line, soft_wrap=True, markup=False)
+                terminal.print(line, soft_wrap=True)
         except UsageError as problem:
             wrong += 1
-            terminal.print(str(problem), soft_wrap=True, markup=False)
+            terminal.print(str(problem), soft_wrap=True)
     if wrong:
         raise UsageError(f"{wrong} of {len(paths)} recipes cannot be run as they are written")
     terminal.print(f"{len(paths)} {'recipe is' if len(paths) == 1 else 'recipes are'} valid.")
@@ -284,7 +290,8 @@ def report(
     --------
     kvprof recipe report ledger-run --md ledger.md
     """
-    result = _joined([_read_ledger(path) for path in folders])
+    with what_was_read(" or ".join(map(str, folders))):
+        result = _joined([_read_ledger(path) for path in folders])
     first = folders[0] if folders[0].is_dir() else folders[0].parent
     files = {
         markdown or first / f"{LEDGER}.md": "md",
@@ -301,11 +308,12 @@ def report(
     failures: list[str] = []
     for path, form in files.items():
         try:
-            text = (
-                page_markdown(title, ledger(result))
-                if form == "md"
-                else page_html(title, title, ledger(result), written)
-            )
+            with what_was_read(" or ".join(map(str, folders))):
+                text = (
+                    page_markdown(title, ledger(result))
+                    if form == "md"
+                    else page_html(title, title, ledger(result), written)
+                )
             write_text_atomic(path, text, force)
             console.note(f"wrote {path}")
         except LackingError:
@@ -367,5 +375,4 @@ def new(
     write_text_atomic(file, template(file.stem), force)
     console.report_console().print(
         f"Wrote {file}. Next: kvprof recipe validate {file}, then kvprof recipe run {file}",
-        markup=False,
     )

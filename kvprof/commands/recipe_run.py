@@ -25,6 +25,7 @@ from kvprof.records.files import (
     RESULT_NAME,
     read_result,
     render_result,
+    what_was_read,
     write_beside,
     write_bytes_atomic,
     write_result,
@@ -199,6 +200,8 @@ def _older(folder: Path) -> list[dict[str, Any]]:
     if result["kind"] != "recipe":
         raise UsageError(f"--out {folder} holds a result of {result['kind']}; name another folder")
     entries: list[dict[str, Any]] = result["data"]["entries"]
+    with what_was_read(path):
+        ledger_data(merge_entries(entries, []))  # before hours of measuring, not after them
     return entries
 
 

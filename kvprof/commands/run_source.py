@@ -1,17 +1,20 @@
 """A run as the user names it: a folder, a result, the events of a run, or the recorded demo."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.segment import Segments
 
 from kvprof import console
 from kvprof.commands.completion import runs
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import Event
-from kvprof.records.files import RESULT_NAME, read_result
+from kvprof.records.files import RESULT_NAME, read_result, what_was_read
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, find_events, is_result_of, read_events
 from kvprof.records.schema import validate_result
@@ -19,6 +22,7 @@ from kvprof.records.schema import validate_result
 __all__ = [
     "DEMO",
     "RunArgument",
+    "checked_report",
     "events_of",
     "kept_runs",
     "load_run",
@@ -129,12 +133,38 @@ def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
     recording = read_events(found.events)
     if recording.damage is not None and not quiet:
         console.warn(f"{found.events}: {recording.damage}; shown is what was read until there")
-    result = result_of(recording.events, damage=recording.damage)
+    with what_was_read(found.events):
+        result = result_of(recording.events, damage=recording.damage)
     try:
         validate_result(result)
     except ValueError as problem:
         raise FailedError(f"{found.events} makes no valid result: {problem}") from None
     return result
+
+
+def checked_report(
+    name: str, make: Callable[[int, bool], RenderableType]
+) -> Callable[[int, bool], RenderableType]:
+    """Return what draws the report of a run that was read: all of it, or an error in one line.
+
+    Parameters
+    ----------
+    name : str
+        The run, as the user named it.
+    make : callable
+        Returns the report for a width in columns, in colour or without.
+
+    Returns
+    -------
+    callable
+        As `make`. It raises `FailedError` when the parts of the record do not fit together.
+    """
+
+    def draw(width: int, colour: bool) -> RenderableType:
+        with what_was_read(name):
+            return Segments(list(console.report_console().render(make(width, colour))))
+
+    return draw
 
 
 def events_of(name: str) -> list[Event]:

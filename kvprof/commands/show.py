@@ -21,4 +21,5 @@ def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) 
     result = load_run(run)
     from kvprof.views.kinds import report
 
-    outputs.finish(result, lambda width, colour: report(result, width, colour=colour))
+    shown = checked_report(run, lambda width, colour: report(result, width, colour))
+    outputs.finish(result, shown)

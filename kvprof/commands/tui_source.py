@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvprof import console
-from kvprof.commands.run_source import DEMO, load_run, run_files
+from kvprof.commands.run_source import DEMO, checked_report, load_run, run_files
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.events import CaseStarted, Preview
-from kvprof.records.files import RESULT_NAME, read_result
+from kvprof.records.files import RESULT_NAME, read_result, what_was_read
 from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def open_run(name: str, speed: float | None = None) -> "Session":
             f"{name} is a result of kind {result['kind']}, which has no live view; "
             f"kvprof show {name} prints it"
         )
-    return Session(name, NoEvents(), result=result, state=state_of(result))
+    with what_was_read(found.result):
+        state = state_of(result)
+    return Session(name, NoEvents(), result=result, state=state)
 
 
 def print_report(name: str, why: str) -> None:
@@ -75,8 +77,9 @@ def print_report(name: str, why: str) -> None:
 
     result = load_run(name)
     console.note(f"{why}: here is the report instead of the live view")
+    shown = checked_report(name, lambda width, colour: report(result, width, colour))
     terminal = console.report_console()
-    terminal.print(report(result, terminal.width, colour=not terminal.no_color))
+    terminal.print(shown(terminal.width, not terminal.no_color))
 
 
 def _check_start(record: Path) -> None:

@@ -19,8 +19,9 @@ import torch
 from kvprof.errors import FailedError, KvprofError
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import structure
-from kvprof.records.files import ensure_writable, write_text_atomic
+from kvprof.records.files import ensure_writable, parse_json, write_text_atomic
 from kvprof.records.result import to_plain
+from kvprof.records.schema import validate_part
 
 __all__ = ["BASELINE", "EVALUATION_VERSION", "EvaluationCache", "cache_folder", "plan_digest"]
 
@@ -138,12 +139,13 @@ class EvaluationCache:
         if path is None or not path.is_file():
             return None
         try:
-            stored = json.loads(path.read_text("utf-8"))
+            stored = parse_json(path.read_bytes())
             if stored["format"] != _FORMAT or stored["digest"] != _digest(stored["evaluation"]):
                 raise ValueError("its contents do not match its digest")
             if (stored["plan"], stored["data"]) != (digest, self._data):
                 raise ValueError("it is of another plan or other data")
-        except (OSError, ValueError, KeyError, TypeError) as cause:
+            validate_part(stored["evaluation"], "eval/$defs/evaluation")
+        except (OSError, ValueError, LookupError, TypeError) as cause:
             self._warn(f"{path}: a damaged evaluation is measured again ({cause})")
             return None
         self.found += 1

@@ -13,14 +13,36 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 from kvprof.errors import UsageError
 from kvprof.evaluation.evaluation_cache import cache_folder
-from kvprof.records.files import read_result, write_text_atomic
+from kvprof.records.files import parse_json, read_result, what_was_read, write_text_atomic
+from kvprof.records.schema import refuse_first
 from kvprof.scratch import alone_in
 
 __all__ = ["RecordedRate", "canonical_label", "load_recorded_rates", "record_rates"]
 
 _FORMAT = "kvprof-rates/2"
+_WORDS, _SHARE = {"type": "string"}, {"type": "number", "maximum": 1}
+_DATA = {
+    "type": ["object", "null"],
+    "properties": {"source": _WORDS, "tokens": {"type": "integer"}, "seq_len": {"type": "integer"}},
+}
+_ENTRIES = Draft202012Validator(
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "label": _WORDS, "method": _WORDS, "options": {"type": "object"}, "target": _SHARE,
+                "metric": _WORDS, "max_rate": {"anyOf": [{"type": "null"}, _SHARE]},
+                "context": {"type": "integer", "minimum": 1}, "dtype": _WORDS, "calibration": _DATA,
+                "tokens": {"type": "integer", "minimum": 0}, "created": _WORDS, "origin": _WORDS,
+            },
+        },
+    }
+)  # fmt: skip
 _KIND = "frontier"
 
 
@@ -131,15 +153,18 @@ def load_recorded_rates(
             raise UsageError(
                 f"{path} is a result of kind {result['kind']}; rates come from kvprof frontier"
             )
-        if result["inputs"]["fingerprint"] != fingerprint:
-            raise UsageError(
-                f"{path} is a frontier of {result['inputs']['model']} "
-                f"({result['inputs']['fingerprint'][:12]}), not of the model given "
-                f"({fingerprint[:12]})"
-            )
-        if why := _unfit(result):
-            raise UsageError(f"{path} {why}; rates come from a frontier that decoded, to its end")
-        given += _rates(result, path.name)
+        with what_was_read(path):
+            if result["inputs"]["fingerprint"] != fingerprint:
+                raise UsageError(
+                    f"{path} is a frontier of {result['inputs']['model']} "
+                    f"({result['inputs']['fingerprint'][:12]}), not of the model given "
+                    f"({fingerprint[:12]})"
+                )
+            if why := _unfit(result):
+                raise UsageError(
+                    f"{path} {why}; rates come from a frontier that decoded, to its end"
+                )
+            given += _rates(result, path.name)
     found: dict[str, RecordedRate] = {}
     for entry in own:
         known = found.get(entry.label)
@@ -241,11 +266,12 @@ def _kept(folder: Path, fingerprint: str, warn: Callable[[str], None]) -> list[R
     if not path.is_file():
         return []
     try:
-        stored = json.loads(path.read_text("utf-8"))
+        stored = parse_json(path.read_bytes())
         if stored["format"] != _FORMAT or stored["fingerprint"] != fingerprint:
             raise ValueError("it is of another version or another model")
+        refuse_first(_ENTRIES.iter_errors(stored["rates"]), "rates")
         entries = [RecordedRate(**entry) for entry in stored["rates"]]
-    except (OSError, ValueError, KeyError, TypeError) as cause:
+    except (OSError, ValueError, LookupError, TypeError) as cause:
         warn(f"{path}: damaged record of rates is left out ({cause})")
         return []
     return [replace(entry, origin="measured here") for entry in entries]

@@ -6,16 +6,99 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonschema import Draft202012Validator
 from torch import Tensor
 
 from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
+from kvprof.methods.soundness import check_fits
 from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
+from kvprof.models.layout import ModelLayout
+from kvprof.records.files import parse_json
+from kvprof.records.schema import refuse_first
 from kvprof.tensor_files import load_tensors, save_tensors
 
 __all__ = ["FORMAT", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/1"
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _integer(least: int, most: int = 2**31 - 1) -> dict[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "null"}, schema]}
+
+
+def _list(entry: dict[str, Any], least: int, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": entry, "minItems": least, "maxItems": most}
+
+
+_YES_OR_NO, _WORDS, _NUMBER = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
+_LEVELS = 64  # more than any plan has
+_FOLDS = {"fold_down": _YES_OR_NO, "fold_up": _YES_OR_NO}
+_GROUP = _object(
+    first=_integer(0),
+    heads=_integer(1),
+    head_dim=_integer(1),
+    ranks=_list(_integer(1), 1, _LEVELS),
+    based=_YES_OR_NO,
+)
+_GROUPS = _list(_GROUP, 1, 2**16)
+_SIDE = _object(bits=_list(_integer(1, 16), 1, _LEVELS), axis=_WORDS, group=_or_null(_integer(1)))
+# What calibration tells of its data. Methods may add keys of their own to all of `made`.
+_DATA = {
+    "type": "object",
+    "properties": {
+        "source": _WORDS, "digest": _WORDS, "model": _WORDS,
+        "sketch": {"type": "string", "pattern": "^([0-9a-f]{8})*$"},
+        "files": {"type": "array", "items": _WORDS},
+        "tokens": _integer(0, 2**62), "seq_len": _integer(0, 2**62),
+        "seed": {"type": ["integer", "null"]},
+    },
+}  # fmt: skip
+_SCHEMA = _object(
+    method=_WORDS,
+    fingerprint=_WORDS,
+    layers=_list(
+        _object(
+            keys=_object(placement=_WORDS, groups=_GROUPS, **_FOLDS),
+            values=_object(groups=_GROUPS, **_FOLDS),
+            sliding_window=_or_null(_integer(1)),
+        ),
+        1,
+        10_000,
+    ),
+    levels=_object(sink=_integer(0), shares=_list(_NUMBER, 1, _LEVELS), batch=_integer(1)),
+    quantiser=_or_null(
+        _object(
+            kind=_WORDS, keys=_or_null(_SIDE), values=_or_null(_SIDE), window=_integer(0),
+            block=_integer(1), outliers=_NUMBER, scale_dtype=_WORDS,
+        )
+    ),
+    eviction=_or_null(
+        _object(
+            kind=_WORDS, keep=_NUMBER, sink=_integer(0), recent_share=_NUMBER, order=_WORDS,
+            tau=_list(_NUMBER, 2, 2), seed=_integer(0, 2**63 - 1),
+        )
+    ),
+    lazy=_YES_OR_NO,
+    online_bases=_YES_OR_NO,
+    made={
+        "type": "object",
+        "properties": {
+            "model": _WORDS, "architecture": _WORDS, "dtype": _WORDS, "rate_asked": _NUMBER,
+            "context": _integer(1, 2**62), "options": {"type": "object"},
+            "calibration": _or_null(_DATA), "fisher": _DATA, "sensitivity": _DATA,
+        },
+    },
+)  # fmt: skip
+_VALIDATOR = Draft202012Validator(_SCHEMA)
 
 
 def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
@@ -38,7 +121,9 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
     )
 
 
-def load_plan(path: Path, *, fingerprint: str | None = None) -> Plan:
+def load_plan(
+    path: Path, *, fingerprint: str | None = None, layout: ModelLayout | None = None
+) -> Plan:
     """Read a saved plan.
 
     Parameters
@@ -47,6 +132,8 @@ def load_plan(path: Path, *, fingerprint: str | None = None) -> Plan:
         Written by `save_plan`.
     fingerprint : str or None
         Of the model that it must be for; None accepts any.
+    layout : ModelLayout, optional
+        Of that model; the plan's layers and heads must be its own.
 
     Raises
     ------
@@ -59,7 +146,9 @@ def load_plan(path: Path, *, fingerprint: str | None = None) -> Plan:
         path, format_name=FORMAT, what="plans", made_by="kvprof plan --save"
     )
     try:
-        plan = _plan(json.loads(metadata["plan"]), tensors)
+        stored = parse_json(metadata["plan"])
+        refuse_first(_VALIDATOR.iter_errors(stored), "the plan")
+        plan = _plan(stored, tensors)
     except (KeyError, ValueError, TypeError, KvprofError) as cause:
         raise FailedError(f"{path.name}: damaged plan: {cause}") from None
     if fingerprint is not None and plan.fingerprint != fingerprint:
@@ -67,6 +156,11 @@ def load_plan(path: Path, *, fingerprint: str | None = None) -> Plan:
             f"{path.name}: a plan for {plan.made.get('model', 'another model')} "
             f"({plan.fingerprint[:12]}), not for the model given ({fingerprint[:12]})"
         )
+    if layout is not None:
+        try:
+            check_fits(plan, layout, plan.fingerprint)
+        except UsageError as problem:
+            raise UsageError(f"{path.name}: {problem}") from None
     return plan
 
 

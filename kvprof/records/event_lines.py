@@ -1,14 +1,14 @@
 """Lines of a journal back into events: what is cut off, damaged or newer is told in words."""
 
-import json
 import types
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from kvprof.errors import FailedError
 from kvprof.records.events import (
     EVENTS,
+    PHASES,
     CaseStarted,
     Event,
     Preview,
@@ -17,8 +17,13 @@ from kvprof.records.events import (
     Warned,
     event_from,
 )
+from kvprof.records.files import parse_json
 
 __all__ = ["DamagedLineError", "EventReader"]
+
+
+_LARGEST = 2.0**63  # of bytes, tokens, seconds, operations per second
+_MOST_LAYERS = 10_000
 
 
 class DamagedLineError(Exception):
@@ -72,6 +77,7 @@ class EventReader:
         except ValueError as wrong:
             raise ValueError(f"holds no event: {wrong}") from None
         _check_types(event)
+        _check_limits(event)
         if self._line == 1 and not isinstance(event, RunStarted):
             raise ValueError(f"is a {event.type} event before the run started")
         if isinstance(event, CaseStarted):
@@ -88,28 +94,10 @@ class EventReader:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
-    except UnicodeDecodeError:
-        raise ValueError("is no text") from None
-    except json.JSONDecodeError as wrong:
-        raise ValueError(f"is damaged or cut off: {wrong.msg} at column {wrong.colno}") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply to be an event") from None
+    entry = parse_json(line)
     if not isinstance(entry, dict):
         raise ValueError(f"holds no event but a JSON {type(entry).__name__}")
     return entry
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"holds {name}, which is no JSON")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"holds {digits[:40]}, which no float can")
-    return value
 
 
 def _check_format(name: str, entry: dict[str, Any]) -> None:
@@ -135,6 +123,38 @@ def _check_types(event: Event) -> None:
             value = repr(getattr(event, name))
             shown = value if len(value) <= 40 else value[:40] + "…"
             raise ValueError(f"holds a {event.type} event whose {name} cannot be {shown}")
+
+
+def _check_limits(event: Event) -> None:
+    """Refuse what fits its type and can be no measurement: it would cost hours, or overflow."""
+    if isinstance(event, RunStarted | RunFinished):
+        return  # what they carry for the result, the result's schema looks at
+    for entry in fields(event):
+        if not _plausible(getattr(event, entry.name)):
+            raise ValueError(f"holds a {event.type} event whose {entry.name} nothing can have")
+    phase = getattr(event, "phase", None)
+    if phase not in (None, *PHASES):
+        known = " or ".join(PHASES)
+        raise ValueError(f"holds a {event.type} event of phase {phase!r:.40}, not {known}")
+    layer = getattr(event, "layer", None)
+    layers = [layer] if layer is not None else []
+    if isinstance(event, CaseStarted):
+        layers += [one["layer"] for one in event.layers if isinstance(one.get("layer"), int)]
+    if len(layers) > _MOST_LAYERS or any(one >= _MOST_LAYERS for one in layers):
+        raise ValueError(f"holds a {event.type} event of more layers than any model has")
+
+
+def _plausible(value: Any) -> bool:
+    """Tell whether no number in a value is far off, and no count below zero."""
+    if isinstance(value, bool | str):
+        return True
+    if isinstance(value, int):
+        return 0 <= value < _LARGEST
+    if isinstance(value, float):
+        return abs(value) < _LARGEST
+    if isinstance(value, dict):
+        return all(map(_plausible, value.values()))
+    return not isinstance(value, list | tuple) or all(map(_plausible, value))
 
 
 _Check = Callable[[Any], bool]

@@ -14,6 +14,7 @@ from kvprof.records.result import to_plain
 __all__ = [
     "EVENTS",
     "PARTS",
+    "PHASES",
     "Balance",
     "CaseFinished",
     "CaseStarted",
@@ -42,6 +43,10 @@ PARTS = (
     "embedding", "norm", "qkv_proj", "rope", "o_proj", "mlp", "head", "sampling", "communication",
     "host", "unattributed",
 )  # fmt: skip
+
+
+#: Phases of a request.
+PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)

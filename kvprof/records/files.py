@@ -4,11 +4,13 @@ import contextlib
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kvprof.errors import FailedError, UsageError
+from kvprof.printable import UNPRINTABLE
 from kvprof.records.result import SCHEMA
 from kvprof.records.schema import kinds, validate_result
 from kvprof.scratch import new_temporary, sweep_folder
@@ -16,8 +18,11 @@ from kvprof.scratch import new_temporary, sweep_folder
 __all__ = [
     "RESULT_NAME",
     "ensure_writable",
+    "json_text",
+    "parse_json",
     "read_result",
     "render_result",
+    "what_was_read",
     "write_beside",
     "write_bytes_atomic",
     "write_result",
@@ -28,6 +33,14 @@ __all__ = [
 RESULT_NAME = "result.json"
 _ATTEMPTS = 5
 _MOST_BESIDE = 1000
+
+# What no file of kvprof's holds, and what arithmetic, a table or Python's own parser fails at.
+_DEEPEST = 100  # brackets within brackets
+_LARGEST_INTEGER = 2**64
+_LONGEST_MESSAGE = 120
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)', re.DOTALL)
+_NO_BRACKET = re.compile(r"[^\[\]{}]+")
+_HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")
 
 
 def ensure_writable(path: Path, force: bool = False) -> None:
@@ -208,22 +221,117 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def _parse(path: Path, content: bytes) -> Any:
-    if not content.strip():
-        raise FailedError(f"{path} is empty")
+@contextlib.contextmanager
+def what_was_read(name: str | Path) -> Iterator[None]:
+    """Let the body work on what was read from a file, and tell in a line where that fails.
+
+    A schema sees to the types of a record, not to whether its parts agree: a list that is shorter
+    than another, a case that no row is of, a figure that overflows when it is squared.
+
+    Parameters
+    ----------
+    name : str or Path
+        The file, as the user knows it.
+
+    Raises
+    ------
+    FailedError
+        In place of the errors that wrong values raise; what the body says in words passes.
+    """
+    cause: Exception
     try:
-        return json.loads(content.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
-    except UnicodeDecodeError as problem:
-        raise FailedError(f"{path} is no text (byte {problem.start} is not UTF-8)") from None
+        yield
+    except UnicodeError:  # of a stream, not of the record
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        said, cause = f"{type(problem).__name__}: {problem}", problem
+    except (StopIteration, RuntimeError) as problem:
+        # A search that finds nothing; within a generator Python wraps it.
+        if not isinstance(problem, StopIteration) and not isinstance(
+            problem.__cause__, StopIteration
+        ):
+            raise
+        said, cause = "an entry that others refer to is not there", problem
+    else:
+        return
+    raise FailedError(
+        f"{name} is damaged, or no program of kvprof wrote it: its parts do not fit together "
+        f"({said[:_LONGEST_MESSAGE]})"
+    ) from cause
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of one JSON text, of a form and with numbers that a file of kvprof's has.
+
+    Every JSON file that another program may have written, or damaged, is read through this.
+
+    Parameters
+    ----------
+    content : bytes or str
+        All of it, in UTF-8.
+
+    Raises
+    ------
+    ValueError
+        When it is no UTF-8 or no JSON, is nested more than a hundred deep, or holds NaN, an
+        infinity, a whole number that no count reaches, or half a character. The message goes on
+        from the file's name: "is no text (…)".
+    """
+    if isinstance(content, bytes):
+        try:
+            content = content.decode("utf-8")
+        except UnicodeDecodeError as problem:
+            raise ValueError(f"is no text (byte {problem.start} is not UTF-8)") from None
+    if not content.strip():
+        raise ValueError("is empty")
+    if _too_deep(content):
+        raise ValueError("is nested too deeply to be a file of kvprof's")
+    try:
+        value = json.loads(
+            content, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer
+        )
     except json.JSONDecodeError as problem:
-        raise FailedError(
-            f"{path} is damaged or cut off: {problem.msg} at line {problem.lineno}, "
-            f"column {problem.colno}"
-        ) from None
-    except RecursionError:
-        raise FailedError(f"{path} is nested too deeply to be a result of kvprof") from None
+        where = f"line {problem.lineno}, column {problem.colno}"
+        raise ValueError(f"is damaged or cut off: {problem.msg} at {where}") from None
+    if _HALF.search(content) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("holds half a character, which is no strict JSON") from None
+    return value
+
+
+def json_text(value: Any) -> str:
+    """Return a value as strict JSON on one line, in which everything can be printed.
+
+    Raises
+    ------
+    ValueError
+        When it holds NaN or an infinity.
+    """
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    return UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+def _too_deep(text: str) -> bool:
+    """Tell whether brackets stand too deep within each other; the parser would fall over them."""
+    if text.count("[") + text.count("{") <= _DEEPEST:
+        return False
+    rest = _NO_BRACKET.sub("", _STRING.sub("", text))
+    for _ in range(_DEEPEST):
+        inner = rest.replace("[]", "").replace("{}", "")
+        if len(inner) == len(rest):
+            break
+        rest = inner
+    # Of what is merely cut off, one bracket per level is left.
+    return len(rest) > _DEEPEST
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    try:
+        return parse_json(content)
     except ValueError as problem:
-        raise FailedError(f"{path} is no strict JSON: {problem}") from None
+        raise FailedError(f"{path} {problem}") from None
 
 
 def _check_schema_name(path: Path, name: str) -> None:
@@ -240,25 +348,32 @@ def _check_schema_name(path: Path, name: str) -> None:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}")
+    raise ValueError(f"holds {name}, which is no strict JSON")
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"it holds {digits[:40]}, which no float can")
+        raise ValueError(f"holds {digits[:40]}, which is no strict JSON: no float is that large")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 40 or abs(value := int(digits)) > _LARGEST_INTEGER:
+        shown = digits if len(digits) <= 40 else f"a number of {len(digits):,} digits"
+        raise ValueError(f"holds {shown}, which is too large for any count")
     return value
 
 
 def _render(value: Any, indent: str) -> str:
     inner = indent + " "
     if isinstance(value, dict) and value:
-        rows = [f"{_dump(key)}: {_render(entry, inner)}" for key, entry in value.items()]
+        rows = [f"{json_text(key)}: {_render(entry, inner)}" for key, entry in value.items()]
         return "{\n" + ",\n".join(inner + row for row in rows) + f"\n{indent}}}"
     if isinstance(value, list) and not _is_flat(value):
-        rows = [_dump(entry) if _is_flat(entry) else _render(entry, inner) for entry in value]
+        rows = [json_text(entry) if _is_flat(entry) else _render(entry, inner) for entry in value]
         return "[\n" + ",\n".join(inner + row for row in rows) + f"\n{indent}]"
-    return _dump(value)
+    return json_text(value)
 
 
 def _is_flat(value: Any) -> bool:
@@ -267,10 +382,6 @@ def _is_flat(value: Any) -> bool:
     return not isinstance(value, dict | list) or not any(
         isinstance(entry, dict | list) for entry in entries
     )
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
 def _is_new_or_file(path: Path, force: bool) -> bool:

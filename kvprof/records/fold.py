@@ -1,7 +1,7 @@
 """Events of a run into its result: pure functions, the same for a live view and a file."""
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
@@ -128,7 +128,8 @@ class Fold:
             raise FailedError("the record holds no event yet; look again when the run has started")
         try:
             created = datetime.fromisoformat(started.created)
-        except ValueError:
+            created.astimezone(UTC)
+        except (ValueError, OverflowError):  # no date, or one at the very ends of the calendar
             raise FailedError(
                 f"the record's first event states no time: {started.created!r}"
             ) from None

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, best_match
 from jsonschema.validators import extend
 
-__all__ = ["kinds", "result_schema", "validate_result"]
+__all__ = ["kinds", "refuse_first", "result_schema", "validate_part", "validate_result"]
 
 _FOLDER = resources.files("kvprof.records") / "schema"
 _ENVELOPE = "envelope.json"
@@ -57,7 +57,43 @@ def validate_result(result: Any) -> None:
     ValueError
         In one line: where it differs first, and how.
     """
-    error = best_match(_validator().iter_errors(result))
+    refuse_first(_validator().iter_errors(result), "the result")
+
+
+def validate_part(value: Any, part: str) -> None:
+    """Check what stands in results of a kind by itself, where it is kept elsewhere too.
+
+    Parameters
+    ----------
+    value : object
+        As JSON has it.
+    part : str
+        Its place in the schema, for example ``eval/$defs/evaluation``.
+
+    Raises
+    ------
+    ValueError
+        As `validate_result`.
+    """
+    refuse_first(_part_validator(part).iter_errors(value), part.rpartition("/")[2])
+
+
+def refuse_first(errors: Iterable[ValidationError], what: str) -> None:
+    """Raise the error that tells most, in one line.
+
+    Parameters
+    ----------
+    errors : iterable of ValidationError
+        From ``iter_errors`` of a validator of jsonschema; none of them is no complaint.
+    what : str
+        The whole that was looked at, for what has no place in it.
+
+    Raises
+    ------
+    ValueError
+        With the place, and how it differs.
+    """
+    error = best_match(errors)
     if error is None:
         return
     place = "".join(
@@ -67,11 +103,18 @@ def validate_result(result: Any) -> None:
     if len(message) > _LONGEST_MESSAGE:
         # jsonschema quotes the whole offending value, which may be a thousand numbers.
         message = f"{message[: _LONGEST_MESSAGE // 2]} … {message[-_LONGEST_MESSAGE // 2 :]}"
-    raise ValueError(f"{place or 'the result'}: {' '.join(message.split())}")
+    raise ValueError(f"{place or what}: {' '.join(message.split())}")
 
 
 def _read(name: str) -> Any:
     return json.loads((_FOLDER / name).read_text("utf-8"))
+
+
+@cache
+def _part_validator(part: str) -> Any:
+    return _validator().evolve(
+        schema={"$ref": f"#/$defs/{part}", "$defs": result_schema()["$defs"]}
+    )
 
 
 @cache

@@ -19,6 +19,8 @@ Place = tuple[str | int, ...]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_BYTES = 1_000_000
 _MOST_NODES = 50_000
+_DEEPEST = 50
+_MOST_DIGITS = 20
 # YAML 1.2's core schema. PyYAML's own is 1.1, which reads `no` as false, 12:30 as 750 and 1e-3 as
 # a word.
 _WORDS = {
@@ -105,6 +107,7 @@ def parse_yaml(text: str, name: str) -> Document:
     """
     document = Document(name)
     try:
+        _check_depth(text, name)
         node = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
@@ -112,12 +115,23 @@ def parse_yaml(text: str, name: str) -> Document:
         raise UsageError(f"{place}: no YAML: {problem.problem or problem.context}") from None
     except yaml.YAMLError as problem:
         raise UsageError(f"{name}: no YAML: {problem}") from None
-    except RecursionError:
-        raise UsageError(f"{name}: nested too deeply to be a recipe") from None
     if node is None:
         raise UsageError(f"{name}:1: the file is empty; kvprof recipe new writes one to start from")
     document.data = _Reader(document).value(node, (), ())
     return document
+
+
+def _check_depth(text: str, name: str) -> None:
+    """Refuse what would take the composer, which calls itself for every level, past its stack."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > _DEEPEST:
+                place = f"{name}:{event.start_mark.line + 1}" if event.start_mark else name
+                raise UsageError(f"{place}: nested too deeply to be a recipe")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
 
 
 class _Reader:
@@ -163,6 +177,8 @@ class _Reader:
         if _NOT_FINITE.fullmatch(text):
             raise self._wrong(line, f"{text} is not finite; write a number, or leave it out")
         if _INTEGER.fullmatch(text):
+            if len(text) > _MOST_DIGITS:
+                raise self._wrong(line, f"a number of {len(text):,} digits is too large")
             return int(text)
         if _NUMBER.fullmatch(text):
             number = float(text)

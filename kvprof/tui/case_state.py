@@ -6,6 +6,7 @@ from typing import Any
 
 from kvprof.records.cases import CACHE_PARTS, quantile
 from kvprof.records.events import (
+    PHASES,
     Balance,
     CaseFinished,
     CaseStarted,
@@ -17,9 +18,7 @@ from kvprof.records.events import (
 )
 from kvprof.tui.thinned import Thinned
 
-__all__ = ["PHASES", "CaseState", "LayerState"]
-
-PHASES = ("prefill", "decode")
+__all__ = ["CaseState", "LayerState"]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import KvprofError
+from kvprof.records.files import what_was_read
 from kvprof.tui.sources import Source
 from kvprof.tui.state import RunState
 from kvprof.tui.words import clock, duration
@@ -68,7 +69,12 @@ class Session:
         except KvprofError as problem:
             self._stop_reading(str(problem))
             return False
-        self.state.apply_all(events)
+        try:
+            with what_was_read(self.name):
+                self.state.apply_all(events)
+        except KvprofError as problem:
+            self._stop_reading(str(problem))
+            return False
         if self.source.damage is not None:
             self._stop_reading(f"{self.source.damage}; shown is what comes before it")
         if not events:

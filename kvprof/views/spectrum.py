@@ -270,16 +270,17 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
     inputs = result["inputs"]
     layers = f"{inputs['layers']} layer{'s' if inputs['layers'] != 1 else ''}"
     heads = f"{layers}, {inputs['num_kv_heads']} KV heads of {inputs['head_dim']}"
+    where = [str(inputs[key]) for key in ("dtype", "device") if key in inputs]
     shown = {
-        "model": f"{inputs['model']} ({heads}, {inputs['num_heads']} query heads)",
+        "model": f"{inputs.get('model', 'a model')} ({heads}, {inputs['num_heads']} query heads)",
         "fingerprint": inputs["fingerprint"],
-        "source": inputs.get("source_description") or inputs["source"],
+        "source": inputs.get("source_description") or inputs.get("source"),
         "tokens": f"{inputs['tokens']:,}",
-        "positions": inputs["positions"],
+        "positions": inputs.get("positions"),
         "seed": inputs.get("seed"),
         "starts with": inputs.get("prefix"),
         "left out": f"first {inputs['skip_first']} tokens" if inputs.get("skip_first") else None,
-        "dtype": f"{inputs['dtype']} on {inputs['device']}",
+        "dtype": " on ".join(where),
         "weight of V": _value_weight(inputs),
         "qk": "C_q + G·C_k, paired per query head" if inputs.get("paired") else None,
         "default tokens": inputs.get("default_tokens_source"),

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvprof.analysis import moment_files
-from kvprof.analysis.moment_files import load_moments, save_moments
+from kvprof.analysis.moment_files import FORMAT, load_moments, save_moments
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.analysis.pairs import PAIRS, pair_gram
 from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.tensor_files import load_tensors, save_tensors
 from tests.sources.complaint import complaint
 
 
@@ -21,7 +22,8 @@ def example(*, w_v: bool = True, w_o: bool = True) -> Moments:
     generator = torch.Generator().manual_seed(0)
 
     def gram(heads: int, width: int):
-        return torch.randn(heads, width, width, generator=generator, dtype=torch.float64)
+        rows = torch.randn(heads, 8, width, generator=generator, dtype=torch.float64)
+        return rows.mT @ rows
 
     layers = []
     for heads, kv_heads, d, d_v in ((4, 2, 6, 5), (3, 3, 4, 4)):
@@ -179,3 +181,48 @@ def test_a_model_whose_outputs_are_gated_loses_one_pair_only(tmp_path):
     assert torch.equal(pair_gram(moments, 0, "v"), pair_gram(before, 0, "v"))
     with pytest.raises(UsageError, match="gated"):
         pair_gram(moments, 0, "vo")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": "1000000"}, "said to be of 1,000,000 layers and has 2"),
+        ({"layers": "9" * 5000}, "no count"),
+        ({"layers": "-1"}, "no count"),
+        ({"tokens": "0"}, "of no token"),
+        ({"tokens": "1.5"}, "no count"),
+        ({"info": "[" * 200_000}, "nested too deeply"),
+        ({"info": '{"seq_len": "long"}'}, "seq_len cannot be"),
+        ({"info": '{"source": null}'}, "source cannot be"),
+        ({"info": "[]"}, "no table"),
+    ],
+)
+def test_what_a_forger_says_of_moments_is_not_believed(saved, tmp_path, change, said):
+    tensors, metadata = load_tensors(saved, format_name=FORMAT, what="moments", made_by="")
+    save_tensors(tmp_path / "m", tensors, {**metadata, **change}, format_name=FORMAT)
+    with pytest.raises(FailedError, match=f"m: damaged file of moments: .*{said}"):
+        load_moments(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own: own * float("nan"), "NaN"),
+        (lambda own: -own, "below zero"),
+        (lambda own: own[:, :1], "no square matrices"),
+        (lambda own: own[:1], "heads|differs in shape"),
+        (lambda own: own.float(), "no square matrices"),
+        (lambda own: None, "lacks moments|said to be"),
+    ],
+)
+@pytest.mark.parametrize("name", ["layers.0.rest.k", "layers.1.first.q", "layers.0.c_o"])
+def test_forged_moments_are_refused(saved, tmp_path, name, change, said):
+    tensors, metadata = load_tensors(saved, format_name=FORMAT, what="moments", made_by="")
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed
+    elif name.endswith("c_o"):
+        return  # a model without a slice of W_O per head has none
+    save_tensors(tmp_path / "m", tensors, metadata, format_name=FORMAT)
+    with pytest.raises(FailedError, match=said):
+        load_moments(tmp_path / "m")

@@ -85,7 +85,7 @@ def test_widths_off_the_grid_are_rounded_up_and_said(tmp_path):
         ("[64, 64]", r"\[K, V\] pairs"),
         ('{"keys": 3}', r"\[K, V\] pairs"),
         ("[[true, 64]]", r"\[K, V\] pairs"),
-        ("{", "no JSON"),
+        ("{", "no JSON of pairs"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_in_one_line(tmp_path, text, said):

@@ -40,23 +40,32 @@ def evaluation(share: float, *, half: float = 0.004, baseline: float = 0.5) -> d
         "relative_accuracy_interval": [share - half, share + half],
         "perplexity": 10.0 / share,
         "baseline_perplexity": 10.0,
+        "perplexity_ratio": 1.0 / share if share else 1e9,
         "perplexity_ratio_interval": [0.99 / share, 1.01 / share],
         "kl": {"mean": 1.0 - share, "p999": 1.0, "worst": 2.0},
         "sources": {
-            name: {"relative_accuracy": share, "interval": [share - half, share + half]}
+            name: {
+                "accuracy": share * baseline, "baseline_accuracy": baseline,
+                "relative_accuracy": share, "interval": [share - half, share + half],
+                "perplexity": 10.0, "baseline_perplexity": 10.0, "kl_mean": 1.0 - share,
+                "sequences": 4, "tokens": 400,
+            }
             for name in ("prose", "code")
         },
         "tasks": {
             "needle": {
                 "accuracy": 0.8 * share, "baseline": 0.8, "items": 20,
-                "difference_interval": [-0.08, 0.04],
+                "difference_interval": [-0.08, 0.04], "by_depth": {}, "by_length": {},
             },
             "copy": {"accuracy": 0.4, "baseline": 0.4, "items": 20,
-                     "difference_interval": [0.0, 0.0]},
+                     "difference_interval": [0.0, 0.0], "by_depth": {}, "by_length": {}},
         },
         "worst_tokens": [],
         "decoded_tokens": 800,
         "sequences": 8,
+        "protocol": "decode",
+        "measured_bytes": 100,
+        "accounted_bytes": 100,
         "seconds": 1.0,
         "complete": True,
         "warnings": [],

@@ -1,9 +1,11 @@
 """Plans on disk come back as they were, and what is not right is refused in one line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
 from kvprof.errors import FailedError, KvprofError, UsageError
@@ -13,6 +15,7 @@ from kvprof.methods.plan_files import load_plan, save_plan, structure
 from kvprof.methods.registry import plan_family
 from kvprof.tensor_files import save_tensors
 from tests.methods.models import FINE, inputs
+from tests.records.hostile import mutations
 
 NAMES = [
     "full",
@@ -120,3 +123,68 @@ def test_full_rank_can_be_saved_though_both_sides_are_one_tensor(name, tmp_path)
     before = plan_at(plan_family(name, inputs("Llama"), **options), 0.0)
     save_plan(before, tmp_path / "p")
     assert compare_plans(before, load_plan(tmp_path / "p")) == {}
+
+
+_WHOLE = structure(made("fdc+keyformer"))
+_BASES = {
+    f"layers.{index}.{name}.{number}.{which}": getattr(group, which)
+    for index, layer in enumerate(made("fdc+keyformer").layers)
+    for name, side in (("keys", layer.keys), ("values", layer.values))
+    for number, group in enumerate(side.groups)
+    for which in ("down", "up")
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(stored=mutations(_WHOLE))
+def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
+    path = tmp_path_factory.mktemp("forged") / "p"
+    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1")
+    try:
+        plan = load_plan(path)
+    except FailedError as problem:
+        told = str(problem)
+    else:
+        told = "p: "
+        assert structure(plan)["layers"] == stored["layers"]
+    assert told.startswith("p: ")
+    assert "\n" not in told
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda basis: basis * float("nan"), "holds NaN"),
+        (lambda basis: basis / 0, "holds NaN or an infinity"),
+        (lambda basis: basis.to(torch.int32), "a tensor of int32"),
+        (lambda basis: basis[None, None], "a tensor of float32"),
+        (lambda basis: basis[:0], "a tensor of float32"),
+    ],
+)
+def test_bases_are_finite_matrices(tmp_path, change, said):
+    name = min(_BASES)
+    save_tensors(
+        tmp_path / "p",
+        {**_BASES, name: change(_BASES[name])},
+        {"plan": json.dumps(_WHOLE)},
+        format_name="kvprof-plan/1",
+    )
+    with pytest.raises(FailedError, match=said):
+        load_plan(tmp_path / "p")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"layers": ' + "9" * 5000 + "}", "[]", "null"])
+def test_a_plan_that_no_parser_should_see(tmp_path, text):
+    save_tensors(tmp_path / "p", {}, {"plan": text}, format_name="kvprof-plan/1")
+    with pytest.raises(FailedError, match="p: damaged plan: "):
+        load_plan(tmp_path / "p")
+
+
+def test_a_plan_of_other_layers_is_refused_though_it_names_the_model(tmp_path):
+    layout, plan = inputs("Llama").layout, made("full")
+    save_plan(plan, tmp_path / "whole")
+    assert load_plan(tmp_path / "whole", layout=layout).method == "full"
+    save_plan(replace(plan, layers=plan.layers[:-1]), tmp_path / "p")
+    with pytest.raises(UsageError, match=r"^p: the plan has"):
+        load_plan(tmp_path / "p", fingerprint=plan.fingerprint, layout=layout)

@@ -47,3 +47,26 @@ def test_files_that_are_no_text_or_not_there(tmp_path: Path) -> None:
         read_yaml(bad)
     with pytest.raises(UsageError, match="is a folder"):
         read_yaml(tmp_path)
+
+
+_BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{own}: &{own} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, own in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        ("- " * 200_000 + "x", "nested too deeply"),
+        ("{a: " * 100_000, "nested too deeply"),
+        ("? " * 200_000, "nested too deeply"),
+        (_BOMB, "more entries than any recipe has"),
+        ("a: " + "9" * 5000, "5,000 digits"),
+    ],
+    ids=["flow", "block", "mappings", "keys", "bomb", "digits"],
+)
+def test_files_that_would_take_the_reader_down(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_yaml(text, "r.yaml")

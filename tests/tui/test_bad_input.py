@@ -7,12 +7,15 @@ import time
 
 import pytest
 
+from kvprof.printable import UNPRINTABLE
+from kvprof.records.events import event_from, event_line
 from kvprof.records.files import read_result
 from kvprof.records.journal import Journal
 from kvprof.tui import worker as worker_module
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Live
 from kvprof.tui.worker import Worker
+from tests.records.hostile import HOSTILE, texts_filled
 from tests.records.streams import stream, write
 from tests.tui.running import press, recorded, settle, show, text, until
 
@@ -326,3 +329,24 @@ def test_events_faster_than_the_eye_leave_the_keys_alive(tmp_path):
 
     show(session, tmp_path, steps, everything=False)
     assert all(len(case.steps) < 2100 for case in session.state.cases.values())
+
+
+def test_no_name_reaches_the_terminal_as_a_command(tmp_path):
+    kept = frozenset(("event", "phase", "format", "created", "mode", "kind"))
+    events = [
+        event_from(texts_filled(event_line(event), keep=kept))
+        for event in stream(("full", "tale"), layers=2, steps=3)
+    ]
+    session = recorded(tmp_path, events)
+    session.name = f"a run {HOSTILE}"
+
+    async def look(app, pilot):
+        for key in "12345":
+            shown = await press(app, pilot, key)
+            assert not UNPRINTABLE.findall(shown)
+            assert "[red]" in shown
+        app._say(HOSTILE)
+        await settle(app, pilot)
+        assert not UNPRINTABLE.findall(text(app))
+
+    show(session, tmp_path, look)
