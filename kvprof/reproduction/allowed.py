@@ -74,7 +74,7 @@ def forbidden(
                 f"trusts it allows it with kvprof recipe run {REMOTE_CODE}"
             )
         if word.startswith("-") and option not in {*_FREE, *_READ, _NAMES, REMOTE_CODE}:
-            return f"{option} is not for recipes: a cell only measures, and leaves files alone"
+            return f"No such option in a recipe: {option} (a cell measures, and leaves files alone)"
     if tasks := [value for value in _given_to(_NAMES, words) if _FILE_OF_TASKS.search(value)]:
         return (
             f"{_NAMES} {tasks[0]}: name tasks that the harness has; a file of tasks can hold code"

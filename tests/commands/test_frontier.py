@@ -166,7 +166,7 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
         (["--text", "missing.txt"], "missing.txt"),
         (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
         (["--methods", "kivi,per-token", "--calibrate-tokens", "512"], "nothing is calibrated"),
-        (["--methods", ""], "names no method"),
+        (["--methods", ","], "names no method"),
         (["--target", "nan"], "--target nan"),
     ],
 )
