@@ -8,7 +8,7 @@ import torch
 
 from kvprof.benchmark.case import Case
 from kvprof.benchmark.machine import Machine
-from kvprof.benchmark.timing import median_interval, spread
+from kvprof.benchmark.timing import median_interval, paired_interval, spread
 
 __all__ = ["TOLERANCE", "Doubts", "Found", "Timed", "add_row"]
 
@@ -142,8 +142,10 @@ def add_row(timed: Timed, machine: Machine, repeats: int, found: Found, doubts: 
             "bytes_moved": case.bytes_moved, "cache_bytes": case.cache_bytes,
             "tb_per_s": moved, "bandwidth_share": moved / limit if limit else None,
             "flop_per_s": case.flops / middle,
-            "baseline": timed.baseline,
+            "baseline": timed.baseline, "baseline_seconds": timed.beside,
             "speedup": median(timed.beside) / middle if timed.beside and right else None,
+            "speedup_interval": paired_interval(timed.beside, seconds)
+            if timed.beside and right else None,
             "error": timed.error if timed.error != float("inf") else None,
             "makespan_over_mean": timed.evenness,
         }

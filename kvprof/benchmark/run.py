@@ -46,9 +46,9 @@ def run_bench(
     Returns
     -------
     tuple of dict and list of str
-        ``rows``, ``shape``, ``ranks``, ``bandwidth``, ``baselines``, ``schedules`` and ``stopped``
-        (why the run ended before its end, or None), as JSON values; and what makes figures doubtful
-        or was left out.
+        ``rows``, ``shape``, ``ranks``, ``bandwidth``, ``compute``, ``baselines``, ``schedules`` and
+        ``stopped`` (why the run ended before its end, or None), as JSON values; and what makes
+        figures doubtful or was left out.
 
     Raises
     ------
@@ -71,10 +71,11 @@ def run_bench(
     with all_threads():
         for text in gpu_doubts(device, before=True):
             found.warn(text)
-        with progress("measuring memory bandwidth", 1) as bar:
+        with progress("measuring memory bandwidth and arithmetic", 1) as bar:
             machine = open_machine(device)
+            rate = flop_rate(machine, dtype)
             bar.advance()
-        places = _places(request, shape, machine, dtype, found)
+        places = _places(request, shape, machine, dtype, rate, found)
         with suppress(Interrupted):  # the caller knows that it asked
             try:
                 _measure_all(places, chosen, request, machine, found, progress, should_stop)
@@ -85,6 +86,11 @@ def run_bench(
         "shape": shape.described(),
         "ranks": _ranks(chosen),
         "bandwidth": {"tb_per_s": machine.tb_per_s, "what": machine.bandwidth_what},
+        "compute": {
+            "flop_per_s": rate,
+            "what": f"a product of square matrices in {str(dtype).removeprefix('torch.')}, the "
+            "best of 3",
+        },
         "baselines": found.baselines,
         "schedules": found.schedules,
         "stopped": found.stopped,
@@ -93,7 +99,12 @@ def run_bench(
 
 
 def _places(
-    request: BenchRequest, shape: Shape, machine: Machine, dtype: torch.dtype, found: Found
+    request: BenchRequest,
+    shape: Shape,
+    machine: Machine,
+    dtype: torch.dtype,
+    rate: float,
+    found: Found,
 ) -> list[Place]:
     """Return what is measured, cut to what fits the time and the memory, and say what is not.
 
@@ -102,7 +113,7 @@ def _places(
     LackingError
         When nothing is left.
     """
-    free, rate = free_bytes(machine.device), None
+    free = free_bytes(machine.device)
     places: list[Place] = []
     refused: list[str] = []
     for phase in request.phases:
@@ -113,7 +124,6 @@ def _places(
                     machine.cache_bytes, request.seed,
                 )  # fmt: skip
                 if phase == "prefill":
-                    rate = rate or flop_rate(machine, dtype)
                     place = _shortened(place, machine, rate, found)
                 if (why := shortage(place, free)) is not None:
                     refused.append(why)

@@ -23,6 +23,7 @@ __all__ = [
     "Sampler",
     "interleaved",
     "median_interval",
+    "paired_interval",
     "sampler",
     "spread",
 ]
@@ -247,6 +248,33 @@ def median_interval(samples: Sequence[float], seed: int = 0) -> tuple[float, flo
     generator = np.random.default_rng(seed)
     drawn = generator.choice(np.asarray(samples), size=(_RESAMPLES, len(samples)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def paired_interval(
+    beside: Sequence[float], samples: Sequence[float], seed: int = 0
+) -> tuple[float, float] | None:
+    """Return the 2.5–97.5 % bootstrap over pairs of the ratio of medians, `beside` to `samples`.
+
+    Rounds are drawn, not samples: what slows a round down slows both of it, and cancels.
+
+    Parameters
+    ----------
+    beside, samples : sequence of float
+        Of one round each, as `interleaved` takes them: equally long.
+    seed : int
+
+    Returns
+    -------
+    tuple of float or None
+        None with fewer than two rounds.
+    """
+    if len(samples) < 2 or len(beside) != len(samples):
+        return None
+    pairs = np.asarray([beside, samples], dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(pairs.shape[1], size=(_RESAMPLES, pairs.shape[1]))
+    above, below = np.median(pairs[:, drawn], axis=2)
+    low, high = np.percentile(above / below, [2.5, 97.5])
     return float(low), float(high)
 
 

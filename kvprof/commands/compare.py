@@ -31,11 +31,14 @@ def compare(
         typer.Option(
             "--fail-over",
             metavar="SHARE",
-            help="Exit 4 when a headline figure got worse by more: 5% or 0.05. One whose interval "
-            "includes no change does not count.",
+            help="Exit 4 when a method's figure got worse by more: 5% or 0.05. The whole interval "
+            "of the change must lie beyond, with the machine's noise between the runs.",
             show_default=False,
         ),
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="List the figures that are the same, too.")
+    ] = False,
     json: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
@@ -75,7 +78,7 @@ def compare(
             "by more"
         )
     shown = checked_report(
-        " or ".join(names), lambda width, colour: report(result, width, colour=colour)
+        " or ".join(names), lambda width, colour: report(result, width, colour=colour, whole=whole)
     )
     outputs.finish(result, shown, problem=worse)
 

@@ -1,7 +1,7 @@
 """``kvprof show``: a result again, as it was shown when it was measured."""
 
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
-from kvprof.commands.run_source import RunArgument, load_run
+from kvprof.commands.run_source import RunArgument, checked_report, load_run
 
 
 def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) -> None:

@@ -1,7 +1,11 @@
-"""What a case's events add up to, and its rows in the data of a ``jct`` result."""
+"""What a case's events add up to, and its rows in the data of a ``jct`` result.
+
+`Account` says where the time of a request went. The fold, the live view and the reports of a result
+all ask it, so that they cannot say different things of one run.
+"""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,7 +22,27 @@ from kvprof.records.events import (
     StepFinished,
 )
 
-__all__ = ["CACHE_PARTS", "Case", "case_row", "layer_rows", "part_rows", "quantile", "step_rows"]
+__all__ = [
+    "CACHE_PARTS",
+    "MOST_UNATTRIBUTED",
+    "UNTIMED",
+    "Account",
+    "Case",
+    "accounts",
+    "case_row",
+    "layer_rows",
+    "ordered_parts",
+    "part_rows",
+    "quantile",
+    "step_rows",
+]
+
+#: Share of a request's time by which its parts may miss it, either way, before it is a doubt.
+MOST_UNATTRIBUTED = 0.1
+#: Stands among a bar's parts for time that was measured and cannot be shown in parts.
+UNTIMED = "not in parts"
+_NOTED = 0.02  # of a request's time: parts that miss it by more are told beside its bar
+_UNNAMED = "unattributed"
 
 #: Parts that work on the cache: what a layer's own time is the sum of.
 CACHE_PARTS = (
@@ -51,13 +75,196 @@ def quantile(values: Sequence[float], weights: Sequence[float], share: float) ->
     return ordered[-1][0]
 
 
+def ordered_parts(names: Iterable[str]) -> list[str]:
+    """Return parts in the order in which tables and bars show them, each once."""
+    known = set(names)
+    return [*(part for part in PARTS if part in known), *sorted(known - set(PARTS))]
+
+
+@dataclass
+class Account:
+    """Where the time of a request went, as far as it was measured.
+
+    Attributes
+    ----------
+    parts : dict
+        (phase, part) to seconds of the request; never ``unattributed``, which follows from them.
+    walked : dict
+        Phase to the wall time of its passes so far.
+    walls : dict or None
+        Phase to its uninstrumented wall time; None until the request was measured to its end.
+    """
+
+    parts: dict[tuple[str, str], float] = field(default_factory=dict)
+    walked: dict[str, float] = field(default_factory=dict)
+    walls: dict[str, float] | None = None
+
+    def add(self, event: PartSample | StepFinished | CaseFinished) -> None:
+        """Take the next event that tells times of the case."""
+        match event:
+            case PartSample():
+                self.add_part(event.phase, event.part, event.seconds * event.weight)
+            case StepFinished():
+                self.add_pass(event.phase, event.seconds * event.weight)
+            case CaseFinished():
+                self.walls = {"prefill": event.prefill_seconds, "decode": event.decode_seconds}
+
+    def add_part(self, phase: str, part: str, seconds: float) -> None:
+        """Count time of a part."""
+        self.parts[phase, part] = self.parts.get((phase, part), 0.0) + seconds
+
+    def add_pass(self, phase: str, seconds: float) -> None:
+        """Count wall time of passes."""
+        self.walked[phase] = self.walked.get(phase, 0.0) + seconds
+
+    @property
+    def jct(self) -> float | None:
+        """Seconds of the request, uninstrumented; None until it was measured to its end."""
+        return None if self.walls is None else sum(self.walls.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the request, or those that were measured of it so far.
+
+        A real run is timed as a whole first and in parts after that, a composed one the other way
+        round: of each phase the longer of the two counts.
+        """
+        if self.walls is not None:
+            return sum(self.walls.values())
+        named = self._named()
+        phases = {*self.walked, *named}
+        return sum(max(self.walked.get(one, 0.0), named.get(one, 0.0)) for one in phases)
+
+    def costs(self) -> dict[tuple[str, str], float]:
+        """Return seconds per phase and part, with what no part explains once that is known."""
+        costs = dict(self.parts)
+        named = self._named()
+        for phase, wall in (self.walls or {}).items():
+            if wall or phase in named:
+                costs[phase, _UNNAMED] = wall - named.get(phase, 0.0)
+        order = {part: place for place, part in enumerate(PARTS)}
+        ranked = sorted(
+            costs, key=lambda key: (key[0] != "prefill", order.get(key[1], len(order)), key[1])
+        )
+        return {key: costs[key] for key in ranked}
+
+    def by_part(self) -> dict[str, float]:
+        """Return seconds per part over both phases, as `ordered_parts` orders them."""
+        total: dict[str, float] = {}
+        for (_, part), seconds in self.costs().items():
+            total[part] = total.get(part, 0.0) + seconds
+        return {part: total[part] for part in ordered_parts(total)}
+
+    def unattributed_share(self) -> float | None:
+        """Return the share of the time that no part explains; negative where parts exceed it."""
+        return sum(self._gaps().values()) / self.jct if self.jct else None
+
+    def excess_share(self) -> float | None:
+        """Return by how much the parts of a phase exceed its time, as a share of the request's.
+
+        Phase by phase: what is too much in one would hide what is missing in the other.
+        """
+        if not self.jct:
+            return None
+        return sum(max(0.0, -gap) for gap in self._gaps().values()) / self.jct
+
+    def adds_up(self) -> bool:
+        """Tell whether the parts are parts of the time, so that they have shares of it."""
+        return (self.excess_share() or 0.0) <= MOST_UNATTRIBUTED
+
+    def share(self, seconds: float) -> float | None:
+        """Return the share of the time that `seconds` of a part are; None where there is none."""
+        return seconds / self.seconds if self.seconds and self.adds_up() else None
+
+    def stack(self) -> dict[str, float]:
+        """Return what a bar of the request is made of: seconds by part, none of them negative.
+
+        Time that was measured and is in no part yet follows as `UNTIMED`; a request whose parts do
+        not add up is that alone.
+        """
+        if not self.adds_up():
+            return {UNTIMED: self.seconds}
+        found = {part: seconds for part, seconds in self.by_part().items() if seconds > 0}
+        rest = self.seconds - sum(found.values())
+        if self.walls is None and rest > 0:
+            found[UNTIMED] = rest
+        return found
+
+    def misfit(self) -> str | None:
+        """Return in a few words, for beside a bar, by how much its parts miss it; or None."""
+        unnamed, excess = self.unattributed_share(), self.excess_share()
+        if unnamed is None or excess is None:
+            return None
+        if excess > _NOTED:
+            named = self._named()
+            over = [phase for phase, gap in self._gaps().items() if gap < 0]
+            whole = all(phase in over or not wall for phase, wall in (self.walls or {}).items())
+            wall = sum(wall for phase, wall in (self.walls or {}).items() if whole or phase in over)
+            of = "" if whole else f" of {' and '.join(over)}"
+            if not wall:
+                return f"parts{of} without a time"
+            sums = sum(seconds for phase, seconds in named.items() if whole or phase in over)
+            return f"parts{of} sum to {100 * sums / wall:.0f} % of it"
+        if unnamed > MOST_UNATTRIBUTED:
+            return f"{100 * unnamed:.0f} % in no part"
+        return None
+
+    def doubt(self) -> str | None:
+        """Return in words why the shares of the parts are doubtful, or why there are none."""
+        if not self.adds_up():
+            return f"{self.misfit()}: they do not add up, and have no shares"
+        unnamed = self.unattributed_share()
+        if unnamed is not None and unnamed > MOST_UNATTRIBUTED:
+            return f"{100 * unnamed:.1f} % of its time has no part; its shares are doubtful"
+        return None
+
+    def _named(self) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for (phase, _), seconds in self.parts.items():
+            named[phase] = named.get(phase, 0.0) + seconds
+        return named
+
+    def _gaps(self) -> dict[str, float]:
+        """Return the time of each phase that no part explains."""
+        named = self._named()
+        return {
+            phase: (self.walls or {}).get(phase, 0.0) - named.get(phase, 0.0)
+            for phase in dict.fromkeys([*(self.walls or {}), *named])
+        }
+
+
+def accounts(data: Mapping[str, Any]) -> dict[str, Account]:
+    """Return the account of every case of a result, from its rows.
+
+    Parameters
+    ----------
+    data : mapping
+        Of kind ``jct``, of this version or an earlier one.
+    """
+    found: dict[str, Account] = {}
+    for case in data["cases"]:
+        own = found[case["case"]] = Account()
+        if case["jct_seconds"] is not None:
+            prefill = case["ttft_seconds"] or 0.0
+            own.walls = {"prefill": prefill, "decode": case["jct_seconds"] - prefill}
+            if case["decode_seconds"] is not None:
+                own.walls["decode"] = case["decode_seconds"]
+    for row in data["parts"]:
+        if row["case"] in found and row["part"] != _UNNAMED:
+            found[row["case"]].add_part(row["phase"], row["part"], row["seconds"])
+    for row in data["steps"]:
+        if row["case"] in found:
+            found[row["case"]].add_pass(row["phase"], row["seconds"] * row["weight"])
+    return found
+
+
 @dataclass
 class Case:
     """What the events of one case add up to so far."""
 
     started: CaseStarted
     finished: CaseFinished | None = None
-    parts: dict[tuple[str, str], float] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
     layer_seconds: dict[int, float] = field(default_factory=dict)
     measured: dict[int, LayerMeasured] = field(default_factory=dict)
     steps: list[StepFinished] = field(default_factory=list)
@@ -66,14 +273,13 @@ class Case:
 
     def add(self, event: Event) -> None:
         """Take the next event of this case."""
+        if isinstance(event, PartSample | StepFinished | CaseFinished):
+            self.account.add(event)
         match event:
             case PartSample():
-                cost = event.seconds * event.weight
-                key = event.phase, event.part
-                self.parts[key] = self.parts.get(key, 0.0) + cost
                 if event.layer is not None and event.part in CACHE_PARTS:
                     known = self.layer_seconds.get(event.layer, 0.0)
-                    self.layer_seconds[event.layer] = known + cost
+                    self.layer_seconds[event.layer] = known + event.seconds * event.weight
             case StepFinished():
                 self.steps.append(event)
             case LayerMeasured():
@@ -86,12 +292,6 @@ class Case:
                 self.finished = event
 
     @property
-    def jct(self) -> float | None:
-        """Seconds of the request, uninstrumented; None until the case has finished."""
-        done = self.finished
-        return None if done is None else done.prefill_seconds + done.decode_seconds
-
-    @property
     def instrumented(self) -> float | None:
         """Seconds of the same request with every part timed."""
         done = self.finished
@@ -99,36 +299,10 @@ class Case:
             return None
         return done.instrumented_prefill_seconds + (done.instrumented_decode_seconds or 0.0)
 
-    def costs(self) -> dict[tuple[str, str], float]:
-        """Seconds per phase and part, with what no part explains once the wall times are known."""
-        costs = dict(self.parts)
-        if self.finished is not None:
-            walls = (
-                ("prefill", self.finished.prefill_seconds),
-                ("decode", self.finished.decode_seconds),
-            )
-            for phase, wall in walls:
-                named = sum(cost for (where, _), cost in self.parts.items() if where == phase)
-                if wall or named:
-                    costs[phase, "unattributed"] = wall - named
-        order = {part: place for place, part in enumerate(PARTS)}
-        ranked = sorted(
-            costs, key=lambda key: (key[0] != "prefill", order.get(key[1], len(order)), key[1])
-        )
-        return {key: costs[key] for key in ranked}
-
-    def unattributed_share(self) -> float | None:
-        """Share of the case's time that no part explains; negative where parts exceed it."""
-        if not self.jct:
-            return None
-        return sum(cost for (_, part), cost in self.costs().items() if part == "unattributed") / (
-            self.jct
-        )
-
 
 def case_row(case: Case) -> dict[str, Any]:
     """Return the case's row of ``data.cases``."""
-    started, done = case.started, case.finished
+    started, done, account = case.started, case.finished, case.account
     decode = [step for step in case.steps if step.phase == "decode"]
     seconds, weights = [step.seconds for step in decode], [step.weight for step in decode]
     tokens = started.batch * started.output_len
@@ -147,7 +321,7 @@ def case_row(case: Case) -> dict[str, Any]:
         "batch": started.batch,
         "input_len": started.input_len,
         "output_len": started.output_len,
-        "jct_seconds": case.jct,
+        "jct_seconds": account.jct,
         "jct_seconds_interval": whole,
         "ttft_seconds": done.prefill_seconds if done is not None else None,
         "ttft_seconds_interval": prefill,
@@ -156,9 +330,11 @@ def case_row(case: Case) -> dict[str, Any]:
         "tbt_seconds": quantile(seconds, weights, 0.5),
         "tbt_p99_seconds": quantile(seconds, weights, 0.99),
         "instrumented_seconds": instrumented,
-        "overhead": instrumented / case.jct - 1 if instrumented is not None and case.jct else None,
+        "overhead": instrumented / account.jct - 1 if instrumented and account.jct else None,
         "decode_overhead": _decode_overhead(done),
-        "unattributed_share": case.unattributed_share(),
+        "measured_seconds": account.seconds,
+        "unattributed_share": account.unattributed_share(),
+        "excess_share": account.excess_share(),
         "energy_per_token_joules": energy / tokens if energy is not None and tokens else None,
         "labels": started.labels,
         "complete": done is not None,
@@ -173,11 +349,9 @@ def _decode_overhead(done: CaseFinished | None) -> float | None:
 
 def part_rows(case: Case) -> Iterable[dict[str, Any]]:
     """Return the case's rows of ``data.parts``."""
-    started, costs = case.started, case.costs()
-    # Of a case that never ended, the share is of what it measured: no other whole is known.
-    whole = case.jct or sum(costs.values())
+    started, account = case.started, case.account
     apart = set(re.findall(r"\w+", started.labels.get("by_difference", "")))
-    for (phase, part), seconds in costs.items():
+    for (phase, part), seconds in account.costs().items():
         yield {
             "case": started.case,
             "method": started.method,
@@ -187,7 +361,7 @@ def part_rows(case: Case) -> Iterable[dict[str, Any]]:
             "phase": phase,
             "part": part,
             "seconds": seconds,
-            "share": seconds / whole if whole else None,
+            "share": account.share(seconds),
             "by_difference": part in apart,
         }
 

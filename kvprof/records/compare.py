@@ -3,16 +3,21 @@
 import math
 import random
 from collections.abc import Mapping, Sequence
-from statistics import median
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, NamedTuple
 
 from kvprof.errors import UsageError
 from kvprof.records.figures import Figure, figures_of
 
-__all__ = ["compare", "environment_differences", "ratio_interval"]
+__all__ = ["Noise", "compare", "environment_differences", "noise_between", "ratio_interval"]
+
+Figures = Mapping[tuple[Any, str], Figure]
 
 _RESAMPLES = 1000
 _ENDS = (0.025, 0.975)
+#: Share of the controls' drift by which a method may have missed it.
+_MISSED = 0.5
+_LEAST = 5  # samples that tell a spread
 #: Differences of the environment that say nothing about a measurement.
 _UNTOLD = ("kvprof.git.dirty",)
 
@@ -33,8 +38,8 @@ def compare(
     names : sequence of str
         What to call each.
     fail_over : float, optional
-        The share by which a headline figure may get worse. It fails where it got worse by more and,
-        where an interval of the change is known, that interval excludes no change.
+        The share by which a headline figure may get worse. It fails where the whole interval of its
+        change lies beyond; without an interval only where it is exact.
     seed : int
         Of the bootstrap.
 
@@ -55,6 +60,7 @@ def compare(
         )
         raise UsageError(f"only results of one kind can be compared: {listed}")
     found = [_by_key(figures_of(result)) for result in results]
+    noises = [noise_between(found[0], own) for own in found[1:]]
     if not any(found):
         raise UsageError(f"a result of kind {kinds[0]} holds nothing that could be compared")
     rows: list[dict[str, Any]] = []
@@ -66,7 +72,7 @@ def compare(
             held = [which for which, one in zip(names, figures, strict=True) if one is not None]
             unmatched.append({"key": key, "figure": name, "in": held})
             continue
-        rows.append(_row(key, name, figures, fail_over, seed))
+        rows.append(_row(key, name, figures, noises, fail_over, seed))
     if not rows:
         raise UsageError(
             f"{' and '.join(names)} have no {kinds[0]} figure in common (their methods, lengths or "
@@ -80,6 +86,7 @@ def compare(
              "kvprof_version": result["kvprof_version"]}
             for name, result in zip(names, results, strict=True)
         ],
+        "noise": [None if noise is None else noise._asdict() for noise in noises],
         "rows": rows,
         "unmatched": unmatched,
         "environment": environment_differences(environments),
@@ -89,7 +96,7 @@ def compare(
     }  # fmt: skip
 
 
-def _by_key(figures: Sequence[Figure]) -> dict[tuple[Any, str], Figure]:
+def _by_key(figures: Sequence[Figure]) -> Figures:
     found: dict[tuple[Any, str], Figure] = {}
     for figure in figures:
         key, again = figure.key, 1
@@ -105,6 +112,7 @@ def _row(
     key: dict[str, Any],
     name: str,
     figures: Sequence[Figure | None],
+    noises: Sequence["Noise | None"],
     fail_over: float | None,
     seed: int,
 ) -> dict[str, Any]:
@@ -117,32 +125,38 @@ def _row(
         "headline": base.headline,
         "values": [None if figure is None else figure.value for figure in figures],
         "changes": [
-            None if figure is None else _change(base, figure, fail_over, seed)
-            for figure in figures[1:]
+            None if figure is None else _change(base, figure, noise, fail_over, seed)
+            for figure, noise in zip(figures[1:], noises, strict=True)
         ],
     }
 
 
-def _change(base: Figure, other: Figure, fail_over: float | None, seed: int) -> dict[str, Any]:
-    interval = ratio_interval(base, other, seed)
+def _change(
+    base: Figure, other: Figure, noise: "Noise | None", fail_over: float | None, seed: int
+) -> dict[str, Any]:
+    interval = ratio_interval(base, other, seed, noise)
     share = other.value / base.value - 1 if base.value > 0 else None
     verdict = _verdict(base, other)
     certain = None if interval is None else not interval[0] <= 0 <= interval[1]
-    failed = (
-        fail_over is not None
-        and base.headline
-        and verdict == "worse"
-        and certain is not False
-        and (share is None or abs(share) > fail_over)
-    )
+    gated = fail_over is not None and base.headline and (interval is not None or base.exact)
     return {
         "difference": other.value - base.value,
         "share": share,
         "share_interval": None if interval is None else list(interval),
         "verdict": verdict,
         "certain": certain,
-        "failed": failed,
+        "gated": gated,
+        "failed": gated and verdict == "worse" and _beyond(base, share, interval, fail_over or 0.0),
     }
+
+
+def _beyond(
+    base: Figure, share: float | None, interval: tuple[float, float] | None, limit: float
+) -> bool:
+    if interval is not None:
+        low, high = interval
+        return low > limit if base.better == "lower" else -high > limit
+    return share is None or abs(share) > limit
 
 
 def _verdict(base: Figure, other: Figure) -> str:
@@ -153,35 +167,152 @@ def _verdict(base: Figure, other: Figure) -> str:
     return "better" if (other.value < base.value) == (base.better == "lower") else "worse"
 
 
-def ratio_interval(base: Figure, other: Figure, seed: int = 0) -> tuple[float, float] | None:
+class Noise(NamedTuple):
+    """How far what no method changes differs between two runs: the machine, not the methods.
+
+    Attributes
+    ----------
+    controls : int
+        Such figures.
+    drift : float
+        The median of their changes: 0.1 for a tenth slower.
+    spread : float
+        By how much, relatively, another of them differs from that at most.
+    """
+
+    controls: int
+    drift: float
+    spread: float
+
+    @property
+    def margin(self) -> float:
+        """What a figure may differ by for no reason of its own, as a logarithm.
+
+        As far as any control, and by half the drift: a machine that gives its memory's time to
+        others slows one kernel down more than another.
+        """
+        return math.log1p(self.spread) + _MISSED * abs(math.log1p(self.drift))
+
+
+def noise_between(base: Figures, other: Figures) -> Noise | None:
+    """Return how far two runs differ in what no method changes; None where nothing tells.
+
+    Parameters
+    ----------
+    base, other : mapping
+        The figures of two results by their key and name.
+    """
+    changes: list[tuple[float, float]] = []
+    for place, figure in base.items():
+        again = other.get(place)
+        if again is None:
+            continue
+        if figure.beside and again.beside:
+            changes += _control(figure.beside, again.beside)
+        if figure.control and again.control:
+            ours, theirs = (one.samples or [one.value] for one in (figure, again))
+            # Of a rate, slower is less.
+            changes += (
+                _control(ours, theirs) if figure.better == "lower" else _control(theirs, ours)
+            )
+    if not changes:
+        return None
+    drift = median(change for change, _ in changes)
+    # What a control's own samples explain is in the interval of each figure as well.
+    spread = max(0.0, *(abs(change - drift) - half for change, half in changes))
+    return Noise(len(changes), math.expm1(drift), math.expm1(spread))
+
+
+def _control(before: Sequence[float], after: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the logarithm of the ratio of two medians, and half the width of its interval."""
+    if min(*before, *after) <= 0:
+        return []
+    change = math.log(median(after) / median(before))
+    return [(change, math.hypot(*(_half_width(samples) for samples in (before, after))))]
+
+
+def _half_width(samples: Sequence[float]) -> float:
+    """Return half the width of the 95 % interval of the logarithm of a median, from quartiles."""
+    if len(samples) < _LEAST:
+        return 0.0
+    low, _, high = quantiles([math.log(value) for value in samples], method="inclusive")
+    # Of a normal distribution the quartiles lie 1.349 standard deviations apart.
+    return 1.96 * math.sqrt(math.pi / 2 / len(samples)) * (high - low) / 1.349
+
+
+def _middle(figure: Figure) -> float | None:
+    return median(figure.beside) if figure.beside else None
+
+
+def ratio_interval(
+    base: Figure, other: Figure, seed: int = 0, noise: Noise | None = None
+) -> tuple[float, float] | None:
     """Return the 95 % interval of `other` over `base`, less one; None where nothing tells it.
 
     From samples by a bootstrap of both medians; otherwise from the two intervals, whose
     distances to their figures add in squares on a logarithmic scale (Zou and Donner's MOVER), as
-    they do where the two runs are independent.
+    they do where the two runs are independent. A time is held both as it is and relative to what
+    was taken beside it (without that, to the drift of the controls), and the interval holds both:
+    a machine that was slower for one may not have been for the other. The margin of the noise
+    widens it.
 
     Parameters
     ----------
     base, other : Figure
     seed : int
         Of the bootstrap.
+    noise : Noise, optional
+        Between the two runs, for times.
     """
     if base.samples and other.samples and min(*base.samples, *other.samples) > 0:
-        chance = random.Random(seed)
-        ratios = sorted(
-            median(chance.choices(other.samples, k=len(other.samples)))
-            / median(chance.choices(base.samples, k=len(base.samples)))
-            for _ in range(_RESAMPLES)
-        )
-        low, high = (ratios[round(end * (_RESAMPLES - 1))] - 1 for end in _ENDS)
-        return low, high
-    ours, theirs = _logs(base), _logs(other)
-    if ours is None or theirs is None:
-        return None
-    (a, a_low, a_high), (b, b_low, b_high) = ours, theirs
-    down = math.hypot(b - b_low, a_high - a)
-    up = math.hypot(b_high - b, a - a_low)
-    return math.expm1(b - a - down), math.expm1(b - a + up)
+        found = _bootstrapped(base, other, seed)
+    else:
+        ours, theirs = _logs(base), _logs(other)
+        if ours is None or theirs is None:
+            return None
+        (a, a_low, a_high), (b, b_low, b_high) = ours, theirs
+        low = b - a - math.hypot(b - b_low, a_high - a)
+        found = [(low, b - a + math.hypot(b_high - b, a - a_low))]
+    if noise is not None and base.name.endswith("seconds"):
+        if len(found) == 1:
+            before, after = _middle(base), _middle(other)
+            drift = math.log1p(noise.drift)
+            if before and after and min(before, after) > 0:
+                drift = math.log(after / before)
+            found.append((found[0][0] - drift, found[0][1] - drift))
+        widened = noise.margin
+    else:
+        widened = 0.0
+    low, high = min(low for low, _ in found) - widened, max(high for _, high in found) + widened
+    return math.expm1(low), math.expm1(high)
+
+
+def _bootstrapped(base: Figure, other: Figure, seed: int) -> list[tuple[float, float]]:
+    """Return the interval of the logarithm of the ratio, and of the ratio beside its controls."""
+    chance = random.Random(seed)
+    paired = all(
+        one.beside and len(one.beside) == len(one.samples or ()) and min(one.beside) > 0
+        for one in (base, other)
+    )
+    raw, relative = [], []
+    for _ in range(_RESAMPLES):
+        values = []
+        for one in (other, base):
+            samples = one.samples or ()
+            drawn = chance.choices(range(len(samples)), k=len(samples))
+            values.append(math.log(median(samples[place] for place in drawn)))
+            if paired and one.beside:
+                values.append(math.log(median(one.beside[place] for place in drawn)))
+        raw.append(values[0] - values[len(values) // 2])
+        if paired:
+            relative.append(values[0] - values[1] - (values[2] - values[3]))
+    found = []
+    for logs in (raw, relative):
+        if logs:
+            logs.sort()
+            low, high = (logs[round(end * (_RESAMPLES - 1))] for end in _ENDS)
+            found.append((low, high))
+    return found
 
 
 def _logs(figure: Figure) -> tuple[float, float, float] | None:

@@ -1,16 +1,23 @@
 """The figures of a result that can be held against another result's, each with its key."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = ["Figure", "figures_of"]
+from kvprof.records.cases import CACHE_PARTS
+
+__all__ = ["Figure", "figures_of", "interval_of_share"]
 
 Row = Mapping[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
 _LEAST_SAMPLES = 5
+_LARGE = 0.02  # of a request's time: a part below it is mostly noise
+_Z = 1.959964  # 95 % of a normal distribution
+#: Parts of a request that are the same with every method or belong to the machine alone.
+_NOT_SHARED = (*CACHE_PARTS, "communication", "host", "unattributed")
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,15 @@ class Figure:
     interval : (float, float) or None
         In which `value` lies.
     headline : bool
-        Whether a limit on what may get worse counts it; parts of a whole do not.
+        Whether a limit on what may get worse counts it: it is what was asked for, no part of it
+        and not what it is held against.
+    exact : bool
+        Whether it is counted or computed, so that it repeats without an interval.
+    beside : sequence of float or None
+        Times of what no method changes, taken beside it, so that a slower machine shows there too:
+        one for each of `samples`, of the same rounds, or one for the whole.
+    control : bool
+        Whether it is of what no method changes: what it differs by between two runs is noise.
     """
 
     key: Key
@@ -41,6 +56,20 @@ class Figure:
     samples: Sequence[float] | None = None
     interval: tuple[float, float] | None = None
     headline: bool = False
+    exact: bool = False
+    beside: Sequence[float] | None = None
+    control: bool = False
+
+
+def interval_of_share(share: float, items: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `items` yes or no answers (Wilson's).
+
+    It stays wide where every answer was the same.
+    """
+    square = _Z**2 / items
+    middle = (share + square / 2) / (1 + square)
+    half = _Z * math.sqrt(share * (1 - share) / items + square / (4 * items)) / (1 + square)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def figures_of(result: Row) -> list[Figure]:
@@ -65,43 +94,64 @@ def _given(
     better: str | None = None,
     *,
     interval: str | None = None,
-    headline: bool = False,
+    **more: Any,
 ) -> Iterator[Figure]:
     """Yield a row's figure, unless it was not measured."""
     if row.get(name) is None:
         return
     ends = row.get(interval) if interval is not None else None
     known = tuple(ends) if ends is not None and None not in ends else None
-    yield Figure(key, name, row[name], better, interval=known, headline=headline)
+    yield Figure(key, name, row[name], better, interval=known, **more)
 
 
-def _sampled(name: str, key: Key, row: Row) -> Iterator[Figure]:
+def _sampled(name: str, key: Key, row: Row, **more: Any) -> Iterator[Figure]:
     samples = row.get("seconds")
     if samples:
         ends = row.get("seconds_interval")
         interval = tuple(ends) if ends is not None and None not in ends else None
         several = samples if len(samples) >= _LEAST_SAMPLES else None
-        yield Figure(key, name, median(samples), "lower", several, interval, headline=True)
+        yield Figure(key, name, median(samples), "lower", several, interval, **more)
 
 
 def _bench(data: Row) -> Iterator[Figure]:
     names = ("method", "phase", "batch", "seq", "dtype", "schedule")
     for row in data["rows"]:
         key = _key(row, names)
-        yield from _sampled("seconds", key, row)
-        for name, better in (("speedup", "higher"), ("error", "lower"), ("cache_bytes", "lower")):
-            yield from _given(row, name, key, better)
+        beside = row.get("baseline_seconds")
+        paired = beside if beside and len(beside) == len(row["seconds"] or ()) else None
+        yield from _sampled("seconds", key, row, headline=True, beside=paired)
+        yield from _given(row, "speedup", key, "higher", interval="speedup_interval")
+        yield from _given(row, "error", key, "lower")
+        yield from _given(row, "cache_bytes", key, "lower", headline=True, exact=True)
     for row in data["baselines"]:
         fixed = {"method": row["name"], "dtype": None, "schedule": None}
-        yield from _sampled("seconds", _key({**row, **fixed}, names), row)
+        enough = len(row["seconds"] or ()) >= _LEAST_SAMPLES
+        yield from _sampled("seconds", _key({**row, **fixed}, names), row, control=enough)
+    yield from _given(
+        data.get("bandwidth", {}), "tb_per_s", (("of", "bandwidth"),), "higher", control=True
+    )
 
 
 def _jct(data: Row) -> Iterator[Figure]:
+    shared: dict[tuple[str, str], float] = {}
+    for row in data["parts"]:
+        if row["part"] not in _NOT_SHARED:
+            of = row["case"], row["phase"]
+            shared[of] = shared.get(of, 0.0) + row["seconds"]
     for case in data["cases"]:
         key: Key = (("case", case["case"]),)
-        for name in ("jct_seconds", "ttft_seconds"):
-            ends = f"{name}_interval"
-            yield from _given(case, name, key, "lower", interval=ends, headline=True)
+
+        def beside(*phases: str, of: str = case["case"]) -> list[float] | None:
+            seconds = sum(shared.get((of, phase), 0.0) for phase in phases)
+            return [seconds] if seconds > 0 else None
+
+        for name, phases in (
+            ("jct_seconds", ("prefill", "decode")), ("ttft_seconds", ("prefill",)),
+        ):  # fmt: skip
+            yield from _given(
+                case, name, key, "lower", interval=f"{name}_interval", headline=True,
+                beside=beside(*phases),
+            )  # fmt: skip
         steps = [
             row for row in data["steps"] if row["case"] == case["case"] and row["phase"] == "decode"
         ]
@@ -109,12 +159,20 @@ def _jct(data: Row) -> Iterator[Figure]:
             # Steps that stand for unlike numbers of passes are no sample of their median.
             alike = len({row["weight"] for row in steps}) == 1 and len(steps) >= _LEAST_SAMPLES
             samples = [row["seconds"] for row in steps] if alike else None
-            yield Figure(key, "tbt_seconds", case["tbt_seconds"], "lower", samples, headline=True)
+            yield Figure(
+                key, "tbt_seconds", case["tbt_seconds"], "lower", samples, headline=True,
+                beside=beside("decode"),
+            )  # fmt: skip
         yield from _given(case, "tbt_p99_seconds", key, "lower")
         yield from _given(case, "energy_per_token_joules", key, "lower")
+    whole: dict[str, float] = {}
+    for row in data["parts"]:
+        whole[row["case"]] = whole.get(row["case"], 0.0) + max(0.0, row["seconds"])
     for row in data["parts"]:
         key = _key(row, ("case", "phase", "part"))
-        yield from _given(row, "seconds", key, "lower")
+        large = row["seconds"] > _LARGE * whole[row["case"]]
+        control = large and row["part"] not in _NOT_SHARED
+        yield from _given(row, "seconds", key, "lower", control=control)
 
 
 def _eval(data: Row) -> Iterator[Figure]:
@@ -132,15 +190,20 @@ def _eval(data: Row) -> Iterator[Figure]:
         yield from _given(row, "rate", key, "higher")
         for task, found in row["tasks"].items():
             of = (*key, ("task", task))
-            yield Figure(of, "task_accuracy", found["accuracy"], "higher", headline=True)
+            items = found.get("items")
+            ends = interval_of_share(found["accuracy"], items) if items else None
+            yield Figure(
+                of, "task_accuracy", found["accuracy"], "higher", interval=ends, headline=True
+            )
 
 
 def _frontier(data: Row) -> Iterator[Figure]:
     for method in data["methods"]:
         key = (("method", method["label"]),)
         yield from _given(
-            method, "max_rate", key, "higher", interval="max_rate_interval", headline=True
-        )
+            method, "max_rate", key, "higher", interval="max_rate_interval", headline=True,
+            exact=True,
+        )  # fmt: skip
         for target, rate in method["max_rates"].items():
             yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
 
@@ -148,7 +211,7 @@ def _frontier(data: Row) -> Iterator[Figure]:
 def _spectrum(data: Row) -> Iterator[Figure]:
     for row in data["removal"]:
         key = _key(row, ("removal_rate",))
-        yield from _given(row, "dim_rate", key, "higher", headline=True)
+        yield from _given(row, "dim_rate", key, "higher", headline=True, exact=True)
         yield from _given(row, "dim_rate_rounded", key, "higher")
         yield from _given(row, "dim_rate_without_first", key, "higher")
     for pair, found in data["pairs"].items():
@@ -169,8 +232,9 @@ def _stability(data: Row) -> Iterator[Figure]:
         if row["layer"] is None and row["seed"] is None:
             key = _key(row, names)
             for name in ("ratio_sign_aligned", "extra_energy_loss", "extra_score_error"):
-                yield from _given(row, name, key, "lower", headline=name != "ratio_sign_aligned")
-            yield from _given(row, "extra_output_error", key, "lower", headline=True)
+                headline = name != "ratio_sign_aligned"
+                yield from _given(row, name, key, "lower", headline=headline, exact=True)
+            yield from _given(row, "extra_output_error", key, "lower", headline=True, exact=True)
     for claim in data["claims"]:
         key = _key(claim, ("claim", "pair", "target", "tokens"))
         if isinstance(claim["measured"], int | float):
@@ -182,7 +246,7 @@ def _plan(data: Row) -> Iterator[Figure]:
         plan = data["plan"]
         key: Key = (("method", plan["method"]), ("context", plan["context"]))
         for name in ("rate", "dim_rate"):
-            yield from _given(plan, name, key, "higher", headline=name == "rate")
+            yield from _given(plan, name, key, "higher", headline=name == "rate", exact=True)
         for part, size in plan["bytes"].items():
             yield Figure((*key, ("bytes", part)), "bytes", size, None)
     for row in (data["fit"] or {}).get("rows", ()):
@@ -191,14 +255,15 @@ def _plan(data: Row) -> Iterator[Figure]:
         for found in row["longest_context"]:
             of = (*key, ("batch", found["batch"]))
             yield from _given(
-                {"longest_context": found["tokens"]}, "longest_context", of, "higher", headline=True
-            )
+                {"longest_context": found["tokens"]}, "longest_context", of, "higher",
+                headline=True, exact=True,
+            )  # fmt: skip
 
 
 def _generate(data: Row) -> Iterator[Figure]:
     if data["cache"] is not None:
         key = (("of", "cache"),)
-        yield from _given(data["cache"], "rate", key, "higher", headline=True)
+        yield from _given(data["cache"], "rate", key, "higher", headline=True, exact=True)
         yield from _given(data["cache"], "measured_bytes", key, "lower")
     if data["difference"] is not None and data["difference"]["kl"]:
         kl = data["difference"]["kl"]
@@ -226,7 +291,9 @@ def _loose(data: Row, path: str = "", known: Key = ()) -> Iterator[Figure]:
                     yield from _loose(row, inner, tuple(own.items()))
         elif isinstance(value, float) or (isinstance(value, int) and "bytes" in name):
             better = "lower" if _is_time(name) or "bytes" in name else None
-            yield Figure(key, name, value, better, headline=better is not None)
+            yield Figure(
+                key, name, value, better, headline=better is not None, exact="bytes" in name
+            )
 
 
 def _identity(row: Row) -> Iterator[tuple[str, Any]]:

@@ -19,10 +19,8 @@ from kvprof.records.events import (
 )
 from kvprof.records.result import build_result
 
-__all__ = ["MOST_UNATTRIBUTED", "Fold", "fold", "result_of"]
+__all__ = ["Fold", "fold", "result_of"]
 
-#: Share of a case's time without a name above which its result warns.
-MOST_UNATTRIBUTED = 0.1
 _SERIES = 1000  # telemetry samples that a result keeps per device
 _RUNNING = "the record ends before the run does: it was killed, or is still running"
 
@@ -152,13 +150,8 @@ class Fold:
         return result | {"kvprof_version": started.kvprof_version}
 
     def _doubts(self) -> list[str]:
-        found = []
-        for name, case in self._cases.items():
-            share = case.unattributed_share()
-            if share is not None and abs(share) > MOST_UNATTRIBUTED:
-                what = "of its time has no part" if share > 0 else "more than its time is in parts"
-                found.append(f"{name}: {100 * abs(share):.1f} % {what}; its shares are doubtful")
-        return found
+        said = [(name, case.account.doubt()) for name, case in self._cases.items()]
+        return [f"{name}: {doubt}" for name, doubt in said if doubt is not None]
 
 
 def _telemetry(samples: Sequence[TelemetrySample]) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def _from_cells(
     if not found:
         return _missing(f"{', '.join(cells)}: no {wanted}{_there(one, results[cells[0]])}")
     if any(entry.value is None for entry in found):
-        return _missing(f"{', '.join(cells)}: {wanted} was not measured")
+        why = f"{wanted} was not measured" if doubt is None else f"no {wanted}: {doubt}"
+        return _missing(f"{', '.join(cells)}: {why}")
     if wrong := [entry.value for entry in found if not isinstance(entry.value, int | float)]:
         kind = "a list; add [*] and over" if isinstance(wrong[0], list) else "no number"
         return _missing(f"{', '.join(cells)}: {wanted} is {kind}")

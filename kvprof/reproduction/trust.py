@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprof.records.figures import Figure
-from kvprof.records.fold import MOST_UNATTRIBUTED
+from kvprof.records.cases import MOST_UNATTRIBUTED
+from kvprof.records.figures import Figure, interval_of_share
 
 __all__ = ["doubt_about", "implied_interval", "implied_value", "row_of"]
 
@@ -58,27 +58,19 @@ def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[fl
         return None
     if name in ("accuracy", "baseline", "task_accuracy") and row.get("items"):
         share = row["baseline" if name == "baseline" else "accuracy"]
-        return _of_share(share, row["items"])
+        return interval_of_share(share, row["items"])
     if name == "value" and "stderr" in row:
         if row["value"] in (0, 1) and row["items"]:  # where a standard error sees no spread
-            return _of_share(row["value"], row["items"])
+            return interval_of_share(row["value"], row["items"])
         if row["stderr"] is not None:
             return row["value"] - _Z * row["stderr"], row["value"] + _Z * row["stderr"]
     if name == "speedup" and row.get("speedup") is not None:
-        return _of_speedup(result, row)
+        return _of_speedup(result, row)  # of an older record, which has no interval beside it
     if name == "max_rate" and row.get("points"):
         # A sample without intervals (one sequence) leaves every rate open.
         low, high = row.get("max_rate_interval") or (None, None)
         return low or 0.0, 1.0 if high is None else high
     return None
-
-
-def _of_share(share: float, items: int) -> tuple[float, float]:
-    # scipy.stats takes half a second to load.
-    from scipy.stats import binomtest
-
-    found = binomtest(round(share * items), items).proportion_ci(method="wilson")
-    return float(found.low), float(found.high)
 
 
 def _of_speedup(result: Row, row: Row) -> tuple[float, float] | None:
@@ -123,9 +115,8 @@ def doubt_about(result: Row, row: Row | None) -> str | None:
     -------
     str or None
         Of a frontier that was interrupted: what was not tested may be the largest rate. Of a
-        request's time, when more of it than `kvprof.records.fold.MOST_UNATTRIBUTED` belongs to no
-        part, or the parts sum to more than the request by as much: then the parts are not what
-        happened.
+        request's time, when more of it than `kvprof.records.cases.MOST_UNATTRIBUTED` belongs to no
+        part, or parts sum to more than their phase by as much: then they are not what happened.
     """
     if result["kind"] == "frontier" and not result.get("complete", True):
         return "the frontier was interrupted, and its largest rates are those so far"
@@ -133,8 +124,14 @@ def doubt_about(result: Row, row: Row | None) -> str | None:
         return None
     case = next((one for one in result["data"]["cases"] if one["case"] == row["case"]), None)
     share = case["unattributed_share"] if case is not None else None
-    if share is None or abs(share) <= MOST_UNATTRIBUTED:
+    if case is None or share is None:
         return None
-    what = "of its time has no part" if share > 0 else "more than its time is in parts"
+    # Older records do not say by how much the parts of a phase exceed it.
+    excess = case.get("excess_share")
+    excess = max(0.0, -share) if excess is None else excess
+    if max(share, excess) <= MOST_UNATTRIBUTED:
+        return None
     limit = f"{100 * MOST_UNATTRIBUTED:g} % at most"
-    return f"{row['case']}: {100 * abs(share):.1f} % {what} ({limit})"
+    if excess > MOST_UNATTRIBUTED:
+        return f"{row['case']}: {100 * excess:.1f} % more than its time is in parts ({limit})"
+    return f"{row['case']}: {100 * share:.1f} % of its time has no part ({limit})"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvprof.records.cases import CACHE_PARTS, quantile
+from kvprof.records.cases import CACHE_PARTS, Account, quantile
 from kvprof.records.events import (
     PHASES,
     Balance,
@@ -52,13 +52,11 @@ class CaseState:
     ----------
     started : CaseStarted
     finished : CaseFinished or None
+    measured : Account
+        Where the time of the request went so far.
     preview : Preview or None
         What its parts may cost, while some of them are not measured.
-    parts : dict
-        Phase to part to seconds of the request.
     layers : dict of int to LayerState
-    walked : float
-        Wall time of the forward passes so far.
     steps : Thinned
         Decode steps as (context, seconds, weight).
     memory : Thinned
@@ -76,10 +74,9 @@ class CaseState:
     def __init__(self, started: CaseStarted) -> None:
         self.started = started
         self.finished: CaseFinished | None = None
+        self.measured = Account()
         self.preview: Preview | None = None
-        self.parts: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
         self.layers: dict[int, LayerState] = {}
-        self.walked = 0.0
         self._first_token: float | None = None
         self.steps: Thinned[tuple[int, float, float]] = Thinned()
         self.memory: Thinned[MemorySample] = Thinned()
@@ -128,13 +125,11 @@ class CaseState:
     def part_sample(self, event: PartSample) -> None:
         """Add a timed part."""
         self.version += 1
-        seconds = event.seconds * event.weight
-        parts = self.parts.setdefault(event.phase, {})
-        parts[event.part] = parts.get(event.part, 0.0) + seconds
+        self.measured.add(event)
         self.phase, self.context = event.phase, event.context
         if event.layer is not None and event.part in CACHE_PARTS:
             layer = self.layers.setdefault(event.layer, LayerState())
-            layer.seconds = (layer.seconds or 0.0) + seconds
+            layer.seconds = (layer.seconds or 0.0) + event.seconds * event.weight
 
     def previewed(self, event: Preview) -> None:
         """Take what the first, short pass says."""
@@ -144,15 +139,30 @@ class CaseState:
     @property
     def provisional(self) -> bool:
         """Whether some of its parts are those of the first, short pass."""
-        return self.preview is not None and self.finished is None and not all(
-            self.parts[phase] or not getattr(self.preview, phase) for phase in PHASES
+        return self.preview is not None and self.finished is None and any(
+            getattr(self.preview, phase) for phase in self._unmeasured()
         )  # fmt: skip
+
+    @property
+    def account(self) -> Account:
+        """Where the time went: as measured, and while nothing of a phase is, as in the first pass."""
+        if not self.provisional:
+            return self.measured
+        mixed = Account(dict(self.measured.parts), dict(self.measured.walked))
+        for phase in self._unmeasured():
+            for part, seconds in getattr(self.preview, phase).items():
+                mixed.add_part(phase, part, seconds)
+        return mixed
+
+    def _unmeasured(self) -> list[str]:
+        named = {phase for phase, _ in self.measured.parts}
+        return [phase for phase in PHASES if phase not in named]
 
     def step_finished(self, event: StepFinished) -> None:
         """Add a forward pass."""
         self.version += 1
         self.phase, self.context = event.phase, event.context
-        self.walked += event.seconds * event.weight
+        self.measured.add(event)
         if event.phase == "prefill" and self._first_token is None:
             self._first_token = event.seconds
         if event.phase == "decode":
@@ -181,28 +191,15 @@ class CaseState:
         """Take the uninstrumented wall times."""
         self.version += 1
         self.finished = event
+        self.measured.add(event)
 
     def part_seconds(self) -> dict[str, float]:
-        """Return seconds of the request by part, both phases; unattributed once it is known.
-
-        While nothing of a phase is measured, it is what the first, short pass says of it.
-        """
-        total: dict[str, float] = {}
-        for phase, measured in self.parts.items():
-            parts = measured
-            if not parts and self.provisional:
-                parts = getattr(self.preview, phase, {})
-            for part, seconds in parts.items():
-                total[part] = total.get(part, 0.0) + seconds
-        if self.finished is not None:
-            total["unattributed"] = self.jct_seconds() - sum(total.values())
-        return total
+        """Return seconds of the request by part, both phases; unattributed once it is known."""
+        return self.account.by_part()
 
     def jct_seconds(self) -> float:
-        """Return the uninstrumented wall time, or the sum of the parts while there is none."""
-        if self.finished is not None:
-            return self.finished.prefill_seconds + self.finished.decode_seconds
-        return sum(self.part_seconds().values())
+        """Return the uninstrumented wall time, or what was measured while there is none."""
+        return self.account.seconds
 
     def ttft_seconds(self) -> float | None:
         """Return the time to the first token, without instrumentation.

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvprof.records.events import PARTS, Balance
+from kvprof.records.cases import ordered_parts
+from kvprof.records.events import Balance
 from kvprof.tui.case_state import CaseState
 from kvprof.tui.choice import Choice
 from kvprof.tui.state import RunState
 
 __all__ = [
-    "UNTIMED",
     "Bar",
     "Strip",
     "bars",
@@ -21,10 +21,6 @@ __all__ = [
 ]
 
 
-#: Stands in an unfinished bar for the time that was measured but not yet in parts.
-UNTIMED = "parts follow"
-
-
 @dataclass(frozen=True)
 class Bar:
     """One method's job completion time in parts.
@@ -33,7 +29,7 @@ class Bar:
     ----------
     case : CaseState
     parts : dict
-        Part to seconds, in the order of `PARTS`; only what takes time.
+        Part to seconds (`kvprof.records.cases.Account.stack`).
     seconds : float
         The uninstrumented wall time, or what was measured so far.
     baseline : float or None
@@ -60,21 +56,20 @@ def bars(state: RunState, choice: Choice) -> list[Bar]:
     wall = base.jct_seconds() if base is not None and base.finished is not None else None
     made = []
     for case in choice.shown_cases(state):
-        seconds = case.part_seconds()
-        parts = {part: seconds[part] for part in _ordered(seconds) if seconds[part] > 0}
-        whole = case.jct_seconds()
-        if case.finished is None and case.walked > whole:
-            # A real run is timed as a whole first, and in parts after that.
-            parts[UNTIMED], whole = case.walked - whole, case.walked
         against = wall if case.finished is not None and case is not base else None
-        made.append(Bar(case, parts, whole, against, case is chosen, case is base))
+        made.append(
+            Bar(
+                case, case.account.stack(), case.jct_seconds(), against, case is chosen,
+                case is base,
+            )
+        )  # fmt: skip
     return made
 
 
 def part_rows(state: RunState, choice: Choice) -> list[tuple[str, list[float | None]]]:
     """Return a row per part: its seconds for every shown case, None where it has none."""
     columns = [case.part_seconds() for case in choice.shown_cases(state)]
-    parts = _ordered({part: 0.0 for column in columns for part in column})
+    parts = ordered_parts(part for column in columns for part in column)
     if choice.parts_by_size:
         parts.sort(key=lambda part: -max(column.get(part, 0.0) for column in columns))
     return [(part, [column.get(part) for column in columns]) for part in parts]
@@ -148,8 +143,3 @@ def _strip(event: Balance) -> Strip:
 def _relative(values: Sequence[float]) -> list[float]:
     mean = sum(values) / len(values) if values else 0.0
     return [value / mean for value in values] if mean > 0 else [0.0 for _ in values]
-
-
-def _ordered(parts: dict[str, float]) -> list[str]:
-    known = [part for part in PARTS if part in parts]
-    return [*known, *(part for part in parts if part not in PARTS)]

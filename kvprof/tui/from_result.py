@@ -68,7 +68,7 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
     case = state.cases[name]
     for part in own("parts"):
         if part["part"] != "unattributed":
-            case.parts.setdefault(part["phase"], {})[part["part"]] = part["seconds"]
+            case.measured.add_part(part["phase"], part["part"], part["seconds"])
     for layer in own("layers"):
         if layer["error"] is not None:
             state.apply(

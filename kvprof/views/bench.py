@@ -10,17 +10,21 @@ from rich.text import Text
 from kvprof.views.bench_csv import to_csv
 from kvprof.views.bench_data import (
     Group,
+    beside_seconds,
     best_baseline,
     fits,
     groups,
+    rate_unit,
     roofline_points,
-    roofline_slope,
+    roofline_unit,
+    roofs,
+    scaled,
     widths,
 )
 from kvprof.views.bench_data import context_curves as curves
 from kvprof.views.bench_figure import figure, sweeps
 from kvprof.views.bench_strips import Strips, longest
-from kvprof.views.bench_tables import baseline_table, method_table, schedule_table
+from kvprof.views.bench_tables import baseline_table, method_table, schedule_table, speedup_words
 from kvprof.views.numbers import count, number
 from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
 from kvprof.views.plot import LinePlot
@@ -39,12 +43,18 @@ _TIME = (
     "{repeats} samples and the 95 % bootstrap interval of that median."
 )
 _BANDWIDTH = (
-    "TB/s: each byte that has to be read or written, once, over the time. Share: of {limit} that "
+    "{unit}: each byte that has to be read or written, once, over the time. Share: of {limit} that "
     "memory gives here ({how})."
 )
 _SPEEDUP = (
     "Speed-up: against the fastest full-width kernel of this machine in this run, not against "
-    "kvprof's own."
+    "kvprof's own: its time beside over the row's, with the 95 % bootstrap over pairs. Beside: "
+    "that kernel's median in turn with the row; ! and by how much it differs from when it was "
+    "timed alone."
+)
+_OF = (
+    "This is the attention of one layer alone. A whole request gains less, or loses: "
+    "kvprof bench --jct measures one."
 )
 _ERROR = (
     "Error: of the output, on a sample of its heads, against the same computation in float64 "
@@ -77,7 +87,7 @@ def report(
     found = groups(result)
     parts.append(paragraph(_answer(found), "bold"))
     for group in found:
-        parts += _measured(group, result["data"]["shape"])
+        parts += _measured(group, result["data"]["shape"], result["data"]["bandwidth"]["tb_per_s"])
     if lines := _absent(found):
         parts += [heading("Full-width kernels that did not run"), bullets(lines)]
     for members in sweeps(result):
@@ -102,24 +112,31 @@ def _answer(found: list[Group]) -> str:
             continue
         group = max(members, key=lambda one: (one.seq, one.batch))
         best = best_baseline(group)
-        against = f" ({best[0]}, {number(best[1] * 1e3)} ms)" if best else ""
-        (speedup, name), *rest = fits(group)
-        if speedup <= 1:
+        first, *rest = fits(group)
+        name, said = first["method"], speedup_words(first)
+        against = ""
+        if best is not None:
+            # Of the same rounds as the speed-up, or the two would say different things.
+            beside = beside_seconds(first) or best[1]
+            against = f" ({best[0]}, {number(beside * 1e3)} ms)"
+        if first["speedup"] <= 1:
             lines.append(
                 f"{group.name}: no method is faster than the best full width{against}; {name} "
-                f"comes nearest ({number(speedup)}×)."
+                f"comes nearest ({said})."
             )
             continue
-        line = f"{group.name}: {name} is {number(speedup)}× as fast as the best full width{against}"
-        others = [f"{other} {number(times)}×" for times, other in rest[:3]]
+        line = f"{group.name}: {name} is {said} as fast as the best full width{against}"
+        others = [f"{other['method']} {speedup_words(other)}" for other in rest[:3]]
         lines.append(f"{line}{'; then ' if others else ''}{', '.join(others)}.")
-    return "\n".join(lines) or "No speed-up was measured."
+    return "\n".join([*lines, _OF]) if lines else "No speed-up was measured."
 
 
-def _measured(group: Group, shape: Mapping[str, Any]) -> list[RenderableType]:
+def _measured(
+    group: Group, shape: Mapping[str, Any], tb_per_s: float | None
+) -> list[RenderableType]:
     parts: list[RenderableType] = [heading(group.name)]
     if group.rows:
-        parts.append(method_table(group, shape))
+        parts.append(method_table(group, shape, tb_per_s))
     against = {row["baseline"] for row in group.rows if row["baseline"]}
     if len(against) == 1:
         parts.append(Text(f"speed-up against {against.pop()}", style="dim", overflow="fold"))
@@ -161,15 +178,18 @@ def _roofline(result: Mapping[str, Any], found: list[Group]) -> list[RenderableT
     points = roofline_points(result)
     if not points:
         return []
-    slope = roofline_slope(points, result["data"]["bandwidth"]["tb_per_s"])
+    factor, unit = roofline_unit(points)
+    limits = [scaled(roof, factor) for roof in roofs(points, result["data"])]
+    points = [scaled(one, factor) for one in points]
     sequences = {group.phase: group.seq for group in found}
     where = ", ".join(f"{phase} at {count(seq)} tokens" for phase, seq in sequences.items())
     return [
         LinePlot(
-            [slope, *points] if slope is not None else points,
-            f"Roofline ({where}, every batch): what was reached, and what memory allows",
+            [*limits, *points],
+            f"Roofline ({where}, every batch): what was reached, and what memory and arithmetic "
+            "allow",
             "FLOP per byte moved",
-            "TFLOP/s",
+            unit,
             height=_HEIGHT,
             log_x=True,
             log_y=True,
@@ -216,9 +236,9 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         _TIME.format(measured=data["shape"]["measured"], repeats=repeats),
     ]
     if limit["tb_per_s"] is not None:
-        notes.append(
-            _BANDWIDTH.format(limit=f"{number(limit['tb_per_s'])} TB/s", how=limit["what"])
-        )
+        factor, unit = rate_unit([limit["tb_per_s"]])
+        reached = f"{number(limit['tb_per_s'] * factor)} {unit}"
+        notes.append(_BANDWIDTH.format(unit=unit, limit=reached, how=limit["what"]))
     return [*notes, _SPEEDUP, _ERROR]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvprof.views.bench_data import median_seconds
+from kvprof.views.bench_data import beside_seconds, median_seconds
 from kvprof.views.tidy import tidy_csv
 
 __all__ = ["to_csv"]
@@ -11,7 +11,7 @@ __all__ = ["to_csv"]
 _PLACE = ("method", "phase", "batch", "seq", "dtype", "schedule")
 _FIGURES = (
     "bytes_moved", "cache_bytes", "tb_per_s", "bandwidth_share", "flop_per_s", "baseline",
-    "speedup", "error", "makespan_over_mean",
+    "speedup", "speedup_low", "speedup_high", "baseline_seconds", "error", "makespan_over_mean",
 )  # fmt: skip
 _WIDTHS = tuple(
     f"{side}_width_{end}" for side in ("keys", "values") for end in ("mean", "least", "most")
@@ -23,7 +23,8 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
     ``kind`` is ``method`` or ``baseline``; a baseline that could not run has no time and a
     ``reason``. ``seconds`` is the median of ``samples`` samples, ``seconds_low`` and
-    ``seconds_high`` its 95 % interval. Floats are written in full (`repr`).
+    ``seconds_high`` its 95 % interval; ``baseline_seconds`` is the median of
+    the full-width kernel in turn with it. Floats are written in full (`repr`).
 
     Parameters
     ----------
@@ -40,9 +41,13 @@ def to_csv(result: Mapping[str, Any]) -> str:
 def _rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for row in result["data"]["rows"]:
         low, high = row["seconds_interval"] or (None, None)
+        slowest, fastest = row.get("speedup_interval") or (None, None)
         yield {
             "kind": "method",
-            **{key: row[key] for key in (*_PLACE, "rate", *_FIGURES)},
+            **{key: row.get(key) for key in (*_PLACE, "rate", *_FIGURES)},
+            "speedup_low": slowest,
+            "speedup_high": fastest,
+            "baseline_seconds": beside_seconds(row),
             **_widths(row["ranks"]),
             "seconds": median_seconds(row),
             "seconds_low": low,

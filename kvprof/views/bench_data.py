@@ -2,28 +2,35 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from kvprof.views.numbers import MISSING, count, number, span
+from kvprof.views.numbers import MISSING, count, number, shared, span
 from kvprof.views.plot import Series
 
 __all__ = [
     "Group",
+    "beside_seconds",
     "best_baseline",
     "context_curves",
+    "drift",
     "finite",
     "fits",
     "groups",
     "label",
     "median_seconds",
+    "rate_unit",
     "roofline_points",
-    "roofline_slope",
+    "roofline_unit",
+    "roofs",
+    "scaled",
     "widths",
 ]
 
 Row = Mapping[str, Any]
+_DRIFT = 0.05  # of the baseline beside a row, from which on it is told there
+_LEAST_TERA = 0.5  # from which on rates are written in tera
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,21 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
     return sorted(found.values(), key=lambda group: (order[group.phase, group.batch], group.seq))
 
 
+def rate_unit(values: Iterable[float | None], of: str = "B") -> tuple[float, str]:
+    """Return what to multiply rates in tera with and their unit, by the largest of them.
+
+    A CPU's memory gives some hundredths of a TB/s, its arithmetic of a TFLOP/s.
+
+    Parameters
+    ----------
+    values : iterable of float or None
+    of : str
+        ``B`` or ``FLOP``.
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return (1e3, f"G{of}/s") if known and max(known) < _LEAST_TERA else (1.0, f"T{of}/s")
+
+
 def best_baseline(group: Group) -> tuple[str, float] | None:
     """Return the name and the median of the fastest full-width kernel; None where none ran."""
     known = [
@@ -102,15 +124,34 @@ def best_baseline(group: Group) -> tuple[str, float] | None:
     return name, seconds
 
 
-def fits(group: Group) -> list[tuple[float, str]]:
-    """Return the speed-up and the label of each compressed method, the fastest first."""
-    found: dict[str, float] = {}
+def fits(group: Group) -> list[Row]:
+    """Return the fastest row of each compressed method that has a speed-up, the fastest first."""
+    found: dict[str, Row] = {}
     for row in group.rows:
         speedup = finite(row["speedup"])
         if row["method"] != "full" and speedup is not None:
-            name = row["method"]
-            found[name] = max(speedup, found.get(name, 0.0))
-    return sorted(((speedup, name) for name, speedup in found.items()), reverse=True)
+            known = found.get(row["method"])
+            if known is None or speedup > known["speedup"]:
+                found[row["method"]] = row
+    return sorted(found.values(), key=lambda row: (-row["speedup"], row["method"]))
+
+
+def beside_seconds(row: Row) -> float | None:
+    """Return the median time of the baseline in turn with a row; None where it was not kept."""
+    samples = [value for value in row.get("baseline_seconds") or () if finite(value) is not None]
+    return median(samples) if samples else None
+
+
+def drift(group: Group, row: Row) -> float | None:
+    """Return by how much the baseline beside a row differs from when it was timed alone.
+
+    None where it does so by less than a twentieth, or nothing tells.
+    """
+    best, beside = best_baseline(group), beside_seconds(row)
+    if best is None or beside is None or best[0] != row["baseline"]:
+        return None
+    change = beside / best[1] - 1
+    return change if abs(change) > _DRIFT else None
 
 
 def label(row: Row, *, schedules: bool) -> str:
@@ -135,8 +176,7 @@ def widths(ranks: Mapping[str, Any] | None, heads: int | None = None) -> str:
         return MISSING
     mean = number(sum(known) / len(known), 3 if max(known) < 1000 else 4)
     text = mean if min(known) == max(known) else f"{mean} ({span(known)})"
-    shared = heads // len(ranks["keys"]) if heads and ranks["keys"] else 1
-    return f"{text} / {shared} heads" if shared > 1 else text
+    return shared(text, heads, len(ranks["keys"]))
 
 
 def context_curves(members: Sequence[Group]) -> list[Series]:
@@ -197,23 +237,49 @@ def roofline_points(result: Mapping[str, Any]) -> list[Series]:
     return [_apart(name, sorted(found)) for name, found in points.items()]
 
 
-def roofline_slope(points: Iterable[Series], tb_per_s: float | None) -> Series | None:
-    """Return what memory allows at each intensity, up to a little over the best that was reached.
+def roofline_unit(points: Iterable[Series]) -> tuple[float, str]:
+    """Return what to multiply the points' rates with, and their unit."""
+    return rate_unit([y for one in points for y in one.y], "FLOP")
+
+
+def scaled(one: Series, factor: float) -> Series:
+    """Return a curve with another unit on its y axis."""
+    return replace(one, y=[None if y is None else y * factor for y in one.y])
+
+
+def roofs(points: Iterable[Series], data: Row) -> list[Series]:
+    """Return what memory allows at each intensity and what arithmetic does, as far as measured.
+
+    They end where they meet, or a little over the best that was reached.
 
     Parameters
     ----------
     points : iterable of Series
-        From `roofline_points`.
-    tb_per_s : float or None
-        Measured bandwidth; None, or no point at all, gives no slope.
+        From `roofline_points`; without a point there are no roofs.
+    data : mapping
+        Of the result.
     """
     drawn = [(x, y) for one in points for x, y in zip(one.x, one.y, strict=True) if y is not None]
-    if not drawn or finite(tb_per_s) is None or not tb_per_s:
-        return None
-    start = min(x for x, _ in drawn) / 1.25
-    end = min(1.25 * max(x for x, _ in drawn), 1.5 * max(y for _, y in drawn) / tb_per_s)
-    ends = [start, max(end, 2 * start)]
-    return Series(f"memory, {number(tb_per_s)} TB/s", ends, [x * tb_per_s for x in ends])
+    bandwidth = finite(data["bandwidth"]["tb_per_s"])
+    rate = finite((data.get("compute") or {}).get("flop_per_s"))
+    top = rate / 1e12 if rate else None
+    if not drawn:
+        return []
+    start, most = min(x for x, _ in drawn) / 1.25, 1.25 * max(x for x, _ in drawn)
+    ridge = top / bandwidth if top and bandwidth else None
+    found = []
+    if bandwidth:
+        end = min(most, 1.5 * max(y for _, y in drawn) / bandwidth) if ridge is None else ridge
+        ends = [min(start, end / 2), end]
+        factor, unit = rate_unit([bandwidth])
+        name = f"memory, {number(bandwidth * factor)} {unit}"
+        found.append(Series(name, ends, [x * bandwidth for x in ends]))
+    if top:
+        factor, unit = rate_unit([top], "FLOP")
+        begin = start if ridge is None else ridge
+        ends = [begin, max(most, 2 * begin)]
+        found.append(Series(f"arithmetic, {number(top * factor)} {unit}", ends, [top, top]))
+    return found
 
 
 def _apart(name: str, points: Sequence[tuple[float, float]]) -> Series:

@@ -9,7 +9,9 @@ from kvprof.views.bench_data import (
     context_curves,
     groups,
     roofline_points,
-    roofline_slope,
+    roofline_unit,
+    roofs,
+    scaled,
 )
 from kvprof.views.figure import draw_curves, new_figure
 
@@ -76,19 +78,21 @@ def figure(result: Mapping[str, Any]) -> Any:
 
 def _roofline(axes: Any, result: Mapping[str, Any]) -> None:
     points = roofline_points(result)
-    slope = roofline_slope(points, result["data"]["bandwidth"]["tb_per_s"])
+    factor, unit = roofline_unit(points)
     draw_curves(
         axes,
-        points,
+        [scaled(one, factor) for one in points],
         title="roofline",
         x_label="arithmetic intensity (FLOP per byte moved)",
-        y_label="reached (TFLOP/s)",
+        y_label=f"reached ({unit})",
         log_x=True,
         log_y=True,
     )
-    if slope is not None:
-        axes.plot(slope.x, slope.y, color="#555555", linewidth=0.9, linestyle=":")
+    axes.margins(y=0.12)  # room for the words on a roof
+    for roof in roofs(points, result["data"]):
+        high = [y * factor for y in roof.y if y is not None]
+        axes.plot(roof.x, high, color="#555555", linewidth=0.9, linestyle=":")
         axes.annotate(
-            f" {slope.label}", (slope.x[-1], slope.y[-1]), fontsize="small", color="#555555",
-            ha="left", va="top",
+            f"{roof.label} ", (roof.x[-1], high[-1]), fontsize="small", color="#555555",
+            ha="right", va="bottom",
         )  # fmt: skip

@@ -9,11 +9,20 @@ from rich.console import Group as Together
 from rich.text import Text
 
 from kvprof.sizes import format_bytes
-from kvprof.views.bench_data import Group, finite, median_seconds, widths
+from kvprof.views.bench_data import (
+    Group,
+    beside_seconds,
+    drift,
+    finite,
+    median_seconds,
+    rate_unit,
+    widths,
+)
+from kvprof.views.durations import signed_percent
 from kvprof.views.numbers import MISSING, count, number
 from kvprof.views.tables import Column, DataTable
 
-__all__ = ["RankedTable", "baseline_table", "method_table", "schedule_table"]
+__all__ = ["RankedTable", "baseline_table", "method_table", "schedule_table", "speedup_words"]
 
 _GAP = 2  # columns between two columns of a DataTable
 _BASELINES = 4  # in a table; torch alone has a dozen forms
@@ -60,7 +69,9 @@ class RankedTable:
             yield Text(f"no room for: {names} (--csv has them)", style="dim", overflow="fold")
 
 
-def method_table(group: Group, shape: Mapping[str, Any]) -> RankedTable:
+def method_table(
+    group: Group, shape: Mapping[str, Any], tb_per_s: float | None = None
+) -> RankedTable:
     """Return one row per method and schedule at one phase, batch and context.
 
     Parameters
@@ -69,6 +80,8 @@ def method_table(group: Group, shape: Mapping[str, Any]) -> RankedTable:
         With at least one row.
     shape : mapping
         ``data.shape``: what full width keeps, of how many heads.
+    tb_per_s : float, optional
+        What memory gives here: it decides the unit.
     """
     rows = group.rows
     medians = [median_seconds(row) for row in rows]
@@ -88,8 +101,14 @@ def method_table(group: Group, shape: Mapping[str, Any]) -> RankedTable:
         _Ranked(
             Column("95 % interval"), [_span(row["seconds_interval"], scale) for row in rows], 3
         ),
-        *_reached(group),
-        _Ranked(Column("speed-up"), [_times(row["speedup"]) for row in rows]),
+        *_reached(group, tb_per_s),
+        # Where it moved, the row's time alone would belie the speed-up.
+        _Ranked(
+            Column(f"beside ({unit})"),
+            [_beside(group, row, scale) for row in rows],
+            0 if any(drift(group, row) for row in rows) else 2,
+        ),
+        _Ranked(Column("speed-up"), [speedup_words(row) for row in rows]),
         _Ranked(Column("error"), [number(finite(row["error"]), 2) for row in rows], 6),
         _Ranked(Column("cache"), [_bytes(row["cache_bytes"]) for row in rows], 7),
     ]
@@ -102,21 +121,38 @@ def method_table(group: Group, shape: Mapping[str, Any]) -> RankedTable:
     return RankedTable(columns)
 
 
-def _reached(group: Group) -> list[_Ranked]:
+def _reached(group: Group, tb_per_s: float | None) -> list[_Ranked]:
     """Return the columns that a reader holds against the hardware.
 
     Decode is bound by memory; prefill by arithmetic, where the share of the bandwidth says nothing.
     """
     if group.phase == "prefill":
-        rates = [
-            MISSING if (rate := finite(row["flop_per_s"])) is None else number(rate / 1e12)
-            for row in group.rows
+        done = [finite(row["flop_per_s"]) for row in group.rows]
+        tera = [None if one is None else one / 1e12 for one in done]
+        factor, unit = rate_unit(tera, "FLOP")
+        return [
+            _Ranked(Column(unit), [number(None if one is None else one * factor) for one in tera])
         ]
-        return [_Ranked(Column("TFLOP/s"), rates)]
+    own = [finite(row["tb_per_s"]) for row in group.rows]
+    factor, unit = rate_unit([tb_per_s, *own])
     return [
-        _Ranked(Column("TB/s"), [number(finite(row["tb_per_s"])) for row in group.rows]),
+        _Ranked(Column(unit), [MISSING if one is None else number(one * factor) for one in own], 4),
         _Ranked(Column("share (%)"), [_percent(row["bandwidth_share"]) for row in group.rows], 1),
     ]
+
+
+def speedup_words(row: Mapping[str, Any]) -> str:
+    """Write a row's speed-up with its interval: ``1.69× [1.55, 1.82]``."""
+    ends = [finite(end) for end in row.get("speedup_interval") or ()]
+    known = [end for end in ends if end is not None]
+    if finite(row["speedup"]) is None or len(known) < 2:
+        return _times(row["speedup"])
+    return f"{_times(row['speedup'])} [{number(known[0])}, {number(known[1])}]"
+
+
+def _beside(group: Group, row: Mapping[str, Any], scale: float) -> str:
+    beside, by = beside_seconds(row), drift(group, row)
+    return _scaled(beside, scale) + ("" if by is None else f" ! {signed_percent(by)}")
 
 
 def baseline_table(group: Group) -> Together | None:

@@ -31,6 +31,11 @@ _INTERVALS = (
     "Change: the run's figure over A's, less one, with its 95 % interval: a bootstrap of both "
     "medians where the results carry samples, both results' own intervals otherwise."
 )
+_NOISE = (
+    "A time's interval holds its change both as it is and relative to what was taken beside it and "
+    "no method changes (the full-width kernel sampled in turn, a request's shared parts), widened "
+    "by as much as other such controls differ. What remains is the method's own."
+)
 _CERTAIN = (
     "Not certain: the interval includes no change. Better or worse is said of the run, not of A."
 )
@@ -50,7 +55,11 @@ def run_letters(runs: int) -> list[str]:
 
 
 def report(
-    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+    result: Mapping[str, Any],
+    width: int | None = None,
+    colour: bool = True,
+    *,
+    whole: bool = False,
 ) -> RenderableType:
     """Return the report for people.
 
@@ -62,10 +71,13 @@ def report(
         Columns at most; None takes the console's.
     colour : bool
         False leaves out every escape code.
+    whole : bool
+        Also list the figures that are the same, and all that changed.
     """
     data = result["data"]
     letters = run_letters(len(data["runs"]))
     parts: list[RenderableType] = [paragraph(_answer(data, letters), "bold"), Text()]
+    parts += [paragraph(line, "dim") for line in _noise(data, letters)]
     parts.append(
         key_values(
             {
@@ -81,7 +93,7 @@ def report(
     others = [row for row in others if "part" not in row["key"]]
     for title, rows in (("Figures", headline), ("Other figures", others), ("Parts", components)):
         if rows:
-            parts += _table(title, rows, letters)
+            parts += _table(title, rows, letters, whole=whole)
     for title, key in (("Environments differ", "environment"), ("Inputs differ", "inputs")):
         if data[key]:
             parts += [heading(title), _differences(data[key], letters)]
@@ -101,6 +113,7 @@ def _reading(data: Mapping[str, Any]) -> list[str]:
         for row in data["rows"] for change in row["changes"] if change is not None
     )  # fmt: skip
     found = [_INTERVALS, _CERTAIN] if known else [_UNKNOWN]
+    found += [_NOISE] * any(data.get("noise") or ())
     return found + [_STEPS] * (known and data["kind"] == "jct")
 
 
@@ -112,6 +125,14 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
         said = [f"{words.count(word)} {told}" for word, told in _VERDICTS.items() if word in words]
         lines.append(f"{letter} against {letters[0]}: {', '.join(said) or 'nothing in common'}.")
     if data["fail_over"] is not None:
+        judged = [
+            change
+            for row in data["rows"] if row["headline"]
+            for change in row["changes"] if change is not None
+        ]  # fmt: skip
+        left = sum(not change.get("gated", True) for change in judged)
+        if left:
+            lines.append(f"{left} of {len(judged)} have no interval and are not judged.")
         limit = f"{100 * data['fail_over']:g} %"
         failed = data["failed"]
         lines.append(
@@ -120,6 +141,19 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
             else f"No figure got worse by more than {limit}."
         )
     return "\n".join(lines)
+
+
+def _noise(data: Mapping[str, Any], letters: Sequence[str]) -> list[str]:
+    found = []
+    for letter, noise in zip(letters[1:], data.get("noise") or (), strict=False):
+        if noise is not None:
+            slower = noise["drift"] if noise["drift"] > 0 else -noise["drift"]
+            found.append(
+                f"The machine in {letter}: what no method changes ({noise['controls']} figures) is "
+                f"{percent(slower)} {'slower' if noise['drift'] > 0 else 'faster'} than in "
+                f"{letters[0]}, and differs from that by up to {percent(noise['spread'])}."
+            )
+    return found
 
 
 def _verdict(change: Mapping[str, Any]) -> str:
@@ -132,11 +166,16 @@ def _verdict(change: Mapping[str, Any]) -> str:
 
 
 def _table(
-    title: str, rows: Sequence[Mapping[str, Any]], letters: Sequence[str]
+    title: str, rows: Sequence[Mapping[str, Any]], letters: Sequence[str], *, whole: bool
 ) -> list[RenderableType]:
     varying = _varying(rows)
-    shown = list(rows)
-    if len(rows) > _SHOWN:
+    every = list(rows)
+    rows = shown = every if whole else [row for row in every if not _is_same(row)]
+    alike = len(every) - len(rows)
+    if not rows:
+        said = f"All {alike} are the same." if alike > 1 else "It is the same."
+        return [heading(title), paragraph(f"{said} --all lists them.", "dim")]
+    if len(rows) > _SHOWN and not whole:
         # Those that changed most, in their own order.
         most = sorted(range(len(rows)), key=lambda place: -_largest(rows[place]))[:_SHOWN]
         shown = [rows[place] for place in sorted(most)]
@@ -173,9 +212,17 @@ def _table(
         parts.append(paragraph(f"all of {_of(fixed, list(fixed))}", "dim"))
     if len(shown) < len(rows):
         parts.append(
-            paragraph(f"{len(rows) - len(shown)} more changed less; --json has them", "dim")
+            paragraph(f"{len(rows) - len(shown)} more changed less; --all lists them", "dim")
         )
+    if alike:
+        parts.append(paragraph(f"{alike} more are the same; --all lists them", "dim"))
     return parts
+
+
+def _is_same(row: Mapping[str, Any]) -> bool:
+    """Tell whether a figure is the same in every run that has it."""
+    known = [change for change in row["changes"] if change is not None]
+    return all(_verdict(change) == "same" for change in known) and len(known) == len(row["changes"])
 
 
 def _varying(rows: Sequence[Mapping[str, Any]]) -> list[str]:

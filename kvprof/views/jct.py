@@ -7,8 +7,9 @@ from rich.console import Group as Together
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvprof.records.cases import Account, accounts
 from kvprof.views.durations import change, duration, unit_of
-from kvprof.views.jct_bars import Bar, StackedBars
+from kvprof.views.jct_bars import StackedBars, bar_of
 from kvprof.views.jct_csv import to_csv
 from kvprof.views.jct_data import (
     Group,
@@ -16,8 +17,8 @@ from kvprof.views.jct_data import (
     detailed,
     groups,
     memory_curves,
-    part_seconds,
     step_curves,
+    sweep_curves,
     sweeps,
 )
 from kvprof.views.jct_figure import figure
@@ -72,11 +73,11 @@ def report(
         ]
     found, shown = groups(result), detailed(result)
     parts.append(paragraph(_answer(shown), "bold"))
-    seconds = part_seconds(result)
+    known = accounts(data)
     for sweep in sweeps(result):
-        parts += _swept(sweep, seconds)
+        parts += _swept(sweep, known)
     for group in shown:
-        parts += _measured(result, group, seconds)
+        parts += _measured(result, group, known)
     if len(shown) < len(found):
         parts += [
             Text(),
@@ -137,17 +138,17 @@ def _than(share: float | None) -> str:
 
 
 def _measured(
-    result: Mapping[str, Any], group: Group, seconds: Mapping[str, Mapping[str, float]]
+    result: Mapping[str, Any], group: Group, known: Mapping[str, Account]
 ) -> list[RenderableType]:
     parts: list[RenderableType] = [heading(_sentence(group.name))]
     bars = [
-        Bar(name, seconds[case["case"]], _note(case, seconds[case["case"]]))
+        bar_of(name, known[case["case"]])
         for name, case in zip(group.names, group.cases, strict=True)
     ]
     parts += [StackedBars(bars, "Job completion time in parts"), Text(), summary_table(group)]
-    if table := doubt_table(group):
+    if table := doubt_table(group, known):
         parts += [Text(), table]
-    parts += [Text(), PartTable(group, seconds, _apart(result))]
+    parts += [Text(), PartTable(group, known, _apart(result))]
     factor, unit = unit_of(
         row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
     )
@@ -163,12 +164,6 @@ def _measured(
     if table := layer_table(result, group):
         parts += [Text(), table]
     return [*parts, *_balance(result, group)]
-
-
-def _note(case: Mapping[str, Any], own: Mapping[str, float]) -> str:
-    if case["jct_seconds"] is not None:
-        return duration(case["jct_seconds"])
-    return f"{duration(sum(own.values()))} so far"
 
 
 def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
@@ -215,31 +210,24 @@ def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
     ]
 
 
-def _swept(sweep: Sweep, seconds: Mapping[str, Mapping[str, float]]) -> list[RenderableType]:
+def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
     parts: list[RenderableType] = [heading(_sentence(sweep.name)), sweep_table(sweep)]
-    axis = "input tokens" if sweep.varied == "input_len" else "output tokens"
-    factor, unit = unit_of(case["jct_seconds"] for group in sweep.members for case in group.cases)
-    curves = []
-    for method in sweep.methods():
-        points = [
-            (sweep.length(group), group.cases[group.names.index(method)]["jct_seconds"])
-            for group in sweep.members
-            if method in group.names
-        ]
-        scaled = [None if y is None else y * factor for _, y in points]
-        curves.append(Series(method, [x for x, _ in points], scaled))
+    curves = sweep_curves(sweep)
     parts += [
         Text(),
-        LinePlot(curves, "Job completion time", axis, unit, height=_HEIGHT, log_x=True, log_y=True),
-    ]
+        LinePlot(
+            curves.series, curves.what, curves.x_label, curves.unit, height=_HEIGHT, log_x=True,
+            log_y=curves.log_y,
+        ),
+    ]  # fmt: skip
     for method in sweep.methods():
         bars = [
-            Bar(count(sweep.length(group)), seconds[case["case"]], duration(case["jct_seconds"]))
+            bar_of(count(sweep.length(group)), known[case["case"]])
             for group in sweep.members
             for name, case in zip(group.names, group.cases, strict=True)
             if name == method
         ]
-        title = f"{method}: shares of the parts, by {axis}"
+        title = f"{method}: shares of the parts, by {curves.x_label}"
         parts += [Text(), StackedBars(bars, title, shares=True)]
     return parts
 

@@ -6,23 +6,24 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvprof.views.jct_data import ordered_parts
+from kvprof.records.cases import UNTIMED, Account, ordered_parts
+from kvprof.views.durations import duration
 from kvprof.views.page import flow
 
-__all__ = ["FILLS", "Bar", "StackedBars"]
+__all__ = ["FILLS", "Bar", "StackedBars", "bar_of"]
 
 #: One glyph per part, told apart without colour and one column wide everywhere.
 FILLS = {
     "attention": "█", "decompress": "▓", "compress": "▒", "quantise": "▞", "evict": "▚",
     "basis": "◆", "merge": "▌", "schedule": "║", "embedding": "∘", "norm": "-",
     "qkv_proj": "╱", "rope": "~", "o_proj": "╲", "mlp": "░", "head": "╳", "sampling": "+",
-    "communication": "≡", "host": "·", "unattributed": "?",
+    "communication": "≡", "host": "·", "unattributed": "?", UNTIMED: "┄",
 }  # fmt: skip
 _ASCII = {
     "attention": "A", "decompress": "D", "compress": "C", "quantise": "Q", "evict": "E",
     "basis": "B", "merge": "G", "schedule": "S", "embedding": "e", "norm": "-", "qkv_proj": "/",
     "rope": "~", "o_proj": "\\", "mlp": "m", "head": "x", "sampling": "+", "communication": "=",
-    "host": ".", "unattributed": "?",
+    "host": ".", "unattributed": "?", UNTIMED: "_",
 }  # fmt: skip
 # The terminal's own palette, so that it suits the background; the fill tells the rest apart.
 _COLOURS = {
@@ -55,6 +56,21 @@ class Bar:
     def drawn(self) -> float:
         """Value of the whole bar."""
         return sum(value for value in self.parts.values() if value > 0)
+
+
+def bar_of(label: str, account: Account) -> Bar:
+    """Return the bar of a request: its time, and beside it whatever its parts do not add up to.
+
+    Parameters
+    ----------
+    label : str
+    account : Account
+    """
+    time = duration(account.seconds)
+    said = [time if account.walls is not None else f"{time} so far"]
+    if (misfit := account.misfit()) is not None:
+        said.append(f"! {misfit}")
+    return Bar(label, account.stack(), ", ".join(said))
 
 
 @dataclass(frozen=True)

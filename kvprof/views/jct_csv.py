@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvprof.records.cases import accounts
 from kvprof.views.tidy import tidy_csv
 
 __all__ = ["to_csv"]
@@ -10,8 +11,8 @@ __all__ = ["to_csv"]
 _REQUEST = ("case", "method", "batch", "input_len", "output_len")
 _FIGURES = (
     "rate", "jct_seconds", "ttft_seconds", "decode_seconds", "tbt_seconds", "tbt_p99_seconds",
-    "instrumented_seconds", "overhead", "decode_overhead", "unattributed_share",
-    "energy_per_token_joules", "complete",
+    "instrumented_seconds", "overhead", "decode_overhead", "measured_seconds", "unattributed_share",
+    "excess_share", "energy_per_token_joules", "complete",
 )  # fmt: skip
 _COLUMNS = (
     "kind", *_REQUEST, "phase", "part", "step", "layer", "context", "seconds", "share",
@@ -38,11 +39,18 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
 
 def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    known = accounts(data)
     request = {case["case"]: {key: case[key] for key in _REQUEST} for case in data["cases"]}
     for case in data["cases"]:
-        yield {"kind": "case", **{key: case[key] for key in (*_REQUEST, *_FIGURES)}}
+        account = known[case["case"]]
+        yield {
+            "kind": "case",
+            **{key: case.get(key) for key in (*_REQUEST, *_FIGURES)},
+            "measured_seconds": account.seconds,
+            "excess_share": account.excess_share(),
+        }
     for row in data["parts"]:
-        yield {"kind": "part", **row}
+        yield {"kind": "part", **row, "share": known[row["case"]].share(row["seconds"])}
     for row in data["steps"]:
         yield {"kind": "step", **request[row["case"]], **row}
     for row in data["layers"]:

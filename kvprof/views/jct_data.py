@@ -3,25 +3,26 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import log
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from kvprof.records.events import PARTS
+from kvprof.views.durations import unit_of
 from kvprof.views.numbers import count
 from kvprof.views.plot import Series
 
 __all__ = [
+    "Curves",
     "Group",
     "Sweep",
     "byte_unit",
     "detailed",
     "groups",
     "memory_curves",
-    "ordered_parts",
-    "part_seconds",
     "peak_name",
     "step_curves",
+    "sweep_curves",
     "sweeps",
 ]
 
@@ -29,6 +30,7 @@ Case = Mapping[str, Any]
 
 _FEW = 3  # groups that a report shows in full
 _POINTS = 400  # of a curve
+_TOGETHER = 0.2  # of a plot's height: curves that are nowhere further apart are one to the eye
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,26 @@ class Sweep:
         return list(dict.fromkeys(name for group in self.members for name in group.names))
 
 
+@dataclass(frozen=True)
+class Curves:
+    """Curves of a plot and what its axes say.
+
+    Attributes
+    ----------
+    series : list of Series
+    what, unit : str
+        Of the y axis; the unit is empty for a ratio.
+    x_label : str
+    log_y : bool
+    """
+
+    series: list[Series]
+    what: str
+    unit: str
+    x_label: str
+    log_y: bool
+
+
 def groups(result: Mapping[str, Any]) -> list[Group]:
     """Return the requests of a result, in the order of measuring.
 
@@ -173,12 +195,6 @@ def detailed(result: Mapping[str, Any]) -> list[Group]:
     return longest or [max(found, key=lambda group: (group.tokens, group.batch))]
 
 
-def ordered_parts(names: Sequence[str]) -> list[str]:
-    """Return parts in the order in which tables and bars show them, each once."""
-    known = set(names)
-    return [*(part for part in PARTS if part in known), *sorted(known - set(PARTS))]
-
-
 def peak_name(inputs: Mapping[str, Any]) -> str:
     """Return what the most memory is of: a GPU's allocations, or a process on a CPU.
 
@@ -188,23 +204,6 @@ def peak_name(inputs: Mapping[str, Any]) -> str:
         Of the result.
     """
     return "process peak" if inputs.get("device") == "cpu" else "device peak"
-
-
-def part_seconds(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return, per case, the seconds of every part over both phases.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    """
-    found: dict[str, dict[str, float]] = {case["case"]: {} for case in result["data"]["cases"]}
-    for row in result["data"]["parts"]:
-        own = found[row["case"]]
-        own[row["part"]] = own.get(row["part"], 0.0) + row["seconds"]
-    return {
-        case: {part: own[part] for part in ordered_parts(list(own))} for case, own in found.items()
-    }
 
 
 def step_curves(result: Mapping[str, Any], group: Group, factor: float = 1.0) -> list[Series]:
@@ -228,6 +227,47 @@ def step_curves(result: Mapping[str, Any], group: Group, factor: float = 1.0) ->
         # A request that was run several times has several steps at a context.
         curves.append(Series(name, contexts, [median(seconds[context]) for context in contexts]))
     return [curve for curve in curves if len(set(curve.x)) > 1]
+
+
+def sweep_curves(sweep: Sweep) -> Curves:
+    """Return job completion time by length, a curve per method.
+
+    Over lengths that differ by a hundred times, methods that differ by a tenth are one line: then
+    the curves are the methods' times over the baseline's.
+
+    Parameters
+    ----------
+    sweep : Sweep
+    """
+    x_label = "input tokens" if sweep.varied == "input_len" else "output tokens"
+    factor, unit = unit_of(case["jct_seconds"] for group in sweep.members for case in group.cases)
+    series, ratios = [], []
+    against = next((name for group in sweep.members if (name := group.against())), None)
+    for method in sweep.methods():
+        own = [group for group in sweep.members if method in group.names]
+        lengths = [sweep.length(group) for group in own]
+        times = [group.cases[group.names.index(method)]["jct_seconds"] for group in own]
+        bases = [group.base("jct_seconds") for group in own]
+        series.append(Series(method, lengths, [t * factor if t else None for t in times]))
+        shares = [t / b if t and b else None for t, b in zip(times, bases, strict=True)]
+        ratios.append(Series(method, lengths, shares))
+    if against is not None and len(series) > 1 and _together(series):
+        return Curves(ratios, f"Job completion time over {against}'s", "", x_label, log_y=False)
+    return Curves(series, "Job completion time", unit, x_label, log_y=True)
+
+
+def _together(series: Sequence[Series]) -> bool:
+    """Tell whether curves on a logarithmic axis would lie on top of each other."""
+    at: dict[float, list[float]] = {}
+    for one in series:
+        for x, y in zip(one.x, one.y, strict=True):
+            if y is not None:
+                at.setdefault(x, []).append(y)
+    every = [y for ys in at.values() for y in ys]
+    if len(at) < 2 or max(every) <= min(every):
+        return False
+    apart = max(log(max(ys) / min(ys)) for ys in at.values())
+    return apart < _TOGETHER * log(max(every) / min(every))
 
 
 def byte_unit(most: float) -> tuple[int, str]:

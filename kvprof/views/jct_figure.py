@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprof.views.durations import duration, unit_of
+from kvprof.records.cases import UNTIMED, Account, accounts, ordered_parts
+from kvprof.views.durations import unit_of
 from kvprof.views.figure import draw_curves, new_figure
-from kvprof.views.jct_bars import StackedBars
+from kvprof.views.jct_bars import Bar, StackedBars, bar_of
 from kvprof.views.jct_data import (
     Group,
     Sweep,
     detailed,
     memory_curves,
-    ordered_parts,
-    part_seconds,
     step_curves,
+    sweep_curves,
     sweeps,
 )
 from kvprof.views.numbers import count
@@ -31,7 +31,7 @@ _LOOK = {
     "norm": ("#BBBBBB", "//"), "qkv_proj": ("#CC79A7", ""), "rope": ("#CC79A7", "//"),
     "o_proj": ("#CC79A7", ".."), "mlp": ("#009E73", ""), "head": ("#009E73", "//"),
     "sampling": ("#009E73", ".."), "communication": ("#000000", ""), "host": ("#888888", ""),
-    "unattributed": ("#FFFFFF", "xx"),
+    "unattributed": ("#FFFFFF", "xx"), UNTIMED: ("#F4F4F4", "--"),
 }  # fmt: skip
 _UNKNOWN = ("#DDDDDD", "..")
 
@@ -54,12 +54,13 @@ def figure(result: Mapping[str, Any]) -> Any:
     LackingError
         When matplotlib is not installed.
     """
-    seconds = part_seconds(result)
+    known = accounts(result["data"])
     swept = [(sweep, method) for sweep in sweeps(result) for method in sweep.methods()]
     shown = detailed(result)
     draws: list[Any] = [
-        *((lambda axes, s=sweep, m=method: _sweep(axes, s, m, seconds)) for sweep, method in swept),
-        *((lambda axes, g=group: _stacked(axes, g, seconds)) for group in shown),
+        *((lambda axes, s=sweep: _times(axes, s)) for sweep in sweeps(result)),
+        *((lambda axes, s=sweep, m=method: _sweep(axes, s, m, known)) for sweep, method in swept),
+        *((lambda axes, g=group: _stacked(axes, g, known)) for group in shown),
     ]
     for group in shown:
         draws += _curve_panels(result, group)
@@ -71,7 +72,7 @@ def figure(result: Mapping[str, Any]) -> Any:
         draw(place)
     for place in places[len(draws) :]:
         place.remove()
-    _legend(drawing, ordered_parts([part for own in seconds.values() for part in own]))
+    _legend(drawing, ordered_parts(part for own in known.values() for part in own.stack()))
     unfinished = "" if result["complete"] else " (incomplete)"
     drawing.suptitle(f"{result['data']['shape']['name']}{unfinished}", fontsize="medium")
     return drawing
@@ -99,10 +100,7 @@ def bars_figure(bars: StackedBars) -> Any:
     """
     drawing = new_figure(7.2, 1.4 + 0.34 * len(bars.bars))
     axes = drawing.subplots()
-    stacks = []
-    for bar in bars.bars:
-        whole = bar.drawn if bars.shares else 1.0
-        stacks.append({part: value / whole for part, value in bar.parts.items()} if whole else {})
+    stacks = _stacks(bars.bars, shares=bars.shares)
     places = list(range(len(stacks)))[::-1]
     _bars(axes.barh, places, stacks, "left")
     for place, bar, stack in zip(places, bars.bars, stacks, strict=True):
@@ -110,43 +108,82 @@ def bars_figure(bars: StackedBars) -> Any:
         axes.annotate(f" {bar.note}", (end, place), va="center", fontsize="small")
     axes.set_yticks(places, [bar.label for bar in bars.bars])
     axes.set_xticks([])
-    axes.margins(x=0.15)
+    _leave_room(axes, bars.bars, stacks)
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
     _legend(drawing, ordered_parts([part for stack in stacks for part in stack]), below=True)
     return drawing
 
 
-def _stacked(axes: Any, group: Group, seconds: Mapping[str, Mapping[str, float]]) -> None:
-    own = [seconds[case["case"]] for case in group.cases]
-    totals = [
-        case["jct_seconds"] or sum(one.values()) for case, one in zip(group.cases, own, strict=True)
+def _stacks(
+    bars: Sequence[Bar], *, shares: bool = False, factor: float = 1.0
+) -> list[dict[str, float]]:
+    """Return the heights of the parts of bars: as shares of each, or times `factor`."""
+    stacks = []
+    for bar in bars:
+        whole = bar.drawn if shares else 1.0
+        stacks.append(
+            {part: factor * value / whole for part, value in bar.parts.items()} if whole else {}
+        )
+    return stacks
+
+
+def _stacked(axes: Any, group: Group, known: Mapping[str, Account]) -> None:
+    bars = [
+        bar_of(name, known[case["case"]])
+        for name, case in zip(group.names, group.cases, strict=True)
     ]
-    factor, unit = unit_of(totals)
-    places = list(range(len(own)))[::-1]  # the first on top
-    _bars(axes.barh, places, [{p: v * factor for p, v in one.items()} for one in own], "left")
-    for place, total, one in zip(places, totals, own, strict=True):
-        end = sum(value for value in one.values() if value > 0) * factor
-        axes.annotate(f" {duration(total)}", (end, place), va="center", fontsize="small")
+    factor, unit = unit_of(known[case["case"]].seconds for case in group.cases)
+    places = list(range(len(bars)))[::-1]  # the first on top
+    stacks = _stacks(bars, factor=factor)
+    _bars(axes.barh, places, stacks, "left")
+    for place, bar, stack in zip(places, bars, stacks, strict=True):
+        # What does not add up is told in words, which have no room behind a bar of half a figure.
+        note = bar.note.replace(", ! ", "\n! ")
+        axes.annotate(f" {note}", (sum(stack.values()), place), va="center", fontsize="small")
     axes.set_yticks(places, group.names)
-    axes.margins(x=0.18)
+    _leave_room(axes, bars, stacks)
     axes.set_xlabel(f"job completion time ({unit})")
     axes.set_title(group.name, fontsize="medium")
 
 
-def _sweep(
-    axes: Any, sweep: Sweep, method: str, seconds: Mapping[str, Mapping[str, float]]
-) -> None:
-    labels, stacks = [], []
-    for group in sweep.members:
-        if method not in group.names:
-            continue
-        own = seconds[group.cases[group.names.index(method)]["case"]]
-        whole = sum(value for value in own.values() if value > 0)
-        labels.append(count(sweep.length(group)))
-        stacks.append({part: 100 * value / whole for part, value in own.items()} if whole else {})
-    _bars(axes.bar, list(range(len(stacks))), stacks, "bottom")
-    axes.set_xticks(range(len(labels)), labels, rotation=45, fontsize="small")
+def _leave_room(axes: Any, bars: Sequence[Bar], stacks: Sequence[Mapping[str, float]]) -> None:
+    """End the axis where the notes behind the bars do; a margin would end at the longest bar."""
+    ends = [
+        sum(stack.values()) * (1.55 if "!" in bar.note else 1.2)
+        for bar, stack in zip(bars, stacks, strict=True)
+    ]
+    axes.set_xlim(0, max(ends, default=0.0) or 1.0)
+
+
+def _times(axes: Any, sweep: Sweep) -> None:
+    curves = sweep_curves(sweep)
+    draw_curves(
+        axes,
+        curves.series,
+        title=sweep.name,
+        x_label=curves.x_label,
+        y_label=f"{curves.what} ({curves.unit})" if curves.unit else curves.what,
+        log_x=True,
+        log_y=curves.log_y,
+    )
+
+
+def _sweep(axes: Any, sweep: Sweep, method: str, known: Mapping[str, Account]) -> None:
+    bars = [
+        bar_of(count(sweep.length(group)), known[group.cases[group.names.index(method)]["case"]])
+        for group in sweep.members
+        if method in group.names
+    ]
+    places = list(range(len(bars)))
+    _bars(axes.bar, places, _stacks(bars, shares=True, factor=100), "bottom")
+    for place, bar in zip(places, bars, strict=True):
+        if "!" in bar.note:
+            axes.annotate(
+                bar.note, (place, 50), rotation=90, ha="center", va="center", fontsize="x-small",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+            )  # fmt: skip
+    axes.set_xticks(places, [bar.label for bar in bars], rotation=45, fontsize="small")
     axes.set_xlabel("input tokens" if sweep.varied == "input_len" else "output tokens")
     axes.set_ylabel("share of the time (%)")
     axes.set_title(f"{method}: {sweep.name}", fontsize="small")

@@ -21,8 +21,11 @@ _COMPOSED_PARTS = (
     "Unattributed is what the whole layers take beyond the sum of their parts (negative: the parts "
     "sum to more)."
 )
-_SHARES = "Share: of the case's job completion time, over prefill and decode. Differs: the part's "
-_SHARES += "time less the same part's time of {baseline}."
+_SHARES = (
+    "Share: of the case's job completion time, over prefill and decode; none where the parts of a "
+    "phase sum to more than its time by over 10 % of the request. Differs: the part's time less "
+    "the same part's time of {baseline}."
+)
 _TIMES = (
     "JCT: prefill and all output tokens. TTFT: prefill. TBT: the median decode step; p99, its 99th "
     "percentile."

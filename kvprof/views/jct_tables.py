@@ -8,10 +8,11 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from kvprof.records.cases import Account, ordered_parts
 from kvprof.sizes import format_bytes
 from kvprof.views.durations import change, signed_percent, unit_of
-from kvprof.views.jct_data import Group, Sweep, ordered_parts, peak_name
-from kvprof.views.numbers import MISSING, count, number, percent, span
+from kvprof.views.jct_data import Group, Sweep, peak_name
+from kvprof.views.numbers import MISSING, count, number, percent, shared, span
 from kvprof.views.tables import Column, DataTable
 
 __all__ = [
@@ -49,8 +50,15 @@ def summary_table(group: Group) -> DataTable:
     return DataTable(columns, list(zip(*cells, strict=True)))
 
 
-def doubt_table(group: Group) -> DataTable | None:
-    """Return what tells how far the figures can be believed; None where nothing does."""
+def doubt_table(group: Group, accounts: Mapping[str, Account]) -> DataTable | None:
+    """Return what tells how far the figures can be believed; None where nothing does.
+
+    Parameters
+    ----------
+    group : Group
+    accounts : mapping
+        By case.
+    """
     rows = []
     factor, unit = unit_of(case["tbt_p99_seconds"] for case in group.cases)
     for name, case in zip(group.names, group.cases, strict=True):
@@ -60,7 +68,7 @@ def doubt_table(group: Group) -> DataTable | None:
                 _scaled(case["tbt_p99_seconds"], factor),
                 signed_percent(case["overhead"]),
                 signed_percent(case["decode_overhead"]),
-                percent(case["unattributed_share"]).replace("-", "−"),
+                _unattributed(accounts[case["case"]]),
                 number(case["energy_per_token_joules"]),
             )
         )
@@ -80,6 +88,12 @@ def doubt_table(group: Group) -> DataTable | None:
     )
 
 
+def _unattributed(account: Account) -> str:
+    # Beside its bar it says what parts that do not add up sum to.
+    share = account.unattributed_share() if account.adds_up() else None
+    return percent(share).replace("-", "−")
+
+
 @dataclass(frozen=True)
 class PartTable:
     """Parts as rows, cases as columns: time, share and difference to the baseline's part.
@@ -89,20 +103,23 @@ class PartTable:
     Attributes
     ----------
     group : Group
-    seconds : mapping
-        Case to part to seconds (`kvprof.views.jct_data.part_seconds`).
+    accounts : mapping
+        By case.
     apart : mapping
         Case to the parts that are differences of two times.
     """
 
     group: Group
-    seconds: Mapping[str, Mapping[str, float]]
+    accounts: Mapping[str, Account]
     apart: Mapping[str, frozenset[str]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         group = self.group
-        own = [self.seconds[case["case"]] for case in group.cases]
-        parts = ordered_parts([part for one in own for part in one])
+        own = [self.accounts[case["case"]].by_part() for case in group.cases]
+        parts = ordered_parts(part for one in own for part in one)
+        if not parts:
+            yield Text("Nothing was timed in parts yet.", style="dim", overflow="fold")
+            return
         known = [value for one in own for value in one.values()]
         factor, unit = unit_of(known)
         decimals = _decimals(known, factor)
@@ -132,17 +149,17 @@ class PartTable:
     ) -> tuple[list[Column], list[list[str]]]:
         group = self.group
         case = group.cases[index]
-        own = self.seconds[case["case"]]
-        whole = case["jct_seconds"] or sum(own.values())
+        account = self.accounts[case["case"]]
+        own = account.by_part()
         stars = self.apart.get(case["case"], frozenset())
         columns = [Column(group.names[index]), Column("share")]
         cells = [
             [_fixed(own.get(part), factor, decimals) + "*" * (part in stars) for part in parts],
-            [percent(own[part] / whole).replace("-", "−") if part in own and whole else MISSING
+            [percent(account.share(own[part])).replace("-", "−") if part in own else MISSING
              for part in parts],
         ]  # fmt: skip
         if group.baseline is not None and case is not group.baseline and case["jct_seconds"]:
-            base = self.seconds[group.baseline["case"]]
+            base = self.accounts[group.baseline["case"]].by_part()
             columns.append(Column("differs"))
             cells.append(
                 [
@@ -226,6 +243,7 @@ def layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
     own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
     times = [row["seconds"] for row in result["data"]["layers"] if row["case"] in own]
     factor, unit = unit_of(times)
+    heads = result["data"]["shape"].get("num_kv_heads")
     # A composed run times one layer for all, so none of them has a time of its own.
     timed = any(seconds is not None for seconds in times)
     for case, name in own.items():
@@ -237,8 +255,7 @@ def layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
         rows.append(
             (
                 name,
-                *(span([rank for row in layers for rank in row[key] or ()])
-                  for key in ("key_ranks", "value_ranks")),
+                *(_kept(layers, key, heads) for key in ("key_ranks", "value_ranks")),
                 *([span(seconds)] if timed else []),
                 _largest(errors),
             )
@@ -248,6 +265,12 @@ def layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
         *([Column(f"cache work ({unit} a layer)")] if timed else []), Column("largest error"),
     )  # fmt: skip
     return DataTable(columns, rows) if rows else None
+
+
+def _kept(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> str:
+    known = [row[key] for row in layers if row[key]]
+    return shared(span([rank for ranks in known for rank in ranks]), heads,
+                  len(known[0]) if known else 0)  # fmt: skip
 
 
 def _largest(errors: Sequence[tuple[float, int]]) -> str:

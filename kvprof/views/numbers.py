@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvprof.sizes import format_count
 
-__all__ = ["MISSING", "axis_number", "count", "interval", "number", "percent", "span"]
+__all__ = ["MISSING", "axis_number", "count", "interval", "number", "percent", "shared", "span"]
 
 #: Stands where a figure was not measured; a zero or a blank would read as one.
 MISSING = "–"
@@ -73,6 +73,21 @@ def interval(value: float | None, bounds: Sequence[float | None] | None, digits:
         return number(value, digits)
     low, high = bounds
     return f"{number(value, digits)} [{number(low, digits)}, {number(high, digits)}]"
+
+
+def shared(width: str, heads: int | None, stored: int) -> str:
+    """Write a width and how many heads share it: ``256 / 4 heads``; none of its own is said.
+
+    Parameters
+    ----------
+    width : str
+    heads : int or None
+        KV heads of the shape.
+    stored : int
+        Latents of a layer.
+    """
+    each = heads // stored if heads and stored else 1
+    return f"{width} / {each} heads" if each > 1 else width
 
 
 def span(values: Sequence[float], digits: int = 3) -> str:

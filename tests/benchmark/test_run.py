@@ -18,7 +18,7 @@ from tests.records.sample import ENVIRONMENT
 KEYS = {
     "method", "phase", "batch", "seq", "dtype", "schedule", "ranks", "rate", "seconds",
     "seconds_interval", "bytes_moved", "cache_bytes", "tb_per_s", "bandwidth_share", "flop_per_s",
-    "baseline", "speedup", "error", "makespan_over_mean",
+    "baseline", "baseline_seconds", "speedup", "speedup_interval", "error", "makespan_over_mean",
 }  # fmt: skip
 
 
@@ -67,7 +67,10 @@ def test_every_row_has_the_agreed_keys_and_fits_together(small_run):
     for row in data["rows"]:
         assert set(row) == KEYS
         middle = median(row["seconds"])
-        assert len(row["seconds"]) == 3
+        assert len(row["seconds"]) == 3 == len(row["baseline_seconds"])
+        if row["speedup"] is not None:
+            assert row["speedup"] == pytest.approx(median(row["baseline_seconds"]) / middle)
+            assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
         assert row["seconds_interval"][0] <= middle <= row["seconds_interval"][1]
         assert row["tb_per_s"] == pytest.approx(row["bytes_moved"] / middle / 1e12)
         assert row["bandwidth_share"] == pytest.approx(row["tb_per_s"] / 0.02)

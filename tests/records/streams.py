@@ -69,6 +69,29 @@ def stream(
     return _Run(methods, layers, steps, random.Random(seed), inputs).events()
 
 
+def whole_first(events: Sequence[Event]) -> list[Event]:
+    """Return a run's events as a real run has them: each case whole first, in parts after that."""
+
+    def rank(event: Event) -> int:
+        return 1 if isinstance(event, PartSample) else 0
+
+    found: list[Event] = []
+    own: list[Event] = []
+    for event in events:
+        if isinstance(event, CaseStarted | LayerMeasured | RunFinished):
+            found += [*sorted(own, key=rank), event]
+            own = []
+        else:
+            own.append(event)
+    return found + own
+
+
+def cuts(events: Sequence[Event]) -> list[int]:
+    """Return where a killed run may end: after each event that another kind follows."""
+    ends = (n for n in range(1, len(events)) if events[n - 1].type != events[n].type)
+    return [*ends, len(events)]
+
+
 def write(path: Path, events: Sequence[Event]) -> Path:
     """Write events as a journal and return its path."""
     with Journal(path) as journal:

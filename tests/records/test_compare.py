@@ -1,6 +1,8 @@
 """What two results differ in: by how much, how surely, and whether that is too much."""
 
 import copy
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from kvprof.records.figures import Figure, figures_of
 from kvprof.records.fold import result_of
 from kvprof.records.result import build_result
 from kvprof.records.schema import validate_result
+from kvprof.views.compare import report
+from kvprof.views.page import render_text
 from tests.records.sample import ENVIRONMENT, benchmark_result, spectrum_result, stability_result
 from tests.records.streams import stream
 from tests.views.synthetic_bench import bench_result
@@ -90,6 +94,113 @@ def test_a_change_within_its_interval_does_not_fail() -> None:
     changes = [row["changes"][0] for row in rows_of(data, "seconds")]
     assert any(change["certain"] is False and change["verdict"] == "worse" for change in changes)
     assert data["failed"] == 0
+
+
+def noisy(
+    chance: random.Random, *, between: float, drift: float, within: float = 0.02, slow: float = 1.0
+) -> dict[str, Any]:
+    """A bench run as a machine gives it: noise of samples, of kernels, of the whole run."""
+    result = bench_result(batches=(8,))
+    whole = chance.lognormvariate(0, drift)
+    own: dict[tuple[str, str], float] = {}
+
+    def samples(middle: float, rounds: Sequence[float]) -> list[float]:
+        late = [1.5 if chance.random() < 0.02 else 1.0 for _ in rounds]
+        return [
+            middle * whole * one * wake * chance.lognormvariate(0, within)
+            for one, wake in zip(rounds, late, strict=True)
+        ]
+
+    for entry in result["data"]["baselines"]:
+        if entry["seconds"]:
+            middle = entry["seconds"][0] * chance.lognormvariate(0, between)
+            own[entry["name"], entry["phase"]] = middle
+            entry["seconds"] = samples(middle, [1.0] * 9)
+    for entry in result["data"]["rows"]:
+        rounds = [chance.lognormvariate(0, within) for _ in range(9)]
+        middle = entry["seconds"][2] * chance.lognormvariate(0, between)
+        factor = slow if entry["method"] == "fdc" else 1.0
+        entry["seconds"] = samples(middle * factor, rounds)
+        entry["baseline_seconds"] = samples(own[entry["baseline"], entry["phase"]], rounds)
+    return result
+
+
+@pytest.mark.parametrize(("between", "drift"), [(0.003, 0.02), (0.02, 0.1), (0.03, 0.4)])
+def test_twenty_runs_of_one_machine_raise_no_alarm(
+    between: float, drift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvprof.records.compare._RESAMPLES", 200)
+    chance = random.Random(0)
+    base = noisy(chance, between=between, drift=drift)
+    for _ in range(20):
+        again = noisy(chance, between=between, drift=drift)
+        assert compare([base, again], ["a", "b"], fail_over=0.05)["failed"] == 0
+
+
+def test_a_fifth_slower_is_caught_on_a_steady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvprof.records.compare._RESAMPLES", 200)
+    chance = random.Random(0)
+    caught = 0
+    for _ in range(10):
+        base = noisy(chance, between=0.003, drift=0.02)
+        slowed = noisy(chance, between=0.003, drift=0.02, slow=1.2)
+        data = compare([base, slowed], ["a", "b"], fail_over=0.05)
+        failed = [row for row in data["rows"] if row["changes"][0]["failed"]]
+        assert {row["key"]["method"] for row in failed} <= {"fdc"}
+        caught += bool(failed)
+    assert caught >= 9
+
+
+def test_a_gate_judges_methods_and_nothing_without_an_interval_but_what_is_exact() -> None:
+    base = bench_result()
+    other = copy.deepcopy(base)
+    for entry in other["data"]["baselines"]:
+        if entry["seconds"] and entry["name"] == "flash":
+            entry["seconds"] = [10 * value for value in entry["seconds"]]
+    assert compare([base, other], ["a", "b"], fail_over=0.05)["failed"] == 0
+    other = copy.deepcopy(base)
+    for entry in other["data"]["rows"]:
+        entry["seconds"] = [3 * value for value in entry["seconds"][:2]]
+        entry["seconds_interval"] = None
+    data = compare([base, other], ["a", "b"], fail_over=0.05)
+    assert data["failed"] == 0
+    own = [row for row in rows_of(data, "seconds") if row["headline"]]
+    assert {row["changes"][0]["gated"] for row in own} == {False}
+    other = copy.deepcopy(base)
+    other["data"]["rows"][2]["cache_bytes"] *= 2
+    assert compare([base, other], ["a", "b"], fail_over=0.05)["failed"] == 1
+
+
+def test_a_request_on_a_slower_machine_is_not_a_slower_method() -> None:
+    def run(machine: float, attention: float) -> dict[str, Any]:
+        result = result_of(stream(("full", "fdc"), steps=4))
+        for case in result["data"]["cases"]:
+            factor = machine * (attention if case["method"] == "fdc" else 1.0)
+            for name in ("jct_seconds", "ttft_seconds", "decode_seconds"):
+                case[name] *= factor
+                case[f"{name}_interval"] = [0.99 * case[name], 1.01 * case[name]]
+        for part in result["data"]["parts"]:
+            part["seconds"] *= machine
+        return result
+
+    base = run(1.0, 1.0)
+    assert compare([base, run(1.3, 1.0)], ["a", "b"], fail_over=0.05)["failed"] == 0
+    data = compare([base, run(1.0, 1.2)], ["a", "b"], fail_over=0.05)
+    failed = [row for row in data["rows"] if row["changes"][0]["failed"]]
+    assert {row["key"]["case"].split()[0] for row in failed} == {"fdc"}
+
+
+def test_a_report_folds_what_is_the_same() -> None:
+    base = bench_result()
+    data = compare([base, slower(base, 1.2)], ["a", "b"], fail_over=0.05)
+    result = build_result(
+        "compare", environment=ENVIRONMENT, inputs={"runs": ["a", "b"], "fail_over": 0.05},
+        data=data,
+    )  # fmt: skip
+    folded, whole = (render_text(report(result, whole=one), 120) for one in (False, True))
+    assert "are the same; --all lists them" in folded
+    assert len(whole.splitlines()) > len(folded.splitlines())
+    assert "The machine in B" in folded
 
 
 def test_what_is_better_never_fails() -> None:

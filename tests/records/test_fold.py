@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvprof.errors import FailedError
-from kvprof.records.cases import quantile
+from kvprof.records.cases import UNTIMED, accounts, quantile
 from kvprof.records.events import (
+    PARTS,
     CaseFinished,
     CaseStarted,
     Event,
@@ -85,12 +88,50 @@ def test_parts_that_exceed_the_wall_time_show_it() -> None:
     assert data["cases"][0]["unattributed_share"] == -0.5
 
 
-@pytest.mark.parametrize("seconds", [0.85, 1.15])
-def test_more_than_a_tenth_without_a_part_is_a_warning(seconds: float) -> None:
+@pytest.mark.parametrize(("seconds", "told"), [(0.85, "15.0 %"), (1.15, "115 %")])
+def test_more_than_a_tenth_without_a_part_is_a_warning(seconds: float, told: str) -> None:
     result = result_of(small_run(part("decode", "mlp", seconds), finished(0.0, 1.0)))
-    assert [warning for warning in result["warnings"] if "15.0 %" in warning]
+    assert [warning for warning in result["warnings"] if told in warning]
     near = result_of(small_run(part("decode", "mlp", 0.95), finished(0.0, 1.0)))
     assert near["warnings"] == []
+
+
+@pytest.mark.parametrize("decode", [2.9, 1.4])
+def test_parts_that_do_not_add_up_have_no_shares(decode: float) -> None:
+    """Too much in one phase, the other made up for it or not (2.9 s of 4.0 s are one request's)."""
+    data = fold(
+        small_run(
+            part("prefill", "mlp", 1.6), part("decode", "attention", decode), finished(1.0, 3.0)
+        )
+    )
+    case, (account,) = data["cases"][0], accounts(data).values()
+    assert case["excess_share"] == pytest.approx(0.6 / 4)
+    assert {row["share"] for row in data["parts"]} == {None}
+    assert not account.adds_up()
+    assert account.stack() == {UNTIMED: 4.0}
+    assert account.misfit() == "parts of prefill sum to 160 % of it"
+    # The times are what was measured, whatever they add up to.
+    assert costs(data)["decode", "attention"] == decode
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["prefill", "decode"]), st.sampled_from(PARTS[:4]),
+                       st.floats(0.0, 10.0)), max_size=6),
+    st.one_of(st.none(), st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 10.0))),
+)  # fmt: skip
+def test_shares_never_exceed_what_they_are_of(
+    parts: list[tuple[str, str, float]], walls: tuple[float, float] | None
+) -> None:
+    events: list[Event] = [part(*one) for one in parts]
+    data = fold(small_run(*events, *([finished(*walls)] if walls else [])))
+    (account,) = accounts(data).values()
+    shares = [row["share"] for row in data["parts"] if row["share"] is not None]
+    assert math.fsum(share for share in shares if share > 0) <= 1 + 0.1 + 1e-9
+    if walls and sum(walls):
+        assert shares == [] or math.fsum(shares) == pytest.approx(1.0)
+    drawn = account.stack()
+    assert all(value >= 0 for value in drawn.values())
+    assert math.fsum(drawn.values()) <= account.seconds * (1 + 0.1 + 1e-9)
 
 
 def test_every_case_of_a_run_adds_up_to_its_wall_time() -> None:
@@ -192,7 +233,9 @@ def test_a_case_that_did_not_finish_has_parts_and_no_total() -> None:
     assert (whole["complete"], broken["complete"]) == (True, False)
     assert broken["jct_seconds"] is None
     own = [row for row in result["data"]["parts"] if row["case"] == broken["case"]]
-    assert sum(row["share"] for row in own) == pytest.approx(1)
+    for row in own:
+        assert row["share"] == pytest.approx(row["seconds"] / broken["measured_seconds"])
+    assert sum(row["seconds"] for row in own) <= broken["measured_seconds"]
     assert "unattributed" not in {row["part"] for row in own}
 
 

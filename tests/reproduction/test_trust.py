@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.records.fold import MOST_UNATTRIBUTED
+from kvprof.records.cases import MOST_UNATTRIBUTED
 from kvprof.reproduction.measures import Measured, measure_all
 from kvprof.reproduction.recipe import Line, Measure
 from kvprof.reproduction.verdicts import NOT_JUDGED, REPRODUCED, judge_line, verdict_of

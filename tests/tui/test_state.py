@@ -17,7 +17,7 @@ from kvprof.records.events import (
 from kvprof.records.fold import fold, result_of
 from kvprof.tui.from_result import state_of
 from kvprof.tui.state import LOG_LINES, RunState
-from tests.records.streams import case_name, stream
+from tests.records.streams import case_name, cuts, stream, whole_first
 
 
 def state_after(events: list) -> RunState:
@@ -67,6 +67,14 @@ class TestAgainstTheFold:
             assert case.tbt_seconds() == pytest.approx(row["tbt_seconds"])
             assert case.overhead() == pytest.approx(row["overhead"])
 
+    def test_a_killed_run_has_come_as_far_here_as_there(self):
+        for events in (self.events, whole_first(self.events)):
+            for end in cuts(events):
+                state, data = state_after(events[:end]), fold(events[:end])
+                for row in data["cases"]:
+                    case = state.cases[row["case"]]
+                    assert case.jct_seconds() == pytest.approx(row["measured_seconds"])
+
     def test_layers_are_the_results_own(self):
         state = state_after(self.events)
         for row in fold(self.events)["layers"]:
@@ -93,8 +101,8 @@ class TestWhileItRuns:
         events = stream(steps=5)
         cut = next(i for i, event in enumerate(events) if event.type == "step") + 1
         case = state_after(events[:cut]).cases[case_name("full", 5)]
-        parts = [event for event in events[:cut] if isinstance(event, PartSample)]
-        assert case.jct_seconds() == pytest.approx(sum(part.seconds for part in parts))
+        walked = [event for event in events[:cut] if isinstance(event, StepFinished)]
+        assert case.jct_seconds() == pytest.approx(sum(step.seconds for step in walked))
         assert "unattributed" not in case.part_seconds()
         prefill = next(event for event in events[:cut] if event.type == "step")
         assert case.ttft_seconds() == prefill.seconds  # of one run so far

@@ -11,6 +11,7 @@ from tests.records.sample import ENVIRONMENT
 SWEEP: dict[str, Any] = {"seqs": (102_400, 4096, 32_768)}
 CUTS: dict[str, Any] = {"schedules": ("equal", "lpt"), "batches": (8,), "phases": ("decode",)}
 LIMIT = 4.54  # TB/s
+ARITHMETIC = 7.5e14  # flop/s
 KEYS = [48, 32, 80, 96, 64, 48, 112, 80]
 VALUES = [64, 48, 32, 64, 96, 80, 32, 48]
 FULL_BYTES = 8 * 2 * 128 * 2  # of a token, one layer
@@ -62,7 +63,9 @@ def row(method: str, phase: str, batch: int, seq: int, schedule: str | None = "e
         "bandwidth_share": cache / seconds / 1e12 / LIMIT,
         "flop_per_s": flops / seconds,
         "baseline": "cudnn",
+        "baseline_seconds": [full * (1 + 0.002 * step) for step in (2, -1, 0, 1, -2)],
         "speedup": full / seconds,
+        "speedup_interval": [0.994 * full / seconds, 1.006 * full / seconds],
         "error": 0.0021 if method != "fp8" else 0.0312,
         "makespan_over_mean": 1.02 if schedule == "equal" else None,
     }
@@ -128,6 +131,7 @@ def bench_result(
             "source": "the reference model's profile, resampled to this shape",
         },
         "bandwidth": {"tb_per_s": LIMIT, "what": "a large reduction, in this run"},
+        "compute": {"flop_per_s": ARITHMETIC, "what": "a product of matrices, in this run"},
         "baselines": [
             baseline(name, *place) for place in places for name in (*BASELINES, "flashinfer")
         ],

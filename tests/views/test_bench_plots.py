@@ -9,11 +9,12 @@ import pytest
 
 from kvprof.records.schema import validate_result
 from kvprof.views.bench import figure, to_csv
-from kvprof.views.bench_data import context_curves, groups, roofline_points, roofline_slope
+from kvprof.views.bench_data import context_curves, groups, roofline_points, roofs
 from kvprof.views.bench_strips import Strips, at_once, busy_shares
 from kvprof.views.figure import figure_bytes
 from kvprof.views.page import render_text
 from tests.views.synthetic_bench import (
+    ARITHMETIC,
     CUTS,
     FULL_BYTES,
     LIMIT,
@@ -67,10 +68,16 @@ def test_the_roofline_has_intensity_and_rate_and_no_line_between_points() -> Non
     assert list(full.x) == pytest.approx([4.0])
     row = result["data"]["rows"][0]
     assert full.y[0] == pytest.approx(row["flop_per_s"] / 1e12)
-    slope = roofline_slope([full], LIMIT)
-    assert slope is not None
-    assert slope.y[0] == pytest.approx(slope.x[0] * LIMIT)
-    assert slope.x[0] < 4.0 < slope.x[-1]
+    memory, arithmetic = roofs([full], result["data"])
+    assert memory.y[0] == pytest.approx(memory.x[0] * LIMIT)
+    assert memory.x[0] < 4.0 < memory.x[-1]
+    # They meet where both give the same, and only memory limits before.
+    assert memory.x[-1] == arithmetic.x[0] == pytest.approx(ARITHMETIC / 1e12 / LIMIT)
+    assert memory.y[-1] == pytest.approx(arithmetic.y[0])
+    assert arithmetic.y[0] == arithmetic.y[-1] == pytest.approx(ARITHMETIC / 1e12)
+    del result["data"]["compute"]  # of an older record
+    (alone,) = roofs([full], result["data"])
+    assert alone.y[-1] == pytest.approx(alone.x[-1] * LIMIT)
     for one in roofline_points(bench_result()):
         drawn = [value is not None for value in one.y]
         assert drawn == [place % 2 == 0 for place in range(len(drawn))]
@@ -86,6 +93,7 @@ def test_the_roofline_takes_the_longest_context() -> None:
 def test_without_a_bandwidth_there_is_no_slope() -> None:
     result = bench_result()
     result["data"]["bandwidth"]["tb_per_s"] = None
+    result["data"]["compute"]["flop_per_s"] = None
     validate_result(result)
     text = text_of(result)
     assert "● full" in text

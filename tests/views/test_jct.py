@@ -5,11 +5,16 @@ import csv
 import io
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kvprof.records.cases import UNTIMED, accounts
+from kvprof.records.events import Event, PartSample
+from kvprof.records.figures import figures_of
 from kvprof.records.fold import result_of
+from kvprof.records.schema import validate_result
 from kvprof.views.durations import duration, signed_percent, unit_of
 from kvprof.views.figure import figure_bytes
 from kvprof.views.jct import figure, report, to_csv
@@ -19,14 +24,14 @@ from kvprof.views.jct_data import (
     detailed,
     groups,
     memory_curves,
-    part_seconds,
     step_curves,
+    sweep_curves,
     sweeps,
 )
 from kvprof.views.jct_notes import notes
 from kvprof.views.jct_strips import BalanceStrip, makespan_over_mean, strip_scales
 from kvprof.views.page import render_text
-from tests.records.streams import stream
+from tests.records.streams import cuts, stream, whole_first
 
 WHOLE = result_of(stream())
 SWEEP = result_of(stream(("full", "fdc"), layers=2, steps=3, inputs=(128, 1024, 8192, 65536)))
@@ -105,10 +110,10 @@ def test_the_longest_bar_fills_the_width_and_others_are_in_proportion() -> None:
 
 
 def test_the_table_of_parts_holds_times_shares_and_differences() -> None:
-    seconds = part_seconds(WHOLE)
+    known = accounts(WHOLE["data"])
     full, fdc = WHOLE["data"]["cases"][0], WHOLE["data"]["cases"][2]
     row = next(line for line in text(WHOLE, 120).splitlines() if line.startswith("attention"))
-    ours, base = (seconds[case["case"]]["attention"] * 1e3 for case in (fdc, full))
+    ours, base = (known[case["case"]].by_part()["attention"] * 1e3 for case in (fdc, full))
     assert f"{base:.2f}" in row
     assert f"{100 * ours / 1e3 / fdc['jct_seconds']:.1f} %" in row
     assert f"−{base - ours:.2f}" in row
@@ -125,6 +130,87 @@ def test_an_incomplete_run_says_so_and_why() -> None:
     assert shown.count("INCOMPLETE") == 2
     assert "killed, or is still running" in shown
     assert "so far" in shown
+
+
+@pytest.mark.parametrize("events", [stream(steps=4), whole_first(stream(steps=4))],
+                         ids=["composed", "real"])  # fmt: skip
+def test_a_run_that_was_killed_anywhere_has_a_report(events: list[Event]) -> None:
+    for end in cuts(events):
+        result = result_of(events[:end])
+        validate_result(result)
+        shown = text(result)
+        assert to_csv(result).count("\n") > 0
+        figures_of(result)
+        for case in result["data"]["cases"]:
+            if not case["complete"] and case["measured_seconds"]:
+                assert f"{duration(case['measured_seconds'])} so far" in shown
+
+
+def test_a_real_run_that_was_killed_shows_what_it_measured() -> None:
+    events = whole_first(stream(("full",), steps=4))
+    first = next(n for n, event in enumerate(events) if event.type == "part")
+    result = result_of(events[:first])
+    walked = sum(event.seconds for event in events[:first] if event.type == "step")
+    shown = text(result)
+    assert f"{duration(walked)} so far" in shown
+    assert "Nothing was timed in parts yet." in shown
+    assert re.search(rf"full {FILLS[UNTIMED]}+ ", shown)
+
+
+def misfit_result(factor: float) -> dict[str, Any]:
+    """A run whose parts are timed `factor` times as long in one case, as on a busy machine."""
+    events = [
+        replace(event, seconds=event.seconds * factor)
+        if isinstance(event, PartSample) and event.case.startswith("fdc")
+        else event
+        for event in stream(steps=4)
+    ]
+    return result_of(events)
+
+
+def test_parts_that_do_not_add_up_are_told_beside_their_bar_and_have_no_share() -> None:
+    result = misfit_result(1.5)
+    shown = text(result, 120)
+    bars = shown.split("Job completion time in parts")[1].splitlines()[1:4]
+    assert re.search(rf"fdc +{FILLS[UNTIMED]}+ .*! parts sum to 1[45]\d % of it", bars[2])
+    assert "!" not in bars[0] + bars[1]
+    # Not longer than its time says.
+    case = result["data"]["cases"][2]
+    lengths = [sum(line.count(fill) for fill in FILLS.values()) for line in bars]
+    longest = max(case["jct_seconds"] for case in result["data"]["cases"])
+    assert lengths[2] == pytest.approx(max(lengths) * case["jct_seconds"] / longest, abs=1.01)
+    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    own = [row for row in rows if row["kind"] == "part" and row["method"] == "fdc"]
+    assert own
+    assert all(row["share"] == "" for row in own)
+    assert all(row["share"] for row in rows if row["kind"] == "part" and row["method"] == "full")
+
+
+def test_a_record_of_an_earlier_version_has_no_shares_either() -> None:
+    result = misfit_result(1.5)
+    for case in result["data"]["cases"]:
+        del case["excess_share"], case["measured_seconds"]
+    for row in result["data"]["parts"]:
+        row["share"] = 0.95
+    validate_result(result)
+    assert "95.0 %" not in text(result)
+    rows = csv.DictReader(io.StringIO(to_csv(result)))
+    assert not [row for row in rows if row["share"] and row["method"] == "fdc"]
+    figure(result)
+
+
+def test_a_sweep_plots_ratios_where_its_curves_would_be_one() -> None:
+    assert sweep_curves(sweeps(SWEEP)[0]).log_y  # at 64k one takes twice as long
+    close = copy.deepcopy(SWEEP)
+    for case, base in zip(close["data"]["cases"][1::2], close["data"]["cases"][::2], strict=True):
+        case["jct_seconds"] = 1.1 * base["jct_seconds"]
+    (sweep,) = sweeps(close)
+    near = sweep_curves(sweep)
+    assert near.unit == ""
+    assert not near.log_y
+    assert near.series[0].y == [1.0] * 4
+    assert near.series[1].y == pytest.approx([1.1] * 4)
+    assert "over full's" in text(close)
 
 
 def test_a_run_that_has_only_begun_has_a_report() -> None:

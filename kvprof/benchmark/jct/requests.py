@@ -6,6 +6,7 @@ from typing import Any
 from kvprof.analysis.jct import percentiles
 from kvprof.benchmark.jct.composition import Composition
 from kvprof.benchmark.jct.traces import Trace
+from kvprof.records.cases import Account
 
 __all__ = ["DOUBTFUL", "OVERHEADS", "summary", "trace_doubts"]
 
@@ -87,7 +88,20 @@ def trace_doubts(method: str, requests: Sequence[Composition]) -> list[str]:
             f"{method}: decode may be off by up to {max(off):.1%} in one of {len(requests)} "
             "requests: times between the contexts that were measured do not lie on a line"
         )
+    if astray := sum(not _account(one).adds_up() for one in requests):
+        found.append(
+            f"{method}: the parts of {astray} of {len(requests)} requests do not add up to their "
+            "time: no shares are told of these"
+        )
     return found
+
+
+def _account(one: Composition) -> Account:
+    account = Account(walls={"prefill": one.prefill_seconds, "decode": one.decode_seconds})
+    for phase, parts in (("prefill", one.prefill), ("decode", one.decode)):
+        for part, seconds in parts.items():
+            account.add_part(phase, part, seconds)
+    return account
 
 
 def _seconds(values: Sequence[float]) -> dict[str, float]:
@@ -95,10 +109,11 @@ def _seconds(values: Sequence[float]) -> dict[str, float]:
 
 
 def _shares(requests: Sequence[Composition]) -> dict[str, list[float]]:
+    adding_up = [one for one in requests if _account(one).adds_up()]
     return {
         part: [
-            (one.prefill.get(part, 0.0) + one.decode.get(part, 0.0)) / one.jct for one in requests
+            (one.prefill.get(part, 0.0) + one.decode.get(part, 0.0)) / one.jct for one in adding_up
         ]
         for part in OVERHEADS
-        if any(part in one.prefill or part in one.decode for one in requests)
+        if any(part in one.prefill or part in one.decode for one in adding_up)
     }

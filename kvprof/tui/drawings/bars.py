@@ -95,11 +95,13 @@ class Bars:
         if not bar.measured:
             return text.append(" so far")
         if bar.is_baseline:
-            return text.append(" baseline")
-        if bar.baseline is not None:
+            text.append(" baseline")
+        elif bar.baseline is not None:
             words = difference(bar.seconds, bar.baseline)
             style = self.ink.good() if bar.seconds < bar.baseline else self.ink.bad()
             text.append(f" {words:>8}", style=style)
+        if (misfit := bar.case.account.misfit()) is not None:
+            text.append(f" ! {misfit}", style=self.ink.warn())
         return text
 
 

@@ -56,24 +56,24 @@ class PartTable:
             name = short(case.method, _FIGURE - 2 - len(sign))
             head.append(f"{sign + name:>{_FIGURE}}")
         yield head
-        wholes = [case.jct_seconds() for case in self.cases]
         small: list[list[float | None]] = []
         for part, seconds in self.rows:
             if self.small is not None and part != "unattributed" and all(
-                (seconds[index] or 0.0) <= self.small * wholes[index] for index in columns
+                (seconds[index] or 0.0) <= self.small * self.cases[index].jct_seconds()
+                for index in columns
             ):  # fmt: skip
                 small.append(seconds)
                 continue
             line = Text(no_wrap=True)
             line.append(fill(part), style=self.ink.part(part))
             line.append(f" {part:<{label - 2}}")
-            yield self._figures(line, columns, seconds, wholes)
+            yield self._figures(line, columns, seconds)
         if small:
             sums = [sum(column[i] or 0.0 for column in small) for i in range(len(self.cases))]
             word = f"{len(small)} small part{'s' if len(small) > 1 else ''}"
             line = Text(f"▸ {word:<{label - 2}}", no_wrap=True)
             line.apply_meta({"press": "small_parts()"})
-            yield self._figures(line, columns, sums, wholes)
+            yield self._figures(line, columns, sums)
         yield Text("  " + "─" * (label + _FIGURE * len(columns) - 2), style="dim", no_wrap=True)
         for name, figure in _TOTALS:
             yield self._total(name, figure, label, columns)
@@ -97,11 +97,11 @@ class PartTable:
         line: Text,
         columns: Sequence[int],
         seconds: Sequence[float | None],
-        wholes: Sequence[float],
     ) -> Text:
         for index in columns:
-            value, whole = seconds[index], wholes[index]
-            part = share(value / whole) if value is not None and whole > 0 else ""
+            value = seconds[index]
+            found = None if value is None else self.cases[index].account.share(value)
+            part = "" if found is None else share(found)
             line.append(f"{duration(value):>{_FIGURE - 7}}")
             line.append(f"{part:>7}")
         return line

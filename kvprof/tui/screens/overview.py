@@ -6,7 +6,6 @@ from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 from textual.widgets import Static
 
-from kvprof.records.fold import MOST_UNATTRIBUTED
 from kvprof.tui.case_state import CaseState
 from kvprof.tui.drawings.bars import PROVISIONAL, Bars
 from kvprof.tui.drawings.parts import PartTable, table_width
@@ -129,13 +128,8 @@ class OverviewScreen(RunScreen):
         for case in cases:
             for what, words in case.started.labels.items():
                 labels.setdefault(f"{what.replace('_', ' ')}: {words}", []).append(case.method)
-            wall = case.jct_seconds()
-            if case.finished is None or wall <= 0:
-                continue
-            rest = case.part_seconds()["unattributed"] / wall
-            if abs(rest) > MOST_UNATTRIBUTED:
-                what = "of the time has no part" if rest > 0 else "more than the time is in parts"
-                words = f"! {case.method}: {share(abs(rest))} {what}; its shares are doubtful"
+            if (doubt := case.account.doubt()) is not None:
+                words = f"! {case.method}: {doubt}"
                 doubts.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
             if (overhead := case.overhead()) is not None:
                 overheads.append(f"{case.method} {share(overhead)}")
