@@ -98,3 +98,20 @@ def test_a_region_that_nothing_fills_is_named(tables: ModuleType) -> None:
         tables.filled("<!-- table: rates kq -->\n| a |\n")
     with pytest.raises(KeyError, match="nope"):
         tables.filled("<!-- table: kernels nope -->\n<!-- end -->\n")
+
+
+def test_the_readme_states_requests_as_the_record_has_them() -> None:
+    data = json.loads((DOCS / "benchmarks/jct.json").read_text(encoding="utf-8"))["data"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for key, request in (
+        ("outputs-8b", (1, 256, 102_400)), ("batch-8", (8, 102_400, 1024)),
+        ("inputs-8b", (1, 32_768, 256)),
+    ):  # fmt: skip
+        seconds = {
+            case["method"]: case["jct_seconds"]
+            for case in data[key]["cases"]
+            if (case["batch"], case["input_len"], case["output_len"]) == request
+        }
+        for method in ("fdc", "palu"):
+            change = 100 * (seconds[method] / seconds["full"] - 1)
+            assert f"{'+' if change > 0 else '−'}{abs(change):.1f} %" in readme

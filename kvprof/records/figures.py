@@ -147,6 +147,7 @@ def _jct(data: Row) -> Iterator[Figure]:
 
         for name, phases in (
             ("jct_seconds", ("prefill", "decode")), ("ttft_seconds", ("prefill",)),
+            ("decode_seconds", ("decode",)),
         ):  # fmt: skip
             yield from _given(
                 case, name, key, "lower", interval=f"{name}_interval", headline=True,
@@ -156,11 +157,12 @@ def _jct(data: Row) -> Iterator[Figure]:
             row for row in data["steps"] if row["case"] == case["case"] and row["phase"] == "decode"
         ]
         if case["tbt_seconds"] is not None:
+            # Its steps are those of one run: no limit judges it, but the time of all steps.
             # Steps that stand for unlike numbers of passes are no sample of their median.
             alike = len({row["weight"] for row in steps}) == 1 and len(steps) >= _LEAST_SAMPLES
             samples = [row["seconds"] for row in steps] if alike else None
             yield Figure(
-                key, "tbt_seconds", case["tbt_seconds"], "lower", samples, headline=True,
+                key, "tbt_seconds", case["tbt_seconds"], "lower", samples,
                 beside=beside("decode"),
             )  # fmt: skip
         yield from _given(case, "tbt_p99_seconds", key, "lower")

@@ -145,7 +145,7 @@ class CaseState:
 
     @property
     def account(self) -> Account:
-        """Where the time went: as measured, and while nothing of a phase is, as in the first pass."""
+        """Where the time went; of a phase without measured parts, by the first, short pass."""
         if not self.provisional:
             return self.measured
         mixed = Account(dict(self.measured.parts), dict(self.measured.walked))

@@ -147,11 +147,16 @@ def _noise(data: Mapping[str, Any], letters: Sequence[str]) -> list[str]:
     found = []
     for letter, noise in zip(letters[1:], data.get("noise") or (), strict=False):
         if noise is not None:
-            slower = noise["drift"] if noise["drift"] > 0 else -noise["drift"]
+            drift = noise["drift"]
+            moved = (
+                "as fast as"
+                if abs(drift) < _UNSEEN
+                else f"{percent(abs(drift))} {'slower' if drift > 0 else 'faster'} than"
+            )
             found.append(
                 f"The machine in {letter}: what no method changes ({noise['controls']} figures) is "
-                f"{percent(slower)} {'slower' if noise['drift'] > 0 else 'faster'} than in "
-                f"{letters[0]}, and differs from that by up to {percent(noise['spread'])}."
+                f"{moved} in {letters[0]}, and differs from that by up to "
+                f"{percent(noise['spread'])}."
             )
     return found
 

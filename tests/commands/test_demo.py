@@ -54,10 +54,12 @@ def test_it_is_exported_and_compared(tmp_path: Path) -> None:
         assert {row["method"] for row in csv.DictReader(file)} >= set(METHODS)
     assert json.loads(trace.read_text())["traceEvents"]
     result = load_run(DEMO)
-    for case in result["data"]["cases"]:
-        case["jct_seconds"] *= 1.1
-    write_result(tmp_path / "slower.json", result)
-    done = kvprof("compare", DEMO, tmp_path / "slower.json", "--fail-over", "5%")
+    for name, factor in (("same.json", 1.0), ("slower.json", 1.1)):
+        for case in result["data"]["cases"]:  # the record is older than intervals
+            case["jct_seconds"] *= factor
+            case["jct_seconds_interval"] = [0.99 * case["jct_seconds"], 1.01 * case["jct_seconds"]]
+        write_result(tmp_path / name, result)
+    done = kvprof("compare", tmp_path / "same.json", tmp_path / "slower.json", "--fail-over", "5%")
     assert done.code == 4
     assert "+10.0 %" in done.stdout
 

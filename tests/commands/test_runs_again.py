@@ -31,8 +31,10 @@ def run(tmp_path: Path) -> Path:
 def slower(folder: Path, target: Path, factor: float) -> Path:
     result = copy.deepcopy(read_result(folder))
     for row in result["data"]["cases"]:
-        for key in ("jct_seconds", "ttft_seconds", "tbt_seconds"):
+        for key in ("jct_seconds", "ttft_seconds", "decode_seconds", "tbt_seconds"):
             row[key] *= factor
+        for key in ("jct_seconds", "ttft_seconds", "decode_seconds"):
+            row[f"{key}_interval"] = [0.99 * row[key], 1.01 * row[key]]
     for row in result["data"]["steps"]:
         row["seconds"] *= factor
     write_result(target, result)
@@ -135,6 +137,8 @@ def test_valid_events_that_make_no_valid_result_are_told(tmp_path: Path) -> None
 
 def test_results_are_compared_and_a_limit_is_enforced(run: Path) -> None:
     worse = slower(run, run.parent / "worse.json", 1.1)
+    assert kvprof("compare", run, worse, "--fail-over", "5%").code == 0  # it has no intervals
+    run = slower(run, run.parent / "same.json", 1.0)
     done = kvprof("compare", run, worse)
     assert done.code == 0
     assert "+10.0 %" in done.stdout
@@ -143,7 +147,7 @@ def test_results_are_compared_and_a_limit_is_enforced(run: Path) -> None:
     assert "got worse by more" in done.error
     kept = read_result(run.parent / "c.json")
     assert kept["kind"] == "compare"
-    assert kept["data"]["failed"] == 6
+    assert kept["data"]["failed"] == 6  # of two methods; TBT is of one run's steps
     assert kvprof("compare", run, worse, "--fail-over", "20%").code == 0
     assert kvprof("compare", worse, run, "--fail-over", "0.05").code == 0
     assert kvprof("show", run.parent / "c.json").code == 0
@@ -162,8 +166,10 @@ def test_a_comparison_says_what_its_intervals_are_of(run: Path) -> None:
     for case in result["data"]["cases"]:
         case["energy_per_token_joules"] = None
     write_result(run.parent / "one.json", result)
-    shown = " ".join(kvprof("compare", run.parent / "one.json", run).stdout.split())
-    assert "Other figures: tbt p99" in shown  # one figure stands above its table
+    command = ("compare", run.parent / "one.json", slower(run, run.parent / "x.json", 1.0))
+    shown = " ".join(kvprof(*command).stdout.split())
+    assert "All 6 are the same. --all lists them." in shown
+    assert kvprof(*command, "--all").stdout.count(" same") > 20
     assert "over the decode steps of one run each" in shown
 
 

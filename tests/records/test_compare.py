@@ -216,7 +216,7 @@ def test_job_completion_time_is_matched_by_case_phase_and_part() -> None:
     data = compare([base, other], ["a", "b"])
     assert {row["key"]["case"] for row in data["rows"]} == {"full b1 in2048 out21"}
     assert {row["figure"] for row in data["rows"] if row["headline"]} == {
-        "jct_seconds", "ttft_seconds", "tbt_seconds",
+        "jct_seconds", "ttft_seconds", "decode_seconds",
     }  # fmt: skip
     parts = {(row["key"]["phase"], row["key"]["part"]) for row in rows_of(data, "seconds")}
     assert ("decode", "attention") in parts

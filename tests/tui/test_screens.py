@@ -203,7 +203,7 @@ class TestScreens:
             for event in stream(("full",))
         ]
         shown = keys(tmp_path, events=events, size=(120, 50))["text"]
-        assert "of the time has no part; its shares are doubtful" in shown
+        assert "of its time has no part; its shares are doubtful" in shown
 
     @pytest.mark.parametrize("width", [80, 120, 200])
     def test_screens_use_the_width_they_have(self, tmp_path, width):
