@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvprof.child import child_environment
+
 __all__ = ["Leash", "follow_parent"]
 
 _VARIABLE = "KVPROF_LEASH"
@@ -35,7 +37,7 @@ class Leash:
         OSError
         """
         theirs, self._write = os.pipe()
-        environment = {**(os.environ if env is None else env), _VARIABLE: str(theirs)}
+        environment = {**child_environment(env), _VARIABLE: str(theirs)}
         try:
             if os.name == "posix":  # elsewhere a child keeps no open files
                 options["pass_fds"] = (theirs,)

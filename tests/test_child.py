@@ -71,7 +71,7 @@ def test_every_process_is_started_by_the_helper() -> None:
     root = Path(kvprof.__file__).parent
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if name == "child.py":
+        if name in ("child.py", "requirements.py"):  # the latter prints it, for people to type
             continue
         text = path.read_text("utf-8")
         tree = ast.parse(text)

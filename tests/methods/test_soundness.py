@@ -126,7 +126,7 @@ LOW = (group(0, 2, 16, (8,)),)
         (layer(), {"mla": True}, "multi-head latent attention"),
         (layer(keys=whole(3), values=whole(3)), {}, "keys have another shape"),
         (layer(values=whole(2, 8)), {}, "values have another shape"),
-        (layer(), {"sliding_window": 9}, "sliding window is not the model's"),
+        (layer(), {"sliding_window": 9}, "sliding window, or whether"),
         (layer(LOW, fold_keys=(True, True)), {}, "RoPE lies between"),
         (
             layer(LOW, fold_keys=(True, True)),

@@ -153,8 +153,8 @@ def test_a_full_disk_is_said_and_loses_nothing(
     monkeypatch.setattr("kvprof.reproduction.store.write_result", full)
     found = run(planned(tmp_path), tmp_path, FakeRunner({"fdc": 0.96, "kq": 0.95}))
     assert verdicts(found) == ["reproduced"]
-    assert len(found.warnings) == 2
-    assert "No space left on device" in found.warnings[0]
+    assert len(found.unkept) == 2
+    assert "No space left on device" in found.unkept[0]
 
 
 def test_a_damaged_or_incomplete_result_is_measured_again(tmp_path: Path) -> None:

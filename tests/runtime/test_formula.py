@@ -31,8 +31,9 @@ def attention_outputs(model: LoadedModel, plan: Any, ids: Tensor, *, prefill: in
     """Return what the attention module puts out, prefill and then token by token."""
     outputs: list[Tensor] = []
     attention = model.model.get_submodule(model.layout.layers[0].attention)
-    hook = attention.register_forward_hook(lambda m, a, result: outputs.append(result[0]))
     with compressed(model, plan) as session, torch.inference_mode():
+        # Only now: opening a model runs it.
+        hook = attention.register_forward_hook(lambda m, a, result: outputs.append(result[0]))
         cache = session.new_cache()
         model.model(ids[:, :prefill], past_key_values=cache)
         for t in range(prefill, ids.shape[1]):

@@ -126,7 +126,7 @@ def test_tale_as_published_quantises_level_by_level() -> None:
     """K and V of the middle at 2 bits, of the recent share at 4 (TALE §3), after one prefill."""
     model, prefill = one_layer("Llama"), 4 + 32 * 5 + 7
     ids = token_ids(1, prefill + 1)
-    plan = plan_at(plan_family("tale+kivi", known("Llama")[0], **HALF), 0.5)
+    plan = plan_at(plan_family("tale+kivi", known("Llama")[0], window=0, **HALF), 0.5)
     tap = taps(model, ids, pre_rope=False)
     rest = prefill - 4
     middle = 4 + (rest - math.floor(0.1 * rest)) // 32 * 32

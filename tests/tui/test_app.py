@@ -135,7 +135,8 @@ def test_saving_where_nothing_can_be_written_is_said(tmp_path):
         await pilot.press("e")
         await until(app, pilot, lambda: text(app).count("cannot write") == 2)
 
-    show(recorded(tmp_path), tmp_path / "missing", steps)
+    (tmp_path / "file").write_text("")
+    show(recorded(tmp_path), tmp_path / "file", steps)
 
 
 def test_the_help_names_every_key(tmp_path):
