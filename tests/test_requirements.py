@@ -23,7 +23,7 @@ def test_an_installed_kvprof_reads_the_same_from_its_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
-        metadata.version("kvprof")
+        metadata.version(requirements.DISTRIBUTION)
     except metadata.PackageNotFoundError:
         pytest.skip("kvprof runs from a checkout that is not installed")
     from_checkout = {(s.name, s.extra, s.ok) for s in package_states()}

@@ -170,7 +170,10 @@ class Account:
 
     def adds_up(self) -> bool:
         """Tell whether the parts are parts of the time, so that they have shares of it."""
-        return (self.excess_share() or 0.0) <= MOST_UNATTRIBUTED
+        excess = self.excess_share()
+        if excess is None:  # not timed to its end, or no time passed, of which nothing is a part
+            return self.walls is None or not any(self.parts.values())
+        return excess <= MOST_UNATTRIBUTED
 
     def share(self, seconds: float) -> float | None:
         """Return the share of the time that `seconds` of a part are; None where there is none."""
