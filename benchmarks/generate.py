@@ -35,7 +35,7 @@ from kvprof.sizes import parse_counts
 NAME = "generate.json"
 
 
-class Stamps(BaseStreamer):  # type: ignore[misc]
+class Stamps(BaseStreamer):
     """Notes when each token is there."""
 
     def __init__(self, device: torch.device) -> None:

@@ -82,6 +82,7 @@ def option_types(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _of_default(default: Any) -> Any:
     if isinstance(default, tuple | list) and default:
+        # The type is known when this runs, not when it is checked.
         return tuple[type(default[0]), ...]  # type: ignore[misc]
     return type(default) if isinstance(default, bool | int | float | str) else Any
 

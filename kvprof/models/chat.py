@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError
@@ -95,8 +96,8 @@ def _serve(tokenizer: Any, pipe: Connection, other: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
-            most = int(file.read().split()[0]) * resource.getpagesize() + _ROOM
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        most = pages * resource.getpagesize() + _ROOM
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
     except (OSError, ValueError):
         pass  # a system that has no such limit
