@@ -1,8 +1,12 @@
 """A small, valid result of each kind."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from kvprof.records.result import build_result
+
+CREATED = datetime(2026, 7, 4, 12, 0, tzinfo=UTC)
+"""So that two results of the same facts are equal in whatever second they are made."""
 
 ENVIRONMENT: dict[str, Any] = {
     "kvprof": {"version": "0.1.0", "git": None},
@@ -40,7 +44,7 @@ def spectrum_result(**changes: Any) -> dict[str, Any]:
     first = {f"energy_share_{key}": 0.1 for key in "qkv"} | {"token_share": 0.001}
     data = {"pairs": {"qk": pair, "vo": pair}, "removal": [removal], "first_position": first}
     settings: dict[str, Any] = {"environment": ENVIRONMENT, "inputs": {"seed": 0}, "data": data}
-    return build_result("spectrum", **settings | changes)
+    return build_result("spectrum", **{"created": CREATED} | settings | changes)
 
 
 def stability_result() -> dict[str, Any]:
@@ -101,10 +105,12 @@ def stability_result() -> dict[str, Any]:
         "negligible_cost": 0.01,
         "half_ranks": {"qk": 32},
     }
-    return build_result("stability", environment=ENVIRONMENT, inputs={}, data=data)
+    return build_result("stability", environment=ENVIRONMENT, inputs={}, data=data, created=CREATED)
 
 
 def benchmark_result(**inputs: Any) -> dict[str, Any]:
     named = {"benchmark": "some_program"} | inputs
     data = {"rows": [{"tokens": 1024, "total_s": 0.5}]}
-    return build_result("benchmark", environment=ENVIRONMENT, inputs=named, data=data)
+    return build_result(
+        "benchmark", environment=ENVIRONMENT, inputs=named, data=data, created=CREATED
+    )
