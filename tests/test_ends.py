@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, locks and p
 
 ROOT = Path(cli.__file__).parents[1]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+HEED = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+)
 
 
 def python(code: str, **options: Any) -> "subprocess.Popen[str]":
@@ -57,6 +61,14 @@ def _answers(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.fixture(autouse=True)
+def not_under_nohup() -> Iterator[None]:
+    """What ignores SIGHUP when the tests are started is not what they ask about."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 # --- signals --------------------------------------------------------------------------------
