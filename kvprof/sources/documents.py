@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +21,8 @@ __all__ = ["embedded_documents", "read_documents", "read_token_ids"]
 _PIECE = 1 << 16
 # Characters of a line, or of a row's text, that are read or tokenised at once.
 _LINE = 1 << 20
+# Characters of a row of JSON Lines, which has to be held whole: more is no document.
+_ROW = 1 << 28
 
 ChatTemplate = Callable[[list[dict[str, Any]]], str]
 
@@ -34,7 +38,8 @@ def read_documents(
     Raises
     ------
     FailedError
-        When a line is no JSON, the file is not UTF-8, or the chat template refuses a row.
+        When a line is no JSON or beyond what is read at once, the file is not UTF-8, or the chat
+        template refuses a row.
     UsageError
         When a row has none of the known keys.
     """
@@ -57,7 +62,15 @@ def _pieces(path: Path) -> Iterator[str]:
 
 def _lines(path: Path) -> Iterator[str]:
     with _reading(path) as stream:
-        yield from stream
+        number = 0
+        while line := stream.readline(_ROW):
+            number += 1
+            if len(line) == _ROW:
+                raise FailedError(
+                    f"{path.name}:{number}: a row of {_ROW:,} characters or more is not read; "
+                    "make several of it"
+                )
+            yield line
 
 
 @contextmanager
@@ -114,10 +127,11 @@ def embedded_documents(kind: str, split: str = "calibration") -> Iterator[Iterab
         yield from read_documents(path)
 
 
-def read_token_ids(path: Path) -> Iterator[NDArray[np.integer[Any]]]:
+def read_token_ids(path: Path) -> Iterator[Iterable[NDArray[np.integer[Any]]]]:
     """Yield sequences of token ids: ``.npy`` (one or two dimensions), or a line per sequence.
 
-    An array stays on disk and lines are read one by one, so that memory does not follow the file.
+    Each comes in pieces, to be used before the next one is asked for. An array stays on disk, in
+    one piece, and a line is read in parts, so that memory does not follow the file.
 
     Raises
     ------
@@ -134,13 +148,29 @@ def read_token_ids(path: Path) -> Iterator[NDArray[np.integer[Any]]]:
                 f"{path.name}: holds {array.ndim}-dimensional {array.dtype}; "
                 "token ids are whole numbers in one or two dimensions"
             )
-        yield from np.atleast_2d(array)
+        yield from ((row,) for row in np.atleast_2d(array))
         return
+    for _, pieces in groupby(_numbered_ids(path), itemgetter(0)):
+        yield (ids for _, ids in pieces)
+
+
+def _numbered_ids(path: Path) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield the numbers of lines with the ids that stand there, a long line in several parts."""
     try:
         with path.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, 1):
-                if words := line.replace(",", " ").split():
-                    yield _whole_numbers(words, f"{path.name}:{number}: {line.rstrip()[:40]!r}")
+            number, begun = 1, ""
+            while part := stream.readline(_LINE):
+                text = (begun + part).replace(",", " ")
+                words = text.split()
+                # A number may go on in the next part; one as long as a part is none.
+                cut = len(part) == _LINE and not text[-1].isspace() and len(begun) < _LINE
+                begun = words.pop() if cut else ""
+                if words:
+                    where = f"{path.name}:{number}: {text.rstrip()[:40]!r}"
+                    yield number, _whole_numbers(words, where)
+                number += part.endswith("\n")
+            if begun:
+                yield number, _whole_numbers([begun], f"{path.name}:{number}: {begun[:40]!r}")
     except (UnicodeDecodeError, OSError) as cause:
         raise FailedError(f"{path.name}: cannot be read as lines of token ids: {cause}") from None
 

@@ -170,8 +170,7 @@ def _tokenized(
 def _token_id_windows(source: Source, model: ModelTokens, seq_len: int) -> Iterator[Ids]:
     for path in source.paths:
         for number, sequence in enumerate(read_token_ids(path), 1):
-            for start in range(0, len(sequence), seq_len):
-                window = sequence[start : start + seq_len]
+            for window in _cut(sequence, seq_len):
                 wrong = window[(window < 0) | (window >= model.vocab_size)]
                 if len(wrong):
                     raise UsageError(
@@ -179,6 +178,19 @@ def _token_id_windows(source: Source, model: ModelTokens, seq_len: int) -> Itera
                         f"but the vocabulary has {model.vocab_size:,}"
                     )
                 yield np.array(window, dtype=np.int64)
+
+
+def _cut(pieces: Iterable[NDArray[np.integer]], seq_len: int) -> Iterator[NDArray[np.integer]]:
+    """Yield a sequence that comes in pieces as windows; only the last may be shorter."""
+    rest: NDArray[np.integer] = np.empty(0, dtype=np.int64)
+    for piece in pieces:
+        joined = np.concatenate([rest, piece]) if len(rest) else piece
+        whole = len(joined) - len(joined) % seq_len
+        for start in range(0, whole, seq_len):
+            yield joined[start : start + seq_len]
+        rest = joined[whole:]
+    if len(rest):
+        yield rest
 
 
 def _interleave(streams: Sequence[Iterator[Ids]], seq_len: int) -> Iterator[Ids]:

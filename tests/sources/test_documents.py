@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 from kvprof.errors import FailedError, UsageError
 from kvprof.sources import documents
 from kvprof.sources.documents import read_documents, read_token_ids
+from kvprof.sources.grammar import file_source
+from kvprof.sources.windows import ModelTokens, windows
 from tests.sources.complaint import complaint
 
 
 def texts(path, chat=None) -> list[str]:
     return ["".join(document) for document in read_documents(path, chat)]
+
+
+def every_id(path):
+    """Return the token ids of a file, sequence by sequence."""
+    return [np.concatenate(list(pieces)) for pieces in read_token_ids(path)]
 
 
 def written(tmp_path, name, content):
@@ -103,7 +110,7 @@ def test_token_ids_from_npy(tmp_path):
     for array in (np.arange(6), np.arange(6).reshape(2, 3), np.arange(6, dtype=np.uint16)):
         path = tmp_path / "a.npy"
         np.save(path, array)
-        found = list(read_token_ids(path))
+        found = every_id(path)
         assert [row.tolist() for row in found] == np.atleast_2d(array).tolist()
         assert all(row.dtype == array.dtype for row in found)  # widened window by window
 
@@ -114,18 +121,18 @@ def test_token_ids_from_npy(tmp_path):
 def test_npy_of_something_else_is_refused(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(FailedError, match=r"a\.npy: holds .* token ids are whole numbers"):
-        list(read_token_ids(tmp_path / "a.npy"))
+        every_id(tmp_path / "a.npy")
 
 
 def test_pickles_and_archives_are_not_opened(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, np.array([{}, []], dtype=object), allow_pickle=True)
     with pytest.raises(FailedError, match=r"no readable \.npy file"):
-        list(read_token_ids(path))
+        every_id(path)
     with path.open("wb") as file:
         np.savez(file, a=np.arange(3))
     with pytest.raises(FailedError, match=r"no readable \.npy file"):
-        list(read_token_ids(path))
+        every_id(path)
 
 
 @settings(deadline=None, max_examples=150)
@@ -136,29 +143,67 @@ def test_a_damaged_npy_file_is_refused_in_one_line_or_read(tmp_path_factory, cut
     content = bytearray(path.read_bytes())
     content[flip] = byte
     path.write_bytes(content[:cut] if cut < 200 else content)
-    said = complaint(lambda p: list(read_token_ids(p)), path)
+    said = complaint(every_id, path)
     assert said is None or said.startswith("a.npy: ")
 
 
 def test_token_ids_line_by_line(tmp_path):
     path = written(tmp_path, "a.ids", "1 2 3\n\n4,5, 6\n7\n")
-    assert [row.tolist() for row in list(read_token_ids(path))] == [[1, 2, 3], [4, 5, 6], [7]]
+    assert [row.tolist() for row in every_id(path)] == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    lines=st.lists(st.lists(st.integers(0, 99_999), max_size=30), max_size=4),
+    between=st.sampled_from([" ", ",", "  ,\t"]),
+    part=st.integers(6, 40),
+    seq_len=st.integers(1, 9),
+)
+def test_a_line_of_ids_may_be_longer_than_what_is_read_at_once(
+    tmp_path_factory, lines, between, part, seq_len
+):
+    text = "\n".join(between.join(map(str, line)) for line in lines)
+    path = written(tmp_path_factory.mktemp("ids"), "a.ids", text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_LINE", part)
+        assert [row.tolist() for row in every_id(path)] == [line for line in lines if line]
+        model = ModelTokens(100_000, frozenset(), tuple, tuple, tuple)
+        source = file_source([path], token_ids=True)
+        if any(lines):
+            found = windows(source, model, tokens=None, seq_len=seq_len)
+            cut = [line[at : at + seq_len] for line in lines for at in range(0, len(line), seq_len)]
+            assert [window.tolist() for window in found] == cut
+
+
+def test_one_line_of_ids_is_read_only_as_far_as_it_is_needed(tmp_path):
+    path = written(tmp_path, "a.ids", "12 345,6 " * 500_000 + "and this is none")
+    first = next(iter(next(read_token_ids(path))))
+    assert first[:4].tolist() == [12, 345, 6, 12]
+    assert len(first) < 600_000  # of 1,500,000
+    with pytest.raises(FailedError, match=r"^a\.ids:1: .*is not a sequence of whole numbers"):
+        every_id(path)
+    endless = written(tmp_path, "b.ids", "1" * 3_000_000)
+    with pytest.raises(FailedError, match=r"^b\.ids:1: .*is not a sequence of whole numbers"):
+        every_id(endless)
+
+
+def test_a_row_that_is_too_long_to_be_held_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_ROW", 1000)
+    path = written(tmp_path, "a.jsonl", '{"text": "fine"}\n{"text": "' + "long " * 300 + '"}\n')
+    with pytest.raises(FailedError, match=r"^a\.jsonl:2: a row of 1,000 characters or more"):
+        texts(path)
 
 
 @pytest.mark.parametrize("line", ["1 two 3", "1.5", "99999999999999999999999", "9" * 5000])
 def test_a_line_that_is_no_sequence_of_ids_is_named(tmp_path, line):
     path = written(tmp_path, "a.ids", f"1 2\n{line}\n")
     with pytest.raises(FailedError, match=r"^a\.ids:2: .*is not a sequence of whole numbers"):
-        list(read_token_ids(path))
+        every_id(path)
 
 
 def test_ids_that_are_no_text(tmp_path):
     with pytest.raises(FailedError, match="cannot be read as lines of token ids"):
-        list(read_token_ids(written(tmp_path, "a.ids", b"\xff\xfe\x00")))
-
-
-def every_id(path):
-    return list(read_token_ids(path))
+        every_id(written(tmp_path, "a.ids", b"\xff\xfe\x00"))
 
 
 @settings(deadline=None, max_examples=200)
@@ -176,7 +221,7 @@ def test_no_bytes_bring_anything_but_a_clear_error(tmp_path_factory, content):
 def test_an_array_stays_on_disk(tmp_path):
     path = tmp_path / "large.npy"
     np.save(path, np.zeros((4, 1000), dtype=np.int32))
-    for row in read_token_ids(path):
+    for (row,) in read_token_ids(path):
         owner = row
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
