@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.records.cases import Account, accounts
-from kvprof.views.durations import change, duration, unit_of
+from kvprof.views.durations import change, duration, signed_percent, unit_of
 from kvprof.views.jct_bars import StackedBars, bar_of
 from kvprof.views.jct_csv import to_csv
 from kvprof.views.jct_data import (
@@ -123,7 +123,10 @@ def _answer(shown: list[Group]) -> str:
             if base is None or case is base:
                 said.append(f"{name} {duration(total)}")
                 continue
-            said.append(f"{name} {duration(total)} ({_than(change(total, base['jct_seconds']))})")
+            than = _than(change(total, base["jct_seconds"]))
+            if ends := group.apart(case):
+                than += f" [{', '.join(signed_percent(end) for end in ends)}]"
+            said.append(f"{name} {duration(total)} ({than})")
         against = f", against {group.against()}" if base is not None and len(done) > 1 else ""
         lines.append(f"{_sentence(group.name)}{against}: {'; '.join(said)}.")
     return "\n".join(lines) or "No request was measured to its end."

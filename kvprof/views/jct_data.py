@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import log
+from math import exp, hypot, inf, log
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -75,6 +75,34 @@ class Group:
         """Return a figure of the baseline."""
         return None if self.baseline is None else self.baseline[key]
 
+    def apart(self, case: Case) -> tuple[float, float] | None:
+        """Return the 95 % interval of the share by which a case's time differs from the baseline's.
+
+        Cases are measured one after the other, so that nothing pairs their runs: the interval of
+        the ratio comes from the two that were recorded, as of figures that know nothing of each
+        other (distances of the ends in logarithms, their squares added).
+
+        Parameters
+        ----------
+        case : mapping
+            Of this request.
+
+        Returns
+        -------
+        tuple of float or None
+            None for the baseline, and where one of the two has no interval (a single pass).
+        """
+        if self.baseline is None or case is self.baseline:
+            return None
+        own, base = _interval(case), _interval(self.baseline)
+        if own is None or base is None:
+            return None
+        ratio = case["jct_seconds"] / self.baseline["jct_seconds"]
+        return (
+            ratio * exp(-hypot(own[0], base[1])) - 1,
+            ratio * exp(hypot(own[1], base[0])) - 1,
+        )
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -145,6 +173,14 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
         Group(*key, cases, _names(cases), _baseline(cases, data["baseline"]))
         for key, cases in found.items()
     ]
+
+
+def _interval(case: Case) -> tuple[float, float] | None:
+    """Return how far the ends of a case's time lie below and above it, in logarithms."""
+    ends, middle = case.get("jct_seconds_interval"), case["jct_seconds"]
+    if not ends or not middle or not 0 < ends[0] <= ends[1] < inf:
+        return None
+    return log(middle / min(ends[0], middle)), log(max(ends[1], middle) / middle)
 
 
 def _names(cases: Sequence[Case]) -> list[str]:

@@ -34,6 +34,10 @@ _TIMING = (
     "Timing costs: what timing every part added to the request, and to its decode steps; the times "
     "above are without it."
 )
+_APART = (
+    "In brackets: the 95 % interval of the difference between two job completion times, from those "
+    "of both."
+)
 _ENERGY = "J per token: the energy of the whole request over its output tokens."
 _LONGEST = (
     "lpt: FDC's longest-first assignment, which gives a head of a sequence to one multiprocessor "
@@ -56,6 +60,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     found.append(_SHARES.format(baseline=data["baseline"]))
     if any(case["overhead"] is not None for case in data["cases"]):
         found.append(_TIMING)
+    if any(group.apart(case) for group in groups(result) for case in group.cases):
+        found.append(_APART)
     if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
         found.append(_ENERGY)
     if peak_name(result["inputs"]) == "process peak" and data["memory"]:

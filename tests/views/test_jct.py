@@ -72,6 +72,45 @@ def test_the_answer_comes_first_and_names_the_baseline() -> None:
     assert f"({100 * less:.1f} % less)" in first
 
 
+def with_intervals(*widths: float | None) -> dict[str, Any]:
+    """Return the request with the time of each case known to plus and minus a share of it."""
+    result = copy.deepcopy(WHOLE)
+    for case, width in zip(result["data"]["cases"], widths, strict=True):
+        total = case["jct_seconds"]
+        ends = None if width is None else [total * (1 - width), total * (1 + width)]
+        case["jct_seconds_interval"] = ends
+    return result
+
+
+def test_a_difference_has_an_interval_where_both_times_have_one() -> None:
+    cases = len(WHOLE["data"]["cases"])
+    for widths in ([0.1] * cases, [0.02] * cases):
+        result = with_intervals(*widths)
+        (group,) = groups(result)
+        other = next(case for case in group.cases if case is not group.baseline)
+        ends = group.apart(other)
+        assert ends is not None
+        assert group.baseline is not None
+        ratio = other["jct_seconds"] / group.baseline["jct_seconds"]
+        # Wider than either alone, and not as wide as if both were off to the worst at once.
+        width = widths[0]
+        assert ratio * (1 - width) / (1 + width) < 1 + ends[0] < ratio * (1 - width)
+        assert ratio * (1 + width) < 1 + ends[1] < ratio * (1 + width) / (1 - width)
+        assert group.apart(group.baseline) is None
+        first = text(result, 200).splitlines()[0]
+        assert f" [{signed_percent(ends[0])}, {signed_percent(ends[1])}])" in first
+        assert "In brackets" in text(result, 200)
+
+
+@pytest.mark.parametrize("known", range(len(WHOLE["data"]["cases"])))
+def test_a_difference_of_a_single_pass_has_no_interval(known: int) -> None:
+    widths: list[float | None] = [None] * len(WHOLE["data"]["cases"])
+    widths[known] = 0.1
+    shown = text(with_intervals(*widths), 200)
+    assert "[" not in shown.splitlines()[0]
+    assert "In brackets" not in shown
+
+
 def test_a_bar_is_as_long_as_its_sum() -> None:
     bar = Bar("x", dict.fromkeys(("attention", "mlp", "host", "norm", "rope"), 1.0))
     assert sum(length for _, length in columns(bar, 10.0, 73)) == round(73 / 2)
