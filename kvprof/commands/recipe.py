@@ -104,11 +104,12 @@ def show(
     """
     from kvprof.methods.papers import papers_named
     from kvprof.reproduction.find import find_recipes
+    from kvprof.reproduction.yaml_lines import read_text
 
     paths = find_recipes([name])
     if len(paths) != 1:
         raise UsageError(f"{name} means {len(paths)} recipes; name one")
-    text = paths[0].read_text("utf-8")
+    text = read_text(paths[0])
     console.note(str(paths[0]))
     console.report_console().out(text, end="" if text.endswith("\n") else "\n", highlight=False)
     for paper, differs in papers_named([text]).items():

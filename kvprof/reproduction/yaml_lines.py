@@ -10,7 +10,7 @@ import yaml
 
 from kvprof.errors import UsageError
 
-__all__ = ["Document", "Place", "parse_yaml", "read_yaml"]
+__all__ = ["Document", "Place", "parse_yaml", "read_text", "read_yaml"]
 
 #: Where a value stands: keys and indices from the top.
 Place = tuple[str | int, ...]
@@ -70,7 +70,18 @@ def read_yaml(path: Path) -> Document:
     Raises
     ------
     UsageError
-        When it is not there, is no text, or as `parse_yaml`.
+        As `read_text` and `parse_yaml`.
+    """
+    return parse_yaml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """Return a recipe's file as it is written.
+
+    Raises
+    ------
+    UsageError
+        When it is not there, cannot be read, is too long, or is no text.
     """
     try:
         content = path.read_bytes()
@@ -83,11 +94,10 @@ def read_yaml(path: Path) -> Document:
     if len(content) > _MOST_BYTES:
         raise UsageError(f"{path} has {len(content):,} bytes; no recipe is that long")
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as problem:
         line = content[: problem.start].count(b"\n") + 1
         raise UsageError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
-    return parse_yaml(text, str(path))
 
 
 def parse_yaml(text: str, name: str) -> Document:

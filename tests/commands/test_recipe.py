@@ -152,6 +152,15 @@ def test_new_writes_a_recipe_that_is_valid(tmp_path: Path) -> None:
     assert "is no recipe's name" in kvprof("recipe", "new", tmp_path / "My Sweep.yaml").error
 
 
+@pytest.mark.parametrize("command", ["show", "validate"])
+def test_a_recipe_that_is_no_text_is_told_with_its_line(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"recipe: a\nclaim: \xff\xfe\n")
+    done = kvprof("recipe", command, path)
+    assert done.code == ExitCode.USAGE
+    assert "a.yaml:2: not UTF-8" in " ".join((done.stdout + done.error).split())
+
+
 def test_list_and_show(tmp_path: Path) -> None:
     assert "example-sweep" in kvprof("recipe", "list").stdout
     shown = kvprof("recipe", "show", "example-sweep").stdout
