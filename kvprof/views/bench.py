@@ -86,6 +86,8 @@ def report(
         parts += [incomplete_note(), Text()]
     found = groups(result)
     parts.append(paragraph(_answer(found), "bold"))
+    if not result["complete"] and (left := _unmeasured(result["inputs"], found)):
+        parts.append(paragraph(left, "yellow"))
     for group in found:
         parts += _measured(group, result["data"]["shape"], result["data"]["bandwidth"]["tb_per_s"])
     if lines := _absent(found):
@@ -107,10 +109,9 @@ def _answer(found: list[Group]) -> str:
     """Say of each phase, at its longest context and largest batch, what is fastest."""
     lines = []
     for phase in dict.fromkeys(group.phase for group in found):
-        members = [group for group in found if group.phase == phase and fits(group)]
-        if not members:
+        group = _judged(found, phase)
+        if group is None:
             continue
-        group = max(members, key=lambda one: (one.seq, one.batch))
         best = best_baseline(group)
         first, *rest = fits(group)
         name, said = first["method"], speedup_words(first)
@@ -129,6 +130,29 @@ def _answer(found: list[Group]) -> str:
         others = [f"{other['method']} {speedup_words(other)}" for other in rest[:3]]
         lines.append(f"{line}{'; then ' if others else ''}{', '.join(others)}.")
     return "\n".join([*lines, _OF]) if lines else "No speed-up was measured."
+
+
+def _judged(found: list[Group], phase: str) -> Group | None:
+    """Return the longest context and largest batch of a phase that has a speed-up."""
+    members = [group for group in found if group.phase == phase and fits(group)]
+    return max(members, key=lambda one: (one.seq, one.batch), default=None)
+
+
+def _unmeasured(inputs: Mapping[str, Any], found: list[Group]) -> str:
+    """Say what the answer of a run that stopped leaves out, although it was asked for."""
+    left = []
+    for phase in inputs["phases"]:
+        group = _judged(found, phase)
+        if group is None:
+            left.append(f"{phase}: all")
+            continue
+        seen = {row["method"] for row in group.rows}
+        missing = [name for name in inputs["methods"] if name not in seen]
+        longer = [f"{count(seq)} tokens" for seq in inputs["seqs"] if seq > group.seq]
+        larger = [f"batch {batch}" for batch in inputs["batches"] if batch > group.batch]
+        if missing or longer or larger:
+            left.append(f"{phase}: {', '.join([*missing, *longer, *larger])}")
+    return f"Not measured: {'; '.join(left)}." if left else ""
 
 
 def _measured(

@@ -75,6 +75,8 @@ def report(
         parts += [incomplete_note(), Text()]
     if evaluations:
         parts += [paragraph(_answer(evaluations, data["dtype"]), "bold")]
+        if not result["complete"] and (left := _unmeasured(result["inputs"], evaluations)):
+            parts.append(paragraph(f"Not measured: {', '.join(left)}.", "yellow"))
         if apart := _apart(evaluations):
             parts.append(paragraph(apart, "yellow"))
         parts += [Text(), main_table(evaluations, data["dtype"])]
@@ -104,6 +106,8 @@ def _asked(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _answer(evaluations: Sequence[Mapping[str, Any]], dtype: str) -> str:
+    if all(one["method"] == "full" for one in evaluations):
+        return "Only the uncompressed model was measured: there is nothing to compare it with."
     sentences = []
     for one in _asked(evaluations):
         kept = f"{percent(one['relative_accuracy'])} of the uncompressed model's accuracy"
@@ -114,6 +118,14 @@ def _answer(evaluations: Sequence[Mapping[str, Any]], dtype: str) -> str:
         saved = f"saves {percent(one['rate'])} of the cache's bytes at full width in {dtype}"
         sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}.")
     return " ".join(sentences)
+
+
+def _unmeasured(inputs: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the methods that were asked for and have no row, as far as the record names them."""
+    asked = inputs.get("methods")
+    measured = {one["method"] for one in evaluations}
+    names = asked if isinstance(asked, list) else []
+    return [name for name in names if isinstance(name, str) and name not in measured]
 
 
 def apart_note(calibrated: Mapping[str, Mapping[str, Any]]) -> str | None:

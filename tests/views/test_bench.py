@@ -210,3 +210,15 @@ def test_an_interrupted_bench_says_so_and_keeps_its_warnings() -> None:
     text = flat(bench_result(complete=False))
     assert text.count("INCOMPLETE") == 2
     assert "samples spread by 12 %" in text
+
+
+def test_an_interrupted_bench_names_what_its_answer_leaves_out() -> None:
+    result = bench_result(complete=False)
+    assert "Not measured" not in flat(result)  # stopped after the last row
+    result["inputs"]["seqs"].append(204_800)
+    rows = result["data"]["rows"]
+    kept = [row for row in rows if row["phase"] == "decode" and row["method"] != "kq"]
+    result["data"]["rows"] = kept
+    assert "Not measured: decode: kq, 200k tokens; prefill: all." in flat(result)
+    result["complete"] = True
+    assert "Not measured" not in flat(result)

@@ -102,8 +102,17 @@ def test_an_incomplete_result_says_so_twice():
     text = shown(evaluation_result(("full",), complete=False, warnings=["a [doubt]"]))
     assert text.count("INCOMPLETE") == 2
     assert "- a [doubt]" in text
+    assert "Only the uncompressed model was measured" in text
     validate_result(evaluation_result((), complete=False))
     assert "INCOMPLETE" in shown(evaluation_result((), complete=False))
+
+
+def test_an_incomplete_result_names_the_methods_that_it_lacks():
+    result = evaluation_result(("full", "fp8", "kq"), complete=False)
+    result["inputs"]["methods"] = ["kq", "palu", 7]
+    assert "Not measured: palu.\n" in shown(result)
+    result["complete"] = True
+    assert "Not measured" not in shown(result)
 
 
 def test_csv_holds_every_figure_in_full():
