@@ -104,8 +104,8 @@ def _sample(loaded: LoadedModel, source: Source, seq_len: int, sequences: int) -
                 break
     if not found:
         raise UsageError(
-            f"--text {source.name} has {longest:,} tokens, fewer than one sequence of {seq_len:,}; "
-            "give more text, or a smaller --seq-len"
+            f"--text {source.name} has at most {longest:,} tokens in a row, fewer than one "
+            f"sequence of {seq_len:,}; give more text, or a smaller --seq-len"
         )
     if len(found) > sequences:
         found = [found[index * len(found) // sequences] for index in range(sequences)]

@@ -109,7 +109,8 @@ class LoadedModel:
         if not self._has_tokenizer():
             raise UsageError(
                 f"{self.spec} has no tokenizer, so it cannot read text; use random tokens or a "
-                "file of token ids"
+                "file of token ids (kvprof generate takes neither: it needs the tokenizer's files "
+                "beside the weights)"
             )
         try:
             with quiet():

@@ -81,7 +81,7 @@ def test_the_digest_is_of_the_data(loaded: LoadedModel, tmp_path: Path) -> None:
     [
         ("random:8k", "nothing in random tokens can be predicted"),
         ("calibration", "kept for calibrating"),
-        ("short", "has 5 tokens, fewer than one sequence of 64"),
+        ("short", "has at most 5 tokens in a row, fewer than one sequence of 64"),
     ],
 )
 def test_what_is_no_text_to_evaluate_on(

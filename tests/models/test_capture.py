@@ -160,7 +160,7 @@ def test_unknown_rotation_refuses_only_the_vectors_before_it(monkeypatch):
     loaded = wrap_model(tiny("Llama"))
     assert loaded.layout.layers[0].position == "rope"
     with (
-        pytest.raises(UsageError, match="q_pre and k_pre"),
+        pytest.raises(UsageError, match="q_pre and k_pre, and methods"),
         capture(loaded, lambda tap: None, pre_rope=True),
     ):
         pass
