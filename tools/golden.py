@@ -1,0 +1,227 @@
+"""What kvprof says today, kept to be held against what it says after a change of structure.
+
+``python tools/golden.py keep FOLDER`` runs every command on the reference model and shows every
+committed record, at 80 and 120 columns, and writes what was said, figures of time and of the
+machine left out, as one text file per case. ``python tools/golden.py hold FOLDER`` does it again
+and prints what differs, exit code 1 if anything does. The folder lies outside the project, made
+by the version to compare with: another machine's arithmetic differs in the last digits.
+
+``--kernels`` adds what every compiled form of a kernel needs (minutes); ``--only WORD`` keeps to
+cases with that word in their name.
+"""
+
+import argparse
+import contextlib
+import difflib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WIDTHS = (80, 120)
+_SMALL = "--calibrate-tokens 1k --seq-len 128 --sequences 2"
+_BENCH = "--model Llama-3.1-8B --seq 256,512 --batch 1 --device cpu --repeats 3 --dtype float32"
+_REQUEST = "--jct --composed --input-len 256 --output-len 8 --device cpu --repeats 3"
+
+#: Commands that measure what does not change with time: reports and results are held whole.
+EXACT = (
+    {
+        "spectrum": "spectrum --tokens 2k --removal 0.05,0.3",
+        "spectrum-text": "spectrum --tokens 1k --source prose --per-query-head --paired",
+        "stability": "stability --tokens 512,1k --against prose --against-tokens 1k --seeds 2",
+        "plan-compare": "plan --method kq --rate 0.3 --context 2k --calibrate text",
+        "plan-fit": "plan --fit 80GB",
+        "eval": f"eval --method full,kq,fdc,palu,tale --rate 0.3 {_SMALL}",
+        "eval-quantised": f"eval --method kq-4bit,fdc-8bit,per-token --rate 0.3 {_SMALL}",
+        "eval-tasks": f"eval --method kq --rate 0.3 --tasks needle --task-items 2 {_SMALL}",
+        "eval-forced": f"eval --method kq,palu --rate 0.3 --teacher-forced {_SMALL}",
+        "frontier": f"frontier --methods fdc,kq --points 2 --no-cache {_SMALL}",
+        "generate": "generate --method kq --rate 0.3 --max-new-tokens 12 --prompt 'The cat' --diff",
+    }
+    | {
+        f"plan-{name}": f"plan --method {name} --rate 0.3 --describe --calibrate-tokens 1k"
+        for name in (
+            *("fdc", "fdc:paper", "zack", "zack:paper", "kq", "kq-4bit", "fdc-8bit", "svd-kv"),
+            *("palu", "palu-3bit", "palu:paper", "tale", "tale+kivi", "strawman", "fdc+kvquant"),
+        )
+    }
+    | {
+        f"plan-{name}": f"plan --method {name} --describe"
+        for name in ("full", "fp8", "kivi", "h2o")
+    }
+)
+
+#: Commands that time: of their results the figures of time are left out, of their reports all.
+TIMED = {
+    "bench": f"bench {_BENCH} --methods full,fp8,fdc,uniform,palu --rate 0.5",
+    "bench-decode": f"bench {_BENCH} --methods full,fdc-4bit,fdc-8bit,kq,tale --rate 0.5",
+    "jct": f"bench {_REQUEST} --methods full,fdc,palu",
+    "jct-real": "bench --jct --real --input-len 64 --output-len 4 --methods full,fdc",
+    "doctor": "doctor",
+}
+
+#: Records whose reports and exports are held.
+RECORDS = (
+    "kvprof/assets/demo",
+    "docs/benchmarks/*.json",
+    "docs/findings/*.json",
+    "docs/reproduction/*.json",
+)
+EXPORTS = ("csv", "md", "html", "perfetto")
+
+_SAYS_WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?")
+_LEFT_OUT = ("created", "environment", "kvprof_version", "events")
+_TIMED_KEYS = re.compile(
+    r"second|_s$|^s$|time|speedup|share|bandwidth|clock|memory|load|drift|doubt"
+)
+
+
+def lines() -> Iterator[tuple[str, str]]:
+    """Yield a name and a command line of what measures nothing."""
+    yield from (("recipes", "recipe list"), ("recipe", "recipe show fdc-table-10"))
+    yield "schema", "export --schema jct"
+    for command in ("", *_commands()):
+        yield f"help-{command or 'all'}", f"{command} --help"
+    for pattern in RECORDS:
+        for path in sorted(ROOT.glob(pattern)):
+            record = path.relative_to(ROOT)
+            yield f"show-{path.stem}", f"show {record}"
+            for form in EXPORTS:
+                yield f"export-{path.stem}-{form}", f"export {record} --to {form} --output -"
+
+
+def _commands() -> list[str]:
+    from kvprof.cli import COMMANDS
+
+    return [one.name for one in COMMANDS]
+
+
+def said(line: str, columns: int) -> tuple[int, str, str]:
+    """Run a command in a process of its own, forked from this one; code, stdout and errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        child = os.fork()
+        if not child:
+            _run(line, columns, out, err)
+        _, status = os.waitpid(child, 0)
+        told = [one for one in err.read_text(errors="replace").splitlines() if "kvprof: " in one]
+        text = _SAYS_WHEN.sub("(when)", out.read_text(errors="replace"))
+        return os.waitstatus_to_exitcode(status), text, "".join(f"{one}\n" for one in told)
+
+
+def _run(line: str, columns: int, out: Path, err: Path) -> None:
+    os.environ |= {"COLUMNS": str(columns), "NO_COLOR": "1", "XDG_CACHE_HOME": str(out.parent)}
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = ["kvprof", *shlex.split(line)]
+    code = 70
+    try:
+        from kvprof.__main__ import main
+
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def measured(name: str, line: str, timed: bool) -> Iterator[tuple[str, str]]:
+    """Yield the report at both widths, and the result without what differs from run to run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        code, text, told = said(f"{line} --json {path}", WIDTHS[0])
+        yield f"{name}.txt", f"exit {code}\n{told}" + ("" if timed else text)
+        if not path.exists():
+            return
+        if not timed:
+            yield f"{name}-{WIDTHS[1]}.txt", said(f"show {path}", WIDTHS[1])[1]
+        found = json.loads(path.read_text())
+    kept = {key: value for key, value in found.items() if key not in _LEFT_OUT}
+    yield f"{name}.json", json.dumps(_plain(kept, timed), indent=1, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any, timed: bool, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one, timed, name) for name, one in value.items()}
+    if isinstance(value, list):
+        if timed and all(isinstance(one, float | int) for one in value) and len(value) > 2:
+            return "(figures)"
+        return [_plain(one, timed, key) for one in value]
+    if isinstance(value, str):
+        value = _SAYS_WHEN.sub("(when)", value)
+        return re.sub(
+            r"/tmp/\S+", "(file)", re.sub(r"\d+([.,]\d+)*", "#", value) if timed else value
+        )
+    if timed and (isinstance(value, float) or _TIMED_KEYS.search(key)):
+        return "(figure)"
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def kernels() -> str:
+    """Return what each compiled form of each kernel needs, one a line."""
+    command = [sys.executable, "-m", "kvprof.kernels.compile"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def everything(only: str, with_kernels: bool) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each case whose name has `only` in it."""
+    for name, line in (EXACT | TIMED).items():
+        if only in name:
+            yield from measured(name, line, name in TIMED)
+    for name, line in lines():
+        if only in name:
+            for columns in WIDTHS if "export" not in name else WIDTHS[:1]:
+                code, text, told = said(line, columns)
+                yield f"{name}-{columns}.txt", f"exit {code}\n{told}{text}"
+    if with_kernels:
+        yield "kernels.txt", kernels()
+
+
+def main() -> None:
+    """Keep or hold."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("keep", "hold"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--kernels", action="store_true")
+    given = parser.parse_args()
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import transformers  # noqa: F401 - so that no child has to
+
+    torch.set_num_threads(1)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    different = 0
+    for name, text in everything(given.only, given.kernels):
+        path = given.folder / name
+        if given.what == "keep":
+            path.write_text(text)
+            print(name, len(text), file=sys.stderr)
+            continue
+        before = path.read_text() if path.exists() else ""
+        if before != text:
+            different += 1
+            lines = io.StringIO(before).readlines(), io.StringIO(text).readlines()
+            differs = difflib.unified_diff(*lines, f"was/{name}", f"is/{name}")
+            sys.stdout.writelines(islice(differs, 60))
+    if given.what == "hold":
+        print(f"{different} cases differ")
+        sys.exit(bool(different))
+
+
+if __name__ == "__main__":
+    main()
