@@ -72,9 +72,13 @@ def measure(loaded: LoadedModel, plan: Plan | None, ids: Tensor, tokens: int) ->
             stamps = Stamps(loaded.device)
             start = time.perf_counter()
             loaded.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
-                min_new_tokens=tokens, do_sample=False, streamer=stamps,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                streamer=stamps,
+            )
             # The first entry is the prompt itself, handed over before any pass.
             gaps = [after - before for before, after in pairwise(stamps.times[1:])]
             calls.append({"ttft_s": stamps.times[1] - start, "tbt_s": gaps})
@@ -106,9 +110,13 @@ def main() -> None:
     arguments = parser.parse_args()
     methods = arguments.methods.split(",")
     request = JctRequest(
-        model=arguments.model, methods=("full", *methods), layers=arguments.layers,
-        rate=arguments.rate, device=arguments.device, dtype=arguments.dtype,
-    )  # fmt: skip
+        model=arguments.model,
+        methods=("full", *methods),
+        layers=arguments.layers,
+        rate=arguments.rate,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
     loaded, shape = load_subject(request)
     plans = make_plans(loaded, shape, request, progress=console.track, should_stop=lambda: False)
     rows: list[dict[str, Any]] = []
@@ -133,19 +141,25 @@ def _write(arguments: argparse.Namespace, loaded: LoadedModel, rows: list[dict[s
     path = arguments.out / NAME
     new = {(row["context"], row["batch"]) for row in rows}
     inputs = {
-        "benchmark": "generate", "model": arguments.model, "layers": len(loaded.layout.layers),
-        "rate": arguments.rate, "tokens": arguments.tokens, "dtype": str(loaded.dtype),
+        "benchmark": "generate",
+        "model": arguments.model,
+        "layers": len(loaded.layout.layers),
+        "rate": arguments.rate,
+        "tokens": arguments.tokens,
+        "dtype": str(loaded.dtype),
         "device": str(loaded.device),
-    }  # fmt: skip
+    }
     kept = []
     if path.is_file():
         earlier = read_result(path)
         if earlier["inputs"] == inputs:
             kept = [r for r in earlier["data"]["rows"] if (r["context"], r["batch"]) not in new]
     record = build_result(
-        "benchmark", environment=collect_environment(), inputs=inputs,
+        "benchmark",
+        environment=collect_environment(),
+        inputs=inputs,
         data={"rows": [*kept, *rows]},
-    )  # fmt: skip
+    )
     write_result(path, record, force=True)
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvprof.analysis.collect import CollectOptions, collect_moments, model_tokens
 from kvprof.analysis.stability_data import stability_data
-from kvprof.analysis.stability_passes import StudyPlan, plan_passes, run_pass
 from kvprof.analysis.stability_runs import Run
 from kvprof.analysis.stability_study import RankChoice
 from kvprof.environment import collect_environment
 from kvprof.models.capture import run_batch
 from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.moments.collect import CollectOptions, collect_moments, model_tokens
+from kvprof.moments.stability_passes import StudyPlan, plan_passes, run_pass
 from kvprof.records.files import write_result
 from kvprof.records.result import build_result
 from kvprof.sources.grammar import Source, SourceKind

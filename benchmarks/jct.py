@@ -24,7 +24,7 @@ from typing import Any
 from kvprof.environment import collect_environment
 from kvprof.records.files import read_result, write_result
 from kvprof.records.result import build_result
-from kvprof.reproduction.here import this_machine
+from kvprof.reproduction.machine import this_machine
 from kvprof.reproduction.store import CellStore, cell_digest, code_version
 
 METHODS = "full,palu,fdc,kq"
@@ -73,8 +73,13 @@ def parts() -> dict[str, str]:
 def small(line: str) -> str:
     """Return a part small enough for two cores: other lengths, the reference model's shape."""
     words, found = shlex.split(line), []
-    changed = {"--input-len": "128,256", "--output-len": "16,32", "--batch": "1", "--layers": "2",
-               "--model": "reference"}  # fmt: skip
+    changed = {
+        "--input-len": "128,256",
+        "--output-len": "16,32",
+        "--batch": "1",
+        "--layers": "2",
+        "--model": "reference",
+    }
     skipped = False
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if skipped:
@@ -133,8 +138,18 @@ def condensed(result: dict[str, Any]) -> dict[str, Any]:
     """Return what the page needs of a result: cases, parts, and what was checked."""
     data = result["data"]
     kept = {name: data[name] for name in ("mode", "shape", "baseline", "cases")}
-    keys = ("case", "method", "batch", "input_len", "output_len", "phase", "part", "seconds",
-            "share", "by_difference")  # fmt: skip
+    keys = (
+        "case",
+        "method",
+        "batch",
+        "input_len",
+        "output_len",
+        "phase",
+        "part",
+        "seconds",
+        "share",
+        "by_difference",
+    )
     kept["parts"] = [{key: row[key] for key in keys} for row in data["parts"]]
     kept["requests"], kept["check"] = data.get("requests"), data.get("check")
     kept["warnings"], kept["inputs"] = result["warnings"], result["inputs"]
@@ -207,9 +222,11 @@ def main() -> None:
         show(name, data[name])
         sys.stdout.flush()
         result = build_result(
-            "benchmark", data=data,
-            inputs={"benchmark": "jct", "parts": list(data)}, environment=collect_environment(),
-        )  # fmt: skip
+            "benchmark",
+            data=data,
+            inputs={"benchmark": "jct", "parts": list(data)},
+            environment=collect_environment(),
+        )
         write_result(arguments.out / "jct.json", result, force=True)
     if arguments.demo is not None and not data.get(DEMO, {"failed": "not run"})["failed"]:
         keep_demo(arguments.records / DEMO, arguments.demo)

@@ -74,9 +74,11 @@ class Run:
         """Run the benchmark; returns its rows, baselines, schedules and warnings."""
         options["seqs"] = tuple(self.tokens(seq) for seq in options.pop("seqs"))
         request = BenchRequest(
-            methods=tuple(methods.split(",")), device="cuda",
-            repeats=3 if self.warm else self.repeats, **options,
-        )  # fmt: skip
+            methods=tuple(methods.split(",")),
+            device="cuda",
+            repeats=3 if self.warm else self.repeats,
+            **options,
+        )
         data, warnings = run_bench(request)
         return {**data, "warnings": warnings}
 
@@ -86,10 +88,13 @@ class Run:
         repeats = 3 if self.warm else self.repeats
         found = interleaved(samplers, repeats, seconds=10.0, should_stop=never)
         return [
-            {"seconds": each, "median": statistics.median(each),
-             "seconds_interval": median_interval(each)}
+            {
+                "seconds": each,
+                "median": statistics.median(each),
+                "seconds_interval": median_interval(each),
+            }
             for each in found
-        ]  # fmt: skip
+        ]
 
 
 def decode(run: Run) -> dict[str, Any]:
@@ -108,9 +113,13 @@ def defaults(run: Run) -> dict[str, Any]:
 def schedules(run: Run) -> dict[str, Any]:
     """Compare the ways to cut the ragged work, measured on the GPU's own clock."""
     return run.bench(
-        "fdc", seqs=(SEQ,), batches=(8, 1), phases=("decode",), schedules=("equal", "lpt"),
+        "fdc",
+        seqs=(SEQ,),
+        batches=(8, 1),
+        phases=("decode",),
+        schedules=("equal", "lpt"),
         ranks=run.ranks("ragged", RAGGED),
-    )  # fmt: skip
+    )
 
 
 def prefill(run: Run) -> dict[str, Any]:
@@ -169,9 +178,16 @@ def online(run: Run) -> dict[str, Any]:
         dense = random(batch, layout.query_offsets[-1])
 
         def project(
-            keys=keys, query=query, values=values, bases=bases, layout=layout, buffer=buffer,
-            start=start, cos=cos, sin=sin,
-        ) -> torch.Tensor:  # fmt: skip
+            keys=keys,
+            query=query,
+            values=values,
+            bases=bases,
+            layout=layout,
+            buffer=buffer,
+            start=start,
+            cos=cos,
+            sin=sin,
+        ) -> torch.Tensor:
             return project_step(query, keys, values, bases, layout, buffer, start, cos=cos, sin=sin)
 
         def schedule(step=step, lengths=lengths) -> torch.Tensor:
@@ -182,10 +198,12 @@ def online(run: Run) -> dict[str, Any]:
 
         one, two, three = run.timed(project, schedule, attention)
         found[f"batch {batch}"] = {
-            "project": one, "schedule": two, "attention": three,
+            "project": one,
+            "schedule": two,
+            "attention": three,
             "project_share": one["median"] / three["median"],
             "schedule_share": two["median"] / three["median"],
-        }  # fmt: skip
+        }
     return found
 
 
@@ -216,11 +234,16 @@ def main() -> None:
         show(name, data[name])
         if not arguments.warm:
             result = build_result(
-                "benchmark", data=data,
-                inputs={"benchmark": "kernels", "repeats": arguments.repeats, "ragged": RAGGED,
-                        "prefill_grid": PREFILL_GRID},
+                "benchmark",
+                data=data,
+                inputs={
+                    "benchmark": "kernels",
+                    "repeats": arguments.repeats,
+                    "ragged": RAGGED,
+                    "prefill_grid": PREFILL_GRID,
+                },
                 environment=collect_environment(),
-            )  # fmt: skip
+            )
             write_result(arguments.out / "kernels.json", result, force=True)
 
 

@@ -22,7 +22,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from kvprof.analysis.collect import CollectOptions, collect_moments, empty_moments, model_tokens
 from kvprof.analysis.moments import Moments
 from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram
 from kvprof.analysis.spectrum import singular_values
@@ -30,6 +29,7 @@ from kvprof.environment import collect_environment
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.layout import output_slices
 from kvprof.models.load import LoadedModel, load_model
+from kvprof.moments.collect import CollectOptions, collect_moments, empty_moments, model_tokens
 from kvprof.records.files import write_result
 from kvprof.records.result import build_result
 from kvprof.sizes import format_bytes, format_count, parse_counts

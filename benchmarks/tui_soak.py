@@ -178,8 +178,16 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events.jsonl"
-        command = [sys.executable, __file__, "--write", str(path), "--events",
-                   str(arguments.events), "--rate", str(arguments.rate)]  # fmt: skip
+        command = [
+            sys.executable,
+            __file__,
+            "--write",
+            str(path),
+            "--events",
+            str(arguments.events),
+            "--rate",
+            str(arguments.rate),
+        ]
         with subprocess.Popen(command) as writer:
             found = asyncio.run(watch(path, arguments.events, tuple(arguments.size), writer))
         assert writer.returncode == 0

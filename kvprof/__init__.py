@@ -15,13 +15,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvprof.calibration.api import plan
+    from kvprof.moments.api import plan
     from kvprof.runtime.compressed import compressed
 
 __all__ = ["__version__", "compressed", "plan"]
 
 # Loaded on first use: importing kvprof imports no torch.
-_LAZY = {"plan": "kvprof.calibration.api", "compressed": "kvprof.runtime.compressed"}
+_LAZY = {"plan": "kvprof.moments.api", "compressed": "kvprof.runtime.compressed"}
 
 
 def __getattr__(name: str) -> Any:

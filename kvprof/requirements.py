@@ -52,8 +52,14 @@ class CommandNeeds:
 
 _QUANTISERS = (("hqq", "--method hqq"), ("optimum-quanto", "--method quanto"))
 _MODEL_PACKAGES = (
-    "torch", "transformers", "safetensors", "accelerate", "numpy", "jsonschema", "platformdirs"
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "safetensors",
+    "accelerate",
+    "numpy",
+    "jsonschema",
+    "platformdirs",
+)
 
 #: By command; `kvprof.cli.COMMANDS` has the same names.
 COMMAND_NEEDS = {

@@ -104,9 +104,10 @@ def test_the_readme_states_requests_as_the_record_has_them() -> None:
     data = json.loads((DOCS / "benchmarks/jct.json").read_text(encoding="utf-8"))["data"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for key, request in (
-        ("outputs-8b", (1, 256, 102_400)), ("batch-8", (8, 102_400, 1024)),
+        ("outputs-8b", (1, 256, 102_400)),
+        ("batch-8", (8, 102_400, 1024)),
         ("inputs-8b", (1, 32_768, 256)),
-    ):  # fmt: skip
+    ):
         seconds = {
             case["method"]: case["jct_seconds"]
             for case in data[key]["cases"]

@@ -17,8 +17,16 @@ from tests.runtime.plans import loaded, make_plan, ragged
 
 PACKAGE = Path(kvprof.__file__).parent
 #: What Python users call: everything below the commands that raises.
-BELOW = ("analysis", "benchmark", "calibration", "evaluation", "methods", "models", "runtime",
-         "sources")  # fmt: skip
+BELOW = (
+    "analysis",
+    "benchmark",
+    "calibration",
+    "evaluation",
+    "methods",
+    "models",
+    "runtime",
+    "sources",
+)
 
 
 @pytest.fixture

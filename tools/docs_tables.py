@@ -115,10 +115,14 @@ def _papers() -> str:
         return ", ".join(told)
 
     rows = [
-        (f"`{name}`", options(setting), f"`{setting.source}`, {setting.tokens:,}",
-         " ".join(setting.told()))
+        (
+            f"`{name}`",
+            options(setting),
+            f"`{setting.source}`, {setting.tokens:,}",
+            " ".join(setting.told()),
+        )
         for name, setting in PAPERS.items()
-    ]  # fmt: skip
+    ]
     head = ("setting", "options", "calibrated on, tokens", "what is not the paper's")
     return _rows(head, rows)
 
@@ -135,8 +139,15 @@ def _quantisers() -> str:
         sides = shared(made.keys), shared(made.values)
         known = ", ".join(map(str, sorted(bits)))
         rows.append((f"`{name}`", known, str(usual), *sides, str(made.window or MISSING), outliers))
-    head = ("quantiser", "bits", "on top of a method", "K shares a scale", "V shares a scale",
-            "exact window", "outliers kept")  # fmt: skip
+    head = (
+        "quantiser",
+        "bits",
+        "on top of a method",
+        "K shares a scale",
+        "V shares a scale",
+        "exact window",
+        "outliers kept",
+    )
     return _rows(head, rows)
 
 
@@ -235,13 +246,15 @@ def _claims(paper: str) -> str:
         names = sorted({name for name, _ in claims})
         rows.append(
             (
-                where, f"`{pair}`", f"{claims[0][1]['threshold']:g}",
+                where,
+                f"`{pair}`",
+                f"{claims[0][1]['threshold']:g}",
                 f"{min(measured):.2f}–{max(measured):.2f}",
                 f"{100 * min(costs):.1f}–{100 * max(costs):.1f} %",
                 f"{sum(claim['holds'] for _, claim in claims)} of {len(claims)}",
                 ", ".join(f"[{name}](findings/{name}.json)" for name in names),
             )
-        )  # fmt: skip
+        )
     head = ("claim", "pair", "δ/ε below", "measured", "extra lost energy", "holds in", "records")
     return _rows(head, rows)
 
@@ -256,10 +269,16 @@ def _kernels(*paths: str) -> str:
 
     def cells(row: dict[str, Any]) -> tuple[str, ...]:
         return (
-            f"`{row['method']}`", f"{row['seq']:,}", str(row["batch"]), f"{row['rate']:.3f}",
-            f"{1e6 * median(row['seconds']):,.1f}", number(row["tb_per_s"]),
-            f"{row['speedup']:.2f}×", f"{row['error']:.1e}", row["baseline"],
-        )  # fmt: skip
+            f"`{row['method']}`",
+            f"{row['seq']:,}",
+            str(row["batch"]),
+            f"{row['rate']:.3f}",
+            f"{1e6 * median(row['seconds']):,.1f}",
+            number(row["tb_per_s"]),
+            f"{row['speedup']:.2f}×",
+            f"{row['error']:.1e}",
+            row["baseline"],
+        )
 
     head = ("method", "tokens", "batch", "rate", "µs", "TB/s", "speed-up", "error", "against")
     return _rows(head, (cells(row) for path in paths for row in _kernel_section(path)["rows"]))
@@ -272,11 +291,14 @@ def _schedules() -> str:
         assert (row["schedule"], row["batch"]) == (cut["schedule"], cut["batch"])
         rows.append(
             (
-                f"`{row['schedule']}`", str(row["batch"]), f"{cut['predicted']:.2f}",
-                f"{cut['measured']:.2f}", f"{1e6 * median(row['seconds']):,.1f}",
+                f"`{row['schedule']}`",
+                str(row["batch"]),
+                f"{cut['predicted']:.2f}",
+                f"{cut['measured']:.2f}",
+                f"{1e6 * median(row['seconds']):,.1f}",
                 f"{row['speedup']:.2f}×",
             )
-        )  # fmt: skip
+        )
     head = ("schedule", "batch", "longest over mean, predicted", "measured", "µs", "speed-up")
     return _rows(head, rows)
 

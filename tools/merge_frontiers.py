@@ -19,8 +19,19 @@ from kvprof.records.files import read_result, write_result
 from kvprof.records.schema import validate_result
 
 # What must be equal for rows to stand in one table.
-_SAMPLE = ("fingerprint", "text", "sequences", "seq_len", "tasks", "task_items", "protocol",
-           "metric", "target", "calibrate", "seed")  # fmt: skip
+_SAMPLE = (
+    "fingerprint",
+    "text",
+    "sequences",
+    "seq_len",
+    "tasks",
+    "task_items",
+    "protocol",
+    "metric",
+    "target",
+    "calibrate",
+    "seed",
+)
 
 
 def merged(results: list[dict[str, Any]], interrupted: list[str]) -> dict[str, Any]:
@@ -62,8 +73,9 @@ def merged(results: list[dict[str, Any]], interrupted: list[str]) -> dict[str, A
         "merged_from": len(results),
     }
     first["created"] = max(result["created"] for result in results)
-    first["warnings"] = sorted({w for result in results for w in result["warnings"]
-                                if "interrupted" not in w})  # fmt: skip
+    first["warnings"] = sorted(
+        {w for result in results for w in result["warnings"] if "interrupted" not in w}
+    )
     first["complete"], first["incomplete_reason"] = True, None
     return first
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from kvprof.calibration.calibrator import CalibrationOptions, Calibrator
 from kvprof.environment import collect_environment
 from kvprof.evaluation.data import text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.methods.family import plan_for_rate
 from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.models.load import load_model
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.sources.grammar import parse_source
 
 _FIGURES = ("relative_accuracy", "perplexity", "kl")
@@ -126,9 +126,12 @@ def main() -> None:
         for key in _FIGURES:
             values = [row[key] for row in drawn]
             spread[key] = {
-                "convention": own[key], "least": min(values), "mean": mean(values),
-                "most": max(values), "deviation": pstdev(values),
-            }  # fmt: skip
+                "convention": own[key],
+                "least": min(values),
+                "mean": mean(values),
+                "most": max(values),
+                "deviation": pstdev(values),
+            }
         spreads.append(spread)
     measure("palu-3bit-g32", plan_of("palu-3bit-g32", {"hadamard": True}, "calibration"))
     result = {

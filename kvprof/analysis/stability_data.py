@@ -5,10 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from kvprof.analysis.claims import NEGLIGIBLE_COST, given_rank, judge, recommend_tokens
 from kvprof.analysis.stability import HAAR_RATIO
 from kvprof.analysis.stability_runs import Run
-from kvprof.analysis.stability_study import Comparison, RankChoice, average, compare
+from kvprof.analysis.stability_study import (
+    NEGLIGIBLE_COST,
+    Comparison,
+    RankChoice,
+    average,
+    compare,
+    given_rank,
+    judge,
+    recommend_tokens,
+)
 
 __all__ = ["NOISE_FLOOR", "stability_data"]
 

@@ -1,11 +1,462 @@
 """From a method to the call that is timed."""
 
-from kvprof.benchmark.case import Case, Place
-from kvprof.benchmark.methods import Method
-from kvprof.benchmark.own_cases import ragged_case
-from kvprof.benchmark.ranks import Widths
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-__all__ = ["build_case"]
+import torch
+from torch import Tensor
+
+from kvprof.benchmark.baselines import FullWidth
+from kvprof.benchmark.case import Case, Place, Sample, sampled_heads, sampled_positions
+from kvprof.benchmark.methods import COLUMNS, Method
+from kvprof.benchmark.ranks import Widths, full_widths
+from kvprof.benchmark.tale import tale_levels
+from kvprof.kernels.decode.step import decode_step
+from kvprof.kernels.levels.codes import Bits
+from kvprof.kernels.levels.layout import LevelsLayout, Segment
+from kvprof.kernels.levels.step import levels_step
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.reconstruct.reference import turned
+from kvprof.kernels.reconstruct.step import reconstruct_step
+
+__all__ = [
+    "build_case",
+    "level_case",
+    "own_full_width",
+    "palu_case",
+    "ragged_case",
+    "ragged_samples",
+    "sinks_of",
+]
+
+# --- kvprof's own kernels on ragged widths, at full width too: decode and prefill.
+
+
+_Run = Callable[[Tensor], Tensor]
+_Trace = Callable[[Tensor], Any]
+_DEFAULT = "equal"
+
+
+def own_full_width(inputs: FullWidth) -> Case:
+    """Return kvprof's own kernel at full width, as one of the baselines."""
+    return ragged_case("kvprof", inputs.place, full_widths(inputs.place.shape))
+
+
+def sinks_of(place: Place, heads: int, group: int) -> Tensor | None:
+    """Return logits of the learned sinks, ``[heads, group]`` float32, where the model has them."""
+    if not place.shape.sinks:
+        return None
+    drawn = torch.randn(heads, group, generator=torch.Generator().manual_seed(place.seed))
+    return drawn.to(place.device)
+
+
+def ragged_case(
+    name: str,
+    place: Place,
+    widths: Widths,
+    *,
+    schedule: str | None = None,
+    group: int | None = None,
+    path: str = "auto",
+) -> Case:
+    """Return attention over K and V whose widths differ from head to head.
+
+    Cutting the work is not timed: a step does it once, and its layers share it.
+
+    Parameters
+    ----------
+    name : str
+        Of the method.
+    place : Place
+    widths : Widths
+    schedule : str, optional
+        How the work is cut; None takes the kernel's own default and is no row's choice.
+    group : int, optional
+        Query heads per stored head where KV heads share latents; G by default.
+    path : str
+        Of a prefill: ``triton`` where schedules are compared, which a library would ignore.
+    """
+    shape = place.shape
+    layout = RaggedLayout(widths.keys, widths.values, group or shape.group, place.batch, place.seq)
+    source = place.generator(1)
+    copies = place.copies(layout.elements * place.dtype.itemsize)
+    buffers = [place.random(source, layout.elements) for _ in range(copies)]
+    sizes = (place.batch,) if place.phase == "decode" else (place.batch, place.queries)
+    query = place.random(source, *sizes, layout.query_offsets[-1])
+    sinks = sinks_of(place, layout.heads, layout.group)
+    how = _decode if place.phase == "decode" else _prefill
+    call, trace = how(place, layout, query, sinks, schedule or _DEFAULT, path)
+    note = None
+    plain = sinks is None and not shape.softcap  # what torch's own kernels can do
+    if place.phase == "prefill" and place.device.type == "cuda" and path == "auto" and plain:
+        schedule, words = _prefill_path(place, layout, schedule or _DEFAULT)
+        note = f"{name}: prefill at {place.seq:,} tokens, batch {place.batch}, runs {words}"
+
+    def run(buffer: Tensor) -> Callable[[], Tensor]:
+        return lambda: call(buffer)
+
+    outputs = place.batch * place.queries * layout.output_offsets[-1] * place.dtype.itemsize
+    return Case(
+        name,
+        place,
+        [run(buffer) for buffer in buffers],
+        bytes_moved=query.nbytes + buffers[0].nbytes + outputs,
+        cache_bytes=buffers[0].nbytes,
+        flops=place.attention_flops(layout.query_offsets[-1], layout.output_offsets[-1]),
+        samples=lambda output: ragged_samples(
+            place, layout, query, output, lambda head: layout.head(buffers[0], head), sinks
+        ),
+        scaling=shape.scaling,
+        softcap=shape.softcap,
+        schedule=schedule,
+        ranks={"keys": list(widths.keys), "values": list(widths.values)},
+        trace=None if trace is None else lambda: trace(buffers[0]),
+        note=note,
+    )
+
+
+def _decode(
+    place: Place, layout: RaggedLayout, query: Tensor, sinks: Tensor | None, schedule: str, _: str
+) -> tuple[_Run, _Trace | None]:
+    step = decode_step(layout, place.device, schedule=schedule)
+    cut = step.cut([place.seq] * place.batch)
+    scaling, softcap = place.shape.scaling, place.shape.softcap
+    return (
+        lambda buffer: step.run(query, buffer, cut, scaling, softcap=softcap, sinks=sinks),
+        lambda buffer: step.trace(query, buffer, cut, scaling, softcap=softcap, sinks=sinks),
+    )
+
+
+def _prefill(
+    place: Place,
+    layout: RaggedLayout,
+    query: Tensor,
+    sinks: Tensor | None,
+    schedule: str,
+    path: str,
+) -> tuple[_Run, _Trace | None]:
+    from kvprof.kernels.prefill.launch import prefill_step
+    from kvprof.kernels.prefill.step import prefill
+
+    scaling, softcap = place.shape.scaling, place.shape.softcap
+    lengths = torch.full((place.batch,), place.seq, dtype=torch.int32, device=place.device)
+
+    def run(buffer: Tensor) -> Tensor:
+        return prefill(
+            query,
+            buffer,
+            layout,
+            lengths,
+            scaling,
+            softcap=softcap,
+            sinks=sinks,
+            schedule=schedule,
+            path=path,
+            host_lengths=[place.seq] * place.batch,
+        )
+
+    def trace(buffer: Tensor) -> Any:
+        step = prefill_step(
+            layout, place.seq, place.device, schedule=schedule, element_size=buffer.element_size()
+        )
+        return step.trace(query, buffer, lengths, scaling, softcap=softcap, sinks=sinks)
+
+    return run, trace if path == "triton" else None
+
+
+def _prefill_path(place: Place, layout: RaggedLayout, schedule: str) -> tuple[str | None, str]:
+    """Return the schedule, or None where no head's work is cut by it, and who computes the heads.
+
+    On a GPU the kernel takes the faster of Triton and torch's own kernels, as it measures.
+    """
+    from kvprof.kernels.prefill.paths import measured_path
+
+    choice = measured_path(layout, place.seq, place.dtype, place.device, schedule=schedule)
+    library = sum(path == "library" for path in choice.paths)
+    words = f"{library} of {layout.heads} heads through torch's own kernels, the others by Triton's"
+    return schedule if library < layout.heads else None, words
+
+
+def ragged_samples(
+    place: Place,
+    layout: RaggedLayout,
+    query: Tensor,
+    output: Tensor,
+    stored: Callable[[int], tuple[Tensor, Tensor]],
+    sinks: Tensor | None,
+) -> Iterator[Sample]:
+    """Return what is checked of an output that lies head after head.
+
+    Parameters
+    ----------
+    place : Place
+    layout : RaggedLayout
+    query, output : Tensor
+        ``[batch, (queries,) Σ G·d]``.
+    stored : callable
+        From a head to its K and V, ``[batch, tokens, width]``.
+    sinks : Tensor or None
+        ``[heads, G]``.
+    """
+    positions = sampled_positions(place).to(place.device)
+    queries = query.view(place.batch, place.queries, -1)
+    found = output.view(place.batch, place.queries, -1)
+    for row, head in sampled_heads(place.batch, layout.heads):
+        keys, values = stored(head)
+        asked = queries[row, positions, slice(*layout.query_offsets[head : head + 2])]
+        given = found[row, positions, slice(*layout.output_offsets[head : head + 2])]
+        yield Sample(
+            asked.view(len(positions), layout.group, -1),
+            keys[row],
+            values[row],
+            given.view(len(positions), layout.group, -1),
+            positions + 1 if place.phase == "prefill" else None,
+            sinks[head] if sinks is not None else None,
+        )
+
+
+# --- Palu's decode: keys are rebuilt from latents inside the kernel (Palu §3.1.2, appendix B).
+
+
+def palu_case(name: str, place: Place, widths: Widths) -> Case:
+    """Return attention over latents from before RoPE.
+
+    The rotary tables have the plain frequencies of the shape's θ: how they were stretched changes
+    no time.
+
+    Parameters
+    ----------
+    name : str
+        Of the method.
+    place : Place
+        A decoding step of a model with RoPE.
+    widths : Widths
+        Per group of KV heads.
+    """
+    shape, source = place.shape, place.generator(3)
+    heads = shape.num_kv_heads // len(widths.keys)
+    layout = RaggedLayout(widths.keys, widths.values, heads * shape.group, place.batch, place.seq)
+    copies = place.copies(layout.elements * place.dtype.itemsize)
+    buffers = [place.random(source, layout.elements) for _ in range(copies)]
+    query = place.random(source, place.batch, shape.num_heads * shape.head_dim)
+    # Columns of norm 1: rebuilt keys are as large as stored ones.
+    up = [place.random(source, heads * shape.head_dim, width) / width**0.5 for width in widths.keys]
+    cos, sin = _tables(place)
+    sinks = sinks_of(place, layout.heads, layout.group)
+    step = reconstruct_step(layout, up, shape.head_dim, heads, place.device)
+    cut = step.cut([place.seq] * place.batch)
+
+    def run(buffer: Tensor) -> Callable[[], Tensor]:
+        return lambda: step.run(
+            query, buffer, cut, cos, sin, shape.scaling, softcap=shape.softcap, sinks=sinks
+        )
+
+    outputs = place.batch * layout.output_offsets[-1] * place.dtype.itemsize
+    weights = sum(matrix.nbytes for matrix in up)
+    rebuilt = 2 * place.batch * place.seq * sum(matrix.numel() for matrix in up)
+    return Case(
+        name,
+        place,
+        [run(buffer) for buffer in buffers],
+        bytes_moved=query.nbytes + buffers[0].nbytes + outputs + weights + cos.nbytes + sin.nbytes,
+        cache_bytes=buffers[0].nbytes,
+        flops=rebuilt
+        + place.attention_flops(shape.num_heads * shape.head_dim, layout.output_offsets[-1]),
+        samples=lambda output: _samples(
+            place, layout, query, output, buffers[0], up, (cos, sin), sinks
+        ),
+        scaling=shape.scaling,
+        softcap=shape.softcap,
+        ranks={"keys": list(widths.keys), "values": list(widths.values)},
+    )
+
+
+def _tables(place: Place) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, ``[tokens, d / 2]`` in the run's dtype."""
+    half = place.shape.head_dim // 2
+    theta = place.shape.rope.theta or 10_000.0
+    frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(place.seq, dtype=torch.float64)[:, None] * frequencies
+    cos, sin = (table.to(place.device, place.dtype) for table in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+def _samples(
+    place: Place,
+    layout: RaggedLayout,
+    query: Tensor,
+    output: Tensor,
+    buffer: Tensor,
+    up: list[Tensor],
+    tables: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
+) -> Iterator[Sample]:
+    """Return KV heads with their keys rebuilt and turned in float64."""
+    shape = place.shape
+    heads = shape.num_kv_heads // layout.heads
+    queries = query.view(place.batch, shape.num_kv_heads, shape.group, shape.head_dim)
+    cos, sin = (table.double() for table in tables)
+    for row, head in sampled_heads(place.batch, shape.num_kv_heads):
+        group, own = divmod(head, heads)
+        latents, values = layout.head(buffer, group)
+        rows = up[group][own * shape.head_dim : (own + 1) * shape.head_dim].double()
+        keys = turned(latents[row].double() @ rows.mT, cos, sin, shape.head_dim, False)
+        found = output[row, slice(*layout.output_offsets[group : group + 2])]
+        yield Sample(
+            queries[row, head].unsqueeze(0),
+            keys,
+            values[row],
+            found.view(heads, shape.group, -1)[own].unsqueeze(0),
+            sinks=sinks[group].view(heads, -1)[own] if sinks is not None else None,
+        )
+
+
+# --- Quantised caches and caches in levels: FP8 at full width, quantised latents, TALE.
+
+
+#: Tokens of a segment that are drawn: whole blocks of any format, and no power of two of them, so
+#: that a kernel which reads the wrong ones is found out.
+_DISTINCT = 31 * 256
+
+
+def level_case(method: Method, place: Place, widths: Widths | None) -> Case:
+    """Return a decoding step over segments of tokens that are stored alike.
+
+    Parameters
+    ----------
+    method : Method
+        ``fp8``, TALE, or a low rank with bits.
+    place : Place
+    widths : Widths or None
+        Of a low rank.
+
+    Raises
+    ------
+    UsageError
+        When a sequence is too short for TALE's levels.
+    """
+    shape = place.shape
+    own = widths if widths is not None and method.kind != "tale" else full_widths(shape)
+    group = shape.num_heads // len(own.keys)
+    parts: list[tuple[int, tuple[int, ...], Bits]]
+    if method.kind == "tale":
+        parts = [*tale_levels(place.seq, own.values, quantised=method.quantised_levels)]
+    else:
+        parts = [(place.seq, own.values, "fp8" if method.kind == "fp8" else method.bits)]
+    segments = [
+        Segment(
+            RaggedLayout(own.keys, values, group, place.batch, tokens), bits, bits, columns=COLUMNS
+        )
+        for tokens, values, bits in parts
+    ]
+    layout = LevelsLayout(tuple(segments), place.dtype)
+    source = place.generator(4)
+    # Packed once and copied: what a copy is for is its place in memory.
+    first = _packed(place, source, layout)
+    buffers = [first] + [first.clone() for _ in range(place.copies(first.nbytes) - 1)]
+    widest = layout.widest
+    query = place.random(source, place.batch, widest.query_offsets[-1])
+    sinks = sinks_of(place, widest.heads, group)
+    step = levels_step(layout, place.device)
+    lengths = [[segment.layout.capacity] * place.batch for segment in segments]
+    cut = step.cut(torch.tensor(lengths, dtype=torch.int32, device=place.device))
+
+    def run(buffer: Tensor) -> Callable[[], Tensor]:
+        return lambda: step.run(
+            query, buffer, cut, shape.scaling, softcap=shape.softcap, sinks=sinks
+        )
+
+    outputs = place.batch * widest.output_offsets[-1] * place.dtype.itemsize
+    flops = sum(
+        2 * place.batch * tokens * group * (sum(own.keys) + sum(values))
+        for tokens, values, _ in parts
+    )
+    kept = max(parts, key=lambda part: part[0])[1]
+    return Case(
+        method.name,
+        place,
+        [run(buffer) for buffer in buffers],
+        bytes_moved=query.nbytes + first.nbytes + outputs,
+        cache_bytes=first.nbytes,
+        flops=flops,
+        samples=lambda output: _level_samples(place, layout, query, output, first, sinks),
+        scaling=shape.scaling,
+        softcap=shape.softcap,
+        ranks={"keys": list(own.keys), "values": list(kept)} if widths is not None else None,
+    )
+
+
+def _packed(place: Place, source: torch.Generator, layout: LevelsLayout) -> Tensor:
+    """Return a buffer full of random tokens; long segments repeat their first ones.
+
+    To quantise values takes a CPU far longer than to attend to them.
+    """
+    few = LevelsLayout(
+        tuple(
+            replace(own, layout=replace(own.layout, capacity=min(own.layout.capacity, _DISTINCT)))
+            for own in layout.segments
+        ),
+        layout.dtype,
+    )
+    packed = few.packed([_states(place, source, own.layout) for own in few.segments])
+    if few == layout:
+        return packed
+    buffer = layout.empty(place.device)
+    for number, segment in enumerate(layout.segments):
+        drawn = few.segments[number].blocks
+        which = torch.arange(segment.blocks, device=place.device) % drawn
+        for head in range(layout.heads):
+            for target, given in zip(
+                layout.blocks(buffer, number, head), few.blocks(packed, number, head), strict=True
+            ):
+                target.copy_(given.index_select(1, which))
+    return buffer
+
+
+def _states(
+    place: Place, source: torch.Generator, layout: RaggedLayout
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return random K and V of every head of a segment."""
+
+    def side(widths: tuple[int, ...]) -> list[Tensor]:
+        return [place.random(source, place.batch, layout.capacity, width) for width in widths]
+
+    return side(layout.key_widths), side(layout.value_widths)
+
+
+def _level_samples(
+    place: Place,
+    layout: LevelsLayout,
+    query: Tensor,
+    output: Tensor,
+    buffer: Tensor,
+    sinks: Tensor | None,
+) -> Iterator[Sample]:
+    """Return heads with their segments dequantised and joined.
+
+    A narrower level holds the first columns of the same latent: the others count as zero.
+    """
+    widest = layout.widest
+    for row, head in sampled_heads(place.batch, widest.heads):
+        stored = [layout.head(buffer, number, head) for number in range(len(layout.segments))]
+        keys = torch.cat([states[row].double() for states, _ in stored])
+        values = torch.zeros(
+            keys.shape[0], widest.value_widths[head], dtype=torch.float64, device=keys.device
+        )
+        at = 0
+        for _, states in stored:
+            values[at : at + states.shape[1], : states.shape[2]] = states[row]
+            at += states.shape[1]
+        asked = query[row, slice(*widest.query_offsets[head : head + 2])]
+        given = output[row, slice(*widest.output_offsets[head : head + 2])]
+        yield Sample(
+            asked.view(1, widest.group, -1),
+            keys,
+            values,
+            given.view(1, widest.group, -1),
+            sinks=sinks[head] if sinks is not None else None,
+        )
 
 
 def build_case(
@@ -33,12 +484,8 @@ def build_case(
     shape = place.shape
     if widths is not None and method.bits is None and method.kind != "tale":
         if method.kind == "palu" and shape.rope.kind != "none":
-            from kvprof.benchmark.palu_case import palu_case
-
             return palu_case(method.name, place, widths)
         # Without RoPE the basis is folded into W_Q (Palu eq. 7): latents are keys of their own.
         group = shape.num_heads // len(widths.keys)
         return ragged_case(method.name, place, widths, schedule=schedule, group=group, path=path)
-    from kvprof.benchmark.level_cases import level_case
-
     return level_case(method, place, widths)

@@ -51,9 +51,10 @@ def shortage(place: Place, free: int) -> str | None:
         return None
     most = largest_context(place, free)
     fits = (
-        f"the largest context that fits is about {format_count(most)} tokens" if most
+        f"the largest context that fits is about {format_count(most)} tokens"
+        if most
         else "no context fits" + (", try --batch 1" if place.batch > 1 else "")
-    )  # fmt: skip
+    )
     return (
         f"{place.phase} at batch {place.batch} and {place.seq:,} tokens needs about "
         f"{format_bytes(needed)}, and {format_bytes(free)} are free: {fits}"

@@ -54,10 +54,12 @@ def open_machine(device: torch.device) -> Machine:
     """Measure the device's read bandwidth and ask for what else a run needs to know."""
     if device.type == "cpu":
         return Machine(
-            device, cpu_read_bandwidth(),
+            device,
+            cpu_read_bandwidth(),
             f"256 MiB summed by NumPy on {usable_threads()} threads, the best of 5",
-            _cpu_cache(), None,
-        )  # fmt: skip
+            _cpu_cache(),
+            None,
+        )
     facts = torch.cuda.get_device_properties(device)
     try:
         bandwidth: float | None = gpu_read_bandwidth(device.index or 0)

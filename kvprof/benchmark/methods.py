@@ -102,9 +102,12 @@ def parse_method(text: str) -> Method:
                 + (f"takes {', '.join(options)}" if options else "has no options")
             )
     return Method(
-        text, kind, bits, group=int(given.get("group", 4)),
+        text,
+        kind,
+        bits,
+        group=int(given.get("group", 4)),
         quantised_levels=given.get("bits") != "none",
-    )  # fmt: skip
+    )
 
 
 def method_widths(
@@ -141,10 +144,11 @@ def _tale(method: Method, shape: Shape) -> Widths:
     full = (shape.head_dim,) * shape.num_kv_heads
     ratio = tale_paper_ratio(quantised=method.quantised_levels)
     return Widths(
-        full, tale_widths(full),
+        full,
+        tale_widths(full),
         "TALE's published setting whatever the rate asked for (here its middle level); the paper "
         f"counts {ratio:.2f}× for it, without scales, zero points and sinks",
-    )  # fmt: skip
+    )
 
 
 def _uniform(shape: Shape, rate: float) -> Widths:

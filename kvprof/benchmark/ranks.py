@@ -20,9 +20,83 @@ from numpy.typing import NDArray
 from kvprof.benchmark.shapes import Shape
 from kvprof.errors import KvprofError, UsageError
 from kvprof.kernels.planes import STEP, widened
+from kvprof.methods.plan import HeadGroup, Plan
+from kvprof.methods.plan_files import load_plan
 from kvprof.records.files import parse_json
 
-__all__ = ["Widths", "full_widths", "profile_methods", "ranks_from", "resampled"]
+__all__ = ["Widths", "full_widths", "plan_pairs", "profile_methods", "ranks_from", "resampled"]
+
+# --- The widths of a saved plan, for the shape that is measured.
+
+
+def plan_pairs(file: Path, shape: Shape) -> tuple[list[tuple[int, int]], str]:
+    """Return the ranks of K and of V per KV head of a plan's middle layer by bytes, and its words.
+
+    One layer is measured; of a plan with layers of unlike ranks it is the one whose bytes are
+    nearest to the mean over the layers without a sliding window.
+
+    Parameters
+    ----------
+    file : Path
+        From ``kvprof plan --save``.
+    shape : Shape
+
+    Raises
+    ------
+    UsageError
+        When the plan is for heads of another number or width, shares latents between heads, or has
+        token levels (no width per head stands for it).
+    """
+    plan = load_plan(file)
+    layers = []
+    for layer in plan.layers:
+        groups = (*layer.keys.groups, *layer.values.groups)
+        heads = layer.kv_heads
+        if layer.keys.per_query_head:
+            raise UsageError(
+                f"--ranks {file.name}: it stores a key per query head, and what is measured here "
+                "shares one per KV head"
+            )
+        widths = {group.head_dim for group in groups}
+        if heads != shape.num_kv_heads or widths != {shape.head_dim}:
+            raise UsageError(
+                f"--ranks {file.name}: a plan for {heads} KV heads of "
+                f"{'/'.join(map(str, sorted(widths)))} dimensions, and {shape.name} has "
+                f"{shape.num_kv_heads} of {shape.head_dim}"
+            )
+        if layer.sliding_window is None:
+            layers.append(layer)
+    _refuse_levels(plan, file)
+    if not layers:
+        raise UsageError(f"--ranks {file.name}: every layer of the plan has a sliding window")
+    pairs = [
+        list(zip(_ranks(layer.keys.groups, file), _ranks(layer.values.groups, file), strict=True))
+        for layer in layers
+    ]
+    sums = [sum(map(sum, layer)) for layer in pairs]
+    mean = sum(sums) / len(sums)
+    chosen = min(range(len(sums)), key=lambda place: (abs(sums[place] - mean), place))
+    return pairs[chosen], (
+        f"the plan {file.name} ({plan.method}), the layer nearest to its mean bytes"
+    )
+
+
+def _refuse_levels(plan: Plan, file: Path) -> None:
+    if len(plan.levels.shares) > 1:
+        raise UsageError(
+            f"--ranks {file.name}: a plan with token levels has no one width per head; run "
+            "--methods tale"
+        )
+
+
+def _ranks(groups: tuple[HeadGroup, ...], file: Path) -> list[int]:
+    if any(group.heads > 1 for group in groups):
+        raise UsageError(
+            f"--ranks {file.name}: its KV heads share latents, so it has no width per head; run "
+            "--methods palu"
+        )
+    return [group.rank for group in groups]
+
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -172,8 +246,6 @@ def ranks_from(path: str | Path, shape: Shape) -> Widths:
         raise UsageError(f"--ranks {path}: there is no such file")
     if file.suffix == ".json":
         return _fitted(_listed(file), shape, f"given in {file.name}")
-    from kvprof.benchmark.plan_ranks import plan_pairs  # safetensors and torch only when needed
-
     try:
         pairs, words = plan_pairs(file, shape)
     except UsageError:
@@ -222,8 +294,12 @@ def _fitted(pairs: Pairs, shape: Shape, source: str) -> Widths:
         )
     rounded = [(widened(key), widened(value)) for key, value in pairs]
     warnings: tuple[str, ...] = ()
-    if lost := [f"{a} to {b}" for p, r in zip(pairs, rounded, strict=True)
-                for a, b in zip(p, r, strict=True) if a != b]:  # fmt: skip
+    if lost := [
+        f"{a} to {b}"
+        for p, r in zip(pairs, rounded, strict=True)
+        for a, b in zip(p, r, strict=True)
+        if a != b
+    ]:
         several = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         warnings = (
             f"widths that are no multiples of {STEP} were rounded up: {lost[0]}{several}; the rate "

@@ -66,8 +66,9 @@ class BenchRequest:
         if not 0 <= self.rate < 1:
             raise UsageError(f"a rate of {self.rate:g} is not between 0 and 1")
         for what, given, known in (
-            ("phase", self.phases, PHASES), ("schedule", self.schedules, SCHEDULES),
-        ):  # fmt: skip
+            ("phase", self.phases, PHASES),
+            ("schedule", self.schedules, SCHEDULES),
+        ):
             if not given or (unknown := [name for name in given if name not in known]):
                 raise UsageError(
                     f"no {what} {(unknown[0] if given else '')!r}: there are {', '.join(known)}"

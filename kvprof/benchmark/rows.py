@@ -135,21 +135,31 @@ def add_row(timed: Timed, machine: Machine, repeats: int, found: Found, doubts: 
     right = timed.error <= TOLERANCE[place.dtype]
     found.rows.append(
         {
-            "method": timed.name, "phase": place.phase, "batch": place.batch, "seq": place.seq,
-            "dtype": str(place.dtype).removeprefix("torch."), "schedule": case.schedule,
-            "ranks": case.ranks or _whole(case), "rate": 1 - case.cache_bytes / place.full_bytes,
-            "seconds": seconds, "seconds_interval": median_interval(seconds),
-            "bytes_moved": case.bytes_moved, "cache_bytes": case.cache_bytes,
-            "tb_per_s": moved, "bandwidth_share": moved / limit if limit else None,
+            "method": timed.name,
+            "phase": place.phase,
+            "batch": place.batch,
+            "seq": place.seq,
+            "dtype": str(place.dtype).removeprefix("torch."),
+            "schedule": case.schedule,
+            "ranks": case.ranks or _whole(case),
+            "rate": 1 - case.cache_bytes / place.full_bytes,
+            "seconds": seconds,
+            "seconds_interval": median_interval(seconds),
+            "bytes_moved": case.bytes_moved,
+            "cache_bytes": case.cache_bytes,
+            "tb_per_s": moved,
+            "bandwidth_share": moved / limit if limit else None,
             "flop_per_s": case.flops / middle,
-            "baseline": timed.baseline, "baseline_seconds": timed.beside,
+            "baseline": timed.baseline,
+            "baseline_seconds": timed.beside,
             "speedup": median(timed.beside) / middle if timed.beside and right else None,
             "speedup_interval": paired_interval(timed.beside, seconds)
-            if timed.beside and right else None,
+            if timed.beside and right
+            else None,
             "error": timed.error if timed.error != float("inf") else None,
             "makespan_over_mean": timed.evenness,
         }
-    )  # fmt: skip
+    )
     what = f"{timed.name}, {place.name}"
     if not right:
         found.warn(

@@ -116,8 +116,11 @@ def entry(
 ) -> dict[str, Any]:
     """Return one of ``data.schedules``."""
     return {
-        "schedule": schedule, "phase": place.phase, "batch": place.batch, "seq": place.seq,
+        "schedule": schedule,
+        "phase": place.phase,
+        "batch": place.batch,
+        "seq": place.seq,
         "predicted": expected,
         "measured": measured.evenness if measured else None,
         "strips": measured.strips if measured else None,
-    }  # fmt: skip
+    }

@@ -169,15 +169,33 @@ def bench(
     if not 0 <= rate < 1:
         raise UsageError(f"--rate {rate:g} is no share to save; write 0.5 to halve the bytes")
     asked = JctOptions(
-        input_len=input_len, output_len=output_len, real=real, baseline=baseline, trace=trace,
-        requests=requests, tp=tp, layers=layers, kernels=kernels, capacity=capacity, check=check,
-    )  # fmt: skip
+        input_len=input_len,
+        output_len=output_len,
+        real=real,
+        baseline=baseline,
+        trace=trace,
+        requests=requests,
+        tp=tp,
+        layers=layers,
+        kernels=kernels,
+        capacity=capacity,
+        check=check,
+    )
     if jct:
         refuse_kernel_options({"--seq": seq, "--phase": phase, "--schedule": schedule})
         bench_jct(
-            asked, outputs, model=model, methods=_given(methods, "--methods"), batches=batches,
-            rate=rate, ranks=ranks, dtype=dtype, repeats=repeats, device=device, seed=seed,
-        )  # fmt: skip
+            asked,
+            outputs,
+            model=model,
+            methods=_given(methods, "--methods"),
+            batches=batches,
+            rate=rate,
+            ranks=ranks,
+            dtype=dtype,
+            repeats=repeats,
+            device=device,
+            seed=seed,
+        )
         return
     asked.refuse_without_jct()
     outputs.check()

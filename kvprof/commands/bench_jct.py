@@ -126,13 +126,18 @@ class JctOptions:
         UsageError
         """
         given = {
-            "--input-len": self.input_len is not None, "--output-len": self.output_len is not None,
+            "--input-len": self.input_len is not None,
+            "--output-len": self.output_len is not None,
             "--real" if self.real else "--composed": self.real is not None,
-            "--baseline": self.baseline is not None, "--trace": self.trace is not None,
-            "--requests": self.requests is not None, "--tp": self.tp is not None,
-            "--layers": self.layers is not None, "--kernels": self.kernels is not None,
-            "--capacity": self.capacity, "--check": self.check,
-        }  # fmt: skip
+            "--baseline": self.baseline is not None,
+            "--trace": self.trace is not None,
+            "--requests": self.requests is not None,
+            "--tp": self.tp is not None,
+            "--layers": self.layers is not None,
+            "--kernels": self.kernels is not None,
+            "--capacity": self.capacity,
+            "--check": self.check,
+        }
         if said := [option for option, there in given.items() if there]:
             raise UsageError(f"{' and '.join(said)} means nothing without --jct")
 
@@ -187,9 +192,17 @@ def bench_jct(
     events = outputs.out / EVENTS_NAME if outputs.out is not None else None
     outputs.check([events] if events is not None else [])
     request = _request(
-        asked, model=model, methods=methods, batches=batches, rate=rate, ranks=ranks, dtype=dtype,
-        repeats=repeats, device=resolve_device(device), seed=seed,
-    )  # fmt: skip
+        asked,
+        model=model,
+        methods=methods,
+        batches=batches,
+        rate=rate,
+        ranks=ranks,
+        dtype=dtype,
+        repeats=repeats,
+        device=resolve_device(device),
+        seed=seed,
+    )
     from kvprof.views import jct as view
 
     with graceful_interrupt() as stop:

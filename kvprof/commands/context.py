@@ -6,7 +6,7 @@ import typer
 
 from kvprof.commands.help import METHOD
 from kvprof.sizes import parse_count
-from kvprof.sources.defaults import DEFAULT_SEQ_LEN
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan

@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof.commands import completion
-from kvprof.commands.eval_plans import PlanRequest, check_request, make_plans, split_methods
-from kvprof.commands.eval_run import run_evaluations
+from kvprof.commands.eval_run import (
+    PlanRequest,
+    check_request,
+    make_plans,
+    run_evaluations,
+    split_methods,
+)
 from kvprof.commands.help import DATA, METHOD
 from kvprof.commands.method_options import (
     AllocationOption,

@@ -133,14 +133,14 @@ def _csv(run: str) -> str:
 
 def _markdown(run: str) -> str:
     result = load_run(run)
-    from kvprof.views.export_md import to_markdown
+    from kvprof.views.export import to_markdown
 
     return to_markdown(result)
 
 
 def _html(run: str) -> str:
     result = load_run(run)
-    from kvprof.views.export_html import to_html
+    from kvprof.views.export import to_html
 
     return to_html(result)
 

@@ -2,27 +2,108 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprof import console
 from kvprof.commands.method_options import method_options
-from kvprof.commands.planning import calibration_options
+from kvprof.commands.planning import (
+    calibration_interrupts,
+    calibration_options,
+    check_calibration,
+    plan_of,
+)
 from kvprof.errors import LackingError, UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.named import ALWAYS, COMPARED
 from kvprof.sizes import format_bytes, parse_share
 
 if TYPE_CHECKING:
-    from kvprof.calibration.calibrator import CalibrationOptions, Calibrator
     from kvprof.evaluation.recorded_rates import RecordedRate
     from kvprof.evaluation.requests import MethodRequest
+    from kvprof.methods.family import PlanFamily
     from kvprof.methods.fit import Memory
     from kvprof.methods.plan import Plan
     from kvprof.models.load import LoadedModel
+    from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 
-__all__ = ["fit_data", "fit_sizes"]
+__all__ = ["RoundedPlan", "fit_data", "fit_sizes", "rounded_plan"]
+
+# --- A plan beside what was requested before its ranks were rounded up to the grid.
+
+
+# Fisher and budget hand out steps of the grid; the others ask for a rank and round it up.
+_ROUNDED_UP = ("removal", "uniform", "tail")
+
+
+@dataclass(frozen=True)
+class RoundedPlan:
+    """A plan and its request.
+
+    Attributes
+    ----------
+    plan : Plan
+    fine : Plan or None
+        The same setting with ranks of any size; None where nothing was rounded up.
+    knob : str or None
+        What the setting is called.
+    """
+
+    plan: "Plan"
+    fine: "Plan | None"
+    knob: str | None
+
+
+def rounded_plan(
+    loaded: "LoadedModel",
+    *,
+    method: str,
+    rate: float | None,
+    removal: float | None,
+    calibrate: str | None,
+    calibrate_tokens: str | None,
+    options: dict[str, Any],
+    context: int,
+    stop: Stop,
+) -> RoundedPlan:
+    """Make a plan, and once more without a grid from the same calibration.
+
+    Parameters and errors are those of `kvprof.commands.planning.make_plan`.
+    """
+    check_calibration(
+        method,
+        options,
+        calibrated=bool(calibrate or calibrate_tokens),
+        rated=rate is not None or removal is not None,
+    )
+    from kvprof.moments.calibrator import Calibrator
+
+    given = calibration_options(calibrate, calibrate_tokens, seq_len=None)
+    calibrator = Calibrator(
+        loaded, given, progress=console.track, should_stop=stop, notice=console.warn
+    )
+    with calibration_interrupts():
+        family = calibrator.family(method, **options)
+        with console.status(f"planning {method}"):
+            plan = plan_of(loaded, family, rate, removal, context)
+            fine = _fine(calibrator, family, plan, options)
+    return RoundedPlan(plan, fine, family.knob if fine is not None else None)
+
+
+def _fine(
+    calibrator: "Calibrator", family: "PlanFamily", plan: "Plan", options: dict[str, Any]
+) -> "Plan | None":
+    """Return the plan with the ranks that its knob asks for, or None where it asks for none."""
+    made, value = plan.made.get("options", {}), plan.made.get(family.knob)
+    if made.get("allocation") not in _ROUNDED_UP or value is None:
+        return None
+    if made["grid"] == 1 and made["minimum"] == 1:
+        return plan
+    fine = calibrator.family(family.method, **{**options, "grid": 1, "minimum": 1})
+    # Only the ranks: what a combination evicts was shared out with the rounded ones.
+    return replace(plan, layers=fine.build(value).layers)
+
 
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (4096, 16384, 65536)
@@ -112,11 +193,11 @@ def fit_data(
         For unknown methods, plans or frontiers of another model, and options that nothing here
         would heed.
     """
-    from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
     from kvprof.evaluation.recorded_rates import canonical_label, load_recorded_rates
     from kvprof.evaluation.requests import parse_methods
     from kvprof.methods.fit import Memory
     from kvprof.methods.plan_files import load_plan
+    from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
 
     asked = ("full" if plan_files else COMPARED) if methods is None else methods
     requests = parse_methods(
@@ -229,8 +310,8 @@ def _chosen(
     """
     import torch
 
-    from kvprof.calibration.uncalibrated import uncalibrated_family
     from kvprof.methods.family import plan_at, plan_for_rate
+    from kvprof.moments.uncalibrated import uncalibrated_family
 
     family = uncalibrated_family(loaded, request.method, **request.options)
     if request.method in ALWAYS and family is not None:
@@ -262,7 +343,7 @@ def _refuse_unheeded(
     told: bool,
 ) -> None:
     """Refuse options without effect, before anything is read or planned."""
-    from kvprof.calibration.uncalibrated import follows_from_rate
+    from kvprof.moments.uncalibrated import follows_from_rate
 
     turned = [request for request in requests if request.method not in ALWAYS]
     if rate is not None and record_files:
@@ -289,7 +370,7 @@ def _recorded_calibration(known: "RecordedRate") -> "CalibrationOptions":
     UsageError
         When it was a file: its name alone does not bring it back.
     """
-    from kvprof.calibration.calibrator import CalibrationOptions
+    from kvprof.moments.calibrator import CalibrationOptions
     from kvprof.sources.grammar import EMBEDDED, RANDOM, parse_source
 
     assert known.calibration is not None  # the caller has looked

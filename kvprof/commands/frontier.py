@@ -129,13 +129,23 @@ def frontier(
     if (calibrate or calibrate_tokens) and not any(needs):
         raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
     loaded = load_for_command(
-        model, device=device, dtype=dtype, revision=revision,
-        trust_remote_code=trust_remote_code, compressed=True,
-    )  # fmt: skip
+        model,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        compressed=True,
+    )
     sample = load_sample(
-        loaded, text=text, sequences=sequences, seq_len=seq_len, tasks=tasks,
-        task_items=task_items, teacher_forced=teacher_forced, batch_size=batch_size,
-    )  # fmt: skip
+        loaded,
+        text=text,
+        sequences=sequences,
+        seq_len=seq_len,
+        tasks=tasks,
+        task_items=task_items,
+        teacher_forced=teacher_forced,
+        batch_size=batch_size,
+    )
     described = sample.inputs()
     calibration = calibration_options(calibrate, calibrate_tokens, seq_len=described["seq_len"])
     with graceful_interrupt() as stop:

@@ -14,11 +14,11 @@ from kvprof.methods.named import ALWAYS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvprof.calibration.calibrator import CalibrationOptions
     from kvprof.evaluation.evaluator import Evaluator
     from kvprof.evaluation.frontier import FrontierOptions
     from kvprof.evaluation.requests import MethodRequest
     from kvprof.methods.family import PlanFamily
+    from kvprof.moments.calibrator import CalibrationOptions
     from kvprof.sources.grammar import Source
 
 __all__ = ["FrontierRun", "keep_rates", "run_frontier"]
@@ -90,13 +90,13 @@ def run_frontier(
         When calibration data is evaluation data, the metric is not measured, or the only method
         asked for does not fit the model.
     """
-    from kvprof.calibration.calibrator import CalibrationInterrupted, Calibrator
-    from kvprof.calibration.overlap import check_separate
     from kvprof.evaluation.assembly import refuse_hidden
     from kvprof.evaluation.evaluation_cache import EvaluationCache
     from kvprof.evaluation.frontier import Frontier, expected_steps
     from kvprof.evaluation.rate_search import Interrupted
     from kvprof.evaluation.targets import check_metric
+    from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
+    from kvprof.moments.tokens import check_separate
 
     check_metric(options.metric, list(dict.fromkeys(item.task for item in evaluator.items)))
     warnings: list[str] = []
@@ -196,7 +196,7 @@ def _blind(evaluator: "Evaluator", requests: "list[MethodRequest]") -> dict[str,
 
     if not evaluator.settings.teacher_forced:
         return {}
-    from kvprof.calibration.uncalibrated import uncalibrated_family
+    from kvprof.moments.uncalibrated import uncalibrated_family
 
     blind: dict[str, str] = {}
     for request in requests:

@@ -1,6 +1,7 @@
 """``kvprof generate``: text with a compressed cache, and where it departs from the model's own."""
 
 import errno
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,9 +37,8 @@ from kvprof.commands.options import (
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.commands.planning import check_choice, make_plan
-from kvprof.commands.prompt import check_length, read_prompt
 from kvprof.environment import collect_environment
-from kvprof.errors import UsageError
+from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_count
@@ -48,6 +48,78 @@ if TYPE_CHECKING:
     from kvprof.models.load import LoadedModel
     from kvprof.runtime.cache import CompressedCache
     from kvprof.runtime.generation import Generated, GenerationSettings
+
+__all__ = ["check_length", "read_prompt"]
+
+# --- The prompt of ``kvprof generate``: where it is read from, and whether it fits.
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """Return the text to continue, from the one place that was named.
+
+    Parameters
+    ----------
+    prompt : str or None
+        The text itself; ``-`` reads stdin.
+    file : Path or None
+
+    Raises
+    ------
+    UsageError
+        When none or both are given, or what they name is missing or empty.
+    FailedError
+        For bytes that are no UTF-8.
+    """
+    if (prompt is None) == (file is None):
+        raise UsageError(
+            "give the text to continue, with --prompt TEXT (- for stdin) or "
+            "--prompt-file FILE, not both"
+        )
+    if file is None and prompt != "-":
+        assert prompt is not None
+        return prompt
+    try:
+        content = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    except OSError as problem:
+        raise UsageError(f"--prompt-file {file}: {problem.strerror}") from problem
+    try:
+        # An editor, or echo, ends the text with a newline that is no part of it.
+        text = content.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as problem:
+        name = file or "stdin"
+        raise FailedError(f"{name} is no text (byte {problem.start} is not UTF-8)") from None
+    if not text:
+        raise UsageError(f"{file or 'stdin'} is empty; give a text to continue")
+    return text
+
+
+def check_length(loaded: "LoadedModel", prompt: int, new: int) -> None:
+    """Refuse to run past the model's context, before anything is calibrated.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prompt, new : int
+        Tokens of the prompt, and how many may come.
+
+    Raises
+    ------
+    UsageError
+        Says what would fit.
+    """
+    longest = loaded.context_length
+    if prompt + new <= longest:
+        return
+    fits = (
+        f"at most --max-new-tokens {longest - prompt:,} fits after it"
+        if prompt < longest
+        else "shorten it"
+    )
+    raise UsageError(
+        f"the prompt has {prompt:,} tokens and --max-new-tokens asks for {new:,} more, over the "
+        f"context of {loaded.spec}, {longest:,}; {fits}"
+    )
+
 
 # Measured and counted bytes of a cache agree to this share (issue 4).
 _AGREEMENT = 0.01
@@ -115,14 +187,23 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     options = method_options(allocation, grid, minimum, option)
     wish: dict[str, Any] = {
-        "method": method, "rate": rate, "removal": removal, "plan_file": plan_file,
-        "calibrate": calibrate, "calibrate_tokens": calibrate_tokens, "options": options,
-    }  # fmt: skip
+        "method": method,
+        "rate": rate,
+        "removal": removal,
+        "plan_file": plan_file,
+        "calibrate": calibrate,
+        "calibrate_tokens": calibrate_tokens,
+        "options": options,
+    }
     check_choice(**wish)
     loaded = load_for_command(
-        model, device=device, dtype=dtype, revision=revision,
-        trust_remote_code=trust_remote_code, compressed=True,
-    )  # fmt: skip
+        model,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        compressed=True,
+    )
 
     from kvprof.runtime.generation import GenerationSettings, prompt_ids
 

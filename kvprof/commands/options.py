@@ -36,9 +36,12 @@ __all__ = [
 def share_option(name: str, help: str, group: str | None = None) -> Any:
     """Return an option that takes a share: ``30%``, ``0.3`` or ``.3``."""
     return typer.Option(
-        name, help=help, metavar="SHARE", parser=partial(parse_share, what=name),
+        name,
+        help=help,
+        metavar="SHARE",
+        parser=partial(parse_share, what=name),
         rich_help_panel=group,
-    )  # fmt: skip
+    )
 
 
 ModelArgument = Annotated[

@@ -8,7 +8,7 @@ import typer
 
 from kvprof.commands import completion
 from kvprof.commands.context import ContextOption, resolve_context
-from kvprof.commands.fitting import fit_data, fit_sizes
+from kvprof.commands.fitting import fit_data, fit_sizes, rounded_plan
 from kvprof.commands.method_options import (
     AllocationOption,
     CalibrateOption,
@@ -31,7 +31,6 @@ from kvprof.commands.options import (
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.commands.planning import check_choice, make_plan
-from kvprof.commands.rounding import rounded_plan
 from kvprof.environment import collect_environment
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
@@ -112,18 +111,36 @@ def plan(
     files = plan_files or []
     options = method_options(allocation, grid, minimum, option)
     how: dict[str, Any] = {
-        "device": device, "dtype": dtype, "revision": revision,
-        "trust_remote_code": trust_remote_code, "compressed": True,
-    }  # fmt: skip
+        "device": device,
+        "dtype": dtype,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "compressed": True,
+    }
     given: dict[str, Any] = {
-        "method": method, "rate": rate, "removal": removal, "calibrate": calibrate,
-        "calibrate_tokens": calibrate_tokens, "options": options,
-    }  # fmt: skip
+        "method": method,
+        "rate": rate,
+        "removal": removal,
+        "calibrate": calibrate,
+        "calibrate_tokens": calibrate_tokens,
+        "options": options,
+    }
     if fit is None:
-        _refuse("means nothing without --fit",
-                {"--methods": methods, "--reserve": reserve, "--rates": rates})  # fmt: skip
-        _one_plan(model, files, given, how, outputs, context=context, describe=describe,
-                  compare=compare, save=save)  # fmt: skip
+        _refuse(
+            "means nothing without --fit",
+            {"--methods": methods, "--reserve": reserve, "--rates": rates},
+        )
+        _one_plan(
+            model,
+            files,
+            given,
+            how,
+            outputs,
+            context=context,
+            describe=describe,
+            compare=compare,
+            save=save,
+        )
         return
     _refuse(
         "cannot be had with --fit, which plans several methods; run kvprof plan without it",
@@ -151,8 +168,15 @@ def plan(
             context=at,
             stop=stop,
         )
-        inputs = {**_model_inputs(loaded), "fit": fit, "reserve": reserve or "10%", "context": at,
-                  "rate": rate, "calibrate": calibrate, "options": options}  # fmt: skip
+        inputs = {
+            **_model_inputs(loaded),
+            "fit": fit,
+            "reserve": reserve or "10%",
+            "context": at,
+            "rate": rate,
+            "calibrate": calibrate,
+            "options": options,
+        }
         _finish({"plan": None, "comparison": None, "fit": data}, inputs, outputs, complete=complete)
 
 
@@ -191,8 +215,10 @@ def _one_plan(
     if files and model is None:
         made, dtype = _saved(files[0], how["dtype"])
         inputs: dict[str, Any] = {
-            "model": made.made.get("model"), "fingerprint": made.fingerprint, "dtype": dtype,
-        }  # fmt: skip
+            "model": made.made.get("model"),
+            "fingerprint": made.fingerprint,
+            "dtype": dtype,
+        }
         at = resolve_context(context, None, made)
         if compare is not None:
             other = load_plan(compare, fingerprint=made.fingerprint)
@@ -232,15 +258,23 @@ def _one_plan(
     }
     if compare is not None and other is not None:
         data["comparison"] = {
-            "file": compare.name, **comparison(made, other, at, itemsize=itemsize)
-        }  # fmt: skip
+            "file": compare.name,
+            **comparison(made, other, at, itemsize=itemsize),
+        }
     inputs |= {
-        "context": at, "plan_file": files[0] if files else None, "saved": save, "describe": describe
-    }  # fmt: skip
+        "context": at,
+        "plan_file": files[0] if files else None,
+        "saved": save,
+        "describe": describe,
+    }
     _finish(
-        data, {**inputs, **given} if not files else inputs, outputs, describe=describe,
-        warnings=made.made.get("notes", ()), lost=lost,
-    )  # fmt: skip
+        data,
+        {**inputs, **given} if not files else inputs,
+        outputs,
+        describe=describe,
+        warnings=made.made.get("notes", ()),
+        lost=lost,
+    )
 
 
 def _saved(path: Path, dtype: str) -> "tuple[Plan, str]":

@@ -12,14 +12,13 @@ from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.named import check_names
 from kvprof.sizes import parse_count
-from kvprof.sources.defaults import DEFAULT_SEQ_LEN
-from kvprof.sources.grammar import parse_source
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN, parse_source
 
 if TYPE_CHECKING:
-    from kvprof.calibration.calibrator import CalibrationOptions
     from kvprof.methods.family import PlanFamily
     from kvprof.methods.plan import Plan
     from kvprof.models.load import LoadedModel
+    from kvprof.moments.calibrator import CalibrationOptions
 
 __all__ = [
     "calibration_interrupts",
@@ -52,7 +51,7 @@ def calibration_options(
     """
     source = parse_source(calibrate, what="--calibrate") if calibrate else None
     tokens = parse_count(calibrate_tokens, what="--calibrate-tokens") if calibrate_tokens else None
-    from kvprof.calibration.calibrator import CalibrationOptions
+    from kvprof.moments.calibrator import CalibrationOptions
 
     return CalibrationOptions(source, tokens, seq_len or DEFAULT_SEQ_LEN, seed)
 
@@ -96,20 +95,27 @@ def make_plan(
         With 130 when the calibration was interrupted: nothing can be planned then.
     """
     check_choice(
-        method, plan_file, rate=rate, removal=removal, calibrate=calibrate,
-        calibrate_tokens=calibrate_tokens, options=options,
-    )  # fmt: skip
+        method,
+        plan_file,
+        rate=rate,
+        removal=removal,
+        calibrate=calibrate,
+        calibrate_tokens=calibrate_tokens,
+        options=options,
+    )
     if plan_file is not None:
         from kvprof.methods.plan_files import load_plan
 
         return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert method is not None  # check_choice has seen to it
     check_calibration(
-        method, options, calibrated=bool(calibrate or calibrate_tokens),
+        method,
+        options,
+        calibrated=bool(calibrate or calibrate_tokens),
         rated=rate is not None or removal is not None,
-    )  # fmt: skip
+    )
 
-    from kvprof.calibration.calibrator import Calibrator
+    from kvprof.moments.calibrator import Calibrator
 
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
     calibrator = Calibrator(
@@ -158,7 +164,7 @@ def calibration_interrupts() -> Iterator[None]:
     ------
     typer.Exit
     """
-    from kvprof.calibration.calibrator import CalibrationInterrupted
+    from kvprof.moments.calibrator import CalibrationInterrupted
 
     try:
         yield
@@ -220,11 +226,13 @@ def check_choice(
     """Refuse what contradicts itself before anything is run."""
     if plan_file is not None:
         given = {
-            "--method": method is not None, "--rate": rate is not None,
-            "--removal": removal is not None, "--calibrate": calibrate is not None,
+            "--method": method is not None,
+            "--rate": rate is not None,
+            "--removal": removal is not None,
+            "--calibrate": calibrate is not None,
             "--calibrate-tokens": calibrate_tokens is not None,
             **{f"--{key}" if key in _NAMED else f"--option {key}": True for key in options},
-        }  # fmt: skip
+        }
         if said := [option for option, is_given in given.items() if is_given]:
             raise UsageError(
                 f"--plan {plan_file} says everything already; leave out {' and '.join(said)}"

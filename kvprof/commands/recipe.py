@@ -64,7 +64,7 @@ def list_recipes(
     """
     from kvprof.reproduction.check import load_recipe
     from kvprof.reproduction.find import find_recipes
-    from kvprof.views.recipe_list import lines, listing
+    from kvprof.views.recipe import lines, listing
 
     found = []
     for path in find_recipes(names or ["*"]):
@@ -84,10 +84,13 @@ def _listed(one: object) -> dict[str, object]:
 
     assert isinstance(one, Recipe)
     return {
-        "name": one.name, "paper": one.paper, "item": one.item, "claim": one.claim,
+        "name": one.name,
+        "paper": one.paper,
+        "item": one.item,
+        "claim": one.claim,
         "judged": one.judged,
         "profiles": [name for name, own in one.profiles.items() if own.excluded is None],
-    }  # fmt: skip
+    }
 
 
 @recipe.command(cls=Command)
@@ -300,9 +303,8 @@ def report(
     }
     for path in files:
         ensure_writable(path, force)
-    from kvprof.views.export_html import page_html
-    from kvprof.views.export_md import page_markdown
-    from kvprof.views.recipe_ledger import ledger
+    from kvprof.views.export import page_html, page_markdown
+    from kvprof.views.recipe import ledger
 
     title = "Reproduction ledger"
     written = f"{result['created']}, kvprof {result['kvprof_version']}"

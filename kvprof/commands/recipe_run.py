@@ -35,9 +35,8 @@ from kvprof.reproduction.allowed import REMOTE_CODE
 from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.cluster import Cluster
 from kvprof.reproduction.find import find_recipes
-from kvprof.reproduction.here import this_machine
 from kvprof.reproduction.ledger import ledger_data, merge_entries
-from kvprof.reproduction.machine import Machine
+from kvprof.reproduction.machine import Machine, this_machine
 from kvprof.reproduction.recipe import Recipe
 from kvprof.reproduction.run import Planned, prepare, resolved_configuration, run_planned
 from kvprof.reproduction.runner import Pool, Runner, run_child
@@ -103,9 +102,14 @@ def run_recipes(
         return
     # What is wrong with the options is said before a cluster is started for them.
     prepare(
-        recipes, request.profile, request.settings, request.model, machine, code_version(),
+        recipes,
+        request.profile,
+        request.settings,
+        request.model,
+        machine,
+        code_version(),
         trusted=request.trust_remote_code,
-    )  # fmt: skip
+    )
     profiles = [one.profiles.get(request.profile) for one in recipes]
     with Cluster(request.ray) as cluster:
         with console.status("connecting to Ray"):
@@ -125,17 +129,26 @@ def _run(
     settings = dict(request.settings)
     version = code_version()
     planned = prepare(
-        recipes, request.profile, settings, request.model, machine, version,
+        recipes,
+        request.profile,
+        settings,
+        request.model,
+        machine,
+        version,
         trusted=request.trust_remote_code,
-    )  # fmt: skip
+    )
     if request.trust_remote_code:
         _tell_whom_it_trusts(planned)
     # The model counts as a setting from here on: results of two models are two entries.
     known = {**settings, **({"model": request.model} if request.model else {})}
     configuration = resolved_configuration(
-        planned, profile=request.profile, settings=settings, model=request.model, machine=machine,
+        planned,
+        profile=request.profile,
+        settings=settings,
+        model=request.model,
+        machine=machine,
         version=version,
-    )  # fmt: skip
+    )
     _keep_configuration(folder, configuration, request.force)
     total = len({digest for one in planned for _, digest in one.cells})
     with graceful_interrupt() as stop, console.track("recipes", total) as tracker:
@@ -148,9 +161,15 @@ def _run(
                 console.note(words)
 
         finished = run_planned(
-            planned, CellStore(folder / "cells"), runner, machine=machine, settings=known,
-            fresh=request.fresh, progress=told, should_stop=stop,
-        )  # fmt: skip
+            planned,
+            CellStore(folder / "cells"),
+            runner,
+            machine=machine,
+            settings=known,
+            fresh=request.fresh,
+            progress=told,
+            should_stop=stop,
+        )
         interrupted = finished.interrupted or stop()
         warnings = [*finished.warnings, *finished.unkept]
         result = _result(request, finished.entries, warnings, interrupted)

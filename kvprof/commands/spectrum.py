@@ -33,8 +33,15 @@ from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_count
-from kvprof.sources.defaults import DEFAULT_SEQ_LEN, DEFAULT_TOKENS, DEFAULT_TOKENS_REASON
-from kvprof.sources.grammar import Source, SourceKind, file_source, parse_source
+from kvprof.sources.grammar import (
+    DEFAULT_SEQ_LEN,
+    DEFAULT_TOKENS,
+    DEFAULT_TOKENS_REASON,
+    Source,
+    SourceKind,
+    file_source,
+    parse_source,
+)
 
 if TYPE_CHECKING:
     from kvprof.analysis.moments import Moments
@@ -125,11 +132,15 @@ def spectrum(
     chosen = _source(source, text, token_ids, saved)
     if chosen.kind is SourceKind.MOMENTS:
         given = {
-            "--tokens": tokens, "--seq-len": seq_len, "--skip-first": skip_first, "--save": save,
-            "--seed": seed, "--batch-size": batch_size,
+            "--tokens": tokens,
+            "--seq-len": seq_len,
+            "--skip-first": skip_first,
+            "--save": save,
+            "--seed": seed,
+            "--batch-size": batch_size,
             "--device": device != "auto" and model is None,
             "--dtype": dtype != "auto" and model is None,
-        }  # fmt: skip
+        }
         if meaningless := [option for option, value in given.items() if value]:
             raise UsageError(
                 f"{chosen.name}: saved moments are what they are; leave out "
@@ -143,10 +154,10 @@ def spectrum(
         wanted = DEFAULT_TOKENS
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
 
-    from kvprof.analysis.collect import CollectOptions, suitable_batch_size
     from kvprof.analysis.moment_files import load_moments, save_moments
     from kvprof.analysis.pairs import check_pairs
-    from kvprof.analysis.spectra import query_head_data, spectrum_data
+    from kvprof.analysis.spectrum import query_head_data, spectrum_data
+    from kvprof.moments.collect import CollectOptions, suitable_batch_size
 
     chosen_pairs = check_pairs([pair.strip() for pair in pairs.split(",") if pair.strip()])
     if per_query_head and "qk" not in chosen_pairs:
@@ -249,7 +260,7 @@ def _source(
 
 
 def _measure(loaded: "LoadedModel", source: Source, options: Any, stop: Stop) -> "Moments":
-    from kvprof.analysis.collect import collect_moments, count_tokens
+    from kvprof.moments.collect import collect_moments, count_tokens
 
     expected = count_tokens(loaded, source, options)
     with console.track(f"{source.name} tokens through {loaded.spec}", expected) as progress:

@@ -35,10 +35,10 @@ from kvprof.sizes import parse_count, parse_counts
 from kvprof.sources.grammar import Source, SourceKind, parse_source
 
 if TYPE_CHECKING:
-    from kvprof.analysis.stability_passes import StudyPlan
     from kvprof.analysis.stability_runs import Run
     from kvprof.analysis.stability_study import RankChoice
     from kvprof.models.load import LoadedModel
+    from kvprof.moments.stability_passes import StudyPlan
 
 _PAIRS = "qk,vo"
 

@@ -6,13 +6,12 @@ from kvprof import console
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
 from kvprof.sizes import format_count
-from kvprof.sources.defaults import DEFAULT_SEQ_LEN
-from kvprof.sources.grammar import Source, SourceKind
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind
 
 if TYPE_CHECKING:
-    from kvprof.analysis.stability_passes import StudyPlan
     from kvprof.analysis.stability_runs import Run
     from kvprof.models.load import LoadedModel
+    from kvprof.moments.stability_passes import StudyPlan
 
 __all__ = ["make_plan", "run_passes"]
 
@@ -28,9 +27,9 @@ def make_plan(
     lengths: tuple[int | None, int | None],
 ) -> "StudyPlan":
     """Resolve the lengths and check, before anything is run, that every source is long enough."""
-    from kvprof.analysis.collect import CollectOptions, count_tokens
     from kvprof.analysis.moment_files import load_moments
-    from kvprof.analysis.stability_passes import StudyPlan, plan_passes
+    from kvprof.moments.collect import CollectOptions, count_tokens
+    from kvprof.moments.stability_passes import StudyPlan, plan_passes
 
     longest = loaded.context_length if loaded is not None else DEFAULT_SEQ_LEN
     source_length = lengths[0] or min(DEFAULT_SEQ_LEN, longest, counts[0])
@@ -87,8 +86,8 @@ def run_passes(
     complete : bool
         False when the user interrupted; the runs that were done are returned.
     """
-    from kvprof.analysis.collect import suitable_batch_size
-    from kvprof.analysis.stability_passes import plan_passes, run_pass
+    from kvprof.moments.collect import suitable_batch_size
+    from kvprof.moments.stability_passes import plan_passes, run_pass
 
     passes = plan_passes(plan)
     if loaded is None:

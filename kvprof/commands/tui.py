@@ -20,8 +20,14 @@ __all__ = ["tui"]
 
 #: What `kvprof tui` alone measures.
 DEFAULT_COMMAND = (
-    "bench", "--jct", "--model", "reference", "--real", "--methods", "full,palu,fdc",
-)  # fmt: skip
+    "bench",
+    "--jct",
+    "--model",
+    "reference",
+    "--real",
+    "--methods",
+    "full,palu,fdc",
+)
 
 
 def tui(

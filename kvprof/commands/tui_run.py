@@ -59,9 +59,11 @@ class Watched:
         self.old = _identity(record)
         self._make_folder()
         self.worker = Worker(
-            [*PROGRAM, *self.arguments], self.folder, width=get_terminal_size().columns,
+            [*PROGRAM, *self.arguments],
+            self.folder,
+            width=get_terminal_size().columns,
             force="--force" in self.arguments,
-        )  # fmt: skip
+        )
         self.worker.start()
         # With --force the old run's events lie there until the new one replaces them.
         source = Live(record, wanted=self._recorded)

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvprof.analysis.collect import model_tokens
 from kvprof.errors import UsageError
 from kvprof.models.load import LoadedModel
+from kvprof.moments.collect import model_tokens
 from kvprof.sources.grammar import Source, SourceKind
 from kvprof.sources.windows import windows
 

@@ -192,9 +192,13 @@ def greedy_answers(
     for step in range(longest):
         given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         logits, cache = _forward(
-            loaded, ids, 1, attention_mask=mask[:, :stop],
-            position_ids=positions[:, start:stop], **given,
-        )  # fmt: skip
+            loaded,
+            ids,
+            1,
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            **given,
+        )
         ids = logits[:, -1].argmax(-1, keepdim=True).to(device)
         expected = wanted[:, step : step + 1]
         right &= ((ids == expected) | (expected < 0)).squeeze(1)

@@ -287,9 +287,15 @@ class Evaluator:
 
     def _assembled(self, plan: Plan, found: Found, answers: dict[int, bool]) -> dict[str, Any]:
         return assembled(
-            self.loaded, plan, self.workload, self.samples, self.items, self.settings,
-            found=found, base_answers=answers,
-        )  # fmt: skip
+            self.loaded,
+            plan,
+            self.workload,
+            self.samples,
+            self.items,
+            self.settings,
+            found=found,
+            base_answers=answers,
+        )
 
 
 def _machine(device: torch.device) -> list[str | None]:

@@ -35,14 +35,22 @@ _ENTRIES = Draft202012Validator(
         "items": {
             "type": "object",
             "properties": {
-                "label": _WORDS, "method": _WORDS, "options": {"type": "object"}, "target": _SHARE,
-                "metric": _WORDS, "max_rate": {"anyOf": [{"type": "null"}, _SHARE]},
-                "context": {"type": "integer", "minimum": 1}, "dtype": _WORDS, "calibration": _DATA,
-                "tokens": {"type": "integer", "minimum": 0}, "created": _WORDS, "origin": _WORDS,
+                "label": _WORDS,
+                "method": _WORDS,
+                "options": {"type": "object"},
+                "target": _SHARE,
+                "metric": _WORDS,
+                "max_rate": {"anyOf": [{"type": "null"}, _SHARE]},
+                "context": {"type": "integer", "minimum": 1},
+                "dtype": _WORDS,
+                "calibration": _DATA,
+                "tokens": {"type": "integer", "minimum": 0},
+                "created": _WORDS,
+                "origin": _WORDS,
             },
         },
     }
-)  # fmt: skip
+)
 _KIND = "frontier"
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from kvprof.analysis.collect import model_tokens
 from kvprof.errors import UsageError
 from kvprof.models.load import LoadedModel
+from kvprof.moments.collect import model_tokens
 
 __all__ = [
     "TASKS",

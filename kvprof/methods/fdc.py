@@ -39,6 +39,11 @@ def fdc(
         Ranks are rounded up to multiples of `grid`, with real columns.
     """
     return projected(
-        "fdc", inputs, keys=keys, values=values, allocation=allocation, grid=grid,
+        "fdc",
+        inputs,
+        keys=keys,
+        values=values,
+        allocation=allocation,
+        grid=grid,
         minimum=minimum,
-    )  # fmt: skip
+    )

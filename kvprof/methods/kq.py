@@ -35,6 +35,12 @@ def kq(
         As for ``fdc``.
     """
     return projected(
-        "kq", inputs, keys=keys, values=values, allocation=allocation, grid=grid, minimum=minimum,
+        "kq",
+        inputs,
+        keys=keys,
+        values=values,
+        allocation=allocation,
+        grid=grid,
+        minimum=minimum,
         fold_keys=True,
-    )  # fmt: skip
+    )

@@ -1,6 +1,6 @@
 """Quantisers of other projects: HQQ and quanto, what they can do and how they lay out a row.
 
-Both are called as they are (`kvprof.runtime.library_codecs`); nothing here imitates them. What is
+Both are called as they are (`kvprof.runtime.codecs`); nothing here imitates them. What is
 here without them is the arithmetic of what they store, for the byte account.
 """
 

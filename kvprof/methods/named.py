@@ -40,20 +40,41 @@ COMPARED = "fdc,zack,palu,tale,kq"
 
 #: Quantisers and evictors, which also go on top of other methods.
 MODIFIERS = (
-    "per-token", "kivi", "kvquant", "hqq", "quanto", "sink-recent", "h2o", "keyformer",
-)  # fmt: skip
+    "per-token",
+    "kivi",
+    "kvquant",
+    "hqq",
+    "quanto",
+    "sink-recent",
+    "h2o",
+    "keyformer",
+)
 
 #: kvprof's own, in the order in which they are listed.
 METHOD_NAMES = (
-    *ALWAYS, *COMPARED.split(","), "svd-kv", "svd-k", "svd-v", "strawman", "tale+kivi", *MODIFIERS,
+    *ALWAYS,
+    *COMPARED.split(","),
+    "svd-kv",
+    "svd-k",
+    "svd-v",
+    "strawman",
+    "tale+kivi",
+    *MODIFIERS,
     *PAPERS,
-)  # fmt: skip
+)
 
 #: Combinations that the papers have, and the quantised optimum.
 COMBINATIONS = (
-    "fdc+keyformer", "fdc+kvquant", "zack+keyformer", "zack+kvquant", "palu+keyformer",
-    "palu+kvquant", "palu-3bit", "fdc-4bit", "kq-4bit",
-)  # fmt: skip
+    "fdc+keyformer",
+    "fdc+kvquant",
+    "zack+keyformer",
+    "zack+kvquant",
+    "palu+keyformer",
+    "palu+kvquant",
+    "palu-3bit",
+    "fdc-4bit",
+    "kq-4bit",
+)
 
 _BIT_SUFFIX = re.compile(r"(.+)-([2348])bit(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
 # Columns that share a scale after ``-4bit``; None is a token's whole row, which Palu takes (§4.1).

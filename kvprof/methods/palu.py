@@ -78,10 +78,13 @@ def palu(
         **inputs.made,
         "calibration": {**moments.info, "tokens": moments.tokens},
         "options": {
-            "heads": heads, "allocation": allocation, "hadamard": hadamard, "grid": grid,
+            "heads": heads,
+            "allocation": allocation,
+            "hadamard": hadamard,
+            "grid": grid,
             "minimum": minimum,
         },
-    }  # fmt: skip
+    }
 
     def at_ranks(given: Sequence[int]) -> Plan:
         return Plan("palu", inputs.fingerprint, low_rank_layers(inputs, layers, given), made=made)

@@ -77,14 +77,24 @@ _SCHEMA = _object(
     levels=_object(sink=_integer(0), shares=_list(_NUMBER, 1, _LEVELS), batch=_integer(1)),
     quantiser=_or_null(
         _object(
-            kind=_WORDS, keys=_or_null(_SIDE), values=_or_null(_SIDE), window=_integer(0),
-            block=_integer(1), outliers=_NUMBER, scale_dtype=_WORDS,
+            kind=_WORDS,
+            keys=_or_null(_SIDE),
+            values=_or_null(_SIDE),
+            window=_integer(0),
+            block=_integer(1),
+            outliers=_NUMBER,
+            scale_dtype=_WORDS,
         )
     ),
     eviction=_or_null(
         _object(
-            kind=_WORDS, keep=_NUMBER, sink=_integer(0), recent_share=_NUMBER, order=_WORDS,
-            tau=_list(_NUMBER, 2, 2), seed=_integer(0, 2**63 - 1),
+            kind=_WORDS,
+            keep=_NUMBER,
+            sink=_integer(0),
+            recent_share=_NUMBER,
+            order=_WORDS,
+            tau=_list(_NUMBER, 2, 2),
+            seed=_integer(0, 2**63 - 1),
         )
     ),
     lazy=_YES_OR_NO,
@@ -92,12 +102,18 @@ _SCHEMA = _object(
     made={
         "type": "object",
         "properties": {
-            "model": _WORDS, "architecture": _WORDS, "dtype": _WORDS, "rate_asked": _NUMBER,
-            "context": _integer(1, 2**62), "options": {"type": "object"},
-            "calibration": _or_null(_DATA), "fisher": _DATA, "sensitivity": _DATA,
+            "model": _WORDS,
+            "architecture": _WORDS,
+            "dtype": _WORDS,
+            "rate_asked": _NUMBER,
+            "context": _integer(1, 2**62),
+            "options": {"type": "object"},
+            "calibration": _or_null(_DATA),
+            "fisher": _DATA,
+            "sensitivity": _DATA,
         },
     },
-)  # fmt: skip
+)
 _VALIDATOR = Draft202012Validator(_SCHEMA)
 
 

@@ -1,14 +1,263 @@
 """What ``kvprof plan`` tells about a plan: its account, where its matrices went, its rounding."""
 
+from dataclasses import asdict
 from typing import Any
 
-from kvprof.methods.accounting import bytes_at, rate
-from kvprof.methods.description import compare_plans, describe
+from kvprof.methods.accounting import (
+    bytes_at,
+    compression_ratio,
+    dim_rate,
+    full_bytes,
+    paper_rate,
+    rate,
+    weight_bytes,
+)
+from kvprof.methods.libraries import LIBRARIES, row_layout
 from kvprof.methods.plan import HeadGroup, Placement, Plan
+from kvprof.methods.plan_files import structure
 from kvprof.methods.running_weights import running_weights
 from kvprof.models.layout import ModelLayout
 
-__all__ = ["comparison", "least_ranks", "plan_report"]
+__all__ = ["compare_plans", "comparison", "describe", "least_ranks", "plan_report", "ranks_of"]
+
+# --- A plan in words and figures, and what two plans differ in.
+
+
+def ranks_of(plan: Plan) -> dict[str, list[list[int]]]:
+    """Return the top-level ranks, ``{"keys": [layer][group], "values": …}``."""
+    return {
+        "keys": [[group.rank for group in layer.keys.groups] for layer in plan.layers],
+        "values": [[group.rank for group in layer.values.groups] for layer in plan.layers],
+    }
+
+
+def describe(
+    plan: Plan, tokens: int, *, itemsize: int, layout: ModelLayout | None = None
+) -> dict[str, Any]:
+    """Return what a plan stores, folds and runs, as JSON values.
+
+    Parameters
+    ----------
+    plan : Plan
+    tokens : int
+        Context at which bytes are counted.
+    itemsize : int
+        Bytes of a value in the run's dtype.
+    layout : ModelLayout, optional
+        Of the model; with it, what the weights grow by is told too.
+
+    Returns
+    -------
+    dict
+        ``method``, ``context``, ``bytes`` (by part, with ``total`` and ``full``),
+        ``bytes_per_token``, ``rate``, ``compression_ratio``, ``dim_rate``, ``paper_rate``,
+        ``ranks``, ``weights`` (None without a layout), ``sentences`` (what is done, in words) and
+        ``made``.
+    """
+    stored = bytes_at(plan, tokens, itemsize=itemsize)
+    full = full_bytes(plan, tokens, itemsize=itemsize)
+    share = 1.0 - stored.total / full
+    weights = weight_bytes(plan, layout, itemsize=itemsize) if layout is not None else None
+    return {
+        "method": plan.method,
+        "context": tokens,
+        "bytes": {**asdict(stored), "total": stored.total, "full": full},
+        "bytes_per_token": stored.total / tokens,
+        "rate": share,
+        "compression_ratio": compression_ratio(share),
+        "dim_rate": dim_rate(plan),
+        "paper_rate": paper_rate(plan),
+        "ranks": ranks_of(plan),
+        "weights": {**asdict(weights), "total": weights.total} if weights is not None else None,
+        "sentences": _sentences(plan),
+        "made": plan.made,
+    }
+
+
+def compare_plans(one: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
+    """Return where two plans differ: dotted path to (value in `one`, value in `other`).
+
+    Where only matrices differ, a path that ends in ``difference`` holds 0 and the largest absolute
+    difference. How a plan was made (``made``) is left out: plans that store and compute the same
+    are equal.
+    """
+    left, right = structure(one), structure(other)
+    left.pop("made")
+    right.pop("made")
+    found: dict[str, tuple[Any, Any]] = {}
+    _differences("", left, right, found)
+    if found:
+        return found
+    for index, (a, b) in enumerate(zip(one.layers, other.layers, strict=True)):
+        for name in ("keys", "values"):
+            groups = zip(getattr(a, name).groups, getattr(b, name).groups, strict=True)
+            for number, pair in enumerate(groups):
+                for matrix in ("down", "up"):
+                    x, y = (getattr(group, matrix) for group in pair)
+                    if x is not None and not x.equal(y):
+                        path = f"layers.{index}.{name}.{number}.{matrix}.difference"
+                        found[path] = (0.0, float((x - y).abs().max()))
+    return found
+
+
+def _differences(path: str, a: Any, b: Any, found: dict[str, tuple[Any, Any]]) -> None:
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        entries = [(str(key), a[key], b[key]) for key in a]
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        entries = [(str(i), x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        if a != b:
+            found[path] = (a, b)
+        return
+    for name, x, y in entries:
+        _differences(f"{path}.{name}" if path else name, x, y, found)
+
+
+def _sentences(plan: Plan) -> list[str]:
+    """Say what is stored, what is folded, and what runs online."""
+    return [
+        *_key_sentences(plan),
+        *_value_sentences(plan),
+        *_token_sentences(plan),
+        *_quantiser_sentences(plan),
+        *_eviction_sentences(plan),
+        *_made_sentences(plan),
+    ]
+
+
+def _made_sentences(plan: Plan) -> list[str]:
+    """Say what a paper's own setting does otherwise than the paper, and what calibration lacked."""
+    paper = plan.made.get("paper") or {"name": "", "differs": []}
+    return [
+        *(f"{paper['name']} differs from the paper: {one}" for one in paper["differs"]),
+        *(f"{note}." for note in plan.made.get("notes", ())),
+    ]
+
+
+def _key_sentences(plan: Plan) -> list[str]:
+    if plan.online_bases:
+        return [
+            "Keys and values are projected on bases that prefill finds per sequence and head, and "
+            "rebuilt in full at every decode step (the strawman)."
+        ]
+    told = {
+        Placement.NONE: "stored as they are, after RoPE",
+        Placement.POST_ROPE: "projected after RoPE; queries meet them in the latent",
+        Placement.PRE_ROPE: "projected before RoPE and rebuilt at every use",
+    }
+    found = []
+    for placement, words in told.items():
+        layers = [x.keys for x in plan.layers if x.keys.placement is placement]
+        for folds in ((False, False), (True, False), (False, True), (True, True)):
+            count = sum((x.fold_down, x.fold_up) == folds for x in layers)
+            if not count:
+                continue
+            where = [name for name, on in zip(("W_K", "W_Q"), folds, strict=True) if on]
+            how = "" if placement is Placement.NONE else "; online"
+            if where:
+                how = f"; folded into {' and '.join(where)}"
+            found.append(f"Keys of {count} of {len(plan.layers)} layers are {words}{how}.")
+    copies = sorted({x.key_copies for x in plan.layers if x.keys.per_query_head})
+    if copies:
+        found.append(
+            "Each query head has a basis and a stored key of its own: "
+            f"{' or '.join(map(str, copies))} keys per KV head where the model stores one."
+        )
+    return found
+
+
+def _value_sentences(plan: Plan) -> list[str]:
+    if plan.online_bases:
+        return []
+    found = []
+    count = sum(not layer.values.projected for layer in plan.layers)
+    if count:
+        found.append(f"Values of {count} of {len(plan.layers)} layers are stored as they are.")
+    for folds in ((False, False), (True, False), (False, True), (True, True)):
+        sides = [
+            layer.values
+            for layer in plan.layers
+            if layer.values.projected and (layer.values.fold_down, layer.values.fold_up) == folds
+        ]
+        if not sides:
+            continue
+        heads = max(group.heads for side in sides for group in side.groups)
+        where = [name for name, on in zip(("W_V", "W_O"), folds, strict=True) if on]
+        online = [
+            name
+            for name, on in zip(("the projection", "its inverse"), folds, strict=True)
+            if not on
+        ]
+        how = [f"folded into {' and '.join(where)}"] if where else []
+        how += [f"{' and '.join(online)} online"] if online else []
+        shared = f", latents shared by up to {heads} heads" if heads > 1 else ""
+        found.append(
+            f"Values of {len(sides)} of {len(plan.layers)} layers are projected{shared}: "
+            f"{'; '.join(how)}."
+        )
+    return found
+
+
+def _token_sentences(plan: Plan) -> list[str]:
+    levels = plan.levels
+    found = []
+    if levels.sink:
+        found.append(f"The first {levels.sink} tokens stay at full precision and top rank.")
+    if len(levels.shares) > 1:
+        shares = ", ".join(f"{share:.0%}" for share in levels.shares)
+        found.append(
+            f"Tokens have {len(levels.shares)} levels, oldest first ({shares}); they move down "
+            f"{levels.batch} at a time."
+        )
+    if plan.lazy:
+        found.append("Prefill attends exactly; only the cached copy is compressed (lazy).")
+    return found
+
+
+def _quantiser_sentences(plan: Plan) -> list[str]:
+    quantiser = plan.quantiser
+    if quantiser is None:
+        return []
+    found = []
+    for name, side in (("Keys", quantiser.keys), ("Values", quantiser.values)):
+        if side is None:
+            found.append(f"{name} are not quantised.")
+        elif quantiser.kind == "fp8":
+            found.append(f"{name} are stored in FP8 (e4m3), without scales.")
+        else:
+            bits = "/".join(map(str, side.bits))
+            unit = "tokens" if side.axis == "channel" else "columns"
+            size = f"{side.group} {unit}" if side.group else "a token's whole row"
+            scales = f"a scale and a zero point in {quantiser.scale_dtype}"
+            if quantiser.kind in LIBRARIES:
+                size = f"up to {size}" if side.group else size
+                # quanto has no zero point at 8 bits
+                zeros = any(row_layout(quantiser.kind, b, 64, side.group).zeros for b in side.bits)
+                scales = f"a scale{' and a zero point' if zeros else ''} in the model's dtype"
+            found.append(
+                f"{name} have {bits} bits ({quantiser.kind}, per {side.axis}); {size} share "
+                f"{scales}."
+            )
+    if quantiser.outliers:
+        found.append(f"{quantiser.outliers:.1%} of each row are kept apart as outliers.")
+    if quantiser.window or quantiser.block > 1:
+        found.append(
+            f"The newest {quantiser.window} to {quantiser.window + quantiser.block - 1} tokens "
+            "stay at full precision."
+        )
+    return found
+
+
+def _eviction_sentences(plan: Plan) -> list[str]:
+    eviction = plan.eviction
+    if eviction is None:
+        return []
+    order = {"evict_first": "before", "compress_first": "after"}[eviction.order]
+    return [
+        f"Of all tokens {eviction.keep:.1%} are kept ({eviction.kind}, {eviction.sink} sinks, "
+        f"{eviction.recent_share:.0%} of them the newest); a prompt's tokens are chosen {order} "
+        "compression."
+    ]
 
 
 def least_ranks(plan: Plan) -> dict[str, list[list[int]]]:

@@ -87,10 +87,13 @@ def projected(
         **inputs.made,
         "calibration": {**moments.info, "tokens": moments.tokens},
         "options": {
-            "keys": keys, "values": values, "allocation": allocation, "grid": grid,
+            "keys": keys,
+            "values": values,
+            "allocation": allocation,
+            "grid": grid,
             "minimum": minimum,
         },
-    }  # fmt: skip
+    }
 
     def at_ranks(given: Sequence[int]) -> Plan:
         return Plan(method, inputs.fingerprint, low_rank_layers(inputs, layers, given), made=made)

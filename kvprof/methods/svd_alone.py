@@ -8,33 +8,57 @@ __all__ = ["svd_k", "svd_kv", "svd_v"]
 
 
 def svd_kv(
-    inputs: MethodInputs, *, allocation: Allocation = "removal", grid: Positive = 16,
+    inputs: MethodInputs,
+    *,
+    allocation: Allocation = "removal",
+    grid: Positive = 16,
     minimum: Positive = 16,
-) -> PlanFamily:  # fmt: skip
+) -> PlanFamily:
     """Return plans with the SVD of K alone and of V alone (EigenAttention, Loki)."""
     return projected(
-        "svd-kv", inputs, keys="svd-k", values="svd-v", allocation=allocation, grid=grid,
+        "svd-kv",
+        inputs,
+        keys="svd-k",
+        values="svd-v",
+        allocation=allocation,
+        grid=grid,
         minimum=minimum,
-    )  # fmt: skip
+    )
 
 
 def svd_k(
-    inputs: MethodInputs, *, allocation: Allocation = "removal", grid: Positive = 16,
+    inputs: MethodInputs,
+    *,
+    allocation: Allocation = "removal",
+    grid: Positive = 16,
     minimum: Positive = 16,
-) -> PlanFamily:  # fmt: skip
+) -> PlanFamily:
     """Return plans that compress K alone, by its own SVD; V stays as it is."""
     return projected(
-        "svd-k", inputs, keys="svd-k", values=None, allocation=allocation, grid=grid,
+        "svd-k",
+        inputs,
+        keys="svd-k",
+        values=None,
+        allocation=allocation,
+        grid=grid,
         minimum=minimum,
-    )  # fmt: skip
+    )
 
 
 def svd_v(
-    inputs: MethodInputs, *, allocation: Allocation = "removal", grid: Positive = 16,
+    inputs: MethodInputs,
+    *,
+    allocation: Allocation = "removal",
+    grid: Positive = 16,
     minimum: Positive = 16,
-) -> PlanFamily:  # fmt: skip
+) -> PlanFamily:
     """Return plans that compress V alone, by its own SVD; K stays as it is."""
     return projected(
-        "svd-v", inputs, keys=None, values="svd-v", allocation=allocation, grid=grid,
+        "svd-v",
+        inputs,
+        keys=None,
+        values="svd-v",
+        allocation=allocation,
+        grid=grid,
         minimum=minimum,
-    )  # fmt: skip
+    )

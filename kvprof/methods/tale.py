@@ -96,9 +96,18 @@ def tale_kivi(
     """
     quantiser = kivi(bits, group=_KIVI_GROUP, window=window, block=_KIVI_GROUP)
     return _tale(
-        "tale+kivi", inputs, heads, sink, recent, _KIVI_GROUP, lazy, allocation, grid, minimum,
+        "tale+kivi",
+        inputs,
+        heads,
+        sink,
+        recent,
+        _KIVI_GROUP,
+        lazy,
+        allocation,
+        grid,
+        minimum,
         quantiser,
-    )  # fmt: skip
+    )
 
 
 def _tale(
@@ -134,12 +143,18 @@ def _tale(
         **inputs.made,
         "calibration": {**moments.info, "tokens": moments.tokens},
         "options": {
-            "heads": heads, "sink": sink, "recent": recent, "batch": batch, "lazy": lazy,
-            "allocation": allocation, "grid": grid, "minimum": minimum,
+            "heads": heads,
+            "sink": sink,
+            "recent": recent,
+            "batch": batch,
+            "lazy": lazy,
+            "allocation": allocation,
+            "grid": grid,
+            "minimum": minimum,
             "bits": list(quantiser.values.bits) if quantiser and quantiser.values else None,
             "window": quantiser.window if quantiser else None,
         },
-    }  # fmt: skip
+    }
 
     def both(bases: SideBases, rank: int) -> tuple[int, ...]:
         return rank, bases.values.shape[-1]

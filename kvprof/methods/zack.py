@@ -30,6 +30,12 @@ def zack(
         As for ``fdc``.
     """
     return projected(
-        "zack", inputs, keys=keys, values=values, allocation=allocation, grid=grid,
-        minimum=minimum, fold_keys=True,
-    )  # fmt: skip
+        "zack",
+        inputs,
+        keys=keys,
+        values=values,
+        allocation=allocation,
+        grid=grid,
+        minimum=minimum,
+        fold_keys=True,
+    )

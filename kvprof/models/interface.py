@@ -112,11 +112,15 @@ def _eager(
         return function(module, query, key, value, mask, **options)
     parts = [
         function(
-            module, query[:, :, start : start + step], key, value,
-            None if mask is None else mask[..., start : start + step, :], **options,
+            module,
+            query[:, :, start : start + step],
+            key,
+            value,
+            None if mask is None else mask[..., start : start + step, :],
+            **options,
         )[0]
         for start in range(0, length, step)
-    ]  # fmt: skip
+    ]
     return torch.cat(parts, dim=1), None
 
 

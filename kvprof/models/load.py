@@ -80,8 +80,11 @@ class LoadedModel:
         beyond the tokenizer's length. Reads the tokenizer on first use, where there is one.
         """
         ids: set[Any] = set()
-        for config in (self.model.config, self.model.generation_config,
-                       self.model.config.get_text_config(decoder=True)):  # fmt: skip
+        for config in (
+            self.model.config,
+            self.model.generation_config,
+            self.model.config.get_text_config(decoder=True),
+        ):
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 value = getattr(config, name, None)
                 ids.update(value if isinstance(value, list | tuple) else [value])
@@ -174,9 +177,14 @@ def load_model(
         spread = device_map is not None and device_map != {"": target}
         scratch = ScratchFolder("offload") if spread else None
         model = read_weights(
-            spec, checkpoint, config=config, dtype=kind, device_map=device_map,
-            trust_remote_code=trust_remote_code, offload_folder=scratch and scratch.name,
-        )  # fmt: skip
+            spec,
+            checkpoint,
+            config=config,
+            dtype=kind,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            offload_folder=scratch and scratch.name,
+        )
     model.requires_grad_(False)
     return _examined(model, spec, checkpoint, trust_remote_code, scratch)
 

@@ -115,8 +115,9 @@ class _Observer:
             value is not None and value[0][1].shape[-1] != self._hidden_size
         )
         prefix = f"{self._name(call.module)}."
-        output = next((e[0] for e in after if _is_projection(e[0]) and _holds(e[1], call.output)),
-                      None)  # fmt: skip
+        output = next(
+            (e[0] for e in after if _is_projection(e[0]) and _holds(e[1], call.output)), None
+        )
         rotation = find_rotation(call)
         if rotation is None and not _holds_key(call, before):
             # Neither a known rotary function ran nor does K come straight out of a projection or
@@ -134,24 +135,34 @@ class _Observer:
         kept = seen if self._own is None else self._own[index].window
         shared = self._own is not None and self._own[index].shared
         return LayerLayout(
-            index=index, num_heads=heads, num_kv_heads=kv_heads, qk_head_dim=width,
-            v_head_dim=v_width, position=position, rotary_dim=rotary_dim,
+            index=index,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            qk_head_dim=width,
+            v_head_dim=v_width,
+            position=position,
+            rotary_dim=rotary_dim,
             qk_norm=not latent and _normalises(call, before),
-            fused_qkv=value is not None and not latent
+            fused_qkv=value is not None
+            and not latent
             and value[0][2].shape[-1] > kv_heads * v_width,
-            sliding_window=seen if shared else kept, softcap=options.get("softcap"),
-            masked=not shared and seen != kept, shared=shared,
+            sliding_window=seen if shared else kept,
+            softcap=options.get("softcap"),
+            masked=not shared and seen != kept,
+            shared=shared,
             recurrent=self._own is not None and self._own[index].recurrent,
-            sinks=options.get("s_aux") is not None, mla=latent,
+            sinks=options.get("s_aux") is not None,
+            mla=latent,
             scaling=float(width**-0.5 if scaling is None else scaling),
             attention=self._name(call.module),
-            output_projection=None if output is None
-            else self._name(output).removeprefix(prefix),
-            value_projection=None if value is None
+            output_projection=None if output is None else self._name(output).removeprefix(prefix),
+            value_projection=None
+            if value is None
             else self._name(value[0][0]).removeprefix(prefix),
             value_interleaved=value is not None and value[1],
-            rotary_offset=offset, rotary_transposed=transposed,
-        )  # fmt: skip
+            rotary_offset=offset,
+            rotary_transposed=transposed,
+        )
 
     def _unrotated(self, call: AttentionCall) -> str:
         if self._learned:

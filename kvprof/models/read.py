@@ -77,10 +77,13 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder, use_safetensors=True, local_files_only=True,
-            output_loading_info=True, ignore_mismatched_sizes=True,  # reported below instead
+            checkpoint.folder,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below instead
             **options,
-        )  # fmt: skip
+        )
     except torch.OutOfMemoryError as error:
         raise LackingError(
             f"{spec} does not fit the GPU's free memory; use --device auto or --device offload"

@@ -46,8 +46,15 @@ _UNNAMED = "unattributed"
 
 #: Parts that work on the cache: what a layer's own time is the sum of.
 CACHE_PARTS = (
-    "attention", "decompress", "compress", "quantise", "evict", "basis", "merge", "schedule",
-)  # fmt: skip
+    "attention",
+    "decompress",
+    "compress",
+    "quantise",
+    "evict",
+    "basis",
+    "merge",
+    "schedule",
+)
 
 
 def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float | None:

@@ -82,8 +82,12 @@ def compare(
     return {
         "kind": kinds[0],
         "runs": [
-            {"name": name, "created": result["created"], "complete": result["complete"],
-             "kvprof_version": result["kvprof_version"]}
+            {
+                "name": name,
+                "created": result["created"],
+                "complete": result["complete"],
+                "kvprof_version": result["kvprof_version"],
+            }
             for name, result in zip(names, results, strict=True)
         ],
         "noise": [None if noise is None else noise._asdict() for noise in noises],
@@ -93,7 +97,7 @@ def compare(
         "inputs": environment_differences([result["inputs"] for result in results]),
         "fail_over": fail_over,
         "failed": sum(change["failed"] for row in rows for change in row["changes"] if change),
-    }  # fmt: skip
+    }
 
 
 def _by_key(figures: Sequence[Figure]) -> Figures:

@@ -39,10 +39,26 @@ EVENTS = "kvprof-events/2"
 
 #: Parts of job completion time, in the order in which tables and bars show them.
 PARTS = (
-    "attention", "decompress", "compress", "quantise", "evict", "basis", "merge", "schedule",
-    "embedding", "norm", "qkv_proj", "rope", "o_proj", "mlp", "head", "sampling", "communication",
-    "host", "unattributed",
-)  # fmt: skip
+    "attention",
+    "decompress",
+    "compress",
+    "quantise",
+    "evict",
+    "basis",
+    "merge",
+    "schedule",
+    "embedding",
+    "norm",
+    "qkv_proj",
+    "rope",
+    "o_proj",
+    "mlp",
+    "head",
+    "sampling",
+    "communication",
+    "host",
+    "unattributed",
+)
 
 
 #: Phases of a request.

@@ -146,13 +146,19 @@ def _jct(data: Row) -> Iterator[Figure]:
             return [seconds] if seconds > 0 else None
 
         for name, phases in (
-            ("jct_seconds", ("prefill", "decode")), ("ttft_seconds", ("prefill",)),
+            ("jct_seconds", ("prefill", "decode")),
+            ("ttft_seconds", ("prefill",)),
             ("decode_seconds", ("decode",)),
-        ):  # fmt: skip
+        ):
             yield from _given(
-                case, name, key, "lower", interval=f"{name}_interval", headline=True,
+                case,
+                name,
+                key,
+                "lower",
+                interval=f"{name}_interval",
+                headline=True,
                 beside=beside(*phases),
-            )  # fmt: skip
+            )
         steps = [
             row for row in data["steps"] if row["case"] == case["case"] and row["phase"] == "decode"
         ]
@@ -162,9 +168,13 @@ def _jct(data: Row) -> Iterator[Figure]:
             alike = len({row["weight"] for row in steps}) == 1 and len(steps) >= _LEAST_SAMPLES
             samples = [row["seconds"] for row in steps] if alike else None
             yield Figure(
-                key, "tbt_seconds", case["tbt_seconds"], "lower", samples,
+                key,
+                "tbt_seconds",
+                case["tbt_seconds"],
+                "lower",
+                samples,
                 beside=beside("decode"),
-            )  # fmt: skip
+            )
         yield from _given(case, "tbt_p99_seconds", key, "lower")
         yield from _given(case, "energy_per_token_joules", key, "lower")
     whole: dict[str, float] = {}
@@ -181,13 +191,21 @@ def _eval(data: Row) -> Iterator[Figure]:
     for row in data["evaluations"]:
         key = (("method", row["method"]),)
         yield from _given(
-            row, "relative_accuracy", key, "higher", interval="relative_accuracy_interval",
+            row,
+            "relative_accuracy",
+            key,
+            "higher",
+            interval="relative_accuracy_interval",
             headline=True,
-        )  # fmt: skip
+        )
         yield from _given(
-            row, "perplexity_ratio", key, "lower", interval="perplexity_ratio_interval",
+            row,
+            "perplexity_ratio",
+            key,
+            "lower",
+            interval="perplexity_ratio_interval",
             headline=True,
-        )  # fmt: skip
+        )
         yield Figure(key, "kl_mean", row["kl"]["mean"], "lower")
         yield from _given(row, "rate", key, "higher")
         for task, found in row["tasks"].items():
@@ -203,9 +221,14 @@ def _frontier(data: Row) -> Iterator[Figure]:
     for method in data["methods"]:
         key = (("method", method["label"]),)
         yield from _given(
-            method, "max_rate", key, "higher", interval="max_rate_interval", headline=True,
+            method,
+            "max_rate",
+            key,
+            "higher",
+            interval="max_rate_interval",
+            headline=True,
             exact=True,
-        )  # fmt: skip
+        )
         for target, rate in method["max_rates"].items():
             yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
 
@@ -226,9 +249,15 @@ def _spectrum(data: Row) -> Iterator[Figure]:
 
 def _stability(data: Row) -> Iterator[Figure]:
     names = (
-        "pair", "source", "target", "tokens", "seq_len_source", "seq_len_target", "removal_rate",
+        "pair",
+        "source",
+        "target",
+        "tokens",
+        "seq_len_source",
+        "seq_len_target",
+        "removal_rate",
         "rank",
-    )  # fmt: skip
+    )
     for row in data["curves"]:
         # Averages only: single heads are thousands.
         if row["layer"] is None and row["seed"] is None:
@@ -257,9 +286,13 @@ def _plan(data: Row) -> Iterator[Figure]:
         for found in row["longest_context"]:
             of = (*key, ("batch", found["batch"]))
             yield from _given(
-                {"longest_context": found["tokens"]}, "longest_context", of, "higher",
-                headline=True, exact=True,
-            )  # fmt: skip
+                {"longest_context": found["tokens"]},
+                "longest_context",
+                of,
+                "higher",
+                headline=True,
+                exact=True,
+            )
 
 
 def _generate(data: Row) -> Iterator[Figure]:

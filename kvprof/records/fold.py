@@ -104,20 +104,33 @@ class Fold:
             "steps": [row for case in cases for row in step_rows(case)],
             "layers": [row for case in cases for row in layer_rows(case)],
             "memory": [
-                {"case": sample.case, "context": sample.context, "logical": sample.logical,
-                 "allocated": sample.allocated, "full_width": sample.full_width,
-                 "peak": sample.peak, "levels": sample.levels}
-                for case in cases for sample in case.memory
+                {
+                    "case": sample.case,
+                    "context": sample.context,
+                    "logical": sample.logical,
+                    "allocated": sample.allocated,
+                    "full_width": sample.full_width,
+                    "peak": sample.peak,
+                    "levels": sample.levels,
+                }
+                for case in cases
+                for sample in case.memory
             ],
             "balance": [
-                {"case": one.case, "schedule": one.schedule, "phase": one.phase,
-                 "predicted": one.predicted, "measured": one.measured}
-                for case in cases for one in case.balance
+                {
+                    "case": one.case,
+                    "schedule": one.schedule,
+                    "phase": one.phase,
+                    "predicted": one.predicted,
+                    "measured": one.measured,
+                }
+                for case in cases
+                for one in case.balance
             ],
             "telemetry": {
                 device: _telemetry(samples) for device, samples in self._telemetry.items()
             },
-        }  # fmt: skip
+        }
 
     def result(self, damage: str | None = None) -> dict[str, Any]:
         """Return the whole result; see `result_of`."""

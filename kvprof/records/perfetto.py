@@ -103,9 +103,16 @@ def trace_of(events: Iterable[Event]) -> dict[str, Any]:
             case Warned():
                 process = cases[event.case].process if event.case in cases else _MACHINE
                 made.append(
-                    {"ph": "i", "s": "p", "pid": process, "tid": 0, "ts": event.time * _MICRO,
-                     "name": "warning", "args": {"message": event.message}}
-                )  # fmt: skip
+                    {
+                        "ph": "i",
+                        "s": "p",
+                        "pid": process,
+                        "tid": 0,
+                        "ts": event.time * _MICRO,
+                        "name": "warning",
+                        "args": {"message": event.message},
+                    }
+                )
             case _:
                 pass
     for own in cases.values():
@@ -148,9 +155,12 @@ def _case_tracks(process: int, event: CaseStarted) -> Iterator[dict[str, Any]]:
     for phase, (passes, parts) in _TRACKS.items():
         for track, what in ((passes, "passes"), (parts, "parts")):
             yield {
-                "ph": "M", "pid": process, "tid": track, "name": "thread_name",
+                "ph": "M",
+                "pid": process,
+                "tid": track,
+                "name": "thread_name",
                 "args": {"name": f"{phase}: {what}"},
-            }  # fmt: skip
+            }
 
 
 def _named(process: int, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +19,40 @@ from urllib.parse import urlsplit
 
 from kvprof.child import child_environment, module_command
 from kvprof.errors import ExitCode, FailedError, LackingError, UsageError
-from kvprof.reproduction.cluster_machine import ClusterMachine
-from kvprof.reproduction.recipe import Needs
+from kvprof.reproduction.machine import Machine
+from kvprof.reproduction.recipe import Needs, Profile
 from kvprof.reproduction.runner import CellCommand, Ended, Outcome
 from kvprof.requirements import extra_command, install_command
 
-__all__ = ["AUTO", "Cluster"]
+__all__ = ["AUTO", "Cluster", "ClusterMachine"]
+
+
+@dataclass(frozen=True)
+class ClusterMachine(Machine):
+    """The machines of a cluster as one: where they are alike, the same as one of them."""
+
+    def lacks(self, profile: Profile, *, model_given: bool) -> str | None:
+        """Return why a profile cannot be run on this cluster; None where it can."""
+        needs = profile.needs
+        if needs.gpus > len(self.gpus):
+            has = f"has more than {len(self.gpus)}" if self.gpus else "has one"
+            wanted = "a GPU" if needs.gpus == 1 else f"{needs.gpus} GPUs"
+            return f"it needs {wanted}, and no machine of the cluster {has}"
+        for extra in needs.extras:
+            if not self.has_extra(extra):
+                return (
+                    f"it needs the extra {extra} on every machine of the cluster, here: "
+                    f"{extra_command(extra)}"
+                )
+        if not model_given:
+            for name in needs.weights:
+                if not self.has_weights(name):
+                    return (
+                        f"the weights of {name} are not on every machine of the cluster: hf "
+                        f"download {name}, or --model FOLDER"
+                    )
+        return None
+
 
 #: The address that leaves it to Ray to find a cluster, or starts one here.
 AUTO = "auto"
@@ -89,12 +118,16 @@ class Cluster:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             module_command("kvprof.reproduction.cluster_driver"),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
             # The terminal's Ctrl-C is for this process, which says what is to end.
             start_new_session=True,
             # Ray gives its workers the folder of whoever connects as a place of code.
-            cwd=self._nowhere.name, env=child_environment(),
-        )  # fmt: skip
+            cwd=self._nowhere.name,
+            env=child_environment(),
+        )
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         return self

@@ -103,9 +103,12 @@ def _start_here(quiet: dict[str, Any]) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init(
-        "local", num_cpus=usable_threads(), object_store_memory=_STORE_BYTES,
-        include_dashboard=False, **quiet,
-    )  # fmt: skip
+        "local",
+        num_cpus=usable_threads(),
+        object_store_memory=_STORE_BYTES,
+        include_dashboard=False,
+        **quiet,
+    )
     own = {node["NodeManagerAddress"] for node in ray.nodes()}
     if own != {"127.0.0.1"}:
         ray.shutdown()

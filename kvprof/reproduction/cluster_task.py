@@ -35,7 +35,7 @@ def describe(version: str, extras: list[str], weights: list[str], folder: str) -
     """
     if (problem := _difference(version)) is not None:
         return {"problem": problem}
-    from kvprof.reproduction.here import has_extra, has_weights, this_machine
+    from kvprof.reproduction.machine import has_extra, has_weights, this_machine
 
     machine = this_machine()
     return {
@@ -100,9 +100,12 @@ def run_cell(task: Mapping[str, Any]) -> dict[str, Any]:
         )
         seconds = time.monotonic() - start
     return {
-        "result": done.result, "code": int(done.code), "message": done.message,
-        "seconds": seconds, "host": host,
-    }  # fmt: skip
+        "result": done.result,
+        "code": int(done.code),
+        "message": done.message,
+        "seconds": seconds,
+        "host": host,
+    }
 
 
 @contextlib.contextmanager

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from kvprof.environment import cpu_model, usable_threads
+from kvprof.gpus import read_gpus
 from kvprof.reproduction.recipe import Profile
-from kvprof.requirements import extra_command
+from kvprof.requirements import extra_command, package_states
 
-__all__ = ["Machine"]
+__all__ = ["Machine", "has_extra", "has_weights", "this_machine"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,25 @@ class Machine:
                         "--model FOLDER"
                     )
         return None
+
+
+def this_machine() -> Machine:
+    """Return what this machine has."""
+    gpus = tuple(gpu.name for gpu in read_gpus().devices)
+    return Machine(f"{cpu_model()}, {usable_threads()} threads", gpus, has_extra, has_weights)
+
+
+def has_extra(name: str) -> bool:
+    """Return whether an extra of kvprof is installed."""
+    own = [state for state in package_states() if state.extra == name]
+    return bool(own) and all(state.installed is not None for state in own)
+
+
+def has_weights(name: str) -> bool:
+    """Return whether a hub model's weights are in the cache of this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # no hub id
+        return False

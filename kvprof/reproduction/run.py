@@ -183,14 +183,18 @@ def resolved_configuration(
                 "file": str(one.recipe.path),
                 "not_run": one.open,
                 "cells": [
-                    {"id": cell.id, "command": list(cell.words), "digest": digest,
-                     "gpus": cell.gpus}
+                    {
+                        "id": cell.id,
+                        "command": list(cell.words),
+                        "digest": digest,
+                        "gpus": cell.gpus,
+                    }
                     for cell, digest in one.cells
                 ],
             }
             for one in planned
         ],
-    }  # fmt: skip
+    }
 
 
 def run_planned(

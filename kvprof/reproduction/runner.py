@@ -158,9 +158,13 @@ def run_child(
     leash = Leash()
     try:
         process = leash.start(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            cwd=folder, env=child_environment(environment),
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=child_environment(environment),
+        )
     except OSError as problem:
         return Outcome(None, int(ExitCode.FAILED), f"cannot be started: {problem.strerror}")
     try:

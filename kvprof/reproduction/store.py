@@ -69,8 +69,13 @@ def cell_digest(words: Sequence[str], device: str, version: str) -> str:
     """
     files = named_files(words)
     # Equal options in the same order make the same command; kvprof reads no meaning into them.
-    known = {"format": _FORMAT, "words": list(words), "files": files, "device": device,
-             "version": version}  # fmt: skip
+    known = {
+        "format": _FORMAT,
+        "words": list(words),
+        "files": files,
+        "device": device,
+        "version": version,
+    }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:_SHORT]
 
 

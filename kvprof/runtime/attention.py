@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvprof.runtime.clock import part
 from kvprof.runtime.heads import Bundle
-from kvprof.runtime.indices import inverse_of
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.shapes import inverse_of, unflatten
 
 __all__ = ["KeyBlock", "KeySide", "Scoring", "ValueSide", "attend", "logits", "slices", "softmax"]
 

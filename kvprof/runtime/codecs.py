@@ -2,24 +2,89 @@
 
 A codec turns ``[..., N, r]`` into named tensors whose second to last dimension runs over tokens (or
 groups of tokens), and back. `kvprof.methods.plan` has the formulas; those of libraries are in
-`kvprof.runtime.library_codecs`.
+`kvprof.runtime.codecs`.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kvprof.methods.libraries import LIBRARIES
+from kvprof.methods.libraries import LIBRARIES, load_library, row_layout
 from kvprof.methods.quantisers import codebook
 from kvprof.methods.storage import Quantiser, SideQuantiser
-from kvprof.runtime.packing import pack, unpack
 from kvprof.runtime.shapes import unflatten
 
-__all__ = ["PLAIN", "Codec", "Plain", "codec_for"]
+__all__ = ["PLAIN", "Codec", "Plain", "codec_for", "library_codec", "pack", "unpack"]
+
+# --- Packs codes of 2, 3, 4 or 8 bits densely into bytes, one token's row at a time.
+
+
+_GROUP = 8  # so many codes fill whole bytes at any number of bits
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack each row of codes into ``ceil(r * bits / 8)`` bytes, lowest bits first.
+
+    Parameters
+    ----------
+    codes : Tensor
+        ``[..., r]`` integers in ``0 … 2^bits - 1``.
+    bits : int
+        1 to 8.
+
+    Returns
+    -------
+    Tensor
+        ``[..., ceil(r * bits / 8)]`` uint8.
+    """
+    if bits == 8:
+        return codes.to(torch.uint8)
+    columns = codes.shape[-1]
+    padded = pad(codes.to(torch.int64), (0, -columns % _GROUP))
+    words = unflatten(padded, -1, (-1, _GROUP))
+    shifts = bits * torch.arange(_GROUP, device=codes.device)
+    words = (words << shifts).sum(-1, keepdim=True)
+    octets = (words >> (8 * torch.arange(bits, device=codes.device))) & 255
+    return octets.flatten(-2)[..., : math.ceil(columns * bits / 8)].to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Undo `pack`.
+
+    Parameters
+    ----------
+    packed : Tensor
+        As `pack` returned it.
+    bits : int
+    columns : int
+        Codes per row, r.
+
+    Returns
+    -------
+    Tensor
+        ``[..., columns]``, uint8 or int64.
+    """
+    if bits == 8:
+        return packed
+    if 8 % bits == 0:  # no code lies in two bytes
+        steps = bits * torch.arange(8 // bits, device=packed.device, dtype=torch.uint8)
+        codes: Tensor = (packed.unsqueeze(-1) >> steps) & (2**bits - 1)
+        return codes.flatten(-2)[..., :columns]
+    octets = unflatten(pad(packed.to(torch.int64), (0, -packed.shape[-1] % bits)), -1, (-1, bits))
+    words = (octets << (8 * torch.arange(bits, device=packed.device))).sum(-1, keepdim=True)
+    shifts = bits * torch.arange(_GROUP, device=packed.device)
+    codes = (words >> shifts) & (2**bits - 1)
+    return codes.flatten(-2)[..., :columns]
+
 
 _E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -176,8 +241,6 @@ def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> C
         return _Float8()
     bits = side.bits[level]
     if quantiser.kind in LIBRARIES:
-        from kvprof.runtime.library_codecs import library_codec  # a cycle: they are codecs too
-
         return library_codec(quantiser.kind, bits, side.group)
     levels = None
     if quantiser.kind == "codebook":
@@ -190,3 +253,161 @@ def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> C
         levels=levels,
         outliers=quantiser.outliers,
     )
+
+
+# --- Rows of latents kept by HQQ and quanto, through their own functions.
+
+
+@dataclass(frozen=True)
+class _LibraryCodec(Codec):
+    """What both share: groups of columns become the columns of a matrix, and rows again."""
+
+    kind: ClassVar[str]
+    bits: int
+    group: int | None
+
+    def encode(self, rows: Tensor) -> dict[str, Tensor]:
+        layout = row_layout(self.kind, self.bits, rows.shape[-1], self.group)
+        # Filled up with copies, which change neither the smallest nor the largest value.
+        missing = layout.groups * layout.width - rows.shape[-1]
+        filler = rows[..., -1:].expand(*rows.shape[:-1], missing)
+        matrix = torch.cat([rows, filler], dim=-1).reshape(-1, layout.width).T.contiguous()
+        return {
+            name: tensor.T.reshape(*rows.shape[:-1], -1).contiguous()
+            for name, tensor in self._quantised(matrix).items()
+        }
+
+    def decode(self, stored: dict[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        layout = row_layout(self.kind, self.bits, columns, self.group)
+        matrices = {
+            name: tensor.reshape(-1, tensor.shape[-1] // layout.groups).T.contiguous()
+            for name, tensor in stored.items()
+        }
+        matrix = self._restored(matrices, layout.width)
+        shape = (*stored["codes"].shape[:-1], layout.groups * layout.width)
+        return matrix.T.reshape(shape)[..., :columns].to(dtype)
+
+    @abstractmethod
+    def _quantised(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Return what the library makes of each column of ``[width, M]``: ``[…, M]`` tensors."""
+
+    @abstractmethod
+    def _restored(self, stored: dict[str, Tensor], width: int) -> Tensor:
+        """Return the ``[width, M]`` that the library rebuilds."""
+
+
+@contextmanager
+def _memory_kept() -> Iterator[None]:
+    """Keep torch from handing its memory back to the GPU's driver.
+
+    HQQ asks for that three times in a call, which weights bear once; a cache calls for every token
+    and layer, and would wait for the GPU and allocate everything anew each time.
+    """
+    with patch.object(torch.cuda, "empty_cache", lambda: None):
+        yield
+
+
+class _Hqq(_LibraryCodec):
+    """Half-quadratic: zeros are fitted so that the error's p-norm is small.
+
+    The library stops its iterations when the mean error of all that it is given stops falling, so
+    what a token becomes depends a little on the tokens that are quantised together with it.
+    """
+
+    kind = "hqq"
+
+    def _quantised(self, matrix: Tensor) -> dict[str, Tensor]:
+        quantizer = load_library(self.kind).Quantizer
+        with _memory_kept():
+            codes, meta = quantizer.quantize(
+                matrix,
+                nbits=self.bits,
+                group_size=matrix.shape[0],
+                axis=0,
+                compute_dtype=matrix.dtype,
+                device=matrix.device,
+            )
+        return {
+            "codes": codes,
+            "scale": meta["scale"].to(matrix.dtype),
+            "zero": meta["zero"].to(matrix.dtype),
+        }
+
+    def _restored(self, stored: dict[str, Tensor], width: int) -> Tensor:
+        quantizer = load_library(self.kind).Quantizer
+        packing = quantizer.bit_to_packing[self.bits]
+        meta = {
+            "nbits": self.bits,
+            "group_size": width,
+            "shape": (width, stored["scale"].shape[-1]),
+            "scale": stored["scale"],
+            "zero": stored["zero"],
+            "axis": 0,
+            "packing": packing,
+            "unpack_view_dtype": quantizer.unpack_view_dtype[packing],
+            "view_as_float": False,
+            "compute_dtype": stored["scale"].dtype,
+        }
+        rebuilt: Tensor = quantizer.dequantize(stored["codes"], meta)
+        return rebuilt
+
+
+class _Quanto(_LibraryCodec):
+    """Asymmetric by minimum and maximum at 2 and 4 bits, symmetric at 8."""
+
+    kind = "quanto"
+
+    def _quantised(self, matrix: Tensor) -> dict[str, Tensor]:
+        quanto = load_library(self.kind)
+        kind = getattr(quanto, f"qint{self.bits}")
+        if self.bits == 8:
+            scale = quanto.AbsmaxOptimizer()(matrix, kind, -1)
+            made = quanto.quantize_weight(matrix, kind, -1, scale, optimized=False)
+            return {"codes": made._data, "scale": scale.reshape(1, -1)}
+        width = matrix.shape[0]
+        scale, shift = quanto.MaxOptimizer()(matrix, kind, -1, width)
+        made = quanto.quantize_weight(matrix, kind, -1, scale, shift, width, optimized=False)
+        return {"codes": made._data._data, "scale": scale, "zero": shift}
+
+    def _restored(self, stored: dict[str, Tensor], width: int) -> Tensor:
+        quanto = load_library(self.kind)
+        kind = getattr(quanto, f"qint{self.bits}")
+        codes, scale = stored["codes"], stored["scale"]
+        size = torch.Size((width, scale.shape[-1]))
+        stride = (size[1], 1)
+        rebuilt: Tensor
+        if self.bits == 8:
+            whole = quanto.WeightQBytesTensor(kind, -1, size, stride, codes, scale, None)
+            rebuilt = whole.dequantize()
+            return rebuilt
+        packed = quanto.tensor.packed.PackedTensor(codes, self.bits, size, stride)
+        grouped = quanto.WeightQBitsTensor(
+            kind, -1, width, size, stride, packed, scale, stored["zero"]
+        )
+        # Unpacked here, because its own operator has a compiler build a kernel at first use (nvcc
+        # on a GPU), which few machines that only run models have. The packing: rows i, i + w, … of
+        # the codes lie in one byte, w being the number of rows of bytes.
+        shifts = range(0, 8, self.bits)
+        grouped._data = torch.cat([(codes >> shift) & (2**self.bits - 1) for shift in shifts])
+        rebuilt = grouped.dequantize()
+        return rebuilt
+
+
+def library_codec(kind: str, bits: int, group: int | None) -> Codec:
+    """Return the codec of a library.
+
+    Parameters
+    ----------
+    kind : str
+        ``hqq`` or ``quanto``.
+    bits : int
+    group : int or None
+        Most columns that share a scale; None for the row.
+
+    Raises
+    ------
+    LackingError
+        When the library is not installed.
+    """
+    load_library(kind)
+    return {"hqq": _Hqq, "quanto": _Quanto}[kind](bits, group)

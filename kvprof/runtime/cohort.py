@@ -97,8 +97,13 @@ class Cohort:
             return None if tensor is None else pick(tensor)
 
         return Cohort(
-            rows=rows, seen=self.seen, keys=pick_all(self.keys), values=pick_all(self.values),
-            record=self.record, places=pick_one(self.places), scores=pick_one(self.scores),
+            rows=rows,
+            seen=self.seen,
+            keys=pick_all(self.keys),
+            values=pick_all(self.values),
+            record=self.record,
+            places=pick_one(self.places),
+            scores=pick_one(self.scores),
             noise=pick_one(self.noise),
             bases={key: pick(basis) for key, basis in self.bases.items()},
-        )  # fmt: skip
+        )

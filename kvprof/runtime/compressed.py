@@ -26,10 +26,85 @@ from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.runtime.folding import OutputSwitch, folded_modules
 from kvprof.runtime.masks import masks, whole_mask
-from kvprof.runtime.operator import active, attend
 from kvprof.runtime.session import Compression
 
-__all__ = ["Compression", "check_runs", "compressed", "refusal"]
+__all__ = ["Compression", "active", "attend", "check_runs", "compressed", "refusal"]
+
+# --- A layer's attention as one operator of torch: all that ``torch.compile`` sees of the
+# runtime.
+
+
+#: By the identity of every attention module that runs compressed: registered functions are global.
+active: dict[int, tuple["Compression", int]] = {}
+
+
+def attend(
+    compression: "Compression",
+    index: int,
+    place: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Run a layer's attention, as an operator where the model is being compiled.
+
+    Parameters
+    ----------
+    compression : Compression
+    index : int
+        Which layer.
+    place : int
+        The identity of its attention module.
+    query, key, value, mask, options
+        As the attention function got them.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, t, 1, Σ_h w_h]``.
+    """
+    if not torch.compiler.is_compiling() or options.get("dropout") or not compression.opaque:
+        return compression.attend(index, query, key, value, mask, options)
+    found: Tensor = _attend(
+        query,
+        key,
+        value,
+        mask,
+        options.get("s_aux"),
+        options.get("scaling"),
+        options.get("softcap"),
+        place,
+        compression.widths[index],
+    )
+    return found
+
+
+@torch.library.custom_op("kvprof::attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    place: int,
+    width: int,
+) -> Tensor:
+    compression, index = active[place]
+    if compression.cache is not None:
+        # The cache layer has set it too, but compiled code does so after its graph has run.
+        compression.cache.layers[index].pending = query.shape[2]
+    options = {"s_aux": sinks, "scaling": scaling, "softcap": softcap}
+    return compression.attend(index, query, key, value, mask, options)
+
+
+@_attend.register_fake
+def _(query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], 1, rest[-1])
+
 
 _NAME = "kvprof_compressed"
 
@@ -57,7 +132,7 @@ def compressed(
         Made for this model.
     kernels : str, optional
         ``auto``: layers run on kvprof's kernels where these can run them and are the faster way,
-        which takes a prompt of some thousand tokens (`kvprof.runtime.kernels.route`).
+        which takes a prompt of some thousand tokens (`kvprof.runtime.backends.route`).
         ``on``: all layers do, or there is an error. ``off``: none does. By default what the
         environment variable ``KVPROF_KERNELS`` says, else ``auto``. `Compression.kernel_reasons`
         tells what became of it.

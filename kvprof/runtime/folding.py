@@ -79,8 +79,10 @@ def _changes(loaded: LoadedModel, layer: LayerPlan, facts: LayerLayout) -> dict[
         name, columns = head_columns(loaded.model, facts, kind, heads)
         found.setdefault(name, []).append((columns, matrix))
 
-    sides = (("k", layer.keys.fold_down, layer.keys.groups),
-             ("v", layer.values.fold_down, layer.values.groups))  # fmt: skip
+    sides = (
+        ("k", layer.keys.fold_down, layer.keys.groups),
+        ("v", layer.values.fold_down, layer.values.groups),
+    )
     for kind, fold, groups in sides:
         for group in groups if fold else ():
             if group.down is not None:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kvprof.methods.plan import HeadGroup
 from kvprof.runtime.clock import part
-from kvprof.runtime.indices import index_of
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.shapes import index_of, unflatten
 
 __all__ = ["Bundle", "bundled"]
 

@@ -4,7 +4,9 @@ The order is the plan's: a pass sees what was stored before it at its stored qua
 tokens at the rank of their level; afterwards tokens are evicted, moved down levels and quantised.
 """
 
+import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,19 +15,331 @@ from torch import Tensor
 from kvprof.analysis.bases import eigenbasis
 from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement, Plan
-from kvprof.methods.tokens import level_ends
+from kvprof.methods.storage import Eviction
+from kvprof.methods.tokens import Segment, eviction_units, kept, level_ends, segments
 from kvprof.models.layout import LayerLayout
-from kvprof.runtime.attention import KeyBlock, KeySide, Scoring, ValueSide, attend
+from kvprof.runtime.attention import (
+    KeyBlock,
+    KeySide,
+    Scoring,
+    ValueSide,
+    attend,
+    logits,
+    slices,
+    softmax,
+)
 from kvprof.runtime.clock import part
+from kvprof.runtime.clock import part as marked
+from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.heads import Bundle, bundled
-from kvprof.runtime.indices import index_of
-from kvprof.runtime.keeping import Keeper
+from kvprof.runtime.parts import Part, joined, picked, plain_part
 from kvprof.runtime.passes import OwnTokens
 from kvprof.runtime.rotary import rotated
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.shapes import index_of, unflatten
 
-__all__ = ["LayerRuntime"]
+__all__ = ["Keeper", "LayerRuntime", "gumbel", "survivors", "token_scores"]
+
+# --- Which tokens leave the cache, and the scores that decide it (H2O, Keyformer, recent).
+
+
+_CHUNK = 1024
+
+
+def gumbel(
+    eviction: Eviction, layer: int, units: int, start: int, stop: int, device: torch.device
+) -> Tensor:
+    """Return the standard Gumbel samples of the tokens `start` … `stop` of a sequence.
+
+    They depend on the seed, the layer and the token's place only, so that a sequence is treated the
+    same alone and in a batch.
+
+    Returns
+    -------
+    Tensor
+        ``[units, stop - start]`` float32.
+    """
+    pieces = []
+    for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
+        begin = chunk * _CHUNK
+        samples = _gumbel_chunk(eviction.seed, layer, chunk, units, device)
+        pieces.append(samples[:, max(start - begin, 0) : stop - begin])
+    return torch.cat(pieces, dim=1)
+
+
+@lru_cache(maxsize=512)
+def _gumbel_chunk(seed: int, layer: int, chunk: int, units: int, device: torch.device) -> Tensor:
+    """Draw on the CPU, the same everywhere, and once: each step wants one token of it."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer * 8191 + chunk)
+    with torch.inference_mode(False):
+        uniform = torch.rand(units, _CHUNK, generator=generator).clamp(1e-20, 1 - 1e-7)
+        return (-(-uniform.log()).log()).to(device)
+
+
+def token_scores(
+    eviction: Eviction,
+    logits: Tensor,
+    probabilities: Tensor,
+    noise: Tensor | None,
+    progress: Tensor,
+    units: list[tuple[int, int]],
+) -> Tensor:
+    """Return what a run of queries adds to each key's score.
+
+    Parameters
+    ----------
+    eviction : Eviction
+    logits, probabilities : Tensor
+        ``[rows, Hkv, G, t, N]`` float32, masked.
+    noise : Tensor or None
+        Keyformer's samples, ``[rows, units, N]``.
+    progress : Tensor
+        ``[t]``, from 0 for the first query of a sequence to 1 for the last that it may reach.
+    units : list of (first KV head, heads)
+        What is evicted together.
+
+    Returns
+    -------
+    Tensor
+        ``[rows, units, N]`` float32.
+    """
+    totals = []
+    for place, (first, heads) in enumerate(units):
+        if noise is None:
+            share = probabilities[:, first : first + heads]
+        else:
+            low, high = eviction.tau
+            tau = (low + (high - low) * progress).view(1, 1, 1, -1, 1)
+            scores = logits[:, first : first + heads]
+            samples = noise[:, place].view(noise.shape[0], 1, 1, 1, -1)
+            share = torch.softmax((scores + samples) / tau, dim=-1)
+        totals.append(share.sum((1, 2, 3)))
+    return torch.stack(totals, dim=1)
+
+
+def survivors(
+    eviction: Eviction, seen: int, candidates: int, scores: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return the places of the tokens that stay.
+
+    Parameters
+    ----------
+    eviction : Eviction
+    seen : int
+        Tokens of the sequence so far.
+    candidates : int
+        Tokens that are there: stored before plus new.
+    scores : Tensor or None
+        ``[rows, units, candidates]``; None for ``recent``.
+    device : torch.device
+
+    Returns
+    -------
+    Tensor
+        ``[rows, units, kept]`` (``[1, 1, kept]`` for ``recent``), ascending.
+    """
+    count = kept(eviction, seen)
+    sink = min(eviction.sink, count)
+    newest = min(math.floor(eviction.recent_share * count + 1e-9), count - sink)
+    if scores is None:
+        newest = count - sink
+        places = torch.arange(candidates, device=device)
+        return torch.cat([places[:sink], places[candidates - newest :]]).view(1, 1, -1)
+    ranked = scores.clone()
+    ranked[..., :sink] = torch.inf
+    ranked[..., candidates - newest :] = torch.inf
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :count]
+    return order.sort(dim=-1).values
+
+
+# --- What a layer keeps after a pass: eviction, token levels, quantisation.
+
+
+class Keeper:
+    """Decides, for one layer, which tokens stay and how they are stored.
+
+    Parameters
+    ----------
+    plan : Plan
+    layer : LayerPlan
+        One of its layers.
+    facts : LayerLayout
+        The model's layer.
+    """
+
+    def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
+        self.plan = plan
+        self.layer = layer
+        self._index = facts.index
+        self._group = facts.group
+        self.eviction = plan.eviction if layer.sliding_window is None else None
+        self.units = (
+            [(0, facts.num_kv_heads)]
+            if self.eviction is None or self.eviction.kind == "recent"
+            else eviction_units(layer)
+        )
+        # To which part of job completion time it belongs to store tokens.
+        self._storing = "attention"
+        if self.eviction is not None:
+            self._storing = "evict"
+        elif layer.sliding_window is None and len(plan.levels.shares) > 1:
+            self._storing = "compress"
+        # Made at once, so that a quantiser that does not exist is found out before anything runs.
+        self._codecs: dict[tuple[str, int], Codec] = {
+            (side, level): codec_for(plan.quantiser, getattr(plan.quantiser, side), level)
+            for side in ("keys", "values")
+            for level in range(len(plan.levels.shares))
+            if plan.quantiser is not None
+        }
+
+    @property
+    def scoring(self) -> bool:
+        """Whether tokens are evicted by their scores."""
+        return self.eviction is not None and self.eviction.kind != "recent"
+
+    def units_of(self, bundle: Bundle) -> list[int]:
+        """Return each group's place among what is evicted together."""
+        first_heads = bundle.kv_heads[:: bundle.heads]
+        return [
+            next(i for i, (first, heads) in enumerate(self.units) if first <= head < first + heads)
+            for head in (stored // bundle.copies for stored in first_heads)
+        ]
+
+    def _chosen(self, index: Tensor, bundle: Bundle) -> Tensor:
+        """Take each group's tokens out of those of all that is evicted together."""
+        units = tuple(self.units_of(bundle))
+        if units == tuple(range(index.shape[1])):
+            return index
+        return index.index_select(1, index_of(units, index.device))
+
+    def scored(
+        self, cohort: Cohort, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
+    ) -> Scoring:
+        """Let the pass add to the scores that decide what is evicted."""
+        with marked("evict"):
+            return self._scored(cohort, own, sides, scoring, exact)
+
+    def _scored(
+        self, cohort: Cohort, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
+    ) -> Scoring:
+        eviction = self.eviction
+        assert eviction is not None
+        rows, units, tokens = len(cohort.rows), len(self.units), own.tokens
+        device = own.query.device
+        fresh = torch.zeros(rows, units, tokens, device=device)
+        cohort.scores = fresh if cohort.scores is None else torch.cat([cohort.scores, fresh], -1)
+        if eviction.kind == "keyformer":
+            stop = cohort.seen + tokens
+            drawn = gumbel(eviction, self._index, units, cohort.seen, stop, device)
+            drawn = drawn.expand(rows, -1, -1)
+            cohort.noise = drawn if cohort.noise is None else torch.cat([cohort.noise, drawn], -1)
+        steps = torch.arange(cohort.seen, cohort.seen + tokens, device=device)
+        progress = (steps / max(1, own.reach - 1)).clamp(max=1)
+
+        def add(scores: Tensor, probabilities: Tensor, queries: slice) -> None:
+            assert cohort.scores is not None
+            with marked("evict"):
+                cohort.scores += token_scores(
+                    eviction, scores, probabilities, cohort.noise, progress[queries], self.units
+                )
+
+        if eviction.order == "compress_first" or exact or not own.several:
+            return replace(scoring, observe=add)
+        exactly = [KeySide(side.bundle, self._exactly(cohort, side, own)) for side in sides]
+        for queries in slices(exactly):
+            scores = logits(exactly, scoring, queries)
+            add(scores, softmax(scores, scoring.sinks), queries)
+        return scoring
+
+    def _exactly(self, cohort: Cohort, side: KeySide, own: OwnTokens) -> list[KeyBlock]:
+        """Put the pass's own exact keys in place of its compressed ones."""
+        copies = side.bundle.copies
+        query = side.bundle.by_group(unflatten(own.query, 1, (-1, self._group // copies)))
+        keys = own.key if copies == 1 else own.key.repeat_interleave(copies, dim=1)
+        left, blocks = cohort.stored, []
+        for block in side.blocks:
+            if left > 0:
+                blocks.append(KeyBlock(block.query, block.key[..., :left, :]))
+                left -= block.key.shape[-2]
+        return [*blocks, KeyBlock(query, side.bundle.by_group(keys))]
+
+    def store(
+        self,
+        cohort: Cohort,
+        own: OwnTokens,
+        keys: list[Bundle],
+        key_latents: list[Tensor],
+        values: list[Bundle],
+        value_latents: list[Tensor],
+    ) -> None:
+        """Evict, move down levels and quantise, after the pass has attended."""
+        candidates = cohort.stored + own.tokens
+        cohort.seen += own.tokens
+        index = None
+        if self.eviction is not None:
+            device = own.query.device
+            with marked("evict"):
+                index = survivors(self.eviction, cohort.seen, candidates, cohort.scores, device)
+                index = index.expand(len(cohort.rows), len(self.units), -1)
+                self._keep_beside(cohort, own, index, candidates)
+        with marked(self._storing):
+            cohort.keys = self._kept(cohort, "keys", cohort.keys, keys, key_latents, index)
+            cohort.values = self._kept(
+                cohort, "values", cohort.values, values, value_latents, index
+            )
+
+    def _keep_beside(self, cohort: Cohort, own: OwnTokens, index: Tensor, candidates: int) -> None:
+        if cohort.scores is not None:
+            cohort.scores = cohort.scores.gather(-1, index)
+        if cohort.noise is not None:
+            cohort.noise = cohort.noise.gather(-1, index)
+        if self.layer.keys.placement is Placement.PRE_ROPE:
+            fresh = torch.arange(own.place, own.place + own.tokens, device=index.device)
+            fresh = fresh.expand(*index.shape[:2], -1).to(torch.int32)
+            every = fresh if cohort.places is None else torch.cat([cohort.places, fresh], dim=-1)
+            cohort.places = every.gather(-1, index)
+
+    def _kept(
+        self,
+        cohort: Cohort,
+        side: str,
+        old: list[list[Part]],
+        bundles: list[Bundle],
+        latents: list[Tensor],
+        index: Tensor | None,
+    ) -> list[list[Part]]:
+        result = []
+        wanted = segments(self.plan, self.layer, cohort.seen)
+        for place, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
+            parts = [*(old[place] if old else []), plain_part(latent)]
+            candidates = sum(part.tokens for part in parts)
+            if cohort.record and self.layer.sliding_window is not None:
+                wanted = [Segment(0, candidates, wanted[-1].level, quantised=False)]
+            dropped = candidates - wanted[-1].stop
+            chosen = None if index is None else self._chosen(index, bundle)
+            kept = []
+            for segment in wanted:
+                codec = self._codecs[side, segment.level] if segment.quantised else PLAIN
+                width = bundle.ranks[segment.level]
+                if chosen is None:
+                    pieces = _pieces(parts, dropped + segment.start, dropped + segment.stop)
+                    kept.append(joined(pieces, codec, width))
+                else:
+                    where = chosen[..., segment.start : segment.stop]
+                    kept.append(picked(parts, where, codec, width))
+            result.append(kept)
+        return result
+
+
+def _pieces(parts: list[Part], start: int, stop: int) -> list[tuple[Part, int, int]]:
+    """Return where tokens `start` … `stop` lie in adjacent parts."""
+    found, begin = [], 0
+    for piece in parts:
+        end = begin + piece.tokens
+        if start < end and stop > begin:
+            found.append((piece, max(start - begin, 0), min(stop, end) - begin))
+        begin = end
+    return found
 
 
 class LayerRuntime:
@@ -86,9 +400,12 @@ class LayerRuntime:
             for place, (bundle, latent) in enumerate(zip(values, value_latents, strict=True))
         ]
         scoring = Scoring(
-            scaling=self._scaling(own.options), softcap=own.options.get("softcap"),
-            sinks=own.options.get("s_aux"), visible=own.visible, group=self.facts.group,
-        )  # fmt: skip
+            scaling=self._scaling(own.options),
+            softcap=own.options.get("softcap"),
+            sinks=own.options.get("s_aux"),
+            visible=own.visible,
+            group=self.facts.group,
+        )
         if self.keeper.scoring:
             scoring = self.keeper.scored(cohort, own, key_sides, scoring, exact)
         output = attend(key_sides, value_sides, scoring, own.query.dtype)
@@ -98,9 +415,14 @@ class LayerRuntime:
     # What a pass attends to.
 
     def _key_side(
-        self, cohort: Cohort, place: int, bundle: Bundle, latent: Tensor, own: OwnTokens,
+        self,
+        cohort: Cohort,
+        place: int,
+        bundle: Bundle,
+        latent: Tensor,
+        own: OwnTokens,
         exact: bool,
-    ) -> KeySide:  # fmt: skip
+    ) -> KeySide:
         query = bundle.by_group(
             unflatten(own.query, 1, (-1, self.facts.group // self.layer.key_copies))
         )
@@ -128,9 +450,14 @@ class LayerRuntime:
         return keys if copies == 1 else keys.repeat_interleave(copies, dim=1)
 
     def _value_side(
-        self, cohort: Cohort, place: int, bundle: Bundle, latent: Tensor, own: OwnTokens,
+        self,
+        cohort: Cohort,
+        place: int,
+        bundle: Bundle,
+        latent: Tensor,
+        own: OwnTokens,
         exact: bool,
-    ) -> ValueSide:  # fmt: skip
+    ) -> ValueSide:
         stored = [kept.rows() for kept in cohort.values[place]] if cohort.values else []
         blocks = [*stored, *([] if exact else self._by_level(cohort, bundle, latent))]
         if bundle.online or not bundle.projected:
@@ -209,10 +536,14 @@ class LayerRuntime:
             sides = ((self.layer.keys, self.layer.key_copies), (self.layer.values, 1))
             keys, values = (
                 bundled(
-                    side.groups, device, dtype, folded=side.fold_down, online=online,
+                    side.groups,
+                    device,
+                    dtype,
+                    folded=side.fold_down,
+                    online=online,
                     copies=copies,
                 )
                 for side, copies in sides
-            )  # fmt: skip
+            )
             self._bundles[key] = keys, values
         return self._bundles[key]

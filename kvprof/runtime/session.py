@@ -15,16 +15,16 @@ from kvprof.methods.plan import Plan
 from kvprof.models.interface import Interception, Rotation
 from kvprof.models.load import LoadedModel
 from kvprof.models.rotation import before_rotation
+from kvprof.runtime.backends.route import KernelRoute
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
 from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.graphs import uncompiled
-from kvprof.runtime.indices import index_of
-from kvprof.runtime.kernels.route import KernelRoute
 from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.masks import mask_facts, visible_keys
 from kvprof.runtime.passes import OwnTokens
+from kvprof.runtime.shapes import index_of
 
 __all__ = ["Compression"]
 
@@ -177,17 +177,27 @@ class Compression:
     @uncompiled
     @torch.no_grad()
     def attend(
-        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        self,
+        index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
         options: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run one layer's attention for a whole batch; returns ``[B, T, 1, Σ_h w_h]``."""
         with part("attention", index):
             return self._attend(index, query, key, value, mask, options)
 
     def _attend(
-        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        self,
+        index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
         options: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         runtime, cache = self._layers[index], self.cache
         if cache is None or cache.layers[index].pending != query.shape[2]:
             raise UsageError(
@@ -235,13 +245,23 @@ class Compression:
             result = runtime.run(
                 cohort,
                 OwnTokens(
-                    own(query), own(key), own(value), own(unrotated),
-                    visible_keys(own(mask.expand(batch, -1, -1, -1)) if mask is not None else None,
-                             cohort.stored, tokens - hidden),
-                    store.seen + hidden, several, options, rotation, table,
+                    own(query),
+                    own(key),
+                    own(value),
+                    own(unrotated),
+                    visible_keys(
+                        own(mask.expand(batch, -1, -1, -1)) if mask is not None else None,
+                        cohort.stored,
+                        tokens - hidden,
+                    ),
+                    store.seen + hidden,
+                    several,
+                    options,
+                    rotation,
+                    table,
                     cache.reach or self.loaded.context_length,
                 ),
-            )  # fmt: skip
+            )
             if whole and not hidden:
                 output = result
                 break

@@ -1,10 +1,12 @@
 """Splits dimensions."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
-__all__ = ["unflatten"]
+__all__ = ["index_of", "inverse_of", "unflatten"]
 
 
 def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -14,3 +16,17 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """
     dim %= tensor.dim()
     return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
+
+
+@lru_cache(maxsize=1024)
+def index_of(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `places` as an index on `device`, ``[len(places)]`` int64; not to be written to."""
+    with torch.inference_mode(False):
+        return torch.tensor(places, device=device)
+
+
+@lru_cache(maxsize=1024)
+def inverse_of(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the index that puts what lies in `order` back into ascending order."""
+    with torch.inference_mode(False):
+        return torch.tensor(order, device=device).argsort()

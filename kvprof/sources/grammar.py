@@ -12,7 +12,25 @@ from pathlib import Path
 from kvprof.errors import UsageError
 from kvprof.sizes import format_count, parse_count
 
-__all__ = ["EMBEDDED", "RANDOM", "Source", "SourceKind", "parse_source"]
+__all__ = [
+    "DEFAULT_SEQ_LEN",
+    "DEFAULT_TOKENS",
+    "DEFAULT_TOKENS_REASON",
+    "EMBEDDED",
+    "RANDOM",
+    "Source",
+    "SourceKind",
+    "parse_source",
+]
+
+DEFAULT_TOKENS = 8192
+DEFAULT_TOKENS_REASON = (
+    "8,192 random tokens are FDC's recommendation (§6.7); `kvprof stability` checks it on a model"
+)
+
+#: Post-RoPE moments depend on the positions seen; longer contexts are for the user to ask for.
+DEFAULT_SEQ_LEN = 2048
+
 
 #: Samples that ship with kvprof (calibration split); ``calibration`` interleaves the three.
 EMBEDDED = ("prose", "code", "tasks", "calibration")

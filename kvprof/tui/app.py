@@ -26,14 +26,14 @@ from kvprof.tui.keys import KEYS, SCREENS
 from kvprof.tui.layer_rows import COLUMNS
 from kvprof.tui.palette import Ink
 from kvprof.tui.saving import recorded_result, save_new
-from kvprof.tui.screens.balance import BalanceScreen
-from kvprof.tui.screens.base import RunScreen
-from kvprof.tui.screens.cache import CacheScreen
-from kvprof.tui.screens.help import HelpScreen
-from kvprof.tui.screens.layers import LayersScreen
-from kvprof.tui.screens.log import LogScreen
-from kvprof.tui.screens.overview import OverviewScreen
-from kvprof.tui.screens.quit import QuitScreen
+from kvprof.tui.screens.base import HelpScreen, QuitScreen, RunScreen
+from kvprof.tui.screens.pages import (
+    BalanceScreen,
+    CacheScreen,
+    LayersScreen,
+    LogScreen,
+    OverviewScreen,
+)
 from kvprof.tui.session import Session
 
 __all__ = ["LiveApp"]
@@ -313,6 +313,18 @@ class LiveApp(App[int]):
 _PRINTABLE = _Printable()
 # What needs a screen of the run: below a question or the help these keys do nothing.
 _OWN = frozenset(
-    ("show", "method", "baseline", "request", "sort", "small_parts", "filter", "pause", "save_svg",
-     "export", "help", "jump")
-)  # fmt: skip
+    (
+        "show",
+        "method",
+        "baseline",
+        "request",
+        "sort",
+        "small_parts",
+        "filter",
+        "pause",
+        "save_svg",
+        "export",
+        "help",
+        "jump",
+    )
+)

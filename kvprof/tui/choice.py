@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from kvprof.tui.case_state import CaseState
 from kvprof.tui.layer_rows import LayerFilter
-from kvprof.tui.state import RunState
+from kvprof.tui.state import CaseState, RunState
 
 __all__ = ["Choice"]
 

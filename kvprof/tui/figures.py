@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from kvprof.records.cases import ordered_parts
 from kvprof.records.events import Balance
-from kvprof.tui.case_state import CaseState
 from kvprof.tui.choice import Choice
-from kvprof.tui.state import RunState
+from kvprof.tui.state import CaseState, RunState
 
 __all__ = [
     "Bar",
@@ -59,10 +58,14 @@ def bars(state: RunState, choice: Choice) -> list[Bar]:
         against = wall if case.finished is not None and case is not base else None
         made.append(
             Bar(
-                case, case.account.stack(), case.jct_seconds(), against, case is chosen,
+                case,
+                case.account.stack(),
+                case.jct_seconds(),
+                against,
+                case is chosen,
                 case is base,
             )
-        )  # fmt: skip
+        )
     return made
 
 

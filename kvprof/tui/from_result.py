@@ -14,8 +14,7 @@ from kvprof.records.events import (
     TelemetrySample,
     Warned,
 )
-from kvprof.tui.case_state import LayerState
-from kvprof.tui.state import RunState
+from kvprof.tui.state import LayerState, RunState
 
 __all__ = ["state_of"]
 
@@ -31,11 +30,19 @@ def state_of(result: dict[str, Any]) -> RunState:
     state, data = RunState(), result["data"]
     state.apply(
         RunStarted(
-            0.0, result["created"], result["kvprof_version"], "jct", ("kvprof", "bench", "--jct"),
-            data["mode"] or "", result["inputs"], result["environment"], data["shape"],
-            tuple(row["case"] for row in data["cases"]), data["baseline"] or "",
+            0.0,
+            result["created"],
+            result["kvprof_version"],
+            "jct",
+            ("kvprof", "bench", "--jct"),
+            data["mode"] or "",
+            result["inputs"],
+            result["environment"],
+            data["shape"],
+            tuple(row["case"] for row in data["cases"]),
+            data["baseline"] or "",
         )
-    )  # fmt: skip
+    )
     for row in data["cases"]:
         _case(state, row, data)
     for device, entry in data["telemetry"].items():
@@ -61,10 +68,17 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
 
     state.apply(
         CaseStarted(
-            0.0, name, row["method"], row["rate"], row["batch"], row["input_len"],
-            row["output_len"], own("layers"), row["labels"],
+            0.0,
+            name,
+            row["method"],
+            row["rate"],
+            row["batch"],
+            row["input_len"],
+            row["output_len"],
+            own("layers"),
+            row["labels"],
         )
-    )  # fmt: skip
+    )
     case = state.cases[name]
     for part in own("parts"):
         if part["part"] != "unattributed":
@@ -78,10 +92,15 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
     for step in own("steps"):
         state.apply(
             StepFinished(
-                0.0, name, step["phase"], step["step"], step["context"], step["seconds"],
+                0.0,
+                name,
+                step["phase"],
+                step["step"],
+                step["context"],
+                step["seconds"],
                 step["weight"],
             )
-        )  # fmt: skip
+        )
     for sample in own("memory"):
         state.apply(MemorySample(time=0.0, **sample))
     for one in own("balance"):
@@ -90,8 +109,12 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
         with_it = row["instrumented_seconds"]
         state.apply(
             CaseFinished(
-                0.0, name, row["ttft_seconds"], row["decode_seconds"],
+                0.0,
+                name,
+                row["ttft_seconds"],
+                row["decode_seconds"],
                 # A result keeps the sum alone.
-                with_it, 0.0 if with_it is not None else None,
+                with_it,
+                0.0 if with_it is not None else None,
             )
-        )  # fmt: skip
+        )

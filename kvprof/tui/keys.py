@@ -49,10 +49,22 @@ KEYS = (
     Key("m", "m", "method", "method", "the next method (Layers, Balance, Cache show it)"),
     Key("b", "b", "baseline", "baseline", "hold the others against the next method"),
     Key("n", "n", "request", "request(1)", "the next batch and lengths (N: the one before)"),
-    Key("s", "s", "sort", "sort", "parts by size, layers by the next column, SMs by load",
-        ("overview", "layers", "balance")),
-    Key("p", "p", "small parts", "small_parts", "open or fold the parts of little time",
-        ("overview",)),
+    Key(
+        "s",
+        "s",
+        "sort",
+        "sort",
+        "parts by size, layers by the next column, SMs by load",
+        ("overview", "layers", "balance"),
+    ),
+    Key(
+        "p",
+        "p",
+        "small parts",
+        "small_parts",
+        "open or fold the parts of little time",
+        ("overview",),
+    ),
     Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or error>0.01", ("layers",)),
     Key("space", "space", "pause", "pause", "hold the view still; the measurement goes on"),
     Key("end", "End", "jump", "jump", "play the rest of a replay at once"),
@@ -60,7 +72,7 @@ KEYS = (
     Key("e", "e", "export", "export", "write the result, as far as it is measured"),
     Key("question_mark", "?", "help", "help", "this page"),
     Key("q", "q", "quit", "leave", "leave; asks while a measurement of its own is running"),
-)  # fmt: skip
+)
 
 
 def tabs(active: str) -> Text:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvprof.tui.case_state import CaseState
+from kvprof.tui.state import CaseState
 
 __all__ = ["COLUMNS", "LayerFilter", "LayerRow", "layer_rows"]
 

@@ -116,9 +116,12 @@ class Replay:
     """
 
     def __init__(
-        self, path: Path, speed: float, clock: Callable[[], float] = time.monotonic,
+        self,
+        path: Path,
+        speed: float,
+        clock: Callable[[], float] = time.monotonic,
         start: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._follower = Follower(path)
         self._ahead: deque[Event] = deque()
         self._speed = speed

@@ -1,8 +1,7 @@
 """Figures as the screens write them: short, with their unit, readable at a glance."""
 
 from kvprof.sizes import format_bytes
-from kvprof.views.durations import change, duration
-from kvprof.views.numbers import MISSING, count
+from kvprof.views.numbers import MISSING, change, count, duration
 
 __all__ = ["clock", "difference", "duration", "request_words", "share", "size"]
 

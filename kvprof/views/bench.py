@@ -1,19 +1,24 @@
 """The report of ``kvprof bench``: is the smaller cache faster here, and how near the limit?"""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.console import Group as Together
-from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.views.bench_csv import to_csv
+from kvprof.sizes import format_bytes
 from kvprof.views.bench_data import (
     Group,
     beside_seconds,
     best_baseline,
+    drift,
+    finite,
     fits,
     groups,
+    median_seconds,
     rate_unit,
     roofline_points,
     roofline_unit,
@@ -23,14 +28,503 @@ from kvprof.views.bench_data import (
 )
 from kvprof.views.bench_data import context_curves as curves
 from kvprof.views.bench_figure import figure, sweeps
-from kvprof.views.bench_strips import Strips, longest
-from kvprof.views.bench_tables import baseline_table, method_table, schedule_table, speedup_words
-from kvprof.views.numbers import count, number
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.numbers import MISSING, count, number, percent, signed_percent
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot
-from kvprof.views.tables import key_values
+from kvprof.views.tables import Column, DataTable, key_values
 
-__all__ = ["figure", "report", "to_csv"]
+__all__ = [
+    "RankedTable",
+    "Strips",
+    "at_once",
+    "baseline_table",
+    "busy_shares",
+    "figure",
+    "longest",
+    "method_table",
+    "report",
+    "schedule_table",
+    "speedup_words",
+    "to_csv",
+]
+
+# --- What each multiprocessor did during a step: a strip per SM, as high as work was running on
+# it.
+
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_ASCII_BARS = " .:-=+*#@"
+_LEAST_SLOTS = 8
+_FULL = 0.995  # of a slot; what rounding takes from a busy one is no gap
+
+
+@dataclass(frozen=True)
+class _Strip:
+    name: str
+    items: Sequence[tuple[float, float]]
+    done: float
+    processors: int = 1
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Rich renderable of one schedule's strips.
+
+    Attributes
+    ----------
+    strips : sequence of (sm, start, stop)
+        One entry per piece of work, in any unit of time.
+    title : str
+        Above them.
+    until : float or None
+        Length of the time axis in that unit, so that schedules can be held against each other;
+        None ends it with the last piece.
+    """
+
+    strips: Sequence[Sequence[float]]
+    title: str
+    until: float | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold", overflow="fold")
+        pieces = [entry for entry in self.strips if all(map(math.isfinite, entry))]
+        if not pieces:
+            yield Text("no piece of work was recorded")
+            return
+        begin = min(start for _, start, _ in pieces)
+        own = max(stop for _, _, stop in pieces) - begin
+        until = max(self.until or 0.0, own)
+        by_sm: dict[int, list[tuple[float, float]]] = {}
+        for sm, start, stop in pieces:
+            by_sm.setdefault(int(sm), []).append((start - begin, stop - begin))
+        most = max(at_once(items) for items in by_sm.values())
+        rows = _chosen(by_sm)
+        gutter = max(len(row.name) for row in rows) + 1
+        slots = options.max_width - gutter - len("100.0 %") - 2
+        bars = _ASCII_BARS if options.ascii_only else _BARS
+        for row in rows:
+            share = percent(row.done / own if own > 0 else None)
+            if slots < _LEAST_SLOTS:
+                yield Text(f"{row.name}: {share}", overflow="fold")
+                continue
+            line = Text(f"{row.name:<{gutter}}")
+            drawn = busy_shares(row.items, until, slots, row.processors * most)
+            line.append("".join(_bar(value, bars) for value in drawn), style="cyan")
+            line.append(f" {share:>{len('100.0 %')}}")
+            yield line
+
+
+def at_once(items: Sequence[tuple[float, float]]) -> int:
+    """Return the largest number of pieces that run at the same time; at least 1.
+
+    Parameters
+    ----------
+    items : sequence of (start, stop)
+    """
+    # At the same moment an end comes before a start: one piece follows the other.
+    moments = sorted([(stop, -1) for _, stop in items] + [(start, 1) for start, _ in items])
+    most = running = 0
+    for _, change in moments:
+        running += change
+        most = max(most, running)
+    return max(1, most)
+
+
+def busy_shares(
+    items: Sequence[tuple[float, float]], until: float, slots: int, places: int = 1
+) -> list[float]:
+    """Return the share of each of `slots` equal times from 0 to `until` that was spent at work.
+
+    Parameters
+    ----------
+    items : sequence of (start, stop)
+    until : float
+    slots : int
+    places : int
+        How many pieces there is room for at once.
+    """
+    if until <= 0:
+        return [0.0] * slots
+    length = until / slots
+    busy = [0.0] * slots
+    for start, stop in items:
+        first = min(slots - 1, max(0, int(start / length)))
+        last = min(slots - 1, max(0, int(stop / length)))
+        for slot in range(first, last + 1):
+            inside = min(stop, (slot + 1) * length) - max(start, slot * length)
+            busy[slot] += max(0.0, inside)
+    return [min(1.0, value / length / places) for value in busy]
+
+
+def _chosen(by_sm: Mapping[int, Sequence[tuple[float, float]]]) -> list[_Strip]:
+    """Return the first, the median and the last SM to be done, and all of them together."""
+    done = {sm: max(stop for _, stop in items) for sm, items in by_sm.items()}
+    order = sorted(by_sm, key=lambda sm: (done[sm], sm))
+    named = {order[0]: "least loaded"}
+    if len(order) > 2:
+        named[order[len(order) // 2]] = "median"
+    named[order[-1]] = "most loaded"
+    rows = [_Strip(f"SM {sm}, {words}", by_sm[sm], done[sm]) for sm, words in named.items()]
+    if len(order) > 1:
+        every = [piece for sm in order for piece in by_sm[sm]]
+        mean = sum(done.values()) / len(order)
+        rows.append(_Strip(f"all {len(order)} with work", every, mean, len(order)))
+    return rows
+
+
+def _bar(share: float, bars: Sequence[str]) -> str:
+    if share >= _FULL:
+        return bars[-1]
+    if share <= 1 - _FULL:
+        return bars[0]
+    # Never the empty one for some work, never the full one for less than all.
+    return bars[1 + min(len(bars) - 3, int(share * (len(bars) - 2)))]
+
+
+def longest(entries: Sequence[Mapping[str, Any]]) -> float:
+    """Return the longest makespan of several schedules' strips; 0 without any."""
+    spans = [
+        max(stop for _, _, stop in entry["strips"]) - min(start for _, start, _ in entry["strips"])
+        for entry in entries
+        if entry["strips"]
+    ]
+    return max(spans, default=0.0)
+
+
+# --- The tables of a bench report: methods, the full-width kernels they have to beat,
+# schedules.
+
+
+_GAP = 2  # columns between two columns of a DataTable
+_BASELINES = 4  # in a table; torch alone has a dozen forms
+_SECONDS_FROM = 10.0  # a table whose times reach this many seconds is not written in milliseconds
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """A column, what it holds, and how early it goes when room is short (0: never)."""
+
+    column: Column
+    cells: Sequence[str]
+    goes: int = 0
+
+
+class RankedTable:
+    """A table that leaves out its least important columns where it is too wide, and says which.
+
+    Parameters
+    ----------
+    columns : sequence of _Ranked
+        The first one names the row.
+    """
+
+    def __init__(self, columns: Sequence[_Ranked]) -> None:
+        # A column without a single figure tells nothing.
+        self._columns = [
+            one for one in columns if not one.goes or any(cell != MISSING for cell in one.cells)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = list(self._columns)
+        dropped: list[str] = []
+        while _least(shown) > options.max_width and any(one.goes for one in shown):
+            least = max(shown, key=lambda one: one.goes)
+            shown.remove(least)
+            dropped.append(least.column.title)
+        yield DataTable(
+            [one.column for one in shown],
+            list(zip(*(one.cells for one in shown), strict=True)),
+        )
+        if dropped:
+            names = ", ".join(name for name in reversed(dropped))
+            yield Text(f"no room for: {names} (--csv has them)", style="dim", overflow="fold")
+
+
+def method_table(
+    group: Group, shape: Mapping[str, Any], tb_per_s: float | None = None
+) -> RankedTable:
+    """Return one row per method and schedule at one phase, batch and context.
+
+    Parameters
+    ----------
+    group : Group
+        With at least one row.
+    shape : mapping
+        ``data.shape``: what full width keeps, of how many heads.
+    tb_per_s : float, optional
+        What memory gives here: it decides the unit.
+    """
+    rows = group.rows
+    medians = [median_seconds(row) for row in rows]
+    scale, unit = _unit(medians)
+    kept = [
+        str(shape["head_dim"])
+        if row["method"] == "full" and row["ranks"] is None
+        else widths(row["ranks"], shape["num_kv_heads"])
+        for row in rows
+    ]
+    baselines = list(dict.fromkeys(row["baseline"] for row in rows if row["baseline"]))
+    columns = [
+        _Ranked(Column("method", words=True), [row["method"] for row in rows]),
+        _Ranked(Column("rate"), [_rate(row["rate"]) for row in rows]),
+        _Ranked(Column("width (range)"), kept, 1),
+        _Ranked(Column(f"time ({unit})"), [_scaled(value, scale) for value in medians]),
+        _Ranked(
+            Column("95 % interval"), [_span(row["seconds_interval"], scale) for row in rows], 3
+        ),
+        *_reached(group, tb_per_s),
+        # Where it moved, the row's time alone would belie the speed-up.
+        _Ranked(
+            Column(f"beside ({unit})"),
+            [_beside(group, row, scale) for row in rows],
+            0 if any(drift(group, row) for row in rows) else 2,
+        ),
+        _Ranked(Column("speed-up"), [speedup_words(row) for row in rows]),
+        _Ranked(Column("error"), [number(finite(row["error"]), 2) for row in rows], 6),
+        _Ranked(Column("cache"), [_bytes(row["cache_bytes"]) for row in rows], 7),
+    ]
+    if len(group.schedules) > 1:
+        cells = [row["schedule"] or MISSING for row in rows]
+        columns.insert(1, _Ranked(Column("schedule", words=True), cells))
+    if len(baselines) > 1:
+        cells = [row["baseline"] or MISSING for row in rows]
+        columns.append(_Ranked(Column("against", words=True), cells))
+    return RankedTable(columns)
+
+
+def _reached(group: Group, tb_per_s: float | None) -> list[_Ranked]:
+    """Return the columns that a reader holds against the hardware.
+
+    Decode is bound by memory; prefill by arithmetic, where the share of the bandwidth says nothing.
+    """
+    if group.phase == "prefill":
+        done = [finite(row["flop_per_s"]) for row in group.rows]
+        tera = [None if one is None else one / 1e12 for one in done]
+        factor, unit = rate_unit(tera, "FLOP")
+        return [
+            _Ranked(Column(unit), [number(None if one is None else one * factor) for one in tera])
+        ]
+    own = [finite(row["tb_per_s"]) for row in group.rows]
+    factor, unit = rate_unit([tb_per_s, *own])
+    return [
+        _Ranked(Column(unit), [MISSING if one is None else number(one * factor) for one in own], 4),
+        _Ranked(Column("share (%)"), [_percent(row["bandwidth_share"]) for row in group.rows], 1),
+    ]
+
+
+def speedup_words(row: Mapping[str, Any]) -> str:
+    """Write a row's speed-up with its interval: ``1.69× [1.55, 1.82]``."""
+    ends = [finite(end) for end in row.get("speedup_interval") or ()]
+    known = [end for end in ends if end is not None]
+    if finite(row["speedup"]) is None or len(known) < 2:
+        return _times(row["speedup"])
+    return f"{_times(row['speedup'])} [{number(known[0])}, {number(known[1])}]"
+
+
+def _beside(group: Group, row: Mapping[str, Any], scale: float) -> str:
+    beside, by = beside_seconds(row), drift(group, row)
+    return _scaled(beside, scale) + ("" if by is None else f" ! {signed_percent(by)}")
+
+
+def baseline_table(group: Group) -> Together | None:
+    """Return the fastest full-width kernels of this machine; the others in a line below.
+
+    None where none ran.
+
+    Parameters
+    ----------
+    group : Group
+    """
+    timed = [(median_seconds(row), row["name"]) for row in group.baselines]
+    known = sorted((seconds, name) for seconds, name in timed if seconds is not None)
+    if not known:
+        return None
+    scale, unit = _unit([seconds for seconds, _ in known[:_BASELINES]])
+    columns = [
+        Column("full width, by", words=True),
+        Column(f"time ({unit})"),
+        Column("against the best"),
+    ]
+    best = known[0][0]
+    rows = [
+        [name, _time(seconds * scale), _times(best / seconds)]
+        for seconds, name in known[:_BASELINES]
+    ]
+    parts: list[RenderableType] = [DataTable(columns, rows)]
+    if slower := known[_BASELINES:]:
+        named = ", ".join(f"{name} {_times(best / seconds)}" for seconds, name in slower)
+        parts.append(Text(f"slower: {named}", style="dim", overflow="fold"))
+    return Together(*parts)
+
+
+def schedule_table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
+    """Return the makespan over the mean of each schedule, predicted and measured.
+
+    Parameters
+    ----------
+    entries : sequence of mapping
+        Of ``data.schedules``.
+    """
+    rows = [
+        (
+            entry["schedule"],
+            f"{entry['phase']}, batch {entry['batch']}, {count(entry['seq'])}",
+            _ratio(entry["predicted"]),
+            _ratio(entry["measured"]),
+        )
+        for entry in entries
+    ]
+    columns = (
+        Column("schedule", words=True),
+        Column("of", words=True),
+        Column("predicted"),
+        Column("measured"),
+    )
+    return DataTable(columns, rows)
+
+
+def _least(columns: Sequence[_Ranked]) -> int:
+    sizes = [one.column.least_width(one.cells) for one in columns]
+    return sum(sizes) + _GAP * (len(sizes) - 1)
+
+
+def _unit(seconds: Sequence[float | None]) -> tuple[float, str]:
+    known = [value for value in seconds if value is not None]
+    return (1.0, "s") if known and max(known) >= _SECONDS_FROM else (1e3, "ms")
+
+
+def _scaled(value: float | None, scale: float) -> str:
+    return MISSING if value is None else _time(value * scale)
+
+
+def _time(value: float) -> str:
+    # Medians of two good kernels differ by less than a hundredth; below 0.1 ms no timer tells that.
+    return number(value, 4 if value >= 0.1 else 3)
+
+
+def _span(bounds: Sequence[float | None] | None, scale: float) -> str:
+    ends = [finite(end) for end in bounds or ()]
+    known = [end * scale for end in ends if end is not None]
+    return f"{_time(known[0])}–{_time(known[1])}" if len(known) == 2 else MISSING
+
+
+def _rate(value: float | None) -> str:
+    known = finite(value)
+    if known is None:
+        return MISSING
+    # A rate that is 0 in bytes must not print as -0.000.
+    return f"{known:.3f}" if abs(known) >= 5e-4 else "0"
+
+
+def _percent(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else f"{100 * known:.1f}"
+
+
+def _times(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else f"{number(known)}×"
+
+
+def _ratio(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else f"{known:.3f}"
+
+
+def _bytes(value: float | None) -> str:
+    known = finite(value)
+    return MISSING if known is None else format_bytes(known)
+
+
+# --- A bench result as one tidy table: the methods' rows and the full-width kernels'.
+
+
+_PLACE = ("method", "phase", "batch", "seq", "dtype", "schedule")
+_FIGURES = (
+    "bytes_moved",
+    "cache_bytes",
+    "tb_per_s",
+    "bandwidth_share",
+    "flop_per_s",
+    "baseline",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "baseline_seconds",
+    "error",
+    "makespan_over_mean",
+)
+_WIDTHS = tuple(
+    f"{side}_width_{end}" for side in ("keys", "values") for end in ("mean", "least", "most")
+)
+
+
+def to_csv(result: Mapping[str, Any]) -> str:
+    """Return one row per method, phase, batch, context and schedule, and per full-width kernel.
+
+    ``kind`` is ``method`` or ``baseline``; a baseline that could not run has no time and a
+    ``reason``. ``seconds`` is the median of ``samples`` samples, ``seconds_low`` and
+    ``seconds_high`` its 95 % interval; ``baseline_seconds`` is the median of
+    the full-width kernel in turn with it. Floats are written in full (`repr`).
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof bench``.
+    """
+    columns = (
+        "kind",
+        *_PLACE,
+        "rate",
+        *_WIDTHS,
+        "seconds",
+        "seconds_low",
+        "seconds_high",
+        "samples",
+        *_FIGURES,
+        "reason",
+    )
+    return tidy_csv(columns, _rows(result))
+
+
+def _rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in result["data"]["rows"]:
+        low, high = row["seconds_interval"] or (None, None)
+        slowest, fastest = row.get("speedup_interval") or (None, None)
+        yield {
+            "kind": "method",
+            **{key: row.get(key) for key in (*_PLACE, "rate", *_FIGURES)},
+            "speedup_low": slowest,
+            "speedup_high": fastest,
+            "baseline_seconds": beside_seconds(row),
+            **_widths(row["ranks"]),
+            "seconds": median_seconds(row),
+            "seconds_low": low,
+            "seconds_high": high,
+            "samples": len(row["seconds"] or ()),
+        }
+    for row in result["data"]["baselines"]:
+        yield {
+            "kind": "baseline",
+            "method": row["name"],
+            **{key: row[key] for key in ("phase", "batch", "seq", "reason")},
+            "seconds": median_seconds(row),
+            "samples": len(row["seconds"] or ()),
+        }
+
+
+def _widths(ranks: Mapping[str, Any] | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for side in ("keys", "values"):
+        known = ranks[side] if ranks else ()
+        if known:
+            found |= {
+                f"{side}_width_mean": sum(known) / len(known),
+                f"{side}_width_least": min(known),
+                f"{side}_width_most": max(known),
+            }
+    return found
+
 
 _HEIGHT = 14
 _RATE = (

@@ -93,6 +93,10 @@ def _roofline(axes: Any, result: Mapping[str, Any]) -> None:
         high = [y * factor for y in roof.y if y is not None]
         axes.plot(roof.x, high, color="#555555", linewidth=0.9, linestyle=":")
         axes.annotate(
-            f"{roof.label} ", (roof.x[-1], high[-1]), fontsize="small", color="#555555",
-            ha="right", va="bottom",
-        )  # fmt: skip
+            f"{roof.label} ",
+            (roof.x[-1], high[-1]),
+            fontsize="small",
+            color="#555555",
+            ha="right",
+            va="bottom",
+        )

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvprof.sizes import format_bytes
-from kvprof.views.durations import duration, signed_percent
-from kvprof.views.numbers import MISSING, count, number, percent
+from kvprof.views.numbers import MISSING, count, duration, number, percent, signed_percent
 from kvprof.views.page import Fitted, bullets, heading, paragraph
 from kvprof.views.tables import Column, DataTable, key_values
 
@@ -110,8 +109,10 @@ def report(
 def _reading(data: Mapping[str, Any]) -> list[str]:
     known = any(
         change["share_interval"] is not None
-        for row in data["rows"] for change in row["changes"] if change is not None
-    )  # fmt: skip
+        for row in data["rows"]
+        for change in row["changes"]
+        if change is not None
+    )
     found = [_INTERVALS, _CERTAIN] if known else [_UNKNOWN]
     found += [_NOISE] * any(data.get("noise") or ())
     return found + [_STEPS] * (known and data["kind"] == "jct")
@@ -127,9 +128,11 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
     if data["fail_over"] is not None:
         judged = [
             change
-            for row in data["rows"] if row["headline"]
-            for change in row["changes"] if change is not None
-        ]  # fmt: skip
+            for row in data["rows"]
+            if row["headline"]
+            for change in row["changes"]
+            if change is not None
+        ]
         left = sum(not change.get("gated", True) for change in judged)
         if left:
             lines.append(f"{left} of {len(judged)} have no interval and are not judged.")
@@ -245,8 +248,11 @@ def _of(key: Mapping[str, Any], names: Sequence[str]) -> str:
         if isinstance(value, str):
             said.append(f"{name} {value}" if name == "target" and value[:1].isdigit() else value)
         elif name in _COUNTS:
-            said.append(f"{count(value)} tokens" if name in ("tokens", "seq") else
-                        f"{name.replace('_', ' ')} {count(value)}")  # fmt: skip
+            said.append(
+                f"{count(value)} tokens"
+                if name in ("tokens", "seq")
+                else f"{name.replace('_', ' ')} {count(value)}"
+            )
         else:
             shown = f"{value:g}" if isinstance(value, float) else f"{value:,}"
             said.append(f"{name.replace('_', ' ')} {shown}")

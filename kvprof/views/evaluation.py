@@ -1,27 +1,458 @@
 """The report of ``kvprof eval``: what a compressed cache costs in accuracy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from kvprof.views.evaluation_csv import to_csv
-from kvprof.views.evaluation_figure import figure
-from kvprof.views.evaluation_tables import (
-    depth_table,
-    harness_table,
-    interval_text,
-    main_table,
-    source_table,
-    task_columns,
-    worst_table,
-)
-from kvprof.views.numbers import percent
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
-from kvprof.views.tables import key_values
+from kvprof.views.figure import new_figure, point_style
+from kvprof.views.numbers import MISSING, number, percent
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
+from kvprof.views.tables import Column, DataTable, key_values
 
-__all__ = ["apart_note", "figure", "report", "to_csv"]
+__all__ = [
+    "COLUMNS",
+    "SplitTable",
+    "apart_note",
+    "depth_table",
+    "figure",
+    "harness_table",
+    "interval_text",
+    "main_table",
+    "report",
+    "source_table",
+    "task_columns",
+    "to_csv",
+    "worst_table",
+]
+
+# --- The tables of ``kvprof eval``: what each method keeps, by text, by task, token by token.
+
+
+_GAP = 2  # columns between two columns of a DataTable
+_BEFORE = 24  # characters of text in front of a worst token
+_SHOWN = 5  # worst tokens of a method
+
+Evaluation = Mapping[str, Any]
+
+
+class SplitTable:
+    """One table where it fits; else as many as it takes, each with the names of the rows.
+
+    Parameters
+    ----------
+    columns : sequence of Column
+        The first one names the row.
+    rows : sequence of sequence of str
+    groups : sequence of int
+        How many columns after the first, and after each group, belong together.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], groups: Sequence[int]
+    ) -> None:
+        self._columns = columns
+        self._rows = rows
+        self._groups = groups
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for place, part in enumerate(self._parts(options.max_width)):
+            if place:
+                yield Text()
+            yield DataTable(
+                [self._columns[index] for index in part],
+                [[row[index] for index in part] for row in self._rows],
+            )
+
+    def _parts(self, room: int) -> list[list[int]]:
+        """Put groups of columns next to each other as long as they fit."""
+        least = [
+            column.least_width([row[index] for row in self._rows])
+            for index, column in enumerate(self._columns)
+        ]
+        parts: list[list[int]] = [[0]]
+        start = 1
+        for size in self._groups:
+            group = list(range(start, start + size))
+            start += size
+            wider = [*parts[-1], *group]
+            fits = sum(least[index] + _GAP for index in wider) - _GAP <= room
+            if fits or len(parts[-1]) == 1:
+                parts[-1] = wider
+            else:
+                parts.append([0, *group])
+        return parts
+
+
+def interval_text(bounds: Sequence[float | None] | None, decimals: int = 1) -> str:
+    """Write an interval of a share in per cent: ``95.4–99.9``."""
+    if bounds is None or bounds[0] is None or bounds[1] is None:
+        return MISSING
+    return f"{100 * bounds[0]:.{decimals}f}–{100 * bounds[1]:.{decimals}f}"
+
+
+def task_columns(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Return the tasks that any of the evaluations has, in order."""
+    return list(dict.fromkeys(task for one in evaluations for task in one["tasks"]))
+
+
+def main_table(evaluations: Sequence[Evaluation], dtype: str) -> SplitTable:
+    """Return one row per method with every average; rates are of full width in `dtype`."""
+    tasks = task_columns(evaluations)
+    columns = [
+        Column("method", words=True),
+        Column(f"rate of {dtype}"),
+        Column("bytes per token"),
+        Column("accuracy"),
+        Column("kept (%)"),
+        Column("95 % interval"),
+        Column("perplexity"),
+        Column("KL mean"),
+        Column("KL worst"),
+        *(Column(task.replace("_", " ")) for task in tasks),
+    ]
+    rows = [
+        (
+            one["method"],
+            _rate(one["rate"]),
+            f"{one['bytes_per_token']:,.0f}",
+            percent(one["accuracy"]).removesuffix(" %"),
+            percent(one["relative_accuracy"]).removesuffix(" %"),
+            interval_text(one["relative_accuracy_interval"]),
+            number(one["perplexity"], 4),
+            number(one["kl"]["mean"]),
+            number(one["kl"]["worst"]),
+            *(_task(one, task) for task in tasks),
+        )
+        for one in evaluations
+    ]
+    return SplitTable(columns, rows, (2, 3, 3, len(tasks)) if tasks else (2, 3, 3))
+
+
+def source_table(evaluations: Sequence[Evaluation]) -> DataTable | None:
+    """Return a row per method and text; None with one text, which the main table has."""
+    names = list(dict.fromkeys(name for one in evaluations for name in one["sources"]))
+    if len(names) < 2:
+        return None
+    rows = [
+        (
+            f"{one['method']}, {name}",
+            percent(found["accuracy"]).removesuffix(" %"),
+            percent(found["relative_accuracy"]).removesuffix(" %"),
+            interval_text(found["interval"]),
+            number(found["perplexity"], 4),
+            number(found["kl_mean"]),
+            f"{found['tokens']:,}",
+        )
+        for one in evaluations
+        for name in names
+        if (found := one["sources"].get(name)) is not None
+    ]
+    columns = (
+        Column("method and text", words=True),
+        Column("accuracy"),
+        Column("kept (%)"),
+        Column("95 % interval"),
+        Column("perplexity"),
+        Column("KL mean"),
+        Column("tokens"),
+    )
+    return DataTable(columns, rows)
+
+
+def depth_table(evaluations: Sequence[Evaluation], by: str) -> DataTable | None:
+    """Return right answers of all tasks together, by depth or by length.
+
+    Parameters
+    ----------
+    evaluations : sequence of mapping
+    by : str
+        ``by_depth`` or ``by_length``.
+    """
+    values = sorted(
+        {value for one in evaluations for task in one["tasks"].values() for value in task[by]},
+        key=float,
+    )
+    if len(values) < 2:
+        return None
+    rows = []
+    for one in evaluations:
+        cells = []
+        for value in values:
+            found = [task[by][value] for task in one["tasks"].values() if value in task[by]]
+            items = sum(share["items"] for share in found)
+            right = sum(share["accuracy"] * share["items"] for share in found)
+            cells.append(f"{right:.0f}/{items}" if items else MISSING)
+        rows.append((one["method"], *cells))
+    title = {"by_depth": "right answers, by depth", "by_length": "by length in tokens"}[by]
+    return DataTable([Column(title, words=True), *map(Column, values)], rows)
+
+
+def worst_table(evaluation: Evaluation) -> DataTable | None:
+    """Return the tokens of largest divergence, with the text before them; None without any."""
+    rows = [
+        (
+            _text_of(token),
+            f"{token['source']} {token['sequence']}:{token['position']}",
+            number(token["kl"]),
+            percent(token["baseline_probability"]),
+            percent(token["probability"]),
+        )
+        for token in evaluation["worst_tokens"][:_SHOWN]
+        if token["kl"] > 0
+    ]
+    if not rows:
+        return None
+    columns = (
+        Column("text, then the token", words=True),
+        Column("where", words=True),
+        Column("KL"),
+        Column("p uncompressed"),
+        Column("p compressed"),
+    )
+    return DataTable(columns, rows, title=f"{evaluation['method']}: tokens that diverge most")
+
+
+def harness_table(rows: Sequence[Mapping[str, Any]]) -> DataTable:
+    """Return the harness's figures, a row per task and metric and a column per method."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    found = {(row["task"], row["metric"], row["method"]): row for row in rows}
+    names = list(dict.fromkeys((row["task"], row["metric"]) for row in rows))
+    cells = [
+        (f"{task}, {metric}", *(_harness(found.get((task, metric, name))) for name in methods))
+        for task, metric in names
+    ]
+    return DataTable([Column("task and metric", words=True), *map(Column, methods)], cells)
+
+
+def _harness(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return MISSING
+    return number(row["value"]) + (f" ±{number(row['stderr'], 2)}" if row["stderr"] else "")
+
+
+def _rate(value: float) -> str:
+    # A rate that is 0 in bytes must not print as -0.000.
+    return f"{value:.3f}" if abs(value) >= 5e-4 else "0"
+
+
+def _task(evaluation: Evaluation, task: str) -> str:
+    found = evaluation["tasks"].get(task)
+    if found is None:
+        return MISSING
+    return f"{found['accuracy'] * found['items']:.0f}/{found['items']}"
+
+
+def _text_of(token: Mapping[str, Any]) -> str:
+    if token["text"] is None:
+        return f"id {token['token']}"
+    before = _visible(token["before"] or "")
+    return f"{'…' if len(before) > _BEFORE else ''}{before[-_BEFORE:]}[{_visible(token['text'])}]"
+
+
+def _visible(text: str) -> str:
+    """Write line ends, and whatever does not print, as escapes."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+# --- An evaluation as one tidy table: a row per method and figure.
+
+
+COLUMNS = (
+    "method",
+    "rate",
+    "bytes_per_token",
+    "context",
+    "protocol",
+    "scope",
+    "name",
+    "metric",
+    "value",
+    "baseline",
+    "low",
+    "high",
+    "count",
+    "dtype",
+)
+
+
+def to_csv(result: Mapping[str, Any]) -> str:
+    """Return every figure of a result of ``kvprof eval``, one to a row.
+
+    ``scope`` is ``all`` (every text together), ``text``, ``task``, ``task_depth``, ``task_length``
+    or ``harness``; ``name`` says which. ``baseline`` is the uncompressed model's figure,
+    ``low`` and ``high`` the ends of the 95 % interval where there is one, ``count`` the tokens or
+    questions behind a figure, ``dtype`` that of the full width which ``rate`` is relative to.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof eval``.
+    """
+    return tidy_csv(COLUMNS, _rows(result["data"]))
+
+
+def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for one in data["evaluations"]:
+        known = {key: one[key] for key in COLUMNS[:5]}
+        for row in (*_text_rows(one), *_task_rows(one)):
+            yield known | row | {"dtype": data["dtype"]}
+    if data["harness"] is not None:
+        for row in data["harness"]["rows"]:
+            yield {
+                "method": row["method"],
+                "protocol": "harness",
+                "scope": "harness",
+                "name": row["task"],
+                "metric": row["metric"],
+                "value": row["value"],
+                "count": row["items"],
+            }
+
+
+def _text_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    every = {"scope": "all", "name": "", "count": one["decoded_tokens"]}
+    yield {
+        **every,
+        "metric": "accuracy",
+        "value": one["accuracy"],
+        "baseline": one["baseline_accuracy"],
+    }
+    yield {
+        **every,
+        "metric": "relative_accuracy",
+        "value": one["relative_accuracy"],
+        **_ends(one["relative_accuracy_interval"]),
+    }
+    yield {
+        **every,
+        "metric": "perplexity",
+        "value": one["perplexity"],
+        "baseline": one["baseline_perplexity"],
+    }
+    yield {
+        **every,
+        "metric": "perplexity_ratio",
+        "value": one["perplexity_ratio"],
+        **_ends(one["perplexity_ratio_interval"]),
+    }
+    for name, value in one["kl"].items():
+        yield {**every, "metric": f"kl_{name}", "value": value}
+    for name, found in one["sources"].items():
+        own = {"scope": "text", "name": name, "count": found["tokens"]}
+        yield {
+            **own,
+            "metric": "accuracy",
+            "value": found["accuracy"],
+            "baseline": found["baseline_accuracy"],
+        }
+        yield {
+            **own,
+            "metric": "relative_accuracy",
+            "value": found["relative_accuracy"],
+            **_ends(found["interval"]),
+        }
+        yield {
+            **own,
+            "metric": "perplexity",
+            "value": found["perplexity"],
+            "baseline": found["baseline_perplexity"],
+        }
+        yield {**own, "metric": "kl_mean", "value": found["kl_mean"]}
+
+
+def _task_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for task, found in one["tasks"].items():
+        yield {"scope": "task", "name": task, **_share(found)}
+        difference = found["accuracy"] - found["baseline"]
+        yield {
+            "scope": "task",
+            "name": task,
+            "metric": "difference",
+            "value": difference,
+            "count": found["items"],
+            **_ends(found["difference_interval"]),
+        }
+        for by in ("depth", "length"):
+            for value, share in found[f"by_{by}"].items():
+                yield {"scope": f"task_{by}", "name": f"{task} {value}", **_share(share)}
+
+
+def _share(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "metric": "accuracy",
+        "value": found["accuracy"],
+        "baseline": found["baseline"],
+        "count": found["items"],
+    }
+
+
+def _ends(interval: Any) -> dict[str, Any]:
+    return {} if interval is None else dict(zip(("low", "high"), interval, strict=True))
+
+
+# --- The figure of an evaluation: the share of its accuracy that each method keeps, by its
+# rate.
+
+
+def figure(result: Mapping[str, Any]) -> Any:
+    """Return a point per method and rate, with its interval; what has no figure is left out.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof eval``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        For `kvprof.views.figure.figure_bytes`.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    methods: dict[str, list[tuple[float, float, list[float]]]] = {}
+    for row in result["data"]["evaluations"]:
+        kept = row["relative_accuracy"]
+        if kept is not None:
+            ends = row["relative_accuracy_interval"] or [kept, kept]
+            methods.setdefault(row["method"], []).append((row["rate"], kept, ends))
+    drawing = new_figure(6.4, 4.0)
+    axes = drawing.subplots()
+    for index, (method, points) in enumerate(methods.items()):
+        rates, kept, intervals = zip(*sorted(points), strict=True)
+        # An interval's end may lie on the figure itself, and rounding puts it beyond.
+        below = [max(0.0, one - low) for one, (low, _) in zip(kept, intervals, strict=True)]
+        above = [max(0.0, high - one) for one, (_, high) in zip(kept, intervals, strict=True)]
+        axes.errorbar(
+            rates,
+            kept,
+            yerr=[below, above],
+            capsize=3,
+            linestyle="none",
+            label=method,
+            **point_style(index),
+        )
+    axes.axhline(1.0, color="#555555", linewidth=0.8, linestyle=":")
+    unfinished = "" if result["complete"] else " (incomplete)"
+    axes.set_title(
+        f"{result['inputs'].get('model', '')}{unfinished}", fontsize="medium", parse_math=False
+    )
+    axes.set_xlabel("KV compression rate (bytes, everything counted)")
+    axes.set_ylabel("kept of the uncompressed model's accuracy")
+    axes.grid(visible=True, linewidth=0.3, alpha=0.6)
+    if methods:
+        legend = axes.legend(fontsize="small", frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return drawing
+
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "

@@ -13,8 +13,7 @@ import numpy as np
 from kvprof.errors import LackingError, UsageError
 from kvprof.printable import printable
 from kvprof.requirements import extra_command
-from kvprof.views.plot import Series
-from kvprof.views.ticks import log2_ticks
+from kvprof.views.plot import Series, log2_ticks
 
 __all__ = [
     "FORMATS",

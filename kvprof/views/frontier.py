@@ -1,33 +1,458 @@
 """The report of ``kvprof frontier``: which method keeps how many bytes at the same quality."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvprof.views.evaluation import apart_note
-from kvprof.views.frontier_csv import to_csv
-from kvprof.views.frontier_data import (
-    STOPPED,
-    base_name,
-    curves,
-    furthest,
-    lowest_drawn,
-    metric_name,
-    ranked,
-    single,
-    sure_rate,
-    undecided,
-)
-from kvprof.views.frontier_figure import figure
-from kvprof.views.frontier_tables import main_table, source_table
-from kvprof.views.numbers import count
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.evaluation import SplitTable, apart_note
+from kvprof.views.figure import draw_curves, new_figure
+from kvprof.views.numbers import MISSING, count, number
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.tables import key_values
+from kvprof.views.tables import Column, DataTable, key_values
 
-__all__ = ["figure", "report", "to_csv"]
+__all__ = [
+    "METRIC_NAMES",
+    "STOPPED",
+    "base_name",
+    "best_point",
+    "curves",
+    "figure",
+    "furthest",
+    "lowest_drawn",
+    "main_table",
+    "metric_name",
+    "ranked",
+    "report",
+    "single",
+    "source_table",
+    "sure_rate",
+    "tasks_of",
+    "to_csv",
+    "undecided",
+]
+
+# --- A frontier result as its views need it: methods in order, and those that cannot be told
+# apart.
+
+
+METRIC_NAMES = {
+    "accuracy": "next-token accuracy",
+    "perplexity": "perplexity (baseline over method)",
+    "tasks": "mean task accuracy",
+}
+
+#: The reason of a method whose search the user ended.
+STOPPED = "interrupted"
+
+#: Methods that stand in every frontier; they have nothing to turn.
+ALWAYS = ("full", "fp8")
+
+Method = Mapping[str, Any]
+
+
+def metric_name(metric: str) -> str:
+    """Return a metric in words; a task is called by its name."""
+    return METRIC_NAMES.get(metric, f"accuracy on {metric.replace('_', ' ')}")
+
+
+def ranked(result: Mapping[str, Any]) -> list[Method]:
+    """Return the methods by falling ``max_rate``; those without one last, as they were asked for.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    """
+    return sorted(
+        result["data"]["methods"],
+        key=lambda method: float("inf") if method["max_rate"] is None else -method["max_rate"],
+    )
+
+
+def best_point(method: Method) -> Mapping[str, Any] | None:
+    """Return the evaluation at a method's ``max_rate``; None where it has none."""
+    if method["max_rate"] is None:
+        return None
+    found: Mapping[str, Any] = next(
+        point for point in method["points"] if point["rate"] == method["max_rate"]
+    )
+    return found
+
+
+def single(method: Method) -> bool:
+    """Whether a method has one point, so that nothing was searched."""
+    return len(method["points"]) == 1
+
+
+def base_name(result: Mapping[str, Any]) -> str:
+    """Return what rates are relative to, in words."""
+    return f"full width in {result['data']['dtype']}"
+
+
+def sure_rate(method: Method) -> float | None:
+    """Return the largest tested rate up to which the whole interval keeps the target.
+
+    None where there is none, or the sample is too small to tell.
+    """
+    bounds = method["max_rate_interval"]
+    found: float | None = None if bounds is None else bounds[0]
+    return found
+
+
+def furthest(method: Method) -> float | None:
+    """Return the rate that a method may reach at most, given its intervals; None if not measured.
+
+    A method with nothing to turn has one rate; where no tested rate surely misses the target, and
+    where no interval is known, it may be any.
+    """
+    if not method["points"]:
+        return None
+    if single(method) and method["label"] in ALWAYS:
+        rate: float = method["points"][0]["rate"]
+        return rate
+    bounds = method["max_rate_interval"]
+    return 1.0 if bounds is None or bounds[1] is None else float(bounds[1])
+
+
+def tasks_of(result: Mapping[str, Any]) -> list[str]:
+    """Return the tasks that were evaluated."""
+    return list(result["data"]["baseline"]["tasks"])
+
+
+def undecided(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs of methods, neighbours in rank, whose largest rates may be the other way round.
+
+    The true largest rate of a method lies in ``max_rate_interval``; where two of these overlap the
+    sample does not tell which method goes further. Methods with nothing to turn are left out: their
+    rate is what it is.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    """
+    searched = [
+        method
+        for method in ranked(result)
+        if method["max_rate"] is not None
+        and method["max_rate_interval"] is not None
+        and not single(method)
+    ]
+    pairs = []
+    for further, nearer in pairwise(searched):
+        low = further["max_rate_interval"][0]
+        high = nearer["max_rate_interval"][1]
+        if low is None or high is None or low < high:
+            pairs.append((further["label"], nearer["label"]))
+    return pairs
+
+
+def lowest_drawn(result: Mapping[str, Any]) -> float:
+    """Return the share down to which a plot has to reach: ten times what the target gives away.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    """
+    return max(0.0, 1.0 - 10.0 * max(0.001, 1.0 - float(result["data"]["target"])))
+
+
+def curves(result: Mapping[str, Any], floor: float | None = None) -> list[Series]:
+    """Return one curve per method, the share kept against the rate, in order of rank.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    floor : float or None
+        Leaves out shares below it, which would flatten everything else.
+    """
+    drawn = []
+    for method in ranked(result):
+        points = [
+            point
+            for point in method["points"]
+            if point["share"] is not None and (floor is None or point["share"] >= floor)
+        ]
+        if not points:
+            continue
+        ends = [point["share_interval"] or (None, None) for point in points]
+        drawn.append(
+            Series(
+                method["label"],
+                [point["rate"] for point in points],
+                [point["share"] for point in points],
+                [end[0] for end in ends],
+                [end[1] for end in ends],
+            )
+        )
+    return drawn
+
+
+# --- The tables of a frontier report: what each method keeps, and what it costs there.
+
+
+def main_table(result: Mapping[str, Any]) -> SplitTable:
+    """Return one row per method by falling rate, with every figure at its largest rate.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    """
+    metric = result["data"]["metric"]
+    tasks = tasks_of(result)
+    own = metric not in ("accuracy", "perplexity", *tasks)
+    saved = (
+        f"largest rate of {result['data']['dtype']}",
+        "lies within",
+        "times smaller",
+        "bytes per token",
+    )
+    kept = (
+        "share of accuracy",
+        "95 % interval",
+        *([f"share of {metric_name(metric)}"] if own else []),
+        "perplexity",
+        "mean KL",
+    )
+    answers = [task.replace("_", " ") for task in tasks]
+    columns = [
+        Column("method", words=True),
+        *(Column(title) for title in (*saved, *kept, *answers)),
+    ]
+    rows = []
+    for method in ranked(result):
+        point = best_point(method)
+        rate = method["max_rate"]
+        if method["label"] == "full" and not method["points"]:
+            point, rate = _uncompressed(result), 0.0
+        if point is None:
+            known = "none" if method["points"] else "not measured"
+            rows.append([method["label"], known, *[MISSING] * (len(columns) - 2)])
+            continue
+        rows.append(
+            [
+                method["label"],
+                _rate(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
+                _within(method),
+                f"{point['compression_ratio']:.2f}",
+                MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
+                _share(point["relative_accuracy"]),
+                _interval(point.get("relative_accuracy_interval")),
+                *([_share(point["share"])] if own else []),
+                number(point["perplexity"], 4),
+                number(point["kl"]["mean"]),
+                *(_task(point, task) for task in tasks),
+            ]
+        )
+    return SplitTable(columns, rows, (len(saved), len(kept), len(answers)))
+
+
+def source_table(result: Mapping[str, Any]) -> DataTable | None:
+    """Return the share of accuracy kept on each text at the largest rate; None for one text.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    """
+    best = [(method["label"], best_point(method)) for method in ranked(result)]
+    known = [(label, point) for label, point in best if point is not None and "sources" in point]
+    names = list(dict.fromkeys(name for _, point in known for name in point["sources"]))
+    if len(names) < 2:
+        return None
+    rows = []
+    for label, point in known:
+        cells = [label]
+        for name in names:
+            found = point["sources"].get(name)
+            share = MISSING if found is None else _share(found["relative_accuracy"])
+            bounds = None if found is None else found.get("interval")
+            cells.append(f"{share} {_interval(bounds)}" if bounds else share)
+        rows.append(cells)
+    columns = [Column("share of accuracy", words=True), *(Column(name) for name in names)]
+    return DataTable(columns, rows)
+
+
+def _uncompressed(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the baseline as the point of full width, where that was not run through the cache."""
+    base = result["data"]["baseline"]
+    return {
+        "compression_ratio": 1.0,
+        "bytes_per_token": base.get("bytes_per_token"),
+        "relative_accuracy": 1.0,
+        "share": 1.0,
+        "perplexity": base["perplexity"],
+        "kl": {"mean": 0.0},
+        "tasks": base["tasks"],
+    }
+
+
+def _rate(value: float) -> str:
+    # A rate that is 0 in bytes must not print as -0.000.
+    return f"{value + 0.0:.3f}" if abs(value) >= 5e-4 else "0"
+
+
+def _within(method: Mapping[str, Any]) -> str:
+    bounds = method["max_rate_interval"]
+    if bounds is None or len(method["points"]) == 1:
+        return MISSING
+    low = "below" if bounds[0] is None else _rate(bounds[0])
+    high = "above" if bounds[1] is None else _rate(bounds[1])
+    if bounds[0] is None:
+        return MISSING if bounds[1] is None else f"under {high}"
+    return f"over {low}" if bounds[1] is None else f"{low}–{high}"
+
+
+def _share(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4f}"
+
+
+def _interval(bounds: Sequence[float | None] | None) -> str:
+    if bounds is None or None in bounds:
+        return MISSING
+    return f"[{bounds[0]:.3f}, {bounds[1]:.3f}]"
+
+
+def _task(point: Mapping[str, Any], task: str) -> str:
+    found = point["tasks"].get(task)
+    return MISSING if found is None else f"{found['accuracy']:.3f}"
+
+
+# --- A frontier result as one tidy table.
+
+
+_FIGURES = ("compression_ratio", "bytes_per_token", "share")
+_QUALITY = ("accuracy", "relative_accuracy")
+_KL = ("mean", "p999", "worst")
+
+
+def to_csv(result: Mapping[str, Any]) -> str:
+    """Return a frontier with one row per tested rate, which pandas reads as it is.
+
+    ``max_rate`` says which row of a method is its largest rate. Columns of tasks are
+    ``task_<name>`` and ``task_<name>_baseline``. Floats are written in full (`repr`).
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    """
+    tasks = tasks_of(result)
+    columns = (
+        "label",
+        "method",
+        "options",
+        "target",
+        "metric",
+        "context",
+        "dtype",
+        "rate",
+        "rate_asked",
+        "max_rate",
+        *_FIGURES,
+        "share_low",
+        "share_high",
+        *_QUALITY,
+        "relative_accuracy_low",
+        "relative_accuracy_high",
+        "perplexity",
+        "baseline_perplexity",
+        *(f"kl_{part}" for part in _KL),
+        *(f"task_{task}{end}" for task in tasks for end in ("", "_baseline")),
+    )
+    return tidy_csv(columns, _rows(result, tasks))
+
+
+def _rows(result: Mapping[str, Any], tasks: list[str]) -> Iterator[dict[str, Any]]:
+    data = result["data"]
+    common = {key: data[key] for key in ("target", "metric", "context", "dtype")}
+    for method in data["methods"]:
+        for point in method["points"]:
+            share = point["share_interval"] or (None, None)
+            relative = point.get("relative_accuracy_interval") or (None, None)
+            row = {
+                "label": method["label"],
+                "method": method["method"],
+                "options": json.dumps(method["options"], sort_keys=True),
+                **common,
+                "rate": point["rate"],
+                "rate_asked": point.get("rate_asked"),
+                "max_rate": point["rate"] == method["max_rate"],
+                **{key: point.get(key) for key in (*_FIGURES, *_QUALITY)},
+                "share_low": share[0],
+                "share_high": share[1],
+                "relative_accuracy_low": relative[0],
+                "relative_accuracy_high": relative[1],
+                "perplexity": point["perplexity"],
+                "baseline_perplexity": data["baseline"]["perplexity"],
+                **{f"kl_{part}": point.get("kl", {}).get(part) for part in _KL},
+            }
+            for task in tasks:
+                found = point["tasks"].get(task, {})
+                row[f"task_{task}"] = found.get("accuracy")
+                row[f"task_{task}_baseline"] = found.get("baseline")
+            yield row
+
+
+# --- The figure of a frontier: the share of the baseline that each method keeps, against its
+# rate.
+
+
+def figure(result: Mapping[str, Any]) -> Any:
+    """Return the curves with their intervals as bands, the target as a line.
+
+    The axis ends where ten times what the target gives away is lost; curves run out of it.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        For `kvprof.views.figure.figure_bytes`.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    data = result["data"]
+    drawing = new_figure(6.4, 4.2)
+    axes = drawing.subplots()
+    unfinished = "" if result["complete"] else " (incomplete)"
+    draw_curves(
+        axes,
+        curves(result),
+        title=f"{result['inputs']['model']} at {data['context']:,} tokens{unfinished}",
+        x_label="KV compression rate (bytes, everything counted)",
+        y_label=f"share of the baseline's {metric_name(data['metric'])}",
+    )
+    axes.axhline(data["target"], color="#555555", linewidth=0.8, linestyle=":")
+    axes.text(
+        1.0,
+        data["target"],
+        f"{data['target']:g} ",
+        transform=axes.get_yaxis_transform(),
+        ha="right",
+        va="bottom",
+        fontsize="small",
+        color="#555555",
+    )
+    floor = lowest_drawn(result)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, data["target"])))
+    return drawing
+
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "

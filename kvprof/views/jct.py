@@ -1,45 +1,671 @@
 """The report of ``kvprof bench --jct``: where does the time of a request go?"""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, log10
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.console import Group as Together
-from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.cases import Account, accounts
-from kvprof.views.durations import change, duration, signed_percent, unit_of
-from kvprof.views.jct_bars import StackedBars, bar_of
-from kvprof.views.jct_csv import to_csv
+from kvprof.records.cases import Account, accounts, ordered_parts
+from kvprof.sizes import format_bytes
+from kvprof.views.jct_bars import BalanceStrip, StackedBars, bar_of, strip_scales
 from kvprof.views.jct_data import (
     Group,
     Sweep,
     detailed,
     groups,
     memory_curves,
+    peak_name,
     step_curves,
     sweep_curves,
     sweeps,
 )
 from kvprof.views.jct_figure import figure
-from kvprof.views.jct_notes import notes, provenance
-from kvprof.views.jct_strips import BalanceStrip, strip_scales
-from kvprof.views.jct_tables import (
-    PartTable,
-    doubt_table,
-    layer_table,
-    memory_table,
-    summary_table,
-    sweep_table,
+from kvprof.views.kinds import loose_parts
+from kvprof.views.numbers import (
+    MISSING,
+    change,
+    count,
+    duration,
+    number,
+    percent,
+    shared,
+    signed_percent,
+    span,
+    unit_of,
 )
-from kvprof.views.jct_telemetry import telemetry_table, throttled
-from kvprof.views.loose import loose_parts
-from kvprof.views.numbers import count
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.tables import key_values
+from kvprof.views.tables import Column, DataTable, key_values
 
-__all__ = ["figure", "report", "to_csv"]
+__all__ = [
+    "PartTable",
+    "doubt_table",
+    "figure",
+    "layer_table",
+    "memory_table",
+    "notes",
+    "provenance",
+    "report",
+    "summary_table",
+    "sweep_table",
+    "telemetry_table",
+    "throttled",
+    "to_csv",
+]
+
+# --- The tables of a report of job completion time.
+
+
+def summary_table(group: Group) -> DataTable:
+    """Return one row per case of a request: job completion time, first token, between tokens."""
+    against = group.against()
+    columns = [Column("method", words=True), Column("rate")]
+    cells: list[list[str]] = [
+        group.names,
+        [MISSING if case["rate"] is None else f"{case['rate']:.3f}" for case in group.cases],
+    ]
+    for key, title in (("jct_seconds", "JCT"), ("ttft_seconds", "TTFT"), ("tbt_seconds", "TBT")):
+        factor, unit = unit_of(case[key] for case in group.cases)
+        columns.append(Column(f"{title} ({unit})"))
+        cells.append([_scaled(case[key], factor) for case in group.cases])
+        if against is not None and len(group.cases) > 1:
+            columns.append(Column(f"to {against}"))
+            cells.append(
+                [
+                    MISSING
+                    if case is group.baseline
+                    else signed_percent(change(case[key], group.base(key)))
+                    for case in group.cases
+                ]
+            )
+    return DataTable(columns, list(zip(*cells, strict=True)))
+
+
+def doubt_table(group: Group, accounts: Mapping[str, Account]) -> DataTable | None:
+    """Return what tells how far the figures can be believed; None where nothing does.
+
+    Parameters
+    ----------
+    group : Group
+    accounts : mapping
+        By case.
+    """
+    rows = []
+    factor, unit = unit_of(case["tbt_p99_seconds"] for case in group.cases)
+    for name, case in zip(group.names, group.cases, strict=True):
+        rows.append(
+            (
+                name,
+                _scaled(case["tbt_p99_seconds"], factor),
+                signed_percent(case["overhead"]),
+                signed_percent(case["decode_overhead"]),
+                _unattributed(accounts[case["case"]]),
+                number(case["energy_per_token_joules"]),
+            )
+        )
+    titles = (
+        "method",
+        f"TBT p99 ({unit})",
+        "timing costs",
+        "of decode",
+        "unattributed",
+        "J per token",
+    )
+    kept = [
+        index
+        for index in range(len(titles))
+        if index == 0 or any(row[index] != MISSING for row in rows)
+    ]
+    if len(kept) == 1:
+        return None
+    return DataTable(
+        [Column(titles[index], words=index == 0) for index in kept],
+        [[row[index] for index in kept] for row in rows],
+    )
+
+
+def _unattributed(account: Account) -> str:
+    # Beside its bar it says what parts that do not add up sum to.
+    share = account.unattributed_share() if account.adds_up() else None
+    return percent(share).replace("-", "−")
+
+
+@dataclass(frozen=True)
+class PartTable:
+    """Parts as rows, cases as columns: time, share and difference to the baseline's part.
+
+    As many cases as fit stand side by side; the others follow below.
+
+    Attributes
+    ----------
+    group : Group
+    accounts : mapping
+        By case.
+    apart : mapping
+        Case to the parts that are differences of two times.
+    """
+
+    group: Group
+    accounts: Mapping[str, Account]
+    apart: Mapping[str, frozenset[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        group = self.group
+        own = [self.accounts[case["case"]].by_part() for case in group.cases]
+        parts = ordered_parts(part for one in own for part in one)
+        if not parts:
+            yield Text("Nothing was timed in parts yet.", style="dim", overflow="fold")
+            return
+        known = [value for one in own for value in one.values()]
+        factor, unit = unit_of(known)
+        decimals = _decimals(known, factor)
+        first = Column(f"part ({unit})", words=True)
+        blocks = [self._block(index, parts, factor, decimals) for index in range(len(group.cases))]
+        room = options.max_width - max([len(first.title), *map(len, parts)])
+        chunk: list[tuple[list[Column], list[list[str]]]] = []
+        used = 0
+        for block in blocks:
+            width = sum(
+                2 + max(len(column.title), *map(len, cells))
+                for column, cells in zip(*block, strict=True)
+            )
+            if chunk and used + width > room:
+                yield _joined(first, parts, chunk)
+                yield Text()
+                chunk, used = [], 0
+            chunk.append(block)
+            used += width
+        if chunk:
+            yield _joined(first, parts, chunk)
+        if any(self.apart.get(case["case"]) for case in group.cases):
+            yield Text("* a difference of two measured times", style="dim", overflow="fold")
+
+    def _block(
+        self, index: int, parts: Sequence[str], factor: float, decimals: int
+    ) -> tuple[list[Column], list[list[str]]]:
+        group = self.group
+        case = group.cases[index]
+        account = self.accounts[case["case"]]
+        own = account.by_part()
+        stars = self.apart.get(case["case"], frozenset())
+        columns = [Column(group.names[index]), Column("share")]
+        cells = [
+            [_fixed(own.get(part), factor, decimals) + "*" * (part in stars) for part in parts],
+            [
+                percent(account.share(own[part])).replace("-", "−") if part in own else MISSING
+                for part in parts
+            ],
+        ]
+        if group.baseline is not None and case is not group.baseline and case["jct_seconds"]:
+            base = self.accounts[group.baseline["case"]].by_part()
+            columns.append(Column("differs"))
+            cells.append(
+                [
+                    _fixed(own.get(part, 0.0) - base.get(part, 0.0), factor, decimals, "+")
+                    if part in own or part in base
+                    else MISSING
+                    for part in parts
+                ]
+            )
+        return columns, cells
+
+
+def _joined(
+    first: Column, parts: Sequence[str], chunk: Sequence[tuple[list[Column], list[list[str]]]]
+) -> DataTable:
+    columns = [first, *(column for own, _ in chunk for column in own)]
+    cells = [list(parts), *(one for _, own in chunk for one in own)]
+    # A part that none of these cases has is of others.
+    rows = [row for row in zip(*cells, strict=True) if any(cell != MISSING for cell in row[1:])]
+    return DataTable(columns, rows)
+
+
+def sweep_table(sweep: Sweep) -> DataTable:
+    """Return job completion time by length, a column per method with its difference."""
+    methods = sweep.methods()
+    factor, unit = unit_of(case["jct_seconds"] for group in sweep.members for case in group.cases)
+    title = "input" if sweep.varied == "input_len" else "output"
+    against = next((name for group in sweep.members if (name := group.against())), None)
+    columns = [Column(f"{title} (JCT in {unit})", words=True)]
+    for method in methods:
+        columns.append(Column(method))
+        if against is not None and method != against:
+            columns.append(Column(f"to {against}"))
+    rows = []
+    for group in sweep.members:
+        own = dict(zip(group.names, group.cases, strict=True))
+        row = [count(sweep.length(group))]
+        for method in methods:
+            value = own[method]["jct_seconds"] if method in own else None
+            row.append(_scaled(value, factor))
+            if against is not None and method != against:
+                row.append(signed_percent(change(value, group.base("jct_seconds"))))
+        rows.append(row)
+    return DataTable(columns, rows)
+
+
+def memory_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
+    """Return the cache's bytes of each case at its longest context; None without any."""
+    rows = []
+    for name, case in zip(group.names, group.cases, strict=True):
+        own = [row for row in result["data"]["memory"] if row["case"] == case["case"]]
+        if not own:
+            continue
+        last = max(own, key=lambda row: row["context"])
+        peaks = [row["peak"] for row in own if row["peak"] is not None]
+        saved = 1 - last["logical"] / last["full_width"] if last["full_width"] else None
+        rows.append(
+            (
+                name,
+                count(last["context"]),
+                format_bytes(last["logical"]),
+                percent(saved),
+                format_bytes(last["allocated"]),
+                format_bytes(last["full_width"]),
+                peaks,
+            )
+        )
+    columns = [
+        Column("method", words=True),
+        Column("at tokens"),
+        Column("stored"),
+        Column("saved"),
+        Column("allocated"),
+        Column("full width"),
+    ]
+    if any(peaks for *_, peaks in rows):  # nobody holds the whole cache of a composed request
+        columns.append(Column(peak_name(result["inputs"])))
+    cells = [(*row, format_bytes(max(peaks)) if peaks else MISSING) for *row, peaks in rows]
+    return DataTable(columns, [row[: len(columns)] for row in cells]) if rows else None
+
+
+def layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
+    """Return a row per case: what its layers keep, cost and get wrong; None without any."""
+    rows = []
+    own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
+    times = [row["seconds"] for row in result["data"]["layers"] if row["case"] in own]
+    factor, unit = unit_of(times)
+    heads = result["data"]["shape"].get("num_kv_heads")
+    # A composed run times one layer for all, so none of them has a time of its own.
+    timed = any(seconds is not None for seconds in times)
+    for case, name in own.items():
+        layers = [row for row in result["data"]["layers"] if row["case"] == case]
+        if not layers:
+            continue
+        errors = [(row["error"], row["layer"]) for row in layers if row["error"] is not None]
+        seconds = [row["seconds"] * factor for row in layers if row["seconds"] is not None]
+        rows.append(
+            (
+                name,
+                *(_kept(layers, key, heads) for key in ("key_ranks", "value_ranks")),
+                *([span(seconds)] if timed else []),
+                _largest(errors),
+            )
+        )
+    columns = (
+        Column("method", words=True),
+        Column("key ranks"),
+        Column("value ranks"),
+        *([Column(f"cache work ({unit} a layer)")] if timed else []),
+        Column("largest error"),
+    )
+    return DataTable(columns, rows) if rows else None
+
+
+def _kept(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> str:
+    known = [row[key] for row in layers if row[key]]
+    return shared(
+        span([rank for ranks in known for rank in ranks]), heads, len(known[0]) if known else 0
+    )
+
+
+def _largest(errors: Sequence[tuple[float, int]]) -> str:
+    if not errors:
+        return MISSING
+    error, layer = max(errors)
+    return f"{number(error, 2)} (layer {layer})" if error > 0 else "0"
+
+
+def _scaled(value: float | None, factor: float) -> str:
+    return MISSING if value is None else number(value * factor).replace("-", "−")
+
+
+def _decimals(seconds: Sequence[float], factor: float) -> int:
+    """Return the decimals of a column whose largest figure has four digits or more.
+
+    Fixed, so that the points stand below each other and a difference is as precise as its terms.
+    """
+    most = max((abs(value) * factor for value in seconds), default=0.0)
+    return min(6, max(0, 3 - floor(log10(most)))) if most > 0 else 0
+
+
+def _fixed(value: float | None, factor: float, decimals: int, plus: str = "") -> str:
+    if value is None:
+        return MISSING
+    text = f"{abs(value) * factor:,.{decimals}f}"
+    if not any(digit in text for digit in "123456789"):
+        return text
+    return f"{'−' if value < 0 else plus}{text}"
+
+
+# --- The machine during a run: clocks, power, temperature, memory, and what slowed it down.
+
+
+_UNITS = {
+    "sm_mhz": ("SM clock", "MHz", 1.0),
+    "memory_mhz": ("memory clock", "MHz", 1.0),
+    "power_w": ("power", "W", 1.0),
+    "temperature_c": ("temperature", "°C", 1.0),
+    "utilisation": ("utilisation", "%", 100.0),
+    "load": ("load", "%", 100.0),
+}
+
+
+def telemetry_table(telemetry: Mapping[str, Any]) -> DataTable | None:
+    """Return a row per device and value: median and range over the run; None without any."""
+    rows = []
+    for device, found in telemetry.items():
+        for name, values in found["values"].items():
+            known = (values["median"], values["least"], values["most"])
+            if name.endswith("_bytes"):
+                words = name.removesuffix("_bytes")
+                cells = tuple(format_bytes(value) for value in known)
+            else:
+                words, unit, factor = _UNITS.get(name, (name, "", 1.0))
+                cells = tuple(f"{number(value * factor)} {unit}".rstrip() for value in known)
+            rows.append((device, words, *cells))
+    columns = (
+        Column("device", words=True),
+        Column("value", words=True),
+        Column("median"),
+        Column("least"),
+        Column("most"),
+    )
+    return DataTable(columns, rows) if rows else None
+
+
+def throttled(telemetry: Mapping[str, Any]) -> list[RenderableType]:
+    """Return a line per device and reason for which it ran slower; none where nothing slowed it."""
+    lines = [
+        f"{device} was throttled in {times} of {found['samples']} samples: {reason}"
+        for device, found in telemetry.items()
+        for reason, times in found["throttled"].items()
+    ]
+    return [bullets(lines, "yellow")] if lines else []
+
+
+# --- What a reader of a report of job completion time must know beside its figures.
+
+
+_MODES = {
+    "real": "A real run: the model generated through the runtime; JCT, TTFT and TBT are wall "
+    "times.",
+    "composed": "A composed run: the parts of one layer, timed at a ladder of contexts and "
+    "integrated over prefill and every decode step. Nobody ran the whole request.",
+}
+_PARTS = (
+    "Parts were timed in runs with marks, in turn with runs without; the wall time without marks "
+    "decides, and what no part explains is unattributed (negative: parts sum to more)."
+)
+_COMPOSED_PARTS = (
+    "Unattributed is what the whole layers take beyond the sum of their parts (negative: the parts "
+    "sum to more)."
+)
+_SHARES = (
+    "Share: of the case's job completion time, over prefill and decode; none where the parts of a "
+    "phase sum to more than its time by over 10 % of the request. Differs: the part's time less "
+    "the same part's time of {baseline}."
+)
+_TIMES = (
+    "JCT: prefill and all output tokens. TTFT: prefill. TBT: the median decode step; p99, its 99th "
+    "percentile."
+)
+_TIMING = (
+    "Timing costs: what timing every part added to the request, and to its decode steps; the times "
+    "above are without it."
+)
+_APART = (
+    "In brackets: the 95 % interval of the difference between two job completion times, from those "
+    "of both."
+)
+_ENERGY = "J per token: the energy of the whole request over its output tokens."
+_LONGEST = (
+    "lpt: FDC's longest-first assignment, which gives a head of a sequence to one multiprocessor "
+    "whole; with fewer of them than multiprocessors the others have nothing to do."
+)
+_PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."
+
+
+def notes(result: Mapping[str, Any]) -> list[str]:
+    """Return how to read the report, with what the cases' labels say.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    """
+    data = result["data"]
+    composed = data["mode"] == "composed"
+    found = [_MODES[data["mode"]], _TIMES, _COMPOSED_PARTS if composed else _PARTS]
+    found.append(_SHARES.format(baseline=data["baseline"]))
+    if any(case["overhead"] is not None for case in data["cases"]):
+        found.append(_TIMING)
+    if any(group.apart(case) for group in groups(result) for case in group.cases):
+        found.append(_APART)
+    if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
+        found.append(_ENERGY)
+    if peak_name(result["inputs"]) == "process peak" and data["memory"]:
+        found.append(_PROCESS)
+    if any(row["schedule"] == "lpt" for row in data["balance"]):
+        found.append(_LONGEST)
+    labels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for case in data["cases"]:
+        for name, text in case["labels"].items():
+            if name != "by_difference":
+                labels.setdefault((name, text), []).append(case)
+    for (name, text), own in labels.items():
+        of = _whose(result, own)
+        found.append(f"{name[:1].upper()}{name[1:].replace('_', ' ')}{of}: {text}.")
+    return found
+
+
+def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
+    """Return of which cases something is told, as short as can be; nothing where it is of all."""
+    every = result["data"]["cases"]
+    if len(own) == len(every):
+        return ""
+    names = {case["case"] for case in own}
+    methods = list(dict.fromkeys(case["method"] for case in own))
+    if len(own) == sum(case["method"] in methods for case in every):
+        return f" ({', '.join(methods)})"
+    whole = [group for group in groups(result) if names >= {one["case"] for one in group.cases}]
+    if len(own) == sum(len(group.cases) for group in whole):
+        return f" ({'; '.join(group.name for group in whole)})"
+    return f" ({', '.join(case['case'] for case in own)})"
+
+
+def provenance(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what was measured with what.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    """
+    inputs, data, environment = result["inputs"], result["data"], result["environment"]
+    shape = data["shape"]
+    packages = environment.get("packages", {})
+    gpus = environment.get("gpus", [])
+    device = str(inputs.get("device", ""))
+    cpu = environment["cpu"]
+    machine = f"{cpu['model']}, {cpu['threads']} threads"
+    if device.startswith("cuda") and gpus:
+        index = int(device.partition(":")[2] or 0)
+        machine = f"{gpus[min(index, len(gpus) - 1)]['name']} ({device})"
+    shown = {
+        "shape": ", ".join(
+            [
+                str(shape["name"]),
+                *(
+                    f"{shape[key]} {words}"
+                    for key, words in (
+                        ("layers", "layers"),
+                        ("num_heads", "query heads"),
+                        ("num_kv_heads", "KV heads"),
+                    )
+                    if key in shape
+                ),
+            ]
+        ),
+        "run": data["mode"],
+        "device": machine,
+        "dtype": inputs.get("dtype"),
+        "torch": packages.get("torch"),
+        "seed": inputs.get("seed"),
+        "written": result.get("created"),
+    }
+    return {key: str(value) for key, value in shown.items() if value is not None}
+
+
+# --- A ``jct`` result as one tidy table.
+
+
+_REQUEST = ("case", "method", "batch", "input_len", "output_len")
+_FIGURES = (
+    "rate",
+    "jct_seconds",
+    "ttft_seconds",
+    "decode_seconds",
+    "tbt_seconds",
+    "tbt_p99_seconds",
+    "instrumented_seconds",
+    "overhead",
+    "decode_overhead",
+    "measured_seconds",
+    "unattributed_share",
+    "excess_share",
+    "energy_per_token_joules",
+    "complete",
+)
+_COLUMNS = (
+    "kind",
+    *_REQUEST,
+    "phase",
+    "part",
+    "step",
+    "layer",
+    "context",
+    "seconds",
+    "share",
+    "by_difference",
+    "weight",
+    *_FIGURES,
+    "key_rank_mean",
+    "value_rank_mean",
+    "nbytes",
+    "error",
+    "logical",
+    "allocated",
+    "full_width",
+    "peak",
+    "level",
+    "tokens",
+    "schedule",
+    "sm",
+    "predicted",
+    "measured",
+    "device",
+    "time",
+    "name",
+    "value",
+)
+
+
+def to_csv(result: Mapping[str, Any]) -> str:
+    """Return what was measured, one observation per row; ``kind`` says of what.
+
+    ``case``: a case's totals. ``part``: a part of a case in one phase. ``step``: a forward pass.
+    ``layer``: a layer of a case. ``memory``: the cache's bytes at a context, and ``level``: its
+    tokens per level. ``balance``: a multiprocessor under a schedule. ``telemetry``: a value of a
+    device. Floats are written in full (`repr`).
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``jct``.
+    """
+    return tidy_csv(_COLUMNS, _rows(result["data"]))
+
+
+def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    known = accounts(data)
+    request = {case["case"]: {key: case[key] for key in _REQUEST} for case in data["cases"]}
+    for case in data["cases"]:
+        account = known[case["case"]]
+        yield {
+            "kind": "case",
+            **{key: case.get(key) for key in (*_REQUEST, *_FIGURES)},
+            "measured_seconds": account.seconds,
+            "excess_share": account.excess_share(),
+        }
+    for row in data["parts"]:
+        yield {"kind": "part", **row, "share": known[row["case"]].share(row["seconds"])}
+    for row in data["steps"]:
+        yield {"kind": "step", **request[row["case"]], **row}
+    for row in data["layers"]:
+        yield {
+            "kind": "layer",
+            **request[row["case"]],
+            **{key: row[key] for key in ("layer", "nbytes", "error", "seconds")},
+            "key_rank_mean": _mean(row["key_ranks"]),
+            "value_rank_mean": _mean(row["value_ranks"]),
+        }
+    for row in data["memory"]:
+        known = {key: value for key, value in row.items() if key != "levels"}
+        yield {"kind": "memory", **request[row["case"]], **known}
+        for level, tokens in row["levels"].items():
+            yield {
+                "kind": "level",
+                **request[row["case"]],
+                "context": row["context"],
+                "level": level,
+                "tokens": tokens,
+            }
+    for row in data["balance"]:
+        measured = row["measured"] or [None] * len(row["predicted"])
+        for sm, (work, busy) in enumerate(zip(row["predicted"], measured, strict=False)):
+            yield {
+                "kind": "balance",
+                **request[row["case"]],
+                "schedule": row["schedule"],
+                "phase": row["phase"],
+                "sm": sm,
+                "predicted": work,
+                "measured": busy,
+            }
+    for device, found in data["telemetry"].items():
+        series = found["series"]
+        for name in series:
+            if name == "time":
+                continue
+            for time, value in zip(series["time"], series[name], strict=True):
+                if value is not None:
+                    yield {
+                        "kind": "telemetry",
+                        "device": device,
+                        "time": time,
+                        "name": name,
+                        "value": value,
+                    }
+
+
+def _mean(ranks: list[float] | None) -> float | None:
+    return sum(ranks) / len(ranks) if ranks else None
+
 
 _HEIGHT = 14
 _EXTRA = {
@@ -219,10 +845,15 @@ def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
     parts += [
         Text(),
         LinePlot(
-            curves.series, curves.what, curves.x_label, curves.unit, height=_HEIGHT, log_x=True,
+            curves.series,
+            curves.what,
+            curves.x_label,
+            curves.unit,
+            height=_HEIGHT,
+            log_x=True,
             log_y=curves.log_y,
         ),
-    ]  # fmt: skip
+    ]
     for method in sweep.methods():
         bars = [
             bar_of(count(sweep.length(group)), known[case["case"]])

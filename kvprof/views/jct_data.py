@@ -8,8 +8,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from kvprof.views.durations import unit_of
-from kvprof.views.numbers import count
+from kvprof.views.numbers import count, unit_of
 from kvprof.views.plot import Series
 
 __all__ = [

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprof.records.cases import UNTIMED, Account, accounts, ordered_parts
-from kvprof.views.durations import unit_of
 from kvprof.views.figure import draw_curves, new_figure
 from kvprof.views.jct_bars import Bar, StackedBars, bar_of
 from kvprof.views.jct_data import (
@@ -16,7 +15,7 @@ from kvprof.views.jct_data import (
     sweep_curves,
     sweeps,
 )
-from kvprof.views.numbers import count
+from kvprof.views.numbers import count, unit_of
 from kvprof.views.plot import Series
 
 __all__ = ["bars_figure", "figure", "plain_counts"]
@@ -180,9 +179,14 @@ def _sweep(axes: Any, sweep: Sweep, method: str, known: Mapping[str, Account]) -
     for place, bar in zip(places, bars, strict=True):
         if "!" in bar.note:
             axes.annotate(
-                bar.note, (place, 50), rotation=90, ha="center", va="center", fontsize="x-small",
+                bar.note,
+                (place, 50),
+                rotation=90,
+                ha="center",
+                va="center",
+                fontsize="x-small",
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-            )  # fmt: skip
+            )
     axes.set_xticks(places, [bar.label for bar in bars], rotation=45, fontsize="small")
     axes.set_xlabel("input tokens" if sweep.varied == "input_len" else "output tokens")
     axes.set_ylabel("share of the time (%)")
@@ -197,9 +201,15 @@ def _bars(
         values = [max(0.0, stack.get(part, 0.0)) for stack in stacks]
         colour, hatch = _LOOK.get(part, _UNKNOWN)
         draw(
-            places, values, 0.72, color=colour, hatch=hatch, edgecolor="black", linewidth=0.2,
+            places,
+            values,
+            0.72,
+            color=colour,
+            hatch=hatch,
+            edgecolor="black",
+            linewidth=0.2,
             **{side: list(ends)},
-        )  # fmt: skip
+        )
         ends = [end + value for end, value in zip(ends, values, strict=True)]
 
 
@@ -228,10 +238,15 @@ def _legend(drawing: Any, parts: Sequence[str], *, below: bool = False) -> None:
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor=_LOOK.get(part, _UNKNOWN)[0], hatch=_LOOK.get(part, _UNKNOWN)[1],
-              edgecolor="black", linewidth=0.2, label=part)
+        Patch(
+            facecolor=_LOOK.get(part, _UNKNOWN)[0],
+            hatch=_LOOK.get(part, _UNKNOWN)[1],
+            edgecolor="black",
+            linewidth=0.2,
+            label=part,
+        )
         for part in parts
-    ]  # fmt: skip
+    ]
     if patches:
         drawing.legend(
             handles=patches,

@@ -1,16 +1,107 @@
 """Any result: the report that was shown when it was measured, its CSV and its figure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kvprof.sizes import format_bytes
+from kvprof.views.numbers import MISSING, duration, number, percent
 from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
-from kvprof.views.tables import key_values
+from kvprof.views.tables import Column, DataTable, key_values
 
-__all__ = ["csv_of", "figure_of", "report"]
+__all__ = ["csv_of", "figure_of", "flat_tables", "loose_parts", "report"]
+
+# --- Data without a fixed form, as tables: its rows, and what stands beside them.
+
+
+_SHARES = ("share", "overhead", "difference", "rate")
+
+
+def flat_tables(value: Any, name: str = "") -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield every list of rows inside a value with the name it stands under.
+
+    Entries of a row that are mappings themselves become columns ``outer.inner``.
+
+    Parameters
+    ----------
+    value : object
+        Mappings, sequences and scalars, as JSON has them.
+    name : str
+        Of `value` itself.
+    """
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from flat_tables(entry, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        rows = [_flat(row) for row in value if isinstance(row, Mapping)]
+        if rows:
+            yield name, rows
+
+
+def loose_parts(value: Any) -> Iterator[RenderableType]:
+    """Yield what shows a value: its scalars, then each of its lists of rows as a table.
+
+    Lists of numbers are left out; CSV and JSON have them.
+
+    Parameters
+    ----------
+    value : object
+        As of `flat_tables`.
+    """
+    if isinstance(value, Mapping):
+        plain = {
+            key.replace("_", " "): _cell(key, entry)
+            for key, entry in _flat(value).items()
+            if not isinstance(entry, list)
+        }
+        if plain:
+            yield key_values(plain)
+    for name, rows in flat_tables(value):
+        yield Text()
+        keys = [
+            key
+            for key in dict.fromkeys(key for row in rows for key in row)
+            if not any(isinstance(row.get(key), list) for row in rows)
+        ]
+        cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
+        columns = [
+            Column(
+                key.removesuffix("_seconds").removesuffix("_bytes").replace("_", " "),
+                words=any(isinstance(row.get(key), str) for row in rows),
+            )
+            for key in keys
+        ]
+        yield DataTable(columns, cells, title=name.replace("_", " ").replace(".", ", "))
+
+
+def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, entry in row.items():
+        if isinstance(entry, Mapping):
+            found |= _flat(entry, f"{before}{key}.")
+        else:
+            found[before + key] = entry
+    return found
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if any(part.endswith("_seconds") or part == "seconds" for part in key.split(".")):
+        return duration(value)
+    if any(part.endswith("bytes") for part in key.split(".")):
+        return format_bytes(value)
+    if any(part.endswith(_SHARES) for part in key.split(".")):
+        return percent(value).replace("-", "−")
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
 
 # A kind's module is loaded when a result of it is there: the others cost time.
 _MODULES = {
@@ -97,8 +188,6 @@ def _generate(result: Mapping[str, Any]) -> RenderableType:
 
 def _benchmark(result: Mapping[str, Any]) -> RenderableType:
     """Return the figures of a program in ``benchmarks/``, each of which has its own."""
-    from kvprof.views.loose import loose_parts
-
     parts: list[RenderableType] = [
         paragraph(f"benchmarks/{result['inputs']['benchmark']}.py", "bold"),
         *loose_parts(result["data"]),

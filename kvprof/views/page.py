@@ -4,14 +4,18 @@ Every renderable here asks the console for its width and its encoding when it is
 report reflows from 120 to 60 columns.
 """
 
+import csv
 import io
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
 from kvprof.console import PrintableConsole
+from kvprof.printable import printable
 
 __all__ = [
     "Bullet",
@@ -22,9 +26,56 @@ __all__ = [
     "incomplete_note",
     "paragraph",
     "render_text",
+    "tidy_csv",
     "to_ascii",
     "wrap",
 ]
+
+# --- Tidy tables as CSV: one row per observation, empty where a column does not apply.
+
+
+# Some programs take the wide signs of East Asian keyboards, and look past blanks in front.
+_FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]|[\t\n]")
+
+
+def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as CSV with a header, which pandas reads without an option.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        Header, in order.
+    rows : iterable of mapping
+        Column to value; a missing column and None are written empty, floats in full (`repr`). A
+        text that a spreadsheet would run as a formula has an apostrophe in front, which the
+        spreadsheet hides; what moves a terminal's cursor is left out.
+
+    Raises
+    ------
+    ValueError
+        When a row holds a column that the header does not name.
+    """
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    writer.writerow({name: _cell(name) for name in columns})
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    clean = printable(value)
+    return f"'{clean}" if _FORMULA.match(clean) and not _is_number(clean) else clean
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
 
 # One character for one, so that nothing shifts. Braille and shades are replaced where they are
 # drawn, because there the replacement has to keep a meaning.

@@ -1,22 +1,514 @@
 """The report of ``kvprof recipe run``: claimed, measured, interval and verdict in one table."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from kvprof.views.figure import new_figure
+from kvprof.views.numbers import MISSING, axis_number, duration, interval, number
 from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
-from kvprof.views.recipe_words import (
-    claimed_words,
-    interval_words,
-    line_words,
-    measured_words,
-    verdict_words,
-)
 from kvprof.views.tables import Column, DataTable
 
-__all__ = ["VERDICT_ORDER", "answer", "paper_notes", "report"]
+__all__ = [
+    "VERDICT_ORDER",
+    "Beside",
+    "Strip",
+    "answer",
+    "beside_figure",
+    "check_words",
+    "claimed_words",
+    "interval_words",
+    "ledger",
+    "limits_of",
+    "line_words",
+    "lines",
+    "listing",
+    "measured_words",
+    "paper_notes",
+    "published_words",
+    "report",
+    "strips_of",
+    "verdict_words",
+]
+
+# --- A ledger's entries in words: what was claimed, what was measured, which side of it.
+
+
+_HELD = ("reproduced", "reproduced in direction")
+_SIGNS = {"at_least": "≥", "at_most": "≤", "above": ">", "below": "<"}
+
+
+def published_words(one: Mapping[str, Any]) -> str:
+    """Write a published number with its unit: ``0.45 removal rate``, ``0.93 to 0.97 …``."""
+    if one["value"] is not None:
+        return f"{axis_number(one['value'])} {one['unit']}"
+    return f"{axis_number(one['low'])} to {axis_number(one['high'])} {one['unit']}"
+
+
+def limits_of(line: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the lower and upper limit of a line with its tolerance; equal where there is one."""
+    low, high = line["limit"][0], line["limit"][-1]
+    share, fixed = line["tolerance_share"], line["tolerance"]
+
+    def slack(limit: float) -> float:
+        return share * abs(limit) if share is not None else fixed or 0.0
+
+    if line["check"] in ("at_least", "above"):
+        return (low - slack(low),) * 2
+    if line["check"] in ("at_most", "below"):
+        return (high + slack(high),) * 2
+    return low - slack(low), high + slack(high)
+
+
+def check_words(line: Mapping[str, Any]) -> str:
+    """Write what must hold, the tolerance included: ``≥ 0.98``, ``4.5 to 5.5``."""
+    low, high = limits_of(line)
+    sign = _SIGNS.get(line["check"])
+    return f"{sign} {axis_number(low)}" if sign else f"{axis_number(low)} to {axis_number(high)}"
+
+
+def claimed_words(entry: Mapping[str, Any], line: Mapping[str, Any]) -> str:
+    """Write what the paper says and what must hold for it."""
+    found = [one for one in entry["published"] if one["id"] == line["published"]]
+    said = f"{published_words(found[0])}; " if found else ""
+    return f"{said}{check_words(line)}"
+
+
+def measured_words(line: Mapping[str, Any]) -> str:
+    """Write the number alone."""
+    return number(line["measured"], 4)
+
+
+def interval_words(line: Mapping[str, Any]) -> str:
+    """Write the interval alone."""
+    if line["interval"] is None:
+        return MISSING
+    return interval(line["measured"], line["interval"], 4).partition(" ")[2]
+
+
+def line_words(line: Mapping[str, Any]) -> str:
+    """Write whether a line holds, or why that cannot be told."""
+    if line["measured"] is None:
+        return "not measured"
+    if line["holds"] is None:
+        said = "open: limit inside the interval" if line["uncertain"] else "open: doubtful"
+    else:
+        said = "holds" if line["holds"] else "fails"
+        said += " by construction" if line["by_construction"] and line["holds"] else ""
+    return f"{said} (weaker claim)" if line["direction"] else said
+
+
+def verdict_words(entry: Mapping[str, Any]) -> str:
+    """Write the verdict, and whether nothing that could have been otherwise led to it."""
+    held = [line for line in entry["lines"] if line["holds"]]
+    made = entry["verdict"] in _HELD and all(line["by_construction"] for line in held)
+    return f"{entry['verdict']}, by construction" if made else str(entry["verdict"])
+
+
+# --- What was measured beside what was published: a strip per line of a verdict, all on one
+# axis.
+
+
+_LEAST = 24  # columns of a strip
+_MOST_LABEL = 28
+_NEAR = 1.25
+_LEAST_SPAN = 1.1  # the axis reaches at least from 1 / this to this
+_COLOURS = {True: "#0072B2", False: "#D55E00", None: "#555555"}
+_SAID = {True: "", False: " fails", None: " open"}
+_MARKS = {True: "o", False: "X", None: "s"}
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A line of a verdict, over its reference.
+
+    Attributes
+    ----------
+    label : str
+    low, high : float
+        What was published, 1 or a range around it; the limit where no number is published in the
+        measure's unit.
+    value : float
+    interval : (float, float) or None
+    holds : bool or None
+        None where that is open.
+    stated : bool
+        Whether the reference is a published number rather than the recipe's limit.
+    """
+
+    label: str
+    low: float
+    high: float
+    value: float
+    interval: tuple[float, float] | None
+    holds: bool | None
+    stated: bool
+
+
+def strips_of(entry: Mapping[str, Any]) -> list[Strip]:
+    """Return the strips of an entry; a line with nothing to be held against has none."""
+    known = {one["id"]: one for one in entry["published"]}
+    found = []
+    for line in entry["lines"]:
+        if line["measured"] is None:
+            continue
+        one = known.get(line["published"])
+        ends = (line["limit"][0], line["limit"][-1])
+        stated = one is not None and _comparable(one, line)
+        if one is not None and stated:
+            ends = _ends(one)
+        middle = sum(ends) / 2
+        # What is not positive has no ratio.
+        if min(*ends, line["measured"]) <= 0:
+            continue
+        bounds = line["interval"]
+        found.append(
+            Strip(
+                line["measure"],
+                ends[0] / middle,
+                ends[1] / middle,
+                line["measured"] / middle,
+                (bounds[0] / middle, bounds[1] / middle)
+                if bounds is not None and bounds[0] > 0
+                else None,
+                line["holds"],
+                stated,
+            )
+        )
+    return found
+
+
+def _ends(one: Mapping[str, Any]) -> tuple[float, float]:
+    return (one["value"],) * 2 if one["value"] is not None else (one["low"], one["high"])
+
+
+def _comparable(one: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    """Tell whether a published number is in the measure's unit: 81.9 per cent is no 1.003.
+
+    It is where the recipe says the same unit of both, or where the limit is about the number.
+    """
+    if line["unit"] is not None:
+        return bool(line["unit"] == one["unit"])
+    return any(
+        end != 0 and 1 / _NEAR <= limit / end <= _NEAR
+        for end in _ends(one)
+        for limit in line["limit"]
+    )
+
+
+def _span(strips: Sequence[Strip]) -> float:
+    """Return how far the axis reaches from 1 to either side, as a factor."""
+    values = [v for s in strips for v in (s.low, s.high, s.value, *(s.interval or ()))]
+    return max(_LEAST_SPAN, float(max(max(v, 1 / v) for v in values) ** 1.1))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Rich renderable of strips.
+
+    Attributes
+    ----------
+    strips : sequence of Strip
+    title : str
+    """
+
+    strips: Sequence[Strip]
+    title: str = "Measured over claimed (1 is what the paper says, or the recipe asks for)"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        span = _span(self.strips)
+        label = min(_MOST_LABEL, max(len(one.label) for one in self.strips))
+        width = max(_LEAST, options.max_width - label - 14)
+        yield Text(self.title, style="bold", overflow="fold")
+        for one in self.strips:
+            line = Text(f"{one.label[:label]:<{label}} ")
+            line.append(_drawn(one, span, width, ascii_only=options.ascii_only))
+            line.append(f" {number(one.value)}{_SAID[one.holds]}")
+            yield line
+        ends = f"{number(1 / span)}", f"{number(span)}"
+        half = width // 2
+        axis = f"{ends[0]:<{half}}1{ends[1]:>{width - half - 1}}"
+        yield Text(f"{' ' * (label + 1)}{axis}", style="dim")
+        signs = "* measured, o published" if options.ascii_only else "● measured, ◇ published"
+        yield Text(f"{signs}, | the recipe's limit", style="dim", overflow="fold")
+
+
+def _drawn(one: Strip, span: float, width: int, *, ascii_only: bool) -> str:
+    marks = "-=o*" if ascii_only else "·━◇●"
+    reference = marks[2] if one.stated else "|"
+
+    def column(value: float) -> int:
+        share = (math.log(value) / math.log(span) + 1) / 2
+        return min(width - 1, max(0, round(share * (width - 1))))
+
+    cells = [marks[0]] * width
+    if one.interval is not None:
+        for place in range(column(one.interval[0]), column(one.interval[1]) + 1):
+            cells[place] = marks[1]
+    for end in (one.low, one.high):
+        cells[column(end)] = reference
+    cells[column(one.value)] = marks[3]
+    return "".join(cells)
+
+
+def beside_figure(beside: Beside) -> Any:
+    """Return the strips as a matplotlib figure.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    strips = beside.strips
+    figure = new_figure(6.4, 0.9 + 0.32 * len(strips))
+    axes = figure.subplots()
+    for row, one in enumerate(strips):
+        axes.plot([one.low, one.high], [row, row], color="#999999", linewidth=5, alpha=0.5)
+        axes.plot(
+            [one.low, one.high],
+            [row, row],
+            "D",
+            color="#777777",
+            markersize=5,
+            fillstyle="none" if one.stated else "left",
+        )
+        if one.interval is not None:
+            axes.plot(one.interval, [row, row], color=_COLOURS[one.holds], linewidth=1.6)
+        axes.plot([one.value], [row], _MARKS[one.holds], color=_COLOURS[one.holds], markersize=6)
+    span = _span(strips)
+    axes.axvline(1.0, color="#999999", linewidth=0.6)
+    axes.set_xscale("log")
+    axes.set_xlim(1 / span, span)
+    ticks = _ticks(span)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(len(strips) - 0.5, -0.5)
+    axes.set_yticks(range(len(strips)), [one.label for one in strips])
+    axes.set_xlabel(
+        "measured / claimed (diamond: published, half-filled: limit; cross: fails, square: open)"
+    )
+    axes.grid(visible=True, axis="x", linewidth=0.3, alpha=0.6)
+    return figure
+
+
+def _ticks(span: float) -> list[float]:
+    for step in (1.05, 1.1, 1.25, 1.5, 2.0, 5.0, 10.0, 100.0, 1e4):
+        count = math.floor(math.log(span) / math.log(step))
+        if count <= 3:
+            return [float(f"{step**n:.3g}") for n in range(-count, count + 1)]
+    return [1.0]
+
+
+# --- The recipes that there are: a line each, or a table with whole claims.
+
+
+_TITLES = ("recipe", "of", "profiles", "claim")
+_GAP = 2  # columns
+
+
+def listing(recipes: Sequence[Mapping[str, Any]]) -> DataTable:
+    """Return a table of recipes: name, item, profiles, claim.
+
+    Parameters
+    ----------
+    recipes : sequence of mapping
+        With ``name, paper, item, claim, judged, profiles``.
+    """
+    columns = [Column(name, words=True) for name in _TITLES]
+    return DataTable(columns, [_row(one) for one in recipes])
+
+
+def lines(recipes: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
+    """Return a line per recipe, of at most so many columns: what does not fit ends in ``…``.
+
+    Parameters
+    ----------
+    recipes : sequence of mapping
+        As `listing` takes them.
+    width : int
+    """
+    rows = [_TITLES, *(_row(one) for one in recipes)]
+    # A claim has what the others leave; of an item and its paper the beginning says which it is.
+    widest = [max(len(row[place]) for row in rows) for place in range(3)]
+    widest[1] = min(widest[1], max(len("FDC, Table 10"), width // 5))
+    shown = []
+    for place, row in enumerate(rows):
+        line = Text(no_wrap=True, style="bold" if not place else "")
+        for words, columns in zip(row, widest, strict=False):
+            cell = Text(words, end="")
+            cell.truncate(columns, overflow="ellipsis", pad=True)
+            line.append_text(cell).append(" " * _GAP)
+        line.append(row[3])
+        line.truncate(width, overflow="ellipsis")
+        shown.append(line)
+    return Group(*shown)
+
+
+def _row(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    claim = one["claim"] if one["judged"] is None else f"{one['claim']} (not judged)"
+    profiles = " ".join(one["profiles"]) or "none"
+    return one["name"], f"{one['paper']}, {one['item']}", profiles, " ".join(claim.split())
+
+
+# --- The ledger for readers: what holds, what does not, what is open, paper by paper.
+
+
+Entry = Mapping[str, Any]
+
+_INTRODUCTION = (
+    "Each recipe states a claim of a paper in words of its own, runs commands of kvprof, and says "
+    "whether the claim holds of what was measured. The profiles smoke and small run stand-ins, "
+    "such as a reference model of 19M parameters: their verdicts are of those and not of the "
+    "paper's own setting, and each says what differs. Where a limit lies inside a 95 % interval, "
+    "or a request's time does not add up, nothing is judged."
+)
+
+
+def ledger(result: Mapping[str, Any]) -> RenderableType:
+    """Return the ledger as a report.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``recipe``.
+    """
+    entries: Sequence[Entry] = result["data"]["entries"]
+    # Of several runs the entries of one recipe stand together, in the order of the longest run.
+    sizes = Counter(_run(entry) for entry in entries)
+    ordered = sorted(entries, key=lambda entry: -sizes[_run(entry)])
+    parts: list[RenderableType] = [
+        paragraph(answer(result["data"]), "bold"),
+        paragraph(_INTRODUCTION),
+        bullets(_runs(ordered)),
+        _counts(ordered),
+    ]
+    place = {name: i for i, name in enumerate(dict.fromkeys(e["recipe"] for e in ordered))}
+    if notes := list(paper_notes(ordered)):
+        parts += [
+            paragraph("Methods named :paper run at the paper's own setting. Not the paper's is:"),
+            bullets(notes),
+        ]
+    for paper in dict.fromkeys(entry["paper"] for entry in ordered):
+        own = [entry for entry in ordered if entry["paper"] == paper]
+        own.sort(key=lambda entry: place[entry["recipe"]])
+        parts += [heading(paper), _overview(own)]
+        for entry in own:
+            parts += _entry(entry)
+    if result["warnings"]:
+        parts += [heading("Warnings"), bullets(result["warnings"])]
+    return Group(*parts)
+
+
+def _run(entry: Entry) -> tuple[str | None, str | None]:
+    return entry["profile"], entry["machine"]
+
+
+def _runs(entries: Sequence[Entry]) -> Iterator[str]:
+    """Say which profile ran where; what was not run ran nowhere."""
+    ran = [entry for entry in entries if entry["cells"]]
+    for profile, machine in dict.fromkeys(_run(e) for e in ran):
+        own = [e for e in ran if _run(e) == (profile, machine)]
+        days = sorted({e["created"][:10] for e in own})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        yield f"profile {profile}: {len(own)} of the recipes ran, {machine}, {when}"
+
+
+def _counts(entries: Sequence[Entry]) -> DataTable:
+    papers = list(dict.fromkeys(entry["paper"] for entry in entries))
+    found = dict.fromkeys((e["paper"], e["profile"] or MISSING) for e in entries)
+    kinds = sorted(found, key=lambda kind: papers.index(kind[0]))
+    rows = []
+    for paper, profile in kinds:
+        own = [e for e in entries if (e["paper"], e["profile"] or MISSING) == (paper, profile)]
+        rows.append((paper, profile, *(_of(own, verdict) for verdict in VERDICT_ORDER)))
+    columns = [Column("paper", words=True), Column("profile", words=True)]
+    return DataTable(columns + [Column(verdict) for verdict in VERDICT_ORDER], rows)
+
+
+def _of(entries: Sequence[Entry], verdict: str) -> str:
+    own = [verdict_words(entry) for entry in entries if entry["verdict"] == verdict]
+    made = sum(words != verdict for words in own)
+    return f"{len(own)} ({made} by construction)" if made else str(len(own))
+
+
+def _overview(entries: Sequence[Entry]) -> DataTable:
+    columns = [Column(name, words=True) for name in ("item", "recipe", "profile", "verdict")]
+    return DataTable(
+        columns,
+        [(e["item"], e["recipe"], e["profile"] or MISSING, verdict_words(e)) for e in entries],
+    )
+
+
+def _entry(entry: Entry) -> Iterator[RenderableType]:
+    profile = f", profile {entry['profile']}" if entry["profile"] else ""
+    yield heading(f"{entry['paper']}, {entry['item']}: {verdict_words(entry)}")
+    yield paragraph(f"{entry['claim']} ({entry['recipe']}{profile})")
+    if entry["stand_in"] and entry["lines"]:
+        yield paragraph(f"Of a stand-in: {entry['stand_in']}")
+    if entry["reasons"]:
+        yield bullets(entry["reasons"])
+    if entry["lines"]:
+        yield _lines(entry)
+    if strips := strips_of(entry):
+        yield Text()
+        yield Beside(strips)
+    if entry["published"]:
+        yield _published(entry["published"])
+    if entry["cells"]:
+        yield paragraph("Run with:")
+        yield bullets([_cell(one) for one in entry["cells"]])
+        yield paragraph(
+            f"{entry['created'][:10]}, kvprof {entry['kvprof_version']}, {entry['machine']}"
+        )
+
+
+def _lines(entry: Entry) -> DataTable:
+    columns = [
+        Column("measure", words=True),
+        Column("claimed", words=True),
+        Column("measured"),
+        Column("95 % interval"),
+        Column("", words=True),
+    ]
+    rows = [
+        (
+            ": ".join(filter(None, (line["measure"], line.get("note"), line["by_construction"]))),
+            claimed_words(entry, line),
+            measured_words(line),
+            interval_words(line),
+            line_words(line),
+        )
+        for line in entry["lines"]
+    ]
+    return DataTable(columns, rows)
+
+
+def _published(published: Sequence[Mapping[str, Any]]) -> DataTable:
+    keys = ("model", "data", "gpu")
+    shown = [key for key in keys if any(one[key] for one in published)]
+    titles = {"model": "model", "data": "data", "gpu": "GPU"}
+    return DataTable(
+        [
+            Column(title, words=True)
+            for title in ("published", *(titles[key] for key in shown), "where")
+        ],
+        [
+            (published_words(one), *(one[key] or MISSING for key in shown), one["cell"])
+            for one in published
+        ],
+    )
+
+
+def _cell(one: Mapping[str, Any]) -> str:
+    if one["message"]:
+        return f"{one['command']} ({one['message']})"
+    return one["command"] if one["known"] else f"{one['command']} ({duration(one['seconds'])})"
+
 
 #: From what holds to what is open.
 VERDICT_ORDER = ("reproduced", "reproduced in direction", "not reproduced", "cannot be judged here")

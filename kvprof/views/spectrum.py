@@ -1,33 +1,397 @@
 """The report of ``kvprof spectrum``: how far can this cache go, in dimensions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kvprof.errors import UsageError
+from kvprof.views.figure import draw_curves, draw_map, new_figure
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import number, percent, span
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.spectrum_csv import to_csv
-from kvprof.views.spectrum_data import (
-    PAIR_NAMES,
-    SHOWN_DIM_RATE,
-    chosen_removal,
-    flat,
-    half_energy,
-    mean,
-    normalised_mean,
-    rate_text,
-    width_text,
-    widths,
-)
-from kvprof.views.spectrum_figure import figure
-from kvprof.views.spectrum_heads import per_query_head
 from kvprof.views.tables import Column, DataTable, key_values
 
-__all__ = ["figure", "report", "summary", "to_csv"]
+__all__ = [
+    "COLUMNS",
+    "PAIR_NAMES",
+    "SHOWN_DIM_RATE",
+    "chosen_removal",
+    "figure",
+    "flat",
+    "half_energy",
+    "heads_of",
+    "mean",
+    "normalised_mean",
+    "per_query_head",
+    "rate_text",
+    "report",
+    "summary",
+    "to_csv",
+    "width_text",
+    "widths",
+]
+
+# --- What the views of a spectrum result share: names of the pairs, the row shown, plain lists.
+
+
+#: What a pair's vectors are, in the words of ``definitions``.
+PAIR_NAMES = {
+    "qk": "queries and keys of a KV head's group",
+    "vo": "values with W_O",
+    "q": "queries",
+    "k": "keys",
+    "v": "values",
+    "q_pre": "queries before RoPE",
+    "k_pre": "keys before RoPE",
+    "w_v": "weight of the value projection",
+}
+
+#: Without a rate asked for, the removal rate whose dim_rate is nearest this is shown.
+SHOWN_DIM_RATE = 0.5
+
+Result = Mapping[str, Any]
+
+
+def flat(rows: Iterable[Iterable[float]]) -> list[float]:
+    """Return ``[layer][kv_head]`` as one list."""
+    return [value for row in rows for value in row]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN of nothing."""
+    return sum(values) / len(values) if values else float("nan")
+
+
+def heads_of(pair: Result, key: str) -> list[list[float]]:
+    """Return ``[layer][kv_head][dim]`` of a pair as one list of heads."""
+    return [head for layer in pair[key] for head in layer]
+
+
+def widths(pair: Result) -> list[int]:
+    """Return each head's full width, layer by layer."""
+    return [len(head) for head in heads_of(pair, "singular_values")]
+
+
+def width_text(pair: Result) -> str:
+    """Return the full width in words: ``128``, or ``64–128`` when layers differ."""
+    every = widths(pair)
+    low, high = min(every), max(every)
+    return f"{low}" if low == high else f"{low}–{high}"
+
+
+def half_energy(pair: Result) -> list[float]:
+    """Return the energy that each head keeps at half its width (rounded down, at least 1)."""
+    return [head[max(1, len(head) // 2) - 1] for head in heads_of(pair, "energy_kept")]
+
+
+def normalised_mean(pair: Result) -> list[float]:
+    """Return the mean curve divided by its first value; empty when that is zero."""
+    curve = pair["mean"]
+    return [value / curve[0] for value in curve] if curve and curve[0] > 0 else []
+
+
+def rate_text(rate: float) -> str:
+    """Return a removal rate as it was asked for: 0.05 as ``5 %``, 0.0025 as ``0.25 %``."""
+    return f"{100 * rate:.6g} %"
+
+
+def chosen_removal(result: Result, removal_rate: float | None = None) -> Result | None:
+    """Return the entry of ``data.removal`` that heat maps and summary show.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof spectrum``.
+    removal_rate : float or None
+        One of those in the result; by default the one whose ``dim_rate`` is nearest 0.5.
+
+    Returns
+    -------
+    mapping or None
+        None when the result has no removal rates (``qk`` or ``vo`` was not selected).
+
+    Raises
+    ------
+    UsageError
+        When the rate asked for is not in the result.
+    """
+    rows: Sequence[Result] = result["data"].get("removal") or ()
+    if removal_rate is not None:
+        for row in rows:
+            if abs(row["removal_rate"] - removal_rate) < 1e-9:
+                return row
+        known = ", ".join(f"{row['removal_rate']:g}" for row in rows) or "none"
+        raise UsageError(f"removal rate {removal_rate:g} is not in this result; it has {known}")
+    return min(rows, key=lambda row: abs(row["dim_rate"] - SHOWN_DIM_RATE), default=None)
+
+
+# --- What one basis per query head would store, beside one per KV head.
+
+
+def per_query_head(data: Mapping[str, Any], grouped: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the report's part about bases per query head (FDC §5.1 read literally).
+
+    Parameters
+    ----------
+    data : mapping
+        ``data.per_query_head`` of a spectrum result.
+    grouped : mapping
+        ``data.pairs.qk`` of it: one basis per KV head.
+    """
+    parts: list[RenderableType] = [heading("One basis of qk per query head")]
+    if set(data["group"]) == {1}:
+        return [
+            *parts,
+            paragraph("Every KV head has one query head here, so both bases are the same."),
+        ]
+    own, shared = flat(data["qk"]["effective_rank"]), flat(grouped["effective_rank"])
+    times = span(sorted(set(data["group"])))
+    parts.append(
+        paragraph(
+            f"A basis per query head has an effective rank of {number(mean(own))}, one per KV head "
+            f"{number(mean(shared))}. But each would have to store its own compressed key: {times} "
+            "per KV head and token instead of one. Dimensions below are those of keys per token, "
+            "over all layers."
+        )
+    )
+    if not data["removal"]:
+        return parts
+    rounded = any(row["grid"] > 1 for row in data["removal"])
+    columns = [
+        Column("removal rate"),
+        Column("mean rank per query head"),
+        Column("dims stored"),
+        Column("with grouped bases"),
+        Column("at full width"),
+        Column("of grouped"),
+        Column("of full"),
+    ]
+    if rounded:
+        grid = span([row["grid"] for row in data["removal"]])
+        columns += [Column(f"dims in multiples of {grid}"), Column("grouped, likewise")]
+    cells = []
+    for row in data["removal"]:
+        stored, full = row["stored_dims"], row["full_dims"]
+        line = [
+            rate_text(row["removal_rate"]),
+            f"{mean(flat(row['ranks'])):.1f}",
+            f"{stored:,}",
+            f"{row['grouped_dims']:,}",
+            f"{full:,}",
+            f"{stored / row['grouped_dims']:.2f}×",
+            f"{stored / full:.2f}×",
+        ]
+        if rounded:
+            line += [f"{row['stored_dims_rounded']:,}", f"{row['grouped_dims_rounded']:,}"]
+        cells.append(line)
+    return [*parts, DataTable(columns, cells)]
+
+
+# --- A spectrum result as one tidy table.
+
+
+#: Columns of the table; a row leaves empty what does not apply to its `kind`.
+COLUMNS = (
+    "kind",
+    "pair",
+    "layer",
+    "kv_head",
+    "query_head",
+    "dim",
+    "removal_rate",
+    "singular_value",
+    "energy_kept",
+    "effective_rank",
+    "cv_of_max",
+    "rank",
+    "rank_rounded",
+    "dim_rate",
+    "dim_rate_rounded",
+    "grid",
+)
+
+_OWN = "qk_per_query_head"
+
+
+def to_csv(result: Mapping[str, Any]) -> str:
+    """Return every figure of a spectrum result in one table that pandas reads as it is.
+
+    Each row says in ``kind`` what it is:
+
+    ======== ================================================= ==================================
+    kind     identified by                                     holds
+    ======== ================================================= ==================================
+    value    pair, layer, kv_head, dim                         singular_value, energy_kept
+    head     pair, layer, kv_head                              effective_rank
+    mean     pair, dim                                         singular_value (mean over heads)
+    pair     pair                                              cv_of_max
+    rank     pair, layer, kv_head, removal_rate                rank, rank_rounded, grid
+    rate     removal_rate                                      dim_rate, dim_rate_rounded, grid
+    ======== ================================================= ==================================
+
+    ``dim`` counts from 1, so that ``energy_kept`` is that of a rank of ``dim``; ``layer``,
+    ``kv_head`` and ``query_head`` count from 0. Floats are written in full (`repr`). Rows of the
+    pair ``qk_per_query_head`` have ``query_head`` instead of ``kv_head``.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof spectrum``.
+    """
+    data = result["data"]
+    rows = chain(_pair_rows(data["pairs"]), _removal_rows(data.get("removal") or ()))
+    if "per_query_head" in data:
+        rows = chain(rows, _query_head_rows(data["per_query_head"]))
+    return tidy_csv(COLUMNS, rows)
+
+
+def _query_head_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from _pair_rows({_OWN: data["qk"]}, which="query_head")
+    for row in data["removal"]:
+        at = {"removal_rate": row["removal_rate"], "grid": row["grid"]}
+        for layer, ranks in enumerate(row["ranks"]):
+            for head, rank in enumerate(ranks):
+                yield {
+                    "kind": "rank",
+                    "pair": _OWN,
+                    "layer": layer,
+                    "query_head": head,
+                    **at,
+                    "rank": rank,
+                    "rank_rounded": row["rounded_ranks"][layer][head],
+                }
+
+
+def _pair_rows(pairs: Mapping[str, Any], *, which: str = "kv_head") -> Iterator[dict[str, Any]]:
+    for name, pair in pairs.items():
+        yield {"kind": "pair", "pair": name, "cv_of_max": pair["cv_of_max"]}
+        for dim, value in enumerate(pair["mean"], start=1):
+            yield {"kind": "mean", "pair": name, "dim": dim, "singular_value": value}
+        for layer, heads in enumerate(pair["singular_values"]):
+            for place, values in enumerate(heads):
+                head = {"pair": name, "layer": layer, which: place}
+                effective = pair["effective_rank"][layer][place]
+                yield {"kind": "head", **head, "effective_rank": effective}
+                energies = pair["energy_kept"][layer][place]
+                for dim, (value, energy) in enumerate(zip(values, energies, strict=True), start=1):
+                    yield {
+                        "kind": "value",
+                        **head,
+                        "dim": dim,
+                        "singular_value": value,
+                        "energy_kept": energy,
+                    }
+
+
+def _removal_rows(removal: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for row in removal:
+        at = {"removal_rate": row["removal_rate"], "grid": row["grid"]}
+        yield {
+            "kind": "rate",
+            **at,
+            "dim_rate": row["dim_rate"],
+            "dim_rate_rounded": row["dim_rate_rounded"],
+        }
+        for pair in ("qk", "vo"):
+            rounded = row[f"rounded_ranks_{pair}"]
+            for layer, ranks in enumerate(row[f"ranks_{pair}"]):
+                for kv_head, rank in enumerate(ranks):
+                    yield {
+                        "kind": "rank",
+                        "pair": pair,
+                        "layer": layer,
+                        "kv_head": kv_head,
+                        **at,
+                        "rank": rank,
+                        "rank_rounded": rounded[layer][kv_head],
+                    }
+
+
+# --- The figure of a spectrum result: mean curves with bands over heads, and the map of ranks.
+
+
+_BAND = (2.5, 97.5)  # per cent of the heads
+
+
+def figure(result: Mapping[str, Any], *, removal_rate: float | None = None) -> Any:
+    """Return the curves (FDC Fig. 3, ZACK Fig. 5, 10) beside maps of the ranks of qk and vo.
+
+    Mean, and the band that holds 95 % of the heads, are divided by the mean's first value.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof spectrum``.
+    removal_rate : float or None
+        Whose ranks are shown; by default the one whose ``dim_rate`` is nearest 0.5.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        For `kvprof.views.figure.figure_bytes`.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    UsageError
+        When `removal_rate` is not in the result.
+    """
+    chosen = chosen_removal(result, removal_rate)
+    layers = 0 if chosen is None else len(chosen["ranks_qk"])
+    # One row of a map needs 0.09 inches to be seen.
+    drawing = new_figure(5.0 if chosen is None else 10.5, max(3.6, 0.09 * layers + 1.0))
+    columns = 1 if chosen is None else 3
+    axes = np.atleast_1d(
+        drawing.subplots(1, columns, width_ratios=[2.0, 1.0, 1.0][:columns], squeeze=True)
+    )
+    draw_curves(
+        axes[0],
+        [_curve(name, pair) for name, pair in result["data"]["pairs"].items()],
+        title=_title(result),
+        x_label="dimension",
+        y_label="singular value relative to the mean's first",
+        log_y=True,
+    )
+    if chosen is not None:
+        every = flat(chosen["ranks_qk"]) + flat(chosen["ranks_vo"])
+        at = rate_text(chosen["removal_rate"])
+        for where, pair in ((axes[1], "qk"), (axes[2], "vo")):
+            image = draw_map(
+                where,
+                chosen[f"ranks_{pair}"],
+                title=f"rank of {pair} at {at} removed",
+                low=min(every),
+                high=max(every),
+            )
+        drawing.colorbar(image, ax=list(axes[1:]), label="rank")
+    return drawing
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    inputs = result["inputs"]
+    unfinished = "" if result["complete"] else " (incomplete)"
+    source = inputs.get("source_description") or f"{inputs['tokens']:,} tokens, {inputs['source']}"
+    return f"{inputs['model']}, {source}{unfinished}"
+
+
+def _curve(name: str, pair: Mapping[str, Any]) -> Series:
+    mean = normalised_mean(pair)
+    heads = heads_of(pair, "singular_values")
+    columns = range(1, len(mean) + 1)
+    if not mean:
+        return Series(name, columns, mean)
+    stacked = np.full((len(heads), len(mean)), np.nan)
+    for row, values in zip(stacked, heads, strict=True):
+        row[: len(values)] = np.asarray(values, dtype=np.float64) / pair["mean"][0]
+    low, high = np.nanpercentile(stacked, _BAND, axis=0)
+    return Series(name, columns, mean, low.tolist(), high.tolist())
+
 
 _NO_ACCURACY = "Spectra say how compact the vectors are, not what accuracy it costs."
 _PUBLISHED_CV = (

@@ -1,38 +1,411 @@
 """The report of ``kvprof stability``: is the rotation a property of the model, at what price?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvprof.views.heatmap import HeatMap
-from kvprof.views.numbers import count
+from kvprof.views.numbers import MISSING, count, number, percent
 from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
 from kvprof.views.plot import LinePlot
-from kvprof.views.spectrum_data import PAIR_NAMES
-from kvprof.views.stability_csv import to_csv
+from kvprof.views.spectrum import PAIR_NAMES, rate_text
 from kvprof.views.stability_data import (
     Curve,
+    Row,
     cost_rank,
     curves_of,
     datasets,
+    degrees_text,
+    error_key,
+    given_ranks,
     head_costs,
+    noise_of,
+    ratio_text,
+    share_text,
+    source_words,
+    spread_text,
+    to_csv,
     worst,
 )
 from kvprof.views.stability_figure import figure, series, spans_decades
-from kvprof.views.stability_tables import (
-    claims_part,
-    cluster_table,
-    evidence_table,
-    lengths_table,
-    rank_tables,
-    ratio_table,
-)
-from kvprof.views.stability_verdict import advice, verdict
-from kvprof.views.tables import key_values
+from kvprof.views.tables import Column, DataTable, claims_table, key_values
 
-__all__ = ["figure", "report", "to_csv"]
+__all__ = [
+    "advice",
+    "claims_part",
+    "cluster_table",
+    "evidence_table",
+    "figure",
+    "lengths_table",
+    "rank_tables",
+    "ratio_table",
+    "report",
+    "to_csv",
+    "verdict",
+]
+
+# --- What a stability result says in words: is the rotation a property of the model?
+
+
+#: The papers' own limit for an average difference (FDC §6.7, ZACK §6.6).
+_SAME_ELEMENTS = 0.005
+
+
+def verdict(
+    result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]] | None = None
+) -> list[str]:
+    """Return paragraphs: the answer in one line, what it rests on per pair, and the yardsticks.
+
+    Figures are averages at the largest token count and the given rank nearest half the width.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof stability``.
+    pairs : mapping of str to sequence of Curve, optional
+        From `curves_of`, when the caller already has them.
+    """
+    chosen = curves_of(result) if pairs is None else pairs
+    judged = {pair: datasets(curves) for pair, curves in chosen.items() if datasets(curves)}
+    if not judged:
+        return ["Nothing was compared."]
+    limit = result["data"].get("negligible_cost", 0.01)
+    answers = [f"{pair}: {_answer(chosen[pair], limit)}." for pair in judged]
+    source = source_words(result["inputs"]["source"])
+    question = f"Is the rotation a property of this model, the same from {source} as from data?"
+    text = [" ".join([question, *answers])]
+    text += [f"{pair}: {_evidence(result, pair, chosen[pair])}" for pair in judged]
+    unrelated = _unrelated(result)
+    text.append(
+        "For comparison, two unrelated bases give a ratio of about "
+        f"{ratio_text(unrelated['unaligned'])} (√2) as they stand and 1.34–1.36 with signs "
+        f"aligned; a basis that costs up to {rate_text(limit)} of extra lost energy is taken to "
+        "cost nothing."
+    )
+    return text
+
+
+def _unrelated(result: Mapping[str, Any]) -> Mapping[str, float]:
+    fallback = {"unaligned": 2**0.5, "sign_aligned": 1.35}
+    named: Mapping[str, float] = result["data"].get("unrelated_ratio", fallback)
+    return named
+
+
+def _answer(curves: Sequence[Curve], limit: float) -> str:
+    known = [curve for curve in datasets(curves) if curve.cost is not None]
+    if not known:
+        return "it cannot be told, no cost was measured"
+    costly = [curve for curve in known if (curve.cost or 0.0) > limit]
+    ratios = [curve.at_cost_rank()["ratio_sign_aligned"] for curve in known]
+    if not costly:
+        same = all(ratio is not None and ratio < _SAME_ELEMENTS for ratio in ratios)
+        return "yes" if same else "by its elements no, but the difference costs nothing"
+    noise = noise_of(curves)
+    floor = None if noise is None else noise.cost
+    if floor is not None and all((curve.cost or 0.0) <= floor for curve in costly):
+        return "it cannot be told, another seed costs as much as another source"
+    if len(costly) < len(known):
+        cheap = [curve.target for curve in known if curve not in costly]
+        return f"for {_listed(cheap)} yes in what it costs, for {_targets(costly)} no"
+    return "no" if len(known) > 1 else f"no, not for {_targets(known)}"
+
+
+def _evidence(result: Mapping[str, Any], pair: str, curves: Sequence[Curve]) -> str:
+    every = datasets(curves)
+    first = every[0]
+    basis = f"the basis from {count(max(first.counts))} tokens of {first.source}"
+    if first.source == "random":
+        basis = f"the basis from {count(max(first.counts))} random tokens"
+    costs = sorted((c for c in every if c.cost is not None), key=lambda c: c.cost or 0.0)
+    sentences = []
+    if costs:
+        most, least = costs[-1], costs[0]
+        text = (
+            f"kept at rank {cost_rank(result, pair)}, {basis} loses "
+            f"{share_text(most.cost)} more energy than the data's own on {most.target}"
+        )
+        own = most.at_cost_rank().get("own_energy_loss")
+        if own is not None:
+            text += f" (whose own loses {share_text(own)} of all)"
+        if least is not most:
+            where = "the least" if len(costs) > 2 else "the other"
+            text += f" and {share_text(least.cost)} more on {least.target}, {where}"
+        sentences.append(text + ".")
+    noise = noise_of(curves)
+    if noise is None:
+        sentences.append("There is no noise floor to hold that against.")
+    else:
+        sentences.append(
+            f"Random tokens with another seed cost {share_text(noise.cost)}: the noise floor."
+        )
+    sentences.append(_ratios(result, every, noise))
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _ratios(result: Mapping[str, Any], curves: Sequence[Curve], noise: Curve | None) -> str:
+    known = {
+        curve.target: ratio
+        for curve in curves
+        if (ratio := curve.at_cost_rank()["ratio_sign_aligned"]) is not None
+    }
+    if not known:
+        return ""
+    figures = ", ".join(f"{ratio_text(ratio)} on {target}" for target, ratio in known.items())
+    text = f"With signs aligned its elements differ by {figures}, relative to their mean size"
+    floor = None if noise is None else noise.at_cost_rank()["ratio_sign_aligned"]
+    if floor is not None:
+        text += f", against {ratio_text(floor)} between two seeds"
+    return text + "."
+
+
+def _targets(curves: Sequence[Curve]) -> str:
+    return _listed([curve.target for curve in curves])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def advice(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]]) -> list[str]:
+    """Return in words how many tokens to calibrate with, and what that does not buy.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof stability``.
+    pairs : mapping of str to sequence of Curve
+        From `curves_of`.
+    """
+    found = result["data"]["recommendation"]
+    if found is None:
+        return ["No recommendation: it takes a sweep of two token counts or more."]
+    source = source_words(result["inputs"]["source"])
+    tokens = count(found["tokens"])
+    if found["stopped_falling"]:
+        lines = [
+            f"Calibrate with {tokens} tokens ({source}): that is where the extra lost energy stops "
+            "falling for every pair."
+        ]
+    else:
+        lines = [
+            f"At least {tokens} tokens ({source}): at the sweep's end the extra lost energy was "
+            "still falling, so a longer sweep (--tokens) may recommend more."
+        ]
+    lines += [f"{pair}: {_steps(entry)}" for pair, entry in found["pairs"].items()]
+    limit = result["data"].get("negligible_cost", 0.01)
+    for pair, entry in found["pairs"].items():
+        top = worst(pairs.get(pair, ()))
+        if entry["stopped_falling"] and top is not None and (top.cost or 0.0) > limit:
+            lines.append(
+                f"{pair}: more tokens of this source do not help any further, yet "
+                f"{share_text(top.cost)} of extra lost energy stays on {top.target}; calibrate "
+                "on such data to lose it."
+            )
+    return lines
+
+
+def _steps(entry: Mapping[str, Any]) -> str:
+    """Say how much of the cost the doublings on both sides of the recommendation removed."""
+    share = rate_text(entry["threshold"])
+    before = [step for step in entry["evidence"] if step["to"] <= entry["tokens"]]
+    after = [step for step in entry["evidence"] if step["from"] >= entry["tokens"]]
+    if not entry["stopped_falling"]:
+        removed = share_text(before[-1]["removed_per_doubling"])
+        return f"still falling at {count(entry['tokens'])}; the last doubling removed {removed}."
+    most = share_text(max(step["removed_per_doubling"] for step in after))
+    text = f"{count(entry['tokens'])}; a doubling after it removes {most} at most, under {share}"
+    if before:
+        text += f"; the one before it removed {share_text(before[-1]['removed_per_doubling'])}"
+    return text + "."
+
+
+# --- The tables of a stability report.
+
+
+_SPREAD_NOTE = "  2.5–97.5 %"
+
+
+def claims_part(claims: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return the papers' statements with what was measured; each statement is written once."""
+    if not claims:
+        return paragraph("No published claim is about this source and these pairs.")
+    shown = []
+    before = None
+    for claim in claims:
+        statement = f"{claim['paper']}: {claim['claim']}."
+        at = "" if claim["tokens"] is None else f", {count(claim['tokens'])} tokens"
+        lead = "The same," if statement == before else statement
+        before = statement
+        text = f"{lead} {claim['pair']} against {claim['target']}{at}."
+        shown.append({**claim, "claim": text, "threshold": f"{claim['threshold']:g}"})
+    return claims_table(shown, title="")
+
+
+def ratio_table(curves: Sequence[Curve]) -> DataTable:
+    """Return the papers' ratio of every target, in its three forms, with the spread below."""
+    figures = ("ratio", "ratio_sign_aligned", "ratio_cluster_aligned")
+    rows: list[tuple[str, ...]] = []
+    for curve in curves:
+        row = curve.at_cost_rank()
+        rows.append(
+            (
+                f"{curve.source} against {curve.label}",
+                count(max(curve.counts)),
+                *(ratio_text(row[figure]) for figure in figures),
+            )
+        )
+        rows.append((_SPREAD_NOTE, "", *(spread_text(row, figure) for figure in figures)))
+    columns = (
+        Column("ratio", words=True),
+        Column("tokens"),
+        Column("unaligned"),
+        Column("signs aligned"),
+        Column("clusters aligned"),
+    )
+    return DataTable(columns, rows)
+
+
+def cluster_table(
+    curves: Sequence[Curve], clusters: Sequence[Mapping[str, Any]]
+) -> DataTable | None:
+    """Return how many columns were aligned together at the largest token count; None without.
+
+    Parameters
+    ----------
+    curves : sequence of Curve
+        Of one pair.
+    clusters : sequence of mapping
+        ``data.clusters``.
+    """
+    found: list[tuple[Curve, dict[int, int]]] = []
+    for curve in curves:
+        for entry in clusters:
+            where = (entry["pair"], entry["target"], entry["tokens"])
+            if where == (curve.pair, curve.target, max(curve.counts)) and entry["sizes"]:
+                # In columns, not in clusters: what share of the basis was turned freely.
+                columns = {int(size): int(size) * n for size, n in entry["sizes"].items()}
+                found.append((curve, columns))
+    if not found:
+        return None
+    bins = list(_bins(max(max(columns) for _, columns in found)))
+    rows: list[tuple[str, ...]] = []
+    for curve, columns in found:
+        total = sum(columns.values())
+        shares = [
+            percent(sum(n for size, n in columns.items() if low <= size <= high) / total)
+            for low, high in bins
+        ]
+        rows.append((f"{curve.source} against {curve.label}", *shares, str(max(columns))))
+    titles = [f"by {low}–{high}" if low < high else f"by {low}" for low, high in bins]
+    titles[0] = "aligned alone"
+    heads = [Column("share of columns", words=True), *(Column(title) for title in titles)]
+    return DataTable([*heads, Column("largest cluster")], rows)
+
+
+def _bins(largest: int) -> Iterator[tuple[int, int]]:
+    """Yield 1, 2, 3–4, 5–8 … until `largest` is in."""
+    low, high = 1, 1
+    while low <= largest:
+        yield low, min(high, largest)
+        low, high = high + 1, high * 2
+
+
+def rank_tables(curves: Sequence[Curve], result: Mapping[str, Any]) -> list[RenderableType]:
+    """Return a table per source and target at its largest token count, a row per rank choice."""
+    error = error_key(curves[0].pair)
+    columns = (
+        Column("rank (removal rate)", words=True),
+        Column("subspace distance"),
+        Column("largest angle (degrees)"),
+        Column("extra lost energy"),
+        Column(error.replace("_", " ")),
+    )
+    parts: list[RenderableType] = []
+    for curve in curves:
+        rows: list[tuple[str, ...]] = []
+        for name, row in zip(_choices(curve.final(), result), curve.final(), strict=True):
+            rows.append(
+                (
+                    name,
+                    ratio_text(row["subspace_distance"]),
+                    degrees_text(row["principal_angle"]),
+                    share_text(row["extra_energy_loss"]),
+                    share_text(row[error]),
+                )
+            )
+            figures = ("subspace_distance", "principal_angle", "extra_energy_loss", error)
+            rows.append((_SPREAD_NOTE, *(spread_text(row, figure) for figure in figures)))
+        title = (
+            f"{curve.pair}: {curve.source} against {curve.label}, {count(max(curve.counts))} tokens"
+        )
+        parts += [Text(), DataTable(columns, rows, title=title)]
+    return parts
+
+
+def _choices(rows: Sequence[Row], result: Mapping[str, Any]) -> list[str]:
+    """Name each average's rank choice: given ranks come in the order they were asked for."""
+    asked = iter(given_ranks(result))
+    names = []
+    for row in rows:
+        rank = number(row["rank"]) if row["rank"] % 1 else f"{row['rank']:.0f}"
+        if row["removal_rate"] is not None:
+            names.append(f"{rank} ({rate_text(row['removal_rate'])})")
+            continue
+        wanted = next(asked, None)
+        # Heads narrower than the rank keep their own width.
+        narrow = wanted is not None and row["rank"] != wanted
+        names.append(f"{wanted} (mean {rank})" if narrow else rank)
+    return names
+
+
+def evidence_table(recommendation: Mapping[str, Any]) -> DataTable:
+    """Return what every step of the sweep removed of the cost, per pair."""
+    rows = [
+        (
+            f"{pair}, {count(step['from'])} to {count(step['to'])}",
+            share_text(step["cost_before"]),
+            share_text(step["cost_after"]),
+            share_text(step["removed_per_doubling"]),
+        )
+        for pair, entry in recommendation["pairs"].items()
+        for step in entry["evidence"]
+    ]
+    columns = (
+        Column("tokens", words=True),
+        Column("cost before"),
+        Column("cost after"),
+        Column("removed per doubling"),
+    )
+    return DataTable(columns, rows)
+
+
+def lengths_table(lengths: Sequence[Mapping[str, Any]]) -> DataTable:
+    """Return the cost at the source's own sequence length beside that at the dataset's."""
+    rows = [
+        (
+            f"{row['pair']} against {row['target']}",
+            _length(row["seq_len_source"]),
+            share_text(row["cost_same_length"]),
+            _length(row["seq_len_target"]),
+            share_text(row["cost"]),
+        )
+        for row in lengths
+    ]
+    columns = (
+        Column("extra lost energy", words=True),
+        Column("calibrated at"),
+        Column("cost there"),
+        Column("used at"),
+        Column("cost there"),
+    )
+    return DataTable(columns, rows)
+
+
+def _length(value: int | None) -> str:
+    return MISSING if value is None else f"{value:,}"
+
 
 _RATIO = (
     "Ratio: mean absolute difference of the elements of two bases over their mean size (FDC §3.2, "

@@ -2,8 +2,8 @@
 
 import torch
 
-from kvprof.analysis.collect import CollectOptions, collect_moments
 from kvprof.analysis.moments import Moments
+from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.sources.grammar import Source, SourceKind, file_source
 
 RANDOM = Source(SourceKind.RANDOM, "random")

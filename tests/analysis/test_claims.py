@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from kvprof.analysis.claims import CLAIMS, NEGLIGIBLE_COST, given_rank, judge, recommend_tokens
-from kvprof.analysis.stability_study import Comparison
+from kvprof.analysis.stability_study import (
+    CLAIMS,
+    NEGLIGIBLE_COST,
+    Comparison,
+    given_rank,
+    judge,
+    recommend_tokens,
+)
 
 
 def comparison(
@@ -25,9 +31,15 @@ def comparison(
                 (None, 0.1, 9.0),
             ):
                 made.rows.append(
-                    {"tokens": tokens, "rank": asked or 30, "removal_rate": removal_rate,
-                     "extra_energy_loss": its_cost, "layer": 0, "kv_head": head}
-                )  # fmt: skip
+                    {
+                        "tokens": tokens,
+                        "rank": asked or 30,
+                        "removal_rate": removal_rate,
+                        "extra_energy_loss": its_cost,
+                        "layer": 0,
+                        "kv_head": head,
+                    }
+                )
                 # δ as it stands is large: only the aligned one may count.
                 made.weights.append((1.4, own * 0.1, None, 0.1))
                 made.asked.append(asked)
@@ -48,12 +60,16 @@ def by_paper(entries, paper):
     [
         (0.001, 0.0, True, "holds"),
         (0.001, 0.2, True, "holds by the paper's metric but costs +20.0% lost energy"),
-        (0.3, 0.001, False,
-         "does not hold by the paper's metric, but costs nothing (+0.1% lost energy)"),
+        (
+            0.3,
+            0.001,
+            False,
+            "does not hold by the paper's metric, but costs nothing (+0.1% lost energy)",
+        ),
         (0.3, 0.2, False, "does not hold (+20.0% lost energy)"),
         (0.001, -0.05, True, "holds"),
     ],
-)  # fmt: skip
+)
 def test_each_kind_of_verdict(ratio, cost, holds, words):
     entries = verdicts(prose=comparison({1024: (0.9, 0.9), 8192: (ratio, cost)}))
     assert len(entries) == 2
@@ -77,10 +93,13 @@ def test_the_thresholds_are_the_papers():
         for c in CLAIMS
     }
     assert found == {
-        ("FDC", "qk", 0.0034, 1, True), ("FDC", "qk", 0.005, 8192, True),
-        ("ZACK", "qk", 0.0034, 1, False), ("ZACK", "qk", 0.005, 16384, False),
-        ("ZACK", "vo", 0.0034, 1, False), ("ZACK", "vo", 0.005, 16384, False),
-    }  # fmt: skip
+        ("FDC", "qk", 0.0034, 1, True),
+        ("FDC", "qk", 0.005, 8192, True),
+        ("ZACK", "qk", 0.0034, 1, False),
+        ("ZACK", "qk", 0.005, 16384, False),
+        ("ZACK", "vo", 0.0034, 1, False),
+        ("ZACK", "vo", 0.005, 16384, False),
+    }
     on_the_line = verdicts(prose=comparison({8192: (0.0034, 0.0)}))
     assert by_paper(on_the_line, "FDC §3.2")[0]["holds"] is False, "below means below"
 

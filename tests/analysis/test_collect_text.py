@@ -7,9 +7,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvprof.analysis.collect import model_tokens
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.load import load_model
+from kvprof.moments.collect import model_tokens
 from kvprof.sources.grammar import file_source
 from kvprof.sources.windows import windows
 from tests.analysis.passes import RANDOM, SEQ_LEN, ids_file, last, options, same

@@ -8,7 +8,7 @@ import torch
 
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.analysis.pairs import PAIRS, pair_gram, query_head_gram
-from kvprof.analysis.spectra import query_head_data, spectrum_data
+from kvprof.analysis.spectrum import query_head_data, spectrum_data
 from tests.analysis import stacked
 
 SHAPES = [(2, 2, 8, 6), (1, 3, 4, 6)]  # kv heads, group, width of K, width of V: layers differ

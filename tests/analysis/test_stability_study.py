@@ -208,9 +208,13 @@ def test_seeds_that_agree_join_no_columns_and_those_that_differ_do(target):
 
 @pytest.mark.parametrize(
     ("pair", "filled"),
-    [("qk", "extra_score_error"), ("k", "extra_score_error"),
-     ("vo", "extra_output_error"), ("v", "extra_output_error")],
-)  # fmt: skip
+    [
+        ("qk", "extra_score_error"),
+        ("k", "extra_score_error"),
+        ("vo", "extra_output_error"),
+        ("v", "extra_output_error"),
+    ],
+)
 def test_each_pair_has_the_error_of_its_own_product(pair, filled, target):
     own = run("prose", {512: layer_factors(target_bases())}, pair=pair)
     other = run("random", {128: layer_factors(source_bases(0.3, 0))}, pair=pair)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.capture import capturing
+from kvprof.benchmark.timing import capturing
 
 
 @pytest.mark.parametrize("enabled", [True, False])

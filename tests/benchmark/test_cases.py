@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvprof.benchmark import case as case_module
-from kvprof.benchmark import level_cases
+from kvprof.benchmark import cases
 from kvprof.benchmark.baselines import baseline_builders, full_width
 from kvprof.benchmark.case import Lack, Place, Sample, attention64, relative_error
 from kvprof.benchmark.cases import build_case
@@ -89,8 +89,15 @@ def test_palu_counts_what_rebuilds_the_keys():
     assert built.flops == 2 * 2 * 150 * 256 * 128 + 2 * 2 * 150 * 8 * (64 + 128)
 
 
-QUANTISED = ["fp8", "tale", "tale:bits=none", "fdc-4bit", "kq-2bit", "uniform-8bit",
-             "palu-folded-4bit"]  # fmt: skip
+QUANTISED = [
+    "fp8",
+    "tale",
+    "tale:bits=none",
+    "fdc-4bit",
+    "kq-2bit",
+    "uniform-8bit",
+    "palu-folded-4bit",
+]
 
 
 @pytest.mark.parametrize("shape", [SMALL, SINKS], ids=["plain", "sinks"])
@@ -223,7 +230,7 @@ def test_a_prefill_is_as_long_as_the_time_allows():
 
 @pytest.mark.parametrize("name", ["fdc-4bit", "fp8", "tale"])
 def test_long_segments_repeat_what_was_drawn(name, monkeypatch):
-    monkeypatch.setattr(level_cases, "_DISTINCT", 256)
+    monkeypatch.setattr(cases, "_DISTINCT", 256)
     built = case(name, place(seq=1500))
     assert built.error(sampler(built.runs, CPU).output()) < 1e-4
     sample = next(iter(built.samples(built.runs[0]())))

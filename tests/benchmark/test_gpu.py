@@ -29,10 +29,14 @@ def test_all_methods_run_and_are_right():
 def test_schedules_are_measured():
     data, _ = run_bench(
         BenchRequest(
-            seqs=(8192,), phases=("decode", "prefill"), methods=("full", "fdc"), repeats=5,
-            schedules=("equal", "lpt", "rows"), device="cuda",
+            seqs=(8192,),
+            phases=("decode", "prefill"),
+            methods=("full", "fdc"),
+            repeats=5,
+            schedules=("equal", "lpt", "rows"),
+            device="cuda",
         )
-    )  # fmt: skip
+    )
     found = {(entry["phase"], entry["schedule"]): entry for entry in data["schedules"]}
     assert {("decode", "equal"), ("decode", "lpt"), ("prefill", "rows")} <= set(found)
     for entry in found.values():

@@ -25,9 +25,11 @@ def rate_of(widths, shape):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(shape_names()), st.floats(0, 0.75), st.sampled_from(profile_methods()),
+    st.sampled_from(shape_names()),
+    st.floats(0, 0.75),
+    st.sampled_from(profile_methods()),
     st.integers(0, 9),
-)  # fmt: skip
+)
 def test_resampled_widths_keep_the_rate_and_run(name, rate, method, seed):
     shape = load_shape(name)
     widths = resampled(shape, rate, method, seed=seed)
@@ -99,9 +101,17 @@ def test_the_widths_of_a_saved_plan(tmp_path):
     given = inputs("Llama")
     first = given.layout.layers[0]
     shape = Shape(
-        "tiny", "here", len(given.layout.layers), given.layout.hidden_size, first.num_heads,
-        first.num_kv_heads, first.qk_head_dim, Rope("default", 1e4), 128, first.scaling,
-    )  # fmt: skip
+        "tiny",
+        "here",
+        len(given.layout.layers),
+        given.layout.hidden_size,
+        first.num_heads,
+        first.num_kv_heads,
+        first.qk_head_dim,
+        Rope("default", 1e4),
+        128,
+        first.scaling,
+    )
     plan = plan_at(plan_family("fdc", given, **FINE), 0.3)
     save_plan(plan, tmp_path / "plan")
     widths = ranks_from(tmp_path / "plan", shape)

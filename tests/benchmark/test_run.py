@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 import torch
 
-from kvprof.benchmark import point as point_module
+from kvprof.benchmark import run as point_module
 from kvprof.benchmark import run as run_module
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.run import run_bench
@@ -40,9 +40,13 @@ def quick(monkeypatch):
 
 def request_for(folder, **changes):
     given = {
-        "shape": folder, "seqs": (300,), "phases": ("decode",), "methods": ("full", "fdc", "kq"),
-        "repeats": 3, "device": "cpu",
-    }  # fmt: skip
+        "shape": folder,
+        "seqs": (300,),
+        "phases": ("decode",),
+        "methods": ("full", "fdc", "kq"),
+        "repeats": 3,
+        "device": "cpu",
+    }
     return BenchRequest(**{**given, **changes})
 
 
@@ -126,13 +130,25 @@ def test_without_a_gpu_schedules_are_predicted_once_per_place_and_said(small_run
 def test_the_result_is_valid_and_says_what_does_not_run(small_run):
     data, warnings = small_run
     result = build_result(
-        "bench", environment=ENVIRONMENT, data=data, warnings=warnings,
+        "bench",
+        environment=ENVIRONMENT,
+        data=data,
+        warnings=warnings,
         inputs={
-            "model": "small", "seqs": [300], "batches": [1, 2], "rate": 0.5, "ranks": None,
-            "phases": ["decode"], "methods": ["full"], "schedules": ["equal", "lpt"],
-            "dtype": "float32", "repeats": 3, "device": "cpu", "seed": 0,
+            "model": "small",
+            "seqs": [300],
+            "batches": [1, 2],
+            "rate": 0.5,
+            "ranks": None,
+            "phases": ["decode"],
+            "methods": ["full"],
+            "schedules": ["equal", "lpt"],
+            "dtype": "float32",
+            "repeats": 3,
+            "device": "cpu",
+            "seed": 0,
         },
-    )  # fmt: skip
+    )
     validate_result(result)
     for entry in data["baselines"]:
         assert (entry["seconds"] is None) == (entry["reason"] is not None)

@@ -63,8 +63,17 @@ def test_the_reference_model_is_a_shape():
 def test_windows_sinks_and_soft_caps_are_found(tmp_path):
     GptOssConfig(num_hidden_layers=4).save_pretrained(tmp_path / "oss")
     oss, shipped = load_shape(tmp_path / "oss"), load_shape("gpt-oss-120b")
-    for fact in ("num_heads", "num_kv_heads", "head_dim", "sinks", "sliding_window", "scaling",
-                 "rope", "hidden_size", "context"):  # fmt: skip
+    for fact in (
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "sinks",
+        "sliding_window",
+        "scaling",
+        "rope",
+        "hidden_size",
+        "context",
+    ):
         assert getattr(oss, fact) == getattr(shipped, fact), fact
     assert oss.window_pattern == "WFWF"
     Gemma2Config(num_hidden_layers=3).save_pretrained(tmp_path / "gemma2")

@@ -65,10 +65,19 @@ def test_alone_it_does_the_sensible_thing_on_a_cpu(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert asked(measured, *arguments) == BenchRequest(
-        shape="Llama-3.1-8B", seqs=(102_400,), batches=(1,), rate=0.5, ranks=None,
-        phases=("decode", "prefill"), methods=DEFAULT_METHODS, schedules=("equal",),
-        dtype="float32", repeats=None, device="cpu", seed=0,
-    )  # fmt: skip
+        shape="Llama-3.1-8B",
+        seqs=(102_400,),
+        batches=(1,),
+        rate=0.5,
+        ranks=None,
+        phases=("decode", "prefill"),
+        methods=DEFAULT_METHODS,
+        schedules=("equal",),
+        dtype="float32",
+        repeats=None,
+        device="cpu",
+        seed=0,
+    )
 
 
 @pytest.mark.parametrize(("device", "resolved"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
@@ -84,15 +93,46 @@ def test_on_a_gpu_it_measures_batch_1_and_8_in_bfloat16(
 
 def test_every_option_arrives(measured: Recorder, tmp_path: Path) -> None:
     request = asked(
-        measured, "--model", "qwen3-8b", "--seq", "32k,4k,1.5k", "--batch", "8,2", "--rate", "0.25",
-        "--ranks", tmp_path / "r.json", "--phase", "prefill", "--methods", "full, fdc-4bit,fdc",
-        "--schedule", "all", "--dtype", "fp16", "--repeats", "5", "--device", "cpu", "--seed", "7",
-    )  # fmt: skip
+        measured,
+        "--model",
+        "qwen3-8b",
+        "--seq",
+        "32k,4k,1.5k",
+        "--batch",
+        "8,2",
+        "--rate",
+        "0.25",
+        "--ranks",
+        tmp_path / "r.json",
+        "--phase",
+        "prefill",
+        "--methods",
+        "full, fdc-4bit,fdc",
+        "--schedule",
+        "all",
+        "--dtype",
+        "fp16",
+        "--repeats",
+        "5",
+        "--device",
+        "cpu",
+        "--seed",
+        "7",
+    )
     assert request == BenchRequest(
-        shape="qwen3-8b", seqs=(1536, 4096, 32_768), batches=(2, 8), rate=0.25,
-        ranks=tmp_path / "r.json", phases=("prefill",), methods=("full", "fdc-4bit", "fdc"),
-        schedules=("equal", "lpt", "rows"), dtype="float16", repeats=5, device="cpu", seed=7,
-    )  # fmt: skip
+        shape="qwen3-8b",
+        seqs=(1536, 4096, 32_768),
+        batches=(2, 8),
+        rate=0.25,
+        ranks=tmp_path / "r.json",
+        phases=("prefill",),
+        methods=("full", "fdc-4bit", "fdc"),
+        schedules=("equal", "lpt", "rows"),
+        dtype="float16",
+        repeats=5,
+        device="cpu",
+        seed=7,
+    )
 
 
 # --- what it leaves ---------------------------------------------------------------------------
@@ -114,10 +154,19 @@ def test_the_result_is_whole_and_holds_no_path(measured: Recorder, tmp_path: Pat
     assert result["kind"] == "bench"
     assert result["complete"] is True
     assert result["inputs"] == {
-        "model": "Llama-3.1-8B", "seqs": [102_400], "batches": [1], "rate": 0.5,
-        "ranks": "my.json", "phases": ["decode", "prefill"], "methods": list(DEFAULT_METHODS),
-        "schedules": ["equal"], "dtype": "float32", "repeats": None, "device": "cpu", "seed": 0,
-    }  # fmt: skip
+        "model": "Llama-3.1-8B",
+        "seqs": [102_400],
+        "batches": [1],
+        "rate": 0.5,
+        "ranks": "my.json",
+        "phases": ["decode", "prefill"],
+        "methods": list(DEFAULT_METHODS),
+        "schedules": ["equal"],
+        "dtype": "float32",
+        "repeats": None,
+        "device": "cpu",
+        "seed": 0,
+    }
     assert str(tmp_path) not in (run / "result.json").read_text()
     again = kvprof("bench", "--device", "cpu", "--out", run)
     assert again.code == 2
@@ -253,9 +302,21 @@ def test_a_plan_for_another_shape_is_refused(tmp_path: Path) -> None:
 def test_a_small_run_measures_and_reports(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     done = kvprof(
-        "bench", "--seq", "64", "--methods", "full,fdc", "--phase", "decode", "--repeats", "3",
-        "--device", "cpu", "--json", path, "--force",
-    )  # fmt: skip
+        "bench",
+        "--seq",
+        "64",
+        "--methods",
+        "full,fdc",
+        "--phase",
+        "decode",
+        "--repeats",
+        "3",
+        "--device",
+        "cpu",
+        "--json",
+        path,
+        "--force",
+    )
     assert done.code == 0, done.stderr
     assert "Decode, batch 1, 64 tokens" in done.stdout
     result = read_result(path)

@@ -68,10 +68,29 @@ def test_alone_the_reference_model_answers(asked: Any) -> None:
 
 def test_a_shape_is_composed_and_lengths_are_as_people_write_them(asked: Any) -> None:
     request = asked(
-        "--model", "Llama-3.1-70B", "--tp", "4", "--input-len", "128,1k,100k", "--output-len",
-        "256", "--batch", "1,8", "--methods", "full,palu,fdc,kq", "--baseline", "palu", "--repeats",
-        "9", "--seed", "4", "--rate", "0.4", "--layers", "3",
-    )  # fmt: skip
+        "--model",
+        "Llama-3.1-70B",
+        "--tp",
+        "4",
+        "--input-len",
+        "128,1k,100k",
+        "--output-len",
+        "256",
+        "--batch",
+        "1,8",
+        "--methods",
+        "full,palu,fdc,kq",
+        "--baseline",
+        "palu",
+        "--repeats",
+        "9",
+        "--seed",
+        "4",
+        "--rate",
+        "0.4",
+        "--layers",
+        "3",
+    )
     assert request.mode == "composed"
     assert request.input_lens == (128, 1024, 102_400)
     assert (request.output_lens, request.batches, request.tp) == ((256,), (1, 8), 4)
@@ -148,9 +167,22 @@ def test_bad_input_gets_one_line_and_leaves_nothing(
 
 def run_of(folder: Path, *arguments: Any) -> tuple[str, ...]:
     return (
-        "bench", "--jct", "--model", str(folder), "--device", "cpu", "--input-len", "48",
-        "--output-len", "9", "--repeats", "3", "--methods", "full,fdc", *map(str, arguments),
-    )  # fmt: skip
+        "bench",
+        "--jct",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--input-len",
+        "48",
+        "--output-len",
+        "9",
+        "--repeats",
+        "3",
+        "--methods",
+        "full,fdc",
+        *map(str, arguments),
+    )
 
 
 @pytest.mark.usefixtures("quick")

@@ -146,8 +146,13 @@ def test_advice_names_the_clone_that_pip_was_given(
     monkeypatch.setattr(requirements.metadata, "distribution", lambda _: origin)
     line = requirements.install_command("ray[client]>=2")
     assert shlex.split(line)[1:] == [
-        "-m", "pip", "install", "-c", str(clone / "constraints.txt"), "ray[client]>=2",
-    ]  # fmt: skip
+        "-m",
+        "pip",
+        "install",
+        "-c",
+        str(clone / "constraints.txt"),
+        "ray[client]>=2",
+    ]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

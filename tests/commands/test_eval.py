@@ -39,9 +39,21 @@ def test_full_and_fp8_stand_beside_every_method(
     tiny_folder: Path, notes: Path, tmp_path: Path
 ) -> None:
     result = eval_json(
-        tmp_path, tiny_folder, "--method", "kq,fdc", "--method", "svd-kv", "--rate", 0.4,
-        *SMALL, *FINE, "--text", notes, "--text", "prose",
-    )  # fmt: skip
+        tmp_path,
+        tiny_folder,
+        "--method",
+        "kq,fdc",
+        "--method",
+        "svd-kv",
+        "--rate",
+        0.4,
+        *SMALL,
+        *FINE,
+        "--text",
+        notes,
+        "--text",
+        "prose",
+    )
     rows = result["data"]["evaluations"]
     assert [row["method"] for row in rows] == ["full", "fp8", "kq", "fdc", "svd-kv"]
     full, fp8, *others = rows
@@ -89,7 +101,7 @@ def test_a_single_pass_gives_no_figures_of_what_it_does_not_show(
         raise AssertionError("it is refused before any work")
 
     monkeypatch.setattr(Evaluator, "baseline", never)
-    monkeypatch.setattr("kvprof.calibration.calibrator.Calibrator.inputs", never)
+    monkeypatch.setattr("kvprof.moments.calibrator.Calibrator.inputs", never)
     for arguments in (
         ("--method", "kq,kq-4bit", "--rate", 0.5),
         ("--method", "tale", "--rate", 0.1, *FINE),
@@ -132,9 +144,22 @@ def test_full_by_name_runs_through_the_cache(
 
 def test_questions_on_the_reference_model(tmp_path: Path) -> None:
     result = eval_json(
-        tmp_path, "--method", "kq", "--rate", 0.0, "--calibrate", "random:1k", "--sequences", 1,
-        "--seq-len", 8, "--tasks", "needle", "--task-items", 2,
-    )  # fmt: skip
+        tmp_path,
+        "--method",
+        "kq",
+        "--rate",
+        0.0,
+        "--calibrate",
+        "random:1k",
+        "--sequences",
+        1,
+        "--seq-len",
+        8,
+        "--tasks",
+        "needle",
+        "--task-items",
+        2,
+    )
     for row in result["data"]["evaluations"]:
         needle = row["tasks"]["needle"]
         assert (needle["accuracy"], needle["baseline"], needle["items"]) == (1, 1, 2)
@@ -146,9 +171,19 @@ def test_questions_that_do_not_fit_are_counted(
     tiny_folder: Path, notes: Path, tmp_path: Path
 ) -> None:
     result = eval_json(
-        tmp_path, tiny_folder, "--method", "fp8", "--sequences", 500, "--seq-len", 32,
-        "--tasks", "copy", "--text", notes,
-    )  # fmt: skip
+        tmp_path,
+        tiny_folder,
+        "--method",
+        "fp8",
+        "--sequences",
+        500,
+        "--seq-len",
+        32,
+        "--tasks",
+        "copy",
+        "--text",
+        notes,
+    )
     left_out, few = result["warnings"]
     assert left_out.startswith("40 questions exceed the context")
     assert few.startswith("notes.txt has ")
@@ -200,9 +235,19 @@ def test_a_text_shorter_than_a_sequence(tiny_folder: Path, tmp_path: Path) -> No
 
 def test_calibrating_on_the_evaluations_data_is_refused(tiny_folder: Path, notes: Path) -> None:
     done = kvprof(
-        "eval", tiny_folder, "--method", "kq", "--rate", 0.4, *SMALL, *FINE, "--text", notes,
-        "--calibrate", notes,
-    )  # fmt: skip
+        "eval",
+        tiny_folder,
+        "--method",
+        "kq",
+        "--rate",
+        0.4,
+        *SMALL,
+        *FINE,
+        "--text",
+        notes,
+        "--calibrate",
+        notes,
+    )
     assert done.code == 2
     assert "was calibrated on" in done.error
 
@@ -219,10 +264,26 @@ def test_an_interrupt_keeps_what_was_measured(
 
     monkeypatch.setattr(Evaluator, "evaluate", interrupted)
     done = kvprof(
-        "eval", tiny_folder, "--method", "kq,svd-kv", "--rate", 0.4, *FINE, "--sequences", 4,
-        "--seq-len", 32, "--tasks", "none", "--batch-size", 1, "--text", notes,
-        "--out", tmp_path / "run",
-    )  # fmt: skip
+        "eval",
+        tiny_folder,
+        "--method",
+        "kq,svd-kv",
+        "--rate",
+        0.4,
+        *FINE,
+        "--sequences",
+        4,
+        "--seq-len",
+        32,
+        "--tasks",
+        "none",
+        "--batch-size",
+        1,
+        "--text",
+        notes,
+        "--out",
+        tmp_path / "run",
+    )
     assert done.code == 130
     assert "INCOMPLETE" in done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -246,9 +307,19 @@ def test_a_failure_in_the_middle_keeps_what_was_measured(
 
     monkeypatch.setattr(Evaluator, "evaluate", short)
     done = kvprof(
-        "eval", tiny_folder, "--method", "kq", "--rate", 0.4, *FINE, *SMALL, "--text", notes,
-        "--out", tmp_path / "run",
-    )  # fmt: skip
+        "eval",
+        tiny_folder,
+        "--method",
+        "kq",
+        "--rate",
+        0.4,
+        *FINE,
+        *SMALL,
+        "--text",
+        notes,
+        "--out",
+        tmp_path / "run",
+    )
     assert done.code == 3
     assert "--batch-size 2 would fit" in done.error
     result = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -13,9 +13,23 @@ from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 
 SMALL = (
-    "--text", "prose", "--text", "code", "--sequences", "3", "--seq-len", "48", "--tasks", "none",
-    "--metric", "perplexity", "--target", "0.97", "--points", "4",
-)  # fmt: skip
+    "--text",
+    "prose",
+    "--text",
+    "code",
+    "--sequences",
+    "3",
+    "--seq-len",
+    "48",
+    "--tasks",
+    "none",
+    "--metric",
+    "perplexity",
+    "--target",
+    "0.97",
+    "--points",
+    "4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +51,16 @@ def frontier_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, A
 def test_a_frontier_is_measured_reported_and_resumed(
     tiny_folder: Path, tmp_path: Path, cache: Path
 ) -> None:
-    methods = ("--methods", "kq,kq:allocation=tail,kivi", "--grid", 1, "--minimum", 1,
-               "--calibrate-tokens", 512)  # fmt: skip
+    methods = (
+        "--methods",
+        "kq,kq:allocation=tail,kivi",
+        "--grid",
+        1,
+        "--minimum",
+        1,
+        "--calibrate-tokens",
+        512,
+    )
     first = frontier_json(tmp_path, tiny_folder, *methods)
     labels = [method["label"] for method in first["data"]["methods"]]
     assert labels == ["kq", "kq:allocation=tail", "kivi", "full", "fp8"]
@@ -59,8 +81,10 @@ def test_a_frontier_is_measured_reported_and_resumed(
             assert low <= point["share"] + 1e-9
             assert high >= point["share"] - 1e-9
     assert first["inputs"]["calibration"]["kq"] == {
-        "source": "random", "tokens": 512, "seq_len": 48,
-    }  # fmt: skip
+        "source": "random",
+        "tokens": 512,
+        "seq_len": 48,
+    }
     assert first["inputs"]["evaluations_found"] == 0
 
     done = kvprof("frontier", tiny_folder, *methods, *SMALL)
@@ -106,9 +130,18 @@ def test_csv_and_figures(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra plot")
     svg, png = tmp_path / "f.svg", tmp_path / "f.png"
     done = kvprof(
-        "frontier", tiny_folder, *SMALL, "--methods", "kivi", "--csv", "-", "--svg", svg, "--png",
+        "frontier",
+        tiny_folder,
+        *SMALL,
+        "--methods",
+        "kivi",
+        "--csv",
+        "-",
+        "--svg",
+        svg,
+        "--png",
         png,
-    )  # fmt: skip
+    )
     assert done.code == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 + 4 + 2
     assert svg.read_text().lstrip().startswith("<?xml")
@@ -145,9 +178,19 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
     ids = tmp_path / "ids.npy"
     np.save(ids, np.random.default_rng(0).integers(3, 90, (8, 48)))
     done = kvprof(
-        "frontier", tiny_folder, "--methods", "kq,fdc", "--text", ids, "--calibrate", ids,
-        "--tasks", "none", "--seq-len", "48",
-    )  # fmt: skip
+        "frontier",
+        tiny_folder,
+        "--methods",
+        "kq,fdc",
+        "--text",
+        ids,
+        "--calibrate",
+        ids,
+        "--tasks",
+        "none",
+        "--seq-len",
+        "48",
+    )
     assert done.code == 2
     assert "calibrated on" in done.error
 

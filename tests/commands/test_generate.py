@@ -27,9 +27,7 @@ def generate_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, A
 
 def own_text(folder: Path, new: int, **options: Any) -> tuple[list[int], Any]:
     """Generate with transformers alone."""
-    model, tokenizer = (
-        x.from_pretrained(folder) for x in (AutoModelForCausalLM, AutoTokenizer)
-    )  # fmt: skip
+    model, tokenizer = (x.from_pretrained(folder) for x in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         out = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
@@ -202,8 +200,9 @@ def test_bad_input_gets_one_line_and_its_code(
     assert done.stdout == ""
 
 
-def test_what_cannot_be_planned_is_refused(tiny_folder: Path, other_folder: Path,
-                                           tmp_path: Path) -> None:  # fmt: skip
+def test_what_cannot_be_planned_is_refused(
+    tiny_folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
     prompt = ("--prompt", PROMPT, "--max-new-tokens", 4)
     assert "--method" in kvprof("generate", tiny_folder, *prompt).error
     saved = tmp_path / "other.safetensors"
@@ -230,8 +229,18 @@ def test_ctrl_c_keeps_what_was_written(
 
     monkeypatch.setattr(generation._Streamer, "on_finalized_text", slowly)
     path = tmp_path / "cut.json"
-    done = kvprof("generate", tiny_folder, *FULL, "--prompt", PROMPT, "--max-new-tokens", 100,
-                  "--diff", "--json", path)  # fmt: skip
+    done = kvprof(
+        "generate",
+        tiny_folder,
+        *FULL,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        100,
+        "--diff",
+        "--json",
+        path,
+    )
     assert done.code == 130
     result = json.loads(path.read_text())
     validate_result(result)

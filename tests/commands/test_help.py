@@ -54,9 +54,14 @@ def test_options_stand_in_groups_and_none_is_lost() -> None:
     shown = kvprof("eval", "--help").stdout
     titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
     assert titles == [
-        "Arguments", "Options", "Method", "Text and tasks", "Model and device", "Output",
+        "Arguments",
+        "Options",
+        "Method",
+        "Text and tasks",
+        "Model and device",
+        "Output",
         "Examples",
-    ]  # fmt: skip
+    ]
     output = shown.partition("\nOutput:\n")[2].partition("\nExamples:\n")[0]
     assert {"--json", "--csv", "--out", "--force"} <= set(output.split())
     for command in ALL.values():

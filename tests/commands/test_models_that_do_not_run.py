@@ -49,10 +49,24 @@ def test_another_model_at_the_same_path_takes_nothing_from_the_cache(
     def found() -> tuple[int, int]:
         path = tmp_path / "result.json"
         done = kvprof(
-            "frontier", folder, "--methods", "fp8", "--text", "prose", "--sequences", "2",
-            "--seq-len", "16", "--tasks", "none", "--metric", "perplexity",
-            "--json", path, "--force",
-        )  # fmt: skip
+            "frontier",
+            folder,
+            "--methods",
+            "fp8",
+            "--text",
+            "prose",
+            "--sequences",
+            "2",
+            "--seq-len",
+            "16",
+            "--tasks",
+            "none",
+            "--metric",
+            "perplexity",
+            "--json",
+            path,
+            "--force",
+        )
         assert done.code == 0, done.stderr
         inputs = json.loads(path.read_text())["inputs"]
         return inputs["evaluations_found"], inputs["evaluations_measured"]

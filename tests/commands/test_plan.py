@@ -101,8 +101,18 @@ def test_bytes_are_counted_at_the_context_asked_for(tiny_folder: Path, tmp_path:
 
 
 def test_the_report_says_it_in_words(tiny_folder: Path) -> None:
-    arguments = ("plan", tiny_folder, "--method", "palu", "--rate", 0.3, "--grid", 4,
-                 "--option", "heads=2")  # fmt: skip
+    arguments = (
+        "plan",
+        tiny_folder,
+        "--method",
+        "palu",
+        "--rate",
+        0.3,
+        "--grid",
+        4,
+        "--option",
+        "heads=2",
+    )
     short, long = kvprof(*arguments), kvprof(*arguments, "--describe")
     assert short.code == long.code == 0
     brief, words = (" ".join(done.stdout.split()) for done in (short, long))
@@ -152,8 +162,9 @@ def test_text_and_json_lines_calibrate(tiny_folder: Path, tmp_path: Path) -> Non
     plain = tmp_path / "plain.txt"
     plain.write_text("The cache holds keys and values. " * 60)
     lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(json.dumps({"text": f"Line {i}: " + "ab " * 20}) + "\n"
-                             for i in range(40)))  # fmt: skip
+    lines.write_text(
+        "".join(json.dumps({"text": f"Line {i}: " + "ab " * 20}) + "\n" for i in range(40))
+    )
     for source in (plain, lines):
         told = plan_json(
             tmp_path, tiny_folder, "--method", "kq", "--rate", 0.2, *FINE, "--calibrate", source
@@ -194,8 +205,20 @@ def test_fit_takes_the_recorded_rates(
     def entry(label: str, rate: float | None, **options: Any) -> RecordedRate:
         method = label.partition(":")[0]
         calibration = {"source": "random", "tokens": 256, "seq_len": 64}
-        return RecordedRate(label, method, options, 0.99, "accuracy", rate, 100, "float32",
-                            calibration, 1000, "2026-01-01T00:00:00Z", "measured here")  # fmt: skip
+        return RecordedRate(
+            label,
+            method,
+            options,
+            0.99,
+            "accuracy",
+            rate,
+            100,
+            "float32",
+            calibration,
+            1000,
+            "2026-01-01T00:00:00Z",
+            "measured here",
+        )
 
     entries = (
         entry("fdc:grid=1,minimum=1", 0.25, grid=1, minimum=1),
@@ -206,8 +229,13 @@ def test_fit_takes_the_recorded_rates(
     monkeypatch.setattr(
         "kvprof.evaluation.recorded_rates.load_recorded_rates", lambda *a, **k: known
     )
-    arguments = (tiny_folder, "--fit", "2MB", "--methods",
-                 "fdc:grid=1,minimum=1,palu,zack,kq:minimum=2,grid=2")  # fmt: skip
+    arguments = (
+        tiny_folder,
+        "--fit",
+        "2MB",
+        "--methods",
+        "fdc:grid=1,minimum=1,palu,zack,kq:minimum=2,grid=2",
+    )
     fit = fit_json(tmp_path, *arguments)
     rows = {row["label"]: row for row in fit["rows"]}
     fdc, kq = "fdc:grid=1,minimum=1", "kq:minimum=2,grid=2"
@@ -224,12 +252,15 @@ def test_fit_takes_the_recorded_rates(
     # A rate that is given is every method's, recorded or not.
     given = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE)
     assert {row["rate_from"] for row in given["rows"]} == {"itself", "given"}
-    assert all(0.1 <= row["rate"] < 0.14 for row in given["rows"] if row["method"] != "fp8"
-               and row["method"] not in ("full", "palu"))  # fmt: skip
+    assert all(
+        0.1 <= row["rate"] < 0.14
+        for row in given["rows"]
+        if row["method"] != "fp8" and row["method"] not in ("full", "palu")
+    )
 
 
 def test_fit_calibrates_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvprof.calibration.calibrator import Calibrator
+    from kvprof.moments.calibrator import Calibrator
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing has to be calibrated for a table of memory")

@@ -24,9 +24,17 @@ def loaded(tiny_folder: Path) -> LoadedModel:
 
 def planned(loaded: LoadedModel, **given: Any) -> Plan:
     arguments: dict[str, Any] = {
-        "method": None, "rate": None, "removal": None, "plan_file": None, "calibrate": None,
-        "calibrate_tokens": None, "options": {}, "context": 96, "seq_len": 64, "stop": Stop(),
-    }  # fmt: skip
+        "method": None,
+        "rate": None,
+        "removal": None,
+        "plan_file": None,
+        "calibrate": None,
+        "calibrate_tokens": None,
+        "options": {},
+        "context": 96,
+        "seq_len": 64,
+        "stop": Stop(),
+    }
     return make_plan(loaded, **{**arguments, **given})
 
 
@@ -70,17 +78,23 @@ def test_a_saved_plan_is_read_and_nothing_may_be_said_beside_it(
         ({"method": "mine", "rate": 0.1}, "'mine' is unknown"),
         ({"method": "fp8", "calibrate": "random:8k"}, "fp8 needs no calibration"),
         ({"method": "kq", "rate": 0.1, "calibrate": "nowhere.txt"}, "'nowhere.txt' is no file"),
-        ({"method": "kq", "rate": 0.1, "calibrate": "random:8k", "calibrate_tokens": "1k"},
-         "two counts"),
+        (
+            {"method": "kq", "rate": 0.1, "calibrate": "random:8k", "calibrate_tokens": "1k"},
+            "two counts",
+        ),
         ({"method": "kq", "rate": 0.1, "calibrate_tokens": "lots"}, "--calibrate-tokens: 'lots'"),
         ({"method": "kq", "rate": 0.99, "calibrate_tokens": "512"}, "reaches rates from 0.000 to"),
         ({"method": "kq", "rate": 1.5, "calibrate_tokens": "512"}, "not between 0 and 1"),
-        ({"method": "palu", "removal": 0.1, "calibrate_tokens": "512", "options": {"heads": 2}},
-         "--removal is FDC's"),
-        ({"method": "kq", "rate": 0.1, "calibrate_tokens": "512", "options": {"heads": 2}},
-         "kq has no option heads"),
+        (
+            {"method": "palu", "removal": 0.1, "calibrate_tokens": "512", "options": {"heads": 2}},
+            "--removal is FDC's",
+        ),
+        (
+            {"method": "kq", "rate": 0.1, "calibrate_tokens": "512", "options": {"heads": 2}},
+            "kq has no option heads",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(
     loaded: LoadedModel, given: dict[str, Any], message: str
 ) -> None:
@@ -102,9 +116,15 @@ def test_an_interrupted_calibration_ends_with_130(
 def test_options_are_given_to_the_method_as_they_are_written() -> None:
     extra = ["heads=4", "recent=0.2", "lazy=false", "hadamard=True", "values=svd-v", "bits=2, 4"]
     assert method_options("budget", None, 8, extra) == {
-        "allocation": "budget", "minimum": 8, "heads": "4", "recent": "0.2", "lazy": "false",
-        "hadamard": "True", "values": "svd-v", "bits": "2, 4",
-    }  # fmt: skip
+        "allocation": "budget",
+        "minimum": 8,
+        "heads": "4",
+        "recent": "0.2",
+        "lazy": "false",
+        "hadamard": "True",
+        "values": "svd-v",
+        "bits": "2, 4",
+    }
     assert method_options(None, None, None, None) == {}
     for wrong in ("heads", "=4", "a b=4"):
         with pytest.raises(UsageError, match="write KEY=VALUE"):

@@ -18,9 +18,11 @@ from tests.commands.running import kvprof
 from tests.records.sample import benchmark_result
 from tests.reproduction.written import CPU, TEXT, FakeRunner, write
 
-REAL = TEXT.replace("method: [fdc, kq]", "method: [fdc]").replace("0.30", "0.5").replace(
-    "at_least: 0.95", "about: 0.5"
-)  # fmt: skip
+REAL = (
+    TEXT.replace("method: [fdc, kq]", "method: [fdc]")
+    .replace("0.30", "0.5")
+    .replace("at_least: 0.95", "about: 0.5")
+)
 
 
 def run(path: Path, out: Path, rates: dict[str, Any], **more: Any) -> None:
@@ -199,8 +201,10 @@ def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
     path = write(tmp_path, text.replace('"plan-{method}"', "plan-fdc"))
     process = subprocess.Popen(
         [sys.executable, "-m", "kvprof", "recipe", "run", str(path), "--out", str(out)],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     while not (out / "resolved.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

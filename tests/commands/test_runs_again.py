@@ -78,8 +78,9 @@ def test_a_result_of_an_earlier_run_does_not_stand_for_the_one_that_runs(
 ) -> None:
     events = stream(methods=("kq",), layers=2, steps=8)
     later = [
-        type(events[0])(**{**vars(events[0]), "created": f"{year}-01-01T00:00:00Z"}), *events[1:50]
-    ]  # fmt: skip
+        type(events[0])(**{**vars(events[0]), "created": f"{year}-01-01T00:00:00Z"}),
+        *events[1:50],
+    ]
     (run / EVENTS_NAME).unlink()
     write(run / EVENTS_NAME, later)
     shown = kvprof("show", run)
@@ -196,9 +197,15 @@ def test_an_incomplete_run_in_a_comparison_is_told(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "start"), [("csv", "kind,case"), ("md", "# kvprof jct"), ("html", "<!DOCTYPE html>"),
-                      ("svg", "<?xml"), ("perfetto", '{"traceEvents"')],
-)  # fmt: skip
+    ("to", "start"),
+    [
+        ("csv", "kind,case"),
+        ("md", "# kvprof jct"),
+        ("html", "<!DOCTYPE html>"),
+        ("svg", "<?xml"),
+        ("perfetto", '{"traceEvents"'),
+    ],
+)
 def test_a_run_is_exported(run: Path, to: str, start: str) -> None:
     if to in ("html", "svg"):
         pytest.importorskip("matplotlib")

@@ -251,16 +251,16 @@ def test_a_failing_save_does_not_cost_the_result(tiny_folder: Path, tmp_path: Pa
 def test_ctrl_c_while_the_spectra_are_taken_still_writes_them(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvprof.analysis import spectra
+    from kvprof.analysis import spectrum
 
-    original = spectra.singular_values
+    original = spectrum.singular_values
 
     def interrupted(gram: Any) -> Any:
-        monkeypatch.setattr(spectra, "singular_values", original)
+        monkeypatch.setattr(spectrum, "singular_values", original)
         os.kill(os.getpid(), signal.SIGINT)
         return original(gram)
 
-    monkeypatch.setattr(spectra, "singular_values", interrupted)
+    monkeypatch.setattr(spectrum, "singular_values", interrupted)
     path = tmp_path / "kept.json"
     done = kvprof("spectrum", tiny_folder, *SMALL, "--json", path)
     assert done.code == 0, done.stderr

@@ -16,9 +16,19 @@ def test_bases_per_query_head_and_what_their_cache_would_cost(
 ) -> None:
     path, table = tmp_path / "r.json", tmp_path / "r.csv"
     done = kvprof(
-        "spectrum", tiny_folder, *SMALL, "--per-query-head", "--removal", "0.2", "--grid", "4",
-        "--json", path, "--csv", table,
-    )  # fmt: skip
+        "spectrum",
+        tiny_folder,
+        *SMALL,
+        "--per-query-head",
+        "--removal",
+        "0.2",
+        "--grid",
+        "4",
+        "--json",
+        path,
+        "--csv",
+        table,
+    )
     assert done.code == 0, done.stderr
     result = json.loads(path.read_text())
     validate_result(result)

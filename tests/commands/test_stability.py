@@ -106,9 +106,19 @@ def test_lengths_are_told_apart_from_content(
     tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     result = stability_json(
-        tmp_path, tiny_folder, "--tokens", "128,256", "--seq-len", 16, "--against-seq-len", 128,
-        "--against", texts[0], "--seeds", 1,
-    )  # fmt: skip
+        tmp_path,
+        tiny_folder,
+        "--tokens",
+        "128,256",
+        "--seq-len",
+        16,
+        "--against-seq-len",
+        128,
+        "--against",
+        texts[0],
+        "--seeds",
+        1,
+    )
     lengths = result["data"]["lengths"]
     assert {row["pair"] for row in lengths} == {"qk", "vo"}
     for row in lengths:
@@ -130,8 +140,20 @@ def test_saved_moments_serve_on_either_side(
     # Seed 0 at 512 tokens is what was saved: at the end of the sweep nothing differs.
     last = [r for r in averages(target) if r["target"] == moments.name and r["tokens"] == 512]
     assert all(row["extra_energy_loss"] == pytest.approx(0, abs=1e-9) for row in last)
-    source = stability_json(tmp_path, tiny_folder, "--source", moments, "--against", texts[0],
-                            "--against-tokens", 512, "--seq-len", 64, "--tokens", 512)  # fmt: skip
+    source = stability_json(
+        tmp_path,
+        tiny_folder,
+        "--source",
+        moments,
+        "--against",
+        texts[0],
+        "--against-tokens",
+        512,
+        "--seq-len",
+        64,
+        "--tokens",
+        512,
+    )
     assert {row["tokens"] for row in source["data"]["curves"] if row["target"] == "notes.txt"} == {
         512
     }
@@ -201,9 +223,21 @@ def test_ctrl_c_keeps_the_passes_that_were_done(
     presser = threading.Thread(target=press)
     presser.start()
     done = kvprof(
-        "stability", tiny_folder, "--tokens", "64,128", "--seq-len", 64, "--against", texts[0],
-        "--seeds", 5000, "--json", path, "--against-tokens", 256,
-    )  # fmt: skip
+        "stability",
+        tiny_folder,
+        "--tokens",
+        "64,128",
+        "--seq-len",
+        64,
+        "--against",
+        texts[0],
+        "--seeds",
+        5000,
+        "--json",
+        path,
+        "--against-tokens",
+        256,
+    )
     presser.join()
     assert done.code == 130
     result = json.loads(path.read_text())

@@ -259,9 +259,16 @@ def test_a_view_that_is_killed_gives_the_terminal_back(run):
 def test_in_a_terminal_a_failing_measurement_is_the_exit_code(tmp_path):
     """The real command, which refuses its options; nothing is left in the user's data."""
     terminal = Terminal(
-        sys.executable, "-m", "kvprof", "tui", "--", "bench", "--jct", "--no-such-option",
+        sys.executable,
+        "-m",
+        "kvprof",
+        "tui",
+        "--",
+        "bench",
+        "--jct",
+        "--no-such-option",
         XDG_DATA_HOME=str(tmp_path),
-    )  # fmt: skip
+    )
     terminal.until("measurement failed")
     terminal.press("q")
     assert terminal.exit_code() == 2

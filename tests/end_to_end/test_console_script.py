@@ -52,9 +52,19 @@ def test_stability_of_the_reference_model_finds_a_noise_floor_below_the_data(
 ) -> None:
     path = tmp_path / "stability.json"
     done = run(
-        "stability", "--tokens", "1k,2k", "--against", "prose", "--seeds", "2", "--pairs", "qk",
-        "--json", str(path), COLUMNS="80",
-    )  # fmt: skip
+        "stability",
+        "--tokens",
+        "1k,2k",
+        "--against",
+        "prose",
+        "--seeds",
+        "2",
+        "--pairs",
+        "qk",
+        "--json",
+        str(path),
+        COLUMNS="80",
+    )
     assert done.returncode == 0, done.stderr
     rows = [row for row in json.loads(path.read_text())["data"]["curves"] if row["layer"] is None]
     cost = {

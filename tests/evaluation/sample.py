@@ -24,9 +24,12 @@ def text(sequences: int = 5, tokens: int = 20, *, name: str = "text", seed: int 
 def greedy(loaded: LoadedModel, prompt: list[int], tokens: int) -> list[int]:
     """Let the uncompressed model go on by its own generate."""
     found = loaded.model.generate(
-        torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None,
+        torch.tensor([prompt]),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     return found[0, len(prompt) :].tolist()
 
 

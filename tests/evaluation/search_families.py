@@ -45,20 +45,35 @@ def evaluation(share: float, *, half: float = 0.004, baseline: float = 0.5) -> d
         "kl": {"mean": 1.0 - share, "p999": 1.0, "worst": 2.0},
         "sources": {
             name: {
-                "accuracy": share * baseline, "baseline_accuracy": baseline,
-                "relative_accuracy": share, "interval": [share - half, share + half],
-                "perplexity": 10.0, "baseline_perplexity": 10.0, "kl_mean": 1.0 - share,
-                "sequences": 4, "tokens": 400,
+                "accuracy": share * baseline,
+                "baseline_accuracy": baseline,
+                "relative_accuracy": share,
+                "interval": [share - half, share + half],
+                "perplexity": 10.0,
+                "baseline_perplexity": 10.0,
+                "kl_mean": 1.0 - share,
+                "sequences": 4,
+                "tokens": 400,
             }
             for name in ("prose", "code")
         },
         "tasks": {
             "needle": {
-                "accuracy": 0.8 * share, "baseline": 0.8, "items": 20,
-                "difference_interval": [-0.08, 0.04], "by_depth": {}, "by_length": {},
+                "accuracy": 0.8 * share,
+                "baseline": 0.8,
+                "items": 20,
+                "difference_interval": [-0.08, 0.04],
+                "by_depth": {},
+                "by_length": {},
             },
-            "copy": {"accuracy": 0.4, "baseline": 0.4, "items": 20,
-                     "difference_interval": [0.0, 0.0], "by_depth": {}, "by_length": {}},
+            "copy": {
+                "accuracy": 0.4,
+                "baseline": 0.4,
+                "items": 20,
+                "difference_interval": [0.0, 0.0],
+                "by_depth": {},
+                "by_length": {},
+            },
         },
         "worst_tokens": [],
         "decoded_tokens": 800,
@@ -69,7 +84,7 @@ def evaluation(share: float, *, half: float = 0.004, baseline: float = 0.5) -> d
         "seconds": 1.0,
         "complete": True,
         "warnings": [],
-    }  # fmt: skip
+    }
 
 
 class FakeEvaluator:

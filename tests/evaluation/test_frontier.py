@@ -84,8 +84,12 @@ def test_every_method_is_searched_and_the_bar_comes_to_its_end() -> None:
 def test_methods_with_the_same_plans_share_evaluations() -> None:
     # Where the model has RoPE, zack folds nothing that fdc does not.
     alone = Run(rows("fdc"))
-    both = Run(rows("fdc", "zack"), families=lambda request: fine(request.method)
-               if request.method in ("fdc", "zack") else family(request.method))  # fmt: skip
+    both = Run(
+        rows("fdc", "zack"),
+        families=lambda request: (
+            fine(request.method) if request.method in ("fdc", "zack") else family(request.method)
+        ),
+    )
     assert len(both.evaluator.rates) == len(alone.evaluator.rates)
     figures = [
         [(point["rate"], point["share"]) for point in both.by_label[label]["points"]]
@@ -184,5 +188,7 @@ def test_a_method_that_never_meets_the_target_says_how_near_it_came() -> None:
 
 def test_other_metrics_decide() -> None:
     run = Run(rows("kq"), None, metric="needle", target=0.98)
-    assert all(point["share"] == pytest.approx(share(point["rate"]))
-               for point in run.by_label["kq"]["points"])  # fmt: skip
+    assert all(
+        point["share"] == pytest.approx(share(point["rate"]))
+        for point in run.by_label["kq"]["points"]
+    )

@@ -87,8 +87,9 @@ def test_choices_and_texts_go_through_the_compressed_model(
     # A pass for each of three choices, one and its steps for each text.
     assert len(passes) >= QUESTIONS * 4
     assert [(row["task"], row["metric"]) for row in plain] == [
-        ("own_choices", "acc"), ("own_texts", "exact_match"),
-    ]  # fmt: skip
+        ("own_choices", "acc"),
+        ("own_texts", "exact_match"),
+    ]
     assert full == plain  # full width is the model itself
     assert {row["items"] for row in plain} == {QUESTIONS}
     assert [row["single_pass"] for row in plain] == [True, False]
@@ -115,18 +116,35 @@ def test_the_command_shows_them_apart(tiny_folder: Path, tasks: Path, tmp_path: 
     text = tmp_path / "notes.txt"
     text.write_text("".join(f"Line-{i}-of-a-text;" for i in range(100)))
     done = kvprof(
-        "eval", tiny_folder, "--method", "fp8", "--sequences", 2, "--seq-len", 32,
-        "--tasks", "none", "--text", text, "--harness", "own_choices,own_texts",
-        "--harness-include", tasks, "--out", tmp_path / "run",
-    )  # fmt: skip
+        "eval",
+        tiny_folder,
+        "--method",
+        "fp8",
+        "--sequences",
+        2,
+        "--seq-len",
+        32,
+        "--tasks",
+        "none",
+        "--text",
+        text,
+        "--harness",
+        "own_choices,own_texts",
+        "--harness-include",
+        tasks,
+        "--out",
+        tmp_path / "run",
+    )
     assert done.code == 0, done.stderr
     assert "By its own protocol" in done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     validate_result(result)
     harness = result["data"]["harness"]
     assert [(row["method"], row["task"]) for row in harness["rows"]] == [
-        ("full", "own_choices"), ("full", "own_texts"), ("fp8", "own_texts"),
-    ]  # fmt: skip
+        ("full", "own_choices"),
+        ("full", "own_texts"),
+        ("fp8", "own_texts"),
+    ]
     assert "fp8 is not measured on own_choices" in done.stderr
     assert harness["version"]
     # The harness has nothing to say on its own: stdout and stderr are kvprof's.
@@ -140,9 +158,23 @@ def test_what_it_cannot_download_is_told_in_a_line(tiny_folder: Path, tmp_path: 
     text = tmp_path / "notes.txt"
     text.write_text("".join(f"Line-{i}-of-a-text;" for i in range(100)))
     done = kvprof(
-        "eval", tiny_folder, "--method", "fp8", "--sequences", 2, "--seq-len", 32,
-        "--tasks", "none", "--text", text, "--harness", "arc_easy", "--out", tmp_path / "run",
-    )  # fmt: skip
+        "eval",
+        tiny_folder,
+        "--method",
+        "fp8",
+        "--sequences",
+        2,
+        "--seq-len",
+        32,
+        "--tasks",
+        "none",
+        "--text",
+        text,
+        "--harness",
+        "arc_easy",
+        "--out",
+        tmp_path / "run",
+    )
     assert done.code == 1
     assert "lm-eval gave up" in done.error
     result = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -23,9 +23,14 @@ def search(
     evaluate, seen = counted(share)
     found: list[MeasuredRate] = []
     search_rates(
-        plans, evaluate, target=target, tokens=CONTEXT, itemsize=ITEMSIZE, points=points,
+        plans,
+        evaluate,
+        target=target,
+        tokens=CONTEXT,
+        itemsize=ITEMSIZE,
+        points=points,
         keep=found.append,
-    )  # fmt: skip
+    )
     assert [entry.rate for entry in found] == seen
     return found, seen
 

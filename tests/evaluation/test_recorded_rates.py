@@ -34,8 +34,11 @@ def test_a_complete_frontier_is_remembered(tmp_path: Path) -> None:
     best = found["kq:allocation=budget"]
     assert (best.method, best.options, best.max_rate) == ("kq", {"allocation": "budget"}, 0.48)
     assert (best.target, best.metric, best.context, best.dtype) == (
-        0.99, "accuracy", 384, "bfloat16",
-    )  # fmt: skip
+        0.99,
+        "accuracy",
+        384,
+        "bfloat16",
+    )
     assert best.origin == "measured here"
     assert best.created
     assert found["palu"].max_rate is None

@@ -96,8 +96,12 @@ def test_one_multiprocessor_has_all_the_work():
 def test_lengths_that_make_no_sense_are_refused():
     checked_lengths([1, 64], [0, 63], 2, 64)
     for lengths, starts in (
-        ([0, 1], None), ([65, 1], None), ([1], None), ([5, 5], [5, 0]), ([5, 5], [-1, 0]),
+        ([0, 1], None),
+        ([65, 1], None),
+        ([1], None),
+        ([5, 5], [5, 0]),
+        ([5, 5], [-1, 0]),
         ([5, 5], [0]),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError):
             checked_lengths(lengths, starts, 2, 64)

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.decode import cpu
 from kvprof.kernels.decode.cpu import decode_cpu
+from kvprof.kernels.decode.cuts import Tuning, built_for, rows_of, tuning_for
 from kvprof.kernels.decode.reference import reference_decode
-from kvprof.kernels.decode.step import decode_step
-from kvprof.kernels.decode.trace import Trace, busy_seconds, measured_makespan_over_mean
-from kvprof.kernels.decode.tuning import Tuning, built_for, rows_of, tuning_for
+from kvprof.kernels.decode.step import Trace, busy_seconds, decode_step, measured_makespan_over_mean
 from kvprof.kernels.planes import RaggedLayout
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -48,9 +47,13 @@ def threads():
 @given(
     st.lists(st.tuples(widths, widths), min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 900), st.integers(1, 900)), min_size=1, max_size=2),
-    st.integers(1, 20), st.sampled_from(list(LIMITS)), st.sampled_from([0.0, 3.0]), st.booleans(),
-    st.sampled_from([0, 16, 48]), st.integers(0, 10**6),
-)  # fmt: skip
+    st.integers(1, 20),
+    st.sampled_from(list(LIMITS)),
+    st.sampled_from([0.0, 3.0]),
+    st.booleans(),
+    st.sampled_from([0, 16, 48]),
+    st.integers(0, 10**6),
+)
 def test_any_widths_lengths_and_options_give_attention(
     pairs, rows, group, dtype, softcap, with_sinks, page, seed
 ):
@@ -133,10 +136,22 @@ def test_the_operators_keep_the_contract_of_torch():
     torch.library.opcheck(
         torch.ops.kvprof.decode.default,
         (
-            query, buffer, lengths, None, step.heads, [], None, None, 0.1, 0.0,
-            layout.key_widths, layout.value_widths, (2, 2, 40), (8, 8192, 4, 1),
+            query,
+            buffer,
+            lengths,
+            None,
+            step.heads,
+            [],
+            None,
+            None,
+            0.1,
+            0.0,
+            layout.key_widths,
+            layout.value_widths,
+            (2, 2, 40),
+            (8, 8192, 4, 1),
         ),
-    )  # fmt: skip
+    )
 
 
 def test_a_step_on_a_cpu_checks_and_says_what_only_a_gpu_can_do():

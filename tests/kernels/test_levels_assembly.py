@@ -107,8 +107,14 @@ def test_e4m3_comes_out_with_its_denormals(dtype):
 def test_every_assembly_names_what_it_reads():
     # The interpreter above knows all the operations that there are.
     known = {
-        "mov.b32", "and.b32", "shr.b32", "prmt.b32", "lop3.b32", "fma.rn.bf16x2", "fma.rn.f16x2",
-    }  # fmt: skip
+        "mov.b32",
+        "and.b32",
+        "shr.b32",
+        "prmt.b32",
+        "lop3.b32",
+        "fma.rn.bf16x2",
+        "fma.rn.f16x2",
+    }
     texts = [
         text.value
         for name, text in vars(unpack).items()

@@ -7,9 +7,8 @@ from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.levels.cpu import levels_cpu
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.operator import levels_operator
 from kvprof.kernels.levels.reference import reference_levels
-from kvprof.kernels.levels.step import levels_step
+from kvprof.kernels.levels.step import levels_operator, levels_step
 from kvprof.kernels.planes import RaggedLayout
 
 CPU = torch.device("cpu")
@@ -105,12 +104,22 @@ def test_the_operator_is_registered_soundly():
     query, buffer = states(layout)
     prepared = levels_step(layout, CPU)
     schedule = prepared.cut(LENGTHS)
-    from kvprof.kernels.levels.operator import layout_numbers
+    from kvprof.kernels.levels.step import layout_numbers
 
     arguments = (
-        query, buffer, schedule.lengths, prepared.units, prepared.eye, schedule.scheduled, None,
-        0.2, 0.0, layout_numbers(layout), [8, 4096, 3, 1, 32, 0, 0], 1,
-    )  # fmt: skip
+        query,
+        buffer,
+        schedule.lengths,
+        prepared.units,
+        prepared.eye,
+        schedule.scheduled,
+        None,
+        0.2,
+        0.0,
+        layout_numbers(layout),
+        [8, 4096, 3, 1, 32, 0, 0],
+        1,
+    )
     torch.library.opcheck(levels_operator, arguments)
 
 

@@ -6,15 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.append import append, read, write
+from kvprof.kernels.levels.append import append, places_of, read, write
 from kvprof.kernels.levels.codes import container_bits, dequantise, quantise, spread
-from kvprof.kernels.levels.cuts import token_bytes, token_cost
+from kvprof.kernels.levels.launch import token_bytes, token_cost
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.places import places_of
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
-from kvprof.runtime.codecs import codec_for
-from kvprof.runtime.packing import unpack
+from kvprof.runtime.codecs import codec_for, unpack
 
 FORMATS = st.sampled_from([None, "fp8", 8, 4, 3, 2])
 WIDTHS = st.integers(1, 9).map(lambda n: 16 * n)
@@ -68,9 +66,13 @@ def test_e4m3_is_that_of_the_runtime():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    FORMATS, FORMATS, st.sampled_from([16, 32, 64, None]), st.lists(WIDTHS, min_size=2, max_size=4),
-    st.integers(1, 300), st.integers(0, 99),
-)  # fmt: skip
+    FORMATS,
+    FORMATS,
+    st.sampled_from([16, 32, 64, None]),
+    st.lists(WIDTHS, min_size=2, max_size=4),
+    st.integers(1, 300),
+    st.integers(0, 99),
+)
 def test_every_token_is_found_where_it_was_put(
     key_bits, value_bits, columns, widths, capacity, seed
 ):
@@ -138,9 +140,7 @@ def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes():
     # 48 bytes of codes more of one and less of the other, 3 scales and middles with them.
     difference = token_cost(wide_values, 0, 0, 26) - token_cost(wide_keys, 0, 0, 26)
     assert difference == pytest.approx(16 * (0.25 * 48 - 0.05 * 3 * 4), abs=1)
-    beside = LevelsLayout(tuple(
-        segment([(128, 32)], bits, bits, columns=32) for bits in (4, 2)
-    ))  # fmt: skip
+    beside = LevelsLayout(tuple(segment([(128, 32)], bits, bits, columns=32) for bits in (4, 2)))
     assert token_cost(beside, 0, 0, 26) == 16 * (token_bytes(beside, 0, 0) + 26)
 
 
@@ -160,9 +160,12 @@ def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    FORMATS, FORMATS, st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    st.tuples(st.integers(0, 60), st.integers(0, 60)), st.integers(0, 99),
-)  # fmt: skip
+    FORMATS,
+    FORMATS,
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.tuples(st.integers(0, 60), st.integers(0, 60)),
+    st.integers(0, 99),
+)
 def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
     layout = LevelsLayout((segment([(48, 80)], key_bits, value_bits, capacity=70),), torch.float16)
     keys, values = (random(2, 70, width, seed=seed).half() for width in (48, 80))
@@ -185,16 +188,23 @@ def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    FORMATS, FORMATS, st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),
-    st.sampled_from([16, 32, None]), st.integers(0, 99),
-)  # fmt: skip
+    FORMATS,
+    FORMATS,
+    st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),
+    st.sampled_from([16, 32, None]),
+    st.integers(0, 99),
+)
 def test_single_tokens_of_many_heads_are_read_where_they_lie(k_bits, v_bits, widths, columns, seed):
     """Segment 1 of two; slots in any order, some of which it does not have."""
-    both = [segment(widths, *bits, columns=columns, capacity=90)
-            for bits in ((8, None), (k_bits, v_bits))]  # fmt: skip
+    both = [
+        segment(widths, *bits, columns=columns, capacity=90)
+        for bits in ((8, None), (k_bits, v_bits))
+    ]
     layout = LevelsLayout(tuple(both), torch.float16)
-    sides = [[random(2, 90, pair[side], seed=seed + n).half() for n, pair in enumerate(widths)]
-             for side in (0, 1)]  # fmt: skip
+    sides = [
+        [random(2, 90, pair[side], seed=seed + n).half() for n, pair in enumerate(widths)]
+        for side in (0, 1)
+    ]
     buffer = layout.packed([sides, sides])
     generator = torch.Generator().manual_seed(seed)
     slots = torch.stack([torch.randperm(120, generator=generator)[:17] - 5 for _ in range(2)])

@@ -9,13 +9,19 @@ from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.prefill import cpu, measured
-from kvprof.kernels.prefill.library import library_refuses, padded_width, width_classes
-from kvprof.kernels.prefill.measured import pair_seconds, quick_path
-from kvprof.kernels.prefill.operator import prefill_operator
-from kvprof.kernels.prefill.paths import Choice, best_paths
+from kvprof.kernels.prefill import cpu
+from kvprof.kernels.prefill import paths as measured
+from kvprof.kernels.prefill.paths import (
+    Choice,
+    best_paths,
+    library_refuses,
+    padded_width,
+    pair_seconds,
+    quick_path,
+    width_classes,
+)
 from kvprof.kernels.prefill.reference import reference_prefill
-from kvprof.kernels.prefill.step import Tile, Tuning, measured_path, prefill
+from kvprof.kernels.prefill.step import Tile, Tuning, measured_path, prefill, prefill_operator
 
 widths = st.integers(1, 10).map(lambda n: 16 * n)
 
@@ -49,24 +55,32 @@ def prompts(draw):
     )
     lengths = [max(1, tokens + draw(st.integers(-20, 60))) for _ in range(batch)]
     layout = RaggedLayout(
-        tuple(draw(widths) for _ in range(heads)), tuple(draw(widths) for _ in range(heads)),
-        draw(st.integers(1, 5)), batch, max(lengths) + draw(st.integers(0, 9)),
-    )  # fmt: skip
+        tuple(draw(widths) for _ in range(heads)),
+        tuple(draw(widths) for _ in range(heads)),
+        draw(st.integers(1, 5)),
+        batch,
+        max(lengths) + draw(st.integers(0, 9)),
+    )
     return layout, tokens, lengths
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    prompts(), st.sampled_from([0, 1, 17, 40]), st.sampled_from([0.0, 3.0]), st.booleans(),
-    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 10**6),
-)  # fmt: skip
+    prompts(),
+    st.sampled_from([0, 1, 17, 40]),
+    st.sampled_from([0.0, 3.0]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 10**6),
+)
 def test_blocked_attention_is_attention(prompt, window, softcap, sunk, dtype, seed):
     layout, tokens, lengths = prompt
     query, buffer = states(layout, tokens, dtype, seed)
     options = {
-        "window": window, "softcap": softcap,
+        "window": window,
+        "softcap": softcap,
         "sinks": torch.randn(layout.heads, layout.group) if sunk else None,
-    }  # fmt: skip
+    }
     found = cpu.prefill_cpu(query, buffer, layout, lengths, 0.1, **options)
     wanted = reference_prefill(query, buffer, layout, lengths, 0.1, **options)
     assert found.dtype == dtype
@@ -109,9 +123,12 @@ def test_the_library_path_says_what_it_cannot_run():
     layout = RaggedLayout((64,), (48,), 2, 2, 40)
     assert library_refuses(layout, 40, [40, 40]) is None
     for lengths, options in (
-        (None, {}), ([40, 39], {}), ([40, 40], {"softcap": 1.0}), ([40, 40], {"sinks": True}),
+        (None, {}),
+        ([40, 39], {}),
+        ([40, 40], {"softcap": 1.0}),
+        ([40, 40], {"sinks": True}),
         ([40, 40], {"window": 3}),
-    ):  # fmt: skip
+    ):
         assert library_refuses(layout, 40, lengths, **options)
     wide = RaggedLayout((288,), (48,), 2, 1, 40)
     assert "288" in library_refuses(wide, 40, [40])
@@ -125,8 +142,10 @@ def test_the_library_path_says_what_it_cannot_run():
 def test_heads_are_grouped_by_what_libraries_reward():
     layout = RaggedLayout((112, 64, 48, 80), (32, 80, 64, 16), 4, 1, 8)
     assert width_classes(layout, (0, 1, 2, 3)) == {
-        (128, 64): (0, 3), (64, 128): (1,), (64, 64): (2,)
-    }  # fmt: skip
+        (128, 64): (0, 3),
+        (64, 128): (1,),
+        (64, 64): (2,),
+    }
 
 
 def test_it_compiles_as_one_operator():
@@ -210,18 +229,25 @@ def test_what_makes_no_sense_is_refused():
     layout = RaggedLayout((32,), (48,), 2, 1, 64)
     query, buffer = states(layout, 8)
     for options in (
-        {"softcap": -1.0}, {"window": -1}, {"schedule": "none"}, {"path": "none"},
-        {"sinks": torch.zeros(2, 1)}, {"host_lengths": [64, 64]}, {"host_lengths": [65]},
+        {"softcap": -1.0},
+        {"window": -1},
+        {"schedule": "none"},
+        {"path": "none"},
+        {"sinks": torch.zeros(2, 1)},
+        {"host_lengths": [64, 64]},
+        {"host_lengths": [65]},
         {"path": "triton"},
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError):
             prefill(query, buffer, layout, whole([64]), 0.1, **options)
     for arguments in (
-        (query[..., :-1], buffer, whole([64])), (query, buffer[:-1], whole([64])),
+        (query[..., :-1], buffer, whole([64])),
+        (query, buffer[:-1], whole([64])),
         (query, torch.stack([buffer, buffer], 1)[:, 0], whole([64])),
-        (query, buffer, whole([64, 64])), (query, buffer, whole([64]).long()),
+        (query, buffer, whole([64, 64])),
+        (query, buffer, whole([64]).long()),
         (query.double(), buffer.double(), whole([64])),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError):
             prefill(arguments[0], arguments[1], layout, arguments[2], 0.1)
     with pytest.raises(UsageError, match="above 0"):

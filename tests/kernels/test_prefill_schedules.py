@@ -41,11 +41,16 @@ def slow_cost(work, sequence, head, first, rows):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(widths, widths), min_size=1, max_size=4), st.integers(1, 9),
-    st.integers(1, 700), st.lists(st.integers(-50, 900), min_size=1, max_size=2),
-    st.sampled_from([0, 0, 1, 100]), st.sampled_from(SCHEDULES), st.integers(1, 40),
-    st.booleans(), st.data(),
-)  # fmt: skip
+    st.lists(st.tuples(widths, widths), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(1, 700),
+    st.lists(st.integers(-50, 900), min_size=1, max_size=2),
+    st.sampled_from([0, 0, 1, 100]),
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 40),
+    st.booleans(),
+    st.data(),
+)
 def test_every_row_is_in_exactly_one_block(
     pairs, group, tokens, past, window, schedule, places, fused, data
 ):
@@ -53,9 +58,16 @@ def test_every_row_is_in_exactly_one_block(
     layout = RaggedLayout(keys, values, group, len(past), 2000)
     heads = tuple(sorted(data.draw(st.sets(st.sampled_from(range(len(pairs))), min_size=1))))
     step = prefill_step(
-        layout, tokens, torch.device("cpu"), past=tuple(past), window=window, schedule=schedule,
-        tuning=Tuning(fused=int(fused)), multiprocessors=places, heads=heads,
-    )  # fmt: skip
+        layout,
+        tokens,
+        torch.device("cpu"),
+        past=tuple(past),
+        window=window,
+        schedule=schedule,
+        tuning=Tuning(fused=int(fused)),
+        multiprocessors=places,
+        heads=heads,
+    )
     seen = torch.zeros(len(past), len(pairs), tokens * group, dtype=torch.int64)
     table = step.table.tolist()
     for row, head, first, rows, _ in table:
@@ -80,9 +92,13 @@ def test_every_row_is_in_exactly_one_block(
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.integers(1, 5), st.integers(1, 300), st.integers(-40, 300), st.sampled_from([0, 1, 90]),
-    st.sampled_from(SCHEDULES), st.integers(1, 9),
-)  # fmt: skip
+    st.integers(1, 5),
+    st.integers(1, 300),
+    st.integers(-40, 300),
+    st.sampled_from([0, 1, 90]),
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 9),
+)
 def test_costs_are_what_the_kernel_visits(group, tokens, past, window, schedule, places):
     layout = RaggedLayout((112, 16), (48, 128), group, 1, 700)
     tile = Tile(32, 16, 4, 2, 1)
@@ -154,8 +170,9 @@ def test_each_class_takes_its_faster_path():
     assert mixed.seconds == {"triton": 6.0, "library": 6.0, "mixed": 5.0}
     assert best_paths(RaggedLayout((512,), (64,), 1, 1, 1), seconds).paths == ("triton",)
     table = {
-        (128, 64): {"triton": 1.0, "library": 2.0}, (64, 64): {"triton": 2.0, "library": 1.0},
-    }  # fmt: skip
+        (128, 64): {"triton": 1.0, "library": 2.0},
+        (64, 64): {"triton": 2.0, "library": 1.0},
+    }
     uniform = RaggedLayout((112, 64), (48, 64), 4, 1, 1)
     assert from_table(uniform, table).paths == ("triton", "library")
     with pytest.raises(UsageError, match="128"):

@@ -54,9 +54,18 @@ def test_a_compiled_layer_does_the_same(folded):
 
     def layer(query, keys, values, buffer, start, cos, sin):
         queries = project_step(
-            query, keys * 1, values, made.bases, LAYOUT, buffer, start,
-            value_bases=made.value_bases, cos=cos, sin=sin, rotary_dim=32,
-        )  # fmt: skip
+            query,
+            keys * 1,
+            values,
+            made.bases,
+            LAYOUT,
+            buffer,
+            start,
+            value_bases=made.value_bases,
+            cos=cos,
+            sin=sin,
+            rotary_dim=32,
+        )
         return queries * 2
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -95,9 +104,16 @@ def test_operators_say_what_they_write():
         operators.project_keys: (made.keys, bases, *place, *rope),
         operators.project_values: (made.values, None, *place),
         operators.project_step: (
-            made.query, made.keys, made.values, bases, bases, None, *place, *rope
+            made.query,
+            made.keys,
+            made.values,
+            bases,
+            bases,
+            None,
+            *place,
+            *rope,
         ),
-    }  # fmt: skip
+    }
     for operator, arguments in checks.items():
         torch.library.opcheck(operator, arguments)
 
@@ -139,15 +155,20 @@ def refusals():
     yield "too far", lambda c: c | {"offset": 48}, "48"
 
 
-@pytest.mark.parametrize(("change", "said"), [(c, s) for _, c, s in refusals()],
-                         ids=[name for name, _, _ in refusals()])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"), [(c, s) for _, c, s in refusals()], ids=[name for name, _, _ in refusals()]
+)
 def test_what_does_not_fit_is_refused(change, said):
     case = Case(LAYOUT, 64, 3, (5, 9), rope=Rope(32, full=True))
     made = Pass(case, torch.float32, CPU, 4)
     good = {
-        "keys": made.keys, "bases": made.bases, "layout": LAYOUT, "buffer": made.buffer,
-        "start": made.start, **made.rotary,
-    }  # fmt: skip
+        "keys": made.keys,
+        "bases": made.bases,
+        "layout": LAYOUT,
+        "buffer": made.buffer,
+        "start": made.start,
+        **made.rotary,
+    }
     project_keys(**good)
     with pytest.raises(UsageError, match=said):
         project_keys(**change(good))
@@ -164,5 +185,6 @@ def test_values_and_passes_that_do_not_fit_are_refused():
             project_step(*given.values(), made.bases, *place)
     narrow = basis_set([torch.ones(32, 112), torch.ones(32, 32)])
     with pytest.raises(UsageError, match="32 wide and keys 64"):
-        project_step(made.query[..., :32], made.keys, made.values, made.bases, *place,
-                     query_bases=narrow)  # fmt: skip
+        project_step(
+            made.query[..., :32], made.keys, made.values, made.bases, *place, query_bases=narrow
+        )

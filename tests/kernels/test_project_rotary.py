@@ -74,10 +74,17 @@ def test_keys_turn_as_the_model_turns_them(scheme):
     buffer = torch.zeros(layout.elements)
     start = torch.tensor([4, 11], dtype=torch.int32)
     project_keys(
-        keys.transpose(1, 2), basis_set(bases), layout, buffer, start,
-        cos=ours(angle).cos(), sin=ours(angle).sin(),
-        rotary_dim=dim, offset=offset, interleaved=interleaved,
-    )  # fmt: skip
+        keys.transpose(1, 2),
+        basis_set(bases),
+        layout,
+        buffer,
+        start,
+        cos=ours(angle).cos(),
+        sin=ours(angle).sin(),
+        rotary_dim=dim,
+        offset=offset,
+        interleaved=interleaved,
+    )
     empty = torch.zeros(layout.elements)
     stored = reference_store(layout, empty, reference_project(turned, bases), None, [4, 11])
     assert float((buffer - stored).abs().max()) < 1e-5

@@ -12,12 +12,9 @@ from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct import cpu
 from kvprof.kernels.reconstruct.folded import folded_queries, without_rope
-from kvprof.kernels.reconstruct.form import Form, blocks_of
-from kvprof.kernels.reconstruct.operator import reconstruct_operator
+from kvprof.kernels.reconstruct.form import Form, Target, Tuning, arranged, blocks_of, tuning_for
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
-from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
-from kvprof.kernels.reconstruct.tuning import Target, Tuning, tuning_for
-from kvprof.kernels.reconstruct.weights import arranged
+from kvprof.kernels.reconstruct.step import reconstruct_operator, reconstruct_step, stored_step
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
@@ -44,20 +41,28 @@ def error(found, wanted) -> float:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from([1, 2, 4, 8]), st.integers(1, 8), st.sampled_from([16, 64, 80, 96, 112, 128]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 8),
+    st.sampled_from([16, 64, 80, 96, 112, 128]),
     st.lists(st.integers(1, 12).map(lambda n: 16 * n), min_size=2, max_size=4),
-    st.lists(st.integers(0, 300), min_size=1, max_size=3), st.booleans(),
+    st.lists(st.integers(0, 300), min_size=1, max_size=3),
+    st.booleans(),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
-    st.sampled_from([0.0, 4.0]), st.booleans(), st.integers(0, 10**6),
-)  # fmt: skip
+    st.sampled_from([0.0, 4.0]),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
 def test_blocks_of_rebuilt_keys_give_attention(
     heads, group, head_dim, widths, lengths, interleaved, dtype, softcap, sinks, seed
 ):
     half = len(widths) // 2
     layout = RaggedLayout(
-        tuple(widths[:half]), tuple(widths[half : 2 * half]), heads * group, len(lengths),
+        tuple(widths[:half]),
+        tuple(widths[half : 2 * half]),
+        heads * group,
+        len(lengths),
         max(1, *lengths) + 1,
-    )  # fmt: skip
+    )
     rotary_dim = (head_dim, head_dim // 2)[seed % 2]
     query, buffer, up, cos, sin = states(layout, heads, head_dim, rotary_dim, dtype, seed)
     given_sinks = torch.randn(layout.heads, layout.group) if sinks else None
@@ -70,9 +75,19 @@ def test_blocks_of_rebuilt_keys_give_attention(
             query, buffer, step.cut(lengths), cos, sin, 0.2, softcap=softcap, sinks=given_sinks
         )
     wanted = reference_reconstruct(
-        query, buffer, layout, up, heads, lengths, cos, sin, 0.2, interleaved=interleaved,
-        softcap=softcap, sinks=given_sinks,
-    )  # fmt: skip
+        query,
+        buffer,
+        layout,
+        up,
+        heads,
+        lengths,
+        cos,
+        sin,
+        0.2,
+        interleaved=interleaved,
+        softcap=softcap,
+        sinks=given_sinks,
+    )
     for row, length in enumerate(lengths):
         if length:
             assert error(found[row], wanted[row]) < LIMITS[dtype]
@@ -113,9 +128,21 @@ def test_the_operator_is_one_that_torch_can_trace():
     schedule = step.cut([40, 3])
     torch.library.opcheck(
         reconstruct_operator,
-        (query, buffer, step.up, schedule.lengths, schedule.scheduled, step.groups, cos, sin, None,
-         0.2, 0.0, step.form.encoded()),
-    )  # fmt: skip
+        (
+            query,
+            buffer,
+            step.up,
+            schedule.lengths,
+            schedule.scheduled,
+            step.groups,
+            cos,
+            sin,
+            None,
+            0.2,
+            0.0,
+            step.form.encoded(),
+        ),
+    )
 
 
 def test_compiled_code_runs_through_it():
@@ -184,9 +211,18 @@ def test_without_rope_is_decode_over_latents():
     query, buffer, up, cos, sin = states(layout, 2, 24, 24, torch.float32)
     sinks = torch.randn(2, 6)
     wanted = reference_reconstruct(
-        query, buffer, layout, up, 2, [50, 7], torch.ones_like(cos), torch.zeros_like(sin), 0.2,
-        softcap=3.0, sinks=sinks,
-    )  # fmt: skip
+        query,
+        buffer,
+        layout,
+        up,
+        2,
+        [50, 7],
+        torch.ones_like(cos),
+        torch.zeros_like(sin),
+        0.2,
+        softcap=3.0,
+        sinks=sinks,
+    )
     step = decode_step(layout, "cpu")
     found = without_rope(
         step, query, up, 2, buffer, step.cut([50, 7]), 0.2, softcap=3.0, sinks=sinks

@@ -44,11 +44,13 @@ def cohere(parameters):
 @pytest.mark.parametrize(
     ("model", "parameters", "interleaved", "rotary_dim"),
     [
-        (llama, LLAMA3, False, 64), (llama, YARN, False, 64), (neox, PARTIAL, False, 16),
+        (llama, LLAMA3, False, 64),
+        (llama, YARN, False, 64),
+        (neox, PARTIAL, False, 16),
         (cohere, PLAIN, True, 64),
     ],
     ids=["llama3", "yarn", "partial", "interleaved"],
-)  # fmt: skip
+)
 def test_rebuilt_keys_are_rotated_as_the_model_does_it(model, parameters, interleaved, rotary_dim):
     generator = torch.Generator().manual_seed(7)
 
@@ -78,14 +80,21 @@ def test_rebuilt_keys_are_rotated_as_the_model_does_it(model, parameters, interl
     )
     places = slice(0, None, 2) if interleaved else slice(0, rotary_dim // 2)
     found = step.run(
-        query.flatten(1), layout.packed([latents], [values]), step.cut([TOKENS, TOKENS]),
-        cos[..., places], sin[..., places], 0.125,
-    )  # fmt: skip
+        query.flatten(1),
+        layout.packed([latents], [values]),
+        step.cut([TOKENS, TOKENS]),
+        cos[..., places],
+        sin[..., places],
+        0.125,
+    )
     assert torch.allclose(found.view_as(wanted), wanted, atol=2e-5)
     # The test can fail: without the rotation the result is another one.
     still = (torch.ones_like(cos[..., places]), torch.zeros_like(sin[..., places]))
     unturned = step.run(
-        query.flatten(1), layout.packed([latents], [values]), step.cut([TOKENS, TOKENS]),
-        *still, 0.125,
-    )  # fmt: skip
+        query.flatten(1),
+        layout.packed([latents], [values]),
+        step.cut([TOKENS, TOKENS]),
+        *still,
+        0.125,
+    )
     assert not torch.allclose(unturned.view_as(wanted), wanted, atol=1e-2)

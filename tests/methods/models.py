@@ -3,9 +3,9 @@
 from dataclasses import replace
 from functools import cache
 
-from kvprof.analysis.collect import CollectOptions, collect_moments
 from kvprof.methods.family import MethodInputs
 from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.sources.grammar import parse_source
 from tests.models.tiny import tiny
 

@@ -8,12 +8,24 @@ from kvprof.models.layout import LayerLayout, ModelLayout
 
 def layer_layout(index=0, *, heads=8, kv_heads=2, width=16, **facts):
     defaults = {
-        "index": index, "num_heads": heads, "num_kv_heads": kv_heads, "qk_head_dim": width,
-        "v_head_dim": width, "position": "rope", "rotary_dim": width, "qk_norm": False,
-        "fused_qkv": False, "sliding_window": None, "softcap": None, "sinks": False, "mla": False,
-        "scaling": width**-0.5, "output_projection": "o_proj", "value_projection": "v_proj",
+        "index": index,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "qk_head_dim": width,
+        "v_head_dim": width,
+        "position": "rope",
+        "rotary_dim": width,
+        "qk_norm": False,
+        "fused_qkv": False,
+        "sliding_window": None,
+        "softcap": None,
+        "sinks": False,
+        "mla": False,
+        "scaling": width**-0.5,
+        "output_projection": "o_proj",
+        "value_projection": "v_proj",
         "rotary_offset": 0,
-    }  # fmt: skip
+    }
     return LayerLayout(**{**defaults, **facts})
 
 
@@ -35,8 +47,16 @@ def plan(*layers, **fields):
     return Plan("made", "f" * 32, tuple(layers), **fields)
 
 
-def layer(keys=None, values=None, *, placement=None, window=None, fold_keys=(False, False),
-          fold_values=(False, False), levels=1):  # fmt: skip
+def layer(
+    keys=None,
+    values=None,
+    *,
+    placement=None,
+    window=None,
+    fold_keys=(False, False),
+    fold_values=(False, False),
+    levels=1,
+):
     where = placement or (Placement.NONE if keys is None else Placement.POST_ROPE)
     return LayerPlan(
         KeyPlan(where, keys or whole(levels=levels), *fold_keys),

@@ -177,8 +177,9 @@ def test_weights_that_grow_are_counted_apart():
     assert weights.folded == 2 * 128 * ((24 - 32) + 8 * (24 - 16))
     online = weight_bytes(plan(layer(keys=shared)), facts, itemsize=2)
     assert (online.online, online.folded) == (2 * 2 * 32 * 24, 0)
-    lazy = weight_bytes(plan(layer(values=shared, fold_values=(False, True)), lazy=True), facts,
-                        itemsize=2)  # fmt: skip
+    lazy = weight_bytes(
+        plan(layer(values=shared, fold_values=(False, True)), lazy=True), facts, itemsize=2
+    )
     assert lazy.kept_twice == 2 * 128 * 8 * 16
     assert lazy.total == lazy.online + lazy.folded + lazy.kept_twice
 

@@ -1,7 +1,7 @@
 import pytest
 
-from kvprof.methods.description import compare_plans, describe
 from kvprof.methods.family import plan_at
+from kvprof.methods.plan_report import compare_plans, describe
 from kvprof.methods.registry import plan_family
 from tests.methods.models import FINE, inputs, model
 

@@ -6,9 +6,9 @@ import pytest
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import bytes_at, paper_rate, rate
-from kvprof.methods.description import describe
 from kvprof.methods.libraries import LIBRARIES, RowLayout, load_library, row_layout
 from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.plan_report import describe
 from kvprof.methods.quantisers import from_library
 from kvprof.methods.registry import calibration_needs, plan_family
 from kvprof.methods.storage import Quantiser, SideQuantiser
@@ -81,8 +81,10 @@ def test_it_is_described_and_saved_without_the_library(tmp_path):
     wanted = "8 bits (quanto, per token); up to 64 columns share a scale in the model's dtype."
     assert f"Keys have {wanted}" in told
     four = plan(layer(), quantiser=from_library("hqq", (3,)))
-    assert any("a scale and a zero point in the model's dtype" in x
-               for x in describe(four, 100, itemsize=2)["sentences"])  # fmt: skip
+    assert any(
+        "a scale and a zero point in the model's dtype" in x
+        for x in describe(four, 100, itemsize=2)["sentences"]
+    )
     save_plan(made, tmp_path / "plan.safetensors")
     assert load_plan(tmp_path / "plan.safetensors").quantiser == made.quantiser
 

@@ -36,7 +36,7 @@ def groups_of(plan):
 @pytest.fixture(scope="module")
 def seen():
     """Q, K, V and K before RoPE of one layer of Llama on the calibration's tokens, and W_O."""
-    from kvprof.analysis.collect import model_tokens
+    from kvprof.moments.collect import model_tokens
     from kvprof.sources.grammar import parse_source
     from kvprof.sources.windows import batches, windows
 
@@ -91,8 +91,10 @@ def test_kq_reaches_the_least_error_and_the_others_do_not_beat_it(seen, share):
     plans = {name: at_share(name, share) for name in ("kq", "fdc", "zack", "svd-kv")}
     for head in range(2):
         queries, keys = group_queries(seen, head), seen["k"][head]
-        sides = {n: (p.layers[LAYER].keys.groups[head], p.layers[LAYER].values.groups[head])
-                 for n, p in plans.items()}  # fmt: skip
+        sides = {
+            n: (p.layers[LAYER].keys.groups[head], p.layers[LAYER].values.groups[head])
+            for n, p in plans.items()
+        }
         scores = {name: score_error(seen, head, key) for name, (key, _) in sides.items()}
         outputs = {name: output_error(seen, head, value) for name, (_, value) in sides.items()}
         rank = sides["kq"][0].rank
@@ -109,11 +111,17 @@ def test_fdc_is_the_svd_of_queries_and_keys_and_of_values_and_outputs(seen):
     plan = at_share("fdc", 0.5)
     for head in range(2):
         stacks = (
-            (plan.layers[LAYER].keys, np.concatenate(
-                [group_queries(seen, head), *[seen["k"][head]] * 2])),
-            (plan.layers[LAYER].values, np.concatenate(
-                [np.sqrt(8192 / 512) * seen["v"][head], group_outputs(seen, head).T])),
-        )  # fmt: skip
+            (
+                plan.layers[LAYER].keys,
+                np.concatenate([group_queries(seen, head), *[seen["k"][head]] * 2]),
+            ),
+            (
+                plan.layers[LAYER].values,
+                np.concatenate(
+                    [np.sqrt(8192 / 512) * seen["v"][head], group_outputs(seen, head).T]
+                ),
+            ),
+        )
         for side, stack in stacks:
             right = np.linalg.svd(stack, full_matrices=False)[2][:8].T
             ours = side.groups[head].down.double().numpy()
@@ -224,8 +232,10 @@ def test_a_hadamard_rotation_spreads_latents_and_changes_nothing_else():
     for before, after in zip(groups_of(plain), groups_of(turned), strict=True):
         assert torch.allclose(after.down @ after.up.T, before.down @ before.up.T, atol=1e-5)
         energies = after.up.square().sum(0)
-        assert energies.max() / energies.min() < before.up.square().sum(0).max() / before.up.square(
-        ).sum(0).min()  # fmt: skip
+        assert (
+            energies.max() / energies.min()
+            < before.up.square().sum(0).max() / before.up.square().sum(0).min()
+        )
 
 
 def test_fisher_and_budget_need_their_measurements_and_use_them():
@@ -262,9 +272,10 @@ def test_measurements_of_another_shape_are_refused():
         plan_family("kq", with_weights("Llama", fisher=short), allocation="fisher")
     with pytest.raises(UsageError, match="lack layer 2's keys"):
         plan_family(
-            "kq", with_weights("Llama", fisher={"keys": [[1, 1]] * 2, "values": []}),
+            "kq",
+            with_weights("Llama", fisher={"keys": [[1, 1]] * 2, "values": []}),
             allocation="fisher",
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("arch", MLA)
@@ -302,8 +313,9 @@ def test_removal_rate_is_fdcs_equation_one(seen):
 def test_a_sensitivity_is_measured_with_one_target_cut_and_comes_back_as_a_weight(seen):
     family = plan_family("kq", inputs("Llama"), **FINE)
     assert len(family.targets) == 3 * 2 * 2
-    chosen = next(i for i, t in enumerate(family.targets)
-                  if (t.layer, t.side, t.group) == (LAYER, "keys", 1))  # fmt: skip
+    chosen = next(
+        i for i, t in enumerate(family.targets) if (t.layer, t.side, t.group) == (LAYER, "keys", 1)
+    )
     ranks = [target.width for target in family.targets]
     ranks[chosen] = 5
     plan = family.at_ranks(ranks)
@@ -316,9 +328,14 @@ def test_a_sensitivity_is_measured_with_one_target_cut_and_comes_back_as_a_weigh
     measured = [float(i == chosen) for i in range(len(family.targets))]
     weights = by_head(family.targets, measured)
     assert weights["keys"][LAYER] == [0.0, 1.0]
-    assert plan_family(
-        "kq", with_weights("Llama", sensitivities=weights), allocation="budget", **FINE
-    ).build(0.8).layers[LAYER].keys.groups[1].rank == 16  # fmt: skip
+    assert (
+        plan_family("kq", with_weights("Llama", sensitivities=weights), allocation="budget", **FINE)
+        .build(0.8)
+        .layers[LAYER]
+        .keys.groups[1]
+        .rank
+        == 16
+    )
 
 
 def test_budget_pays_what_widths_cost():
@@ -327,9 +344,11 @@ def test_budget_pays_what_widths_cost():
     classes = {rank: 1.0 if rank <= 8 else 2.0 for rank in range(1, 17)}
     costs = {"keys": classes, "values": classes}
     family = plan_family(
-        "kq", with_weights("Llama", sensitivities=even, width_costs=costs), allocation="budget",
+        "kq",
+        with_weights("Llama", sensitivities=even, width_costs=costs),
+        allocation="budget",
         **FINE,
-    )  # fmt: skip
+    )
     plan = plan_at(family, 0.25)
     ranks = [g.rank for x in plan.layers for side in (x.keys, x.values) for g in side.groups]
     assert set(ranks) == {8, 16}

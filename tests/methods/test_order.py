@@ -50,12 +50,14 @@ def test_kq_and_vo_opt_lose_least_at_every_rank(
     moments = Moments(
         [
             LayerMoments.empty(
-                shapes, torch.device("cpu"), c_o=torch.from_numpy(c_o),
+                shapes,
+                torch.device("cpu"),
+                c_o=torch.from_numpy(c_o),
                 c_wv=torch.from_numpy(w_v.swapaxes(1, 2) @ w_v),
             )
         ],
         "model",
-    )  # fmt: skip
+    )
     moments.add(0, {key: torch.from_numpy(x)[None] for key, x in (("q", q), ("k", k), ("v", v))})
     moments.count(1, tokens)
     facts = layer_layout(heads=heads * group, kv_heads=heads, width=width, scaling=0.3)

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
 from kvprof.errors import FailedError, KvprofError, UsageError
-from kvprof.methods.description import compare_plans
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan_files import load_plan, save_plan, structure
+from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.registry import plan_family
 from kvprof.tensor_files import save_tensors
 from tests.methods.models import FINE, inputs

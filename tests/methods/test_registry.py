@@ -10,7 +10,6 @@ import pytest
 import kvprof.methods
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
-from kvprof.methods.description import compare_plans, describe, ranks_of
 from kvprof.methods.evictors import EVICTORS
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.libraries import LIBRARIES
@@ -23,6 +22,7 @@ from kvprof.methods.named import (
     names_in,
 )
 from kvprof.methods.papers import papers_named
+from kvprof.methods.plan_report import compare_plans, describe, ranks_of
 from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.methods.soundness import check_fits
@@ -105,9 +105,11 @@ def test_fdc_evicts_first_and_zack_compresses_first():
         for name in ("fdc", "palu", "zack", "kq")
     }
     assert orders == {
-        "fdc": "evict_first", "palu": "evict_first",
-        "zack": "compress_first", "kq": "compress_first",
-    }  # fmt: skip
+        "fdc": "evict_first",
+        "palu": "evict_first",
+        "zack": "compress_first",
+        "kq": "compress_first",
+    }
 
 
 def test_what_scores_a_prompt_exactly_folds_no_keys():
@@ -144,8 +146,12 @@ def test_what_shares_a_scale_is_part_of_the_name_and_palus_is_its_row(name, grou
     assert plan.quantiser.keys == plan.quantiser.values == SideQuantiser((3,), "token", group)
     if bits is not None:
         stored = bytes_at(plan, 64, itemsize=2).total * 8
-        columns = sum(g.rank for layer in plan.layers for side in (layer.keys, layer.values)
-                      for g in side.groups)  # fmt: skip
+        columns = sum(
+            g.rank
+            for layer in plan.layers
+            for side in (layer.keys, layer.values)
+            for g in side.groups
+        )
         assert stored == pytest.approx(64 * columns * bits)
 
 
@@ -158,8 +164,10 @@ def test_a_papers_setting_is_the_method_with_its_options_and_says_what_differs()
     told = " ".join(describe(plan, 64, itemsize=2)["sentences"])
     assert "zack:paper differs from the paper: Calibrated on the calibration text" in told
     # What an option changes no longer differs.
-    differs = [plan_at(family("fdc:paper", **own), 0.3).made["paper"]["differs"] for own in (
-        {}, {"values": "weight-v"}, {"values": "weight-v", "keys": "svd-qk-literal"})]  # fmt: skip
+    differs = [
+        plan_at(family("fdc:paper", **own), 0.3).made["paper"]["differs"]
+        for own in ({}, {"values": "weight-v"}, {"values": "weight-v", "keys": "svd-qk-literal"})
+    ]
     assert [len(one) for one in differs] == [2, 1, 0]
     combined = plan_at(family("palu:paper+keyformer", heads=2), 0.2)
     assert combined.method == "palu:paper+keyformer"
@@ -186,9 +194,13 @@ def test_a_rotation_is_folded_once():
     plain = plan_at(family("palu", heads=2, hadamard=True, **FINE), 0.4)
     for plan in (
         plan_at(family("palu-4bit", heads=2, hadamard=True, **FINE), 0.4),
-        plan_for_rate(family("palu-4bit", heads=2, hadamard=True, **FINE), rate(
-            plain, CONTEXT, itemsize=2), CONTEXT, itemsize=2),
-    ):  # fmt: skip
+        plan_for_rate(
+            family("palu-4bit", heads=2, hadamard=True, **FINE),
+            rate(plain, CONTEXT, itemsize=2),
+            CONTEXT,
+            itemsize=2,
+        ),
+    ):
         ours, theirs = plan.layers[0].values.groups[0], plain.layers[0].values.groups[0]
         assert ours.rank == theirs.rank
         assert ours.up.equal(theirs.up)

@@ -96,8 +96,13 @@ def test_quantised_runs_are_whole_groups():
 def test_window_and_block_of_a_quantiser():
     quantiser = Quantiser("affine", SideQuantiser((4,)), None, window=128, block=32)
     assert [quantised_tokens(quantiser, n) for n in (0, 128, 159, 160, 191, 192)] == [
-        0, 0, 0, 32, 32, 64,
-    ]  # fmt: skip
+        0,
+        0,
+        0,
+        32,
+        32,
+        64,
+    ]
 
 
 def test_eviction_keeps_its_share_but_never_fewer_than_the_sinks_and_one():
@@ -114,8 +119,10 @@ def test_levels_and_quantiser_count_what_eviction_left():
     )
     parts = segments(made, made.layers[0], 208)
     assert [(part.start, part.stop, part.level) for part in parts] == [
-        (0, 4, 1), (4, 94, 0), (94, 104, 1),
-    ]  # fmt: skip
+        (0, 4, 1),
+        (4, 94, 0),
+        (94, 104, 1),
+    ]
 
 
 @pytest.mark.parametrize(

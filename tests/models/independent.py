@@ -102,7 +102,7 @@ def vectors(arch: str, model: PreTrainedModel, names: list[str], ids: Tensor) ->
             def keep(m: nn.Module, a: Any, out: Any, *, i: int = index, c: str = child) -> None:
                 seen[i][c] = out
 
-            handles.append(module.register_forward_hook(keep))  # fmt: skip
+            handles.append(module.register_forward_hook(keep))
     with torch.no_grad():
         model(ids, use_cache=False)
         for handle in handles:

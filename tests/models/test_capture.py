@@ -54,8 +54,10 @@ def test_logits_do_not_change(arch):
         before = model(ids, use_cache=False).logits, model(ids, attention_mask=mask).logits
         loaded, seen = wrap_model(model), []
         with capture(loaded, lambda tap: seen.append(tap.layer), pre_rope=True):
-            during = (model(ids, use_cache=False).logits,
-                      model(ids, attention_mask=mask, use_cache=False).logits)  # fmt: skip
+            during = (
+                model(ids, use_cache=False).logits,
+                model(ids, attention_mask=mask, use_cache=False).logits,
+            )
         after = model(ids, use_cache=False).logits
     assert seen == [0, 1, 2, 0, 1, 2]
     assert torch.equal(before[0], during[0])
@@ -177,7 +179,12 @@ def test_run_batch_computes_no_logits():
 
 
 def test_a_model_that_attends_to_later_tokens_is_refused():
-    config = BertConfig(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4,
-                        intermediate_size=64)  # fmt: skip
+    config = BertConfig(
+        vocab_size=97,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+    )
     with pytest.raises(UsageError, match="no decoder"):
         wrap_model(BertLMHeadModel(config))

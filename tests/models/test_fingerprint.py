@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvprof.models import weight_digests
+from kvprof.models import fingerprint
+from kvprof.models.fingerprint import file_digests, tensor_digests
 from kvprof.models.load import load_model, wrap_model
-from kvprof.models.weight_digests import file_digests, tensor_digests
 from tests.models.tiny import tiny
 
 DTYPES = [
@@ -32,13 +32,13 @@ def own_cache(tmp_path_factory, monkeypatch):
 def reads(monkeypatch) -> list[str]:
     """Which files' tensors were read."""
     found: list[str] = []
-    read = weight_digests._read
+    read = fingerprint._read
 
     def counted(path):
         found.append(path.name)
         return read(path)
 
-    monkeypatch.setattr(weight_digests, "_read", counted)
+    monkeypatch.setattr(fingerprint, "_read", counted)
     return found
 
 
@@ -107,9 +107,14 @@ def test_what_a_configuration_says_beside_the_model_does_not_matter(tmp_path):
     path = tmp_path / "config.json"
     stated = json.loads(path.read_text())
     beside = {
-        "_name_or_path": "elsewhere", "transformers_version": "4.0", "dtype": "float16",
-        "pad_token_id": 5, "use_cache": False, "rms_norm_eps": 1e-6, "attention_bias": False,
-    }  # fmt: skip
+        "_name_or_path": "elsewhere",
+        "transformers_version": "4.0",
+        "dtype": "float16",
+        "pad_token_id": 5,
+        "use_cache": False,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+    }
     path.write_text(json.dumps({**stated, **beside}))
     assert load_model(str(tmp_path)).fingerprint == expected
     path.write_text(json.dumps({**stated, "attention_multiplier": 0.5}))
@@ -128,7 +133,7 @@ def test_every_bit_of_a_tensor_counts(dtype, size, data):
         {"w": torch.frombuffer(bytearray(x.numpy().tobytes()), dtype=dtype)} for x in (raw, other)
     )
     assert tensor_digests(one) != tensor_digests(two)
-    assert weight_digests.checksum(one) != weight_digests.checksum(two)
+    assert fingerprint.checksum(one) != fingerprint.checksum(two)
     assert tensor_digests(one) == tensor_digests({"w": one["w"].clone()})
 
 
@@ -164,8 +169,10 @@ def test_a_file_is_read_once_and_again_when_it_changed(tmp_path, reads):
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = path.stat()
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (
-        times.st_ino, times.st_size, times.st_mtime_ns
-    )  # fmt: skip
+        times.st_ino,
+        times.st_size,
+        times.st_mtime_ns,
+    )
     assert load_model(str(tmp_path / "a")).fingerprint != expected
     assert len(reads) == 2
 

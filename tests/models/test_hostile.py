@@ -12,15 +12,20 @@ import pytest
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.models import chat, hub, locate
 from kvprof.models.chat import ChatWriter
-from kvprof.models.config_limits import check_config_sizes
 from kvprof.models.load import load_model
+from kvprof.models.locate import check_config_sizes
 from kvprof.runtime.generation import prompt_ids
-from kvprof.sources.documents import read_documents
+from kvprof.sources.windows import read_documents
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-FITS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "num_hidden_layers": 2, "vocab_size": 100}  # fmt: skip
+FITS = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+}
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,9 @@ def saved(tmp_path_factory):
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="<pad>", additional_special_tokens=["w7"],
-    ).save_pretrained(folder)  # fmt: skip
+        pad_token="<pad>",
+        additional_special_tokens=["w7"],
+    ).save_pretrained(folder)
     return folder
 
 
@@ -120,10 +121,19 @@ def test_a_cached_hub_model_loads_offline(saved, tmp_path):
 
 @pytest.mark.parametrize(
     "index",
-    [{}, [], None, "text", {"weight_map": None}, {"weight_map": ["a"]}, {"weight_map": {}},
-     {"weight_map": {"w": 3}}, {"weight_map": {"w": ["a"]}}],
+    [
+        {},
+        [],
+        None,
+        "text",
+        {"weight_map": None},
+        {"weight_map": ["a"]},
+        {"weight_map": {}},
+        {"weight_map": {"w": 3}},
+        {"weight_map": {"w": ["a"]}},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_index_without_a_map_of_weights(saved, tmp_path, index):
     base = tmp_path / "cache" / "models--somebody--some-model"
     cached = base / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
@@ -169,8 +179,9 @@ def test_weights_that_are_not_finite(folder, value, device):
     tensors["model.layers.1.self_attn.k_proj.weight"][2, 3] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     kind = "NaN" if value != value else "infinite"
-    _refused(FailedError, rf"model.layers.1.self_attn.k_proj.weight holds {kind}", folder,
-             device=device)  # fmt: skip
+    _refused(
+        FailedError, rf"model.layers.1.self_attn.k_proj.weight holds {kind}", folder, device=device
+    )
 
 
 def test_weights_that_overflow_float16_are_not_called_damaged_only(folder):

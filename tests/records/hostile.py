@@ -17,9 +17,28 @@ HOSTILE = (
 )
 #: What may stand where anything else should.
 LEAVES: tuple[Any, ...] = (
-    None, True, -1, 0, 1.5, 1e300, -1e300, 1e-300, 2**63, 10**6, "", "x", HOSTILE, [], {}, [None],
-    [1], {"a": 1}, [{}], "0001-01-01T00:00:00Z", json.loads("[" * 60 + "]" * 60),
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    1e300,
+    -1e300,
+    1e-300,
+    2**63,
+    10**6,
+    "",
+    "x",
+    HOSTILE,
+    [],
+    {},
+    [None],
+    [1],
+    {"a": 1},
+    [{}],
+    "0001-01-01T00:00:00Z",
+    json.loads("[" * 60 + "]" * 60),
+)
 _ABSENT = object()
 
 

@@ -137,8 +137,11 @@ class _Run:
             inputs={"model": "reference", "device": "cpu", "seed": 0},
             environment=ENVIRONMENT,
             shape={
-                "name": "reference", "layers": self.layers, "num_heads": 2 * HEADS,
-                "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
+                "name": "reference",
+                "layers": self.layers,
+                "num_heads": 2 * HEADS,
+                "num_kv_heads": HEADS,
+                "head_dim": HEAD_DIM,
             },
             cases=tuple(
                 case_name(method, self.steps, input_len)
@@ -146,7 +149,7 @@ class _Run:
                 for method in self.methods
             ),
             baseline=self.methods[0],
-        )  # fmt: skip
+        )
 
     def _case(self, method: str, input_len: int) -> Iterator[Event]:
         kept, added = _METHODS.get(method, (1.0, ()))
@@ -177,10 +180,13 @@ class _Run:
         for schedule, spread in (("equal", 0.3), ("lpt", 0.02)):
             work = [max(0.1, self.chance.gauss(1.0, spread)) for _ in range(16)]
             yield Balance(
-                time=self.now, case=case, schedule=schedule, phase="decode",
+                time=self.now,
+                case=case,
+                schedule=schedule,
+                phase="decode",
                 predicted=[one * len(work) / sum(work) for one in work],
                 measured=[one * 1e-5 for one in work] if schedule == "equal" else None,
-            )  # fmt: skip
+            )
         yield CaseFinished(
             time=self.now,
             case=case,
@@ -200,9 +206,11 @@ class _Run:
             return [max(4, round(width) + 2 * (head - 1) + shift) for head in range(HEADS)]
 
         return {
-            "layer": layer, "key_ranks": ranks(-4), "value_ranks": ranks(4),
+            "layer": layer,
+            "key_ranks": ranks(-4),
+            "value_ranks": ranks(4),
             "nbytes": round(self._full_width(input_len) * kept / self.layers),
-        }  # fmt: skip
+        }
 
     def _full_width(self, context: int) -> int:
         return 2 * 2 * self.layers * HEADS * HEAD_DIM * context
@@ -218,9 +226,15 @@ class _Run:
             seconds = self._seconds(part, phase, context, kept)
             wall += seconds
             yield PartSample(
-                time=self.now + wall, case=case, phase=phase, part=part, seconds=seconds,
-                step=step, context=context, layer=layer,
-            )  # fmt: skip
+                time=self.now + wall,
+                case=case,
+                phase=phase,
+                part=part,
+                seconds=seconds,
+                step=step,
+                context=context,
+                layer=layer,
+            )
         wall *= 1.02  # what nothing has timed
         self.now += wall
         yield StepFinished(
@@ -229,11 +243,15 @@ class _Run:
         if step % 5 == 0:
             logical = round(self._full_width(context) * kept)
             yield MemorySample(
-                time=self.now, case=case, context=context, logical=logical,
-                allocated=round(logical * 1.1), full_width=self._full_width(context),
+                time=self.now,
+                case=case,
+                context=context,
+                logical=logical,
+                allocated=round(logical * 1.1),
+                full_width=self._full_width(context),
                 peak=2**28 + logical,
                 levels={"full": context // 8, "half": context // 2} if "tale" in case else {},
-            )  # fmt: skip
+            )
             values = {"memory_bytes": 2.0**28 + logical, "load": 0.5 + 0.1 * self.chance.random()}
             yield TelemetrySample(time=self.now, device="cpu", values=values)
 

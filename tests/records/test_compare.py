@@ -88,8 +88,10 @@ def test_a_change_within_its_interval_does_not_fail() -> None:
     for result in (base, wide):
         for row in result["data"]["rows"]:
             if row["seconds"]:
-                row["seconds"] = [value * (1 + 0.5 * (i % 3 - 1)) for i, value in
-                                  enumerate([row["seconds"][0]] * 9)]  # fmt: skip
+                row["seconds"] = [
+                    value * (1 + 0.5 * (i % 3 - 1))
+                    for i, value in enumerate([row["seconds"][0]] * 9)
+                ]
     data = compare([base, wide], ["a", "b"], fail_over=0.05)
     changes = [row["changes"][0] for row in rows_of(data, "seconds")]
     assert any(change["certain"] is False and change["verdict"] == "worse" for change in changes)
@@ -194,9 +196,11 @@ def test_a_report_folds_what_is_the_same() -> None:
     base = bench_result()
     data = compare([base, slower(base, 1.2)], ["a", "b"], fail_over=0.05)
     result = build_result(
-        "compare", environment=ENVIRONMENT, inputs={"runs": ["a", "b"], "fail_over": 0.05},
+        "compare",
+        environment=ENVIRONMENT,
+        inputs={"runs": ["a", "b"], "fail_over": 0.05},
         data=data,
-    )  # fmt: skip
+    )
     folded, whole = (render_text(report(result, whole=one), 120) for one in (False, True))
     assert "are the same; --all lists them" in folded
     assert len(whole.splitlines()) > len(folded.splitlines())
@@ -216,8 +220,10 @@ def test_job_completion_time_is_matched_by_case_phase_and_part() -> None:
     data = compare([base, other], ["a", "b"])
     assert {row["key"]["case"] for row in data["rows"]} == {"full b1 in2048 out21"}
     assert {row["figure"] for row in data["rows"] if row["headline"]} == {
-        "jct_seconds", "ttft_seconds", "decode_seconds",
-    }  # fmt: skip
+        "jct_seconds",
+        "ttft_seconds",
+        "decode_seconds",
+    }
     parts = {(row["key"]["phase"], row["key"]["part"]) for row in rows_of(data, "seconds")}
     assert ("decode", "attention") in parts
     assert ("prefill", "unattributed") in parts
@@ -247,10 +253,18 @@ def test_accuracy_is_better_when_higher() -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [spectrum_result(), stability_result(), frontier_result(), evaluation_result(),
-               bench_result(), result_of(stream(steps=3)), benchmark_result()],
+    "result",
+    [
+        spectrum_result(),
+        stability_result(),
+        frontier_result(),
+        evaluation_result(),
+        bench_result(),
+        result_of(stream(steps=3)),
+        benchmark_result(),
+    ],
     ids=lambda result: result["kind"],
-)  # fmt: skip
+)
 def test_every_kind_that_measures_has_figures_to_compare(result: dict[str, Any]) -> None:
     found = figures_of(result)
     assert found
@@ -258,10 +272,12 @@ def test_every_kind_that_measures_has_figures_to_compare(result: dict[str, Any])
     assert len(data["rows"]) == len(found)
     validate_result(
         build_result(
-            "compare", environment=ENVIRONMENT, inputs={"runs": ["a", "b"], "fail_over": 0.01},
+            "compare",
+            environment=ENVIRONMENT,
+            inputs={"runs": ["a", "b"], "fail_over": 0.01},
             data=data,
         )
-    )  # fmt: skip
+    )
 
 
 def test_unlike_kinds_and_nothing_in_common_are_told() -> None:

@@ -35,9 +35,15 @@ def small_run(*events: Event, labels: dict[str, str] | None = None) -> list[Even
     started = stream(layers=1, steps=1)[0]
     assert isinstance(started, RunStarted)
     case = CaseStarted(
-        time=0.0, case=CASE, method="fdc", rate=0.5, batch=2, input_len=8, output_len=4,
+        time=0.0,
+        case=CASE,
+        method="fdc",
+        rate=0.5,
+        batch=2,
+        input_len=8,
+        output_len=4,
         labels=labels or {},
-    )  # fmt: skip
+    )
     return [started, case, *events]
 
 
@@ -115,10 +121,14 @@ def test_parts_that_do_not_add_up_have_no_shares(decode: float) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["prefill", "decode"]), st.sampled_from(PARTS[:4]),
-                       st.floats(0.0, 10.0)), max_size=6),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["prefill", "decode"]), st.sampled_from(PARTS[:4]), st.floats(0.0, 10.0)
+        ),
+        max_size=6,
+    ),
     st.one_of(st.none(), st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 10.0))),
-)  # fmt: skip
+)
 def test_shares_never_exceed_what_they_are_of(
     parts: list[tuple[str, str, float]], walls: tuple[float, float] | None
 ) -> None:
@@ -159,9 +169,12 @@ def test_the_intervals_of_two_phases_add_up() -> None:
 
 def test_overhead_and_energy_are_of_the_uninstrumented_run() -> None:
     done = finished(
-        1.0, 3.0, instrumented_prefill_seconds=1.5, instrumented_decode_seconds=3.3,
+        1.0,
+        3.0,
+        instrumented_prefill_seconds=1.5,
+        instrumented_decode_seconds=3.3,
         energy_joules=16.0,
-    )  # fmt: skip
+    )
     case = fold(small_run(done))["cases"][0]
     assert case["overhead"] == pytest.approx(0.2)
     assert case["decode_overhead"] == pytest.approx(0.1)
@@ -176,9 +189,10 @@ def test_a_composed_run_has_no_overhead() -> None:
 
 def test_a_part_by_difference_is_marked() -> None:
     run = small_run(
-        part("decode", "decompress", 0.1), part("decode", "attention", 0.1),
+        part("decode", "decompress", 0.1),
+        part("decode", "attention", 0.1),
         labels={"by_difference": "decompress, merge"},
-    )  # fmt: skip
+    )
     assert {row["part"] for row in fold(run)["parts"] if row["by_difference"]} == {"decompress"}
 
 
@@ -201,11 +215,13 @@ def test_a_layer_has_what_was_said_and_what_was_measured_of_it() -> None:
 def _telemetry(values: Sequence[dict[str, float]]) -> list[Event]:
     return [
         TelemetrySample(
-            time=float(place), device="gpu 0", values=one,
+            time=float(place),
+            device="gpu 0",
+            values=one,
             throttled=("power cap",) if place < 2 else (),
         )
         for place, one in enumerate(values)
-    ]  # fmt: skip
+    ]
 
 
 def test_telemetry_keeps_its_extremes_though_its_series_is_thinned() -> None:
@@ -257,9 +273,11 @@ def test_damage_is_the_reason_for_being_incomplete() -> None:
 
 def test_what_only_the_end_of_a_run_knows_is_in_its_data() -> None:
     end = RunFinished(
-        time=1.0, complete=False, reason="out of memory",
+        time=1.0,
+        complete=False,
+        reason="out of memory",
         extra={"check": {"rows": []}, "parts": "not these"},
-    )  # fmt: skip
+    )
     result = result_of([*small_run(Warned(time=0.1, message="careful")), end])
     validate_result(result)
     assert result["data"]["check"] == {"rows": []}

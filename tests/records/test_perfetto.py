@@ -70,11 +70,15 @@ def test_parts_that_are_told_after_their_step_stay_in_their_phase() -> None:
     # The runtime tells uninstrumented steps first, then the parts of an instrumented run.
     steps = [event for event in EVENTS if isinstance(event, StepFinished)]
     late = [
-        *(event for event in EVENTS if not isinstance(event, PartSample | StepFinished)
-          and event.type not in ("case_finished", "run_finished")),
+        *(
+            event
+            for event in EVENTS
+            if not isinstance(event, PartSample | StepFinished)
+            and event.type not in ("case_finished", "run_finished")
+        ),
         *steps,
         *(event for event in EVENTS if isinstance(event, PartSample)),
-    ]  # fmt: skip
+    ]
     slices = of_phase(trace_of(late), "X")
     decode = [entry for entry in slices if entry["tid"] == 4]
     assert decode

@@ -47,11 +47,14 @@ def test_the_small_recipe_is_read(tmp_path: Path) -> None:
         ("figure: rate, over", 'data: "a[b", over', r":18: worst: 'a\[b' is no path"),
         ("--rate {rate}", "--rate {rata}", r":15: \{rata\} is no placeholder"),
         ('"plan-{method}"', "plan", ":15: two cells have the id 'plan'"),
-        ("run: \"plan", 'run: "kvprof plan', ":15: leave out the word kvprof"),
-        ("run: \"plan", 'run: "paln', ":15: .*no command 'paln'"),
+        ('run: "plan', 'run: "kvprof plan', ":15: leave out the word kvprof"),
+        ('run: "plan', 'run: "paln', ":15: .*no command 'paln'"),
         ("--rate {rate}", "--rate {rate} --json x", ":15: .*leave out --json"),
-        ("    stand_in: The shipped model instead of the paper's.\n", "",
-         ":11: smoke: say in stand_in"),
+        (
+            "    stand_in: The shipped model instead of the paper's.\n",
+            "",
+            ":11: smoke: say in stand_in",
+        ),
         ("value: 0.95, unit", "value: high, unit", ':7: published.0..value: "high" is no number'),
         ("value: 0.95, unit", "low: 0.9, unit", ":7: kept: give a value, or low and high"),
         ("value: 0.95, unit", "low: 1, high: 0, unit", ":7: kept: low 1 is above high 0"),
@@ -60,7 +63,7 @@ def test_the_small_recipe_is_read(tmp_path: Path) -> None:
         ("direction: true", "by_construction: yes", ":22: .*by_construction: .yes. is too short"),
         ("judged: true", "judged: yes", ":8: judged: is true, or a sentence"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, said: str) -> None:
     lines = wrong(tmp_path, old, new)
     assert any(re.search(said, line) for line in lines), lines

@@ -16,7 +16,7 @@ RECORDS = sorted((DOCS / "reproduction").glob("*.json"))
 
 def test_the_page_is_made_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The other form has the same content, and its drawings take a minute.
-    monkeypatch.setattr("kvprof.views.export_html.page_html", lambda *_: "")
+    monkeypatch.setattr("kvprof.views.export.page_html", lambda *_: "")
     page = tmp_path / "page.md"
     done = kvprof("recipe", "report", *RECORDS, "--md", page, "--html", tmp_path / "page.html")
     assert done.code == 0, done.stderr

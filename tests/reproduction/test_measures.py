@@ -13,7 +13,7 @@ from kvprof.reproduction.verdicts import (
     judge_line,
     open_because,
     verdict_of,
-)  # fmt: skip
+)
 
 DATA = {
     "rows": [
@@ -98,8 +98,10 @@ def test_several_matches_need_to_be_told_how() -> None:
 @pytest.mark.parametrize(
     ("measure", "said"),
     [
-        (Measure("m", cell="a", figure="relative_accuracy", where={"method": "zack"}),
-         "it is there of method fdc; method kq"),
+        (
+            Measure("m", cell="a", figure="relative_accuracy", where={"method": "zack"}),
+            "it is there of method fdc; method kq",
+        ),
         (Measure("m", cell="a", figure="speed"), "no figure speed; it has relative_accuracy"),
         (Measure("m", cell="b", data="rows[method=kq].accuracy"), "was not measured"),
         (Measure("m", cell="b", data="rows[0].method"), "is no number"),
@@ -108,7 +110,7 @@ def test_several_matches_need_to_be_told_how() -> None:
         (Measure("m", cell="c", figure="rate"), "c: out of memory"),
         (Measure("m", cell="d", figure="rate"), "no cell d was run"),
     ],
-)  # fmt: skip
+)
 def test_why_there_is_no_number(measure: Measure, said: str) -> None:
     found = measured(measure)
     assert found.value is None
@@ -118,15 +120,22 @@ def test_why_there_is_no_number(measure: Measure, said: str) -> None:
 @pytest.mark.parametrize(
     ("check", "limit", "tolerance", "value", "holds"),
     [
-        ("at_least", (1.0,), None, 1.0, True), ("at_least", (1.0,), None, 0.99, False),
-        ("at_least", (1.0,), 0.1, 0.9, True), ("at_least", (1.0,), 0.1, 0.89, False),
-        ("at_most", (1.0,), 0.1, 1.1, True), ("at_most", (1.0,), 0.1, 1.11, False),
-        ("above", (1.0,), None, 1.0, False), ("below", (1.0,), None, 1.0, False),
-        ("about", (1.0,), 0.1, 1.05, True), ("about", (1.0,), 0.1, 1.2, False),
-        ("about", (1.0,), 0.1, 0.85, False), ("between", (1.0, 2.0), None, 2.0, True),
-        ("between", (1.0, 2.0), 0.5, 2.5, True), ("between", (1.0, 2.0), None, 2.1, False),
+        ("at_least", (1.0,), None, 1.0, True),
+        ("at_least", (1.0,), None, 0.99, False),
+        ("at_least", (1.0,), 0.1, 0.9, True),
+        ("at_least", (1.0,), 0.1, 0.89, False),
+        ("at_most", (1.0,), 0.1, 1.1, True),
+        ("at_most", (1.0,), 0.1, 1.11, False),
+        ("above", (1.0,), None, 1.0, False),
+        ("below", (1.0,), None, 1.0, False),
+        ("about", (1.0,), 0.1, 1.05, True),
+        ("about", (1.0,), 0.1, 1.2, False),
+        ("about", (1.0,), 0.1, 0.85, False),
+        ("between", (1.0, 2.0), None, 2.0, True),
+        ("between", (1.0, 2.0), 0.5, 2.5, True),
+        ("between", (1.0, 2.0), None, 2.1, False),
     ],
-)  # fmt: skip
+)
 def test_limits_and_tolerances(
     check: str, limit: tuple[float, ...], tolerance: float | None, value: float, holds: bool
 ) -> None:
@@ -178,11 +187,14 @@ def test_a_doubtful_number_decides_nothing_either_way() -> None:
 @pytest.mark.parametrize(
     ("strong", "other", "weak", "verdict"),
     [
-        (True, None, True, DIRECTION), (None, None, True, DIRECTION),
-        (False, None, True, DIRECTION), (True, True, None, NOT_JUDGED),
-        (False, True, None, NOT_JUDGED), (None, True, False, NOT_REPRODUCED),
+        (True, None, True, DIRECTION),
+        (None, None, True, DIRECTION),
+        (False, None, True, DIRECTION),
+        (True, True, None, NOT_JUDGED),
+        (False, True, None, NOT_JUDGED),
+        (None, True, False, NOT_REPRODUCED),
     ],
-)  # fmt: skip
+)
 def test_open_lines_count_where_the_verdict_hangs_on_them(
     strong: bool | None, other: bool | None, weak: bool | None, verdict: str
 ) -> None:
@@ -194,17 +206,21 @@ def test_open_lines_count_where_the_verdict_hangs_on_them(
     assert verdict_of(lines) == verdict
     # Without a weaker claim one that fails is enough, and one that is open holds the rest back.
     alone = verdict_of(lines[:2])
-    assert alone == (NOT_REPRODUCED if strong is False else NOT_JUDGED if None in (strong, other)
-                     else REPRODUCED)  # fmt: skip
+    assert alone == (
+        NOT_REPRODUCED if strong is False else NOT_JUDGED if None in (strong, other) else REPRODUCED
+    )
 
 
 @pytest.mark.parametrize(
     ("strong", "weak", "verdict"),
     [
-        (2.0, 2.0, REPRODUCED), (0.5, 2.0, DIRECTION), (0.5, 0.5, NOT_REPRODUCED),
-        (2.0, 0.5, NOT_REPRODUCED), (None, 2.0, NOT_JUDGED),
+        (2.0, 2.0, REPRODUCED),
+        (0.5, 2.0, DIRECTION),
+        (0.5, 0.5, NOT_REPRODUCED),
+        (2.0, 0.5, NOT_REPRODUCED),
+        (None, 2.0, NOT_JUDGED),
     ],
-)  # fmt: skip
+)
 def test_verdicts(strong: float | None, weak: float, verdict: str) -> None:
     lines = [Line("a", "above", (1.0,)), Line("b", "above", (1.0,), direction=True)]
     values = [Measured(strong, missing=None if strong else "why"), Measured(weak)]

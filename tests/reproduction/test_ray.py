@@ -25,9 +25,8 @@ from kvprof.records.files import read_result
 from kvprof.reproduction import cluster as cluster_module
 from kvprof.reproduction import cluster_task
 from kvprof.reproduction.check import load_recipe
-from kvprof.reproduction.cluster import Cluster
+from kvprof.reproduction.cluster import Cluster, ClusterMachine
 from kvprof.reproduction.cluster_driver import cpus_of_cell
-from kvprof.reproduction.cluster_machine import ClusterMachine
 from kvprof.reproduction.recipe import Needs
 from kvprof.reproduction.run import Finished, Planned, prepare, run_planned
 from kvprof.reproduction.runner import Pool, Runner, run_child
@@ -58,9 +57,10 @@ sys.stdout.write(Path(f"{method}.json").read_text())
 # A command that is soon done.
 REAL = (
     TEXT.replace("--method {method} --rate {rate}", "--method full --context {rate} --device cpu")
-    .replace('"0.30"', '"256"').replace("judged: true", "judged: only its cell matters")
+    .replace('"0.30"', '"256"')
+    .replace("judged: true", "judged: only its cell matters")
     .replace("method: [fdc, kq]", "method: [fdc]")
-)  # fmt: skip
+)
 SECONDS = 60  # that anything may take on a machine that is busy
 
 
@@ -72,8 +72,11 @@ def machines() -> Iterator[Any]:
 
         small = {"object_store_memory": 80 << 20, "include_dashboard": False}
         # A killed machine is known to be dead soon, a slow one is not taken for dead.
-        soon = {"health_check_period_ms": 500, "health_check_timeout_ms": 10_000,
-                "health_check_initial_delay_ms": 0}  # fmt: skip
+        soon = {
+            "health_check_period_ms": 500,
+            "health_check_timeout_ms": 10_000,
+            "health_check_initial_delay_ms": 0,
+        }
         found = Machines(
             initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": soon, **small}
         )
@@ -99,13 +102,21 @@ def planned(folder: Path, methods: str) -> list[Planned]:
 
 
 def run(
-    plan: list[Planned], folder: Path, runner: Runner | Pool, said: list[str],
+    plan: list[Planned],
+    folder: Path,
+    runner: Runner | Pool,
+    said: list[str],
     should_stop: Callable[[], bool] = lambda: False,
-) -> Finished:  # fmt: skip
+) -> Finished:
     return run_planned(
-        plan, CellStore(folder), runner, machine=CPU, settings={}, progress=said.append,
+        plan,
+        CellStore(folder),
+        runner,
+        machine=CPU,
+        settings={},
+        progress=said.append,
         should_stop=should_stop,
-    )  # fmt: skip
+    )
 
 
 def started(folder: Path, method: str) -> list[Path]:
@@ -129,9 +140,10 @@ def without_times(entry: dict[str, Any]) -> dict[str, Any]:
 def kill(machines: Any, raylet: str) -> None:
     """Lose the machine whose Ray has this process."""
     (lost,) = (
-        node for node in machines.worker_nodes
+        node
+        for node in machines.worker_nodes
         if str(node.all_processes["raylet"][0].process.pid) == raylet
-    )  # fmt: skip
+    )
     machines.remove_node(lost, allow_graceful=False)
 
 
@@ -159,9 +171,12 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_has_ended(
         assert cluster.machine(code_version(), []).gpus == ("a GPU",)
         assert len(cluster.hosts) == 2
         found = run(
-            planned(tmp_path, "fdc, kq"), tmp_path / "cells", cluster, said,
+            planned(tmp_path, "fdc, kq"),
+            tmp_path / "cells",
+            cluster,
+            said,
             lambda: bool(said and started(tmp_path, "kq")),
-        )  # fmt: skip
+        )
     assert found.interrupted
     assert found.entries[0]["reasons"][0] == "plan-kq: interrupted"
     assert len(list((tmp_path / "cells").iterdir())) == 1
@@ -171,8 +186,12 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_has_ended(
     wait_for(lambda: not Path("/proc", one.name.split(".")[1]).exists())
     # The same again goes on where that stopped.
     again: list[str] = []
-    run(planned(tmp_path, "fdc, kq"), tmp_path / "cells", lambda *_: run_child(
-        ("--method", "kq"), lambda: False, program=fake), again)  # fmt: skip
+    run(
+        planned(tmp_path, "fdc, kq"),
+        tmp_path / "cells",
+        lambda *_: run_child(("--method", "kq"), lambda: False, program=fake),
+        again,
+    )
     assert [line.split()[1] for line in again] == ["known:", "plan"]
 
 
@@ -200,8 +219,9 @@ def test_a_lost_machines_cell_runs_on_another_and_a_failing_one_only_once(
     assert [line for line in said if re.match(r"\d/3 done on \S+ in .* s, attempt 2: .* kq ", line)]
     assert len(said) == 3
     assert len(started(tmp_path, "zack")) == 1
-    local = run(plan, tmp_path / "here", lambda words, stop: run_child(words, stop, program=fake),
-                [])  # fmt: skip
+    local = run(
+        plan, tmp_path / "here", lambda words, stop: run_child(words, stop, program=fake), []
+    )
     assert without_times(found.entries[0]) == without_times(local.entries[0])
     assert "plan-zack: cannot be factorised" in found.entries[0]["reasons"]
     kept = {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()}
@@ -282,13 +302,15 @@ def test_ray_takes_no_recipes_name_for_an_address(monkeypatch: pytest.MonkeyPatc
         "kvprof.commands.recipe.run_recipes", lambda one: asked.append((one.names, one.ray))
     )
     for words in (
-        ("--ray", "fdc-*"), ("fdc-*", "--ray"), ("fdc-*",), ("--ray", "auto", "fdc-*"),
-        ("--ray", "head:6379", "fdc-*"), ("--ray=ray://head:1", "fdc-*"),
-    ):  # fmt: skip
+        ("--ray", "fdc-*"),
+        ("fdc-*", "--ray"),
+        ("fdc-*",),
+        ("--ray", "auto", "fdc-*"),
+        ("--ray", "head:6379", "fdc-*"),
+        ("--ray=ray://head:1", "fdc-*"),
+    ):
         assert kvprof("recipe", "run", *words).code == 0
-    assert [ray for _, ray in asked] == [
-        "auto", "auto", None, "auto", "head:6379", "ray://head:1"
-    ]  # fmt: skip
+    assert [ray for _, ray in asked] == ["auto", "auto", None, "auto", "head:6379", "ray://head:1"]
     assert {names for names, _ in asked} == {("fdc-*",)}
 
 
@@ -322,10 +344,15 @@ READS = "import sys; sys.stdout.write(open('texts/notes.json').read())"
 
 def task(folder: Path, word: str, **more: Any) -> dict[str, Any]:
     return {
-        "words": ("eval", word), "program": ("-c", READS), "version": code_version(),
-        "folder": str(folder), "files": named_files([word]), "contents": {}, "environment": {},
+        "words": ("eval", word),
+        "program": ("-c", READS),
+        "version": code_version(),
+        "folder": str(folder),
+        "files": named_files([word]),
+        "contents": {},
+        "environment": {},
         **more,
-    }  # fmt: skip
+    }
 
 
 def test_files_travel_where_they_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,9 +433,14 @@ ray.shutdown()
 
 def test_a_cluster_of_ones_own_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     done = subprocess.run(
-        child_python("-c", LISTENERS), cwd=tmp_path, env=child_environment(),
-        capture_output=True, text=True, check=False, timeout=SECONDS,
-    )  # fmt: skip
+        child_python("-c", LISTENERS),
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
     said = [line for line in done.stdout.splitlines() if line.startswith("listen ")]
     if not said and "_RefusedError" not in done.stderr:
         pytest.skip(f"Ray cannot start here: {done.stderr[-200:]}")

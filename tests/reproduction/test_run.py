@@ -17,9 +17,13 @@ from tests.reproduction.written import CPU, TEXT, FakeRunner, plan_result, write
 
 
 def planned(
-    folder: Path, *texts: str, settings: dict[str, str] | None = None, machine: Machine = CPU,
-    model: str | None = None, profile: str = "smoke",
-) -> list[Planned]:  # fmt: skip
+    folder: Path,
+    *texts: str,
+    settings: dict[str, str] | None = None,
+    machine: Machine = CPU,
+    model: str | None = None,
+    profile: str = "smoke",
+) -> list[Planned]:
     recipes = []
     for place, text in enumerate(texts or (TEXT,)):
         name = f"small-{place}"
@@ -28,9 +32,11 @@ def planned(
 
 
 def run(
-    plan: list[Planned], folder: Path, runner: FakeRunner,
+    plan: list[Planned],
+    folder: Path,
+    runner: FakeRunner,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Finished:  # fmt: skip
+) -> Finished:
     store = CellStore(folder / "cells")
     return run_planned(plan, store, runner, machine=CPU, settings={}, should_stop=should_stop)
 

@@ -16,10 +16,14 @@ def share(accuracy: float, items: int) -> dict[str, Any]:
 
 def evaluation(method: str, accuracy: float, items: int) -> dict[str, Any]:
     return {
-        "method": method, "relative_accuracy": 1.0, "relative_accuracy_interval": None,
-        "perplexity_ratio": None, "kl": {"mean": 0.0}, "rate": 0.3,
+        "method": method,
+        "relative_accuracy": 1.0,
+        "relative_accuracy_interval": None,
+        "perplexity_ratio": None,
+        "kl": {"mean": 0.0},
+        "rate": 0.3,
         "tasks": {"needle": {**share(accuracy, items), "difference_interval": [0.0, 0.0]}},
-    }  # fmt: skip
+    }
 
 
 def answered(items: int, accuracy: float = 1.0) -> dict[str, Any]:
@@ -77,10 +81,17 @@ def test_a_harness_score_has_its_standard_error(
 def bench(low: float, high: float) -> dict[str, Any]:
     of = {"phase": "decode", "batch": 1, "seq": 4096}
     row = {
-        **of, "method": "palu", "dtype": "float32", "schedule": None, "baseline": "sdpa",
-        "seconds": [2.0], "seconds_interval": [low, high], "speedup": 1.5, "error": 0.0,
+        **of,
+        "method": "palu",
+        "dtype": "float32",
+        "schedule": None,
+        "baseline": "sdpa",
+        "seconds": [2.0],
+        "seconds_interval": [low, high],
+        "speedup": 1.5,
+        "error": 0.0,
         "cache_bytes": 1,
-    }  # fmt: skip
+    }
     base = {**of, "name": "sdpa", "seconds": [2.7, 3.0, 3.3]}
     other = {**of, "batch": 2, "name": "sdpa", "seconds": [8.0, 9.0, 10.0]}
     return {"a": {"kind": "bench", "data": {"rows": [row], "baselines": [other, base]}}}
@@ -141,16 +152,27 @@ def test_a_method_that_was_not_tried_has_no_largest_rate() -> None:
 def request_time(unattributed: float) -> dict[str, Any]:
     def case(method: str, seconds: float, share_: float | None) -> dict[str, Any]:
         return {
-            "case": f"{method} 1k", "method": method, "ttft_seconds": seconds,
-            "jct_seconds": seconds, "tbt_seconds": None, "unattributed_share": share_,
-        }  # fmt: skip
+            "case": f"{method} 1k",
+            "method": method,
+            "ttft_seconds": seconds,
+            "jct_seconds": seconds,
+            "tbt_seconds": None,
+            "unattributed_share": share_,
+        }
 
-    part = {"case": "fdc 1k", "method": "fdc", "phase": "decode", "part": "attention",
-            "seconds": 1.0, "share": 0.2}  # fmt: skip
+    part = {
+        "case": "fdc 1k",
+        "method": "fdc",
+        "phase": "decode",
+        "part": "attention",
+        "seconds": 1.0,
+        "share": 0.2,
+    }
     data = {
         "cases": [case("fdc", 1.0, unattributed), case("palu", 2.0, 0.01)],
-        "parts": [part], "steps": [],
-    }  # fmt: skip
+        "parts": [part],
+        "steps": [],
+    }
     return {"jct": {"kind": "jct", "data": data}}
 
 
@@ -165,10 +187,13 @@ FIGURE = Measure("gain", cell="jct", figure="ttft_seconds", where={"case": "fdc 
 @pytest.mark.parametrize(
     ("unattributed", "verdict"),
     [
-        (0.0, REPRODUCED), (MOST_UNATTRIBUTED, REPRODUCED), (-MOST_UNATTRIBUTED, REPRODUCED),
-        (MOST_UNATTRIBUTED + 0.01, NOT_JUDGED), (-0.4, NOT_JUDGED),
+        (0.0, REPRODUCED),
+        (MOST_UNATTRIBUTED, REPRODUCED),
+        (-MOST_UNATTRIBUTED, REPRODUCED),
+        (MOST_UNATTRIBUTED + 0.01, NOT_JUDGED),
+        (-0.4, NOT_JUDGED),
     ],
-)  # fmt: skip
+)
 def test_a_request_whose_parts_do_not_add_up_is_not_judged(
     measures: tuple[Measure, ...], unattributed: float, verdict: str
 ) -> None:

@@ -50,9 +50,12 @@ def plan_result(
     """Return a result with one figure."""
     beside = {} if interval is None else {"rate_interval": list(interval)}
     return build_result(
-        "benchmark", environment=ENVIRONMENT, inputs={"benchmark": "fake"},
-        data={"rows": [{"method": method, "rate": rate, **beside}]}, complete=complete,
-    )  # fmt: skip
+        "benchmark",
+        environment=ENVIRONMENT,
+        inputs={"benchmark": "fake"},
+        data={"rows": [{"method": method, "rate": rate, **beside}]},
+        complete=complete,
+    )
 
 
 class FakeRunner:

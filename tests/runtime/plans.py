@@ -86,9 +86,11 @@ def make_plan(
             keys = KeyPlan(placement, identity(total, facts.qk_head_dim))
         else:
             keys = KeyPlan(
-                placement, groups(i, "keys", key_heads or heads, total, facts.qk_head_dim),
-                fold_down=fold, fold_up=fold and placement is Placement.POST_ROPE,
-            )  # fmt: skip
+                placement,
+                groups(i, "keys", key_heads or heads, total, facts.qk_head_dim),
+                fold_down=fold,
+                fold_up=fold and placement is Placement.POST_ROPE,
+            )
         if project_values:
             values = ValuePlan(groups(i, "values", heads, total, facts.v_head_dim), *fold_values)
         else:

@@ -41,10 +41,15 @@ def written(model: LoadedModel, plan: Plan, kernels: str, **options: Any) -> tup
     with compressed(model, plan, kernels) as session:
         session.route.least_tokens = 0
         result = model.model.generate(
-            repeating(), attention_mask=torch.ones(1, 21, dtype=torch.long), do_sample=False,
-            max_new_tokens=14, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
+            repeating(),
+            attention_mask=torch.ones(1, 21, dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=14,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
             **options,
-        )  # fmt: skip
+        )
         return result.sequences[0].tolist(), session.cache
 
 
@@ -106,9 +111,10 @@ def test_what_cannot_be_taken_back_is_refused_in_one_line(what: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.sampled_from(sorted(PLANS)), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)),
-                                             min_size=1, max_size=6), st.integers(0, 5),
-)  # fmt: skip
+    st.sampled_from(sorted(PLANS)),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    st.integers(0, 5),
+)
 def test_any_passes_taken_back_in_part_leave_no_trace(
     name: str, passes: list[tuple[int, int]], padding: int
 ) -> None:

@@ -51,9 +51,12 @@ def test_inner_times_are_not_the_outers_too(monkeypatch: pytest.MonkeyPatch) -> 
         with part("sampling"):
             hand.work(128)
     assert totals(clock) == {
-        (REST, None): 65, ("attention", 3): 34, ("compress", 3): 20, ("quantise", 3): 8,
+        (REST, None): 65,
+        ("attention", 3): 34,
+        ("compress", 3): 20,
+        ("quantise", 3): 8,
         ("sampling", None): 128,
-    }  # fmt: skip
+    }
 
 
 def test_a_second_step_knows_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +208,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [*((name, "off") for name in (*SETTINGS, "strawman")),
-     *((name, "on") for name in ("full", "fdc", "svd"))],
-)  # fmt: skip
+    [
+        *((name, "off") for name in (*SETTINGS, "strawman")),
+        *((name, "on") for name in ("full", "fdc", "svd")),
+    ],
+)
 def test_the_runtime_marks_what_a_method_does_and_computes_the_same(
     name: str, kernels: str
 ) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvprof.methods.quantisers import codebook
 from kvprof.methods.storage import Quantiser, SideQuantiser
-from kvprof.runtime.codecs import codec_for
-from kvprof.runtime.packing import pack, unpack
+from kvprof.runtime.codecs import codec_for, pack, unpack
 from kvprof.runtime.parts import joined, picked, plain_part
 
 

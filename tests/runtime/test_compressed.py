@@ -162,11 +162,15 @@ def test_lazy_prefill_refuses_folded_queries() -> None:
         {"quantiser": Quantiser("fp8", SideQuantiser((8,)), SideQuantiser((8,)))},
         {"quantiser": per_token((4,), group=None), "ranks": ragged},
         {"eviction": Eviction("h2o", 0.6, recent_share=0.5), "placement": Placement.PRE_ROPE},
-        {"levels": Levels(2, (0.7, 0.3), 2), "ranks": lambda *a: (a[3] // 2, a[3]),
-         "placement": Placement.NONE, "quantiser": per_token((2, 4), group=None)},
+        {
+            "levels": Levels(2, (0.7, 0.3), 2),
+            "ranks": lambda *a: (a[3] // 2, a[3]),
+            "placement": Placement.NONE,
+            "quantiser": per_token((2, 4), group=None),
+        },
     ],
     ids=["fp8", "int4", "h2o", "levels"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_beams_and_padding_run(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Lossy plans through everything at once: what comes out is finite and reproducible."""
@@ -179,11 +183,17 @@ def test_half_precision_beams_and_padding_run(options: dict[str, Any], dtype: to
     with compressed(model, make_plan(model, **options)):
         runs = [
             model.model.generate(
-                ids, attention_mask=mask, max_new_tokens=6, num_beams=2, do_sample=False,
-                eos_token_id=None, pad_token_id=0, output_scores=True,
+                ids,
+                attention_mask=mask,
+                max_new_tokens=6,
+                num_beams=2,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_scores=True,
                 return_dict_in_generate=True,
             )
             for _ in range(2)
-        ]  # fmt: skip
+        ]
     assert torch.equal(runs[0].sequences, runs[1].sequences)
     assert runs[0].sequences_scores.isfinite().all()

@@ -12,7 +12,7 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.storage import Eviction
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.eviction import gumbel
+from kvprof.runtime.layer import gumbel
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_formula import (
@@ -41,9 +41,14 @@ def survivors(eviction: Eviction, seen: int, alive: list[int], scores: dict[int,
 
 
 def oracle(
-    model: LoadedModel, plan: Plan, q: Tensor, exact: Tensor, keys: Tensor, values: Tensor,
+    model: LoadedModel,
+    plan: Plan,
+    q: Tensor,
+    exact: Tensor,
+    keys: Tensor,
+    values: Tensor,
     units: list[list[int]],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Run the passes one query at a time for one sequence; returns ``[1, T, hidden]``."""
     facts, eviction = model.layout.layers[0], plan.eviction
     out = torch.zeros(LENGTH, facts.num_heads, facts.v_head_dim, dtype=torch.float64)

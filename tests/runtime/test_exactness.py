@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.analysis.collect import CollectOptions, collect_moments
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import dim_rate
 from kvprof.methods.family import MethodInputs, plan_at
@@ -17,6 +16,7 @@ from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import METHODS, plan_family
 from kvprof.models.load import load_model
+from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.runtime.compressed import compressed
 from kvprof.sources.grammar import parse_source
 from tests.methods.models import FINE, inputs, model
@@ -40,8 +40,18 @@ METHODS_AT_FULL_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "tale_eager": ("tale", {**FINE, "heads": 2, "lazy": False, "sink": 0}),
     "strawman": ("strawman", FINE),
 }
-_LOSSY = ("fp8", "per-token", "kivi", "kvquant", "hqq", "quanto", "tale+kivi", "sink-recent", "h2o",
-          "keyformer")  # fmt: skip
+_LOSSY = (
+    "fp8",
+    "per-token",
+    "kivi",
+    "kvquant",
+    "hqq",
+    "quanto",
+    "tale+kivi",
+    "sink-recent",
+    "h2o",
+    "keyformer",
+)
 _TOKENS = 6
 
 
@@ -54,9 +64,16 @@ def full_rank(name: str, arch: str) -> Plan:
 
 def generated(arch: str, plan: Plan | None, **options: Any) -> Any:
     ids, mask = padded()
-    settings = {"attention_mask": mask, "max_new_tokens": _TOKENS, "do_sample": False,
-                "eos_token_id": None, "pad_token_id": 0, "output_logits": True,
-                "return_dict_in_generate": True, **options}  # fmt: skip
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": _TOKENS,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        **options,
+    }
     torch.manual_seed(3)
     if plan is None:
         return model(arch).model.generate(ids, **settings)
@@ -114,9 +131,15 @@ def test_on_the_reference_model() -> None:
     *_, moments = collect_moments(loaded, parse_source("random:512"), settings)
     given = MethodInputs(loaded.layout, loaded.fingerprint, moments)
     ids, mask = padded()
-    options = {"attention_mask": mask, "max_new_tokens": _TOKENS, "do_sample": False,
-               "eos_token_id": None, "pad_token_id": 0, "output_logits": True,
-               "return_dict_in_generate": True}  # fmt: skip
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": _TOKENS,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     wanted = loaded.model.generate(ids, **options)
     logits = torch.stack(wanted.logits)
     for name, (method, chosen) in METHODS_AT_FULL_RANK.items():

@@ -98,9 +98,11 @@ def test_projection_after_rope(arch: str, fold_values: tuple[bool, bool], heads:
     tap = taps(model, ids, pre_rope=False)
     layer = plan.layers[0]
     wanted = heads_out(
-        model, tap.q, reconstructed(layer.keys.groups, tap.k),
+        model,
+        tap.q,
+        reconstructed(layer.keys.groups, tap.k),
         reconstructed(layer.values.groups, tap.v),
-    )  # fmt: skip
+    )
     found = attention_outputs(model, plan, ids, prefill=PREFILL)
     # bases pass through float32
     assert relative(found, wanted) < (1e-5 if arch == "GptOss" else 1e-6)
@@ -119,9 +121,11 @@ def test_keys_rebuilt_before_rope(arch: str, fold_keys: bool) -> None:
     layer = plan.layers[0]
     rebuilt = reconstructed(layer.keys.groups, tap.k_pre)
     wanted = heads_out(
-        model, tap.q, by_models_rope(model, ids, tap, rebuilt),
+        model,
+        tap.q,
+        by_models_rope(model, ids, tap, rebuilt),
         reconstructed(layer.values.groups, tap.v),
-    )  # fmt: skip
+    )
     found = attention_outputs(model, plan, ids, prefill=PREFILL)
     # the models' own RoPE computes its tables in float32
     assert relative(found, wanted) < 1e-5
@@ -155,9 +159,15 @@ def test_token_levels_decide_ranks(lazy: bool) -> None:
     model, ids = one_layer("Llama"), token_ids(2, LENGTH)
     levels = Levels(sink=2, shares=(0.7, 0.3), batch=2)
     plan = make_plan(
-        model, heads=2, placement=Placement.NONE, levels=levels, lazy=lazy,
-        ranks=lambda *a: (9, a[3]), fold_values=(False, True), oblique=False,
-    )  # fmt: skip
+        model,
+        heads=2,
+        placement=Placement.NONE,
+        levels=levels,
+        lazy=lazy,
+        ranks=lambda *a: (9, a[3]),
+        fold_values=(False, True),
+        oblique=False,
+    )
     tap = taps(model, ids, pre_rope=False)
     groups = plan.layers[0].values.groups
     low, top = reconstructed(groups, tap.v, 9), reconstructed(groups, tap.v)

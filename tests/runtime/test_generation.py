@@ -34,8 +34,14 @@ def padded() -> tuple[Tensor, Tensor]:
 
 def generate(model: LoadedModel, plan: Plan | None = None, **options: Any) -> Tensor:
     ids, mask = padded()
-    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False,
-                "eos_token_id": None, "pad_token_id": 0, **options}  # fmt: skip
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **options,
+    }
     torch.manual_seed(3)
     if plan is None:
         return model.model.generate(ids, **settings)
@@ -86,10 +92,12 @@ def test_logits_through_the_cache_agree(arch: str) -> None:
                 for start, stop in [(0, 3), (3, 6), *((t, t + 1) for t in range(6, 11))]:
                     found.append(
                         model.model(
-                            ids[:, start:stop], attention_mask=mask[:, :stop],
-                            position_ids=_positions(mask)[:, start:stop], past_key_values=cache,
+                            ids[:, start:stop],
+                            attention_mask=mask[:, :stop],
+                            position_ids=_positions(mask)[:, start:stop],
+                            past_key_values=cache,
                         ).logits
-                    )  # fmt: skip
+                    )
             real = mask.bool()
             error = (torch.cat(found, 1) - wanted)[real].norm() / wanted[real].norm()
             assert error < 1e-4, (name, error)

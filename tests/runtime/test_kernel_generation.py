@@ -45,9 +45,16 @@ def model_of(arch: str) -> LoadedModel:
 
 def generated(model: LoadedModel, plan: Plan | None, kernels: str, **options: Any) -> Any:
     ids, mask = padded()
-    settings = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False,
-                "eos_token_id": None, "pad_token_id": 0, "output_logits": True,
-                "return_dict_in_generate": True, **options}  # fmt: skip
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        **options,
+    }
     torch.manual_seed(3)
     if plan is None:
         return model.model.generate(ids, **settings)
@@ -121,10 +128,12 @@ def in_pieces(
         for start, stop in pairwise(cuts):
             found.append(
                 model.model(
-                    ids[:, start:stop], attention_mask=mask[:, :stop],
-                    position_ids=positions[:, start:stop], past_key_values=cache,
+                    ids[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    position_ids=positions[:, start:stop],
+                    past_key_values=cache,
                 ).logits
-            )  # fmt: skip
+            )
     return torch.cat(found, 1)[mask.bool()], cache.nbytes, cache.allocated_bytes
 
 

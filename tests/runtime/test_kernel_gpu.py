@@ -27,9 +27,14 @@ def model_of(arch: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 def generated(
-    model: LoadedModel, plan: Any, kernels: str | None, *, prompt: int = PROMPT,
-    padded: bool = True, **options: Any,
-) -> Any:  # fmt: skip
+    model: LoadedModel,
+    plan: Any,
+    kernels: str | None,
+    *,
+    prompt: int = PROMPT,
+    padded: bool = True,
+    **options: Any,
+) -> Any:
     ids, mask = token_ids(3, prompt).cuda(), torch.ones(3, prompt, dtype=torch.long)
     if padded:
         mask[1, :4] = 0
@@ -37,10 +42,16 @@ def generated(
     torch.manual_seed(3)
     with compressed(model, plan, kernels) as session:
         found = model.model.generate(
-            ids, attention_mask=mask.cuda(), max_new_tokens=STEPS, do_sample=False,
-            eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+            ids,
+            attention_mask=mask.cuda(),
+            max_new_tokens=STEPS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
             **options,
-        )  # fmt: skip
+        )
         assert session.cache is not None
         found.nbytes = session.cache.nbytes
         found.reasons = session.kernel_reasons

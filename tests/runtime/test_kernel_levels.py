@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels import places
+from kvprof.kernels.levels import append
 from kvprof.kernels.levels.codes import Quantised, dequantise, quantise
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
-from kvprof.runtime import keeping
+from kvprof.runtime import layer as keeping
+from kvprof.runtime.backends import levels, stages
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.kernels import levels, stages
 from tests.models.tiny import token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_cache import rows_move
@@ -250,7 +250,7 @@ def test_what_a_captured_step_reads_lives_as_long_as_the_cache(
         read = doing[0].newest.keys.columns.first, doing[0].step.tables[0]
         known = [weakref.ref(tensor) for tensor in read]
         del doing, read
-        places._columns.cache_clear()
+        append._columns.cache_clear()
         stages._on.cache_clear()
         gc.collect()
         assert all(ref() is not None for ref in known)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.runtime.kernels.planes import PlaneStore, planes_of
-from kvprof.runtime.kernels.state import KernelState
+from kvprof.runtime.backends.planes import PlaneStore, planes_of
+from kvprof.runtime.backends.state import KernelState
 
 CPU = torch.device("cpu")
 KEYS, VALUES = (48, 16), (16, 32)
@@ -41,9 +41,11 @@ def poisoned(found: PlaneStore, batch: int, tokens: int, reach: int | None = Non
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(2, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6),
-    st.lists(st.integers(0, 5), min_size=2, max_size=2), st.sampled_from([None, 80]),
-)  # fmt: skip
+    st.integers(2, 9),
+    st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    st.lists(st.integers(0, 5), min_size=2, max_size=2),
+    st.sampled_from([None, 80]),
+)
 def test_a_ring_keeps_the_newest_tokens_of_every_row(
     window: int, passes: list[int], late: list[int], capacity: int | None
 ) -> None:

@@ -12,10 +12,9 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Placement
 from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.runtime.backends import rebuilt_tables
+from kvprof.runtime.backends.rebuilt import FoldedKernelLayer, RebuiltKernelLayer
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.kernels import rebuilt_tables
-from kvprof.runtime.kernels.rebuilt import RebuiltKernelLayer
-from kvprof.runtime.kernels.rebuilt_folded import FoldedKernelLayer
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_cache import rows_move
@@ -109,9 +108,15 @@ def test_other_ways_to_decode_agree_too(options: dict[str, Any]) -> None:
 
 
 def run(
-    model: LoadedModel, plan: Any, kernels: str, cuts: list[int], *, capacity: int | None = None,
-    positions: Tensor | None = None, mask: Tensor | None = None,
-) -> tuple[Tensor, Any]:  # fmt: skip
+    model: LoadedModel,
+    plan: Any,
+    kernels: str,
+    cuts: list[int],
+    *,
+    capacity: int | None = None,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Any]:
     """Return the logits of a batch that comes in pieces, and its cache."""
     shown = torch.ones(3, cuts[-1], dtype=torch.long) if mask is None else mask
     ids, found = token_ids(3, cuts[-1]), []
@@ -122,9 +127,7 @@ def run(
             given: dict[str, Any] = {} if mask is None else {"attention_mask": mask[:, :stop]}
             if positions is not None:
                 given["position_ids"] = positions[:, start:stop]
-            found.append(
-                model.model(ids[:, start:stop], past_key_values=made, **given).logits
-            )  # fmt: skip
+            found.append(model.model(ids[:, start:stop], past_key_values=made, **given).logits)
     return torch.cat(found, 1)[shown.bool()], made
 
 
@@ -140,9 +143,10 @@ def padded(length: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "capacity"), [("Llama", None), ("Llama", 40), ("GPT2", 40)],
+    ("arch", "capacity"),
+    [("Llama", None), ("Llama", 40), ("GPT2", 40)],
     ids=["dynamic", "static", "folded_static"],
-)  # fmt: skip
+)
 def test_any_pieces_of_any_length_agree(arch: str, capacity: int | None) -> None:
     """Rows that begin in a later piece; bytes are the account's."""
     model = model_of(arch)
@@ -247,10 +251,12 @@ def test_a_mask_with_holes_takes_keys_and_angles_to_the_torch_path(arch: str) ->
                 shown = (torn if start >= 15 else mask)[:, :stop]
                 found.append(
                     model.model(
-                        ids[:, start:stop], attention_mask=shown, past_key_values=made,
+                        ids[:, start:stop],
+                        attention_mask=shown,
+                        past_key_values=made,
                         position_ids=positions[:, start:stop],
                     ).logits
-                )  # fmt: skip
+                )
             return torch.cat(found, 1)[torn.bool()], made
 
     (wanted, old), (found, new) = logits("off"), logits("auto")

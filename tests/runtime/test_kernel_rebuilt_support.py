@@ -16,10 +16,14 @@ from kvprof.errors import UsageError
 from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Eviction, Levels
+from kvprof.runtime.backends.rebuilt_tables import (
+    RotaryForm,
+    rotary_form,
+    rotary_reasons,
+    shared_reason,
+)
+from kvprof.runtime.backends.route import kernel_reasons
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.kernels.rebuilt_rotary import RotaryForm, rotary_form, rotary_reasons
-from kvprof.runtime.kernels.rebuilt_support import shared_reason
-from kvprof.runtime.kernels.support import kernel_reasons
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
 

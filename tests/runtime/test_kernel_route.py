@@ -10,8 +10,8 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import kivi, kvquant
 from kvprof.methods.storage import Eviction, Levels
+from kvprof.runtime.backends.route import kernel_reasons, runs_on_kernels
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.kernels.support import kernel_reasons, runs_on_kernels
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
 from tests.runtime.test_kernel_generation import half, model_of
@@ -157,10 +157,12 @@ def test_a_mask_with_holes_leaves_the_kernels(arch: str, late: bool) -> None:
                 positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:stop]
                 found.append(
                     model.model(
-                        ids[:, start:stop], attention_mask=shown, position_ids=positions,
+                        ids[:, start:stop],
+                        attention_mask=shown,
+                        position_ids=positions,
                         past_key_values=cache,
                     ).logits
-                )  # fmt: skip
+                )
             return torch.cat(found, 1)[torn.bool()], cache
 
     wanted, old = run("off")

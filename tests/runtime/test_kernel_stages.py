@@ -7,15 +7,13 @@ from hypothesis import strategies as st
 
 from kvprof.methods.storage import Levels
 from kvprof.methods.tokens import level_ends
-from kvprof.runtime.kernels.stages import NOWHERE, Stages
+from kvprof.runtime.backends.stages import NOWHERE, Stages
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.9]).map(lambda p: (1 - p, p))
 stages = st.one_of(
     st.builds(Stages, st.builds(Levels, st.integers(0, 6)), st.just(True), st.integers(0, 9)),
-    st.builds(
-        Stages, st.builds(Levels, st.integers(0, 6), shares), st.booleans(), st.just(0)
-    ),
-)  # fmt: skip
+    st.builds(Stages, st.builds(Levels, st.integers(0, 6), shares), st.booleans(), st.just(0)),
+)
 
 
 @settings(max_examples=40, deadline=None)

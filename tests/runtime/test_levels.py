@@ -58,11 +58,16 @@ class Appends(RuleBasedStateMachine):
         self.sink, self.batch = sink, batch
         model = loaded("Llama")
         plan = make_plan(
-            model, heads=2, placement=Placement.NONE, oblique=False, lazy=lazy,
-            levels=Levels(sink, self.shares, batch), ranks=lambda *a: self.ranks,
+            model,
+            heads=2,
+            placement=Placement.NONE,
+            oblique=False,
+            lazy=lazy,
+            levels=Levels(sink, self.shares, batch),
+            ranks=lambda *a: self.ranks,
             fold_values=(False, False),
             quantiser=per_token(self.bits, group=None) if quantised else None,
-        )  # fmt: skip
+        )
         self.quantised = quantised
         self.group = plan.layers[0].values.groups[0]
         self.runtime = LayerRuntime(plan, 0, model.layout.layers[0])

@@ -49,9 +49,13 @@ PLANS: dict[str, dict[str, Any]] = {
 def run(model: LoadedModel, plan: Plan, *, prompt: int, new: int, **options: Any) -> Any:
     with compressed(model, plan) as session:
         model.model.generate(
-            token_ids(3, prompt), max_new_tokens=new, do_sample=False, eos_token_id=None,
-            pad_token_id=0, **options,
-        )  # fmt: skip
+            token_ids(3, prompt),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **options,
+        )
     return session.cache
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kvprof.methods.accounting import bytes_at, dim_rate
-from kvprof.methods.description import compare_plans
 from kvprof.methods.family import plan_at
 from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.registry import METHODS, plan_family
+from kvprof.runtime.backends.route import runs_on_kernels
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.kernels.support import runs_on_kernels
 from tests.methods.models import FINE
 from tests.models.tiny import token_ids
 from tests.runtime.calibrated import HALF, TOKENS, Array, known, one_layer

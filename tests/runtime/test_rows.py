@@ -32,9 +32,11 @@ def prefilled(session: Compression, order: list[int], *, static: bool) -> Compre
     made = session.new_cache(capacity=40 if static else None)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     session.loaded.model(
-        ids[order], attention_mask=mask[order], position_ids=positions[order],
+        ids[order],
+        attention_mask=mask[order],
+        position_ids=positions[order],
         past_key_values=made,
-    )  # fmt: skip
+    )
     return made
 
 
@@ -46,10 +48,12 @@ def decoded(session: Compression, cache: CompressedCache, order: list[int]) -> T
         mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
         found.append(
             session.loaded.model(
-                token_ids(3, 1, seed=step)[order], attention_mask=mask[order],
-                position_ids=mask.sum(1, keepdim=True)[order] - 1, past_key_values=cache,
+                token_ids(3, 1, seed=step)[order],
+                attention_mask=mask[order],
+                position_ids=mask.sum(1, keepdim=True)[order] - 1,
+                past_key_values=cache,
             ).logits
-        )  # fmt: skip
+        )
     return torch.cat(found, dim=1)
 
 

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.sources import documents
-from kvprof.sources.documents import read_documents, read_token_ids
+from kvprof.sources import windows as documents
 from kvprof.sources.grammar import file_source
-from kvprof.sources.windows import ModelTokens, windows
+from kvprof.sources.windows import ModelTokens, read_documents, read_token_ids, windows
 from tests.sources.complaint import complaint
 
 
@@ -75,10 +74,13 @@ def test_a_template_that_refuses_a_row_is_told_with_its_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("{", "a.jsonl:2: no valid JSON"), ("[" * 100_000, "a.jsonl:2: JSON that cannot be read"),
-     ("9" * 5000, "a.jsonl:2: JSON that cannot be read"),
-     ('{"text": "\\ud800"}', "a.jsonl:2: holds half a surrogate pair")],
-)  # fmt: skip
+    [
+        ("{", "a.jsonl:2: no valid JSON"),
+        ("[" * 100_000, "a.jsonl:2: JSON that cannot be read"),
+        ("9" * 5000, "a.jsonl:2: JSON that cannot be read"),
+        ('{"text": "\\ud800"}', "a.jsonl:2: holds half a surrogate pair"),
+    ],
+)
 def test_a_damaged_row_is_named(tmp_path, line, words):
     path = written(tmp_path, "a.jsonl", f'{{"text": "fine"}}\n{line}\n')
     with pytest.raises(FailedError, match=words):
@@ -211,8 +213,11 @@ def test_ids_that_are_no_text(tmp_path):
 def test_no_bytes_bring_anything_but_a_clear_error(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("bytes")
     for name, read in (
-        ("a.txt", texts), ("a.jsonl", texts), ("a.npy", every_id), ("a.ids", every_id)
-    ):  # fmt: skip
+        ("a.txt", texts),
+        ("a.jsonl", texts),
+        ("a.npy", every_id),
+        ("a.ids", every_id),
+    ):
         path = written(folder, name, content)
         said = complaint(read, path)
         assert said is None or said.startswith((f"{name}:", str(path)))

@@ -14,9 +14,14 @@ from tests.sources.complaint import complaint
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
-    [("random", None), ("random:8k", 8192), ("random:100k", 102_400), ("random:1M", 1 << 20),
-     ("random:777", 777)],
-)  # fmt: skip
+    [
+        ("random", None),
+        ("random:8k", 8192),
+        ("random:100k", 102_400),
+        ("random:1M", 1 << 20),
+        ("random:777", 777),
+    ],
+)
 def test_random_tokens_may_bring_their_count(text, tokens):
     assert parse_source(text) == Source(SourceKind.RANDOM, "random", tokens=tokens)
 
@@ -40,10 +45,15 @@ def test_embedded_samples_go_by_their_names(name):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("a.txt", SourceKind.TEXT), ("a.jsonl", SourceKind.TEXT), ("README", SourceKind.TEXT),
-     ("a.npy", SourceKind.TOKEN_IDS), ("a.ids", SourceKind.TOKEN_IDS),
-     ("a.safetensors", SourceKind.MOMENTS)],
-)  # fmt: skip
+    [
+        ("a.txt", SourceKind.TEXT),
+        ("a.jsonl", SourceKind.TEXT),
+        ("README", SourceKind.TEXT),
+        ("a.npy", SourceKind.TOKEN_IDS),
+        ("a.ids", SourceKind.TOKEN_IDS),
+        ("a.safetensors", SourceKind.MOMENTS),
+    ],
+)
 def test_files_are_told_apart_by_their_suffix(tmp_path, name, kind):
     path = tmp_path / name
     path.write_bytes(b"")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.sources import documents
+from kvprof.sources import windows as documents
 from kvprof.sources import windows as windows_module
 from kvprof.sources.grammar import Source, SourceKind, file_source, parse_source
 from kvprof.sources.windows import batches, windows
@@ -36,15 +36,18 @@ def rows(*texts: str) -> str:
 def test_text_is_cut_into_windows_that_each_begin_with_bos(tmp_path):
     source = text_source(tmp_path, "abcdefg")
     assert lists(source, model(), tokens=None, seq_len=4) == [
-        [BOS, *ids("abc")], [BOS, *ids("def")], [BOS, *ids("g"), EOS]
-    ]  # fmt: skip
+        [BOS, *ids("abc")],
+        [BOS, *ids("def")],
+        [BOS, *ids("g"), EOS],
+    ]
 
 
 def test_documents_are_joined_by_eos(tmp_path):
     source = text_source(tmp_path, rows("ab", "cde"), rows("f"), suffix=".jsonl")
     assert lists(source, model(), tokens=None, seq_len=6) == [
-        [BOS, *ids("ab"), EOS, *ids("cd")], [BOS, *ids("e"), EOS, *ids("f"), EOS]
-    ]  # fmt: skip
+        [BOS, *ids("ab"), EOS, *ids("cd")],
+        [BOS, *ids("e"), EOS, *ids("f"), EOS],
+    ]
 
 
 def test_a_tokenizer_without_bos_and_eos_adds_nothing(tmp_path):
@@ -63,9 +66,7 @@ def test_a_long_text_file_has_no_eos_inside(tmp_path, monkeypatch):
 
 def test_the_last_window_is_cut_at_the_token_count(tmp_path):
     source = text_source(tmp_path, "abcdefghij")
-    assert lists(source, model(), tokens=6, seq_len=4) == [
-        [BOS, *ids("abc")], [BOS, *ids("d")]
-    ]  # fmt: skip
+    assert lists(source, model(), tokens=6, seq_len=4) == [[BOS, *ids("abc")], [BOS, *ids("d")]]
     assert lists(source, model(), tokens=4, seq_len=4) == [[BOS, *ids("abc")]]
 
 
@@ -104,8 +105,11 @@ def test_token_ids_keep_their_sequences_and_long_ones_are_cut(tmp_path):
     path.write_text("5 6 7 8 9\n10 11\n12 13 14\n")
     source = file_source([path], token_ids=True)
     assert lists(source, model(), tokens=None, seq_len=3) == [
-        [5, 6, 7], [8, 9], [10, 11], [12, 13, 14]
-    ]  # fmt: skip
+        [5, 6, 7],
+        [8, 9],
+        [10, 11],
+        [12, 13, 14],
+    ]
     assert lists(source, model(), tokens=6, seq_len=3) == [[5, 6, 7], [8, 9], [10]]
     array = tmp_path / "b.npy"
     np.save(array, np.arange(8, dtype=np.int32).reshape(2, 4))
@@ -196,9 +200,13 @@ def test_calibration_takes_the_three_samples_in_turn_and_their_ends_last(monkeyp
     source = Source(SourceKind.EMBEDDED, "calibration")
     bare = model(separator=())
     assert lists(source, bare, tokens=None, seq_len=4) == [
-        [BOS, *ids("aaa")], [BOS, *ids("ccc")], [BOS, *ids("aaa")],
-        [BOS, *ids("b")], [BOS, *ids("c")], [BOS, *ids("a")],
-    ]  # fmt: skip
+        [BOS, *ids("aaa")],
+        [BOS, *ids("ccc")],
+        [BOS, *ids("aaa")],
+        [BOS, *ids("b")],
+        [BOS, *ids("c")],
+        [BOS, *ids("a")],
+    ]
 
 
 def test_a_missing_embedded_sample_is_one_line(monkeypatch, tmp_path):

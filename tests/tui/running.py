@@ -77,9 +77,13 @@ def text(app: LiveApp) -> str:
     """Return what is on the screen."""
     width, height = app.size
     console = Console(
-        width=width, height=height, file=io.StringIO(), record=True, force_terminal=True,
+        width=width,
+        height=height,
+        file=io.StringIO(),
+        record=True,
+        force_terminal=True,
         legacy_windows=False,
-    )  # fmt: skip
+    )
     console.print(app.screen._compositor.render_update(full=True))
     return console.export_text()
 

@@ -57,15 +57,18 @@ def everything(state, ink):
     return {
         "bars": Bars(bars(state, choice), ink),
         "parts": PartTable(
-            choice.shown_cases(state), part_rows(state, choice), choice.baseline_case(state),
-            case, ink,
+            choice.shown_cases(state),
+            part_rows(state, choice),
+            choice.baseline_case(state),
+            case,
+            ink,
         ),
         "telemetry": Telemetry(state.devices, ink),
         "strips": Strips(strips(case), False),
         "cache": CacheBars(choice.shown_cases(state), case, "device peak"),
         "levels": Levels("tale", {"full": 12, "half": 88}),
         "layers": LayerTable(rows),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -278,8 +281,15 @@ class TestTelemetry:
         return drawn(Telemetry(state.devices, Ink()), width)[0]
 
     def test_units_stand_behind_every_figure(self):
-        line = self.line({"sm_mhz": 1980.0, "power_w": 612.4, "temperature_c": 61.0,
-                          "memory_bytes": 2.0**35, "utilisation": 0.98})  # fmt: skip
+        line = self.line(
+            {
+                "sm_mhz": 1980.0,
+                "power_w": 612.4,
+                "temperature_c": 61.0,
+                "memory_bytes": 2.0**35,
+                "utilisation": 0.98,
+            }
+        )
         for word in ("98 % busy", "612 W", "61 °C", "SM 1,980 MHz", "32.0 GiB used"):
             assert word in line
 

@@ -151,9 +151,17 @@ class TestStrips:
 
 @pytest.mark.parametrize(
     ("value", "base", "words"),
-    [(0.66, 1.0, "−34 %"), (1.021, 1.0, "+2.1 %"), (1.0, 1.0, "same"), (1.0, 0.0, "–"),
-     (None, 1.0, "–"), (1.0, None, "–"), (0.9999, 1.0, "same"), (3.0, 1.0, "+200 %")],
-)  # fmt: skip
+    [
+        (0.66, 1.0, "−34 %"),
+        (1.021, 1.0, "+2.1 %"),
+        (1.0, 1.0, "same"),
+        (1.0, 0.0, "–"),
+        (None, 1.0, "–"),
+        (1.0, None, "–"),
+        (0.9999, 1.0, "same"),
+        (3.0, 1.0, "+200 %"),
+    ],
+)
 def test_a_difference_is_written_with_its_sign(value, base, words):
     assert difference(value, base) == words
 

@@ -193,8 +193,14 @@ class TestScreens:
 
     def test_the_cache_shows_bytes_levels_and_growth(self, tmp_path):
         shown = keys(tmp_path, "4", events=stream(("full", "tale")), size=(120, 50))["text"]
-        for word in ("logical", "allocated", "full width", "process peak", "tokens by level",
-                     "Logical bytes"):  # fmt: skip
+        for word in (
+            "logical",
+            "allocated",
+            "full width",
+            "process peak",
+            "tokens by level",
+            "Logical bytes",
+        ):
             assert word in shown
 
     def test_much_unattributed_is_a_warning_beside_the_bars(self, tmp_path):

@@ -28,14 +28,20 @@ _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 def gpu(events):
     """Return the events as a GPU would have sent them."""
-    values = {"sm_mhz": 1980.0, "power_w": 612.0, "temperature_c": 61.0, "memory_bytes": 3.4e10,
-              "utilisation": 0.97}  # fmt: skip
+    values = {
+        "sm_mhz": 1980.0,
+        "power_w": 612.0,
+        "temperature_c": 61.0,
+        "memory_bytes": 3.4e10,
+        "utilisation": 0.97,
+    }
     for index, event in enumerate(events):
         if isinstance(event, TelemetrySample):
             power = 600.0 + index % 90
             reasons = ("power cap",) if index > len(events) * 0.8 else ()
-            yield replace(event, device="gpu 0", values=values | {"power_w": power},
-                          throttled=reasons)  # fmt: skip
+            yield replace(
+                event, device="gpu 0", values=values | {"power_w": power}, throttled=reasons
+            )
         else:
             yield event
 

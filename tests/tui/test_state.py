@@ -177,7 +177,7 @@ def test_a_hundred_thousand_events_leave_bounded_memory():
 
 def test_the_state_knows_no_screen():
     source = Path("kvprof/tui")
-    for name in ("state", "case_state", "choice", "figures", "layer_rows", "thinned", "session"):
+    for name in ("state", "choice", "figures", "layer_rows", "thinned", "session"):
         assert "textual" not in (source / f"{name}.py").read_text()
 
 
@@ -225,9 +225,13 @@ class TestTheFirstPass:
     def test_it_enters_no_result(self):
         events = stream(("full", "fdc"), steps=5)
         told = [
-            events[0], self.SEEN, Progress(0.2, None, "point", 1, 2, 2),
-            *events[1:3], replace(self.SEEN, decode={"head": 9.0}), *events[3:],
-        ]  # fmt: skip
+            events[0],
+            self.SEEN,
+            Progress(0.2, None, "point", 1, 2, 2),
+            *events[1:3],
+            replace(self.SEEN, decode={"head": 9.0}),
+            *events[3:],
+        ]
         assert fold(told) == fold(events)
         assert result_of(told)["data"] == result_of(events)["data"]
         assert figures(state_after(told)) == figures(state_after(events))
@@ -237,9 +241,13 @@ class TestTimeLeft:
     def state(self, *told):
         run = replace(
             stream(("full", "fdc"), steps=5)[0],
-            inputs={"methods": ["full", "fdc"], "batches": [1], "input_lens": [8],
-                    "output_lens": [6]},
-        )  # fmt: skip
+            inputs={
+                "methods": ["full", "fdc"],
+                "batches": [1],
+                "input_lens": [8],
+                "output_lens": [6],
+            },
+        )
         case = CaseStarted(0.0, "a", "full", 0.0, 1, 8, 6)
         return state_after([run, case, *told])
 

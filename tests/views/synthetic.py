@@ -120,9 +120,13 @@ def _removal(spectra: dict[str, Any], rate: float, grid: int, dims: int) -> dict
 
 
 def _per_query_head(
-    grouped: dict[str, Any], heads: list[int], widths: list[int], removal: tuple[float, ...],
-    grid: int, group: int,
-) -> dict[str, Any]:  # fmt: skip
+    grouped: dict[str, Any],
+    heads: list[int],
+    widths: list[int],
+    removal: tuple[float, ...],
+    grid: int,
+    group: int,
+) -> dict[str, Any]:
     rng = np.random.default_rng(7)
     own = _pair("q", [count * group for count in heads], widths, rng)
 

@@ -98,10 +98,14 @@ def schedule(name: str, seq: int) -> dict[str, Any]:
             continue
         strips += [[sm, start, stop] for start, stop in items]
     return {
-        "schedule": name, "phase": "decode", "batch": 8, "seq": seq,
+        "schedule": name,
+        "phase": "decode",
+        "batch": 8,
+        "seq": seq,
         "predicted": 1.004 if name == "equal" else 2.61,
-        "measured": 1.013 if name == "equal" else 2.72, "strips": strips,
-    }  # fmt: skip
+        "measured": 1.013 if name == "equal" else 2.72,
+        "strips": strips,
+    }
 
 
 def bench_result(
@@ -123,11 +127,16 @@ def bench_result(
             for how in (schedules if m in CUT else (None,))
         ],
         "shape": {
-            "name": "Llama-3.1-8B", "layers": 32, "num_heads": 32, "num_kv_heads": 8,
-            "head_dim": 128, "measured": "one layer",
+            "name": "Llama-3.1-8B",
+            "layers": 32,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "measured": "one layer",
         },
         "ranks": {
-            "keys": KEYS, "values": VALUES,
+            "keys": KEYS,
+            "values": VALUES,
             "source": "the reference model's profile, resampled to this shape",
         },
         "bandwidth": {"tb_per_s": LIMIT, "what": "a large reduction, in this run"},
@@ -138,7 +147,7 @@ def bench_result(
         "schedules": [schedule(str(how), seqs[-1]) for how in schedules]
         if len(schedules) > 1
         else [],
-    }  # fmt: skip
+    }
     environment = copy.deepcopy(ENVIRONMENT) | {
         "gpus": [{"name": "NVIDIA H200", "memory_bytes": 2**37, "compute_capability": "9.0"}]
     }
@@ -146,15 +155,23 @@ def bench_result(
         "bench",
         environment=environment,
         inputs={
-            "model": "Llama-3.1-8B", "seqs": list(seqs), "batches": list(batches), "rate": 0.5,
-            "ranks": None, "phases": list(phases), "methods": list(methods),
-            "schedules": list(schedules), "dtype": "bfloat16", "device": "cuda:0", "repeats": 5,
+            "model": "Llama-3.1-8B",
+            "seqs": list(seqs),
+            "batches": list(batches),
+            "rate": 0.5,
+            "ranks": None,
+            "phases": list(phases),
+            "methods": list(methods),
+            "schedules": list(schedules),
+            "dtype": "bfloat16",
+            "device": "cuda:0",
+            "repeats": 5,
             "seed": 0,
         },
         data=data,
         warnings=[] if complete else ["fdc, decode, batch 8: samples spread by 12 %"],
         complete=complete,
-    )  # fmt: skip
+    )
 
 
 def text_of(result: dict[str, Any], width: int = 120) -> str:

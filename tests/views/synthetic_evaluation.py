@@ -36,14 +36,26 @@ def evaluation_result(
         "harness": _harness(methods) if harness else None,
     }
     inputs = {
-        "model": "reference", "fingerprint": "ab12cd34ef56", "dtype": "float32", "device": "cpu",
-        "text": list(texts), "sequences": 16 * len(texts), "seq_len": 512, "tasks": list(tasks),
-        "task_items": len(items), "protocol": protocol, "plan": None,
-    }  # fmt: skip
+        "model": "reference",
+        "fingerprint": "ab12cd34ef56",
+        "dtype": "float32",
+        "device": "cpu",
+        "text": list(texts),
+        "sequences": 16 * len(texts),
+        "seq_len": 512,
+        "tasks": list(tasks),
+        "task_items": len(items),
+        "protocol": protocol,
+        "plan": None,
+    }
     return build_result(
-        "eval", environment=ENVIRONMENT, inputs=inputs, data=data, warnings=warnings,
+        "eval",
+        environment=ENVIRONMENT,
+        inputs=inputs,
+        data=data,
+        warnings=warnings,
         complete=complete,
-    )  # fmt: skip
+    )
 
 
 def _evaluation(
@@ -91,12 +103,22 @@ def _evaluation(
 
 def _harness(methods: Sequence[str]) -> dict[str, Any]:
     return {
-        "tasks": ["arc_easy"], "limit": 50, "include": None, "batch_size": 1, "version": "0.4.13",
+        "tasks": ["arc_easy"],
+        "limit": 50,
+        "include": None,
+        "batch_size": 1,
+        "version": "0.4.13",
         "protocol": "lm-evaluation-harness, its own way",
         "rows": [
-            {"method": name, "task": "arc_easy", "metric": metric, "value": 0.5, "stderr": 0.07,
-             "items": 50}
+            {
+                "method": name,
+                "task": "arc_easy",
+                "metric": metric,
+                "value": 0.5,
+                "stderr": 0.07,
+                "items": 50,
+            }
             for name in methods
             for metric in ("acc", "acc_norm")
         ],
-    }  # fmt: skip
+    }

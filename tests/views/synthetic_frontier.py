@@ -20,7 +20,8 @@ def point(rate: float, share: float, *, half: float = 0.004, tasks: bool = True)
         "share": share,
         "share_interval": interval,
         "accuracy": 0.5 * share,
-        "decoded_tokens": 4096, "relative_accuracy": share,
+        "decoded_tokens": 4096,
+        "relative_accuracy": share,
         "relative_accuracy_interval": interval,
         "perplexity": 9.0 / share,
         "kl": {"mean": 1.0 - share + 1e-7, "p999": 0.5, "worst": 2.0},
@@ -30,8 +31,10 @@ def point(rate: float, share: float, *, half: float = 0.004, tasks: bool = True)
         },
         "tasks": {
             name: {"accuracy": 0.975 * share, "baseline": 0.975, "items": 40} for name in TASKS
-        } if tasks else {},
-    }  # fmt: skip
+        }
+        if tasks
+        else {},
+    }
 
 
 def row(
@@ -61,39 +64,66 @@ def frontier_result(*, complete: bool = True, tasks: bool = True) -> dict[str, A
         return [point(rate, share, tasks=tasks) for rate, share in pairs]
 
     methods = [
-        row("fdc", curve((0.25, 0.999), (0.34, 0.992), (0.38, 0.985), (0.5, 0.93), (0.62, 0.6)),
-            0.34, [0.25, 0.5]),
-        row("kq:allocation=budget", curve((0.25, 1.0), (0.45, 0.996), (0.48, 0.991), (0.53, 0.97)),
-            0.48, [0.45, 0.53]),
-        row("kq", curve((0.25, 1.0), (0.41, 0.993), (0.44, 0.983), (0.5, 0.96)), 0.41,
-            [0.25, 0.5]),
-        row("palu", curve((0.05, 0.97), (0.3, 0.9)), None, [None, 0.05],
-            "no tested rate keeps 0.99 of the baseline's accuracy; the lowest, 0.050, keeps 0.97"),
+        row(
+            "fdc",
+            curve((0.25, 0.999), (0.34, 0.992), (0.38, 0.985), (0.5, 0.93), (0.62, 0.6)),
+            0.34,
+            [0.25, 0.5],
+        ),
+        row(
+            "kq:allocation=budget",
+            curve((0.25, 1.0), (0.45, 0.996), (0.48, 0.991), (0.53, 0.97)),
+            0.48,
+            [0.45, 0.53],
+        ),
+        row("kq", curve((0.25, 1.0), (0.41, 0.993), (0.44, 0.983), (0.5, 0.96)), 0.41, [0.25, 0.5]),
+        row(
+            "palu",
+            curve((0.05, 0.97), (0.3, 0.9)),
+            None,
+            [None, 0.05],
+            "no tested rate keeps 0.99 of the baseline's accuracy; the lowest, 0.050, keeps 0.97",
+        ),
         row("zack", [], None, None, "zack folds Q and K, which QK-norm does not allow"),
         row("full", curve((0.0, 1.0)), 0.0, [0.0, None]),
         row("fp8", curve((0.5, 0.9995)), 0.5, [0.5, None]),
-    ]  # fmt: skip
+    ]
     base = {
-        "accuracy": 0.5, "perplexity": 9.0, "decoded_tokens": 8192,
+        "accuracy": 0.5,
+        "perplexity": 9.0,
+        "decoded_tokens": 8192,
         "tasks": {name: {"accuracy": 0.975, "baseline": 0.975, "items": 40} for name in TASKS}
-        if tasks else {},
-    }  # fmt: skip
+        if tasks
+        else {},
+    }
     return build_result(
         "frontier",
         environment=ENVIRONMENT,
         inputs={
-            "model": "reference", "fingerprint": "f" * 32, "device": "cpu", "points": 6,
-            "text": ["prose", "code"], "sequences": 32, "seq_len": 512, "tasks": list(TASKS),
-            "task_items": 160, "protocol": "decode", "calibration": {
+            "model": "reference",
+            "fingerprint": "f" * 32,
+            "device": "cpu",
+            "points": 6,
+            "text": ["prose", "code"],
+            "sequences": 32,
+            "seq_len": 512,
+            "tasks": list(TASKS),
+            "task_items": 160,
+            "protocol": "decode",
+            "calibration": {
                 "fdc": {"source": "random", "tokens": 8192, "seq_len": 512},
                 "palu": {"source": "calibration", "tokens": 8192, "seq_len": 512},
                 "kq": {"source": "random", "tokens": 8192, "seq_len": 512},
             },
         },
         data={
-            "metric": "accuracy", "target": 0.99, "baseline": base, "context": 384,
-            "dtype": "bfloat16", "methods": methods,
+            "metric": "accuracy",
+            "target": 0.99,
+            "baseline": base,
+            "context": 384,
+            "dtype": "bfloat16",
+            "methods": methods,
         },
         warnings=[] if complete else ["interrupted"],
         complete=complete,
-    )  # fmt: skip
+    )

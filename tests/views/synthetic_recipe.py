@@ -21,34 +21,69 @@ _PUBLISHED = {
 def recipe_entry(name: str, verdict: str, **more: Any) -> dict[str, Any]:
     """Return an entry of a ledger."""
     return {
-        "recipe": name, "paper": "FDC", "item": "Table 7", "claim": "It keeps the accuracy.",
-        "profile": "smoke", "stand_in": "A small model.", "verdict": verdict, "reasons": [],
-        "lacking": False, "failed": False, "lines": [_LINE],
+        "recipe": name,
+        "paper": "FDC",
+        "item": "Table 7",
+        "claim": "It keeps the accuracy.",
+        "profile": "smoke",
+        "stand_in": "A small model.",
+        "verdict": verdict,
+        "reasons": [],
+        "lacking": False,
+        "failed": False,
+        "lines": [_LINE],
         "measures": [{"id": "kept", "value": 0.97, "interval": [0.95, 0.99], "missing": None}],
         "published": [_PUBLISHED],
-        "cells": [{"id": "a", "command": "kvprof plan", "digest": "0", "seconds": 2.0,
-                   "known": False, "message": None}],
-        "settings": {}, "machine": "a CPU, 2 threads", "created": "2025-11-21T12:00:00Z",
-        "kvprof_version": "0.1.0", **more,
-    }  # fmt: skip
+        "cells": [
+            {
+                "id": "a",
+                "command": "kvprof plan",
+                "digest": "0",
+                "seconds": 2.0,
+                "known": False,
+                "message": None,
+            }
+        ],
+        "settings": {},
+        "machine": "a CPU, 2 threads",
+        "created": "2025-11-21T12:00:00Z",
+        "kvprof_version": "0.1.0",
+        **more,
+    }
 
 
 def recipe_result() -> dict[str, Any]:
     """Return a ledger of four recipes, one per verdict."""
     fails = {**_LINE, "measured": 0.5, "interval": None, "holds": False, "uncertain": False}
     unsure = {**_LINE, "interval": [0.9, 0.99], "holds": None, "uncertain": True}
-    weaker = {**_LINE, "measure": "order", "published": None, "check": "between",
-              "limit": [1.0, 2.0], "tolerance": None, "direction": True}  # fmt: skip
+    weaker = {
+        **_LINE,
+        "measure": "order",
+        "published": None,
+        "check": "between",
+        "limit": [1.0, 2.0],
+        "tolerance": None,
+        "direction": True,
+    }
     prose = {**_PUBLISHED, "value": None, "low": 0.93, "high": 0.97}
     entries = [
         recipe_entry("fdc-table-7", "reproduced"),
-        recipe_entry("fdc-table-8", "reproduced in direction", lines=[unsure, weaker],
-                     published=[prose]),
+        recipe_entry(
+            "fdc-table-8", "reproduced in direction", lines=[unsure, weaker], published=[prose]
+        ),
         recipe_entry("fdc-table-9", "not reproduced", lines=[fails]),
-        recipe_entry("fdc-table-10", "cannot be judged here", lines=[], cells=[], lacking=True,
-                     reasons=["it needs a GPU, and this machine has none"]),
-    ]  # fmt: skip
+        recipe_entry(
+            "fdc-table-10",
+            "cannot be judged here",
+            lines=[],
+            cells=[],
+            lacking=True,
+            reasons=["it needs a GPU, and this machine has none"],
+        ),
+    ]
     return build_result(
-        "recipe", environment=ENVIRONMENT, data=ledger_data(entries),
+        "recipe",
+        environment=ENVIRONMENT,
+        data=ledger_data(entries),
         inputs={"recipes": [], "profile": "smoke", "set": {}, "model": None},
-    )  # fmt: skip
+    )

@@ -37,16 +37,40 @@ def test_each_phase_and_batch_has_its_table_of_methods() -> None:
 def test_a_row_shows_what_was_measured() -> None:
     result = bench_result(batches=(8,))
     row = next(r for r in result["data"]["rows"] if r["method"] == "fdc")
-    row |= {"seconds": [4.1e-4, 4.0e-4, 4.3e-4], "seconds_interval": [4.0e-4, 4.2e-4],
-            "tb_per_s": 4.0625, "bandwidth_share": 0.8948, "speedup": 1.8649, "error": 0.00214,
-                "speedup_interval": [1.82, 1.9], "baseline_seconds": [7.6e-4, 7.7e-4, 7.65e-4],
-            "cache_bytes": 3 * 2**30 // 2, "rate": 0.5}  # fmt: skip
-    line = next(line for line in table(text_of(result), "Decode, batch 8, 100k tokens")
-                if line.split()[0] == "fdc")  # fmt: skip
+    row |= {
+        "seconds": [4.1e-4, 4.0e-4, 4.3e-4],
+        "seconds_interval": [4.0e-4, 4.2e-4],
+        "tb_per_s": 4.0625,
+        "bandwidth_share": 0.8948,
+        "speedup": 1.8649,
+        "error": 0.00214,
+        "speedup_interval": [1.82, 1.9],
+        "baseline_seconds": [7.6e-4, 7.7e-4, 7.65e-4],
+        "cache_bytes": 3 * 2**30 // 2,
+        "rate": 0.5,
+    }
+    line = next(
+        line
+        for line in table(text_of(result), "Decode, batch 8, 100k tokens")
+        if line.split()[0] == "fdc"
+    )
     assert line.split() == [
-        "fdc", "0.500", "64.0", "(32–112)", "0.4100", "0.4000–0.4200", "4.06", "89.5", "0.7650",
-        "1.86×", "[1.82,", "1.90]", "0.0021", "1.5", "GiB",
-    ]  # fmt: skip
+        "fdc",
+        "0.500",
+        "64.0",
+        "(32–112)",
+        "0.4100",
+        "0.4000–0.4200",
+        "4.06",
+        "89.5",
+        "0.7650",
+        "1.86×",
+        "[1.82,",
+        "1.90]",
+        "0.0021",
+        "1.5",
+        "GiB",
+    ]
 
 
 def test_a_latent_that_several_heads_share_says_so() -> None:
@@ -135,23 +159,32 @@ def test_baselines_are_listed_by_time_with_the_reason_of_those_that_did_not_run(
     lines = text_of(result).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("full width, by"))
     assert [line.split()[0] for line in lines[start + 2 : start + 5]] == [
-        "cudnn", "kvprof", "flash",
-    ]  # fmt: skip
+        "cudnn",
+        "kvprof",
+        "flash",
+    ]
     assert lines[start + 2].endswith("1.00×")
     assert "speed-up against cudnn" in lines
     assert "- flashinfer: FlashInfer is not installed" in lines
     for name in ("sdpa-math", "sdpa-math-rows"):
         seconds = [1.0] if name == "sdpa-math" else None
         result["data"]["baselines"].append(
-            {"name": name, "phase": "decode", "batch": 8, "seq": 102_400, "seconds": seconds,
-             "reason": None if seconds else "no room"}
-        )  # fmt: skip
+            {
+                "name": name,
+                "phase": "decode",
+                "batch": 8,
+                "seq": 102_400,
+                "seconds": seconds,
+                "reason": None if seconds else "no room",
+            }
+        )
     lines = text_of(result).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("full width, by"))
     assert lines[start + 5].split()[:2] == ["sdpa-math", "1,000"]
     result["data"]["baselines"].append(result["data"]["baselines"][-2] | {"name": "last"})
-    assert any(line.startswith("slower: sdpa-math 0.000764×") for line in
-               text_of(result).splitlines())  # fmt: skip
+    assert any(
+        line.startswith("slower: sdpa-math 0.000764×") for line in text_of(result).splitlines()
+    )
 
 
 def test_a_kernel_that_ran_elsewhere_names_where_it_did_not() -> None:

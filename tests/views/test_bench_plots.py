@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kvprof.records.schema import validate_result
-from kvprof.views.bench import figure, to_csv
+from kvprof.views.bench import Strips, at_once, busy_shares, figure, to_csv
 from kvprof.views.bench_data import context_curves, groups, roofline_points, roofs
-from kvprof.views.bench_strips import Strips, at_once, busy_shares
 from kvprof.views.figure import figure_bytes
 from kvprof.views.page import render_text
 from tests.views.synthetic_bench import (
@@ -25,9 +24,22 @@ from tests.views.synthetic_bench import (
     text_of,
 )
 
-FIGURES = ("seconds", "seconds_interval", "bytes_moved", "cache_bytes", "tb_per_s",
-           "bandwidth_share", "flop_per_s", "speedup", "error", "makespan_over_mean", "ranks",
-           "schedule", "baseline", "rate")  # fmt: skip
+FIGURES = (
+    "seconds",
+    "seconds_interval",
+    "bytes_moved",
+    "cache_bytes",
+    "tb_per_s",
+    "bandwidth_share",
+    "flop_per_s",
+    "speedup",
+    "error",
+    "makespan_over_mean",
+    "ranks",
+    "schedule",
+    "baseline",
+    "rate",
+)
 
 
 def emptied(result: dict[str, Any], *, keep: int | None = None) -> dict[str, Any]:
@@ -126,8 +138,14 @@ def test_nan_and_infinity_are_figures_that_are_missing() -> None:
     result = bench_result(**SWEEP)
     for index, row in enumerate(result["data"]["rows"]):
         bad = math.nan if index % 2 else math.inf
-        row |= {"tb_per_s": bad, "speedup": bad, "error": bad, "seconds": [bad, 1e-4, bad],
-                "seconds_interval": [bad, 1e-4], "bandwidth_share": bad}  # fmt: skip
+        row |= {
+            "tb_per_s": bad,
+            "speedup": bad,
+            "error": bad,
+            "seconds": [bad, 1e-4, bad],
+            "seconds_interval": [bad, 1e-4],
+            "bandwidth_share": bad,
+        }
     text = text_of(result, 80)
     assert "nan" not in text
     assert "∞" not in text

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from kvprof.records.schema import validate_result
-from kvprof.views.evaluation import report, to_csv
-from kvprof.views.evaluation_csv import COLUMNS
+from kvprof.views.evaluation import COLUMNS, report, to_csv
 from kvprof.views.page import render_text
 
 from .synthetic_evaluation import evaluation_result

@@ -7,8 +7,7 @@ import pytest
 
 from kvprof.records.schema import validate_result
 from kvprof.views.figure import figure_bytes
-from kvprof.views.frontier import figure, report, to_csv
-from kvprof.views.frontier_data import lowest_drawn, ranked, undecided
+from kvprof.views.frontier import figure, lowest_drawn, ranked, report, to_csv, undecided
 from kvprof.views.page import render_text
 from tests.views.synthetic_frontier import TASKS, frontier_result
 
@@ -111,8 +110,12 @@ def test_csv_has_a_row_per_tested_rate() -> None:
     assert len(rows) == 17
     best = [row for row in rows if row["max_rate"] == "True"]
     assert [(row["label"], float(row["rate"])) for row in best] == [
-        ("fdc", 0.34), ("kq:allocation=budget", 0.48), ("kq", 0.41), ("full", 0.0), ("fp8", 0.5),
-    ]  # fmt: skip
+        ("fdc", 0.34),
+        ("kq:allocation=budget", 0.48),
+        ("kq", 0.41),
+        ("full", 0.0),
+        ("fp8", 0.5),
+    ]
     assert float(best[0]["share_low"]) == pytest.approx(0.988)
     assert all(float(row[f"task_{task}_baseline"]) == 0.975 for row in rows for task in TASKS)
     assert rows[0]["options"] == "{}"

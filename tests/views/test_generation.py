@@ -10,20 +10,41 @@ LONG = "The pages of a process are found through tables that the kernel keeps. "
 
 def result(**changes: Any) -> dict[str, Any]:
     found = {
-        "text": LONG, "tokens": [1, 2, 4], "ended": "length", "position": 2, "common_text": LONG,
-        "compressed_rest": "goes left " * 30, "full_rest": "goes right " * 25,
-        "compressed_token": {"id": 3, "text": " left", "compressed_probability": 0.5,
-                             "full_probability": 0.25},
-        "full_token": {"id": 4, "text": " right", "compressed_probability": 0.125,
-                       "full_probability": 0.625},
+        "text": LONG,
+        "tokens": [1, 2, 4],
+        "ended": "length",
+        "position": 2,
+        "common_text": LONG,
+        "compressed_rest": "goes left " * 30,
+        "full_rest": "goes right " * 25,
+        "compressed_token": {
+            "id": 3,
+            "text": " left",
+            "compressed_probability": 0.5,
+            "full_probability": 0.25,
+        },
+        "full_token": {
+            "id": 4,
+            "text": " right",
+            "compressed_probability": 0.125,
+            "full_probability": 0.625,
+        },
         "kl": [0.001, 0.002, 0.25],
-    }  # fmt: skip
-    cache = {"tokens": 9, "measured_bytes": 2048, "account_bytes": 2048, "full_bytes": 4096,
-             "rate": 0.5}  # fmt: skip
+    }
+    cache = {
+        "tokens": 9,
+        "measured_bytes": 2048,
+        "account_bytes": 2048,
+        "full_bytes": 4096,
+        "rate": 0.5,
+    }
     return {
-        "kind": "generate", "complete": True, "warnings": [], "inputs": {"dtype": "bfloat16"},
+        "kind": "generate",
+        "complete": True,
+        "warnings": [],
+        "inputs": {"dtype": "bfloat16"},
         "data": {"tokens": [1, 2, 3], "cache": cache, "difference": {**found, **changes}},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 99, 100, 120, 200])
@@ -51,8 +72,10 @@ def test_figures_of_the_departure() -> None:
     assert "departs at new token 3 of 3; the 2 before it are the same" in text
     assert "0.0843 nats a step on average, 0.250 at most" in " ".join(text.split())
     rows = [line.split() for line in text.splitlines() if line.startswith(("comp", "uncomp"))]
-    assert rows[-2:] == [["compressed", "'", "left'", "0.5000", "0.2500"],
-                         ["uncompressed", "'", "right'", "0.1250", "0.6250"]]  # fmt: skip
+    assert rows[-2:] == [
+        ["compressed", "'", "left'", "0.5000", "0.2500"],
+        ["uncompressed", "'", "right'", "0.1250", "0.6250"],
+    ]
     assert "(399 characters …)" in text  # of the common text
 
 

@@ -22,12 +22,10 @@ from kvprof.records.fold import result_of
 from kvprof.records.journal import read_events
 from kvprof.records.perfetto import trace_of
 from kvprof.tui.state import RunState
-from kvprof.views.export_html import to_html
-from kvprof.views.export_md import to_markdown
+from kvprof.views.export import to_html, to_markdown
 from kvprof.views.figure import figure_bytes
 from kvprof.views.kinds import csv_of, figure_of, report
-from kvprof.views.page import render_text
-from kvprof.views.tidy import tidy_csv
+from kvprof.views.page import render_text, tidy_csv
 from tests.records.hostile import HOSTILE, mutations, texts_filled
 from tests.records.streams import stream
 from tests.views.synthetic_bench import bench_result
@@ -48,8 +46,10 @@ _KINDS = sorted(set(RESULTS) - {"benchmark"})
 
 
 def plain(kind: str) -> dict[str, Any]:
-    whole = {**RESULTS[kind], **{key: _SMALL[kind][key] for key in ("data", "inputs")
-                                 if kind in _SMALL}}  # fmt: skip
+    whole = {
+        **RESULTS[kind],
+        **{key: _SMALL[kind][key] for key in ("data", "inputs") if kind in _SMALL},
+    }
     found: dict[str, Any] = json.loads(json.dumps(whole))
     return found
 
@@ -122,8 +122,13 @@ def test_a_cell_is_a_figure_or_a_text_and_never_a_formula() -> None:
 
 
 def test_events_and_what_is_made_of_them_are_printable() -> None:
-    lines = [texts_filled(event_line(event), keep=frozenset(("event", "phase", "format", "created",
-             "mode", "kind"))) for event in stream(("full", "fdc"), steps=3)]  # fmt: skip
+    lines = [
+        texts_filled(
+            event_line(event),
+            keep=frozenset(("event", "phase", "format", "created", "mode", "kind")),
+        )
+        for event in stream(("full", "fdc"), steps=3)
+    ]
     events = [event_from(line) for line in lines]
     assert not unprintable(json.dumps(trace_of(events), allow_nan=False))
     assert not unprintable(render_text(report(result_of(events), 80, colour=False), 80))
@@ -189,8 +194,15 @@ def test_events_are_read_up_to_what_cannot_be(
 
 
 @settings(max_examples=30)
-@given(st.text() | st.recursive(st.none() | st.floats(allow_nan=False, allow_infinity=False)
-       | st.text(st.characters(exclude_categories=["Cs"])), st.lists))  # fmt: skip
+@given(
+    st.text()
+    | st.recursive(
+        st.none()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(st.characters(exclude_categories=["Cs"])),
+        st.lists,
+    )
+)
 def test_json_comes_back_and_can_be_printed(value: Any) -> None:
     text = json_text(value)
     assert not unprintable(text)

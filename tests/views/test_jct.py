@@ -15,10 +15,17 @@ from kvprof.records.events import Event, PartSample
 from kvprof.records.figures import figures_of
 from kvprof.records.fold import result_of
 from kvprof.records.schema import validate_result
-from kvprof.views.durations import duration, signed_percent, unit_of
 from kvprof.views.figure import figure_bytes
-from kvprof.views.jct import figure, report, to_csv
-from kvprof.views.jct_bars import FILLS, Bar, StackedBars, columns
+from kvprof.views.jct import figure, notes, report, to_csv
+from kvprof.views.jct_bars import (
+    FILLS,
+    BalanceStrip,
+    Bar,
+    StackedBars,
+    columns,
+    makespan_over_mean,
+    strip_scales,
+)
 from kvprof.views.jct_data import (
     byte_unit,
     detailed,
@@ -28,8 +35,7 @@ from kvprof.views.jct_data import (
     sweep_curves,
     sweeps,
 )
-from kvprof.views.jct_notes import notes
-from kvprof.views.jct_strips import BalanceStrip, makespan_over_mean, strip_scales
+from kvprof.views.numbers import duration, signed_percent, unit_of
 from kvprof.views.page import render_text
 from tests.records.streams import cuts, stream, whole_first
 
@@ -121,8 +127,15 @@ def test_a_bar_is_as_long_as_its_sum() -> None:
 
 def test_no_part_is_drawn_longer_than_a_larger_one() -> None:
     """Parts of the recorded run: one of 0.2 s lies where a column begins, one of 9.4 s does not."""
-    parts = {"attention": 110.7, "compress": 9.6, "merge": 9.4, "schedule": 0.3, "embedding": 0.2,
-             "norm": 100.4, "mlp": 536.4}  # fmt: skip
+    parts = {
+        "attention": 110.7,
+        "compress": 9.6,
+        "merge": 9.4,
+        "schedule": 0.3,
+        "embedding": 0.2,
+        "norm": 100.4,
+        "mlp": 536.4,
+    }
     for slots in range(40, 160):
         lengths = dict(columns(Bar("fdc", parts), 1114.0, slots))
         by_size = sorted(parts, key=parts.__getitem__)
@@ -171,8 +184,9 @@ def test_an_incomplete_run_says_so_and_why() -> None:
     assert "so far" in shown
 
 
-@pytest.mark.parametrize("events", [stream(steps=4), whole_first(stream(steps=4))],
-                         ids=["composed", "real"])  # fmt: skip
+@pytest.mark.parametrize(
+    "events", [stream(steps=4), whole_first(stream(steps=4))], ids=["composed", "real"]
+)
 def test_a_run_that_was_killed_anywhere_has_a_report(events: list[Event]) -> None:
     for end in cuts(events):
         result = result_of(events[:end])
@@ -354,9 +368,10 @@ def test_csv_holds_every_observation_and_adds_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [WHOLE, SWEEP, result_of(stream()[:900]), result_of(stream()[:1])],
+    "result",
+    [WHOLE, SWEEP, result_of(stream()[:900]), result_of(stream()[:1])],
     ids=["request", "sweep", "killed", "begun"],
-)  # fmt: skip
+)
 def test_the_figure_is_drawn(result: dict[str, Any]) -> None:
     pytest.importorskip("matplotlib")
     assert figure_bytes(figure(result), "svg").startswith(b"<?xml")
@@ -364,12 +379,22 @@ def test_the_figure_is_drawn(result: dict[str, Any]) -> None:
 
 def test_times_have_the_unit_that_suits_them() -> None:
     assert [duration(value) for value in (2310.0, 1.234, 0.0412, 4.1e-4, 0.0, None, -0.002)] == [
-        "2,310 s", "1.23 s", "41.2 ms", "410 µs", "0 s", "–", "−2.00 ms",
-    ]  # fmt: skip
+        "2,310 s",
+        "1.23 s",
+        "41.2 ms",
+        "410 µs",
+        "0 s",
+        "–",
+        "−2.00 ms",
+    ]
     assert unit_of([1e-7, None, 0.5]) == (1e3, "ms")
     assert [signed_percent(value) for value in (-0.34, 0.021, 1e-5, -1e-5, None)] == [
-        "−34.0 %", "+2.1 %", "0.0 %", "0.0 %", "–",
-    ]  # fmt: skip
+        "−34.0 %",
+        "+2.1 %",
+        "0.0 %",
+        "0.0 %",
+        "–",
+    ]
 
 
 def test_bytes_of_the_cache_are_drawn_in_a_unit_of_their_size() -> None:

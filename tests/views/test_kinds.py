@@ -9,9 +9,7 @@ import pytest
 from kvprof.records.fold import result_of
 from kvprof.records.schema import kinds
 from kvprof.views import bench, evaluation, frontier, spectrum, stability
-from kvprof.views.export_blocks import Drawing, Heading, Plot, Rows, blocks_of
-from kvprof.views.export_html import to_html
-from kvprof.views.export_md import to_markdown
+from kvprof.views.export import Drawing, Heading, Plot, Rows, blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
 from tests.records.sample import ENVIRONMENT, benchmark_result
@@ -96,9 +94,9 @@ def test_an_evaluations_figure_stands_behind_its_first_table() -> None:
     assert every is not None
     drawing = every()
     points = [x for one in drawing.axes[0].containers for x in one.lines[0].get_xdata()]
-    assert sorted(points) == pytest.approx(sorted(
-        row["rate"] for row in data["evaluations"] if row["relative_accuracy"] is not None
-    ))  # fmt: skip
+    assert sorted(points) == pytest.approx(
+        sorted(row["rate"] for row in data["evaluations"] if row["relative_accuracy"] is not None)
+    )
     assert "<svg" not in to_html(RESULTS["eval"] | {"data": data | {"evaluations": []}})
 
 
@@ -133,8 +131,10 @@ def test_blocks_keep_the_order_and_the_kind_of_what_they_show() -> None:
     parts = next(table for table in tables if table.columns[0] == "part (ms)")
     # However many methods there are, the page has room for one table.
     assert [title for title in parts.columns if title in ("full", "palu", "fdc")] == [
-        "full", "palu", "fdc",
-    ]  # fmt: skip
+        "full",
+        "palu",
+        "fdc",
+    ]
     assert any(isinstance(block, Drawing) and "max/mean" in block.text for block in blocks)
 
 
@@ -154,13 +154,19 @@ def test_generated_text_is_shown_again(generated: dict[str, Any]) -> None:
 @pytest.fixture
 def generated() -> dict[str, Any]:
     cache = {
-        "tokens": 12, "measured_bytes": 1000, "account_bytes": 1000, "full_bytes": 2000,
+        "tokens": 12,
+        "measured_bytes": 1000,
+        "account_bytes": 1000,
+        "full_bytes": 2000,
         "rate": 0.5,
-    }  # fmt: skip
+    }
     return {
-        "kind": "generate", "complete": True, "warnings": [], "inputs": {"dtype": "float32"},
+        "kind": "generate",
+        "complete": True,
+        "warnings": [],
+        "inputs": {"dtype": "float32"},
         "data": {"text": "and so it goes", "tokens": [1], "cache": cache, "difference": None},
-    }  # fmt: skip
+    }
 
 
 def test_every_kind_has_a_report() -> None:

@@ -3,13 +3,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvprof.reproduction.ledger import ledger_data
-from kvprof.views.export_html import page_html
-from kvprof.views.export_md import page_markdown
+from kvprof.views.export import page_html, page_markdown
 from kvprof.views.page import render_text
-from kvprof.views.recipe import report
-from kvprof.views.recipe_ledger import ledger
-from kvprof.views.recipe_plot import strips_of
-from kvprof.views.recipe_words import verdict_words
+from kvprof.views.recipe import ledger, report, strips_of, verdict_words
 from tests.views.synthetic_recipe import recipe_entry, recipe_result
 
 RESULT = recipe_result()
@@ -107,5 +103,9 @@ def test_a_ledger_of_several_runs_says_what_ran_where_and_keeps_a_recipe_togethe
     assert "| FDC | small | 1 | 0 | 1 | 0 |" in text
     rows = [line for line in text.splitlines() if line.startswith("| Table 7 |")]
     assert [row.split(" | ")[1:3] for row in rows] == [
-        ["a", "smoke"], ["a", "small"], ["b", "smoke"], ["b", "small"], ["c", "smoke"],
-    ]  # fmt: skip
+        ["a", "smoke"],
+        ["a", "small"],
+        ["b", "smoke"],
+        ["b", "small"],
+        ["c", "smoke"],
+    ]

@@ -3,9 +3,8 @@ import io
 
 import pytest
 
-from kvprof.views.spectrum import to_csv
-from kvprof.views.spectrum_csv import COLUMNS
-from kvprof.views.tidy import tidy_csv
+from kvprof.views.page import tidy_csv
+from kvprof.views.spectrum import COLUMNS, to_csv
 
 from .synthetic import spectrum_result
 

@@ -4,7 +4,7 @@ import io
 import pytest
 
 from kvprof.views.stability import to_csv
-from kvprof.views.stability_csv import COLUMNS
+from kvprof.views.stability_data import COLUMNS
 
 from .synthetic_stability import stability_result
 

@@ -3,9 +3,8 @@ import re
 import pytest
 
 from kvprof.views.page import render_text
-from kvprof.views.stability import report
+from kvprof.views.stability import report, verdict
 from kvprof.views.stability_data import NOISE_FLOOR, share_text
-from kvprof.views.stability_verdict import verdict
 
 from .synthetic_stability import averages, made
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprof.views.ticks import linear_ticks, log2_ticks, log10_ticks
+from kvprof.views.plot import linear_ticks, log2_ticks, log10_ticks
 
 
 def test_counts_are_written_as_people_write_them():

@@ -68,11 +68,15 @@ class Composer:
         free = free_bytes(bench.machine.device)
         self._decode_rungs = decode_rungs(self.requests, self.sampled)
         self._prefill_rungs, self._longest = prefill_rungs(
-            bench.model, self.batch, sorted({one.input_len for one in self.requests}),
-            rate=self.rate, free=free, itemsize=bench.dtype.itemsize,
+            bench.model,
+            self.batch,
+            sorted({one.input_len for one in self.requests}),
+            rate=self.rate,
+            free=free,
+            itemsize=bench.dtype.itemsize,
             kind=bench.machine.device.type,
             sampled=[one.input_len for one in self.sampled],
-        )  # fmt: skip
+        )
         if self._decode_rungs:
             why = shortage(bench.place("decode", self.batch, self._decode_rungs[-1]), free)
             if why is not None:
@@ -210,10 +214,11 @@ class Composer:
         return parts, passes, sum(parts.values()) + rest
 
     def decode(
-        self, request: Request,
+        self,
+        request: Request,
         tell: Callable[[int, float, dict[str, float], float], None] | None = None,
         finished: Callable[[int, float, float], None] | None = None,
-    ) -> tuple[dict[str, float], list[Step], float | None]:  # fmt: skip
+    ) -> tuple[dict[str, float], list[Step], float | None]:
         """Return the parts of all decoding steps, the steps that stand for them, and the error.
 
         Parameters
@@ -276,18 +281,29 @@ class Composer:
         return self.composition(request, prefill, seconds, decode, steps, error)
 
     def composition(
-        self, request: Request, prefill: dict[str, float], seconds: float,
-        decode: dict[str, float], steps: list[Step], error: float | None,
-    ) -> Composition:  # fmt: skip
+        self,
+        request: Request,
+        prefill: dict[str, float],
+        seconds: float,
+        decode: dict[str, float],
+        steps: list[Step],
+        error: float | None,
+    ) -> Composition:
         """Return a request of which both phases are known."""
         decoded = sum(seconds * weight for _, seconds, weight in steps)
         return Composition(
-            request, prefill, decode, seconds, decoded, steps, error,
+            request,
+            prefill,
+            decode,
+            seconds,
+            decoded,
+            steps,
+            error,
             self._longest if request.input_len > self._longest else None,
             self._energy(request, seconds, decoded),
             self._interval("prefill", [(request.input_len, seconds, 1.0)]),
             self._interval("decode", steps),
-        )  # fmt: skip
+        )
 
     def _interval(self, phase: str, passes: Sequence[Step]) -> tuple[float, float] | None:
         """Return the interval of some passes' seconds.
@@ -298,9 +314,10 @@ class Composer:
         low = high = 0.0
         for tokens, seconds, weight in passes:
             ends = [
-                point.ends for _, window in self._kinds()
+                point.ends
+                for _, window in self._kinds()
                 for point in self._near(phase, tokens, window)
-            ]  # fmt: skip
+            ]
             known = [pair for pair in ends if pair is not None]
             if len(known) < len(ends):
                 return None

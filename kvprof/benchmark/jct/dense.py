@@ -5,6 +5,7 @@ Weights lie in as many copies as keep them out of the device's cache, as a model
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +24,75 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from kvprof.benchmark.case import Place
-from kvprof.benchmark.jct.host import pass_start
 from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.jct.units import Attended, Unit
+from kvprof.benchmark.timing import capturing
 
-__all__ = ["DenseParts", "llama_config"]
+__all__ = ["DenseParts", "llama_config", "pass_start"]
+
+# --- What the host adds to a pass on a GPU, however little it has to launch.
+
+
+# About half a millisecond, within which the host has asked for the token.
+_CYCLES = 1_000_000
+
+
+class _Start:
+    """A clock around a captured pass, less the GPU's own time for it.
+
+    The pass keeps the GPU busy without doing anything, for the host asks for the token while the
+    GPU works: only launching the graph and bringing the token over are waited for.
+    """
+
+    note: str | None = None
+
+    def __init__(self, place: Place) -> None:
+        kept = torch.zeros(place.batch, dtype=torch.long, device=place.device)
+        self._token = torch.zeros_like(kept)
+        self._token.copy_(kept)
+        # torch leaves these without types.
+        self._begin, self._end = (
+            torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        torch.cuda.synchronize(place.device)
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph):
+            stream = torch.cuda.current_stream()
+            self._begin.record(stream)
+            # As `kvprof.benchmark.jct.steps` waits; torch leaves it without types too.
+            torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+            self._token.copy_(kept)
+            self._end.record(stream)
+        self.sample()
+
+    def output(self) -> Tensor:
+        return self._token
+
+    def sample(self) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._graph.replay()
+        self._token.tolist()
+        seconds = time.perf_counter() - start
+        return max(0.0, seconds - float(self._begin.elapsed_time(self._end)) / 1e3)
+
+
+def pass_start(place: Place) -> Unit:
+    """Return the start of a CUDA graph, and the wait for the token of every row.
+
+    A pass that is captured has them at its two ends, though launching its many nodes takes longer
+    than launching these few. A composed prompt is taken to be captured too, though the runtime
+    captures steps only.
+
+    Parameters
+    ----------
+    place : Place
+        On a GPU.
+    """
+    start = _Start(place)
+    return Unit("host", [start.output], ("pass", "host", place.batch), per_pass=True, timed=start)
+
 
 _STD = 0.02  # of random weights: values stay finite through a layer
 _BLOCK = (
@@ -158,9 +223,10 @@ class DenseParts:
             return call
 
         return Unit(
-            part, [run(weights) for weights in stacks],
+            part,
+            [run(weights) for weights in stacks],
             (part, columns, inputs, place.phase, place.batch, place.queries),
-        )  # fmt: skip
+        )
 
     def _norms(self, place: Place) -> Unit:
         """Return both norms of a layer and both residuals; QK-norm too where there is one."""
@@ -171,10 +237,12 @@ class DenseParts:
         heads: list[tuple[Any, Tensor]] = []
         if shape.qk_norm:
             heads = [
-                (_on(LlamaRMSNorm(shape.head_dim), place),
-                 place.random(source, *where, count, shape.head_dim))
+                (
+                    _on(LlamaRMSNorm(shape.head_dim), place),
+                    place.random(source, *where, count, shape.head_dim),
+                )
                 for count in (shape.num_heads, shape.num_kv_heads)
-            ]  # fmt: skip
+            ]
 
         def run() -> Tensor:
             for norm, states in heads:
@@ -206,9 +274,10 @@ class DenseParts:
             return result
 
         return Unit(
-            "rope", [both if turned == "both" else alone],
+            "rope",
+            [both if turned == "both" else alone],
             ("rope", turned, place.phase, place.batch, place.queries),
-        )  # fmt: skip
+        )
 
     def _mlp(self, place: Place) -> Unit:
         hidden, dense = self.model.attention.hidden_size, self.model.dense
@@ -222,9 +291,10 @@ class DenseParts:
                     LlamaMLP(llama_config(self.model)) if dense.gated else _Plain(hidden, width)
                 )
             for linear_layer, weight in zip(
-                [one for one in layer.children() if isinstance(one, nn.Linear)], weights,
+                [one for one in layer.children() if isinstance(one, nn.Linear)],
+                weights,
                 strict=True,
-            ):  # fmt: skip
+            ):
                 linear_layer.weight = nn.Parameter(weight, requires_grad=False)
             runs.append(partial(layer, states))
         return Unit("mlp", runs, ("mlp", place.phase, place.batch, place.queries))
@@ -258,9 +328,10 @@ class DenseParts:
 
         stacks = self._stack(place, ((used, hidden, wide), (used, width, hidden)))
         return Unit(
-            "mlp", [run(up, down) for up, down in stacks],
+            "mlp",
+            [run(up, down) for up, down in stacks],
             ("experts", place.phase, place.batch, place.queries),
-        )  # fmt: skip
+        )
 
 
 class _Plain(nn.Module):

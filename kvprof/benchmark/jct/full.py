@@ -140,6 +140,10 @@ def full_attended(place: Place, full: FullAttention, window: int | None) -> Atte
     unit, error, labels = full.unit(place, window)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return Attended(
-        [store_unit(place), unit], (queries, keys, keys), queries, "both", error,
+        [store_unit(place), unit],
+        (queries, keys, keys),
+        queries,
+        "both",
+        error,
         {**labels, "store": "K and V going into the cache count as attention"},
-    )  # fmt: skip
+    )

@@ -88,9 +88,16 @@ def layer_flops(model: ModelShape, batch: int, tokens: int) -> float:
 
 
 def prefill_rungs(
-    model: ModelShape, batch: int, lengths: Sequence[int], *, rate: float, free: int,
-    itemsize: int, kind: str, sampled: Sequence[int] = (),
-) -> tuple[list[int], int]:  # fmt: skip
+    model: ModelShape,
+    batch: int,
+    lengths: Sequence[int],
+    *,
+    rate: float,
+    free: int,
+    itemsize: int,
+    kind: str,
+    sampled: Sequence[int] = (),
+) -> tuple[list[int], int]:
     """Return prompts to measure, and the longest that can be measured here.
 
     A prompt that takes too long, or whose hidden states do not fit, is predicted from shorter ones.

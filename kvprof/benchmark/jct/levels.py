@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kvprof.benchmark.case import Place
+from kvprof.benchmark.cases import level_case
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.full import FullAttention
 from kvprof.benchmark.jct.ragged import compress_unit, ragged_prefill, store_latents
 from kvprof.benchmark.jct.units import Attended, Unit
-from kvprof.benchmark.level_cases import level_case
 from kvprof.benchmark.methods import COLUMNS, Method
 from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.shapes import Shape
@@ -27,7 +27,7 @@ __all__ = ["levels_attended", "levels_layout"]
 def levels_layout(
     method: Method, shape: Shape, widths: Widths | None, batch: int, seq: int, dtype: torch.dtype
 ) -> LevelsLayout:
-    """Return how a quantised cache lies in memory, as `kvprof.benchmark.level_cases` has it.
+    """Return how a quantised cache lies in memory, as `kvprof.benchmark.cases` has it.
 
     Parameters
     ----------
@@ -63,9 +63,12 @@ def levels_layout(
 
 
 def levels_attended(
-    variant: Variant, place: Place, widths: Widths | None, full: FullAttention,
+    variant: Variant,
+    place: Place,
+    widths: Widths | None,
+    full: FullAttention,
     window: int | None,
-) -> Attended:  # fmt: skip
+) -> Attended:
     """Return quantised storage, and attention over it in decode.
 
     A prefill attends to its own tokens before they are quantised, as the runtime does: at full
@@ -103,9 +106,10 @@ def levels_attended(
     case = level_case(method, place, widths)
     stored = levels_layout(method, shape, widths, place.batch, place.seq, place.dtype)
     units += [
-        _quantised(method, place, widths), Unit("attention", case.runs, ("levels", method, layout)),
+        _quantised(method, place, widths),
+        Unit("attention", case.runs, ("levels", method, layout)),
         _schedule(stored, place),
-    ]  # fmt: skip
+    ]
     labels["merge"] = "counted in attention"
     labels["dequantisation"] = "counted in attention: the kernel does it in registers"
     if method.kind == "tale":
@@ -113,9 +117,13 @@ def levels_attended(
             "a step stores one token in the recent level and moves one down into the middle level"
         )
     return Attended(
-        units, projections, stored.widest.output_offsets[-1], turned,
-        lambda: case.error(case.runs[0]()), labels,
-    )  # fmt: skip
+        units,
+        projections,
+        stored.widest.output_offsets[-1],
+        turned,
+        lambda: case.error(case.runs[0]()),
+        labels,
+    )
 
 
 def _schedule(layout: LevelsLayout, place: Place) -> Unit:

@@ -7,24 +7,271 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import rotate_half
 
+from kvprof.analysis.bases import eigenbasis
 from kvprof.benchmark.case import Place
+from kvprof.benchmark.cases import palu_case, sinks_of
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.composition import Times
 from kvprof.benchmark.jct.dense import DenseParts
 from kvprof.benchmark.jct.full import FullAttention, full_attended
-from kvprof.benchmark.jct.latents import latents_attended, strawman_attended
 from kvprof.benchmark.jct.levels import levels_attended
 from kvprof.benchmark.jct.model_shape import ModelShape
-from kvprof.benchmark.jct.ragged import ragged_attended
-from kvprof.benchmark.jct.samplers import layer_sampler, unit_sampler
-from kvprof.benchmark.jct.units import Attended, Unit
+from kvprof.benchmark.jct.ragged import ragged_attended, store_latents
+from kvprof.benchmark.jct.units import Attended, Runs, Unit
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.rows import TOLERANCE
-from kvprof.benchmark.timing import Sampler, interleaved, median_interval, sampler, spread
+from kvprof.benchmark.timing import Pool, Sampler, interleaved, median_interval, sampler, spread
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 
-__all__ = ["Bench", "Point"]
+__all__ = [
+    "Bench",
+    "Point",
+    "latents_attended",
+    "layer_sampler",
+    "strawman_attended",
+    "unit_sampler",
+]
+
+# --- Times of a layer's calls, together and alone, and of calls that wait for the host.
+
+
+class _Waiting:
+    """A clock around a call and all that it left running on the device."""
+
+    note: str | None = None
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._next = 0
+        for run in runs:  # compiles, and fills the libraries' plans
+            self._first = run()
+
+    def output(self) -> Tensor:
+        return self._first
+
+    def sample(self) -> float:
+        run = self._runs[self._next % len(self._runs)]
+        self._next += 1
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+class _Sum:
+    """Several calls timed one after the other."""
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        self._samplers = samplers
+        self.note = next((one.note for one in samplers if one.note is not None), None)
+
+    def output(self) -> Tensor:
+        return self._samplers[-1].output()
+
+    def sample(self) -> float:
+        return sum(one.sample() for one in self._samplers)
+
+
+def unit_sampler(unit: Unit, device: torch.device, pool: Pool = None) -> Sampler:
+    """Return what times a unit where it runs; graphs with one pool share their memory."""
+    if unit.timed is not None:
+        return unit.timed
+    if unit.waits and device.type == "cuda":
+        return _Waiting(unit.runs)
+    place = torch.device("cpu") if unit.on_host else device
+    return sampler(unit.runs, place, settle=False, pool=pool)
+
+
+def layer_sampler(units: Sequence[Unit], device: torch.device, pool: Pool = None) -> Sampler:
+    """Return what times a whole layer: its calls one after the other, in one graph on a GPU.
+
+    Calls that wait for the host stand beside the graph of all others. Graphs with one pool share
+    their memory.
+    """
+    apart = [unit for unit in units if unit.waits and device.type == "cuda"]
+    others = [unit for unit in units if unit not in apart]
+    together = sampler(_sequence(others), device, settle=False, pool=pool)
+    if not apart:
+        return together
+    return _Sum([together, *(_Waiting(unit.runs) for unit in apart)])
+
+
+def _sequence(units: Sequence[Unit]) -> list[Callable[[], Tensor]]:
+    """Return a layer's calls one after the other, on each copy of their inputs in turn."""
+    count = max(len(unit.runs) for unit in units)
+
+    def layer(number: int) -> Callable[[], Tensor]:
+        calls = [unit.runs[number % len(unit.runs)] for unit in units]
+
+        def run() -> Tensor:
+            for call in calls[:-1]:
+                call()
+            return calls[-1]()
+
+        return run
+
+    return [layer(number) for number in range(count)]
+
+
+# --- Keys that are rebuilt: Palu's latents from before RoPE, FDC without post-RoPE, the
+# strawman.
+
+
+def latents_attended(
+    name: str, place: Place, widths: Widths, full: FullAttention, window: int | None
+) -> Attended:
+    """Return attention over latents from before RoPE (Palu §3.1.2).
+
+    Decode rebuilds keys inside its kernel: what that costs is the kernel's time without the same
+    kernel's over latents as they lie. Prefill rebuilds K and V and attends at full width.
+    """
+    shape = place.shape
+    heads = shape.num_kv_heads // len(widths.keys)
+    layout = RaggedLayout(widths.keys, widths.values, heads * shape.group, place.batch, place.seq)
+    stored = store_latents(place, layout)
+    queries = shape.num_heads * shape.head_dim
+    projections = (queries, sum(widths.keys), sum(widths.values))
+    if place.phase == "prefill":
+        attention, error, labels = full.unit(place, window)
+        return Attended(
+            [stored, _rebuilt(place, widths, heads), attention],
+            projections,
+            queries,
+            "query",
+            error,
+            {**labels, "prefill": "rebuilds K and V, attends at full width, keeps its own W_O"},
+        )
+    case = palu_case(name, place, widths)
+    stored_runs, schedule = _without_rebuild(place, layout, heads)
+    key = ("reconstruct", layout)
+    own = Unit("decompress", case.runs, key, aside=("attention", stored_runs))
+    cut = Unit("schedule", [schedule], ("reconstruct schedule", layout), per_pass=True)
+    return Attended(
+        [stored, own, cut],
+        projections,
+        layout.output_offsets[-1],
+        "query",
+        lambda: case.error(case.runs[0]()),
+        {"by_difference": "decompress", "merge": "counted in attention"},
+    )
+
+
+def _without_rebuild(
+    place: Place, layout: RaggedLayout, heads: int
+) -> tuple[list[Callable[[], Tensor]], Callable[[], Tensor]]:
+    """Return the same kernel over latents as they lie, on as many copies; and what cuts a step."""
+    shape, source = place.shape, place.generator(41)
+    up = [
+        place.random(source, heads * shape.head_dim, width) / width**0.5
+        for width in layout.key_widths
+    ]
+    copies = place.copies(layout.elements * place.dtype.itemsize)
+    buffers = [place.random(source, layout.elements) for _ in range(copies)]
+    query = place.random(source, place.batch, layout.query_offsets[-1])
+    sinks = sinks_of(place, layout.heads, layout.group)
+    rebuilding = reconstruct_step(layout, up, shape.head_dim, heads, place.device)
+    step = stored_step(rebuilding)
+    lengths = torch.full((place.batch,), place.seq, dtype=torch.int32, device=place.device)
+    cut = rebuilding.cut(lengths)
+
+    def run(buffer: Tensor) -> Callable[[], Tensor]:
+        return lambda: step.run(
+            query, buffer, cut, None, None, shape.scaling, softcap=shape.softcap, sinks=sinks
+        )
+
+    return [run(buffer) for buffer in buffers], lambda: rebuilding.cut(lengths).lengths
+
+
+def _rebuilt(place: Place, widths: Widths, heads: int) -> Unit:
+    """Return a prompt's K and V from its latents, and RoPE on K."""
+    shape, source = place.shape, place.generator(42)
+    where = (place.batch, place.queries)
+
+    def matrices(sides: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (
+                place.random(source, *where, width),
+                place.random(source, width, heads * shape.head_dim) / width**0.5,
+            )
+            for width in sides
+        ]
+
+    keys, values = matrices(widths.keys), matrices(widths.values)
+    cos, sin = (place.random(source, 1, 1, place.queries, shape.head_dim) for _ in range(2))
+
+    def run() -> Tensor:
+        made = torch.cat([latent @ up for latent, up in keys], dim=-1)
+        made = made.view(*where, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+        turned: Tensor = made * cos + rotate_half(made) * sin
+        torch.cat([latent @ up for latent, up in values], dim=-1)
+        return turned
+
+    return Unit("decompress", [run], ("rebuild", widths.keys, widths.values, *where))
+
+
+def strawman_attended(
+    place: Place, widths: Widths, full: FullAttention, window: int | None
+) -> Attended:
+    """Return ZACK §3.2's strawman: bases per request, K and V rebuilt whole at every step.
+
+    The basis is found as the runtime finds it: eigenvectors of ``KᵀK`` and ``VᵀV`` in float64, the
+    right singular vectors that the paper's SVD gives; the host decomposes the matrices.
+    """
+    shape, source = place.shape, place.generator(43)
+    rank, width, heads = widths.keys[0], shape.head_dim, shape.num_kv_heads
+    new = place.random(source, 2, place.batch, heads, place.queries, width)
+    bases = torch.linalg.qr(
+        torch.randn(2, place.batch, heads, width, width, generator=torch.Generator().manual_seed(0))
+    ).Q.to(place.device, place.dtype)
+    kept = bases[..., :rank].contiguous()
+    where = (place.batch, place.queries, rank)
+
+    def compress() -> Tensor:
+        made: Tensor = new @ kept
+        return made
+
+    compressed = Unit("compress", [compress], ("strawman compress", *where))
+    attention, error, labels = full.unit(place, window)
+    full_columns = shape.num_kv_heads * width
+    queries = shape.num_heads * width
+    units: list[Unit]
+    if place.phase == "prefill":
+
+        def basis() -> Tensor:
+            states = new.double()
+            found: Tensor = eigenbasis(states.mT @ states)[1]
+            return found
+
+        online = Unit("basis", [basis], ("basis", *where), waits=True)
+        units = [attention, online, compressed]
+        labels = {
+            **labels,
+            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, decomposed by the host; "
+            "timed beside the layer's other calls",
+        }
+    else:
+        latents = [
+            place.random(source, 2, place.batch, heads, place.seq, rank)
+            for _ in range(place.copies(place.full_bytes * rank // width))
+        ]
+
+        def decompress(stored: Tensor) -> Callable[[], Tensor]:
+            return lambda: stored @ kept.mT
+
+        rebuilt = Unit(
+            "decompress",
+            [decompress(stored) for stored in latents],
+            ("strawman decompress", place.seq, *where),
+        )
+        units = [compressed, rebuilt, attention]
+    return Attended(units, (queries, full_columns, full_columns), queries, "both", error, labels)
+
 
 _SAMPLES = {"cuda": 20, "cpu": 15}
 _POWER_SECONDS, _TELEMETRY_SECONDS = 0.7, 0.3
@@ -117,9 +364,15 @@ class Bench:
         """Return where a point stands."""
         machine = self.machine
         return Place(
-            self.model.attention, phase, batch, tokens, self.dtype, machine.device,
-            machine.cache_bytes, self.seed,
-        )  # fmt: skip
+            self.model.attention,
+            phase,
+            batch,
+            tokens,
+            self.dtype,
+            machine.device,
+            machine.cache_bytes,
+            self.seed,
+        )
 
     def release(self) -> None:
         """Let the weights go; what is measured stays known."""
@@ -128,9 +381,14 @@ class Bench:
             torch.cuda.empty_cache()
 
     def point(
-        self, variant: Variant, widths: Widths | None, place: Place, window: int | None = None,
-        *, powered: bool = False,
-    ) -> Point:  # fmt: skip
+        self,
+        variant: Variant,
+        widths: Widths | None,
+        place: Place,
+        window: int | None = None,
+        *,
+        powered: bool = False,
+    ) -> Point:
         """Measure a layer and its parts at one length, once.
 
         Parameters
@@ -162,9 +420,14 @@ class Bench:
         return self._points[key]
 
     def _measured(
-        self, variant: Variant, widths: Widths | None, place: Place, window: int | None,
-        *, powered: bool,
-    ) -> Point:  # fmt: skip
+        self,
+        variant: Variant,
+        widths: Widths | None,
+        place: Place,
+        window: int | None,
+        *,
+        powered: bool,
+    ) -> Point:
         attended = self._attended(variant, widths, place, window)
         units = [
             *self._dense.before(place, attended),
@@ -208,9 +471,14 @@ class Bench:
         return ragged_attended(variant, place, widths, window)
 
     def _timed(
-        self, variant: Variant, place: Place, units: list[Unit], once: list[Unit], *,
+        self,
+        variant: Variant,
+        place: Place,
+        units: list[Unit],
+        once: list[Unit],
+        *,
         powered: bool,
-    ) -> tuple[float, tuple[float, float] | None, float | None]:  # fmt: skip
+    ) -> tuple[float, tuple[float, float] | None, float | None]:
         """Measure what is not known yet, in turn with the layer.
 
         Returns its seconds, their interval relative to them, and watts.
@@ -233,9 +501,12 @@ class Bench:
             self.glimpse(place, *_added([*units, *once], known))
 
         found = interleaved(
-            samplers, self._repeats, seconds=self._budget * len(samplers) ** 0.5,
-            should_stop=self.should_stop, first=look,
-        )  # fmt: skip
+            samplers,
+            self._repeats,
+            seconds=self._budget * len(samplers) ** 0.5,
+            should_stop=self.should_stop,
+            first=look,
+        )
         for one in samplers:
             if one.note is not None:
                 self.warn(f"{variant.name}, {place.name}: {one.note}")
@@ -281,9 +552,10 @@ class Bench:
 
 
 def _by_unit(
-    units: Mapping[tuple[object, ...], Unit], names: Sequence[tuple[tuple[object, ...], bool]],
+    units: Mapping[tuple[object, ...], Unit],
+    names: Sequence[tuple[tuple[object, ...], bool]],
     seconds: Sequence[float],
-) -> dict[tuple[object, ...], Times]:  # fmt: skip
+) -> dict[tuple[object, ...], Times]:
     """Return the parts of units by key; `names` says which time is a unit's, or of its aside."""
     found: dict[tuple[object, ...], Times] = {}
     for (key, aside), taken in zip(names, seconds, strict=True):

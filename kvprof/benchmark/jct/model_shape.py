@@ -92,9 +92,11 @@ class ModelShape:
             return self
         attention, dense = self.attention, self.dense
         for what, count in (
-            ("KV heads", attention.num_kv_heads), ("query heads", attention.num_heads),
-            ("MLP columns", dense.intermediate_size), ("vocabulary entries", dense.vocab_size),
-        ):  # fmt: skip
+            ("KV heads", attention.num_kv_heads),
+            ("query heads", attention.num_heads),
+            ("MLP columns", dense.intermediate_size),
+            ("vocabulary entries", dense.vocab_size),
+        ):
             if count % tp:
                 fits = [n for n in range(2, attention.num_kv_heads + 1) if self._divides(n)]
                 known = f"{', '.join(map(str, fits))} do" if fits else "no other number does either"
@@ -104,21 +106,25 @@ class ModelShape:
                 )
         return ModelShape(
             replace(
-                attention, num_heads=attention.num_heads // tp,
+                attention,
+                num_heads=attention.num_heads // tp,
                 num_kv_heads=attention.num_kv_heads // tp,
             ),
             replace(
-                dense, intermediate_size=dense.intermediate_size // tp,
+                dense,
+                intermediate_size=dense.intermediate_size // tp,
                 vocab_size=dense.vocab_size // tp,
             ),
             tp,
-        )  # fmt: skip
+        )
 
     def _divides(self, tp: int) -> bool:
         sizes = (
-            self.attention.num_kv_heads, self.attention.num_heads, self.dense.intermediate_size,
+            self.attention.num_kv_heads,
+            self.attention.num_heads,
+            self.dense.intermediate_size,
             self.dense.vocab_size,
-        )  # fmt: skip
+        )
         return all(size % tp == 0 for size in sizes)
 
     def weight_values(self, key_columns: int, value_columns: int, output_columns: int) -> int:
@@ -177,12 +183,14 @@ def _of_config(shape: Shape) -> Dense:
         raise UsageError(f"{shape.name}: its config does not say how wide the MLP is")
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     return Dense(
-        width, int(config.vocab_size),
+        width,
+        int(config.vocab_size),
         gated=activation is not None and str(config.model_type) not in _PLAIN,
         experts=experts,
         experts_per_token=(first("num_experts_per_tok", "experts_per_token") or 1)
-        if experts else 0,
-    )  # fmt: skip
+        if experts
+        else 0,
+    )
 
 
 # Model types whose MLP has two matrices though they name an activation as gated ones do.

@@ -1,21 +1,132 @@
 """The events that tell of a real run's steps, their parts and the cache."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import psutil
+import torch
 from torch import Tensor
 
-from kvprof.benchmark.jct.case_facts import memory_sample, peak_bytes
 from kvprof.benchmark.jct.instrument import OTHERS
 from kvprof.benchmark.jct.passes import Pass, step_seconds
 from kvprof.benchmark.jct.sampling import Sampling
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.methods.plan import Plan
+from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.plan import HeadGroup, Plan
+from kvprof.methods.tokens import segments
 from kvprof.models.load import LoadedModel
-from kvprof.records.events import Event, PartSample, Progress, StepFinished
+from kvprof.records.events import Event, MemorySample, PartSample, Progress, StepFinished
+from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import REST
 
-__all__ = ["Narrator", "told"]
+__all__ = ["Narrator", "layer_facts", "level_tokens", "memory_sample", "peak_bytes", "told"]
+
+# --- What is known of a case before and beside its times: ranks, bytes, levels, peak memory.
+
+
+def layer_facts(plan: Plan, tokens: int, *, itemsize: int, batch: int) -> list[dict[str, Any]]:
+    """Return what `kvprof.records.events.CaseStarted` tells of each layer.
+
+    Heads that share a latent have an equal part of its columns each.
+
+    Parameters
+    ----------
+    plan : Plan
+    tokens : int
+        In the cache at the end of the request.
+    itemsize : int
+        Bytes of a value in the model's dtype.
+    batch : int
+    """
+    found = []
+    for index, layer in enumerate(plan.layers):
+        alone = replace(plan, layers=(layer,))
+        found.append(
+            {
+                "layer": index,
+                "key_ranks": _by_head(layer.keys.groups),
+                "value_ranks": _by_head(layer.values.groups),
+                "nbytes": bytes_at(alone, tokens, itemsize=itemsize, batch=batch).total,
+            }
+        )
+    return found
+
+
+def _by_head(groups: tuple[HeadGroup, ...]) -> list[float]:
+    return [
+        group.rank if group.heads == 1 else group.rank / group.heads
+        for group in groups
+        for _ in range(group.heads)
+    ]
+
+
+def level_tokens(plan: Plan, tokens: int) -> dict[str, int]:
+    """Return how many of a sequence's tokens are stored at each level; empty without levels.
+
+    Those of the first layer without a sliding window. Levels are counted from the lowest; sinks
+    are apart, and so is what is not quantised yet.
+
+    Parameters
+    ----------
+    plan : Plan
+    tokens : int
+        Seen so far.
+    """
+    layer = next((x for x in plan.layers if x.sliding_window is None), None)
+    if layer is None or len(plan.levels.shares) == 1:
+        return {}
+    found: dict[str, int] = {}
+    for segment in segments(plan, layer, tokens):
+        name = f"level {segment.level}"
+        if segment.start == 0 and plan.levels.sink:
+            name = "sinks"
+        elif plan.quantiser is not None and not segment.quantised:
+            name += ", full precision"
+        found[name] = found.get(name, 0) + segment.tokens
+    return found
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return a GPU's most allocated bytes since they were last reset, or a CPU's resident ones."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
+def memory_sample(
+    time: float,
+    case: str,
+    plan: Plan,
+    cache: CompressedCache,
+    context: int,
+    *,
+    batch: int,
+    itemsize: int,
+    peak: int,
+) -> MemorySample:
+    """Return what a cache holds at a context.
+
+    Parameters
+    ----------
+    time, case, context, peak
+        As in the event.
+    plan, cache
+    batch, itemsize : int
+        Sequences, and bytes of a value at full width.
+    """
+    return MemorySample(
+        time,
+        case,
+        context,
+        cache.nbytes,
+        cache.allocated_bytes,
+        full_bytes(plan, context, itemsize=itemsize, batch=batch),
+        peak,
+        level_tokens(plan, context),
+    )
+
 
 _MEMORY_SAMPLES = 9
 _DOUBTFUL = 0.1  # of the GPU's time
@@ -38,9 +149,16 @@ class Narrator:
     """
 
     def __init__(
-        self, loaded: LoadedModel, plan: Plan, case: str, ids: Tensor, sampling: Sampling,
-        on_gpu: bool, emit: Callable[[Event], None], now: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        loaded: LoadedModel,
+        plan: Plan,
+        case: str,
+        ids: Tensor,
+        sampling: Sampling,
+        on_gpu: bool,
+        emit: Callable[[Event], None],
+        now: Callable[[], float],
+    ) -> None:
         self._loaded, self._plan, self._case = loaded, plan, case
         self._batch, self._input_len = ids.shape
         self._sampling, self._on_gpu = sampling, on_gpu
@@ -116,9 +234,16 @@ class Narrator:
     def _part(self, number: int, key: tuple[str, int | None], seconds: float) -> None:
         part, layer = key
         event = PartSample(
-            self._now(), self._case, _phase(number), part, seconds, number,
-            self._input_len + number, layer, self._weight(number, key),
-        )  # fmt: skip
+            self._now(),
+            self._case,
+            _phase(number),
+            part,
+            seconds,
+            number,
+            self._input_len + number,
+            layer,
+            self._weight(number, key),
+        )
         self._emit(event)
 
     def memory(self, number: int, runner: Runner) -> None:
@@ -128,9 +253,15 @@ class Narrator:
         assert runner.cache is not None
         self._peak = max(self._peak, peak_bytes(self._loaded.device))
         event = memory_sample(
-            self._now(), self._case, self._plan, runner.cache, self._input_len + number,
-            batch=self._batch, itemsize=self._loaded.dtype.itemsize, peak=self._peak,
-        )  # fmt: skip
+            self._now(),
+            self._case,
+            self._plan,
+            runner.cache,
+            self._input_len + number,
+            batch=self._batch,
+            itemsize=self._loaded.dtype.itemsize,
+            peak=self._peak,
+        )
         self._emit(event)
 
     @staticmethod

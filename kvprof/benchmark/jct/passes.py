@@ -99,9 +99,10 @@ def run_pass(
         for number in range(steps + 1):
             layers = None if sampling is None else sampling.at(number)
             step = runner.step(
-                layers, after=None if after is None else after[number],
+                layers,
+                after=None if after is None else after[number],
                 outside=sampling is None or sampling.outside(number),
-            )  # fmt: skip
+            )
             if sampling is not None and sampling.told(number):
                 done.tell(number, step.stretches)
             done.steps.append(replace(step, stretches=[]))  # they would only take memory
@@ -137,9 +138,11 @@ def apart(values: Sequence[float]) -> tuple[float, float]:
 
 
 def doubts(
-    plain: Sequence[Pass], marked: Sequence[Pass], named: Sequence[float] = (),
+    plain: Sequence[Pass],
+    marked: Sequence[Pass],
+    named: Sequence[float] = (),
     alike: Sequence[object] = (),
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return why a request's times may be off, one sentence each.
 
     Parameters

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvprof.benchmark.case import Place, relative_error
+from kvprof.benchmark.cases import ragged_samples, sinks_of
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.units import Attended, Unit
-from kvprof.benchmark.own_cases import ragged_samples, sinks_of
 from kvprof.benchmark.ranks import Widths
 from kvprof.kernels.decode.cuts import kinds, tile_height
 from kvprof.kernels.decode.step import DecodeStep, Schedule, decode_step
@@ -94,9 +94,10 @@ def compress_unit(place: Place, layout: RaggedLayout) -> Unit:
 
     whole = {*layout.key_widths, *layout.value_widths} == {shape.head_dim}
     return Unit(
-        "attention" if whole else "compress", [run],
+        "attention" if whole else "compress",
+        [run],
         ("compress", layout.key_widths, layout.value_widths, *where),
-    )  # fmt: skip
+    )
 
 
 def store_latents(place: Place, layout: RaggedLayout) -> Unit:
@@ -144,20 +145,26 @@ def _decode(
     def error() -> float:
         return relative_error(
             ragged_samples(
-                place, layout, query, run(buffers[0]),
-                lambda head: layout.head(buffers[0], head), sinks,
+                place,
+                layout,
+                query,
+                run(buffers[0]),
+                lambda head: layout.head(buffers[0], head),
+                sinks,
             ),
-            shape.scaling, shape.softcap,
-        )  # fmt: skip
+            shape.scaling,
+            shape.softcap,
+        )
 
     key = (layout, variant.balanced)
     aside = None
     if place.device.type == "cuda":
         aside = ("merge", [_merge(step, place, cut, sinks)])
     units = [
-        Unit("attention", [_bound(run, buffer) for buffer in buffers], ("ragged", *key),
-             aside=aside),
-    ]  # fmt: skip
+        Unit(
+            "attention", [_bound(run, buffer) for buffer in buffers], ("ragged", *key), aside=aside
+        ),
+    ]
     if variant.balanced:
         # Layers of the same widths share it, as in the runtime.
         units.insert(0, Unit("schedule", [schedule], ("schedule", *key), per_pass=True))
@@ -196,7 +203,7 @@ def _merge(
     step: DecodeStep, place: Place, cut: Schedule, sinks: Tensor | None
 ) -> Callable[[], Tensor]:
     """Return the launch that joins partial results, alone, on partial results of the same sizes."""
-    from kvprof.kernels.decode.join import launch_merge
+    from kvprof.kernels.decode.launch import launch_merge
 
     layout = step.layout
     items, parts = cut.scheduled[:2]
@@ -231,10 +238,18 @@ def ragged_prefill(
 
     def run() -> Tensor:
         return prefill(
-            query, buffer, layout, lengths, shape.scaling, softcap=shape.softcap, sinks=sinks,
-            window=window or 0, schedule=schedule, path=path,
+            query,
+            buffer,
+            layout,
+            lengths,
+            shape.scaling,
+            softcap=shape.softcap,
+            sinks=sinks,
+            window=window or 0,
+            schedule=schedule,
+            path=path,
             host_lengths=[place.seq] * place.batch,
-        )  # fmt: skip
+        )
 
     def error() -> float:
         if window is not None and window < place.seq:
@@ -243,8 +258,9 @@ def ragged_prefill(
             ragged_samples(
                 place, layout, query, run(), lambda head: layout.head(buffer, head), sinks
             ),
-            shape.scaling, shape.softcap,
-        )  # fmt: skip
+            shape.scaling,
+            shape.softcap,
+        )
 
     key = (layout, variant.balanced, window)
     units = [Unit("attention", [run], ("ragged prefill", *key))]
@@ -254,9 +270,13 @@ def ragged_prefill(
         def cut() -> Tensor:
             # Not the remembered one: a prompt of a new length has to be cut.
             made = prefill_step.__wrapped__(
-                layout, place.queries, place.device, schedule=schedule, window=window or 0,
+                layout,
+                place.queries,
+                place.device,
+                schedule=schedule,
+                window=window or 0,
                 element_size=place.dtype.itemsize,
-            )  # fmt: skip
+            )
             return torch.tensor(len(made.blocks.costs))
 
         units.insert(0, Unit("schedule", [cut], ("cut", *key), per_pass=True, on_host=True))
@@ -270,7 +290,7 @@ def _all_by_library(
     shape = place.shape
     if path != "auto" or window is not None or shape.sinks or shape.softcap:
         return False
-    from kvprof.kernels.prefill.measured import measured_path
+    from kvprof.kernels.prefill.paths import measured_path
 
     choice = measured_path(layout, place.seq, place.dtype, place.device, schedule=schedule)
     return all(path == "library" for path in choice.paths)

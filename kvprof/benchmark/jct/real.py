@@ -13,36 +13,383 @@ runs, and what its figures are:
   first mark to its last. Kernels that belong to no part stay unattributed.
 """
 
+import copy
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvprof.benchmark.jct.case_facts import layer_facts
-from kvprof.benchmark.jct.layer_errors import Captured, ErrorSample, error_sample, layer_errors
-from kvprof.benchmark.jct.narrator import Narrator, told
-from kvprof.benchmark.jct.passes import Pass, doubts
+from kvprof.benchmark.jct.narrator import Narrator, layer_facts, told
+from kvprof.benchmark.jct.passes import Pass, apart, doubts, run_pass, step_seconds
 from kvprof.benchmark.jct.sampling import Sampling, choose_sampling
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.benchmark.jct.turns import Turns
-from kvprof.benchmark.timing import Interrupted
+from kvprof.benchmark.timing import Interrupted, median_interval
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
-from kvprof.records.events import (
-    CaseFinished,
-    CaseStarted,
-    Event,
-    LayerMeasured,
-    Preview,
-    Warned,
-)
+from kvprof.models.noise import quiet
+from kvprof.records.events import CaseFinished, CaseStarted, Event, LayerMeasured, Preview, Warned
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 
-__all__ = ["look_at_case", "measure_case"]
+__all__ = [
+    "Captured",
+    "ErrorSample",
+    "Turns",
+    "error_sample",
+    "layer_errors",
+    "look_at_case",
+    "measure_case",
+]
+
+# --- How far each layer's attention is from full width in float64, on the very same inputs.
+
+
+# Attention in float64 over more tokens would take longer than the run itself.
+_CPU_TOKENS = 1024
+_GPU_TOKENS = 4096
+_HELD_BYTES = 2**29  # of hidden states
+_DECODED = 16
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What went through the attention modules of one sequence.
+
+    Attributes
+    ----------
+    ids : Tensor
+        ``[1, T]``.
+    inputs, outputs : list of Tensor
+        Per layer ``[1, T, hidden]``; the outputs of the decoded tokens alone, ``[1, n, hidden]``.
+    """
+
+    ids: Tensor
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class ErrorSample:
+    """The part of a request on which errors are measured.
+
+    Attributes
+    ----------
+    prefill, decoded : int
+        Tokens; only what is decoded is compared.
+    """
+
+    prefill: int
+    decoded: int
+
+    @property
+    def label(self) -> str:
+        """What a reader of the errors must know."""
+        return (
+            f"of {self.decoded} decoded tokens after the first {self.prefill:,}, one sequence, "
+            "behind the output projection"
+        )
+
+    @torch.no_grad()
+    def captured(self, session: Compression, tokens: list[int]) -> Captured:
+        """Run the sample through a compressed cache.
+
+        Parameters
+        ----------
+        session : Compression
+            Open.
+        tokens : list of int
+            Of the request, prompt first; as many as the sample has at least.
+        """
+        loaded = session.loaded
+        total = self.prefill + self.decoded
+        ids = torch.tensor([tokens[:total]], device=loaded.device)
+        inputs: list[list[Tensor]] = [[] for _ in loaded.layout.layers]
+        outputs: list[list[Tensor]] = [[] for _ in loaded.layout.layers]
+
+        def catch(index: int, args: Any, kwargs: Any, result: Any) -> None:
+            inputs[index].append(_hidden(args, kwargs).detach().clone())
+            output = result[0] if isinstance(result, tuple) else result
+            outputs[index].append(output.detach().clone())
+
+        with ExitStack() as stack:
+            for facts in loaded.layout.layers:
+                hook = loaded.model.get_submodule(facts.attention).register_forward_hook(
+                    lambda m, a, k, r, i=facts.index: catch(i, a, k, r), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+            cache = session.new_cache()
+            cache.reach = total
+            cuts = [0, *range(self.prefill, total + 1)]
+            for start, stop in pairwise(cuts):
+                loaded.model(ids[:, start:stop], past_key_values=cache, use_cache=True)
+        return Captured(
+            ids, [torch.cat(x, 1) for x in inputs], [torch.cat(x[1:], 1) for x in outputs]
+        )
+
+
+def error_sample(loaded: LoadedModel, input_len: int, output_len: int) -> ErrorSample | None:
+    """Choose how much of a request errors are measured on; None where not even two tokens fit.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    input_len, output_len : int
+    """
+    layout = loaded.layout
+    each = len(layout.layers) * layout.hidden_size * loaded.dtype.itemsize
+    most = _GPU_TOKENS if loaded.device.type == "cuda" else _CPU_TOKENS
+    tokens = min(input_len + output_len, most, _HELD_BYTES // each)
+    if tokens < 2:
+        return None
+    decoded = min(_DECODED, tokens // 2)
+    return ErrorSample(tokens - decoded, decoded)
+
+
+@torch.no_grad()
+def layer_errors(loaded: LoadedModel, captured: Captured) -> list[float | None]:
+    """Return each layer's relative Frobenius error; None where nothing was put out.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Uncompressed.
+    captured : Captured
+    """
+    found: list[float | None] = [None] * len(loaded.layout.layers)
+    decoded = captured.outputs[0].shape[1]
+
+    def compare(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        exact = _in_float64(module)
+        given = captured.inputs[index].double()
+        kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        if args:
+            result = exact(given, *map(_wide, args[1:]), **kwargs)
+        else:
+            result = exact(**{**kwargs, "hidden_states": given})
+        wanted = (result[0] if isinstance(result, tuple) else result)[:, -decoded:]
+        norm = float(wanted.norm())
+        if norm > 0:
+            found[index] = float((captured.outputs[index].double() - wanted).norm()) / norm
+
+    with ExitStack() as stack, quiet():
+        for facts in loaded.layout.layers:
+            hook = loaded.model.get_submodule(facts.attention).register_forward_pre_hook(
+                lambda m, a, k, i=facts.index: compare(i, m, a, k), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        loaded.model(captured.ids, use_cache=False)
+    return found
+
+
+def _hidden(args: Any, kwargs: Any) -> Tensor:
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+def _in_float64(module: nn.Module) -> nn.Module:
+    made = copy.deepcopy(module)
+    made._forward_pre_hooks.clear()  # the one that asks for this copy is among them
+    return made.double()
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(map(_wide, value))
+    return value
+
+
+# --- A request run without marks and with them, in turns, until what its parts are told as
+# stays.
+
+
+_SETTLED = 0.02  # half the width of an interval of the share of the time that is in parts
+_SILENCE = 1.0  # seconds of a long run of the request between two words on how far it is
+_LONG_SECONDS = 60.0  # after which no more turns are made than were asked for
+
+
+class Turns:
+    """Runs of one request.
+
+    Parameters
+    ----------
+    runner : Runner
+        Warm.
+    narrator : Narrator
+    sampling : Sampling
+        Which layers to time in which step.
+    should_stop, now : callable
+
+    Attributes
+    ----------
+    plain, marked : list of Pass
+        Without marks, and with them.
+    timed : list of Pass
+        Those whose parts are told: on a GPU the ones that were held back.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        narrator: Narrator,
+        sampling: Sampling,
+        should_stop: Callable[[], bool],
+        now: Callable[[], float],
+    ) -> None:
+        self._runner, self._narrator, self._sampling = runner, narrator, sampling
+        self._should_stop, self._now = should_stop, now
+        self._turn, self._last = 0, False
+        self._done = self._least = self._most = 0  # runs of the request
+        self._said = 0.0
+        self.plain: list[Pass] = []
+        self.marked: list[Pass] = []
+        self.timed: list[Pass] = [] if runner.on_gpu else self.marked
+
+    def run(self, repeats: int, most: int) -> None:
+        """Take turns, and tell each step and its parts.
+
+        Parameters
+        ----------
+        repeats, most : int
+            At least and at most so many turns; between them only as many as change the share of
+            the time that is in parts.
+
+        Raises
+        ------
+        Interrupted
+            When `should_stop` says so; what was measured so far is told.
+        """
+        ways = [self._without, self._with, *([self._held] if self._runner.on_gpu else [])]
+        begun = time.perf_counter()
+        try:
+            while not self._last:
+                late = time.perf_counter() - begun > _LONG_SECONDS
+                enough = self._turn + 1 >= repeats
+                self._last = enough and (self._turn + 1 >= most or late or self._settled())
+                fewest, highest = (self._turn + 1,) * 2 if self._last else (repeats, most)
+                self._least = max(fewest, self._turn + 1) * len(ways)
+                self._most = max(highest, self._turn + 1) * len(ways)
+                # Each way goes first as often as the other: a machine that warms up hits both.
+                for way in ways[::-1] if self._turn % 2 else ways:
+                    self._tell_progress(0)
+                    way()
+                    self._done += 1
+                self._turn += 1
+        finally:
+            # Also when memory runs out: nothing that was measured is lost.
+            self._narrator.rest(self.plain, self.timed)
+
+    def whole(self) -> tuple[list[Pass], list[Pass], list[Pass]]:
+        """Return `plain`, `marked` and `timed` as far as they ran to their end."""
+        plain, marked, timed = (
+            [one for one in passes if one.ended is not None]
+            for passes in (self.plain, self.marked, self.timed)
+        )
+        return plain, marked, timed
+
+    def named(self) -> list[float]:
+        """Return the share of a request's time that is in parts, of each pair of runs."""
+        plain, _, timed = self.whole()
+        return [
+            self._narrator.named(other) / one.seconds
+            for one, other in zip(plain, timed, strict=False)
+        ]
+
+    def alike(self) -> list[object]:
+        """Return per decoding step what it times, as `doubts` takes it."""
+        sampling = self._sampling
+        steps = range(1, sampling.steps + 1)
+        return [(len(sampling.at(step)), sampling.outside(step)) for step in steps]
+
+    def energy(self, joules: Callable[[float, float], float | None]) -> float | None:
+        """Return the median energy of the runs without marks; None where none is known."""
+        found = [
+            known
+            for one in self.plain
+            if one.ended is not None and (known := joules(one.started, one.ended)) is not None
+        ]
+        return statistics.median(found) if found else None
+
+    def seconds(self, passes: Sequence[Pass]) -> tuple[float, float]:
+        """Return the seconds of prefill, and of all decoding steps."""
+        prefill, *decode = step_seconds(passes)
+        return prefill, sum(decode)
+
+    def intervals(self, passes: Sequence[Pass]) -> tuple[list[float] | None, list[float] | None]:
+        """Return 95 % intervals of what `seconds` returns; None for a single run."""
+        found: list[list[float] | None] = []
+        for middle, own in zip(self.seconds(passes), (slice(0, 1), slice(1, None)), strict=True):
+            runs = [sum(step.seconds for step in one.steps[own]) for one in passes]
+            ends = median_interval(runs)
+            # Sums of every step's median may lie outside what whole runs took.
+            found.append(None if ends is None else [min(ends[0], middle), max(ends[1], middle)])
+        return found[0], found[1]
+
+    def _settled(self) -> bool:
+        named = self.named()
+        if len(named) < 2:
+            return False
+        low, high = apart(named)
+        return (high - low) / 2 <= _SETTLED
+
+    def _go(
+        self,
+        into: list[Pass],
+        *,
+        marks: bool = True,
+        after: list[float] | None = None,
+        on_step: Callable[[int, Step], None] | None = None,
+    ) -> None:
+        run_pass(
+            self._runner,
+            self._sampling.steps,
+            self._should_stop,
+            self._now,
+            into,
+            sampling=self._sampling if marks else None,
+            after=after,
+            on_step=partial(self._stepped, on_step),
+        )
+
+    def _stepped(
+        self, on_step: Callable[[int, Step], None] | None, number: int, step: Step
+    ) -> None:
+        if on_step is not None:
+            on_step(number, step)
+        if time.perf_counter() - self._said > _SILENCE:
+            self._tell_progress(number + 1)
+
+    def _tell_progress(self, step: int) -> None:
+        self._said = time.perf_counter()
+        steps = self._sampling.steps + 1
+        self._narrator.progress(self._done, self._least, self._most, step, steps)
+
+    def _without(self) -> None:
+        self._go(self.plain, marks=False, on_step=None if self._turn else self._narrator.step)
+
+    def _with(self) -> None:
+        self._go(self.marked, on_step=None if self._runner.on_gpu else self._tell)
+
+    def _held(self) -> None:
+        queued = [step.queued for step in self.whole()[1][-1].steps]
+        self._go(self.timed, after=queued, on_step=self._tell)
+
+    def _tell(self, number: int, _: Step) -> None:
+        if self._turn == 0:
+            self._narrator.memory(number, self._runner)
+        if self._last:
+            self._narrator.parts(number, self.timed)
+
 
 Emit = Callable[[Event], None]
 
@@ -123,9 +470,16 @@ def measure_case(
             compressed(loaded, plan, kernels) as session,
         ):
             measured = _Measured(
-                loaded, plan, session, case, input_ids.to(loaded.device), output_len, emit, now,
+                loaded,
+                plan,
+                session,
+                case,
+                input_ids.to(loaded.device),
+                output_len,
+                emit,
+                now,
                 should_stop,
-            )  # fmt: skip
+            )
             measured.start(graph)
             measured.run(repeats, repeats if most is None else most, sample_layers)
             if not measured.pairs:
@@ -140,9 +494,16 @@ def measure_case(
 
 
 def look_at_case(
-    loaded: LoadedModel, plan: Plan, *, case: str, input_ids: Tensor, output_len: int, emit: Emit,
-    now: Callable[[], float], kernels: str | None = None,
-) -> None:  # fmt: skip
+    loaded: LoadedModel,
+    plan: Plan,
+    *,
+    case: str,
+    input_ids: Tensor,
+    output_len: int,
+    emit: Emit,
+    now: Callable[[], float],
+    kernels: str | None = None,
+) -> None:
     """Run a prompt and a few steps of a request, and tell what it may be made of.
 
     Nothing of it is measured; parameters and errors are those of `measure_case`.
@@ -154,9 +515,16 @@ def look_at_case(
         compressed(loaded, plan, kernels) as session,
     ):
         seen = _Measured(
-            loaded, plan, session, case, input_ids.to(loaded.device), output_len, emit, now,
+            loaded,
+            plan,
+            session,
+            case,
+            input_ids.to(loaded.device),
+            output_len,
+            emit,
+            now,
             lambda: False,
-        )  # fmt: skip
+        )
         seen.look()
 
 
@@ -189,9 +557,17 @@ class _Measured:
     """One case while it is measured."""
 
     def __init__(
-        self, loaded: LoadedModel, plan: Plan, session: Compression, case: str, ids: Tensor,
-        output_len: int, emit: Emit, now: Callable[[], float], should_stop: Callable[[], bool],
-    ) -> None:  # fmt: skip
+        self,
+        loaded: LoadedModel,
+        plan: Plan,
+        session: Compression,
+        case: str,
+        ids: Tensor,
+        output_len: int,
+        emit: Emit,
+        now: Callable[[], float],
+        should_stop: Callable[[], bool],
+    ) -> None:
         self._loaded, self._plan, self._session = loaded, plan, session
         self._case, self._ids, self._output_len = case, ids, output_len
         self._emit, self._now, self._should_stop = emit, now, should_stop
@@ -213,9 +589,12 @@ class _Measured:
 
     def _sampling(self, sample_layers: str | int) -> Sampling:
         return choose_sampling(
-            self._runner, sample_layers, layers=len(self._plan.layers), steps=self._output_len - 1,
+            self._runner,
+            sample_layers,
+            layers=len(self._plan.layers),
+            steps=self._output_len - 1,
             look=self._look,
-        )  # fmt: skip
+        )
 
     def start(self, graph: bool) -> None:
         """Tell what will be measured."""
@@ -239,9 +618,16 @@ class _Measured:
             )
         facts = layer_facts(self._plan, tokens, itemsize=itemsize, batch=batch)
         event = CaseStarted(
-            self._now(), self._case, self._plan.method, rate(self._plan, tokens, itemsize=itemsize),
-            batch, input_len, self._output_len, facts, labels,
-        )  # fmt: skip
+            self._now(),
+            self._case,
+            self._plan.method,
+            rate(self._plan, tokens, itemsize=itemsize),
+            batch,
+            input_len,
+            self._output_len,
+            facts,
+            labels,
+        )
         self._emit(event)
 
     def run(self, repeats: int, most: int, sample_layers: str | int) -> None:
@@ -249,9 +635,15 @@ class _Measured:
         runner = self._runner
         sampling = self._sampling(sample_layers)
         narrator = Narrator(
-            self._loaded, self._plan, self._case, self._ids, sampling, runner.on_gpu, self._emit,
+            self._loaded,
+            self._plan,
+            self._case,
+            self._ids,
+            sampling,
+            runner.on_gpu,
+            self._emit,
             self._now,
-        )  # fmt: skip
+        )
         turns = self._turns = Turns(runner, narrator, sampling, self._should_stop, self._now)
         try:
             turns.run(repeats, most)
@@ -327,9 +719,12 @@ class _Measured:
         for doubt in doubts(plain, marked, self._turns.named(), self._turns.alike()):
             self._warn(doubt)
         finished = CaseFinished(
-            self._now(), self._case, *self._turns.seconds(plain), *self._turns.seconds(marked),
+            self._now(),
+            self._case,
+            *self._turns.seconds(plain),
+            *self._turns.seconds(marked),
             None if energy is None else self._turns.energy(energy),
             *self._turns.intervals(plain),
-        )  # fmt: skip
+        )
         self._emit(finished)
         return finished

@@ -1,5 +1,6 @@
 """Real runs of a request's cases; with ``--check`` each one is composed too."""
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,6 @@ from typing import Any
 import torch
 
 from kvprof.benchmark.jct.ablations import Variant, parse_variant
-from kvprof.benchmark.jct.check import check_methods, differences
 from kvprof.benchmark.jct.composed import measure_case
 from kvprof.benchmark.jct.composer import Composer
 from kvprof.benchmark.jct.composition import Composition
@@ -35,8 +35,74 @@ from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import KvprofError, UsageError
 from kvprof.models.load import LoadedModel
+from kvprof.records.events import CaseFinished
 
-__all__ = ["run_real"]
+__all__ = ["CHECKED", "NEAR", "check_methods", "differences", "run_real"]
+
+# --- ``--check``: a real run of random-weight layers against a composed run of the same case.
+
+
+#: What both ways run on the same kernels.
+CHECKED = ("full", "fdc", "kq", "uniform")
+#: How far the two may be apart without a warning.
+NEAR = 0.05
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """Refuse methods whose real run does not use the kernels that a composed run times.
+
+    Raises
+    ------
+    UsageError
+    """
+    if other := [name for name in methods if name not in CHECKED]:
+        raise UsageError(
+            f"--check: a real run of {other[0]} does not use the kernels that a composed run "
+            f"times; compare {', '.join(CHECKED)}"
+        )
+
+
+def differences(
+    case: str,
+    method: str,
+    real: CaseFinished,
+    composed: Composition,
+    warn: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Return the rows of ``data.check`` for one case, and warn where the two are far apart.
+
+    Parameters
+    ----------
+    case, method : str
+    real : CaseFinished
+        Its uninstrumented times count.
+    composed : Composition
+    warn : callable
+    """
+    rows: list[dict[str, Any]] = []
+    for phase, measured, made in (
+        ("prefill", real.prefill_seconds, composed.prefill_seconds),
+        ("decode", real.decode_seconds, composed.decode_seconds),
+        ("both", real.prefill_seconds + real.decode_seconds, composed.jct),
+    ):
+        if measured <= 0:
+            continue
+        rows.append(
+            {
+                "method": method,
+                "phase": phase,
+                "real_seconds": measured,
+                "composed_seconds": made,
+                "difference": made / measured - 1,
+            }
+        )
+    if rows and abs(rows[-1]["difference"]) > NEAR:
+        warn(
+            f"{case}: the composed run is {rows[-1]['difference']:+.1%} off the real one, more "
+            f"than {NEAR:.0%}"
+        )
+    return rows
+
 
 # At least and at most, where nobody says how many.
 _REPEATS = {"cuda": (3, 10), "cpu": (3, 9)}
@@ -84,17 +150,27 @@ def run_real(run: Run) -> None:
             with run.case(name):
                 ids = prompt(loaded, batch, given, request.seed)
                 found = measure_real(
-                    loaded, plans[method], case=name, input_ids=ids, output_len=written,
-                    emit=run.emit, now=run.now, should_stop=run.should_stop, repeats=repeats,
+                    loaded,
+                    plans[method],
+                    case=name,
+                    input_ids=ids,
+                    output_len=written,
+                    emit=run.emit,
+                    now=run.now,
+                    should_stop=run.should_stop,
+                    repeats=repeats,
                     most=most,
-                    kernels=kernels, graph=graph, energy=telemetry.energy_joules,
-                )  # fmt: skip
+                    kernels=kernels,
+                    graph=graph,
+                    energy=telemetry.energy_joules,
+                )
                 if found is None or run.should_stop():
                     raise Interrupted
                 if request.check:
                     assert shape is not None  # has_weights was asked
-                    composed = _composed(run, shape, loaded.dtype, name, method, batch, given,
-                                         written)  # fmt: skip
+                    composed = _composed(
+                        run, shape, loaded.dtype, name, method, batch, given, written
+                    )
                     rows = differences(name, method, found, composed, partial(run.warn, case=name))
                     checked = run.extra.setdefault("check", {"layers": shape.layers, "rows": []})
                     checked["rows"] += [
@@ -114,10 +190,15 @@ def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, 
     known = (KvprofError, MemoryError, torch.OutOfMemoryError)
     with run.spared(name), suppress(*known), run.progress(f"first look at {name}", 1):
         look_at_case(
-            loaded, plan_ready(loaded, method, run.request), case=name,
-            input_ids=prompt(loaded, batch, given, run.request.seed), output_len=written,
-            emit=run.emit, now=run.now, kernels=run.request.kernels,
-        )  # fmt: skip
+            loaded,
+            plan_ready(loaded, method, run.request),
+            case=name,
+            input_ids=prompt(loaded, batch, given, run.request.seed),
+            output_len=written,
+            emit=run.emit,
+            now=run.now,
+            kernels=run.request.kernels,
+        )
 
 
 def _tell(bar: Any, text: str) -> None:
@@ -133,25 +214,44 @@ def _composed_name(case: str) -> str:
 
 
 def _composed(
-    run: Run, shape: ModelShape, dtype: torch.dtype, name: str, method: str, batch: int,
-    given: int, written: int,
-) -> Composition:  # fmt: skip
+    run: Run,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    name: str,
+    method: str,
+    batch: int,
+    given: int,
+    written: int,
+) -> Composition:
     """Compose a case as the runtime runs it: full width through the same kernels as the others."""
     machine = open_machine(run.device)
     variant, widths = _as_run(method, shape, run.request.rate)
     case = _composed_name(name)
     bench = Bench(
-        shape, machine, dtype, run.request.seed, should_stop=run.should_stop,
+        shape,
+        machine,
+        dtype,
+        run.request.seed,
+        should_stop=run.should_stop,
         warn=lambda text: run.warn(text, case),
-    )  # fmt: skip
+    )
     asked = Request(given, written)
     composer = Composer(bench, variant, widths, batch, [asked], flop_rate(machine, dtype))
     with torch.inference_mode():
         made = measure_case(
-            shape, method, case=case, batch=batch, input_len=given, output_len=written,
-            dtype=dtype, device=run.device, emit=run.emit, now=run.now,
-            should_stop=run.should_stop, composer=composer,
-        )  # fmt: skip
+            shape,
+            method,
+            case=case,
+            batch=batch,
+            input_len=given,
+            output_len=written,
+            dtype=dtype,
+            device=run.device,
+            emit=run.emit,
+            now=run.now,
+            should_stop=run.should_stop,
+            composer=composer,
+        )
     for text in bench.doubts():
         run.warn(text, case)
     return made
@@ -174,7 +274,8 @@ def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
     first = loaded.layout.layers[0]
     config = loaded.model.config.get_text_config(decoder=True)
     return {
-        "name": loaded.spec if loaded.folder is None or loaded.spec == "reference"
+        "name": loaded.spec
+        if loaded.folder is None or loaded.spec == "reference"
         else loaded.folder.name,
         "architecture": loaded.layout.architecture,
         "layers": len(loaded.layout.layers),
@@ -185,4 +286,4 @@ def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
         "vocab_size": loaded.vocab_size,
         "context": loaded.context_length,
         "fingerprint": loaded.fingerprint,
-    }  # fmt: skip
+    }

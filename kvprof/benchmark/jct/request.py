@@ -47,7 +47,7 @@ class JctRequest:
     layers : int or None
         How many of a shape's layers; None for all, and for four of them with `check`.
     trace : str or None
-        Lengths of requests; see `kvprof.benchmark.jct.traces`.
+        Lengths of requests; see `kvprof.benchmark.jct.requests`.
     requests : int
         To sample from the trace.
     check : bool
@@ -86,9 +86,10 @@ class JctRequest:
         if self.mode not in ("real", "composed"):
             raise UsageError(f"a run is real or composed, not {self.mode!r}")
         for what, values in (
-            ("a batch", self.batches), ("an input", self.input_lens), ("an output",
-                                                                       self.output_lens),
-        ):  # fmt: skip
+            ("a batch", self.batches),
+            ("an input", self.input_lens),
+            ("an output", self.output_lens),
+        ):
             if not values or min(values) < 1:
                 raise UsageError(f"{what} of {min(values, default=0)} is none; give 1 or more")
         if not 0 <= self.rate < 1:
@@ -112,9 +113,11 @@ class JctRequest:
         if self.composed:
             return
         alone = {
-            "--tp": self.tp > 1, "--trace": self.trace is not None, "--capacity": self.capacity,
+            "--tp": self.tp > 1,
+            "--trace": self.trace is not None,
+            "--capacity": self.capacity,
             "--ranks": self.ranks is not None,
-        }  # fmt: skip
+        }
         if said := [option for option, given in alone.items() if given]:
             raise UsageError(
                 f"{' and '.join(said)} is for composed runs: name a shape, such as --model "

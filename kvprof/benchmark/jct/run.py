@@ -12,11 +12,11 @@ from triton.errors import TritonError
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.machine import all_threads, gpu_doubts
 from kvprof.benchmark.timing import DeviceLost, Interrupted
-from kvprof.calibration.calibrator import CalibrationInterrupted
-from kvprof.calibration.options import Progress, silent
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, KvprofError, LackingError
 from kvprof.models.placement import main_device
+from kvprof.moments.calibrator import CalibrationInterrupted
+from kvprof.moments.options import Progress, silent
 from kvprof.records.events import Event, RunFinished, RunStarted, Warned
 from kvprof.records.journal import Journal
 from kvprof.version import __version__
@@ -191,9 +191,10 @@ def run_jct(
         reason = _INTERRUPTED
     if reason is None and run.problems:
         reason = (
-            "nothing could be measured" if not run.done
+            "nothing could be measured"
+            if not run.done
             else f"{len(run.problems)} of {len(run.problems) + run.done} cases were not measured"
-        )  # fmt: skip
+        )
         reason += f": {run.problems[0]}"
     for text in gpu_doubts(device, before=False) if lost is None else []:
         run.warn(text)

@@ -117,9 +117,13 @@ class Sampling:
 
 
 def choose_sampling(
-    runner: Runner, wanted: str | int, *, layers: int, steps: int,
+    runner: Runner,
+    wanted: str | int,
+    *,
+    layers: int,
+    steps: int,
     look: Callable[[Sequence[Step]], None] = lambda _: None,
-) -> Sampling:  # fmt: skip
+) -> Sampling:
     """Warm a request up, and find out how many layers can be timed at once.
 
     On a GPU a mark costs as much as a small kernel: where not all layers are timed at once, what

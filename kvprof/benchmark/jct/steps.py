@@ -1,8 +1,9 @@
 """One request, forward pass by forward pass, with marks and without, eagerly or by CUDA graphs."""
 
 import inspect
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +11,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.benchmark.capture import capturing
 from kvprof.benchmark.jct.instrument import Instrument
-from kvprof.benchmark.jct.mark_cost import CYCLES, mark_seconds
+from kvprof.benchmark.timing import capturing
 from kvprof.errors import UsageError
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import Clock, EventClock, Stretch, WallClock, part, timing
 from kvprof.runtime.session import Compression
 
-__all__ = ["Runner", "Step"]
+__all__ = ["CYCLES", "Runner", "Step", "mark_seconds"]
+
+# --- What recording a CUDA event adds between two kernels.
+
+
+#: More cycles in a second than any GPU's clock has: `torch.cuda._sleep` then lasts at least as long
+#: as asked.
+CYCLES = 2.5e9
+
+_KERNELS = 200  # with their events fewer than a stream queues before it blocks the host
+_SAMPLES = 9
+
+
+def mark_seconds(device: torch.device, *, captured: bool) -> float:
+    """Return the seconds that an event adds to a chain of small kernels, between two of them.
+
+    Measured as the difference of the same chain with events and without, nothing else being
+    different; never below 0.
+
+    Parameters
+    ----------
+    device : torch.device
+        A GPU.
+    captured : bool
+        In a CUDA graph; otherwise in a stream, all queued before the first kernel begins.
+    """
+    with torch.cuda.device(device):
+        values = torch.zeros(32, device=device)
+        events: list[Any] = [
+            # torch leaves it without types.
+            torch.cuda.Event(enable_timing=True, external=captured)  # type: ignore[no-untyped-call]
+            for _ in range(_KERNELS)
+        ]
+
+        def bare() -> None:
+            for _ in events:
+                values.add_(1)
+
+        def marked() -> None:
+            stream = torch.cuda.current_stream()
+            for event in events:
+                values.add_(1)
+                event.record(stream)
+
+        chains: list[Callable[[], None]] = [bare, marked]
+        for chain in chains:
+            chain() if not captured else bare()  # loads the kernel
+        torch.cuda.synchronize()
+        if captured:
+            chains = [_captured(chain) for chain in chains]
+        samples = [[_seconds(chain) for chain in chains] for _ in range(_SAMPLES + 1)][1:]
+        return max(0.0, statistics.median(b - a for a, b in samples) / _KERNELS)
+
+
+def _captured(chain: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        chain()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay
+
+
+def _seconds(chain: Callable[[], None]) -> float:
+    """Return the GPU's time for a chain that it takes up when it is queued whole."""
+    # torch leaves it without types.
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    chain()
+    queued = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    # torch leaves it without types.
+    torch.cuda._sleep(int((2 * queued + 5e-4) * CYCLES))  # type: ignore[no-untyped-call]
+    start.record()
+    chain()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
 
 _SPARE = 1.5  # times what the host took to queue the same step before
 _SPARE_SECONDS = 5e-4
@@ -72,9 +153,13 @@ class Runner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, session: Compression, input_ids: Tensor, output_len: int,
+        self,
+        loaded: LoadedModel,
+        session: Compression,
+        input_ids: Tensor,
+        output_len: int,
         graph: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if graph and (reason := _uncaptured(loaded, session)) is not None:
             raise UsageError(f"decoding cannot be captured in a CUDA graph: {reason}")
         self.instrument = Instrument(loaded)
@@ -117,9 +202,12 @@ class Runner:
         self._steps_done = 0
 
     def step(
-        self, layers: tuple[int, ...] | None = None, *, after: float | None = None,
+        self,
+        layers: tuple[int, ...] | None = None,
+        *,
+        after: float | None = None,
         outside: bool = True,
-    ) -> Step:  # fmt: skip
+    ) -> Step:
         """Run the next forward pass: prefill, then decoding steps.
 
         Parameters
@@ -144,9 +232,13 @@ class Runner:
 
     @torch.no_grad()
     def _eager(
-        self, prefill: bool, layers: tuple[int, ...] | None, clock: Clock | None,
-        after: float | None, outside: bool,
-    ) -> Step:  # fmt: skip
+        self,
+        prefill: bool,
+        layers: tuple[int, ...] | None,
+        clock: Clock | None,
+        after: float | None,
+        outside: bool,
+    ) -> Step:
         marked = self._marked(clock, layers, outside)
         with marked:
             self._settle()

@@ -23,9 +23,13 @@ def full_bytes(shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> int
 
 
 def cache_bytes(
-    variant: Variant, shape: Shape, widths: Widths | None, batch: int, tokens: int,
+    variant: Variant,
+    shape: Shape,
+    widths: Widths | None,
+    batch: int,
+    tokens: int,
     dtype: torch.dtype,
-) -> int:  # fmt: skip
+) -> int:
     """Return the bytes of all layers' caches: scales, padding and a request's bases included.
 
     Parameters
@@ -48,9 +52,10 @@ def cache_bytes(
         return full_bytes(shape, batch, tokens, dtype)
     if family == "levels":
         return _over_layers(
-            shape, tokens,
+            shape,
+            tokens,
             lambda kept: levels_layout(variant.method, shape, widths, batch, kept, dtype).nbytes,
-        )  # fmt: skip
+        )
     assert widths is not None  # every other method has them
     group = shape.num_heads // len(widths.keys)
     extra = 0

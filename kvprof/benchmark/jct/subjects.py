@@ -15,8 +15,6 @@ from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import shape_names
-from kvprof.calibration.calibrator import CalibrationOptions, Calibrator
-from kvprof.calibration.options import Progress, silent
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
@@ -25,6 +23,8 @@ from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.models.placement import main_device, parse_dtype
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.moments.options import Progress, silent
 from kvprof.runtime.compressed import check_runs
 
 __all__ = [
@@ -118,11 +118,14 @@ def random_model(
     """
     shape, dense = model.attention, model.dense
     odd = {
-        "experts": dense.experts, "an MLP of two matrices": not dense.gated,
-        "QK-norm": shape.qk_norm, "sliding windows": shape.sliding_window,
-        "attention sinks": shape.sinks, "soft-capped scores": shape.softcap,
+        "experts": dense.experts,
+        "an MLP of two matrices": not dense.gated,
+        "QK-norm": shape.qk_norm,
+        "sliding windows": shape.sliding_window,
+        "attention sinks": shape.sinks,
+        "soft-capped scores": shape.softcap,
         "no RoPE": shape.rope.kind == "none",
-    }  # fmt: skip
+    }
     if found := [name for name, there in odd.items() if there]:
         raise UsageError(
             f"{model.name} has {' and '.join(found)}; random weights are drawn for shapes like "
@@ -142,9 +145,13 @@ def random_model(
 
 
 def make_plans(
-    loaded: LoadedModel, shape: ModelShape | None, request: JctRequest, *, progress: Progress,
+    loaded: LoadedModel,
+    shape: ModelShape | None,
+    request: JctRequest,
+    *,
+    progress: Progress,
     should_stop: Callable[[], bool],
-) -> dict[str, Plan]:  # fmt: skip
+) -> dict[str, Plan]:
     """Return a plan for every method, at the rate asked for.
 
     Raises

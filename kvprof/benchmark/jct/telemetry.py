@@ -131,9 +131,12 @@ class Telemetry:
     """
 
     def __init__(
-        self, emit: Callable[[Event], None], now: Callable[[], float], device: torch.device,
+        self,
+        emit: Callable[[Event], None],
+        now: Callable[[], float],
+        device: torch.device,
         rate_hz: float = 5.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not 0 < rate_hz < float("inf"):
             raise UsageError(f"{rate_hz:g} samples per second make no sense; give more than 0")
         self._emit, self._now, self._device = emit, now, device
@@ -154,9 +157,11 @@ class Telemetry:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert self._thread is not None
         assert self._source is not None
         self._over.set()

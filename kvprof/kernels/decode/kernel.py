@@ -1,18 +1,115 @@
-# mypy: ignore-errors
-# Triton's functions are compiled from their source; types mean nothing to its compiler.
 """Split-context decode over heads of unlike width: one program per piece, or a list per worker.
 
 Reading the cache is all that a decoding step has to wait for, so everything here is about loads:
 widths are compile-time constants with a branch per kind of head, chunks are planes of their own
 (`kvprof.kernels.planes`), a program is one warp with several tiles on their way where heads are
-narrow, and pieces cost the same (`kvprof.kernels.decode.schedule`).
+narrow, and pieces cost the same (`kvprof.kernels.decode.launch`).
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-__all__ = ["ITEM", "decode_lists", "decode_pieces"]
+__all__ = ["ITEM", "decode_lists", "decode_pieces", "merge_pieces"]
+
+# --- Partial results of a context that was cut are joined by their log sums.
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def merge_pieces(
+    partial,
+    logs,
+    parts,
+    output,
+    heads,
+    sinks,
+    counters,
+    GROUP: tl.constexpr,
+    WIDEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    HEADS: tl.constexpr,
+    OUTPUT_ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SINKS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Join parts; a program per row and KV head, query head of its group, and `WIDTH` columns.
+
+    A row without tokens gets zeros.
+
+    Parameters
+    ----------
+    partial, logs
+        As `decode_pieces` left them.
+    parts
+        ``[rows * heads, 2]`` int32: first item and count.
+    output
+        ``[rows, OUTPUT_ROW]``.
+    heads
+        ``[heads, COLUMNS]`` int64: in columns 3 and 4, where a head's outputs begin, and dv.
+    sinks
+        ``[heads, GROUP]`` float32: a further logit of each query head, read with `SINKS`.
+    counters
+        ``[COUNTERS]`` int32, set to 0 for the next layer that shares the cut.
+    MOST
+        Power of two: parts that are read at once; more of them take more rounds.
+    DEPENDENT
+        Whether the launch did not wait for the parts (`kvprof.kernels.decode.launch`).
+    """
+    number = tl.program_id(0)
+    query = tl.program_id(1)
+    head = number % HEADS
+    first = tl.load(parts + number * 2)
+    count = tl.load(parts + number * 2 + 1)
+    at = tl.load(heads + head * COLUMNS + 3)
+    width = tl.load(heads + head * COLUMNS + 4)
+    columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    wanted = columns < width
+    if DEPENDENT:
+        # What was read so far was there before the kernel that leaves the parts was launched.
+        cuda.gdc_wait()
+    if COUNTERS > 0:
+        LANES: tl.constexpr = 128
+        if number + query + tl.program_id(2) == 0:
+            for begin in tl.static_range(0, COUNTERS, LANES):
+                lane = begin + tl.arange(0, LANES)
+                tl.store(counters + lane, tl.zeros([LANES], tl.int32), mask=lane < COUNTERS)
+    # Finite, so that a row without tokens gets no inf - inf.
+    top = tl.full([], -1e30, tl.float32)
+    total = tl.zeros([], tl.float32)
+    result = tl.zeros([WIDTH], tl.float32)
+    for begin in range(0, count, MOST):
+        part = begin + tl.arange(0, MOST)
+        there = part < count
+        item = (first + part) * GROUP + query
+        here = tl.load(logs + item, mask=there, other=float("-inf"))
+        rows = partial + item[:, None] * WIDEST + columns[None, :]
+        values = tl.load(rows, mask=there[:, None] & wanted[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(here, 0))
+        fade = tl.exp2(top - higher)
+        weights = tl.exp2(here - higher)
+        total = total * fade + tl.sum(weights, 0)
+        result = result * fade + tl.sum(values * weights[:, None], 0)
+        top = higher
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head * GROUP + query) * _LOG2_E - top)
+    result = result * tl.where(total > 0.0, 1.0 / total, 0.0)
+    target = output + (number // HEADS).to(tl.int64) * OUTPUT_ROW + at + query * width + columns
+    tl.store(target, result.to(output.dtype.element_ty), mask=wanted)
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
 
 #: Numbers of an item: row, KV head, first token, token behind the last, kind of head (-1: none).
 ITEM = 5
@@ -39,12 +136,42 @@ def _plane(
 
 @triton.jit
 def _tile(
-    a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, start, stop,
-    pages, scale, cap,
-    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
-    HEIGHT: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
+    a0,
+    a1,
+    a2,
+    a3,
+    top,
+    total,
+    q0,
+    q1,
+    q2,
+    q3,
+    k0,
+    k1,
+    k2,
+    k3,
+    v0,
+    v1,
+    v2,
+    v3,
+    start,
+    stop,
+    pages,
+    scale,
+    cap,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    K3: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    V2: tl.constexpr,
+    V3: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CHECK: tl.constexpr,
+):
     """Go on with one tile of tokens: scores, online softmax in base 2, weighted values."""
     places = tl.arange(0, HEIGHT)
     tokens = start + places
@@ -110,13 +237,39 @@ def _beginning(head, own, before, WIDTH: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _piece(
-    queries, cache, partial, logs, item, block, row, query_at, key_at, value_at, start, stop,
-    pages, tokens, capacity, widest, scale, cap,
-    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
-    HEIGHT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+    queries,
+    cache,
+    partial,
+    logs,
+    item,
+    block,
+    row,
+    query_at,
+    key_at,
+    value_at,
+    start,
+    stop,
+    pages,
+    tokens,
+    capacity,
+    widest,
+    scale,
+    cap,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    K3: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    V2: tl.constexpr,
+    V3: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
     """Attend to the tokens of one piece and leave its part of the result."""
     LOWER: tl.constexpr = HEIGHT // 2 if HEIGHT > 16 else 16
     heads = block * ROWS + tl.arange(0, ROWS)
@@ -155,18 +308,82 @@ def _piece(
     whole = start + (stop - start) // HEIGHT * HEIGHT
     for at in tl.range(start, whole, HEIGHT, num_stages=STAGES):
         a0, a1, a2, a3, top, total = _tile(
-            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, stop,
-            pages, scale, cap,
-            K0, K1, K2, K3, V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False,
-        )  # fmt: skip
+            a0,
+            a1,
+            a2,
+            a3,
+            top,
+            total,
+            q0,
+            q1,
+            q2,
+            q3,
+            k0,
+            k1,
+            k2,
+            k3,
+            v0,
+            v1,
+            v2,
+            v3,
+            at,
+            stop,
+            pages,
+            scale,
+            cap,
+            K0,
+            K1,
+            K2,
+            K3,
+            V0,
+            V1,
+            V2,
+            V3,
+            HEIGHT,
+            PAGE,
+            CAPPED,
+            False,
+        )
     # What is left of a row's end, with a mask: lower tiles, because masked loads go through
     # registers, and a tall one would have the whole kernel spill.
     for at in tl.range(whole, stop, LOWER, num_stages=1):
         a0, a1, a2, a3, top, total = _tile(
-            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, stop,
-            pages, scale, cap,
-            K0, K1, K2, K3, V0, V1, V2, V3, LOWER, PAGE, CAPPED, True,
-        )  # fmt: skip
+            a0,
+            a1,
+            a2,
+            a3,
+            top,
+            total,
+            q0,
+            q1,
+            q2,
+            q3,
+            k0,
+            k1,
+            k2,
+            k3,
+            v0,
+            v1,
+            v2,
+            v3,
+            at,
+            stop,
+            pages,
+            scale,
+            cap,
+            K0,
+            K1,
+            K2,
+            K3,
+            V0,
+            V1,
+            V2,
+            V3,
+            LOWER,
+            PAGE,
+            CAPPED,
+            True,
+        )
     real = heads < GROUP
     result = partial + (item * GROUP + heads[:, None]) * widest
     # A piece without tokens leaves zeros of weight exp2(-inf).
@@ -183,12 +400,33 @@ def _piece(
 
 @triton.jit
 def _item(
-    item, block, queries, cache, partial, logs, items, heads, table, trace,
-    table_row, tokens, capacity, query_row, widest, scale, cap,
-    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+    item,
+    block,
+    queries,
+    cache,
+    partial,
+    logs,
+    items,
+    heads,
+    table,
+    trace,
+    table_row,
+    tokens,
+    capacity,
+    query_row,
+    widest,
+    scale,
+    cap,
+    KINDS: tl.constexpr,
+    COUNT: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
     TRACE: tl.constexpr,
-):  # fmt: skip
+):
     """Run the branch of an item's kind of head."""
     row = tl.load(items + item * _ITEM)
     head = tl.load(items + item * _ITEM + 1)
@@ -209,13 +447,39 @@ def _item(
         for number in tl.static_range(COUNT):
             if kind == number:
                 _piece(
-                    queries, cache, partial, logs, item, block, row, query_at, key_at, value_at,
-                    start, stop, pages, tokens, capacity, widest, scale, cap,
-                    KINDS[number * 9], KINDS[number * 9 + 1], KINDS[number * 9 + 2],
-                    KINDS[number * 9 + 3], KINDS[number * 9 + 4], KINDS[number * 9 + 5],
-                    KINDS[number * 9 + 6], KINDS[number * 9 + 7], KINDS[number * 9 + 8],
-                    STAGES, GROUP, ROWS, PAGE, CAPPED,
-                )  # fmt: skip
+                    queries,
+                    cache,
+                    partial,
+                    logs,
+                    item,
+                    block,
+                    row,
+                    query_at,
+                    key_at,
+                    value_at,
+                    start,
+                    stop,
+                    pages,
+                    tokens,
+                    capacity,
+                    widest,
+                    scale,
+                    cap,
+                    KINDS[number * 9],
+                    KINDS[number * 9 + 1],
+                    KINDS[number * 9 + 2],
+                    KINDS[number * 9 + 3],
+                    KINDS[number * 9 + 4],
+                    KINDS[number * 9 + 5],
+                    KINDS[number * 9 + 6],
+                    KINDS[number * 9 + 7],
+                    KINDS[number * 9 + 8],
+                    STAGES,
+                    GROUP,
+                    ROWS,
+                    PAGE,
+                    CAPPED,
+                )
         if TRACE:
             # Blocks of one item overwrite one another: they run side by side.
             tl.store(trace + item * 3, cuda.smid().to(tl.int64))
@@ -225,12 +489,32 @@ def _item(
 
 @triton.jit
 def decode_pieces(
-    queries, cache, partial, logs, items, heads, table, trace,
-    table_row, tokens, capacity, query_row, widest, scale, cap,
-    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    queries,
+    cache,
+    partial,
+    logs,
+    items,
+    heads,
+    table,
+    trace,
+    table_row,
+    tokens,
+    capacity,
+    query_row,
+    widest,
+    scale,
+    cap,
+    KINDS: tl.constexpr,
+    COUNT: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TRACE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Run one item per program (per block of its query heads); an item of kind -1 is none.
 
     Parameters
@@ -262,27 +546,73 @@ def decode_pieces(
         Query heads that a program takes, 16, 32 or 64; where a group has more, as many programs
         follow one another for each item.
     DEPENDENT
-        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.join`).
+        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.launch`).
     """
     if DEPENDENT:
         cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     program = tl.program_id(0)
     _item(
-        program // BLOCKS, program % BLOCKS, queries, cache, partial, logs, items, heads, table,
-        trace, table_row, tokens, capacity, query_row, widest, scale, cap, KINDS, COUNT, STAGES,
-        GROUP, ROWS, COLUMNS, PAGE, CAPPED, TRACE,
-    )  # fmt: skip
+        program // BLOCKS,
+        program % BLOCKS,
+        queries,
+        cache,
+        partial,
+        logs,
+        items,
+        heads,
+        table,
+        trace,
+        table_row,
+        tokens,
+        capacity,
+        query_row,
+        widest,
+        scale,
+        cap,
+        KINDS,
+        COUNT,
+        STAGES,
+        GROUP,
+        ROWS,
+        COLUMNS,
+        PAGE,
+        CAPPED,
+        TRACE,
+    )
 
 
 @triton.jit
 def decode_lists(
-    queries, cache, partial, logs, items, heads, table, trace, lists, counts,
-    table_row, tokens, capacity, query_row, widest, scale, cap, longest,
-    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    queries,
+    cache,
+    partial,
+    logs,
+    items,
+    heads,
+    table,
+    trace,
+    lists,
+    counts,
+    table_row,
+    tokens,
+    capacity,
+    query_row,
+    widest,
+    scale,
+    cap,
+    longest,
+    KINDS: tl.constexpr,
+    COUNT: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TRACE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Run a worker's own list of items per program, one after the other.
 
     Parameters are those of `decode_pieces`, and `lists` ``[workers, longest]`` int32 with `counts`
@@ -295,7 +625,30 @@ def decode_lists(
     for place in range(tl.load(counts + worker)):
         item = tl.load(lists + worker * longest + place)
         _item(
-            item, tl.program_id(0) % BLOCKS, queries, cache, partial, logs, items, heads, table,
-            trace, table_row, tokens, capacity, query_row, widest, scale, cap, KINDS, COUNT, STAGES,
-            GROUP, ROWS, COLUMNS, PAGE, CAPPED, TRACE,
-        )  # fmt: skip
+            item,
+            tl.program_id(0) % BLOCKS,
+            queries,
+            cache,
+            partial,
+            logs,
+            items,
+            heads,
+            table,
+            trace,
+            table_row,
+            tokens,
+            capacity,
+            query_row,
+            widest,
+            scale,
+            cap,
+            KINDS,
+            COUNT,
+            STAGES,
+            GROUP,
+            ROWS,
+            COLUMNS,
+            PAGE,
+            CAPPED,
+            TRACE,
+        )

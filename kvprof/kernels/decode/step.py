@@ -1,23 +1,286 @@
 """One decoding step of attention over compressed keys and values of unlike widths."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.decode.checks import check_run, whole_numbers
-from kvprof.kernels.decode.cuts import SCHEDULES, checked_lengths, predicted_makespan_over_mean
-from kvprof.kernels.decode.launch import head_table, launch_decode
-from kvprof.kernels.decode.operator import cut_operator, decode_operator
-from kvprof.kernels.decode.trace import Trace
-from kvprof.kernels.decode.tuning import Tuning, tuning_for
-from kvprof.kernels.dispatch import uses_triton
+from kvprof.kernels.decode.cpu import decode_cpu
+from kvprof.kernels.decode.cuts import (
+    SCHEDULES,
+    Tuning,
+    checked_lengths,
+    predicted_makespan_over_mean,
+    tuning_for,
+)
+from kvprof.kernels.decode.launch import head_table, launch_cut, launch_decode
+from kvprof.kernels.dispatch import interpreted, uses_triton
 from kvprof.kernels.planes import STEP, RaggedLayout
 
-__all__ = ["DecodeStep", "Schedule", "Trace", "Tuning", "decode_step"]
+__all__ = [
+    "DTYPES",
+    "DecodeStep",
+    "Schedule",
+    "Trace",
+    "Tuning",
+    "busy_seconds",
+    "check_run",
+    "cut_operator",
+    "decode_operator",
+    "decode_step",
+    "measured_makespan_over_mean",
+    "whole_numbers",
+]
+
+# --- What a decoding step refuses before anything is launched; no tensor's values are read.
+
+
+#: Of queries and caches.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def whole_numbers(
+    numbers: Tensor | Sequence[int], what: str, rows: int, device: torch.device
+) -> Tensor:
+    """Return a row's number each, ``[rows]`` int32 on the device.
+
+    Raises
+    ------
+    UsageError
+        When a tensor has another shape, dtype or device.
+    """
+    if not isinstance(numbers, Tensor):
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+    if numbers.shape != (rows,) or numbers.dtype != torch.int32:
+        raise UsageError(
+            f"{what} of shape {tuple(numbers.shape)} in {numbers.dtype} do not fit: "
+            f"{(rows,)} in torch.int32 is wanted"
+        )
+    if numbers.device != device:
+        raise UsageError(f"{what} lie on {numbers.device}, and the step runs on {device}")
+    return numbers.contiguous()
+
+
+def check_run(
+    layout: RaggedLayout,
+    rows: int,
+    paged: bool,
+    query: Tensor,
+    buffer: Tensor,
+    softcap: float,
+    sinks: Tensor | None,
+    table: Tensor | None,
+) -> None:
+    """Refuse what does not fit together; the arguments are those of `DecodeStep.run`.
+
+    Raises
+    ------
+    UsageError
+        For shapes, dtypes, a soft-cap below 0, a page table too many or too few, and bf16 in the
+        interpreter.
+    """
+    if tuple(query.shape) != (rows, layout.query_offsets[-1]):
+        raise UsageError(
+            f"queries of shape {tuple(query.shape)} do not fit the layout, which wants "
+            f"{(rows, layout.query_offsets[-1])}"
+        )
+    if query.dtype not in DTYPES:
+        raise UsageError(f"{query.dtype} cannot run: bfloat16, float16 or float32 can")
+    if buffer.numel() != layout.elements or buffer.dtype != query.dtype or buffer.dim() != 1:
+        raise UsageError(
+            f"a cache of {buffer.numel():,} values in {buffer.dtype} does not fit "
+            f"{layout.elements:,} in {query.dtype}"
+        )
+    if query.dtype == torch.bfloat16 and query.device.type != "cuda" and interpreted():
+        raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
+    if not (softcap >= 0.0 and math.isfinite(softcap)):
+        raise UsageError(f"a soft-cap of {softcap} makes no sense: 0 (none) or more")
+    if sinks is not None and (
+        tuple(sinks.shape) != (layout.heads, layout.group)
+        or sinks.dtype != torch.float32
+        or not sinks.is_contiguous()
+    ):
+        raise UsageError(
+            f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
+            f"{(layout.heads, layout.group)} in torch.float32, contiguous, are wanted"
+        )
+    if paged != (table is not None):
+        raise UsageError("a paged step needs its page table" if paged else "this step has no pages")
+    if table is not None and (
+        table.dim() != 2
+        or len(table) != rows
+        or table.dtype != torch.int32
+        or not table.is_contiguous()
+    ):
+        raise UsageError(
+            f"a page table of shape {tuple(table.shape)} in {table.dtype} does not fit: "
+            f"({rows}, most pages) in torch.int32, contiguous, is wanted"
+        )
+
+
+# --- When each item of a decoding step ran, and where.
+
+
+class Trace(NamedTuple):
+    """What each item did, ``[items]`` int64 each, without the unused room for items.
+
+    Attributes
+    ----------
+    row, head : Tensor
+    multiprocessor : Tensor
+    begin, end : Tensor
+        The GPU's clock in nanoseconds.
+    output : Tensor
+        What `DecodeStep.run` returns.
+    """
+
+    row: Tensor
+    head: Tensor
+    multiprocessor: Tensor
+    begin: Tensor
+    end: Tensor
+    output: Tensor
+
+
+def busy_seconds(trace: Trace, multiprocessors: int) -> list[float]:
+    """Return for how long each multiprocessor had at least one item, in seconds."""
+    begin, order = trace.begin.cpu().sort(stable=True)
+    end, where = trace.end.cpu()[order], trace.multiprocessor.cpu()[order]
+    found = []
+    for number in range(multiprocessors):
+        own = where == number
+        begins, ends = begin[own], end[own]
+        if len(ends) == 0:
+            found.append(0.0)
+            continue
+        # What ran until the items before had all ended is idle time no longer.
+        reached = torch.cat([begins[:1], ends.cummax(0).values[:-1]])
+        busy = (ends - torch.maximum(begins, reached)).clamp(min=0).sum()
+        found.append(int(busy) * 1e-9)
+    return found
+
+
+def measured_makespan_over_mean(trace: Trace, multiprocessors: int) -> float:
+    """Return the time from the first item's begin to the last one's end over the mean busy time."""
+    mean = sum(busy_seconds(trace, multiprocessors)) / multiprocessors
+    return int(trace.end.max() - trace.begin.min()) * 1e-9 / mean
+
+
+# --- Decoding as operators of torch, ``kvprof::decode`` and ``kvprof::decode_cut``.
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    key_widths: tuple[int, ...], value_widths: tuple[int, ...], sizes: tuple[int, ...]
+) -> RaggedLayout:
+    return RaggedLayout(key_widths, value_widths, *sizes)
+
+
+@torch.library.custom_op("kvprof::decode_cut", mutates_args=())
+def cut_operator(
+    lengths: Tensor, starts: Tensor | None, heads: Tensor, capacity: int, pieces: int, workers: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cut a step's work: `kvprof.kernels.decode.launch.launch_cut`, which says what is what."""
+    return launch_cut(lengths, starts, heads, capacity, pieces, workers)
+
+
+@cut_operator.register_fake
+def _(
+    lengths: Tensor, starts: Tensor | None, heads: Tensor, capacity: int, pieces: int, workers: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tasks = lengths.shape[0] * heads.shape[0]
+    lists = (0,) if pieces else (workers, tasks)
+    counts = (0,) if pieces else (workers,)
+    shapes: tuple[tuple[int, ...], ...] = ((pieces + tasks, 5), (tasks, 2), lists, counts)
+    items, parts, own, each = (lengths.new_empty(shape) for shape in shapes)
+    return items, parts, own, each
+
+
+@torch.library.custom_op("kvprof::decode", mutates_args=())
+def decode_operator(
+    query: Tensor,
+    buffer: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    heads: Tensor,
+    scheduled: Sequence[Tensor],
+    sinks: Tensor | None,
+    table: Tensor | None,
+    scaling: float,
+    softcap: float,
+    key_widths: Sequence[int],
+    value_widths: Sequence[int],
+    sizes: Sequence[int],
+    tuning: Sequence[int],
+) -> Tensor:
+    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU.
+
+    Parameters
+    ----------
+    query, buffer, lengths, starts, sinks, table, scaling, softcap
+        As for `DecodeStep.run` and `DecodeStep.cut`.
+    heads, scheduled
+        From `head_table` and ``kvprof::decode_cut``; unused on a CPU.
+    key_widths, value_widths, sizes
+        Of the layout; the sizes are its group, batch and capacity.
+    tuning
+        Pieces, tile, stages and warps.
+
+    Returns
+    -------
+    Tensor
+        ``[rows, Σ_g G·dv_g]``.
+    """
+    layout = _layout(tuple(key_widths), tuple(value_widths), tuple(sizes))
+    if uses_triton(query.device):
+        return launch_decode(
+            query.contiguous(),
+            buffer,
+            layout,
+            Tuning(*tuning),
+            heads,
+            scheduled,
+            scaling,
+            softcap=softcap,
+            sinks=sinks,
+            table=table,
+        )
+    return decode_cpu(
+        query,
+        buffer,
+        layout,
+        lengths,
+        scaling,
+        softcap=softcap,
+        sinks=sinks,
+        starts=starts,
+        table=table,
+    )
+
+
+@decode_operator.register_fake
+def _(
+    query: Tensor,
+    buffer: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    heads: Tensor,
+    scheduled: Sequence[Tensor],
+    sinks: Tensor | None,
+    table: Tensor | None,
+    scaling: float,
+    softcap: float,
+    key_widths: Sequence[int],
+    value_widths: Sequence[int],
+    sizes: Sequence[int],
+    tuning: Sequence[int],
+) -> Tensor:
+    return query.new_empty(query.shape[0], sizes[0] * sum(value_widths))
 
 
 class Schedule(NamedTuple):
@@ -146,11 +409,21 @@ class DecodeStep:
         check_run(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
         layout, tuning = self.layout, self.tuning
         output: Tensor = decode_operator(
-            query, buffer, schedule.lengths, schedule.starts, self.heads, schedule.scheduled,
-            sinks, table, scaling, softcap, layout.key_widths, layout.value_widths,
+            query,
+            buffer,
+            schedule.lengths,
+            schedule.starts,
+            self.heads,
+            schedule.scheduled,
+            sinks,
+            table,
+            scaling,
+            softcap,
+            layout.key_widths,
+            layout.value_widths,
             (layout.group, layout.batch, layout.capacity),
             (tuning.pieces, tuning.tile, tuning.stages, tuning.warps),
-        )  # fmt: skip
+        )
         return output
 
     def trace(
@@ -181,9 +454,18 @@ class DecodeStep:
         items = schedule.scheduled[0]
         seen = torch.zeros(len(items), 3, dtype=torch.int64, device=query.device)
         output = launch_decode(
-            query.contiguous(), buffer, self.layout, self.tuning, self.heads, schedule.scheduled,
-            scaling, softcap=softcap, sinks=sinks, table=table, trace=seen,
-        )  # fmt: skip
+            query.contiguous(),
+            buffer,
+            self.layout,
+            self.tuning,
+            self.heads,
+            schedule.scheduled,
+            scaling,
+            softcap=softcap,
+            sinks=sinks,
+            table=table,
+            trace=seen,
+        )
         real = items[:, 4] >= 0
         row, head = items[real, :2].long().unbind(1)
         multiprocessor, begin, end = seen[real].unbind(1)
@@ -194,9 +476,14 @@ class DecodeStep:
     ) -> float:
         """Return `kvprof.kernels.decode.cuts.predicted_makespan_over_mean` of this step."""
         return predicted_makespan_over_mean(
-            self.layout, lengths, self.multiprocessors, schedule=self.schedule,
-            pieces=self.tuning.pieces, tile=self.tuning.tile, starts=starts,
-        )  # fmt: skip
+            self.layout,
+            lengths,
+            self.multiprocessors,
+            schedule=self.schedule,
+            pieces=self.tuning.pieces,
+            tile=self.tuning.tile,
+            starts=starts,
+        )
 
 
 def decode_step(
@@ -257,6 +544,11 @@ def decode_step(
         )
     tuning = tuning or tuning_for(layout, schedule)
     return DecodeStep(
-        layout, rows, paged, schedule, tuning, multiprocessors,
+        layout,
+        rows,
+        paged,
+        schedule,
+        tuning,
+        multiprocessors,
         head_table(layout, tuning.tile, device),
-    )  # fmt: skip
+    )

@@ -1,10 +1,8 @@
 """The forms of the decode kernels that are compiled for every architecture."""
 
-from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
-from kvprof.kernels.decode.launch import HEAD_COLUMNS, kind_numbers
-from kvprof.kernels.decode.merge import merge_pieces
-from kvprof.kernels.decode.schedule import cut_equal
-from kvprof.kernels.decode.tuning import built_for, rows_of, tuning_for
+from kvprof.kernels.decode.cuts import built_for, rows_of, tuning_for
+from kvprof.kernels.decode.kernel import decode_lists, decode_pieces, merge_pieces
+from kvprof.kernels.decode.launch import HEAD_COLUMNS, cut_equal, kind_numbers
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import Variant
 
@@ -27,34 +25,77 @@ def _decode(
     tuning = built_for(tuning_for(layout, schedule), size, paged=page > 0)
     lists = {"lists": "*i32", "counts": "*i32"} if schedule == "lpt" else {}
     signature = {
-        "queries": f"*{dtype}", "cache": f"*{dtype}", "partial": "*fp32", "logs": "*fp32",
-        "items": "*i32", "heads": "*i64", "table": "*i32", "trace": "*i32", **lists,
-        "table_row": "i32", "tokens": "i32", "capacity": "i32", "query_row": "i32",
-        "widest": "i32", "scale": "fp32", "cap": "fp32",
+        "queries": f"*{dtype}",
+        "cache": f"*{dtype}",
+        "partial": "*fp32",
+        "logs": "*fp32",
+        "items": "*i32",
+        "heads": "*i64",
+        "table": "*i32",
+        "trace": "*i32",
+        **lists,
+        "table_row": "i32",
+        "tokens": "i32",
+        "capacity": "i32",
+        "query_row": "i32",
+        "widest": "i32",
+        "scale": "fp32",
+        "cap": "fp32",
         **({"longest": "i32"} if lists else {}),
-    }  # fmt: skip
+    }
     constants = {
-        "KINDS": kind_numbers(widths, tuning.tile), "COUNT": len(widths), "STAGES": tuning.stages,
-        "GROUP": group, "ROWS": rows_of(layout), "COLUMNS": HEAD_COLUMNS, "PAGE": page,
-        "CAPPED": capped, "TRACE": False, "DEPENDENT": True,
-    }  # fmt: skip
+        "KINDS": kind_numbers(widths, tuning.tile),
+        "COUNT": len(widths),
+        "STAGES": tuning.stages,
+        "GROUP": group,
+        "ROWS": rows_of(layout),
+        "COLUMNS": HEAD_COLUMNS,
+        "PAGE": page,
+        "CAPPED": capped,
+        "TRACE": False,
+        "DEPENDENT": True,
+    }
     kernel = decode_lists if lists else decode_pieces
     return Variant(f"decode {name} {dtype}", kernel, signature, constants, tuning.warps)
 
 
 def _merge(width: int, most: int) -> Variant:
-    signature = {"partial": "*fp32", "logs": "*fp32", "parts": "*i32", "output": "*bf16",
-                 "heads": "*i64", "sinks": "*fp32", "counters": "*i32"}  # fmt: skip
-    constants = {"GROUP": 4, "WIDEST": 128, "WIDTH": width, "MOST": most, "HEADS": 8,
-                 "OUTPUT_ROW": 2048, "COLUMNS": HEAD_COLUMNS, "SINKS": True,
-                 "COUNTERS": 133, "DEPENDENT": True}  # fmt: skip
+    signature = {
+        "partial": "*fp32",
+        "logs": "*fp32",
+        "parts": "*i32",
+        "output": "*bf16",
+        "heads": "*i64",
+        "sinks": "*fp32",
+        "counters": "*i32",
+    }
+    constants = {
+        "GROUP": 4,
+        "WIDEST": 128,
+        "WIDTH": width,
+        "MOST": most,
+        "HEADS": 8,
+        "OUTPUT_ROW": 2048,
+        "COLUMNS": HEAD_COLUMNS,
+        "SINKS": True,
+        "COUNTERS": 133,
+        "DEPENDENT": True,
+    }
     return Variant("decode merge", merge_pieces, signature, constants, 4)
 
 
 def _cut() -> Variant:
-    signature = {"lengths": "*i32", "starts": "*i32", "heads": "*i64", "items": "*i32",
-                 "parts": "*i32", "count": "i32", "capacity": "i32", "pieces": "i32",
-                 "room": "i32"}  # fmt: skip
+    signature = {
+        "lengths": "*i32",
+        "starts": "*i32",
+        "heads": "*i64",
+        "items": "*i32",
+        "parts": "*i32",
+        "count": "i32",
+        "capacity": "i32",
+        "pieces": "i32",
+        "room": "i32",
+    }
     constants = {"HEADS": 8, "COLUMNS": HEAD_COLUMNS, "BLOCK": 256, "STARTS": True}
     return Variant("decode cut", cut_equal, signature, constants, 1)
 

@@ -1,6 +1,9 @@
 """Single tokens of a segment: stored, quantised, at places of their own per sequence, and read."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -8,9 +11,178 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.levels.codes import e4m3, quantise
 from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.places import Columns, Places, SidePlaces, places_of
+from kvprof.kernels.levels.side import PLACES, Side
 
-__all__ = ["append", "read", "write"]
+__all__ = ["Columns", "Places", "SidePlaces", "append", "places_of", "read", "write"]
+
+# --- Where single tokens of a segment lie in a layer's buffer, value by value, for all heads at
+# once.
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The columns of K, or of V, of all heads of a segment, one head after another.
+
+    Attributes
+    ----------
+    side : Side
+        The first head's; what is read from it is the same for all.
+    starts : tuple of int
+        Where each head's columns begin; the last entry is their number.
+    first, block, part, place : Tensor
+        ``[columns]`` int64: a value's address is ``first + block·n + part·p + place·q`` for block
+        n of the batch, part p and place q; in values for a side at full precision, where `part` is
+        0 and `place` counts tokens, else in bytes.
+    fill : Tensor
+        ``[groups * group]``: the columns with every group filled up by copies of its last one.
+    kept : Tensor
+        ``[columns]``: where each column is among those.
+    group : int
+        Columns that share a scale, filled up.
+    scale_first, scale_block : Tensor
+        ``[groups]`` int64, in float16: a scale's address is ``first + block·n`` and its token.
+    to_middle : Tensor
+        ``[groups]`` int64: from a scale to the middle of the same token.
+    """
+
+    side: Side
+    starts: tuple[int, ...]
+    first: Tensor
+    block: Tensor
+    part: Tensor
+    place: Tensor
+    fill: Tensor
+    kept: Tensor
+    group: int
+    scale_first: Tensor
+    scale_block: Tensor
+    to_middle: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SidePlaces:
+    """Where one side of some tokens lies.
+
+    Attributes
+    ----------
+    columns : Columns
+    there : Tensor
+        ``[batch, n]`` bool: False for a token that is left out.
+    values : Tensor
+        ``[batch, n, columns]`` int64, of codes in bytes, of full precision in values.
+    shift : Tensor
+        ``[batch, n, 1]`` uint8: bits of a byte below a token's code.
+    scales, middles : Tensor
+        ``[batch, n, groups]`` int64, in float16.
+    """
+
+    columns: Columns
+    there: Tensor
+    values: Tensor
+    shift: Tensor
+    scales: Tensor
+    middles: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where tokens of a segment lie, keys and values."""
+
+    keys: SidePlaces
+    values: SidePlaces
+
+
+# For every layer of a model and every segment: made anew, they would be copied to the device.
+@lru_cache(maxsize=4096)
+def _columns(layout: LevelsLayout, segment: int, values: bool, device: torch.device) -> Columns:
+    """Return a side's constants."""
+    sides = [layout.sides(segment, head) for head in range(layout.heads)]
+    own = [pair[values] for pair in sides]
+    shared = own[0].columns
+    group = shared or max(side.width for side in own)
+    starts = (0, *accumulate(side.width for side in own))
+    numbers: list[tuple[int, int, int, int]] = []
+    fill: list[int] = []
+    kept: list[int] = []
+    scales: list[tuple[int, int, int]] = []
+    for head, side in enumerate(own):
+        size = layout.block_bytes(segment, head)
+        start = layout.offsets[segment][head] + (sides[head][0].nbytes if values else 0)
+        full = side.bits is None
+        unit = side.dtype.itemsize if full else 1
+        for plane in side.planes:
+            begin = (start + side.plane_at(plane)) // unit
+            for column in range(plane.width):
+                if full:
+                    own_numbers = (begin + column, size // unit, 0, plane.width)
+                elif values:
+                    own_numbers = (begin + column * PLACES, size, plane.width * PLACES, 1)
+                else:
+                    own_numbers = (begin + column, size, plane.width * PLACES, plane.width)
+                numbers.append(own_numbers)
+        for begin in range(0, side.width, group):
+            width = min(group, side.width - begin)
+            kept += range(len(fill), len(fill) + width)
+            last = starts[head] + begin + width - 1
+            fill += [min(starts[head] + begin + column, last) for column in range(group)]
+        for number in range(side.groups):
+            at = (start + side.code_bytes) // 2 + number * PLACES * side.slots
+            scales.append((at, size // 2, side.scale_bytes // 2))
+
+    def whole(rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+
+    first, block, part, place = (whole(list(rows)) for rows in zip(*numbers, strict=True))
+    found = [whole([row[i] for row in scales]) for i in range(3)]
+    return Columns(
+        own[0], starts, first, block, part, place, whole(fill), whole(kept), group, *found
+    )
+
+
+def places_of(layout: LevelsLayout, segment: int, slots: Tensor) -> Places:
+    """Return where tokens lie; nothing waits for the device.
+
+    Parameters
+    ----------
+    layout : LevelsLayout
+    segment : int
+    slots : Tensor
+        ``[batch, n]`` integers, each row's slots in the segment. A slot that the segment does not
+        have, below 0 or behind its capacity, is left out.
+    """
+    own = layout.segments[segment]
+    slots = slots.to(torch.int64)
+    there = (slots >= 0) & (slots < own.layout.capacity)
+    slots = slots.clamp(0, own.layout.capacity - 1)
+    rows = torch.arange(layout.batch, device=slots.device)[:, None]
+    block = rows * own.blocks + slots // (PLACES * own.slots)
+    token = slots % (PLACES * own.slots)
+    place, slot = token // own.slots, token % own.slots
+    keys, values = (
+        _side(_columns(layout, segment, side, slots.device), there, block, token, place, slot)
+        for side in (False, True)
+    )
+    return Places(keys, values)
+
+
+def _side(
+    columns: Columns, there: Tensor, block: Tensor, token: Tensor, place: Tensor, slot: Tensor
+) -> SidePlaces:
+    side = columns.side
+    part, step = slot // side.per_byte, place
+    if side.bits is None:
+        step = token
+    values = (
+        columns.first
+        + block[..., None] * columns.block
+        + part[..., None] * columns.part
+        + step[..., None] * columns.place
+    )
+    scales = columns.scale_first + block[..., None] * columns.scale_block
+    slot_first = slot * PLACES + place
+    middles = scales + columns.to_middle + (slot_first if side.values else token)[..., None]
+    shift = (side.container * (slot % side.per_byte)).to(torch.uint8)[..., None]
+    return SidePlaces(columns, there, values, shift, scales + token[..., None], middles)
 
 
 def append(

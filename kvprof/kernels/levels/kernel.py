@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's functions are compiled from their source; types mean nothing to its compiler.
 """Decode over segments of quantised storage: one program per piece of work, a branch per kind.
 
 Quantised keys and values are so few bytes that arithmetic per element counts. So tokens or columns
@@ -17,22 +15,366 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from kvprof.kernels.levels.tile import HEADER, PLANE, tile
-from kvprof.kernels.levels.unpack import FP8, FULL
+from kvprof.kernels.levels.unpack import FP8, FULL, codes, halves, rounded
 
-__all__ = ["level_pieces"]
+__all__ = ["HEADER", "PLANE", "level_pieces", "tile"]
 
-_HEADER = tl.constexpr(HEADER)
+# --- One tile of tokens in `kvprof.kernels.levels.kernel`: scores, online softmax, weighted
+# values.
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+#: Numbers of a kind of head before its planes, and per plane; `kvprof.kernels.levels.launch`.
+HEADER = 24
+PLANE = 7
+
 _PLANE = tl.constexpr(PLANE)
 _FULL = tl.constexpr(FULL)
+# Places of a block: `kvprof.kernels.levels.side`.
+_BLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def _key_plane(
+    raws,
+    query,
+    tile_at,
+    places,
+    left,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add a plane's columns to the products of a group, one per slot.
+
+    `tile_at` counts bytes, or values at full precision, and so do AT and BLOCK_BYTES.
+    """
+    column = tl.arange(0, DEPTH)
+    block = places // _BLOCK * BLOCK_BYTES
+    found = ()
+    for part in tl.static_range(PARTS):
+        if FORMAT == _FULL:
+            lane = block + places % _BLOCK * (SLOTS * WIDTH)
+            pointer = tile_at + (lane[:, None] + column[None, :]) + (AT + part * WIDTH)
+            if CHECK:
+                octets = tl.load(pointer, mask=(left > part)[:, None], other=0.0)
+            else:
+                octets = tl.load(pointer)
+        else:
+            lane = block + places % _BLOCK * WIDTH
+            pointer = tile_at + (lane[:, None] + column[None, :]) + (AT + part * (_BLOCK * WIDTH))
+            if DEPTH > WIDTH:
+                octets = tl.load(pointer, mask=(column < WIDTH)[None, :], other=0)
+            else:
+                octets = tl.load(pointer)
+        for number in tl.static_range(SLOTS // PARTS):
+            raw = codes(octets, number, FORMAT, query.dtype, FAST)
+            if FIRST:
+                product = tl.dot(raw, query, input_precision="ieee")
+            else:
+                before = raws[part * (SLOTS // PARTS) + number]
+                product = tl.dot(raw, query, before, input_precision="ieee")
+            found += (product,)
+    return found
+
+
+@triton.jit
+def _scaled(scores, raws, scales, middles, total, SLOTS: tl.constexpr, FIRST: tl.constexpr):
+    """Add a group's share to the scores of each slot."""
+    found = ()
+    for slot in tl.static_range(SLOTS):
+        more = middles[slot][:, None] * total
+        if not FIRST:
+            more = scores[slot] + more
+        found += (more + scales[slot][:, None] * raws[slot],)
+    return found
+
+
+@triton.jit
+def _value_plane(
+    sums,
+    weights,
+    tile_at,
+    places,
+    left,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add weighted values of a plane, ``[WIDTH, heads]``."""
+    column = tl.arange(0, WIDTH)
+    block = places // _BLOCK * BLOCK_BYTES
+    for part in tl.static_range(PARTS):
+        if FORMAT == _FULL:
+            lane = block + places % _BLOCK * (SLOTS * WIDTH)
+            pointer = tile_at + (column[:, None] + lane[None, :]) + (AT + part * WIDTH)
+            if CHECK:
+                octets = tl.load(pointer, mask=(left > part)[None, :], other=0.0)
+            else:
+                octets = tl.load(pointer)
+        else:
+            lane = block + places % _BLOCK
+            pointer = tile_at + (column[:, None] * _BLOCK + lane[None, :])
+            octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
+        for number in tl.static_range(SLOTS // PARTS):
+            weight = weights[part * (SLOTS // PARTS) + number]
+            raw = codes(octets, number, FORMAT, weight.dtype, FAST)
+            sums = tl.dot(raw, weight, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _scores(
+    queries,
+    totals,
+    keys,
+    halfs,
+    places,
+    left,
+    rate,
+    cap,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PLANES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    MIDDLES_AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    BLOCK_HALFS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Return the products of a tile, ``[places, heads]`` per slot; capped ones in base 2."""
+    scores = ()
+    raws = ()
+    for number in tl.static_range(PLANES):
+        # Start, width, inner size, group, first and last of its group, place in the block.
+        raws = _key_plane(
+            raws,
+            queries[number],
+            keys,
+            places,
+            left,
+            KINDS[KEYS + number * _PLANE + 6],
+            BLOCK_BYTES,
+            SLOTS,
+            PARTS,
+            FORMAT,
+            KINDS[KEYS + number * _PLANE + 1],
+            KINDS[KEYS + number * _PLANE + 2],
+            KINDS[KEYS + number * _PLANE + 4],
+            CHECK,
+            FAST,
+        )
+        if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + 5] == 1):
+            beyond = KINDS[KEYS + number * _PLANE + 3] * (_BLOCK * SLOTS)
+            scales = halves(halfs, places, SCALES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
+            middles = halves(halfs, places, MIDDLES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
+            scores = _scaled(
+                scores,
+                raws,
+                scales,
+                middles,
+                totals[KINDS[KEYS + number * _PLANE + 3]],
+                SLOTS,
+                KINDS[KEYS + number * _PLANE + 3] == 0,
+            )
+    if GROUPS == 0:
+        scores = raws
+    found = ()
+    for slot in tl.static_range(SLOTS):
+        score = scores[slot]
+        if CAPPED:
+            # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1); `cap` is times log2(e).
+            twice = 2.0 * 1.4426950408889634 / cap * rate
+            score = cap - 2.0 * cap / (tl.exp2(score * twice) + 1.0)
+        if CHECK:
+            score = tl.where((left > slot)[:, None], score, float("-inf"))
+        found += (score,)
+    return found
+
+
+@triton.jit
+def tile(
+    sums,
+    fixes,
+    top,
+    queries,
+    totals,
+    ones,
+    keys,
+    values,
+    halfs,
+    at,
+    stop,
+    scale,
+    cap,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_FACTOR: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    K_PLANES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    K_MIDDLES: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    V_PLANES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    V_MIDDLES: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    BLOCK_HALFS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+    V_DTYPE: tl.constexpr,
+    M_DTYPE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Go on with one tile: scores, online softmax in base 2, weighted values.
+
+    `keys`, `values` and `halfs` point to the first block of the sequence: in bytes or, at full
+    precision, values; `halfs` in float16.
+    """
+    places = tl.arange(0, PLACES)
+    left = stop - at - places * SLOTS
+    block = tl.full([], at // (_BLOCK * SLOTS), tl.int64)
+    keys = tl.multiple_of(keys + block * K_BLOCK, 16)
+    values = tl.multiple_of(values + block * V_BLOCK, 16)
+    halfs = tl.multiple_of(halfs + block * BLOCK_HALFS, 16)
+    # Queries enter products as they are: rounded after scaling they would move large scores. The
+    # scale goes into the exponent instead, where it costs nothing.
+    rate = scale * K_FACTOR
+    scores = _scores(
+        queries,
+        totals,
+        keys,
+        halfs,
+        places,
+        left,
+        rate,
+        cap,
+        KINDS,
+        KEYS,
+        K_PLANES,
+        K_FORMAT,
+        K_PARTS,
+        K_GROUPS,
+        K_SCALES,
+        K_MIDDLES,
+        K_BLOCK,
+        BLOCK_HALFS,
+        SLOTS,
+        CAPPED,
+        CHECK,
+        FAST,
+    )
+    highest = scores[0]
+    for slot in tl.static_range(1, SLOTS):
+        highest = tl.maximum(highest, scores[slot])
+    if CAPPED:
+        rate = 1.0
+    higher = tl.maximum(top, tl.max(highest, 0) * rate)
+    fade = tl.exp2(top - higher)[None, :]
+    # Weights up to 2^SHIFT, so that small ones are not lost where they are rounded.
+    base = (higher - SHIFT)[None, :]
+    fixes = fixes * fade
+    weights = ()
+    for slot in tl.static_range(SLOTS):
+        weights += (tl.exp2(scores[slot] * rate - base),)
+    scaled = ()
+    if V_GROUPS > 0:
+        row = tl.arange(0, ROWS)
+        lines = places // _BLOCK * BLOCK_HALFS + places % _BLOCK
+        pointer = halfs + (row[:, None] * (_BLOCK * SLOTS) + lines[None, :])
+        for slot in tl.static_range(SLOTS):
+            small = rounded(weights[slot], M_DTYPE, FAST)
+            wanted = (row < V_GROUPS)[:, None]
+            middles = tl.load(pointer + (V_MIDDLES + slot * _BLOCK), mask=wanted, other=0.0)
+            middles = middles.to(M_DTYPE)
+            if CHECK:
+                middles = tl.where((left > slot)[None, :], middles, 0.0)
+            fixes = tl.dot(middles, small, fixes, input_precision="ieee")
+            fixes = tl.dot(ones, small, fixes, input_precision="ieee")
+    else:
+        for slot in tl.static_range(SLOTS):
+            scaled += (rounded(weights[slot], V_DTYPE, FAST),)
+            fixes = tl.dot(ones, scaled[slot], fixes, input_precision="ieee")
+    found = ()
+    for number in tl.static_range(V_PLANES):
+        if (V_GROUPS > 0) and (KINDS[VALUES + number * _PLANE + 4] == 1):
+            beyond = KINDS[VALUES + number * _PLANE + 3] * (_BLOCK * SLOTS)
+            scales = halves(halfs, places, V_SCALES + beyond, BLOCK_HALFS, SLOTS, FAST)
+            scaled = ()
+            for slot in tl.static_range(SLOTS):
+                scale = scales[slot]
+                if CHECK:
+                    scale = tl.where(left > slot, scale, 0.0)
+                scaled += (rounded(weights[slot] * scale[:, None], V_DTYPE, FAST),)
+        more = _value_plane(
+            sums[number] * fade,
+            scaled,
+            values,
+            places,
+            left,
+            KINDS[VALUES + number * _PLANE + 6],
+            V_BLOCK,
+            SLOTS,
+            V_PARTS,
+            V_FORMAT,
+            KINDS[VALUES + number * _PLANE + 1],
+            CHECK,
+            FAST,
+        )
+        found += (more,)
+    return found, fixes, higher
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+_HEADER = tl.constexpr(HEADER)
 _FP8 = tl.constexpr(FP8)
 
 
 @triton.jit
 def _query(
-    query, heads, width, there,
-    START: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BOOST: tl.constexpr,
-):  # fmt: skip
+    query,
+    heads,
+    width,
+    there,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BOOST: tl.constexpr,
+):
     """Load columns of a group's queries, ``[DEPTH, heads]``; zeros from WIDTH on."""
     column = tl.arange(0, DEPTH)
     at = query + heads[None, :] * width + START + column[:, None]
@@ -67,19 +409,56 @@ def _store(result, found, real, START: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _piece(
-    keys, values, halfs, eye, partial, logs, item, query, width, start, stop, output_width, scale,
-    cap, first_head,
-    KINDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    K_FORMAT: tl.constexpr, K_FACTOR: tl.constexpr, K_BOOST: tl.constexpr,
-    K_PARTS: tl.constexpr, K_GROUPS: tl.constexpr, K_PLANES: tl.constexpr, K_SCALES: tl.constexpr,
-    K_MIDDLES: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_FORMAT: tl.constexpr, V_FACTOR: tl.constexpr, SHIFT: tl.constexpr,
-    V_PARTS: tl.constexpr, V_GROUPS: tl.constexpr, V_PLANES: tl.constexpr, V_SCALES: tl.constexpr,
-    V_MIDDLES: tl.constexpr, V_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
-    BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, PLACES: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WIDEST: tl.constexpr,
-    CAPPED: tl.constexpr, V_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    halfs,
+    eye,
+    partial,
+    logs,
+    item,
+    query,
+    width,
+    start,
+    stop,
+    output_width,
+    scale,
+    cap,
+    first_head,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_FACTOR: tl.constexpr,
+    K_BOOST: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    K_PLANES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    K_MIDDLES: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_FACTOR: tl.constexpr,
+    SHIFT: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    V_PLANES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    V_MIDDLES: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    BLOCK_HALFS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDEST: tl.constexpr,
+    CAPPED: tl.constexpr,
+    V_DTYPE: tl.constexpr,
+    M_DTYPE: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
@@ -88,9 +467,15 @@ def _piece(
     total = tl.zeros([HEADS], tl.float32)
     for number in tl.static_range(K_PLANES):
         loaded = _query(
-            query, heads, width, real, KINDS[KEYS + number * _PLANE],
-            KINDS[KEYS + number * _PLANE + 1], KINDS[KEYS + number * _PLANE + 2], K_BOOST,
-        )  # fmt: skip
+            query,
+            heads,
+            width,
+            real,
+            KINDS[KEYS + number * _PLANE],
+            KINDS[KEYS + number * _PLANE + 1],
+            KINDS[KEYS + number * _PLANE + 2],
+            K_BOOST,
+        )
         wanted += (loaded,)
         if K_GROUPS > 0:
             total += tl.sum(loaded.to(tl.float32), 0)
@@ -112,19 +497,93 @@ def _piece(
     whole = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
     for at in tl.range(start, whole, PLACES * SLOTS, num_stages=STAGES):
         sums, fixes, top = tile(
-            sums, fixes, top, wanted, totals, ones, keys, values, halfs, at, stop, scale, cap,
-            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
-            K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_MIDDLES, V_BLOCK,
-            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, CAPPED, False, FAST,
-        )  # fmt: skip
+            sums,
+            fixes,
+            top,
+            wanted,
+            totals,
+            ones,
+            keys,
+            values,
+            halfs,
+            at,
+            stop,
+            scale,
+            cap,
+            KINDS,
+            KEYS,
+            VALUES,
+            K_FORMAT,
+            K_FACTOR,
+            K_PARTS,
+            K_GROUPS,
+            K_PLANES,
+            K_SCALES,
+            K_MIDDLES,
+            K_BLOCK,
+            V_FORMAT,
+            V_PARTS,
+            V_GROUPS,
+            V_PLANES,
+            V_SCALES,
+            V_MIDDLES,
+            V_BLOCK,
+            BLOCK_HALFS,
+            SLOTS,
+            PLACES,
+            SHIFT,
+            ROWS,
+            V_DTYPE,
+            M_DTYPE,
+            CAPPED,
+            False,
+            FAST,
+        )
     # The end of a row: behind it lies room for a whole tile, but perhaps no number.
     for at in tl.range(whole, stop, PLACES * SLOTS, num_stages=2):
         sums, fixes, top = tile(
-            sums, fixes, top, wanted, totals, ones, keys, values, halfs, at, stop, scale, cap,
-            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
-            K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_MIDDLES, V_BLOCK,
-            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, CAPPED, True, FAST,
-        )  # fmt: skip
+            sums,
+            fixes,
+            top,
+            wanted,
+            totals,
+            ones,
+            keys,
+            values,
+            halfs,
+            at,
+            stop,
+            scale,
+            cap,
+            KINDS,
+            KEYS,
+            VALUES,
+            K_FORMAT,
+            K_FACTOR,
+            K_PARTS,
+            K_GROUPS,
+            K_PLANES,
+            K_SCALES,
+            K_MIDDLES,
+            K_BLOCK,
+            V_FORMAT,
+            V_PARTS,
+            V_GROUPS,
+            V_PLANES,
+            V_SCALES,
+            V_MIDDLES,
+            V_BLOCK,
+            BLOCK_HALFS,
+            SLOTS,
+            PLACES,
+            SHIFT,
+            ROWS,
+            V_DTYPE,
+            M_DTYPE,
+            CAPPED,
+            True,
+            FAST,
+        )
     weight = tl.sum(tl.where((row == V_GROUPS)[:, None], fixes, 0.0), 0)
     share = 1.0 / weight
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
@@ -134,9 +593,12 @@ def _piece(
             own_group = KINDS[VALUES + number * _PLANE + 3]
             found += tl.sum(tl.where((row == own_group)[:, None], fixes, 0.0), 0)[None, :]
         _store(
-            result, found * V_FACTOR * share[None, :], real, KINDS[VALUES + number * _PLANE],
+            result,
+            found * V_FACTOR * share[None, :],
+            real,
+            KINDS[VALUES + number * _PLANE],
             KINDS[VALUES + number * _PLANE + 1],
-        )  # fmt: skip
+        )
     # A narrower segment adds nothing to the columns behind its own.
     for begin in range(V_WIDTH, output_width, 16):
         _store(result + begin, _empty(16, HEADS), real, 0, 16)
@@ -166,13 +628,39 @@ def _taken(counters, total, processors, FAST: tl.constexpr):
 
 @triton.jit
 def level_pieces(
-    queries, octets, full, halfs, eye, partial, logs, counters, items, parts, units, tasks,
-    processors, blocks, query_row, scale, cap,
-    KINDS: tl.constexpr, COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    WIDEST: tl.constexpr, CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr,
-    FAST: tl.constexpr, NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    queries,
+    octets,
+    full,
+    halfs,
+    eye,
+    partial,
+    logs,
+    counters,
+    items,
+    parts,
+    units,
+    tasks,
+    processors,
+    blocks,
+    query_row,
+    scale,
+    cap,
+    KINDS: tl.constexpr,
+    COUNT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PLANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDEST: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CODE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    FAST: tl.constexpr,
+    NEAR: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Run one item and block of query heads per program.
 
     Parameters
@@ -213,7 +701,7 @@ def level_pieces(
     NEAR
         `Tuning.near`; only then the counters are read.
     DEPENDENT
-        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.join`).
+        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.launch`).
     """
     if DEPENDENT:
         cuda.gdc_launch_dependents()
@@ -242,22 +730,53 @@ def level_pieces(
                 if KINDS[number * STRIDE + 9] == _FULL:
                     values = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
                 _piece(
-                    keys, values, halfs + at // 2, eye, partial, logs, item, query, width, start,
-                    stop, output_width, scale, cap, taken % blocks * HEADS,
-                    KINDS, number * STRIDE + _HEADER, number * STRIDE + _HEADER + PLANES * _PLANE,
-                    KINDS[number * STRIDE], KINDS[number * STRIDE + 1],
-                    KINDS[number * STRIDE + 2], KINDS[number * STRIDE + 3],
-                    KINDS[number * STRIDE + 4], KINDS[number * STRIDE + 5],
-                    KINDS[number * STRIDE + 6], KINDS[number * STRIDE + 7],
-                    KINDS[number * STRIDE + 8], KINDS[number * STRIDE + 9],
-                    KINDS[number * STRIDE + 10], KINDS[number * STRIDE + 11],
-                    KINDS[number * STRIDE + 12], KINDS[number * STRIDE + 13],
-                    KINDS[number * STRIDE + 14], KINDS[number * STRIDE + 15],
-                    KINDS[number * STRIDE + 16], KINDS[number * STRIDE + 17],
-                    KINDS[number * STRIDE + 18], KINDS[number * STRIDE + 19],
-                    KINDS[number * STRIDE + 20], KINDS[number * STRIDE + 21],
-                    KINDS[number * STRIDE + 22], KINDS[number * STRIDE + 23],
-                    GROUP, HEADS, WIDEST, CAPPED,
+                    keys,
+                    values,
+                    halfs + at // 2,
+                    eye,
+                    partial,
+                    logs,
+                    item,
+                    query,
+                    width,
+                    start,
+                    stop,
+                    output_width,
+                    scale,
+                    cap,
+                    taken % blocks * HEADS,
+                    KINDS,
+                    number * STRIDE + _HEADER,
+                    number * STRIDE + _HEADER + PLANES * _PLANE,
+                    KINDS[number * STRIDE],
+                    KINDS[number * STRIDE + 1],
+                    KINDS[number * STRIDE + 2],
+                    KINDS[number * STRIDE + 3],
+                    KINDS[number * STRIDE + 4],
+                    KINDS[number * STRIDE + 5],
+                    KINDS[number * STRIDE + 6],
+                    KINDS[number * STRIDE + 7],
+                    KINDS[number * STRIDE + 8],
+                    KINDS[number * STRIDE + 9],
+                    KINDS[number * STRIDE + 10],
+                    KINDS[number * STRIDE + 11],
+                    KINDS[number * STRIDE + 12],
+                    KINDS[number * STRIDE + 13],
+                    KINDS[number * STRIDE + 14],
+                    KINDS[number * STRIDE + 15],
+                    KINDS[number * STRIDE + 16],
+                    KINDS[number * STRIDE + 17],
+                    KINDS[number * STRIDE + 18],
+                    KINDS[number * STRIDE + 19],
+                    KINDS[number * STRIDE + 20],
+                    KINDS[number * STRIDE + 21],
+                    KINDS[number * STRIDE + 22],
+                    KINDS[number * STRIDE + 23],
+                    GROUP,
+                    HEADS,
+                    WIDEST,
+                    CAPPED,
                     queries.dtype.element_ty if KINDS[number * STRIDE + 9] == _FULL else CODE,
-                    MIDDLE, FAST,
-                )  # fmt: skip
+                    MIDDLE,
+                    FAST,
+                )

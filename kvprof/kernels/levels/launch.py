@@ -1,6 +1,9 @@
 """Launches the Triton kernels of a step over segments; nothing here waits for the device."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -8,25 +11,302 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvprof.kernels.decode.join import dependent, launch_merge
+from kvprof.kernels.decode.launch import dependent, launch_merge
 from kvprof.kernels.dispatch import interpreted
-from kvprof.kernels.levels.cuts import places_of, token_bytes, token_cost
-from kvprof.kernels.levels.kernel import level_pieces
+from kvprof.kernels.levels.kernel import PLANE, level_pieces
 from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.schedule import cut_units
-from kvprof.kernels.levels.side import Side
-from kvprof.kernels.levels.tile import PLANE
+from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.levels.tuning import Tuning, query_block
 from kvprof.kernels.levels.unpack import FP8, FULL, missing_factor
 
 __all__ = [
     "UNIT_COLUMNS",
     "constants",
+    "cut_units",
+    "equal_shares",
     "kind_numbers",
     "launch_cut",
     "launch_levels",
+    "places_of",
+    "token_bytes",
+    "token_cost",
     "unit_table",
 ]
+
+# --- How a step over segments is cut into pieces that cost the same, stated on the host.
+
+
+#: Parts of a byte in which costs are counted.
+_PARTS = 16
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a byte costs, by what it is.
+
+    Attributes
+    ----------
+    keys : float
+        Of K's codes.
+    value_scales : float
+        Of V's scales and middles.
+    padding : float
+        By which a plane of 16 columns of K is padded in a product.
+    """
+
+    keys: float = 1.0
+    value_scales: float = 1.0
+    padding: float = 1.0
+
+
+_BYTES = _Weights()
+#: Where codes are stored in 4 bits: found by descent on an H200, on which a layer of eight unlike
+#: heads (the ragged one of docs/benchmarks, groups of 32 columns) ends 3.5 % sooner than with bytes
+#: alone. Nothing is known of segments of unlike bits beside one another.
+_FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
+
+
+def token_bytes(layout: LevelsLayout, segment: int, head: int) -> int:
+    """Return the bytes that a token of a head moves, scales and middles included."""
+    return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
+
+
+def token_cost(layout: LevelsLayout, segment: int, head: int, per_token: int) -> int:
+    """Return what a token of a head costs, in sixteenths of a byte.
+
+    Parameters
+    ----------
+    layout : LevelsLayout
+    segment, head : int
+    per_token : int
+        Bytes' worth of what every token costs: `Tuning.per_token`.
+    """
+    keys, values = layout.sides(segment, head)
+    padding = 0
+    if keys.container:
+        padding = sum(16 * keys.container // 8 for plane in keys.planes if plane.width == 16)
+    four = len(layout.segments) == 1 and keys.container == values.container == 4
+    weights = _FOUR if four else _BYTES
+    cost = (
+        weights.keys * _token(keys, keys.code_bytes)
+        + _token(values, values.code_bytes)
+        + _token(keys, 2 * keys.scale_bytes)
+        + weights.value_scales * _token(values, 2 * values.scale_bytes)
+        + weights.padding * padding
+        + per_token
+    )
+    return round(_PARTS * cost)
+
+
+def _token(side: Side, nbytes: int) -> float:
+    return nbytes / (PLACES * side.slots)
+
+
+def places_of(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
+    """Return the places of a tile, so that it holds about `tile` bytes; a power of two.
+
+    At least 32, a block; 64 where a token has a place of its own and a scale, which would be too
+    small to be loaded asynchronously one by one.
+    """
+    slots = layout.segments[segment].slots
+    scales = any(side.groups for side in layout.sides(segment, head))
+    places = 2 * PLACES if scales and slots == 1 else PLACES
+    own = token_bytes(layout, segment, head) * slots
+    while places < MOST_PLACES and 2 * places * own <= tile:
+        places *= 2
+    return places
+
+
+def equal_shares(
+    layout: LevelsLayout, lengths: Sequence[Sequence[int]], pieces: int, tuning: Tuning
+) -> tuple[list[tuple[int, int, int, int, int]], list[tuple[int, int]]]:
+    """Cut all units into `pieces` pieces of equal cost.
+
+    Exactly so many, but for units that are smaller than a piece or have fewer tiles: all are on the
+    GPU at once, and one that is not would run when the others are done. By head, then row, so that
+    neighbours are of one kind: what a multiprocessor runs has to fit its instruction cache
+    (`kvprof.kernels.levels.kernel`).
+
+    Parameters
+    ----------
+    layout : LevelsLayout
+    lengths : sequence of sequence of int
+        Tokens of each segment and row.
+    pieces : int
+    tuning : Tuning
+
+    Returns
+    -------
+    items : list of (row, head, segment, start, stop)
+        By head, then row, then segment, then token.
+    parts : list of (first item, count)
+        For every head of every row, by row.
+    """
+    count = len(layout.segments)
+    units = [
+        (row, head, segment)
+        for head in range(layout.heads)
+        for row in range(layout.batch)
+        for segment in range(count)
+    ]
+    costs = [
+        lengths[segment][row] * token_cost(layout, segment, head, tuning.per_token)
+        for row, head, segment in units
+    ]
+    total = max(1, sum(costs))
+    items: list[tuple[int, int, int, int, int]] = []
+    parts = {}
+    before = 0
+    for (row, head, segment), cost in zip(units, costs, strict=True):
+        if segment == 0:
+            first = len(items)
+        length = lengths[segment][row]
+        slots = layout.segments[segment].slots
+        height = slots * places_of(layout, segment, head, tuning.tile)
+        tiles = -(-length // height)
+        share = (before + cost) * pieces // total - before * pieces // total
+        share = min(tiles, max(1, share))
+        before += cost
+        bounds = [min(length, tiles * part // max(1, share) * height) for part in range(share + 1)]
+        items += [(row, head, segment, start, stop) for start, stop in pairwise(bounds)]
+        if segment == count - 1:
+            parts[row, head] = (first, len(items) - first)
+    return items, [parts[task] for task in sorted(parts)]
+
+
+# --- A step over segments is cut on the device, so that a CUDA graph may hold it.
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+@triton.jit
+def _unit(
+    number,
+    lengths,
+    units,
+    count,
+    batch,
+    HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return tokens, tiles, cost and tile height of units; one is a segment of a head's row."""
+    there = number < count
+    segment = number % SEGMENTS
+    task = number // SEGMENTS
+    own = units + (segment * HEADS + task // batch) * COLUMNS
+    length = tl.load(lengths + segment * batch + task % batch, mask=there, other=0).to(tl.int64)
+    length = tl.minimum(tl.maximum(length, 0), tl.load(own + 9, mask=there, other=0))
+    height = tl.load(own + 6, mask=there, other=1)
+    tiles = (length + height - 1) // height
+    return length, tiles, length * tl.load(own + 5, mask=there, other=0), height
+
+
+@triton.jit
+def _share(before, cost, tiles, pieces, total):
+    """Return how many items a unit becomes: those that end in its stretch of the whole cost."""
+    share = (before + cost) * pieces // total - before * pieces // total
+    return tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
+
+
+@triton.jit
+def cut_units(
+    lengths,
+    units,
+    items,
+    parts,
+    counters,
+    count,
+    batch,
+    pieces,
+    room,
+    counted,
+    HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Cut all units into `pieces` items of equal cost; a program per head and row.
+
+    Every program adds up all costs and the items before its own: with a few hundred units that is
+    cheaper than a second launch.
+
+    Parameters
+    ----------
+    lengths
+        ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
+    units
+        ``[SEGMENTS * HEADS, COLUMNS]`` int64: in columns 5, 6 and 9 a token's cost, the tile's
+        height in tokens, the capacity.
+    items
+        ``[room, 5]`` int32, written whole: row, head, segment, start, stop; -1 as segment behind
+        the last.
+    parts
+        ``[batch * HEADS, 2]`` int32, written: first item and number of items of each row and head.
+    counters
+        ``[counted]`` int32, set to 0.
+    count
+        Units: HEADS times batch times SEGMENTS, in that order.
+    """
+    task = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([], tl.int64)
+    for at in range(0, count, BLOCK):
+        length, tiles, costs, height = _unit(
+            at + lane, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
+        )
+        total += tl.sum(costs, 0)
+    total = tl.maximum(total, 1)
+    first = tl.zeros([], tl.int32)
+    last = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int64)
+    ended = tl.zeros([], tl.int64)
+    for at in range(0, count, BLOCK):
+        number = at + lane
+        length, tiles, costs, height = _unit(
+            number, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
+        )
+        shares = _share(ended + tl.cumsum(costs, 0) - costs, costs, tiles, pieces, total)
+        earlier = number < task * SEGMENTS
+        first += tl.sum(tl.where(earlier, shares, 0), 0)
+        before += tl.sum(tl.where(earlier, costs, 0), 0)
+        last += tl.sum(shares, 0)
+        ended += tl.sum(costs, 0)
+    row = task % batch
+    head = task // batch
+    begin = first
+    for segment in range(SEGMENTS):
+        length, tiles, cost, height = _unit(
+            task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
+        )
+        share = _share(before, cost, tiles, pieces, total)
+        for at in range(0, share, BLOCK):
+            part = at + lane
+            item = items + (begin + part) * 5
+            mine = part < share
+            tl.store(item, row + part * 0, mask=mine)
+            tl.store(item + 1, head + part * 0, mask=mine)
+            tl.store(item + 2, segment + part * 0, mask=mine)
+            start = tl.minimum(tiles * part // share * height, length)
+            stop = tl.minimum(tiles * (part + 1) // share * height, length)
+            tl.store(item + 3, start.to(tl.int32), mask=mine)
+            tl.store(item + 4, stop.to(tl.int32), mask=mine)
+        begin += share
+        before += cost
+    for at in range(task * BLOCK, counted, tl.num_programs(0) * BLOCK):
+        tl.store(counters + at + lane, lane * 0, mask=at + lane < counted)
+    own = parts + (row * HEADS + head) * 2
+    tl.store(own, first)
+    tl.store(own + 1, begin - first)
+    # Every program clears its share of the room behind the last item.
+    behind = last + task
+    step = tl.num_programs(0)
+    for at in range(0, (room - last + step - 1) // step, BLOCK):
+        item = behind + (at + lane) * step
+        tl.store(items + item * 5 + 2, -1, mask=item < room)
+
 
 #: Columns of `unit_table`.
 UNIT_COLUMNS = 10
@@ -58,14 +338,20 @@ def unit_table(layout: LevelsLayout, tuning: Tuning, device: torch.device) -> Te
     for number, segment in enumerate(layout.segments):
         for head in range(layout.heads):
             widths = (segment.layout.key_widths[head], segment.layout.value_widths[head])
-            rows.append([
-                wide.query_offsets[head], wide.key_widths[head], layout.offsets[number][head],
-                wide.output_offsets[head], wide.value_widths[head],
-                token_cost(layout, number, head, tuning.per_token),
-                segment.slots * places_of(layout, number, head, tuning.tile),
-                kinds.index((number, *widths)),
-                segment.blocks * layout.block_bytes(number, head), segment.layout.capacity,
-            ])  # fmt: skip
+            rows.append(
+                [
+                    wide.query_offsets[head],
+                    wide.key_widths[head],
+                    layout.offsets[number][head],
+                    wide.output_offsets[head],
+                    wide.value_widths[head],
+                    token_cost(layout, number, head, tuning.per_token),
+                    segment.slots * places_of(layout, number, head, tuning.tile),
+                    kinds.index((number, *widths)),
+                    segment.blocks * layout.block_bytes(number, head),
+                    segment.layout.capacity,
+                ]
+            )
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
@@ -125,16 +411,31 @@ def kind_numbers(
         )
         size, itemsize = layout.block_bytes(number, head), layout.dtype.itemsize
         found += [
-            key_format, key_factor / boost, boost, slots // keys.per_byte,
-            keys.groups, len(keys.planes), keys.code_bytes // 2,
-            (keys.code_bytes + keys.scale_bytes) // 2, size // (1 if key_format else itemsize),
-            value_format, value_factor, shift, slots // values.per_byte,
-            values.groups, len(values.planes), (keys.nbytes + values.code_bytes) // 2,
+            key_format,
+            key_factor / boost,
+            boost,
+            slots // keys.per_byte,
+            keys.groups,
+            len(keys.planes),
+            keys.code_bytes // 2,
+            (keys.code_bytes + keys.scale_bytes) // 2,
+            size // (1 if key_format else itemsize),
+            value_format,
+            value_factor,
+            shift,
+            slots // values.per_byte,
+            values.groups,
+            len(values.planes),
+            (keys.nbytes + values.code_bytes) // 2,
             (keys.nbytes + values.code_bytes + values.scale_bytes) // 2,
-            size // (1 if value_format else itemsize), values.width,
-            size // 2, slots, places, stages,
+            size // (1 if value_format else itemsize),
+            values.width,
+            size // 2,
+            slots,
+            places,
+            stages,
             max(16, triton.next_power_of_2(values.groups + 1)),
-        ]  # fmt: skip
+        ]
         found += _planes(keys, most, 0) + _planes(values, most, keys.nbytes)
     return tuple(found), len(kinds), most
 
@@ -146,14 +447,22 @@ def constants(layout: LevelsLayout, tuning: Tuning, *, softcap: bool, fast: bool
     kinds, count, most = kind_numbers(layout, tuning, code, name)
     types = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
     return {
-        "KINDS": kinds, "COUNT": count, "STRIDE": len(kinds) // count, "PLANES": most,
-        "COLUMNS": UNIT_COLUMNS, "GROUP": layout.group,
-        "HEADS": query_block(layout, tuning.warps), "KV_HEADS": layout.heads,
-        "WIDEST": max(layout.widest.value_widths), "CAPPED": softcap, "CODE": types[code],
+        "KINDS": kinds,
+        "COUNT": count,
+        "STRIDE": len(kinds) // count,
+        "PLANES": most,
+        "COLUMNS": UNIT_COLUMNS,
+        "GROUP": layout.group,
+        "HEADS": query_block(layout, tuning.warps),
+        "KV_HEADS": layout.heads,
+        "WIDEST": max(layout.widest.value_widths),
+        "CAPPED": softcap,
+        "CODE": types[code],
         # A weight of the middles is a float16 as they are; the interpreter's run keeps its own.
-        "MIDDLE": tl.float16 if fast else types[name], "FAST": fast,
+        "MIDDLE": tl.float16 if fast else types[name],
+        "FAST": fast,
         "NEAR": bool(tuning.near),
-    }  # fmt: skip
+    }
 
 
 def launch_cut(
@@ -183,10 +492,22 @@ def launch_cut(
     parts = lengths.new_empty(batch * heads, 2)
     counters = lengths.new_empty(counted)
     cut_units[(batch * heads,)](
-        lengths, units, items, parts, counters, count, batch, pieces, room, counted,
-        HEADS=heads, SEGMENTS=segments, COLUMNS=UNIT_COLUMNS,
-        BLOCK=min(256, max(32, triton.next_power_of_2(count))), num_warps=1,
-    )  # fmt: skip
+        lengths,
+        units,
+        items,
+        parts,
+        counters,
+        count,
+        batch,
+        pieces,
+        room,
+        counted,
+        HEADS=heads,
+        SEGMENTS=segments,
+        COLUMNS=UNIT_COLUMNS,
+        BLOCK=min(256, max(32, triton.next_power_of_2(count))),
+        num_warps=1,
+    )
     return items, parts, counters
 
 
@@ -243,13 +564,36 @@ def launch_levels(
     blocks = triton.cdiv(layout.group, chosen["HEADS"])
     options = {"maxnreg": tuning.registers} if tuning.registers and not interpreted() else {}
     level_pieces[(len(items) * blocks,)](
-        query, buffer, buffer.view(layout.dtype), buffer.view(torch.float16), eye, partial, logs,
-        counters, items, parts, units, len(parts), processors, blocks, query.shape[1],
-        scaling * log2_e, softcap * log2_e,
-        **chosen, **options, DEPENDENT=dependent(query.device), num_warps=tuning.warps,
-    )  # fmt: skip
+        query,
+        buffer,
+        buffer.view(layout.dtype),
+        buffer.view(torch.float16),
+        eye,
+        partial,
+        logs,
+        counters,
+        items,
+        parts,
+        units,
+        len(parts),
+        processors,
+        blocks,
+        query.shape[1],
+        scaling * log2_e,
+        softcap * log2_e,
+        **chosen,
+        **options,
+        DEPENDENT=dependent(query.device),
+        num_warps=tuning.warps,
+    )
     launch_merge(
-        partial, logs, parts, output, units, layout.heads, sinks=sinks,
+        partial,
+        logs,
+        parts,
+        output,
+        units,
+        layout.heads,
+        sinks=sinks,
         counters=counters if tuning.near else None,
-    )  # fmt: skip
+    )
     return output

@@ -208,9 +208,13 @@ def half(word, HIGH: tl.constexpr, FAST: tl.constexpr):
     """Return the low or high float16 of a 32-bit word as float32."""
     if FAST:
         found = tl.inline_asm_elementwise(
-            _HIGH_HALF if HIGH else _LOW_HALF, "=r,r", [word], dtype=tl.float32, is_pure=True,
+            _HIGH_HALF if HIGH else _LOW_HALF,
+            "=r,r",
+            [word],
+            dtype=tl.float32,
+            is_pure=True,
             pack=1,
-        )  # fmt: skip
+        )
     else:
         bits = (word >> 16 if HIGH else word) & 0xFFFF
         found = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

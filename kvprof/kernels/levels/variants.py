@@ -4,9 +4,8 @@ import torch
 
 from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.kernel import level_pieces
-from kvprof.kernels.levels.launch import UNIT_COLUMNS, constants
+from kvprof.kernels.levels.launch import UNIT_COLUMNS, constants, cut_units
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.schedule import cut_units
 from kvprof.kernels.levels.tuning import tuning_for
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import Variant
@@ -32,11 +31,24 @@ def _levels(
     tuning = tuning_for(layout)
     run = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     signature = {
-        "queries": f"*{run}", "octets": "*u8", "full": f"*{run}", "halfs": "*fp16", "eye": "*u8",
-        "partial": "*fp32", "logs": "*fp32", "counters": "*i32", "items": "*i32", "parts": "*i32",
-        "units": "*i64", "tasks": "i32", "processors": "i32", "blocks": "i32", "query_row": "i32",
-        "scale": "fp32", "cap": "fp32",
-    }  # fmt: skip
+        "queries": f"*{run}",
+        "octets": "*u8",
+        "full": f"*{run}",
+        "halfs": "*fp16",
+        "eye": "*u8",
+        "partial": "*fp32",
+        "logs": "*fp32",
+        "counters": "*i32",
+        "items": "*i32",
+        "parts": "*i32",
+        "units": "*i64",
+        "tasks": "i32",
+        "processors": "i32",
+        "blocks": "i32",
+        "query_row": "i32",
+        "scale": "fp32",
+        "cap": "fp32",
+    }
     fixed = constants(layout, tuning, softcap=False, fast=True) | {"DEPENDENT": True}
     return Variant(
         f"levels {name} {run}", level_pieces, signature, fixed, tuning.warps, tuning.stages
@@ -51,15 +63,24 @@ _WIDE = ((128, 512),)
 VARIANTS = (
     _levels("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
     _levels("fp8", torch.bfloat16, 4, ((_FULL, "fp8", "fp8"),)),
-    _levels(
-        "tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))
-    ),
+    _levels("tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))),
     _levels("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
     Variant(
-        "levels cut", cut_units,
-        {"lengths": "*i32", "units": "*i64", "items": "*i32", "parts": "*i32",
-         "counters": "*i32", "count": "i32", "batch": "i32", "pieces": "i32", "room": "i32",
-         "counted": "i32"},
-        {"HEADS": 8, "SEGMENTS": 3, "COLUMNS": UNIT_COLUMNS, "BLOCK": 256}, 1,
+        "levels cut",
+        cut_units,
+        {
+            "lengths": "*i32",
+            "units": "*i64",
+            "items": "*i32",
+            "parts": "*i32",
+            "counters": "*i32",
+            "count": "i32",
+            "batch": "i32",
+            "pieces": "i32",
+            "room": "i32",
+            "counted": "i32",
+        },
+        {"HEADS": 8, "SEGMENTS": 3, "COLUMNS": UNIT_COLUMNS, "BLOCK": 256},
+        1,
     ),
-)  # fmt: skip
+)

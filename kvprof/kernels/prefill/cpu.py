@@ -75,9 +75,12 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tenso
     widest = max(keys.shape[-1], width)
     query, keys, values = (pad(s, (0, widest - s.shape[-1])) for s in (query, keys, values))
     found: Tensor = scaled_dot_product_attention(
-        query.transpose(0, 1)[None], keys.expand(1, group, -1, -1),
-        values.expand(1, group, -1, -1), is_causal=True, scale=scaling,
-    )  # fmt: skip
+        query.transpose(0, 1)[None],
+        keys.expand(1, group, -1, -1),
+        values.expand(1, group, -1, -1),
+        is_causal=True,
+        scale=scaling,
+    )
     return found[0, ..., :width].transpose(0, 1)
 
 

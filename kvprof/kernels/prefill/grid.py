@@ -33,7 +33,7 @@ def class_costs(
     ----------
     measure : callable
         Returns the seconds of one head with keys and values of the given widths, all else equal
-        (`kvprof.kernels.prefill.measured.pair_seconds`).
+        (`kvprof.kernels.prefill.paths.pair_seconds`).
     key_widths : sequence of int
     value_widths : sequence of int, optional
         As the keys' by default.

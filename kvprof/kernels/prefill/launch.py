@@ -14,10 +14,47 @@ from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.schedules import Blocks, Work, cut_blocks
-from kvprof.kernels.prefill.streams import side_by_side
 from kvprof.kernels.prefill.tuning import SHARED_MEMORY, Tile, Tuning, head_tiles
 
-__all__ = ["Launch", "PrefillStep", "Trace", "kind_numbers", "prefill_step"]
+__all__ = ["Launch", "PrefillStep", "Trace", "kind_numbers", "prefill_step", "side_by_side"]
+
+# --- Runs pieces of work side by side on a GPU's streams, so that a CUDA graph may hold them.
+
+
+@lru_cache(maxsize=64)
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def side_by_side(jobs: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Start all jobs after what the current stream holds, and let it go on when all are done.
+
+    The first runs on the current stream, the others on streams of their own; elsewhere than on a
+    GPU one after the other. A job may keep nothing that another stream allocated beyond its end.
+
+    Parameters
+    ----------
+    jobs : sequence of callable
+        Each starts work on the current stream.
+    device : torch.device
+    """
+    if device.type != "cuda" or len(jobs) < 2:
+        for job in jobs:
+            job()
+        return
+    current = torch.cuda.current_stream(device)
+    begun = current.record_event()
+    done = []
+    for number, job in enumerate(jobs[1:]):
+        stream = _stream(device, number)
+        stream.wait_event(begun)
+        with torch.cuda.stream(stream):
+            job()
+            done.append(stream.record_event())
+    # Last, so that waiting for the host to launch the others does not hold it up.
+    jobs[0]()
+    for event in done:
+        current.wait_event(event)
 
 
 class Launch(NamedTuple):
@@ -119,9 +156,15 @@ class PrefillStep:
         """
         unused = self.table
         tensors = (
-            query, buffer, output, lengths, unused if sinks is None else sinks, self.table,
-            self.places, unused if trace is None else trace,
-        )  # fmt: skip
+            query,
+            buffer,
+            output,
+            lengths,
+            unused if sinks is None else sinks,
+            self.table,
+            self.places,
+            unused if trace is None else trace,
+        )
         scale = scaling if softcap else scaling * math.log2(math.e)
         numbers = (self.tokens, self.layout.capacity, query.shape[-1], output.shape[-1])
         scores = (scale, softcap, self.window)
@@ -131,11 +174,20 @@ class PrefillStep:
             if launch.tile.registers:
                 options["maxnreg"] = launch.tile.registers
             return lambda: prefill_blocks[(launch.blocks,)](
-                *tensors, launch.first, *numbers, *scores,
-                KINDS=launch.kinds, COUNT=len(launch.kinds) // 10, STAGES=launch.tile.stages,
-                GROUP=self.layout.group, SOFTCAP=softcap > 0, SINKS=sinks is not None,
-                WINDOW=self.window > 0, TRACE=trace is not None, **options,
-            )  # fmt: skip
+                *tensors,
+                launch.first,
+                *numbers,
+                *scores,
+                KINDS=launch.kinds,
+                COUNT=len(launch.kinds) // 10,
+                STAGES=launch.tile.stages,
+                GROUP=self.layout.group,
+                SOFTCAP=softcap > 0,
+                SINKS=sinks is not None,
+                WINDOW=self.window > 0,
+                TRACE=trace is not None,
+                **options,
+            )
 
         return [job(launch) for launch in self.launches]
 

@@ -2,23 +2,225 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvprof.errors import UsageError
-from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.prefill.launch import prefill_step
-from kvprof.kernels.prefill.library import (
-    REWARDED,
-    library_jobs,
-    padded_width,
-    width_classes,
-)
-from kvprof.kernels.prefill.streams import side_by_side
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.prefill.launch import prefill_step, side_by_side
 from kvprof.kernels.prefill.tuning import Tuning
 
-__all__ = ["PATHS", "Choice", "best_paths", "from_table", "run_paths"]
+__all__ = [
+    "PATHS",
+    "REWARDED",
+    "Choice",
+    "best_paths",
+    "from_table",
+    "library_jobs",
+    "library_refuses",
+    "measured_path",
+    "padded_width",
+    "pair_seconds",
+    "quick_path",
+    "run_paths",
+    "width_classes",
+]
+
+# --- A prompt's attention through torch's own kernels, heads grouped by what those reward.
+
+
+#: Widths at which a library's time falls.
+REWARDED = (64, 128, 256)
+
+_ON_GPU = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
+_ON_CPU = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+
+
+def padded_width(width: int) -> int:
+    """Return the rewarded width that holds `width` columns.
+
+    Raises
+    ------
+    UsageError
+        When there is none.
+    """
+    found = next((rewarded for rewarded in REWARDED if rewarded >= width), None)
+    if found is None:
+        raise UsageError(
+            f"no library takes heads of width {width} (at most {REWARDED[-1]}); choose path triton"
+        )
+    return found
+
+
+def width_classes(
+    layout: RaggedLayout, heads: Sequence[int]
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return heads by padded key and value width."""
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for head in heads:
+        widths = padded_width(layout.key_widths[head]), padded_width(layout.value_widths[head])
+        found[widths] = (*found.get(widths, ()), head)
+    return found
+
+
+def library_refuses(
+    layout: RaggedLayout,
+    tokens: int,
+    lengths: Sequence[int] | None,
+    *,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    window: int = 0,
+) -> str | None:
+    """Tell why the library path cannot run this, or None when it can.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+    tokens : int
+    lengths : sequence of int or None
+        As the host knows them; None when it does not.
+    softcap : float
+    sinks : bool
+        Whether there are any.
+    window : int
+    """
+    if softcap or sinks or window:
+        return "torch's kernels know no soft-cap, sinks or window"
+    if lengths is None:
+        return "it must be known on the host that every sequence is new (host_lengths)"
+    if any(length != tokens for length in lengths):
+        return f"torch's causal kernels want {tokens} tokens in every sequence, and none before"
+    widest = max(layout.key_widths + layout.value_widths)
+    if widest > REWARDED[-1]:
+        return f"no library takes heads of width {widest} (at most {REWARDED[-1]})"
+    return None
+
+
+def library_jobs(
+    query: Tensor,
+    buffer: Tensor,
+    output: Tensor,
+    layout: RaggedLayout,
+    scaling: float,
+    heads: Sequence[int],
+) -> list[Callable[[], None]]:
+    """Return one call per class of widths, for streams of their own.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[batch, tokens, Σ_g G·dk_g]``, contiguous; every sequence is as long.
+    buffer : Tensor
+    output : Tensor
+        ``[batch, tokens, Σ_g G·dv_g]``; the columns of `heads` are written.
+    layout : RaggedLayout
+    scaling : float
+    heads : sequence of int
+        KV heads to compute.
+    """
+    grouped = width_classes(layout, heads).items()
+
+    def job(widths: tuple[int, int], own: tuple[int, ...]) -> Callable[[], None]:
+        return lambda: _attend(query, buffer, output, layout, scaling, own, widths)
+
+    # What takes longest starts first.
+    ordered = sorted(grouped, key=lambda item: -len(item[1]) * sum(item[0]))
+    return [job(widths, own) for widths, own in ordered]
+
+
+def _attend(
+    query: Tensor,
+    buffer: Tensor,
+    output: Tensor,
+    layout: RaggedLayout,
+    scaling: float,
+    heads: tuple[int, ...],
+    widths: tuple[int, int],
+) -> None:
+    """Attend for the heads of one class."""
+    tokens = query.shape[1]
+    queries = _queries(query, layout, heads, widths[0])
+    keys = _dense(buffer, layout, heads, 0, widths[0], tokens)
+    values = _dense(buffer, layout, heads, 1, widths[1], tokens)
+    try:
+        with sdpa_kernel(list(_ON_GPU if query.is_cuda else _ON_CPU), set_priority=True):
+            found = scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+            )
+    except RuntimeError as error:
+        # The second is what cuDNN says of widths that it was asked for and has no plan for.
+        if not any(words in str(error) for words in ("No available kernel", "cuDNN")):
+            raise
+        raise LackingError(
+            f"none of torch's attention kernels here takes keys {widths[0]} and values "
+            f"{widths[1]} wide in {query.dtype}; choose path triton"
+        ) from error
+    side_by_side = heads == tuple(range(heads[0], heads[-1] + 1))
+    if side_by_side and {layout.value_widths[head] for head in heads} == {widths[1]}:
+        columns = slice(layout.output_offsets[heads[0]], layout.output_offsets[heads[-1] + 1])
+        target = _in_heads(output[..., columns], len(heads) * layout.group)
+        target.copy_(found.transpose(1, 2))  # one launch: many small ones outlast a short prompt
+        return
+    found = found.view(query.shape[0], len(heads), layout.group, tokens, widths[1])
+    for number, head in enumerate(heads):
+        columns = slice(*layout.output_offsets[head : head + 2])
+        target = _in_heads(output[..., columns], layout.group)
+        target.copy_(found[:, number, ..., : layout.value_widths[head]].transpose(1, 2))
+
+
+def _in_heads(columns: Tensor, heads: int) -> Tensor:
+    """Return ``[batch, tokens, heads · width]`` as ``[batch, tokens, heads, width]``, a view."""
+    return columns.view(*columns.shape[:2], heads, -1)
+
+
+def _queries(query: Tensor, layout: RaggedLayout, heads: tuple[int, ...], width: int) -> Tensor:
+    """Return ``[batch, heads·G, tokens, width]``: a view where the heads lie side by side."""
+    own = {layout.key_widths[head] for head in heads}
+    if own == {width} and heads == tuple(range(heads[0], heads[-1] + 1)):
+        columns = slice(layout.query_offsets[heads[0]], layout.query_offsets[heads[-1] + 1])
+        return _in_heads(query[..., columns], len(heads) * layout.group).transpose(1, 2)
+    parts = []
+    for head in heads:
+        columns = slice(*layout.query_offsets[head : head + 2])
+        part = _in_heads(query[..., columns], layout.group).transpose(1, 2)
+        parts.append(pad(part, (0, width - part.shape[-1])))
+    return torch.cat(parts, dim=1)
+
+
+def _dense(
+    buffer: Tensor, layout: RaggedLayout, heads: tuple[int, ...], side: int, width: int, tokens: int
+) -> Tensor:
+    """Return K (side 0) or V of heads as ``[batch, heads, tokens, width]``: a view if possible."""
+    widths = (layout.key_widths, layout.value_widths)[side]
+    starts = [layout.offsets[head][side] for head in heads]
+    steps = {later - start for start, later in pairwise(starts)}
+    if {widths[head] for head in heads} == {width} and chunks(width) == (width,) and len(steps) < 2:
+        return buffer.as_strided(
+            (layout.batch, len(heads), tokens, width),
+            (layout.capacity * width, min(steps, default=0), width, 1),
+            buffer.storage_offset() + starts[0],
+        )
+    dense = buffer.new_zeros(layout.batch, len(heads), tokens, width)
+    for number, head in enumerate(heads):
+        start, column = starts[number], 0
+        for chunk in chunks(widths[head]):
+            size = layout.batch * layout.capacity * chunk
+            plane = buffer[start : start + size].view(layout.batch, layout.capacity, chunk)
+            dense[:, number, :, column : column + chunk] = plane[:, :tokens]
+            start, column = start + size, column + chunk
+    return dense
+
 
 #: What a caller may ask for.
 PATHS = ("auto", "quick", "triton", "library")
@@ -135,9 +337,212 @@ def run_paths(
         jobs += library_jobs(query, buffer, output, layout, scaling, own["library"])
     if own["triton"]:
         step = prefill_step(
-            layout, query.shape[1], query.device, schedule=schedule, tuning=tuning,
-            element_size=query.element_size(), heads=own["triton"],
-        )  # fmt: skip
+            layout,
+            query.shape[1],
+            query.device,
+            schedule=schedule,
+            tuning=tuning,
+            element_size=query.element_size(),
+            heads=own["triton"],
+        )
         jobs += step.jobs(query, buffer, output, lengths, scaling)
     side_by_side(jobs, query.device)
     return output
+
+
+# --- Which way a prompt's attention takes: found by measuring, remembered in the process.
+
+
+#: Tokens of a prompt below which it is not worth to try, and the most on which `quick_path` tries:
+#: on few tokens launches hide what the kernels of a long prompt gain.
+_WORTH, _TRIED = 512, 16384
+
+_REPEATS = 3
+# Few samples decide, and a run's figures should not hang on which of two like ways won.
+
+
+def _event() -> torch.cuda.Event:
+    # torch leaves it without types.
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+_REMEMBERED: dict[tuple[object, ...], Choice] = {}
+
+
+def measured_path(
+    layout: RaggedLayout,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    schedule: str = "equal",
+    tuning: Tuning | None = None,
+) -> Choice:
+    """Time both ways on random data and remember the faster for about as many tokens.
+
+    Layers with the same widths, group and batch share what was found, up to twice the tokens.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+    tokens : int
+        New tokens of every sequence, with none before.
+    dtype : torch.dtype
+    device : torch.device
+        A GPU, with its index.
+    schedule : str
+        Of the Triton kernel.
+    tuning : Tuning, optional
+
+    Raises
+    ------
+    LackingError
+        Without a GPU.
+    FailedError
+        While a CUDA graph is captured: measure before.
+    """
+    if device.type != "cuda":
+        raise LackingError("the paths of prefill are measured on a GPU only")
+    tuning = tuning or Tuning()
+    key = (
+        layout.key_widths,
+        layout.value_widths,
+        layout.group,
+        layout.batch,
+        tokens.bit_length(),
+        dtype,
+        device,
+        schedule,
+        tuning,
+    )
+    if key in _REMEMBERED:
+        return _REMEMBERED[key]
+    if torch.cuda.is_current_stream_capturing():
+        raise FailedError(
+            "run this prefill once before a CUDA graph captures it, or name its path: auto measures"
+        )
+    own = replace(layout, capacity=tokens)
+    timed = _timed(own, dtype, device, schedule, tuning)
+    _REMEMBERED[key] = best_paths(own, timed)
+    return _REMEMBERED[key]
+
+
+def quick_path(
+    layout: RaggedLayout,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    schedule: str = "equal",
+    tuning: Tuning | None = None,
+) -> str:
+    """Return the faster path for a runtime, which meets a layout for a prompt or two.
+
+    Torch's kernels are tried for heads that they take as they are: all of one pair of widths,
+    neither of them padded. That is measured once for about as many tokens, on one sequence of at
+    most 16,384 of them, and holds for all layers of these widths; they are taken where they are
+    clearly faster. All else goes to Triton: every layer of a ragged plan has a layout of its own,
+    and trying takes as long as eight prompts.
+
+    Parameters
+    ----------
+    layout, tokens, dtype, device, schedule, tuning
+        As for `measured_path`.
+
+    Returns
+    -------
+    str
+        ``triton`` or ``library``.
+    """
+    pairs = set(zip(layout.key_widths, layout.value_widths, strict=True))
+    if len(pairs) > 1 or tokens < _WORTH or not set(*pairs) <= set(REWARDED):
+        return "triton"
+    one = replace(layout, batch=1)
+    try:
+        choice = measured_path(
+            one, min(tokens, _TRIED), dtype, device, schedule=schedule, tuning=tuning
+        )
+    except FailedError:  # a CUDA graph captures this, and it was not measured before
+        return "triton"
+    except torch.OutOfMemoryError:  # trying takes memory of its own
+        torch.cuda.empty_cache()
+        return "triton"
+    times = choice.seconds
+    return "library" if times["library"] < _CLEARLY * times["triton"] else "triton"
+
+
+def pair_seconds(
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    heads: int = 8,
+    group: int = 4,
+    schedule: str = "equal",
+    tuning: Tuning | None = None,
+) -> Callable[[int, int], float]:
+    """Return a measure for `kvprof.kernels.prefill.grid.class_costs`: the faster path's time.
+
+    Parameters
+    ----------
+    tokens : int
+        Of one sequence.
+    dtype : torch.dtype
+    device : torch.device
+        A GPU, with its index.
+    heads, group : int
+        KV heads, all of the pair's widths, and query heads of each; a head is told its share.
+    schedule : str
+    tuning : Tuning, optional
+
+    Raises
+    ------
+    LackingError
+        Without a GPU.
+    """
+    if device.type != "cuda":
+        raise LackingError("the paths of prefill are measured on a GPU only")
+
+    def seconds(key_width: int, value_width: int) -> float:
+        layout = RaggedLayout((key_width,) * heads, (value_width,) * heads, group, 1, tokens)
+        timed = _timed(layout, dtype, device, schedule, tuning or Tuning())
+        paths = ["triton"]
+        if max(key_width, value_width) <= REWARDED[-1]:
+            paths.append("library")
+        return min(timed((path,) * heads) for path in paths) / heads
+
+    return seconds
+
+
+def _timed(
+    layout: RaggedLayout, dtype: torch.dtype, device: torch.device, schedule: str, tuning: Tuning
+) -> Callable[[tuple[str | None, ...]], float]:
+    """Return what times paths, each sequence as long as the capacity, on random data."""
+    tokens = layout.capacity
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype, device=device)
+
+    query = random(layout.batch, tokens, layout.query_offsets[-1])
+    buffer = random(layout.elements)
+    lengths = torch.full((layout.batch,), tokens, dtype=torch.int32, device=device)
+
+    def seconds(paths: tuple[str | None, ...]) -> float:
+        times = []
+        try:
+            with torch.cuda.device(device):
+                for _ in range(_REPEATS + 1):
+                    begin, end = _event(), _event()
+                    begin.record()
+                    run_paths(
+                        paths, query, buffer, layout, lengths, 0.1, schedule=schedule, tuning=tuning
+                    )
+                    end.record()
+                    end.synchronize()
+                    times.append(float(begin.elapsed_time(end)) / 1e3)
+        except LackingError:  # torch has no kernel for these widths in this dtype
+            return math.inf
+        return median(times[1:])
+
+    return seconds

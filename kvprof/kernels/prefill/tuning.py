@@ -125,10 +125,9 @@ class Tuning:
         if element_size == 4:
             smaller = {"rows": max(16, found.rows // 2), "keys": max(16, found.keys // 2)}
             found = replace(found, **smaller, programs=1, registers=0)
-        while (
-            shared_bytes(found, *widths, element_size) > shared // found.programs
-            and (found.stages > 2 or found.keys > 16)
-        ):  # fmt: skip
+        while shared_bytes(found, *widths, element_size) > shared // found.programs and (
+            found.stages > 2 or found.keys > 16
+        ):
             if found.stages > 2:
                 found = replace(found, stages=found.stages - 1)
             else:
@@ -157,8 +156,9 @@ def head_tiles(
     if not tuning.fused:
         return tiles
     common = {
-        "warps": max(tile.warps for tile in tiles), "stages": min(tile.stages for tile in tiles),
+        "warps": max(tile.warps for tile in tiles),
+        "stages": min(tile.stages for tile in tiles),
         "programs": min(tile.programs for tile in tiles),
         "registers": 0 if any(not tile.registers for tile in tiles) else tiles[0].registers,
-    }  # fmt: skip
+    }
     return tuple(replace(tile, **common) for tile in tiles)

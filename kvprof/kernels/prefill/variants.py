@@ -16,15 +16,33 @@ def _prefill(
 ) -> Variant:
     tile = Tuning().tile(key_width, value_width, 2, _SHARED)
     signature = {
-        "queries": f"*{dtype}", "cache": f"*{dtype}", "output": f"*{dtype}", "lengths": "*i32",
-        "sinks": "*fp32", "blocks": "*i32", "heads": "*i64", "trace": "*i64",
-        "first_block": "i32", "tokens": "i32", "capacity": "i32", "query_row": "i32",
-        "output_row": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32",
-    }  # fmt: skip
+        "queries": f"*{dtype}",
+        "cache": f"*{dtype}",
+        "output": f"*{dtype}",
+        "lengths": "*i32",
+        "sinks": "*fp32",
+        "blocks": "*i32",
+        "heads": "*i64",
+        "trace": "*i64",
+        "first_block": "i32",
+        "tokens": "i32",
+        "capacity": "i32",
+        "query_row": "i32",
+        "output_row": "i32",
+        "scale": "fp32",
+        "softcap": "fp32",
+        "window": "i32",
+    }
     constants = {
-        "KINDS": kind_numbers([(key_width, value_width, tile)]), "COUNT": 1, "STAGES": tile.stages,
-        "GROUP": 4, "SOFTCAP": options, "SINKS": options, "WINDOW": options, "TRACE": False,
-    }  # fmt: skip
+        "KINDS": kind_numbers([(key_width, value_width, tile)]),
+        "COUNT": 1,
+        "STAGES": tile.stages,
+        "GROUP": 4,
+        "SOFTCAP": options,
+        "SINKS": options,
+        "WINDOW": options,
+        "TRACE": False,
+    }
     return Variant(
         f"prefill {name} {dtype}", prefill_blocks, signature, constants, tile.warps, tile.stages
     )

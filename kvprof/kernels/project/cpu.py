@@ -120,9 +120,13 @@ def _slots(places: Places, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _store(
-    stream: Stream, rotary: Rotary | None, places: Places, begins: list[int],
-    kept: Tensor, slots: Tensor,
-) -> None:  # fmt: skip
+    stream: Stream,
+    rotary: Rotary | None,
+    places: Places,
+    begins: list[int],
+    kept: Tensor,
+    slots: Tensor,
+) -> None:
     """Make one stream's latents and copy them into their planes."""
     size = places.pool * places.capacity
     stacks = None if stream.bases is None else _by_width(stream)

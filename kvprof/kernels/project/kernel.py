@@ -3,8 +3,8 @@
 """Rotate, multiply by a head's basis, store: a program per block of rows and unit of columns.
 
 A row is one token of one sequence. Queries go to dense rows, keys and values to the planes of
-`kvprof.kernels.planes`; `kvprof.kernels.project.units` says which columns a program makes. Units of
-one block of rows are neighbours in the grid, so the states they share are read from memory once.
+`kvprof.kernels.planes`; `kvprof.kernels.project.launch` says which columns a program makes. Units
+of one block of rows are neighbours in the grid, so the states they share are read from memory once.
 """
 
 import triton
@@ -17,8 +17,18 @@ _FIELDS = tl.constexpr(7)
 
 
 @triton.jit
-def _angles(table, at, pair, real, HALF: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
-            ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+def _angles(
+    table,
+    at,
+    pair,
+    real,
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FULL: tl.constexpr,
+):
     """Load one table's entries for both members of some pairs."""
     inside = real[:, None] & (pair < HALF)[None, :]
     if not FULL:
@@ -37,10 +47,22 @@ def _angles(table, at, pair, real, HALF: tl.constexpr, DIM: tl.constexpr, PAIRS:
 
 @triton.jit
 def _rotated(
-    sums, states, cos, sin, basis, length, real,
-    DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    sums,
+    states,
+    cos,
+    sin,
+    basis,
+    length,
+    real,
+    DIM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FULL: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Add what the dimensions that turn give: both members of a pair meet their own basis rows."""
     HALF: tl.constexpr = DIM // 2
     columns = tl.arange(0, WIDTH)[None, :]
@@ -82,10 +104,18 @@ def _rotated(
 
 @triton.jit
 def _plain(
-    sums, states, basis, length, real,
-    DEPTH: tl.constexpr, DIM: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    sums,
+    states,
+    basis,
+    length,
+    real,
+    DEPTH: tl.constexpr,
+    DIM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Add what the dimensions that do not turn give: all but ``OFFSET … OFFSET + DIM - 1``."""
     REST: tl.constexpr = DEPTH - DIM
     columns = tl.arange(0, WIDTH)[None, :]
@@ -122,17 +152,59 @@ def _places(first, skipped, table, sequence, token, real, pool, capacity, most):
 
 @triton.jit
 def _unit(
-    query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer,
-    start, valid, table, head, basis_at, length, plane, stride, column, row, real,
-    tokens, pool, capacity, most,
-    query_row, query_token, query_head, key_row, key_token, key_head,
-    value_row, value_token, value_head, cos_row, cos_token, sin_row, sin_token,
-    STREAM: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
-    DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr,
-    DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    query,
+    keys,
+    values,
+    query_bases,
+    key_bases,
+    value_bases,
+    cos,
+    sin,
+    output,
+    buffer,
+    start,
+    valid,
+    table,
+    head,
+    basis_at,
+    length,
+    plane,
+    stride,
+    column,
+    row,
+    real,
+    tokens,
+    pool,
+    capacity,
+    most,
+    query_row,
+    query_token,
+    query_head,
+    key_row,
+    key_token,
+    key_head,
+    value_row,
+    value_token,
+    value_head,
+    cos_row,
+    cos_token,
+    sin_row,
+    sin_token,
+    STREAM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    VALUE_DEPTH: tl.constexpr,
+    DIM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FULL: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Make and store ``[ROWS, WIDTH]``; see `project_rows`."""
     sequence = row // tokens
     token = row % tokens
@@ -167,9 +239,22 @@ def _unit(
                 cos_at = tl.multiple_of(cos_at, 16)
                 sin_at = tl.multiple_of(sin_at, 16)
             sums = _rotated(
-                sums, states, cos_at, sin_at, basis, length, real,
-                DIM, OFFSET, INTERLEAVED, FULL, PAIRS, ROWS, WIDTH, STAGES,
-            )  # fmt: skip
+                sums,
+                states,
+                cos_at,
+                sin_at,
+                basis,
+                length,
+                real,
+                DIM,
+                OFFSET,
+                INTERLEAVED,
+                FULL,
+                PAIRS,
+                ROWS,
+                WIDTH,
+                STAGES,
+            )
         if DIM < DEPTH:
             sums = _plain(
                 sums, states, basis, length, real, DEPTH, DIM, OFFSET, BLOCK, WIDTH, STAGES
@@ -195,16 +280,54 @@ def _unit(
 
 @triton.jit
 def project_rows(
-    query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer, units,
-    start, valid, table, count, rows, tokens, pool, capacity, most,
-    query_row, query_token, query_head, key_row, key_token, key_head,
-    value_row, value_token, value_head, cos_row, cos_token, sin_row, sin_token,
-    CASES: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr,
-    DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr,
-    DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    query,
+    keys,
+    values,
+    query_bases,
+    key_bases,
+    value_bases,
+    cos,
+    sin,
+    output,
+    buffer,
+    units,
+    start,
+    valid,
+    table,
+    count,
+    rows,
+    tokens,
+    pool,
+    capacity,
+    most,
+    query_row,
+    query_token,
+    query_head,
+    key_row,
+    key_token,
+    key_head,
+    value_row,
+    value_token,
+    value_head,
+    cos_row,
+    cos_token,
+    sin_row,
+    sin_token,
+    CASES: tl.constexpr,
+    COUNT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    VALUE_DEPTH: tl.constexpr,
+    DIM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FULL: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Make one unit's columns of one block of rows.
 
     Parameters
@@ -254,11 +377,56 @@ def project_rows(
     for number in tl.static_range(COUNT):
         if case == number:
             _unit(
-                query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer,
-                start, valid, table, head, basis_at, length, plane, stride, column, row, real,
-                tokens, pool, capacity, most,
-                query_row, query_token, query_head, key_row, key_token, key_head,
-                value_row, value_token, value_head, cos_row, cos_token, sin_row, sin_token,
-                CASES[2 * number], CASES[2 * number + 1], ALIGNED, DEPTH, VALUE_DEPTH,
-                DIM, OFFSET, INTERLEAVED, FULL, ROWS, PAIRS, BLOCK, VALUE_BLOCK, STAGES,
-            )  # fmt: skip
+                query,
+                keys,
+                values,
+                query_bases,
+                key_bases,
+                value_bases,
+                cos,
+                sin,
+                output,
+                buffer,
+                start,
+                valid,
+                table,
+                head,
+                basis_at,
+                length,
+                plane,
+                stride,
+                column,
+                row,
+                real,
+                tokens,
+                pool,
+                capacity,
+                most,
+                query_row,
+                query_token,
+                query_head,
+                key_row,
+                key_token,
+                key_head,
+                value_row,
+                value_token,
+                value_head,
+                cos_row,
+                cos_token,
+                sin_row,
+                sin_token,
+                CASES[2 * number],
+                CASES[2 * number + 1],
+                ALIGNED,
+                DEPTH,
+                VALUE_DEPTH,
+                DIM,
+                OFFSET,
+                INTERLEAVED,
+                FULL,
+                ROWS,
+                PAIRS,
+                BLOCK,
+                VALUE_BLOCK,
+                STAGES,
+            )

@@ -1,7 +1,10 @@
 """The Triton launch of a pass: which blocks it is cut into, and what the kernel is told."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import triton
@@ -9,11 +12,124 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import interpreted
+from kvprof.kernels.planes import chunks
 from kvprof.kernels.project.kernel import project_rows
-from kvprof.kernels.project.units import Units, units
 from kvprof.kernels.project.work import Rotary, Stream, Work
 
-__all__ = ["Tuning", "block_of", "constants", "cut", "launch", "tuning_for"]
+__all__ = [
+    "FIELDS",
+    "KEYS",
+    "QUERY",
+    "VALUES",
+    "Tuning",
+    "Units",
+    "block_of",
+    "constants",
+    "cut",
+    "launch",
+    "tuning_for",
+    "units",
+]
+
+# --- How a pass is cut into units: blocks of a head's columns, 16 to 128 wide.
+
+
+#: The streams, as the kernel counts them.
+QUERY, KEYS, VALUES = 0, 1, 2
+
+#: Numbers per unit: case, head (or first column of a row of latents), where its basis begins, the
+#: basis's row length, where its plane begins (per token of the pool), the row length of what it
+#: writes, and its first column there.
+FIELDS = 7
+
+#: A table on the device and the cases ``(stream, width)`` in it, flat.
+Units = tuple[Tensor, tuple[int, ...]]
+
+
+@lru_cache(maxsize=4096)
+def units(
+    query: tuple[tuple[int, ...], int, int] | None,
+    keys: tuple[tuple[int, ...], int] | None,
+    values: tuple[tuple[int, ...], int] | None,
+    planes: tuple[tuple[int, ...], tuple[int, ...]],
+    widest: int,
+    device: torch.device,
+) -> Units:
+    """Return a pass's units, made once per shape: a captured graph needs one run before it.
+
+    Parameters
+    ----------
+    query : tuple or None
+        Widths per KV head, d, and query heads per KV head.
+    keys, values : tuple or None
+        Widths per KV head, and d (0 where latents are only stored).
+    planes : tuple
+        Key and value widths of the layout.
+    widest : int
+        Most columns of a unit.
+    device : torch.device
+    """
+    rows: list[tuple[int, ...]] = []
+    cases: list[tuple[int, int]] = []
+
+    def add(stream: int, width: int, *fields: int) -> None:
+        if (stream, width) not in cases:
+            cases.append((stream, width))
+        rows.append((cases.index((stream, width)), *fields))
+
+    if query is not None:
+        widths, depth, group = query
+        length, first = group * sum(widths), 0
+        for head, (width, basis) in enumerate(zip(widths, _sums(widths), strict=True)):
+            for member in range(group):
+                for at, _, _, size in _blocks(width, widest):
+                    add(
+                        QUERY,
+                        size,
+                        head * group + member,
+                        depth * basis + at,
+                        width,
+                        0,
+                        length,
+                        first + at,
+                    )
+                first += width
+    both = [width for pair in zip(*planes, strict=True) for width in pair]
+    begins = _sums(tuple(both))
+    for stream, given in ((KEYS, keys), (VALUES, values)):
+        if given is None:
+            continue
+        widths, depth = given
+        for head, (width, basis) in enumerate(zip(widths, _sums(widths), strict=True)):
+            plane = begins[2 * head + stream - KEYS]
+            for at, before, chunk, size in _blocks(width, widest):
+                add(
+                    stream,
+                    size,
+                    head if depth else basis + at,
+                    depth * basis + at,
+                    width,
+                    plane + before,
+                    chunk,
+                    at - before,
+                )
+    table = torch.tensor(rows, dtype=torch.int64, device=device)
+    return table, tuple(number for case in cases for number in case)
+
+
+def _sums(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where each head's columns begin."""
+    return (0, *accumulate(widths))[:-1]
+
+
+def _blocks(width: int, widest: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a head's columns: first column, columns before its chunk, the chunk, the block's size."""
+    before = 0
+    for chunk in chunks(width):
+        size = min(chunk, widest)
+        for at in range(0, chunk, size):
+            yield before + at, before, chunk, size
+        before += chunk
 
 
 @dataclass(frozen=True)
@@ -111,17 +227,25 @@ def launch(work: Work) -> Tensor | None:
             *(None if s is None else s.states for s in (work.query, work.keys, work.values)),
             *(None if s is None else s.bases for s in (work.query, work.keys, work.values)),
             *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
-            output, *((None,) if places is None else (places.buffer,)), table,
+            output,
+            *((None,) if places is None else (places.buffer,)),
+            table,
             *((None,) * 3 if places is None else (places.start, places.valid, places.table)),
-            len(table), batch * tokens, tokens,
+            len(table),
+            batch * tokens,
+            tokens,
             *((0, 0) if places is None else (places.pool, places.capacity)),
             0 if places is None or places.table is None else places.table.shape[1],
-            *_strides(work.query), *_strides(work.keys), *_strides(work.values),
+            *_strides(work.query),
+            *_strides(work.keys),
+            *_strides(work.values),
             *_table_strides(rotary),
-            CASES=cases, COUNT=len(cases) // 2, ALIGNED=_aligned(work, output),
+            CASES=cases,
+            COUNT=len(cases) // 2,
+            ALIGNED=_aligned(work, output),
             **constants(turned, depth, rotary, tuning),
             num_warps=tuning.warps,
-        )  # fmt: skip
+        )
     return output
 
 

@@ -157,7 +157,14 @@ def project_step(
 
 @project_step.register_fake
 def _(
-    query: Tensor, keys: Tensor, values: Tensor, query_bases: Tensor, key_bases: Tensor,
-    value_bases: Tensor | None, buffer: Tensor, key_widths: Sequence[int], *rest: object,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_bases: Tensor,
+    key_bases: Tensor,
+    value_bases: Tensor | None,
+    buffer: Tensor,
+    key_widths: Sequence[int],
+    *rest: object,
+) -> Tensor:
     return _dense(query, key_widths)

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from kvprof.kernels.project.kernel import project_rows
-from kvprof.kernels.project.launch import Tuning, block_of, tuning_for
-from kvprof.kernels.project.units import KEYS, QUERY, VALUES
+from kvprof.kernels.project.launch import KEYS, QUERY, VALUES, Tuning, block_of, tuning_for
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
@@ -14,17 +13,42 @@ __all__ = ["VARIANTS"]
 _STATES = (("query", "query_bases"), ("keys", "key_bases"), ("values", "value_bases"))
 _PLACES = ("start", "valid", "table")
 _NUMBERS = (
-    "count", "rows", "tokens", "pool", "capacity", "most",
-    "query_row", "query_token", "query_head", "key_row", "key_token", "key_head",
-    "value_row", "value_token", "value_head", "cos_row", "cos_token", "sin_row", "sin_token",
-)  # fmt: skip
+    "count",
+    "rows",
+    "tokens",
+    "pool",
+    "capacity",
+    "most",
+    "query_row",
+    "query_token",
+    "query_head",
+    "key_row",
+    "key_token",
+    "key_head",
+    "value_row",
+    "value_token",
+    "value_head",
+    "cos_row",
+    "cos_token",
+    "sin_row",
+    "sin_token",
+)
 
 
 def _project(
-    name: str, dtype: str, tuning: Tuning, cases: tuple[tuple[int, int], ...], *,
-    depth: int, value_depth: int = 0, dim: int = 0, offset: int = 0, interleaved: bool = False,
-    full: bool = False, absent: tuple[str, ...] = (),
-) -> Variant:  # fmt: skip
+    name: str,
+    dtype: str,
+    tuning: Tuning,
+    cases: tuple[tuple[int, int], ...],
+    *,
+    depth: int,
+    value_depth: int = 0,
+    dim: int = 0,
+    offset: int = 0,
+    interleaved: bool = False,
+    full: bool = False,
+    absent: tuple[str, ...] = (),
+) -> Variant:
     """Describe one form; `absent` names the optional tensors that it runs without."""
     streams = {stream for stream, _ in cases}
     missing = {
@@ -44,13 +68,21 @@ def _project(
     signature = {key: kind for key, kind in tensors.items() if key not in missing}
     constants: dict[str, Any] = {
         **dict.fromkeys(sorted(missing)),
-        "CASES": tuple(number for case in cases for number in case), "COUNT": len(cases),
+        "CASES": tuple(number for case in cases for number in case),
+        "COUNT": len(cases),
         "ALIGNED": True,
-        "DEPTH": depth, "VALUE_DEPTH": value_depth, "DIM": dim, "OFFSET": offset,
-        "INTERLEAVED": interleaved, "FULL": full, "ROWS": tuning.rows,
-        "PAIRS": block_of(dim // 2, tuning), "BLOCK": block_of(depth - dim, tuning),
-        "VALUE_BLOCK": block_of(value_depth, tuning), "STAGES": tuning.stages,
-    }  # fmt: skip
+        "DEPTH": depth,
+        "VALUE_DEPTH": value_depth,
+        "DIM": dim,
+        "OFFSET": offset,
+        "INTERLEAVED": interleaved,
+        "FULL": full,
+        "ROWS": tuning.rows,
+        "PAIRS": block_of(dim // 2, tuning),
+        "BLOCK": block_of(depth - dim, tuning),
+        "VALUE_BLOCK": block_of(value_depth, tuning),
+        "STAGES": tuning.stages,
+    }
     signature |= dict.fromkeys(_NUMBERS, "i32")
     return Variant(f"project {name} {dtype}", project_rows, signature, constants, tuning.warps)
 
@@ -67,12 +99,43 @@ _FP32 = tuning_for(4096, torch.float32)
 #: A decoding step with V folded; one with V through its basis, partial RoPE and pages; a prompt's
 #: keys with neighbours as pairs; a prompt's queries in fp32.
 VARIANTS = (
-    _project("step", "bf16", _STEP, _cases(16, 32, 64, streams=_ALL),
-             depth=128, dim=128, full=True, absent=("valid", "table")),
-    _project("step, paged", "fp16", _STEP, _cases(16, 32, 64, streams=_ALL),
-             depth=80, value_depth=80, dim=32, full=True, absent=("valid",)),
-    _project("prompt", "bf16", _PROMPT, _cases(16, 32, 64, 128, streams=(KEYS,)),
-             depth=128, dim=128, interleaved=True, absent=("table",)),
-    _project("prompt", "fp32", _FP32, _cases(16, 32, 64, streams=(QUERY,)),
-             depth=256, absent=("buffer", *_PLACES)),
-)  # fmt: skip
+    _project(
+        "step",
+        "bf16",
+        _STEP,
+        _cases(16, 32, 64, streams=_ALL),
+        depth=128,
+        dim=128,
+        full=True,
+        absent=("valid", "table"),
+    ),
+    _project(
+        "step, paged",
+        "fp16",
+        _STEP,
+        _cases(16, 32, 64, streams=_ALL),
+        depth=80,
+        value_depth=80,
+        dim=32,
+        full=True,
+        absent=("valid",),
+    ),
+    _project(
+        "prompt",
+        "bf16",
+        _PROMPT,
+        _cases(16, 32, 64, 128, streams=(KEYS,)),
+        depth=128,
+        dim=128,
+        interleaved=True,
+        absent=("table",),
+    ),
+    _project(
+        "prompt",
+        "fp32",
+        _FP32,
+        _cases(16, 32, 64, streams=(QUERY,)),
+        depth=256,
+        absent=("buffer", *_PLACES),
+    ),
+)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvprof.kernels.reconstruct.form import Form
-from kvprof.kernels.reconstruct.weights import halves
+from kvprof.kernels.reconstruct.form import Form, halves
 
 __all__ = ["reconstruct_cpu"]
 
@@ -13,10 +12,18 @@ _BLOCK = 512
 
 
 def reconstruct_cpu(
-    query: Tensor, buffer: Tensor, up: Tensor | None, form: Form, lengths: Tensor,
-    cos: Tensor | None, sin: Tensor | None, scaling: float, *,
-    softcap: float = 0.0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    buffer: Tensor,
+    up: Tensor | None,
+    form: Form,
+    lengths: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scaling: float,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return ``[batch, Σ_groups n·G·r_v]`` in the dtype of `query`.
 
     The arithmetic is float32; torch's own threads share each block.
@@ -26,7 +33,7 @@ def reconstruct_cpu(
     query, buffer, cos, sin, scaling, softcap, sinks
         As `kvprof.kernels.reconstruct.step.ReconstructStep.run` takes them.
     up : Tensor or None
-        From `kvprof.kernels.reconstruct.weights.flat`; None where nothing is rebuilt.
+        From `kvprof.kernels.reconstruct.form.flat`; None where nothing is rebuilt.
     form : Form
     lengths : Tensor
         ``[batch]`` int32, on the CPU.

@@ -58,9 +58,17 @@ def folded_queries(
 
 
 def without_rope(
-    step: "DecodeStep", query: Tensor, up: Sequence[Tensor], heads_per_group: int, buffer: Tensor,
-    schedule: "Schedule", scaling: float, *, softcap: float = 0.0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    step: "DecodeStep",
+    query: Tensor,
+    up: Sequence[Tensor],
+    heads_per_group: int,
+    buffer: Tensor,
+    schedule: "Schedule",
+    scaling: float,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return a step's attention over latents of a layer without RoPE.
 
     The scores are ``(q_h @ up_j) @ zᵀ``, so this is plain decode over latents as keys and values.

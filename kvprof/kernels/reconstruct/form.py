@@ -6,12 +6,112 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP, RaggedLayout, chunks
-from kvprof.kernels.reconstruct.tuning import Target, Tuning, tuning_for
 
-__all__ = ["Form", "blocks_of", "element_of"]
+__all__ = [
+    "Form",
+    "Target",
+    "Tuning",
+    "arranged",
+    "blocks_of",
+    "element_of",
+    "flat",
+    "halves",
+    "tuning_for",
+]
+
+# --- What is chosen for a GPU: how the reconstruction kernel is built and its work is cut.
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is chosen for a GPU and a layer's widths.
+
+    Attributes
+    ----------
+    pieces : int
+        Pieces of work per multiprocessor.
+    height : int
+        Most tokens of a tile, a power of two.
+    tile : int
+        Most bytes of the latents of K, and of V, in a tile; a piece is a whole number of tiles but
+        for a sequence's end.
+    columns : int
+        Most columns of a head's half that are rebuilt at once, a power of two from 16.
+    kept : bool
+        Whether a program keeps a group's `up`, or takes it block by block for every tile.
+    warps : int
+        Of a program.
+    stages : int
+        Tiles of latents (kept) or blocks of `up` (not kept) on their way at once.
+    ahead : bool
+        Whether the next tile of latents is called into L2; for where tiles are not pipelined.
+    products : int
+        Multiplications that take as long as reading one column: the cost by which work is cut.
+    """
+
+    pieces: int = 4
+    height: int = 128
+    tile: int = 81920
+    columns: int = 64
+    kept: bool = False
+    warps: int = 8
+    stages: int = 2
+    ahead: bool = True
+    products: int = 128
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a GPU has.
+
+    Attributes
+    ----------
+    capability : int
+        Compute capability times ten.
+    shared : int
+        Bytes of shared memory that a program may have.
+    """
+
+    capability: int = 90
+    shared: int = 232448
+
+
+def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int) -> Tuning:
+    """Return what a GPU and a layer ask for.
+
+    Small matrices stay with programs of four warps, several to a multiprocessor, whose tiles are
+    pipelined. Large ones come in blocks, as wide as shared memory has room for beside a tile.
+
+    Parameters
+    ----------
+    target : Target
+    matrix : int
+        Bytes of the largest group's `up`.
+    row : int
+        Widest key latent.
+    queries : int
+        Rows of queries in a product.
+    element : int
+        Bytes of a value.
+    """
+    # Classes of GPUs: H100 and B200; A100; GPUs of graphics cards.
+    size = 0 if target.shared >= 220000 else 1 if target.shared >= 160000 else 2
+    if matrix <= (32768, 32768, 16384)[size]:
+        stages = 3 if size == 0 and element == 2 else 2
+        height = 64 if size < 2 else 32
+        return Tuning(12, height, 16384, kept=True, warps=4, stages=stages, ahead=False)
+    tile = (81920, 65536, 32768)[size]
+    blocks = (139264, 73728, 49152)[size]
+    most = blocks // (2 * 2 * element * (row + queries))
+    # Blackwell's compiler spills in the pipeline, and where rows are widest two blocks do not fit.
+    stages = 1 if 100 <= target.capability < 110 or most < STEP else 2
+    columns = max(STEP, min(64, 1 << max(most, 1).bit_length() - 1))
+    return Tuning(tile=tile, columns=columns, stages=stages)
+
 
 _MOST_CHUNKS = 4
 _LARGEST_HEAD = 512
@@ -166,21 +266,34 @@ class Form:
             queries = list(self.layout.query_offsets[:-1])
         ups = accumulate((self.heads * self.padded * width for width in self.key_widths), initial=0)
         rows = [
-            (query, key, value, up, self.kinds.index(pair), output, pair[1],
-             self.cost(*pair), self.height(*pair), self.heads)
+            (
+                query,
+                key,
+                value,
+                up,
+                self.kinds.index(pair),
+                output,
+                pair[1],
+                self.cost(*pair),
+                self.height(*pair),
+                self.heads,
+            )
             for query, (key, value), up, pair, output in zip(
                 queries, self.layout.offsets, ups, pairs, self.layout.output_offsets, strict=False
             )
-        ]  # fmt: skip
+        ]
         return torch.tensor(rows, dtype=torch.int64)
 
     def encoded(self) -> list[int]:
         """Return the form as integers, as a custom operator takes it."""
         scalars = astuple(self)[2:-1]
         return [
-            len(self.key_widths), *self.key_widths, *self.value_widths,
-            *map(int, scalars), *map(int, astuple(self.tuning)),
-        ]  # fmt: skip
+            len(self.key_widths),
+            *self.key_widths,
+            *self.value_widths,
+            *map(int, scalars),
+            *map(int, astuple(self.tuning)),
+        ]
 
     @staticmethod
     def decoded(numbers: Sequence[int]) -> "Form":
@@ -196,9 +309,18 @@ def _decoded(numbers: tuple[int, ...]) -> Form:
     pieces, height, tile, columns, kept, warps, stages, ahead, products = rest[8:]
     tuning = Tuning(pieces, height, tile, columns, bool(kept), warps, stages, bool(ahead), products)
     return Form(
-        tuple(keys), tuple(values), batch, capacity, heads, group, head_dim, rotary_dim,
-        bool(interleaved), element, tuning,
-    )  # fmt: skip
+        tuple(keys),
+        tuple(values),
+        batch,
+        capacity,
+        heads,
+        group,
+        head_dim,
+        rotary_dim,
+        bool(interleaved),
+        element,
+        tuning,
+    )
 
 
 def element_of(dtype: torch.dtype) -> int:
@@ -212,3 +334,72 @@ def element_of(dtype: torch.dtype) -> int:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UsageError(f"latents in {dtype} cannot run: bfloat16, float16 and float32 can")
     return dtype.itemsize
+
+
+# --- The matrices that rebuild keys, sorted as the kernel reads them.
+
+
+def halves(width: int, interleaved: bool) -> tuple[slice, slice]:
+    """Return which of `width` rotated columns are the first and the second of their pairs."""
+    if interleaved:
+        return slice(0, width, 2), slice(1, width, 2)
+    return slice(0, width // 2), slice(width // 2, width)
+
+
+def flat(up: Sequence[Tensor], form: Form) -> Tensor:
+    """Return every group's `up`, row after row, in one buffer.
+
+    Parameters
+    ----------
+    up : sequence of Tensor
+        Per group ``[n·d, r_k]``, the rows of KV head j from ``j·d`` on (`kvprof.methods.plan`).
+    form : Form
+
+    Raises
+    ------
+    UsageError
+        When shapes or dtypes do not fit.
+    """
+    wanted = [(form.heads * form.head_dim, width) for width in form.key_widths]
+    shapes = [tuple(matrix.shape) for matrix in up]
+    if shapes != wanted:
+        raise UsageError(f"matrices {shapes} rebuild no keys of a layer that wants {wanted}")
+    if len({matrix.dtype for matrix in up}) > 1:
+        raise UsageError("the matrices that rebuild keys differ in dtype")
+    return torch.cat([matrix.reshape(-1) for matrix in up])
+
+
+def arranged(up: Sequence[Tensor], form: Form) -> Tensor:
+    """Return every group's `up` in one buffer, block after block of columns.
+
+    Per group and KV head: for every block of rotated pairs the rows of the first halves and then of
+    the second, after them the blocks of rows that RoPE leaves alone. Blocks past a half's end are
+    filled with zeros; every block is cut into the chunks of the latent's width, each dense.
+
+    Parameters
+    ----------
+    up : sequence of Tensor
+        As in `flat`, which checks them.
+    form : Form
+    """
+    first, second = halves(form.rotary_dim, form.interleaved)
+    parts: list[Tensor] = []
+    for matrix, width in zip(up, form.key_widths, strict=True):
+        for head in matrix.reshape(form.heads, form.head_dim, width):
+            turned, rest = head[: form.rotary_dim], head[form.rotary_dim :]
+            pairs = [
+                torch.split(_filled(turned[half]), list(form.paired)) for half in (first, second)
+            ]
+            blocks = [block for pair in zip(*pairs, strict=True) for block in pair]
+            blocks += torch.split(_filled(rest), list(form.plain))
+            parts += [
+                chunk.reshape(-1)
+                for block in blocks
+                for chunk in torch.split(block, list(chunks(width)), dim=1)
+            ]
+    return torch.cat(parts)
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Fill up with zero rows to a multiple of 16."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % STEP))

@@ -1,7 +1,3 @@
-# mypy: ignore-errors
-# Triton's functions are compiled from their source; types mean nothing to its compiler, and it
-# unpacks no tuples.
-# ruff: noqa: RUF005
 """Split-context decode that rebuilds keys from latents before RoPE (Palu §3.1.2, appendix B).
 
 A tile of latents is loaded once for all KV heads that share it. Rebuilding costs ``r·n·d``
@@ -26,9 +22,257 @@ from L2 block by block, pipelined over the heads, and the next tile's latents ar
 import triton
 import triton.language as tl
 
-from kvprof.kernels.reconstruct.scores import load_rows, rebuilt_scores, stored_scores
+__all__ = ["COLUMNS", "KIND", "load_rows", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
 
-__all__ = ["COLUMNS", "KIND", "reconstruct_pieces"]
+# --- Scores of one tile of latents: rebuild, RoPE and dot (Palu appendix B), or the dot alone.
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+@triton.jit
+def load_rows(at, rows, mask, WIDTH: tl.constexpr):
+    """Load dense rows of a plane, zeros where they do not count."""
+    return tl.load(
+        at + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=mask[:, None], other=0.0
+    )
+
+
+@triton.jit
+def _block(up, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load dense rows of `up`."""
+    return tl.load(up + tl.arange(0, COLUMNS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
+
+
+@triton.jit
+def _product(latents, up, COLUMNS: tl.constexpr, KINDS: tl.constexpr, BASE: tl.constexpr):
+    """Return ``z @ upᵀ`` for one block of rows of `up`, ``[tokens, COLUMNS]`` float32."""
+    states = tl.dot(latents[0], tl.trans(_block(up, COLUMNS, KINDS[BASE])), input_precision="ieee")
+    at = up + COLUMNS * KINDS[BASE]
+    for i in tl.static_range(1, 4):
+        if KINDS[BASE + i] > 0:
+            block = _block(at, COLUMNS, KINDS[BASE + i])
+            states = tl.dot(latents[i], tl.trans(block), states, input_precision="ieee")
+            at += COLUMNS * KINDS[BASE + i]
+    return states
+
+
+@triton.jit
+def _score(scores, keys, query, mask):
+    """Add ``keys @ queryᵀ``; the queries of other heads are masked."""
+    queries = tl.load(query, mask=mask, other=0.0)
+    return tl.dot(keys.to(queries.dtype), tl.trans(queries), scores, input_precision="ieee")
+
+
+@triton.jit
+def _rotated(
+    scores,
+    latents,
+    cos,
+    sin,
+    query,
+    rows,
+    head,
+    up,
+    pairs,
+    COLUMNS: tl.constexpr,
+    KINDS: tl.constexpr,
+    BASE: tl.constexpr,
+    RANK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Go on with one head's scores by a block of rotated pairs."""
+    first = _product(latents, up, COLUMNS, KINDS, BASE)
+    second = _product(latents, up + COLUMNS * RANK, COLUMNS, KINDS, BASE)
+    mask = (rows // GROUP == head)[:, None] & (pairs < HALF)[None, :]
+    if INTERLEAVED:
+        at = query + rows[:, None] * HEAD_DIM + 2 * pairs[None, :]
+        other = at + 1
+    else:
+        at = query + rows[:, None] * HEAD_DIM + pairs[None, :]
+        other = at + HALF
+    scores = _score(scores, first * cos - second * sin, at, mask)
+    return _score(scores, second * cos + first * sin, other, mask)
+
+
+@triton.jit
+def _plain(
+    scores,
+    latents,
+    query,
+    rows,
+    head,
+    up,
+    columns,
+    COLUMNS: tl.constexpr,
+    KINDS: tl.constexpr,
+    BASE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Go on with one head's scores by a block of columns that RoPE leaves alone."""
+    keys = _product(latents, up, COLUMNS, KINDS, BASE)
+    mask = (rows // GROUP == head)[:, None] & (columns < HEAD_DIM)[None, :]
+    return _score(scores, keys, query + rows[:, None] * HEAD_DIM + columns[None, :], mask)
+
+
+@triton.jit
+def rebuilt_scores(
+    latents,
+    cos,
+    sin,
+    tokens,
+    mask,
+    angle_rows,
+    angle_columns,
+    query,
+    up,
+    rows,
+    heads,
+    KINDS: tl.constexpr,
+    BASE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KEPT: tl.constexpr,
+    STAGES: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Return ``RoPE(z @ up_jᵀ) @ q_jᵀ`` of all heads of a group, ``[tokens, ROWS]`` float32."""
+    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + 1] + KINDS[BASE + 2] + KINDS[BASE + 3]
+    scores = tl.zeros([HEIGHT, ROWS], tl.float32)
+    done = 0
+    for block in tl.static_range(PAIRED):
+        pairs = done + tl.arange(0, BLOCKS[block])
+        at = tokens[:, None] * angle_rows + pairs[None, :] * angle_columns
+        there = mask[:, None] & (pairs < HALF)[None, :]
+        turn = tl.load(cos + at, mask=there, other=0.0).to(tl.float32)
+        lift = tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
+        weights = up + 2 * done * RANK
+        if KEPT:
+            for head in tl.static_range(HEADS):
+                scores = _rotated(
+                    scores,
+                    latents,
+                    turn,
+                    lift,
+                    query,
+                    rows,
+                    head,
+                    weights + head * PADDED * RANK,
+                    pairs,
+                    BLOCKS[block],
+                    KINDS,
+                    BASE,
+                    RANK,
+                    GROUP,
+                    HEAD_DIM,
+                    HALF,
+                    INTERLEAVED,
+                )
+        else:
+            for head in tl.range(0, heads, num_stages=STAGES):
+                scores = _rotated(
+                    scores,
+                    latents,
+                    turn,
+                    lift,
+                    query,
+                    rows,
+                    head,
+                    weights + head * PADDED * RANK,
+                    pairs,
+                    BLOCKS[block],
+                    KINDS,
+                    BASE,
+                    RANK,
+                    GROUP,
+                    HEAD_DIM,
+                    HALF,
+                    INTERLEAVED,
+                )
+        done += BLOCKS[block]
+    weights = up + 2 * done * RANK
+    plain = 2 * HALF
+    for block in tl.static_range(PAIRED, COUNT):
+        columns = plain + tl.arange(0, BLOCKS[block])
+        if KEPT:
+            for head in tl.static_range(HEADS):
+                scores = _plain(
+                    scores,
+                    latents,
+                    query,
+                    rows,
+                    head,
+                    weights + head * PADDED * RANK,
+                    columns,
+                    BLOCKS[block],
+                    KINDS,
+                    BASE,
+                    GROUP,
+                    HEAD_DIM,
+                )
+        else:
+            for head in tl.range(0, heads, num_stages=STAGES):
+                scores = _plain(
+                    scores,
+                    latents,
+                    query,
+                    rows,
+                    head,
+                    weights + head * PADDED * RANK,
+                    columns,
+                    BLOCKS[block],
+                    KINDS,
+                    BASE,
+                    GROUP,
+                    HEAD_DIM,
+                )
+        plain += BLOCKS[block]
+        weights += BLOCKS[block] * RANK
+    return scores
+
+
+@triton.jit
+def stored_scores(
+    latents,
+    query,
+    rows,
+    real,
+    KINDS: tl.constexpr,
+    BASE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return ``z @ qᵀ`` for queries of the latent's own width, ``[tokens, ROWS]`` float32."""
+    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + 1] + KINDS[BASE + 2] + KINDS[BASE + 3]
+    scores = tl.zeros([HEIGHT, ROWS], tl.float32)
+    done = 0
+    for i in tl.static_range(4):
+        if KINDS[BASE + i] > 0:
+            columns = done + tl.arange(0, KINDS[BASE + i])
+            at = query + rows[:, None] * RANK + columns[None, :]
+            scores = _score(scores, latents[i], at, real[:, None])
+            done += KINDS[BASE + i]
+    return scores
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler, and it
+# unpacks no tuples.
+# ruff: noqa: RUF005
+
 
 #: Numbers per kind of group in KINDS.
 KIND = 9
@@ -65,9 +309,13 @@ def _call(at, tokens, WIDTH: tl.constexpr):
     LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
     lines = at + tokens[:, None] * WIDTH + tl.arange(0, LINES)[None, :] * LINE
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -88,14 +336,49 @@ def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _piece(
-    queries, cache, up, cos, sin, partial, logs, item, row, query_at, key_at, value_at, up_at,
-    heads, start, stop, capacity, batch, angle_batch, angle_rows, angle_columns, scale, cap,
-    KINDS: tl.constexpr, BASE: tl.constexpr, BLOCKS: tl.constexpr, PAIRED: tl.constexpr,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, REBUILD: tl.constexpr, CAPPED: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, WIDEST: tl.constexpr,
-    AHEAD: tl.constexpr, KEPT: tl.constexpr, HEIGHT: tl.constexpr,
-):  # fmt: skip
+    queries,
+    cache,
+    up,
+    cos,
+    sin,
+    partial,
+    logs,
+    item,
+    row,
+    query_at,
+    key_at,
+    value_at,
+    up_at,
+    heads,
+    start,
+    stop,
+    capacity,
+    batch,
+    angle_batch,
+    angle_rows,
+    angle_columns,
+    scale,
+    cap,
+    KINDS: tl.constexpr,
+    BASE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    REBUILD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDEST: tl.constexpr,
+    AHEAD: tl.constexpr,
+    KEPT: tl.constexpr,
+    HEIGHT: tl.constexpr,
+):
     """Attend to the tokens of one piece and leave its part of the result."""
     QUERIES: tl.constexpr = HEADS * GROUP
     rows = tl.arange(0, ROWS)
@@ -122,11 +405,33 @@ def _piece(
         latents = _planes(cache + key_at, plane, own, tokens, mask, KINDS, BASE)
         if REBUILD:
             scores = rebuilt_scores(
-                latents, cos + row.to(tl.int64) * angle_batch, sin + row.to(tl.int64) * angle_batch,
-                tokens, mask, angle_rows, angle_columns, query, matrices, rows, heads,
-                KINDS, BASE, BLOCKS, PAIRED, COUNT, HEADS, GROUP, HEAD_DIM, HALF, INTERLEAVED,
-                KEPT, STAGES, HEIGHT, ROWS, PADDED,
-            )  # fmt: skip
+                latents,
+                cos + row.to(tl.int64) * angle_batch,
+                sin + row.to(tl.int64) * angle_batch,
+                tokens,
+                mask,
+                angle_rows,
+                angle_columns,
+                query,
+                matrices,
+                rows,
+                heads,
+                KINDS,
+                BASE,
+                BLOCKS,
+                PAIRED,
+                COUNT,
+                HEADS,
+                GROUP,
+                HEAD_DIM,
+                HALF,
+                INTERLEAVED,
+                KEPT,
+                STAGES,
+                HEIGHT,
+                ROWS,
+                PADDED,
+            )
         else:
             scores = stored_scores(latents, query, rows, real, KINDS, BASE, HEIGHT, ROWS)
         scores = scores * scale
@@ -160,14 +465,42 @@ def _piece(
 
 @triton.jit
 def reconstruct_pieces(
-    queries, cache, up, cos, sin, partial, logs, items, groups, capacity, batch,
-    angle_batch, angle_rows, angle_columns, scale, cap,
-    KINDS: tl.constexpr, KIND_COUNT: tl.constexpr, BLOCKS: tl.constexpr, PAIRED: tl.constexpr,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, REBUILD: tl.constexpr, CAPPED: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, WIDEST: tl.constexpr,
-    QUERY_ROW: tl.constexpr, AHEAD: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
+    queries,
+    cache,
+    up,
+    cos,
+    sin,
+    partial,
+    logs,
+    items,
+    groups,
+    capacity,
+    batch,
+    angle_batch,
+    angle_rows,
+    angle_columns,
+    scale,
+    cap,
+    KINDS: tl.constexpr,
+    KIND_COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    REBUILD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDEST: tl.constexpr,
+    QUERY_ROW: tl.constexpr,
+    AHEAD: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """Run one piece per program.
 
     Parameters
@@ -175,7 +508,7 @@ def reconstruct_pieces(
     queries, cache
         ``[batch, QUERY_ROW]``, and the layer's planes (`kvprof.kernels.planes`).
     up
-        From `kvprof.kernels.reconstruct.weights.arranged`.
+        From `kvprof.kernels.reconstruct.form.arranged`.
     cos, sin
         Tables; `angle_batch`, `angle_rows`, `angle_columns` are their strides (0: shared by rows).
     partial, logs
@@ -214,10 +547,46 @@ def reconstruct_pieces(
         for number in tl.static_range(KIND_COUNT):
             if kind == number:
                 _piece(
-                    queries, cache, up, cos, sin, partial, logs, item, row, query_at, key_at,
-                    value_at, up_at, heads, start, stop, capacity, batch, angle_batch, angle_rows,
-                    angle_columns, scale, cap,
-                    KINDS, number * _KIND, BLOCKS, PAIRED, COUNT, HEADS, GROUP, HEAD_DIM, HALF,
-                    INTERLEAVED, REBUILD, CAPPED, STAGES, ROWS, PADDED, WIDEST, AHEAD, KEPT,
+                    queries,
+                    cache,
+                    up,
+                    cos,
+                    sin,
+                    partial,
+                    logs,
+                    item,
+                    row,
+                    query_at,
+                    key_at,
+                    value_at,
+                    up_at,
+                    heads,
+                    start,
+                    stop,
+                    capacity,
+                    batch,
+                    angle_batch,
+                    angle_rows,
+                    angle_columns,
+                    scale,
+                    cap,
+                    KINDS,
+                    number * _KIND,
+                    BLOCKS,
+                    PAIRED,
+                    COUNT,
+                    HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    HALF,
+                    INTERLEAVED,
+                    REBUILD,
+                    CAPPED,
+                    STAGES,
+                    ROWS,
+                    PADDED,
+                    WIDEST,
+                    AHEAD,
+                    KEPT,
                     KINDS[number * _KIND + 8],
-                )  # fmt: skip
+                )

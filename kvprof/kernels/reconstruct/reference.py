@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reconstruct.weights import halves
+from kvprof.kernels.reconstruct.form import halves
 
 __all__ = ["reference_reconstruct", "turned"]
 
@@ -31,10 +31,20 @@ def turned(keys: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved:
 
 
 def reference_reconstruct(
-    query: Tensor, buffer: Tensor, layout: RaggedLayout, up: Sequence[Tensor],
-    heads_per_group: int, lengths: Sequence[int], cos: Tensor, sin: Tensor, scaling: float, *,
-    interleaved: bool = False, softcap: float = 0.0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    buffer: Tensor,
+    layout: RaggedLayout,
+    up: Sequence[Tensor],
+    heads_per_group: int,
+    lengths: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+    scaling: float,
+    *,
+    interleaved: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return one decoding step's attention, ``[batch, Σ_groups n·G·r_v]`` float64.
 
     Parameters
@@ -45,8 +55,9 @@ def reference_reconstruct(
         Tokens of each sequence that count.
     """
     output = query.new_zeros(layout.batch, layout.output_offsets[-1], dtype=torch.float64)
-    queries = query.double().view(layout.batch, layout.heads, heads_per_group, -1,
-                                  up[0].shape[0] // heads_per_group)  # fmt: skip
+    queries = query.double().view(
+        layout.batch, layout.heads, heads_per_group, -1, up[0].shape[0] // heads_per_group
+    )
     tables = [table.double().expand(layout.batch, -1, -1) for table in (cos, sin)]
     rotary_dim = 2 * cos.shape[-1]
     for group in range(layout.heads):

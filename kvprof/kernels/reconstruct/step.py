@@ -1,25 +1,386 @@
 """One decoding step of attention over latents from before RoPE (Palu §3.1.2, appendix B)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.dispatch import interpreted, uses_triton
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reconstruct.form import Form, element_of
-from kvprof.kernels.reconstruct.operator import (
-    cut_operator,
-    reconstruct_operator,
-)
-from kvprof.kernels.reconstruct.tuning import Target, Tuning
-from kvprof.kernels.reconstruct.weights import arranged, flat
+from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
+from kvprof.kernels.reconstruct.form import Form, Target, Tuning, arranged, element_of, flat
+from kvprof.kernels.reconstruct.kernel import COLUMNS, reconstruct_pieces
 
-__all__ = ["ReconstructStep", "Schedule", "Tuning", "reconstruct_step", "stored_step"]
+__all__ = [
+    "ReconstructStep",
+    "Schedule",
+    "Tuning",
+    "constants_of",
+    "cut_operator",
+    "cut_pieces",
+    "merge_pieces",
+    "reconstruct_operator",
+    "reconstruct_step",
+    "stored_step",
+]
+
+# --- Cuts a step's work on the device into pieces of equal cost, and joins what they leave.
+
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+_COLUMNS = tl.constexpr(COLUMNS)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def cut_pieces(
+    lengths,
+    groups,
+    items,
+    parts,
+    capacity,
+    pieces,
+    GROUPS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    MOST: tl.constexpr,
+    ITEMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the pieces of one sequence's group; a program for each, that knows all lengths.
+
+    Parameters
+    ----------
+    lengths
+        ``[batch]`` int32, cut to 0 … `capacity`.
+    groups
+        See `kvprof.kernels.reconstruct.kernel.COLUMNS`.
+    items
+        ``[ITEMS, 4]`` int32, to write; see `reconstruct_pieces`.
+    parts
+        ``[NUMBERS, 2]`` int32, to write: first item and count.
+    pieces
+        To aim at.
+    MOST
+        Power of two from NUMBERS = batch · GROUPS on.
+    """
+    number = tl.program_id(0)
+    index = tl.arange(0, MOST)
+    there = index < NUMBERS
+    length = tl.load(lengths + index // GROUPS, mask=there, other=0)
+    length = tl.minimum(tl.maximum(length, 0), capacity)
+    own = groups + index % GROUPS * _COLUMNS
+    height = tl.load(own + 8, mask=there, other=1).to(tl.int32)
+    work = length * tl.load(own + 7, mask=there, other=1)
+    total = tl.maximum(tl.sum(work, 0), 1)
+    tiles = (length + height - 1) // height
+    counts = tl.minimum(tiles, tl.maximum((work * pieces // total).to(tl.int32), 1))
+    first = tl.sum(tl.where(index < number, counts, 0), 0)
+    mine = index == number
+    count = tl.sum(tl.where(mine, counts, 0), 0)
+    own_length = tl.sum(tl.where(mine, length, 0), 0)
+    own_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
+    own_height = tl.sum(tl.where(mine, height, 0), 0)
+    tl.store(parts + number * 2, first)
+    tl.store(parts + number * 2 + 1, count)
+    # The last one also empties the items that are left over.
+    end = tl.where(number == NUMBERS - 1, ITEMS - first, count)
+    for at in tl.range(0, end, BLOCK):
+        part = at + tl.arange(0, BLOCK)
+        written = part < end
+        used = part < count
+        divisor = tl.maximum(count, 1)
+        start = (own_tiles.to(tl.int64) * part // divisor).to(tl.int32) * own_height
+        stop = (own_tiles.to(tl.int64) * (part + 1) // divisor).to(tl.int32) * own_height
+        stop = tl.minimum(stop, own_length)
+        row = items + (first + part) * 4
+        zero = part * 0
+        tl.store(row, zero + number // GROUPS, mask=written)
+        tl.store(row + 1, zero + number % GROUPS, mask=written)
+        tl.store(row + 2, tl.where(used, start, 0), mask=written)
+        tl.store(row + 3, tl.where(used, stop, 0), mask=written)
+
+
+@triton.jit
+def merge_pieces(
+    partial,
+    logs,
+    parts,
+    groups,
+    sinks,
+    output,
+    GROUPS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUTPUT_ROW: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Join a query head's parts by their log sums; zeros where a sequence has no token.
+
+    A program per sequence and group, query head, and WIDTH columns.
+
+    Parameters
+    ----------
+    partial, logs
+        From `reconstruct_pieces`.
+    parts
+        From `cut_pieces`.
+    groups
+        See `kvprof.kernels.reconstruct.kernel.COLUMNS`.
+    sinks
+        ``[GROUPS, QUERIES]`` float32 logits that take their share of the softmax, if SINKS.
+    """
+    number = tl.program_id(0)
+    query = tl.program_id(1)
+    first = tl.load(parts + number * 2)
+    count = tl.load(parts + number * 2 + 1)
+    group = number % GROUPS
+    at = tl.load(groups + group * _COLUMNS + 5)
+    width = tl.load(groups + group * _COLUMNS + 6)
+    columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    inside = columns < width
+    # Finite: a sequence without tokens must not give inf - inf.
+    top = -1e30
+    total = 0.0
+    if SINKS:
+        top = tl.load(sinks + group * QUERIES + query) * _LOG2E
+        total = 1.0
+    acc = tl.zeros([WIDTH], tl.float32)
+    for start in tl.range(0, count, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        there = part < count
+        place = (first + part).to(tl.int64) * QUERIES + query
+        own = tl.load(logs + place, mask=there, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(own, 0))
+        fade = tl.exp2(top - higher)
+        weights = tl.exp2(own - higher)
+        loaded = tl.load(
+            partial + place[:, None] * WIDEST + columns[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        acc = acc * fade + tl.sum(loaded * weights[:, None], 0)
+        total = total * fade + tl.sum(weights, 0)
+        top = higher
+    result = acc / tl.where(total > 0, total, 1.0)
+    row = (number // GROUPS).to(tl.int64) * OUTPUT_ROW
+    target = output + row + at + query * width + columns
+    tl.store(target, result.to(output.dtype.element_ty), mask=inside)
+
+
+# --- The reconstruction step as operators, ``kvprof::reconstruct`` and
+# ``kvprof::reconstruct_cut``.
+
+
+#: Parts that the merge reads at once, and the columns of one of its programs.
+_PARTS, _COLUMN_BLOCK = 64, 64
+
+
+def constants_of(form: Form, *, capped: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of `reconstruct_pieces`."""
+    return {
+        "KINDS": form.numbers,
+        "KIND_COUNT": len(form.kinds),
+        "BLOCKS": (*form.paired, *form.plain) or (0,),
+        "PAIRED": len(form.paired),
+        "COUNT": len(form.paired) + len(form.plain),
+        "HEADS": form.heads,
+        "GROUP": form.group,
+        "HEAD_DIM": form.head_dim,
+        "HALF": form.rotary_dim // 2,
+        "INTERLEAVED": form.interleaved,
+        "REBUILD": form.rebuild,
+        "CAPPED": capped,
+        "STAGES": form.tuning.stages,
+        "ROWS": form.rows,
+        "PADDED": form.padded,
+        "WIDEST": max(form.value_widths),
+        "QUERY_ROW": form.query_row,
+        # The request to L2 is inline assembly, which the interpreter has none of.
+        "AHEAD": form.tuning.ahead and not interpreted(),
+        "KEPT": form.tuning.kept,
+    }
+
+
+@torch.library.custom_op("kvprof::reconstruct_cut", mutates_args=())
+def cut_operator(
+    lengths: Tensor, groups: Tensor, capacity: int, pieces: int
+) -> tuple[Tensor, Tensor]:
+    """Return the items and parts of a step, as `cut_pieces` writes them."""
+    tasks = len(lengths) * len(groups)
+    items = _empty((pieces + tasks, 4), lengths, torch.int32)
+    parts = _empty((tasks, 2), lengths, torch.int32)
+    cut_pieces[(tasks,)](
+        lengths,
+        groups,
+        items,
+        parts,
+        capacity,
+        pieces,
+        GROUPS=len(groups),
+        NUMBERS=tasks,
+        MOST=triton.next_power_of_2(tasks),
+        ITEMS=len(items),
+        BLOCK=128,
+        num_warps=4,
+    )
+    return items, parts
+
+
+@cut_operator.register_fake
+def _(lengths: Tensor, groups: Tensor, capacity: int, pieces: int) -> tuple[Tensor, Tensor]:
+    tasks = lengths.shape[0] * groups.shape[0]
+    return lengths.new_empty(pieces + tasks, 4), lengths.new_empty(tasks, 2)
+
+
+@torch.library.custom_op("kvprof::reconstruct", mutates_args=())
+def reconstruct_operator(
+    query: Tensor,
+    buffer: Tensor,
+    up: Tensor | None,
+    lengths: Tensor,
+    scheduled: Sequence[Tensor],
+    groups: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    form: Sequence[int],
+) -> Tensor:
+    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU.
+
+    Parameters
+    ----------
+    query, buffer, cos, sin, sinks, scaling, softcap
+        As for `ReconstructStep.run`, which checks them.
+    up
+        From `weights.arranged` for Triton, from `weights.flat` for a CPU.
+    lengths, scheduled
+        Of a `Schedule`.
+    groups
+        See `kvprof.kernels.reconstruct.kernel.COLUMNS`.
+    form
+        From `Form.encoded`.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, Σ_groups n·G·r_v]``.
+    """
+    made = Form.decoded(form)
+    if not uses_triton(query.device):
+        return reconstruct_cpu(
+            query, buffer, up, made, lengths, cos, sin, scaling, softcap=softcap, sinks=sinks
+        )
+    items, parts = scheduled
+    widest = max(made.value_widths)
+    partial = _empty((len(items), made.queries, widest), query, torch.float32)
+    logs = _empty((len(items), made.queries), query, torch.float32)
+    output = _empty((made.batch, made.layout.output_offsets[-1]), query, query.dtype)
+    _launch_pieces(
+        query,
+        buffer,
+        up,
+        cos,
+        sin,
+        partial,
+        logs,
+        items,
+        groups,
+        made,
+        scaling * math.log2(math.e),
+        softcap * math.log2(math.e),
+    )
+    merge_pieces[(len(parts), made.queries, triton.cdiv(widest, _COLUMN_BLOCK))](
+        partial,
+        logs,
+        parts,
+        groups,
+        logs if sinks is None else sinks,
+        output,
+        GROUPS=len(groups),
+        QUERIES=made.queries,
+        WIDEST=widest,
+        WIDTH=_COLUMN_BLOCK,
+        BLOCK=_PARTS,
+        OUTPUT_ROW=made.layout.output_offsets[-1],
+        SINKS=sinks is not None,
+        num_warps=4,
+    )
+    return output
+
+
+@reconstruct_operator.register_fake
+def _(
+    query: Tensor,
+    buffer: Tensor,
+    up: Tensor | None,
+    lengths: Tensor,
+    scheduled: Sequence[Tensor],
+    groups: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    form: Sequence[int],
+) -> Tensor:
+    made = Form.decoded(form)
+    return query.new_empty(made.batch, made.layout.output_offsets[-1])
+
+
+def _launch_pieces(
+    query: Tensor,
+    buffer: Tensor,
+    up: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    partial: Tensor,
+    logs: Tensor,
+    items: Tensor,
+    groups: Tensor,
+    form: Form,
+    scale: float,
+    cap: float,
+) -> None:
+    # Where nothing is rebuilt the kernel reads no table; any tensor takes its place.
+    cos, sin = (query if table is None else table for table in (cos, sin))
+    strides = (cos.stride(0) if cos.dim() == 3 else 0, *cos.stride()[-2:])
+    reconstruct_pieces[(len(items),)](
+        query,
+        buffer,
+        query if up is None else up,
+        cos,
+        sin,
+        partial,
+        logs,
+        items,
+        groups,
+        form.capacity,
+        form.batch,
+        *strides,
+        scale,
+        cap,
+        **constants_of(form, capped=cap > 0),
+        num_warps=form.tuning.warps,
+    )
+
+
+def _empty(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory that the kernels write whole; tests poison it."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 class Schedule(NamedTuple):
@@ -96,9 +457,17 @@ class ReconstructStep:
         return Schedule(lengths, list(found))
 
     def run(
-        self, query: Tensor, buffer: Tensor, schedule: Schedule, cos: Tensor | None,
-        sin: Tensor | None, scaling: float, *, softcap: float = 0.0, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        schedule: Schedule,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return ``[batch, Σ_groups n·G·r_v]`` in the dtype of `query`.
 
         Parameters
@@ -135,10 +504,19 @@ class ReconstructStep:
         self._check(query, buffer, schedule, sinks)
         self._check_tables(cos, sin)
         found: Tensor = reconstruct_operator(
-            query.contiguous(), buffer, self.up, schedule.lengths, schedule.scheduled, self.groups,
-            cos, sin, None if sinks is None else sinks.contiguous(), scaling, softcap,
+            query.contiguous(),
+            buffer,
+            self.up,
+            schedule.lengths,
+            schedule.scheduled,
+            self.groups,
+            cos,
+            sin,
+            None if sinks is None else sinks.contiguous(),
+            scaling,
+            softcap,
             self.form.encoded(),
-        )  # fmt: skip
+        )
         return found
 
     def _check(
@@ -200,10 +578,17 @@ def _on(device: torch.device, **tensors: Tensor) -> None:
 
 
 def reconstruct_step(
-    layout: RaggedLayout, up: Sequence[Tensor], head_dim: int, heads_per_group: int,
-    device: torch.device | str, *, tuning: Tuning | None = None,
-    multiprocessors: int | None = None, interleaved: bool = False, rotary_dim: int | None = None,
-) -> ReconstructStep:  # fmt: skip
+    layout: RaggedLayout,
+    up: Sequence[Tensor],
+    head_dim: int,
+    heads_per_group: int,
+    device: torch.device | str,
+    *,
+    tuning: Tuning | None = None,
+    multiprocessors: int | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+) -> ReconstructStep:
     """Prepare a layer's decoding step: what rebuilds its keys is sorted once, here.
 
     Parameters
@@ -241,10 +626,18 @@ def reconstruct_step(
             f"{heads_per_group} KV heads"
         )
     form = Form(
-        layout.key_widths, layout.value_widths, layout.batch, layout.capacity, heads_per_group,
-        layout.group // heads_per_group, head_dim, head_dim if rotary_dim is None else rotary_dim,
-        interleaved, element_of(dtype), tuning or Tuning(),
-    )  # fmt: skip
+        layout.key_widths,
+        layout.value_widths,
+        layout.batch,
+        layout.capacity,
+        heads_per_group,
+        layout.group // heads_per_group,
+        head_dim,
+        head_dim if rotary_dim is None else rotary_dim,
+        interleaved,
+        element_of(dtype),
+        tuning or Tuning(),
+    )
     if tuning is None:
         form = replace(form, tuning=form.tuned(_target(device)))
     whole = flat(up, form)

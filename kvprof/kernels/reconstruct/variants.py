@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from kvprof.kernels.reconstruct.form import Form
+from kvprof.kernels.reconstruct.form import Form, Target, Tuning
 from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
-from kvprof.kernels.reconstruct.operator import constants_of
-from kvprof.kernels.reconstruct.tuning import Target, Tuning
+from kvprof.kernels.reconstruct.step import constants_of
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
@@ -13,11 +12,20 @@ __all__ = ["VARIANTS"]
 
 def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
     signature = {
-        "queries": f"*{dtype}", "cache": f"*{dtype}", "up": f"*{dtype}", "cos": f"*{dtype}",
-        "sin": f"*{dtype}", "partial": "*fp32", "logs": "*fp32", "items": "*i32", "groups": "*i64",
-        "capacity": "i32", "batch": "i32",
-        "scale": "fp32", "cap": "fp32",
-    }  # fmt: skip
+        "queries": f"*{dtype}",
+        "cache": f"*{dtype}",
+        "up": f"*{dtype}",
+        "cos": f"*{dtype}",
+        "sin": f"*{dtype}",
+        "partial": "*fp32",
+        "logs": "*fp32",
+        "items": "*i32",
+        "groups": "*i64",
+        "capacity": "i32",
+        "batch": "i32",
+        "scale": "fp32",
+        "cap": "fp32",
+    }
     constants = {
         **constants_of(form, capped=capped),
         "angle_batch": 0,
@@ -25,15 +33,24 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
         "angle_columns": 1,
     }
     return Variant(
-        f"reconstruct {name} {dtype}", reconstruct_pieces, signature, constants,
-        form.tuning.warps, form.tuning.stages,
-    )  # fmt: skip
+        f"reconstruct {name} {dtype}",
+        reconstruct_pieces,
+        signature,
+        constants,
+        form.tuning.warps,
+        form.tuning.stages,
+    )
 
 
 def _form(
-    key_widths: tuple[int, ...], value_widths: tuple[int, ...], heads: int, head_dim: int,
-    rotary_dim: int, *, target: Target = Target(),  # noqa: B008  (frozen)
-) -> Form:  # fmt: skip
+    key_widths: tuple[int, ...],
+    value_widths: tuple[int, ...],
+    heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    *,
+    target: Target = Target(),  # noqa: B008  (frozen)
+) -> Form:
     widths = (key_widths, value_widths)
     form = Form(*widths, 8, 102400, heads, 4, head_dim, rotary_dim, False, 2, Tuning())
     return replace(form, tuning=form.tuned(target))

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from kvprof.tui.figures import Strip
-from kvprof.views.jct_strips import strip_scales
+from kvprof.views.jct_bars import strip_scales
 from kvprof.views.numbers import number
 
 __all__ = ["Strips"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvprof.tui.case_state import CaseState
 from kvprof.tui.drawings.bars import short
 from kvprof.tui.palette import SERIES
+from kvprof.tui.state import CaseState
 from kvprof.tui.words import share, size
 from kvprof.views.jct_bars import Bar, columns
 from kvprof.views.numbers import count

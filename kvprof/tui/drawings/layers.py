@@ -12,8 +12,14 @@ from kvprof.views.numbers import MISSING, number, span
 
 __all__ = ["TABLE_WIDTH", "LayerTable", "layer_head"]
 
-_TITLES = {"layer": "layer", "ms": "ms", "bytes": "bytes", "K": "K rank", "V": "V rank",
-           "error": "error"}  # fmt: skip
+_TITLES = {
+    "layer": "layer",
+    "ms": "ms",
+    "bytes": "bytes",
+    "K": "K rank",
+    "V": "V rank",
+    "error": "error",
+}
 _WIDTHS = {"layer": 7, "ms": 9, "bytes": 11, "K": 14, "V": 14, "error": 9}
 _BAR = 10  # columns of a layer's time as a bar, where there is room
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvprof.tui.case_state import CaseState
 from kvprof.tui.drawings.bars import PROVISIONAL, short
 from kvprof.tui.palette import Ink, fill
+from kvprof.tui.state import CaseState
 from kvprof.tui.words import difference, duration, share
 
 __all__ = ["PartTable", "table_width"]
@@ -58,10 +58,14 @@ class PartTable:
         yield head
         small: list[list[float | None]] = []
         for part, seconds in self.rows:
-            if self.small is not None and part != "unattributed" and all(
-                (seconds[index] or 0.0) <= self.small * self.cases[index].jct_seconds()
-                for index in columns
-            ):  # fmt: skip
+            if (
+                self.small is not None
+                and part != "unattributed"
+                and all(
+                    (seconds[index] or 0.0) <= self.small * self.cases[index].jct_seconds()
+                    for index in columns
+                )
+            ):
                 small.append(seconds)
                 continue
             line = Text(no_wrap=True)

@@ -4,20 +4,24 @@ import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import VerticalScroll
 from textual.events import Click, Resize
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
 from kvprof.tui.drawings.flat import text_lines
-from kvprof.tui.keys import footer, tabs
+from kvprof.tui.keys import KEYS, footer, tabs
+from kvprof.views.page import bullets
 
 if TYPE_CHECKING:
     from kvprof.tui.app import LiveApp
 
-__all__ = ["LEAST_COLUMNS", "LEAST_ROWS", "RunScreen"]
+__all__ = ["LEAST_COLUMNS", "LEAST_ROWS", "HelpScreen", "QuitScreen", "RunScreen"]
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 12
 _SHORT = 30  # rows below which no line stays empty for its looks
@@ -179,3 +183,106 @@ def _hashable(key: tuple[Any, ...]) -> Hashable:
     return tuple(
         (entry.plain, tuple(entry.spans)) if isinstance(entry, Text) else entry for entry in key
     )
+
+
+# --- Help: every key, and how to read the screens.
+
+
+_READING = (
+    "A bar is the time of one request, in parts; what no part explains is its own part (?). Until "
+    "a case has finished it is what was measured so far, afterwards the time without "
+    "instrumentation.",
+    "Shares are of the method's own time; until its case has finished, of what is in parts so far.",
+    "≈ is provisional: what a first, short pass says until parts are measured. No result has it.",
+    "A case runs its request several times, without marks and with them: a pass each. A composed "
+    "run measures one layer at several lengths: its points.",
+    "Differences are against the baseline, once both are measured. › marks the chosen method.",
+    "Time between tokens is of decode steps; first token and completion are without "
+    "instrumentation. A first token that is not bold is of a single run so far.",
+    "A colour means one thing: a part, the curve of a method, or better, worse and doubtful.",
+    "A layer's ms are its attention and what the method adds, over the whole request.",
+    "The view reads the run's events and changes nothing: several may watch one run.",
+)
+
+
+class HelpScreen(ModalScreen[None]):
+    """Closes with any of ?, q, Escape and Enter."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        (key, "dismiss", "close") for key in ("question_mark", "q", "escape", "enter", "space")
+    ]
+
+    def compose(self) -> ComposeResult:
+        """Return the page."""
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("1–5", "the screens")
+        for key in KEYS:
+            table.add_row(key.sign, key.help)
+        table.add_row("↑ ↓", "scroll; the mouse works, too: tabs, keys, methods, columns")
+        with VerticalScroll(classes="box"):
+            yield Static(
+                Group(
+                    Text("Keys", style="bold"),
+                    table,
+                    Text(),
+                    Text("How to read it", style="bold"),
+                    bullets(_READING),
+                    Text(),
+                    Text("? or Escape closes this page", style="italic"),
+                )
+            )
+
+
+# --- The question before leaving while a measurement of the view's own is running.
+
+
+class QuitScreen(ModalScreen[str]):
+    """Asks what becomes of the measurement; returns ``finish``, ``stop`` or ``stay``.
+
+    Parameters
+    ----------
+    folder : str
+        Where the run is recorded.
+    stopping : bool
+        Whether it was already asked to stop.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("f", "dismiss('finish')", "finish"),
+        ("s", "dismiss('stop')", "stop"),
+        ("escape,c,q", "dismiss('stay')", "stay"),
+    ]
+
+    def __init__(self, folder: str, stopping: bool) -> None:
+        super().__init__()
+        self._folder = folder
+        self._stopping = stopping
+
+    def compose(self) -> ComposeResult:
+        """Return the question."""
+        stop = (
+            "stop it now; what is on disk stays"
+            if self._stopping
+            else "stop after the step in hand and leave; what is measured stays"
+        )
+        lines = [Text("The measurement is still running.", style="bold"), Text()]
+        for key, text in (
+            ("f", "leave, and let it finish in the background"),
+            ("s", stop),
+            ("c", "continue to watch (Escape)"),
+        ):
+            line = Text.assemble((f" {key} ", "bold reverse"), f"  {text}", overflow="fold")
+            answer = {"f": "finish", "s": "stop", "c": "stay"}[key]
+            line.apply_meta({"answer": answer})
+            lines.append(line)
+        lines += [Text(), Text(f"Its record: {self._folder}", overflow="fold")]
+        with VerticalScroll(classes="box"):
+            yield Static(Group(*lines))
+
+    def on_click(self, event: Click) -> None:
+        """Take the answer that was clicked."""
+        answer = event.style.meta.get("answer")
+        if answer is not None:
+            self.dismiss(answer)

@@ -44,9 +44,14 @@ def measured(
         return stop_after is not None and passes >= stop_after
 
     settings: dict[str, Any] = {
-        "case": "a case", "input_ids": token_ids(batch, PROMPT), "output_len": NEW, "repeats": 1,
-        "now": Ticks(), "should_stop": should_stop, **options,
-    }  # fmt: skip
+        "case": "a case",
+        "input_ids": token_ids(batch, PROMPT),
+        "output_len": NEW,
+        "repeats": 1,
+        "now": Ticks(),
+        "should_stop": should_stop,
+        **options,
+    }
     done = measure_case(model, plan, emit=emit or events.append, **settings)
     return done, events
 

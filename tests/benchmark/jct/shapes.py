@@ -17,19 +17,30 @@ CPU = Machine(torch.device("cpu"), None, "not measured", 2**20, None)
 def tiny_folder(folder: Path, **changes: Any) -> Path:
     """Write the config of a Llama with 2 layers, 4 query heads and 2 KV heads of 32 dimensions."""
     facts = {
-        "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "intermediate_size": 128, "vocab_size": 96,
-    }  # fmt: skip
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "vocab_size": 96,
+    }
     return save_config(folder, **{**facts, **changes})
 
 
 def tiny_shape(**changes: Any) -> ModelShape:
     """Return the same shape without a config."""
     facts = {
-        "name": "tiny", "source": "tests", "layers": 2, "hidden_size": 128, "num_heads": 4,
-        "num_kv_heads": 2, "head_dim": 32, "rope": Rope("default", 10_000.0), "context": 4096,
+        "name": "tiny",
+        "source": "tests",
+        "layers": 2,
+        "hidden_size": 128,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "rope": Rope("default", 10_000.0),
+        "context": 4096,
         "scaling": 32**-0.5,
-    }  # fmt: skip
+    }
     dense = changes.pop("dense", Dense(128, 96))
     return ModelShape(Shape(**{**facts, **changes}), dense)
 

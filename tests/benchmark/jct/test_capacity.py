@@ -6,10 +6,9 @@ import sys
 import pytest
 import torch
 
-from kvprof.benchmark.jct import capacity as capacity_module
+from kvprof.benchmark.jct import composed_run as capacity_module
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.capacity import capacity, largest
-from kvprof.benchmark.jct.communication import AllReduce, measure_all_reduce
+from kvprof.benchmark.jct.composed_run import AllReduce, capacity, largest, measure_all_reduce
 from kvprof.benchmark.jct.measured import Point
 from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
 from kvprof.errors import FailedError
@@ -69,10 +68,12 @@ def test_a_step_reads_no_more_than_the_window_of_layers_that_have_one(monkeypatc
     released = []
     monkeypatch.setattr(bench, "release", lambda: released.append(1))
     monkeypatch.setattr(
-        bench, "point", lambda v, w, place, window=None, powered=False: Point(
+        bench,
+        "point",
+        lambda v, w, place, window=None, powered=False: Point(
             place.seq, {"attention": 1.0 * place.seq}, {"head": 0.5}, 1.0 * place.seq, None, {}
         ),
-    )  # fmt: skip
+    )
     data = capacity(bench, [(parse_variant("full"), None)], 256, 1)
     assert {one["step_seconds"] for one in data["throughput"]} == {256 + 100 + 0.5}
     assert released

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvprof.benchmark.jct.communication import measure_all_reduce
+from kvprof.benchmark.jct.composed_run import measure_all_reduce
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
 from kvprof.records.events import LayerMeasured
@@ -14,8 +14,19 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-METHODS = ("full", "fp8", "fdc", "kq", "palu", "tale", "fdc-4bit", "strawman", "fdc:no-post-rope",
-           "fdc:no-adaptive-rates", "fdc:no-balancing")  # fmt: skip
+METHODS = (
+    "full",
+    "fp8",
+    "fdc",
+    "kq",
+    "palu",
+    "tale",
+    "fdc-4bit",
+    "strawman",
+    "fdc:no-post-rope",
+    "fdc:no-adaptive-rates",
+    "fdc:no-balancing",
+)
 
 
 def ran(tmp_path, **options):
@@ -57,9 +68,15 @@ def test_every_method_is_composed_and_its_parts_add_up(tmp_path):
 
 def test_a_real_run_of_few_layers_is_near_its_composition(tmp_path):
     _, result = ran(
-        tmp_path, mode="real", check=True, methods=("full", "fdc"), layers=4, batches=(8,),
-        input_lens=(8192,), output_lens=(16,),
-    )  # fmt: skip
+        tmp_path,
+        mode="real",
+        check=True,
+        methods=("full", "fdc"),
+        layers=4,
+        batches=(8,),
+        input_lens=(8192,),
+        output_lens=(16,),
+    )
     decode = [row for row in result["data"]["check"]["rows"] if row["phase"] == "decode"]
     assert decode
     assert all(abs(row["difference"]) < 0.25 for row in decode), decode

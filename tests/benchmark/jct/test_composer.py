@@ -61,10 +61,15 @@ class Formula:
         if self.looks:
             self.glimpse(place, {"attention": 2 * attention, "mlp": 0.0}, {"head": 1e-3})
         return Point(
-            place.seq, parts, once, sum(parts.values()) + 3e-6 * tokens,
-            1e-6, {"store": "counted", f"{place.phase} of": str(place.seq)},
-            self.watts if powered else None, self.ends(place.seq) if self.ends else None,
-        )  # fmt: skip
+            place.seq,
+            parts,
+            once,
+            sum(parts.values()) + 3e-6 * tokens,
+            1e-6,
+            {"store": "counted", f"{place.phase} of": str(place.seq)},
+            self.watts if powered else None,
+            self.ends(place.seq) if self.ends else None,
+        )
 
 
 def composer(requests, model=None, *, rate=FAST, sampled=(), **options):
@@ -282,10 +287,19 @@ def test_prompts_that_fit_are_measured_and_longer_ones_add_shorter_rungs():
 def events_of(request, emitted_by):
     events = []
     measure_case(
-        emitted_by.bench.model, "full", case="full b1", batch=1, input_len=request.input_len,
-        output_len=request.output_len, dtype=torch.float32, device=CPU.device, emit=events.append,
-        now=lambda: float(len(events)), should_stop=lambda: False, composer=emitted_by,
-    )  # fmt: skip
+        emitted_by.bench.model,
+        "full",
+        case="full b1",
+        batch=1,
+        input_len=request.input_len,
+        output_len=request.output_len,
+        dtype=torch.float32,
+        device=CPU.device,
+        emit=events.append,
+        now=lambda: float(len(events)),
+        should_stop=lambda: False,
+        composer=emitted_by,
+    )
     return events
 
 
@@ -294,9 +308,18 @@ def test_events_fold_to_the_same_figures():
     made = composer([request])
     events = events_of(request, made)
     started = RunStarted(
-        0.0, "2026-01-01T00:00:00Z", "0", "jct", (), "composed", {}, {}, {"name": "tiny"},
-        ("full b1",), "full",
-    )  # fmt: skip
+        0.0,
+        "2026-01-01T00:00:00Z",
+        "0",
+        "jct",
+        (),
+        "composed",
+        {},
+        {},
+        {"name": "tiny"},
+        ("full b1",),
+        "full",
+    )
     data = fold([started, *events, RunFinished(1.0, True)])
     wanted = made.compose(request)
     (case,) = data["cases"]
@@ -369,10 +392,19 @@ def test_events_come_as_points_are_measured():
     made.bench.point = watched
     events = []
     measure_case(
-        made.bench.model, "full", case="a", batch=1, input_len=64, output_len=4000,
-        dtype=torch.float32, device=CPU.device, emit=events.append, now=lambda: 0.0,
-        should_stop=lambda: False, composer=made,
-    )  # fmt: skip
+        made.bench.model,
+        "full",
+        case="a",
+        batch=1,
+        input_len=64,
+        output_len=4000,
+        dtype=torch.float32,
+        device=CPU.device,
+        emit=events.append,
+        now=lambda: 0.0,
+        should_stop=lambda: False,
+        composer=made,
+    )
     assert seen == sorted(seen)
     assert seen[-1] > 10
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from kvprof.analysis.bases import eigenbasis
-from kvprof.benchmark.jct import latents, measured, samplers
+from kvprof.benchmark.jct import measured
+from kvprof.benchmark.jct import measured as latents
+from kvprof.benchmark.jct import measured as samplers
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.latents import strawman_attended
+from kvprof.benchmark.jct.measured import strawman_attended
 from kvprof.benchmark.jct.model_shape import Dense
 from kvprof.benchmark.shapes import Rope
 from kvprof.benchmark.timing import Interrupted
@@ -151,9 +153,10 @@ def test_a_layer_that_no_graph_holds_is_the_sum_of_parts_that_graphs_hold(monkey
     monkeypatch.setattr(measured, "layer_sampler", lambda units, device, pool: Slow())
     if parts_too:
         monkeypatch.setattr(
-            measured, "unit_sampler",
+            measured,
+            "unit_sampler",
             lambda unit, device, pool: Slow() if unit.part == "mlp" else timed(unit, device),
-        )  # fmt: skip
+        )
     bench = tiny_bench(warn=told.append)
     point = bench.point(parse_variant("full"), None, bench.place("prefill", 1, 40))
     assert any("without a CUDA graph" in text for text in told)

@@ -16,8 +16,18 @@ from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_clock import SETTINGS
 from tests.runtime.test_strawman import strawman
 
-EVERY = {"embedding", "norm", "qkv_proj", "rope", "attention", "o_proj", "mlp", "head", "sampling",
-         "host"}  # fmt: skip
+EVERY = {
+    "embedding",
+    "norm",
+    "qkv_proj",
+    "rope",
+    "attention",
+    "o_proj",
+    "mlp",
+    "head",
+    "sampling",
+    "host",
+}
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "strawman"])
@@ -85,9 +95,14 @@ def test_heads_that_share_a_latent_share_its_columns() -> None:
 def test_levels_are_told_with_their_tokens() -> None:
     model = loaded("Llama")
     plan = make_plan(
-        model, placement=Placement.NONE, ranks=lambda *a: (a[3] // 2, a[3]), heads=2, lazy=True,
-        fold_values=(False, True), levels=Levels(sink=4, shares=(0.8, 0.2), batch=4),
-    )  # fmt: skip
+        model,
+        placement=Placement.NONE,
+        ranks=lambda *a: (a[3] // 2, a[3]),
+        heads=2,
+        lazy=True,
+        fold_values=(False, True),
+        levels=Levels(sink=4, shares=(0.8, 0.2), batch=4),
+    )
     _, events = measured(model, plan)
     for sample in of(events, "memory"):
         assert sum(sample.levels.values()) == sample.context
@@ -143,8 +158,9 @@ def test_an_interruption_keeps_what_was_measured(stop_after: int) -> None:
 
 
 def test_an_interruption_after_both_ways_ends_the_case() -> None:
-    done, events = measured(loaded("Llama"), make_plan(loaded("Llama")), stop_after=2 * NEW + 3,
-                            repeats=3)  # fmt: skip
+    done, events = measured(
+        loaded("Llama"), make_plan(loaded("Llama")), stop_after=2 * NEW + 3, repeats=3
+    )
     assert done is not None
     assert any("1 of 3" in warning.message for warning in of(events, "warning"))
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct.mark_cost import mark_seconds
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.benchmark.jct.sampling import OVERHEAD
-from kvprof.benchmark.jct.steps import Runner
+from kvprof.benchmark.jct.steps import Runner, mark_seconds
 from kvprof.benchmark.jct.subjects import random_model
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.methods.plan import Placement, Plan
@@ -61,9 +60,10 @@ def test_marks_are_not_in_the_parts() -> None:
         done, events = run(plans()["ragged"], kernels="on", graph=True, sample_layers=every)
         by_phase = seconds_by(events, "phase", "part")
         named[every] = sum(
-            seconds for (phase, part), seconds in by_phase.items()
+            seconds
+            for (phase, part), seconds in by_phase.items()
             if phase == "decode" and part != "host"
-        )  # fmt: skip
+        )
         assert named[every] == pytest.approx(done.decode_seconds, rel=0.1)
     assert named[1] == pytest.approx(named[LAYERS], rel=0.05)
 
@@ -77,8 +77,19 @@ def test_parts_cost_little_and_add_up(name: str, graph: bool) -> None:
     assert overhead <= OVERHEAD
     assert not any("different tokens" in warning.message for warning in of(events, "warning"))
     by_phase = seconds_by(events, "phase", "part")
-    wanted = {"attention", "schedule", "norm", "qkv_proj", "rope", "o_proj", "mlp", "head",
-              "embedding", "sampling", "host"}  # fmt: skip
+    wanted = {
+        "attention",
+        "schedule",
+        "norm",
+        "qkv_proj",
+        "rope",
+        "o_proj",
+        "mlp",
+        "head",
+        "embedding",
+        "sampling",
+        "host",
+    }
     found = {part for phase, part in by_phase if phase == "decode"}
     assert found == wanted | ({"compress"} if name == "ragged" else set())
     for phase in ("prefill", "decode"):

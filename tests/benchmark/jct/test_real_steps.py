@@ -10,9 +10,9 @@ import torch
 from kvprof.benchmark.jct.instrument import OTHERS
 from kvprof.benchmark.jct.narrator import Narrator
 from kvprof.benchmark.jct.passes import Pass, doubts
+from kvprof.benchmark.jct.real import Turns
 from kvprof.benchmark.jct.sampling import Sampling, choose_sampling
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.benchmark.jct.turns import Turns
 from kvprof.methods.plan import Placement
 from kvprof.runtime.clock import REST, Stretch, WallClock
 from kvprof.runtime.compressed import compressed
@@ -49,8 +49,14 @@ def test_a_sampled_step_says_what_it_left_out() -> None:
             parts = {(stretch.part, stretch.layer) for stretch in step.stretches}
             assert {layer for _, layer in parts} == {None, *layers}
             assert {part for part, layer in parts if layer == layers[0]} >= {
-                "norm", "qkv_proj", "rope", "attention", "compress", "o_proj", "mlp",
-            }  # fmt: skip
+                "norm",
+                "qkv_proj",
+                "rope",
+                "attention",
+                "compress",
+                "o_proj",
+                "mlp",
+            }
             assert ((OTHERS, None) in parts) == (len(layers) < 3)
             total = sum(stretch.seconds for stretch in step.stretches)
             assert 0.8 * step.queued < total <= step.queued  # what comes after is no part
@@ -194,16 +200,19 @@ def test_what_a_gpu_waited_is_the_hosts() -> None:
     events: list[Any] = []
     narrator = narrator_of(Sampling(3, 2, 3), events, True)
     stretches = [
-        Stretch(REST, None, 0.5, True), Stretch("mlp", 1, 1.0, True),
-        Stretch("mlp", 1, 0.25, True), Stretch(OTHERS, None, 2.0, False),
+        Stretch(REST, None, 0.5, True),
+        Stretch("mlp", 1, 1.0, True),
+        Stretch("mlp", 1, 0.25, True),
+        Stretch(OTHERS, None, 2.0, False),
         Stretch("head", None, 0.125, True),
-    ]  # fmt: skip
+    ]
     timed = told_pass([Stretch("mlp", 0, 1.0, True)], stretches, stretches)
     narrator.parts(1, [timed])
     # Kernels of no part are not told.
     assert {(e.part, e.layer): (e.seconds, e.weight) for e in events} == {
-        ("mlp", 1): (1.25, 3.0), ("head", None): (0.125, 1.0),
-    }  # fmt: skip
+        ("mlp", 1): (1.25, 3.0),
+        ("head", None): (0.125, 1.0),
+    }
     assert "46%" in str(narrator.doubt([timed]))
     # What is left of the first step after 3.875 s of work is waiting; the second one took less than
     # its work by chance, and waits are the phase's as a whole.

@@ -26,8 +26,14 @@ def quick(monkeypatch):
 
 
 def ran(tmp_path, folder, *, should_stop=lambda: False, **options):
-    given = {"model": str(folder), "mode": "composed", "methods": ("full", "fdc"), "device": "cpu",
-             "input_lens": (48,), "output_lens": (9,)}  # fmt: skip
+    given = {
+        "model": str(folder),
+        "mode": "composed",
+        "methods": ("full", "fdc"),
+        "device": "cpu",
+        "input_lens": (48,),
+        "output_lens": (9,),
+    }
     if options.get("mode", "composed") == "composed":
         given["repeats"] = 3
     problem = None

@@ -17,13 +17,22 @@ FP32 = torch.float32
 @pytest.mark.parametrize(
     ("text", "family"),
     [
-        ("full", "full"), ("fp8", "levels"), ("tale", "levels"), ("fdc-4bit", "levels"),
-        ("fdc", "ragged"), ("uniform", "ragged"), ("palu-folded", "ragged"), ("palu", "latents"),
-        ("palu:group=1", "latents"), ("strawman", "strawman"), ("fdc:no-post-rope", "latents"),
-        ("fdc:no-adaptive-rates", "ragged"), ("fdc:no-balancing", "ragged"),
+        ("full", "full"),
+        ("fp8", "levels"),
+        ("tale", "levels"),
+        ("fdc-4bit", "levels"),
+        ("fdc", "ragged"),
+        ("uniform", "ragged"),
+        ("palu-folded", "ragged"),
+        ("palu", "latents"),
+        ("palu:group=1", "latents"),
+        ("strawman", "strawman"),
+        ("fdc:no-post-rope", "latents"),
+        ("fdc:no-adaptive-rates", "ragged"),
+        ("fdc:no-balancing", "ragged"),
         ("fdc:no-post-rope:no-adaptive-rates", "latents"),
     ],
-)  # fmt: skip
+)
 def test_names_say_how_a_method_is_stored(text, family):
     variant = parse_variant(text)
     assert (variant.name, variant.family) == (text, family)
@@ -77,9 +86,16 @@ def test_every_shape_that_ships_can_be_composed(name):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("Llama-2-7B", 6.74), ("Llama-3.1-8B", 8.03), ("Llama-3.1-70B", 70.6), ("Qwen3-32B", 32.8),
-     ("Yi-34B", 34.4), ("Phi-3-14B", 14.0), ("gpt-oss-120b", 116.8)],
-)  # fmt: skip
+    [
+        ("Llama-2-7B", 6.74),
+        ("Llama-3.1-8B", 8.03),
+        ("Llama-3.1-70B", 70.6),
+        ("Qwen3-32B", 32.8),
+        ("Yi-34B", 34.4),
+        ("Phi-3-14B", 14.0),
+        ("gpt-oss-120b", 116.8),
+    ],
+)
 def test_weights_are_those_that_the_models_state(name, billions):
     model = load_model_shape(name)
     shape = model.attention
@@ -161,13 +177,16 @@ def composed(**options):
 
 
 def test_every_combination_is_a_case_and_methods_stand_side_by_side():
-    request = composed(methods=("full", "fdc", "full"), batches=(1, 2), input_lens=(128, 1024),
-                       output_lens=(256,))  # fmt: skip
+    request = composed(
+        methods=("full", "fdc", "full"), batches=(1, 2), input_lens=(128, 1024), output_lens=(256,)
+    )
     names = [case_name(*case) for case in request.cases()]
     assert names[:4] == [
-        "full b1 in128 out256", "fdc b1 in128 out256", "full b1 in1024 out256",
+        "full b1 in128 out256",
+        "fdc b1 in128 out256",
+        "full b1 in1024 out256",
         "fdc b1 in1024 out256",
-    ]  # fmt: skip
+    ]
     assert len(names) == 8
 
 
@@ -185,7 +204,7 @@ def test_every_combination_is_a_case_and_methods_stand_side_by_side():
         ({"methods": ("fdc:no-balancing",)}, "measured by a composed run"),
         ({"kernels": "perhaps"}, "auto, on, off"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(options, says):
     with pytest.raises(UsageError) as refused:
         JctRequest(**options)

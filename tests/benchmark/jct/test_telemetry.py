@@ -104,17 +104,24 @@ def test_a_gpu_tells_what_its_driver_knows(monkeypatch: pytest.MonkeyPatch) -> N
     assert driver.open == 0
     assert events[0].device == "gpu 0"
     assert events[0].values == {
-        "sm_mhz": 1980.0, "memory_mhz": 3201.0, "power_w": 612.5, "temperature_c": 55.0,
-        "memory_bytes": 7.0 * 2**30, "utilisation": 0.42,
-    }  # fmt: skip
+        "sm_mhz": 1980.0,
+        "memory_mhz": 3201.0,
+        "power_w": 612.5,
+        "temperature_c": 55.0,
+        "memory_bytes": 7.0 * 2**30,
+        "utilisation": 0.42,
+    }
     assert events[0].throttled == ("power",)
 
 
 def test_what_a_driver_does_not_tell_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, events = Driver(monkeypatch), []
-    driver.silent = {"nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage",
-                     "nvmlDeviceGetCurrentClocksEventReasons",
-                     "nvmlDeviceGetTotalEnergyConsumption"}  # fmt: skip
+    driver.silent = {
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetTotalEnergyConsumption",
+    }
     with Telemetry(events.append, time.monotonic, GPU, rate_hz=200) as telemetry:
         wait_for(lambda: len(events) > 3)
     assert set(events[0].values) == {"sm_mhz", "memory_mhz", "temperature_c", "memory_bytes"}

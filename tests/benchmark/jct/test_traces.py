@@ -6,16 +6,29 @@ import yaml
 
 from kvprof.benchmark.jct.composition import Composition
 from kvprof.benchmark.jct.lengths import Request
-from kvprof.benchmark.jct.requests import summary
-from kvprof.benchmark.jct.traces import Lengths, Trace, load_trace, sample_requests, trace_names
+from kvprof.benchmark.jct.requests import (
+    Lengths,
+    Trace,
+    load_trace,
+    sample_requests,
+    summary,
+    trace_names,
+)
 from kvprof.errors import UsageError
 
 
 def test_every_row_of_both_tables_is_there():
     assert trace_names() == [
-        "fdc/imdb", "fdc/arxiv", "fdc/cocktail", "fdc/humaneval", "fdc/pg-19",
-        "zack/imdb", "zack/arxiv", "zack/cocktail", "zack/humaneval",
-    ]  # fmt: skip
+        "fdc/imdb",
+        "fdc/arxiv",
+        "fdc/cocktail",
+        "fdc/humaneval",
+        "fdc/pg-19",
+        "zack/imdb",
+        "zack/arxiv",
+        "zack/cocktail",
+        "zack/humaneval",
+    ]
 
 
 def test_the_papers_differ_in_cocktail():
@@ -71,15 +84,23 @@ def test_cells_stand_as_printed():
     table = yaml.safe_load(text)
     assert table["table"] == "table 6"
     assert table["traces"]["cocktail"]["input"] == {
-        "average": "49.7K", "minimum": "9.4K", "maximum": "104.9K",
-    }  # fmt: skip
+        "average": "49.7K",
+        "minimum": "9.4K",
+        "maximum": "104.9K",
+    }
 
 
 def composition(given, written, prefill, decode, compress):
     return Composition(
-        Request(given, written), {"attention": prefill, "compress": compress},
-        {"attention": decode}, prefill, decode, [], None, None,
-    )  # fmt: skip
+        Request(given, written),
+        {"attention": prefill, "compress": compress},
+        {"attention": decode},
+        prefill,
+        decode,
+        [],
+        None,
+        None,
+    )
 
 
 def test_percentiles_are_over_requests():

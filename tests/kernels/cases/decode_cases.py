@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.decode import join, launch
+from kvprof.kernels.decode import launch
+from kvprof.kernels.decode import launch as join
 from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
@@ -19,9 +20,10 @@ LIMITS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 widths = st.integers(1, 16).map(lambda n: 16 * n)
 # On a GPU every example compiles a kernel of its own.
 few = settings(
-    max_examples=3 if DEVICE.type == "cuda" else 5, deadline=None,
+    max_examples=3 if DEVICE.type == "cuda" else 5,
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,18 +69,27 @@ def layers(draw):
     batch = draw(st.integers(1, 2))
     lengths = [draw(st.integers(1, 200)) for _ in range(batch)]
     layout = RaggedLayout(
-        tuple(draw(widths) for _ in range(heads)), tuple(draw(widths) for _ in range(heads)),
-        draw(st.integers(1, 8)), batch, max(lengths) + draw(st.integers(0, 9)),
-    )  # fmt: skip
+        tuple(draw(widths) for _ in range(heads)),
+        tuple(draw(widths) for _ in range(heads)),
+        draw(st.integers(1, 8)),
+        batch,
+        max(lengths) + draw(st.integers(0, 9)),
+    )
     return layout, lengths, [draw(st.integers(0, length - 1)) for length in lengths]
 
 
 @few
 @given(
-    layers(), st.sampled_from(DTYPES), st.integers(1, 9), st.sampled_from([512, 4096]),
-    st.sampled_from(["equal", "lpt"]), st.booleans(), st.sampled_from([0.0, 2.0]), st.booleans(),
+    layers(),
+    st.sampled_from(DTYPES),
+    st.integers(1, 9),
+    st.sampled_from([512, 4096]),
+    st.sampled_from(["equal", "lpt"]),
+    st.booleans(),
+    st.sampled_from([0.0, 2.0]),
+    st.booleans(),
     st.integers(0, 10**6),
-)  # fmt: skip
+)
 def test_any_widths_lengths_options_and_schedules_give_attention(
     layer, dtype, pieces, tile, schedule, windows, softcap, with_sinks, seed
 ):
@@ -89,17 +100,25 @@ def test_any_widths_lengths_options_and_schedules_give_attention(
     cut = prepared.cut(whole(lengths), whole(starts) if windows else None)
     found = prepared.run(query, buffer, cut, 0.09, softcap=softcap, sinks=sinks)
     wanted = reference_decode(
-        query, buffer, layout, lengths, 0.09,
-        softcap=softcap, sinks=sinks, starts=starts if windows else None,
-    )  # fmt: skip
+        query,
+        buffer,
+        layout,
+        lengths,
+        0.09,
+        softcap=softcap,
+        sinks=sinks,
+        starts=starts if windows else None,
+    )
     assert error(found, wanted) < LIMITS[dtype]
 
 
 @few
 @given(
-    st.integers(1, 3).map(lambda n: 16 * n), st.lists(st.integers(1, 90), min_size=1, max_size=3),
-    st.sampled_from(DTYPES), st.integers(0, 10**6),
-)  # fmt: skip
+    st.integers(1, 3).map(lambda n: 16 * n),
+    st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+    st.integers(0, 10**6),
+)
 def test_pages_in_any_order_give_attention(page, lengths, dtype, seed):
     most = -(-max(lengths) // page)
     pool = RaggedLayout((48, 16), (32, 80), 3, most * len(lengths) + 2, page)
@@ -222,8 +241,12 @@ def test_what_cannot_run_is_refused():
         prepared.run(query, buffer, cut, 1.0, sinks=torch.zeros(2, 2, device=DEVICE))
     with pytest.raises(UsageError, match="no pages"):
         prepared.run(query, buffer, cut, 1.0, table=whole([0])[None])
-    for more in ({"schedule": "best"}, {"page_tokens": 32, "rows": 1}, {"rows": 2},
-                 {"page_tokens": 64}):  # fmt: skip
+    for more in (
+        {"schedule": "best"},
+        {"page_tokens": 32, "rows": 1},
+        {"rows": 2},
+        {"page_tokens": 64},
+    ):
         with pytest.raises(UsageError):
             decode_step(layout, DEVICE, **more)
     if DEVICE.type == "cpu":

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.cuts import equal_shares
+from kvprof.kernels.levels.launch import equal_shares
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.reference import reference_levels
 from kvprof.kernels.levels.step import LevelsStep, Tuning, levels_step
@@ -29,9 +29,10 @@ LIMITS = {
 
 # On a GPU every example compiles a kernel of its own.
 few = settings(
-    max_examples=3 if DEVICE.type == "cuda" else 5, deadline=None,
+    max_examples=3 if DEVICE.type == "cuda" else 5,
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+)
 
 
 def random_states(layout: LevelsLayout, seed: int, *, scale: float = 1.0):
@@ -102,10 +103,11 @@ def levels(draw):
         segments.append(
             Segment(
                 RaggedLayout(keys, values, group, batch, capacity),
-                draw(st.sampled_from(FORMATS)), draw(st.sampled_from(FORMATS)),
+                draw(st.sampled_from(FORMATS)),
+                draw(st.sampled_from(FORMATS)),
                 draw(st.sampled_from([16, 32, 64, None])),
             )
-        )  # fmt: skip
+        )
         lengths.append(own)
     for row in range(batch):
         lengths[0][row] = lengths[0][row] or 1  # every row has a context

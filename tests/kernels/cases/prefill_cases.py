@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.prefill.grid import class_costs
-from kvprof.kernels.prefill.measured import measured_path, pair_seconds, quick_path
-from kvprof.kernels.prefill.paths import run_paths
+from kvprof.kernels.prefill.paths import measured_path, pair_seconds, quick_path, run_paths
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, prefill, prefill_step
 
@@ -74,9 +73,12 @@ def prompts(draw):
     )
     lengths = [max(1, tokens + draw(st.integers(-20, 60))) for _ in range(batch)]
     layout = RaggedLayout(
-        tuple(draw(widths) for _ in range(heads)), tuple(draw(widths) for _ in range(heads)),
-        draw(st.integers(1, 8)), batch, max(lengths) + draw(st.integers(0, 9)),
-    )  # fmt: skip
+        tuple(draw(widths) for _ in range(heads)),
+        tuple(draw(widths) for _ in range(heads)),
+        draw(st.integers(1, 8)),
+        batch,
+        max(lengths) + draw(st.integers(0, 9)),
+    )
     options = {
         "window": draw(st.sampled_from([0, 0, 1, 17, 40])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
@@ -86,10 +88,13 @@ def prompts(draw):
 
 @settings(max_examples=6 if GPU else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    prompts(), st.sampled_from(DTYPES), st.sampled_from(["equal", "rows", "plain"]),
-    st.sampled_from([(64, 32, 0), (32, 64, 0), (64, 64, 1)]), st.booleans(),
+    prompts(),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["equal", "rows", "plain"]),
+    st.sampled_from([(64, 32, 0), (32, 64, 0), (64, 64, 1)]),
+    st.booleans(),
     st.integers(0, 10**6),
-)  # fmt: skip
+)
 def test_any_widths_lengths_pasts_and_schedules_give_attention(
     prompt, dtype, schedule, tile, known, seed
 ):
@@ -99,9 +104,18 @@ def test_any_widths_lengths_pasts_and_schedules_give_attention(
     for row, length in enumerate(lengths):
         poison(buffer, layout, row, slice(length, None))
     found = prefill(
-        query, buffer, layout, whole(lengths), 0.09, sinks=sinks, schedule=schedule, path="triton",
-        tuning=tuned(*tile[:2], fused=tile[2]), host_lengths=lengths if known else None, **options,
-    )  # fmt: skip
+        query,
+        buffer,
+        layout,
+        whole(lengths),
+        0.09,
+        sinks=sinks,
+        schedule=schedule,
+        path="triton",
+        tuning=tuned(*tile[:2], fused=tile[2]),
+        host_lengths=lengths if known else None,
+        **options,
+    )
     wanted = reference_prefill(query, buffer, layout, lengths, 0.09, sinks=sinks, **options)
     assert torch.isfinite(found).all()
     assert error(found, wanted) < LIMITS[dtype]
@@ -150,9 +164,15 @@ def test_unequal_heads_may_go_different_ways():
     dtype = torch.float16 if GPU else torch.float32
     query, buffer = states(layout, 40, dtype, 6)
     found = run_paths(
-        ("library", "triton", "library"), query, buffer, layout, whole([40, 40]), 0.1,
-        schedule="equal", tuning=tuned(32, 32),
-    )  # fmt: skip
+        ("library", "triton", "library"),
+        query,
+        buffer,
+        layout,
+        whole([40, 40]),
+        0.1,
+        schedule="equal",
+        tuning=tuned(32, 32),
+    )
     wanted = reference_prefill(query, buffer, layout, [40, 40], 0.1)
     assert error(found, wanted) < LIMITS[dtype]
 

@@ -78,9 +78,12 @@ class Pass:
             shape = (1 if rope.shared else batch, case.tokens, width)
             self.cos, self.sin = self.random(*shape).to(device), self.random(*shape).to(device)
             self.rotary = {
-                "cos": self.cos, "sin": self.sin, "rotary_dim": rope.dim,
-                "offset": rope.offset, "interleaved": rope.interleaved,
-            }  # fmt: skip
+                "cos": self.cos,
+                "sin": self.sin,
+                "rotary_dim": rope.dim,
+                "offset": rope.offset,
+                "interleaved": rope.interleaved,
+            }
         self.places = {name: self.whole(getattr(case, name)) for name in ("valid", "table")}
         self.start = self.whole(case.start)
         self.buffer = torch.full((layout.elements,), UNTOUCHED, dtype=dtype, device=device)
@@ -112,9 +115,13 @@ class Pass:
         if rope is None:
             return states.double().cpu()
         return reference_rotate(
-            states.cpu(), self.cos.cpu(), self.sin.cpu(),
-            dim=rope.dim, offset=rope.offset, interleaved=rope.interleaved,
-        )  # fmt: skip
+            states.cpu(),
+            self.cos.cpu(),
+            self.sin.cpu(),
+            dim=rope.dim,
+            offset=rope.offset,
+            interleaved=rope.interleaved,
+        )
 
     def latents(self, states: Tensor, bases: BasisSet) -> list[Tensor]:
         heads = self.case.layout.heads
@@ -137,10 +144,14 @@ class Pass:
                 torch.split(self.values.cpu(), list(case.layout.value_widths), dim=-1)
             )
         wanted = reference_store(
-            case.layout, torch.full((case.layout.elements,), float("nan")),
-            made if keys else None, value_latents if values else None, case.start,
-            valid=case.valid, table=case.table,
-        )  # fmt: skip
+            case.layout,
+            torch.full((case.layout.elements,), float("nan")),
+            made if keys else None,
+            value_latents if values else None,
+            case.start,
+            valid=case.valid,
+            table=case.table,
+        )
         found, stored = self.buffer.cpu(), ~torch.isnan(wanted)
         assert bool((found[~stored] == UNTOUCHED).all())
         self.check_close(found[stored], wanted[stored])
@@ -154,10 +165,18 @@ class Pass:
 def check_step(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
     given = Pass(case, dtype, device, seed)
     found = project_step(
-        given.query, given.keys, given.values, given.bases, case.layout, given.buffer, given.start,
-        query_bases=given.query_bases, value_bases=given.value_bases,
-        **given.rotary, **given.places,
-    )  # fmt: skip
+        given.query,
+        given.keys,
+        given.values,
+        given.bases,
+        case.layout,
+        given.buffer,
+        given.start,
+        query_bases=given.query_bases,
+        value_bases=given.value_bases,
+        **given.rotary,
+        **given.places,
+    )
     given.check_queries(found, given.query_bases)
     given.check_buffer()
 
@@ -199,22 +218,32 @@ def passes(draw):
         shuffled = draw(st.permutations(range(pages)))
         table = tuple(tuple(shuffled[row * most : (row + 1) * most]) for row in range(batch))
     layout = RaggedLayout(
-        tuple(draw(widths) for _ in range(heads)), tuple(draw(widths) for _ in range(heads)),
-        draw(st.integers(1, 3)), pages, page,
-    )  # fmt: skip
+        tuple(draw(widths) for _ in range(heads)),
+        tuple(draw(widths) for _ in range(heads)),
+        draw(st.integers(1, 3)),
+        pages,
+        page,
+    )
     return Case(
-        layout, depth, tokens, start,
+        layout,
+        depth,
+        tokens,
+        start,
         value_depth=draw(st.sampled_from([0, 48, 112])),
-        rope=draw(st.none() | ropes(depth)), valid=valid, table=table,
-        gap=draw(st.sampled_from([16, 3])), heads_first=draw(st.booleans()),
-    )  # fmt: skip
+        rope=draw(st.none() | ropes(depth)),
+        valid=valid,
+        table=table,
+        gap=draw(st.sampled_from([16, 3])),
+        heads_first=draw(st.booleans()),
+    )
 
 
 # On a GPU every example compiles a kernel of its own.
 few = settings(
-    max_examples=4 if DEVICE.type == "cuda" else 5, deadline=None,
+    max_examples=4 if DEVICE.type == "cuda" else 5,
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+)
 
 
 @few
@@ -230,9 +259,13 @@ def test_any_pass_in_launches_of_its_own(case, dtype, seed):
 
 
 PROMPT = Case(
-    RaggedLayout((16, 256), (112, 48), 2, 2, 100), 96, 65, (5, 0),
-    rope=Rope(96, full=True), valid=(0, 13),
-)  # fmt: skip
+    RaggedLayout((16, 256), (112, 48), 2, 2, 100),
+    96,
+    65,
+    (5, 0),
+    rope=Rope(96, full=True),
+    valid=(0, 13),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,9 +328,15 @@ def test_a_captured_step_follows_its_starts():
 
     def step() -> Tensor:
         return project_step(
-            given.query, given.keys, given.values, given.bases, layout, given.buffer, given.start,
+            given.query,
+            given.keys,
+            given.values,
+            given.bases,
+            layout,
+            given.buffer,
+            given.start,
             **given.rotary,
-        )  # fmt: skip
+        )
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reconstruct import operator
+from kvprof.kernels.reconstruct import step as operator
 from kvprof.kernels.reconstruct.folded import folded_queries
+from kvprof.kernels.reconstruct.form import Tuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
-from kvprof.kernels.reconstruct.tuning import Tuning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
@@ -78,26 +78,49 @@ class Layer:
 
     def step(self, up):
         return reconstruct_step(
-            self.layout, up, self.head_dim, self.heads, DEVICE, multiprocessors=2,
-            tuning=self.tuning, interleaved=self.interleaved, rotary_dim=self.rotary_dim,
-        )  # fmt: skip
+            self.layout,
+            up,
+            self.head_dim,
+            self.heads,
+            DEVICE,
+            multiprocessors=2,
+            tuning=self.tuning,
+            interleaved=self.interleaved,
+            rotary_dim=self.rotary_dim,
+        )
 
 
 def run(layer: Layer) -> torch.Tensor:
     query, buffer, up, cos, sin, sinks = layer.states()
     step = layer.step(up)
     return step.run(
-        query, buffer, step.cut(list(layer.lengths)), cos, sin, 0.2,
-        softcap=layer.softcap, sinks=sinks,
-    )  # fmt: skip
+        query,
+        buffer,
+        step.cut(list(layer.lengths)),
+        cos,
+        sin,
+        0.2,
+        softcap=layer.softcap,
+        sinks=sinks,
+    )
 
 
 def wanted(layer: Layer) -> torch.Tensor:
     query, buffer, up, cos, sin, sinks = layer.states()
     return reference_reconstruct(
-        query, buffer, layer.layout, up, layer.heads, layer.lengths, cos, sin, 0.2,
-        interleaved=layer.interleaved, softcap=layer.softcap, sinks=sinks,
-    )  # fmt: skip
+        query,
+        buffer,
+        layer.layout,
+        up,
+        layer.heads,
+        layer.lengths,
+        cos,
+        sin,
+        0.2,
+        interleaved=layer.interleaved,
+        softcap=layer.softcap,
+        sinks=sinks,
+    )
 
 
 def error(layer: Layer) -> float:
@@ -138,9 +161,10 @@ def layers(draw):
 
 
 @settings(
-    max_examples=7, deadline=None,
+    max_examples=7,
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 @given(layers())
 def test_any_widths_heads_rotations_and_cuts_give_attention(layer):
     assert error(layer) < LIMITS[layer.dtype]

@@ -36,10 +36,12 @@ def logits(model: LoadedModel, plan: Any, kernels: str, cuts: list[int]) -> tupl
         for start, stop in pairwise(cuts):
             found.append(
                 model.model(
-                    ids[:, start:stop], attention_mask=mask[:, :stop],
-                    position_ids=positions[:, start:stop], past_key_values=cache,
+                    ids[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    position_ids=positions[:, start:stop],
+                    past_key_values=cache,
                 ).logits
-            )  # fmt: skip
+            )
     return torch.cat(found, 1)[mask.bool()].float(), cache.nbytes
 
 

@@ -1,0 +1,88 @@
+"""``kvprof.plan``: a plan for a model in one call."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvprof.errors import UsageError
+from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.low_rank import KNOBS
+from kvprof.methods.plan import Plan
+from kvprof.models.load import LoadedModel, load_model, wrap_model
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.runtime.compressed import check_runs
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN, parse_source
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: PreTrainedModel | LoadedModel | str | Path,
+    method: str = "kq",
+    rate: float = 0.5,
+    *,
+    removal: float | None = None,
+    calibrate: str | Path | None = None,
+    context: int | None = None,
+    seq_len: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Calibrate a method on a model and return its plan, for ``kvprof.compressed``.
+
+    Parameters
+    ----------
+    model : PreTrainedModel, LoadedModel, str or Path
+        A model in memory, or a name or folder to load one from.
+    method : str
+        ``kq``, ``fdc``, ``palu``, ``kq-4bit`` … (`kvprof.methods.named.method_names`).
+    rate : float
+        Share of the cache's bytes saved, everything counted.
+    removal : float, optional
+        FDC's removal rate (eq. 1); takes the place of `rate`.
+    calibrate : str or Path, optional
+        ``random:8k``, ``calibration`` (embedded text), a file; by default what the method's paper
+        takes. A model in memory brings no tokenizer: it can be calibrated on random tokens and on
+        files of token ids.
+    context : int, optional
+        Tokens at which bytes are counted; by default three quarters of `seq_len`, the mean context
+        of an evaluation that decodes the second half of its sequences.
+    seq_len : int, optional
+        Tokens per calibration sequence: 2,048 or the model's context.
+    **options
+        Of the method: ``allocation``, ``grid``, ….
+
+    Raises
+    ------
+    UsageError
+        For an unknown method or option, a rate out of reach, a model that the method does not fit.
+    FailedError, LackingError
+        As `load_model`.
+
+    Examples
+    --------
+    >>> import kvprof
+    >>> plan = kvprof.plan("reference", method="kq", rate=0.5)
+    >>> plan.method
+    'kq'
+    """
+    loaded = _loaded(model)
+    check_runs(loaded)
+    length = min(seq_len or DEFAULT_SEQ_LEN, loaded.context_length)
+    source = parse_source(str(calibrate), what="calibrate") if calibrate is not None else None
+    calibrator = Calibrator(loaded, CalibrationOptions(source, seq_len=length))
+    family = calibrator.family(method, **options)
+    if removal is None:
+        tokens = context or max(1, length * 3 // 4)
+        return plan_for_rate(family, rate, tokens, itemsize=loaded.dtype.itemsize)
+    if family.knob != KNOBS["removal"]:
+        raise UsageError(f"{method} turns its {family.knob} here, not a removal rate; give rate")
+    return plan_at(family, removal)
+
+
+def _loaded(model: PreTrainedModel | LoadedModel | str | Path) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, PreTrainedModel):
+        return wrap_model(model)
+    return load_model(str(model))

@@ -1,0 +1,431 @@
+"""Collects what methods have to know of a model before they can plan, each thing once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvprof.analysis.joint import group_size
+from kvprof.analysis.moment_files import load_moments
+from kvprof.analysis.moments import Moments
+from kvprof.errors import UsageError
+from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily
+from kvprof.methods.named import COMBINATIONS, method_names
+from kvprof.methods.registry import calibration_needs, plan_family
+from kvprof.models.load import LoadedModel
+from kvprof.moments.collect import CollectOptions, collect_moments, suitable_batch_size
+from kvprof.moments.fisher import FISHER_FORMS, GRADIENT_LENGTH, fisher_information
+from kvprof.moments.options import CalibrationInterrupted, CalibrationOptions, Progress, silent
+from kvprof.moments.sensitivity import PROBED_LENGTH, PROBED_TOKENS, measure_sensitivities
+from kvprof.moments.tokens import CalibrationTokens, read_tokens
+from kvprof.sources.grammar import DEFAULT_TOKENS, Source, SourceKind, parse_source
+
+__all__ = [
+    "CalibrationInterrupted",
+    "CalibrationOptions",
+    "Calibrator",
+    "MomentStore",
+    "Progress",
+    "base_method",
+    "batch_size_for",
+]
+
+# --- Moments by source, collected once and only as wide as somebody needs them.
+
+
+# Tokens for each column of a Gram matrix whose every direction is kept apart: enough that its
+# smaller eigenvalues are not the sample's own. Palu's groups of 4 heads of 128 are 512 columns
+# wide, all 32 heads of Llama-2-7B 4,096.
+_PER_COLUMN = 16
+
+
+def batch_size_for(loaded: LoadedModel, options: CalibrationOptions, seq_len: int) -> int:
+    """Return how many sequences of `seq_len` go through the model at a time."""
+    return options.batch_size or suitable_batch_size(loaded.device, seq_len)
+
+
+class MomentStore:
+    """Collects moments as they are asked for, and keeps them.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    options : CalibrationOptions
+    progress : Progress
+    should_stop : callable
+        Asked after each batch; True ends with `CalibrationInterrupted`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: CalibrationOptions,
+        progress: Progress,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._progress = progress
+        self._should_stop = should_stop
+        self._expected: list[CalibrationNeeds] = []
+        self._kept: dict[tuple[Source, int], list[tuple[CalibrationNeeds, Moments]]] = {}
+
+    def expect(self, needs: CalibrationNeeds) -> None:
+        """Announce what will be asked for, so that one pass collects it too."""
+        self._expected.append(needs)
+
+    def get(self, needs: CalibrationNeeds) -> Moments:
+        """Return moments that hold what is needed, collected now or before.
+
+        Raises
+        ------
+        UsageError
+            When the source is too short, heads cannot be grouped so, or saved moments are of
+            another model.
+        CalibrationInterrupted
+            When the user asked for the end.
+        """
+        source = self._options.source or parse_source(needs.source)
+        kept = self._kept.setdefault((source, self.wanted(needs)), [])
+        for have, moments in kept:
+            if source.kind is SourceKind.MOMENTS or self._covers(have, needs):
+                return moments
+        if source.kind is SourceKind.MOMENTS:
+            moments = load_moments(source.paths[0], fingerprint=self._loaded.fingerprint)
+            moments.info["moments_file"] = str(source.paths[0].resolve())
+        else:
+            for other in self._expected:
+                same = self._options.source is not None or other.source == needs.source
+                if same and self.wanted(other) == self.wanted(needs):
+                    needs = self._union(needs, other)
+            moments = self._pass(source, needs)
+        kept.append((needs, moments))
+        return moments
+
+    def wanted(self, needs: CalibrationNeeds) -> int:
+        """Return how many tokens a method is calibrated on where its source has as many.
+
+        What the user says, else the paper's own count; else `DEFAULT_TOKENS`, and for joint moments
+        `_PER_COLUMN` for each column of the widest Gram matrix.
+        """
+        if self._options.tokens is not None:
+            return self._options.tokens
+        source = self._options.source
+        if source is not None and source.tokens is not None:
+            return source.tokens
+        return needs.tokens or max(DEFAULT_TOKENS, _PER_COLUMN * self.width(needs))
+
+    def width(self, needs: CalibrationNeeds) -> int:
+        """Return the columns of the widest Gram matrix of heads kept jointly; 0 without any."""
+        return max(
+            heads * max(layer.qk_head_dim, layer.v_head_dim)
+            for heads, layer in zip(self._sizes(needs), self._loaded.layout.layers, strict=True)
+        )
+
+    def notes(self, method: str, needs: CalibrationNeeds, moments: Moments) -> list[str]:
+        """Return in words where a method got fewer tokens than it takes.
+
+        Parameters
+        ----------
+        method : str
+            Its name.
+        needs : CalibrationNeeds
+            Of the method.
+        moments : Moments
+            That `get` returned for them.
+        """
+        found = []
+        name, seen = moments.info.get("source", "the source"), moments.tokens
+        # A paper's count also where the user says another; kvprof's own default is only that.
+        least = needs.tokens or self.wanted(needs)
+        if seen < least:
+            whose = "the paper's setting" if needs.tokens else method
+            found.append(
+                f"{method} is calibrated on {seen:,} tokens of {name}, and {whose} takes {least:,}"
+            )
+        if seen < self.width(needs):
+            found.append(
+                f"{method}: {seen:,} tokens cannot fill a Gram matrix of {self.width(needs):,} "
+                "columns, so its last directions are arbitrary; calibrate on more"
+            )
+        return found
+
+    def _pass(self, source: Source, needs: CalibrationNeeds) -> Moments:
+        tokens = read_tokens(
+            self._loaded,
+            source,
+            tokens=self._options.tokens,
+            most=self.wanted(needs),
+            seq_len=self._options.seq_len,
+            seed=self._options.seed,
+        )
+        count, length = tokens.count, tokens.seq_len
+        options = CollectOptions(
+            tokens=count,
+            seq_len=length,
+            batch_size=batch_size_for(self._loaded, self._options, length),
+            seed=self._options.seed,
+            pre_rope=needs.pre_rope,
+            joint_heads=needs.joint_heads,
+        )
+        title = f"calibrating: {source.name} tokens through {self._loaded.spec}"
+        with self._progress(title, count) as bar:
+            *_, moments = collect_moments(
+                self._loaded, source, options, advance=bar.advance, should_stop=self._should_stop
+            )
+        if not moments.complete:
+            raise CalibrationInterrupted(f"interrupted after {moments.tokens:,} of {count:,}")
+        moments.info |= tokens.described()
+        return moments
+
+    def _sizes(self, needs: CalibrationNeeds) -> list[int]:
+        """Return the heads kept jointly in each layer; 0 where none are asked for."""
+        if needs.joint_heads is None:
+            return [0] * len(self._loaded.layout.layers)
+        heads = needs.joint_heads
+        return [group_size(heads, layer.num_kv_heads) for layer in self._loaded.layout.layers]
+
+    def _covers(self, have: CalibrationNeeds, needs: CalibrationNeeds) -> bool:
+        """Whether moments hold what is needed: larger groups hold smaller ones."""
+        pairs = zip(self._sizes(have), self._sizes(needs), strict=True)
+        joint = all(not wanted or (kept and kept % wanted == 0) for kept, wanted in pairs)
+        return joint and (have.pre_rope or not needs.pre_rope)
+
+    def _union(self, one: CalibrationNeeds, other: CalibrationNeeds) -> CalibrationNeeds:
+        for wide, narrow in ((one, other), (other, one)):
+            if self._covers(replace(wide, pre_rope=True), replace(narrow, pre_rope=False)):
+                return replace(wide, pre_rope=one.pre_rope or other.pre_rope)
+        return one  # groups that do not divide each other need passes of their own
+
+
+# What a combination's name is joined by, and its options that are not its method's.
+_JOINTS = ("+", "-")
+_MODIFIER_OPTIONS = ("bits", "keep")
+
+
+# Figures per head, and what a plan keeps about how they were measured.
+_Weighed = tuple[HeadWeights, dict[str, Any]]
+
+
+class Calibrator:
+    """Runs a model over calibration data as methods ask for it, and never twice for the same.
+
+    Moments are kept by source; those before RoPE and those of several heads jointly are collected
+    only for methods that need them. Fisher information and sensitivities (``allocation`` ``fisher``
+    and ``budget``) are measured on text: on the user's, or where that is random tokens or saved
+    moments, on the embedded calibration split. Random tokens would say what matters for predicting
+    noise.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    options : CalibrationOptions
+    progress : Progress, optional
+        Called once per stage; silent by default.
+    should_stop : callable
+        Asked after each batch; True ends with `CalibrationInterrupted`.
+    notice : callable
+        Told, once, what plans carry in ``made["notes"]``: where calibration got less than it takes.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: CalibrationOptions,
+        *,
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        notice: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._progress = progress or silent
+        self._should_stop = should_stop
+        self._notice = notice
+        self._noticed: set[str] = set()
+        self._moments = MomentStore(loaded, options, self._progress, should_stop)
+        self._fisher: dict[tuple[str, int], _Weighed] = {}
+        self._sensitivities: dict[tuple[object, ...], _Weighed] = {}
+
+    def expect(self, method: str, **options: Any) -> None:
+        """Announce a method, so that one pass collects what all announced ones need.
+
+        Raises
+        ------
+        UsageError
+            For an unknown method.
+        """
+        needs = calibration_needs(method, **options)
+        if needs is not None:
+            self._moments.expect(needs)
+
+    def inputs(self, method: str, **options: Any) -> MethodInputs:
+        """Return what `plan_family` needs for a method with these options.
+
+        Parameters
+        ----------
+        method : str
+            A method's or a combination's name.
+        **options
+            The method's own. ``allocation`` ``fisher`` and ``budget`` have their measurements made;
+            with ``fisher`` also ``fisher_form`` (`FISHER_FORMS`), which the method itself must not
+            be given.
+
+        Raises
+        ------
+        UsageError
+            For an unknown method, a source that is too short, or moments of another model.
+        CalibrationInterrupted
+            When `should_stop` said so.
+        """
+        loaded, allocation = self._loaded, options.get("allocation")
+        form = options.pop("fisher_form", None)
+        if form is not None and (allocation != "fisher" or form not in FISHER_FORMS):
+            raise UsageError(
+                f"fisher_form {form!r}: with allocation fisher it is one of "
+                f"{', '.join(FISHER_FORMS)}, and without it means nothing"
+            )
+        needs = calibration_needs(method, **options)
+        made = {
+            "model": loaded.spec,
+            "architecture": loaded.layout.architecture,
+            "revision": loaded.revision,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+        }
+        inputs = MethodInputs(loaded.layout, loaded.fingerprint, made=made)
+        if needs is not None:
+            moments = self._moments.get(needs)
+            inputs = replace(inputs, moments=moments)
+            inputs = self._noted(inputs, self._moments.notes(method, needs, moments))
+        if allocation in ("fisher", "budget"):
+            base, own = base_method(method, options)
+            family = self._shared_out(base, inputs, own)
+            if allocation == "fisher":
+                asked = needs.fisher_tokens if needs is not None else None
+                return self._with_fisher(inputs, form or FISHER_FORMS[0], asked)
+            return self._with_sensitivities(inputs, base, own, family)
+        return inputs
+
+    def family(self, method: str, **options: Any) -> PlanFamily:
+        """Return the plans of a method, calibrated.
+
+        Raises
+        ------
+        UsageError, CalibrationInterrupted
+            As `inputs`; and for an option that the method does not have.
+        """
+        inputs = self.inputs(method, **options)
+        own = {key: value for key, value in options.items() if key != "fisher_form"}
+        return plan_family(method, inputs, **own)
+
+    def _noted(self, inputs: MethodInputs, notes: Sequence[str]) -> MethodInputs:
+        """Let every plan carry what has to be said about its calibration, and say it."""
+        if not notes:
+            return inputs
+        for note in notes:
+            if note not in self._noticed:
+                self._noticed.add(note)
+                self._notice(note)
+        known = inputs.made.get("notes", [])
+        return replace(inputs, made={**inputs.made, "notes": [*known, *notes]})
+
+    # Fisher information and sensitivities.
+
+    def _text(self, most: int, longest: int) -> CalibrationTokens:
+        """Read at most so many tokens of text, in sequences that several kinds of text fit in."""
+        source = self._options.source
+        if source is None or source.kind in (SourceKind.RANDOM, SourceKind.MOMENTS):
+            source = parse_source("calibration")
+        length = min(self._options.seq_len, longest)
+        return read_tokens(self._loaded, source, tokens=None, most=most, seq_len=length)
+
+    def _shared_out(self, base: str, inputs: MethodInputs, own: Mapping[str, Any]) -> PlanFamily:
+        """Return the method's plans with its own allocation: what could have ranks at all."""
+        # The name of the option is refused here where the method has none.
+        plain = {key: value for key, value in own.items() if key != "allocation"}
+        family = plan_family(base, inputs, **plain)
+        if not family.targets or family.at_ranks is None:
+            raise UsageError(
+                f"{base} hands out no ranks, so --allocation {own['allocation']} means nothing"
+            )
+        return family
+
+    def _with_fisher(self, inputs: MethodInputs, form: str, asked: int | None) -> MethodInputs:
+        wanted = self._options.tokens or asked or DEFAULT_TOKENS
+        key = form, wanted
+        if key not in self._fisher:
+            text = self._text(wanted, GRADIENT_LENGTH)
+            title = f"gradients of {text.source.name} text"
+            with self._progress(title, text.count) as bar:
+                weights = fisher_information(
+                    self._loaded,
+                    text.batches(1),
+                    form=form,
+                    advance=bar.advance,
+                    should_stop=self._should_stop,
+                )
+            if weights is None:
+                raise CalibrationInterrupted("interrupted while taking gradients")
+            self._fisher[key] = weights, {"form": form, **_about(text)}
+        weights, made = self._fisher[key]
+        notes = []
+        if made["tokens"] < max(wanted, asked or 0):
+            whose = "asked for" if self._options.tokens == max(wanted, asked or 0) else "wanted"
+            notes.append(
+                f"Fisher information is taken on {made['tokens']:,} tokens of {made['source']}, of "
+                f"{max(wanted, asked or 0):,} {whose}"
+            )
+        inputs = replace(inputs, fisher=weights, made={**inputs.made, "fisher": made})
+        return self._noted(inputs, notes)
+
+    def _with_sensitivities(
+        self, inputs: MethodInputs, base: str, own: Mapping[str, Any], family: PlanFamily
+    ) -> MethodInputs:
+        # Ranks are handed out from the same bases whatever the grid is.
+        bases = {k: v for k, v in own.items() if k not in ("allocation", "grid", "minimum")}
+        key = (base, repr(sorted(bases.items())), id(inputs.moments))
+        if key not in self._sensitivities:
+            most = min(PROBED_TOKENS, self._options.tokens or PROBED_TOKENS)
+            text = self._text(most, PROBED_LENGTH)
+            title = f"probing {len(family.targets)} targets of {base} on {text.source.name} text"
+            with self._progress(title, len(family.targets)) as bar:
+                found = measure_sensitivities(
+                    self._loaded,
+                    family,
+                    list(text.batches(batch_size_for(self._loaded, self._options, text.seq_len))),
+                    advance=bar.advance,
+                    should_stop=self._should_stop,
+                )
+            if found is None:
+                raise CalibrationInterrupted("interrupted while probing heads")
+            self._sensitivities[key] = found.weights, {**found.described, **_about(text)}
+        weights, made = self._sensitivities[key]
+        inputs = replace(inputs, sensitivities=weights, made={**inputs.made, "sensitivity": made})
+        asked = self._options.tokens or 0
+        if asked <= made["tokens"]:
+            return inputs
+        return self._noted(
+            inputs,
+            [
+                f"sensitivities are probed on {made['tokens']:,} tokens of {made['source']}, not "
+                f"on {asked:,}: every target is one more pass over them"
+            ],
+        )
+
+
+def _about(text: CalibrationTokens) -> dict[str, Any]:
+    return {
+        "source": text.source.name,
+        "tokens": text.count,
+        "seq_len": text.seq_len,
+        **text.described(),
+    }
+
+
+def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the method that a combination is built on, and the options that are its own."""
+    known = [name for name in method_names() if name not in COMBINATIONS]
+    if method in known:
+        return method, dict(options)
+    fitting = [name for name in known if any(method.startswith(name + joint) for joint in _JOINTS)]
+    own = {key: value for key, value in options.items() if key not in _MODIFIER_OPTIONS}
+    return max(fitting, key=len), own

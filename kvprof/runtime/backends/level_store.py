@@ -1,0 +1,438 @@
+"""What a layer stores where tokens are cut or quantised: segments of one buffer, for all rows."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.kernels.levels.append import Places, places_of, read, write
+from kvprof.kernels.levels.codes import Bits
+from kvprof.kernels.levels.layout import LevelsLayout, Segment
+from kvprof.kernels.levels.side import PLACES
+from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.methods.plan import LayerPlan, Plan
+from kvprof.methods.storage import SideQuantiser
+from kvprof.runtime.backends.stages import NOWHERE, Stages
+from kvprof.runtime.backends.store import KernelStore, next_capacity
+from kvprof.runtime.graphs import is_capturing
+
+__all__ = [
+    "Format",
+    "LevelStore",
+    "cut_rows",
+    "fill_rows",
+    "formats_of",
+    "kept_columns",
+    "rows_of",
+    "stages_of",
+]
+
+# --- Planes of several heads read and written as rows: all heads of a token side by side.
+
+
+def rows_of(layout: RaggedLayout, buffer: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return slots `first` … `stop` of all heads, keys and values, ``[batch, n, Σ width]``."""
+    pairs = [layout.planes(buffer, head) for head in range(layout.heads)]
+    keys, values = (
+        torch.cat([plane[:, first:stop] for pair in pairs for plane in pair[side]], dim=-1)
+        for side in (0, 1)
+    )
+    return keys, values
+
+
+def fill_rows(layout: RaggedLayout, buffer: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write rows ``[batch, n, Σ width]`` into the first n slots of all heads."""
+    for plane, side, columns in _columns(layout, buffer):
+        rows = (keys, values)[side][..., columns]
+        plane[:, : rows.shape[1]] = rows
+
+
+def cut_rows(
+    layout: RaggedLayout, buffer: Tensor, where: Tensor, keys: list[int], values: list[int]
+) -> None:
+    """Zero what lies behind the first columns of some tokens.
+
+    Parameters
+    ----------
+    layout, buffer
+    where : Tensor
+        ``[batch, n]`` bool, of the first n slots.
+    keys, values : list of int
+        Columns to keep per head.
+    """
+    for head in range(layout.heads):
+        for planes, keep in zip(
+            layout.planes(buffer, head), (keys[head], values[head]), strict=True
+        ):
+            for plane in planes:
+                behind = plane[:, : where.shape[1], max(0, keep) :]
+                behind.masked_fill_(where[..., None], 0)
+                keep -= plane.shape[-1]
+
+
+def kept_columns(widths: tuple[int, ...], kept: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where the first `kept` columns of each head lie among rows of heads `widths` wide."""
+    found: list[int] = []
+    begin = 0
+    for width, keep in zip(widths, kept, strict=True):
+        found += range(begin, begin + keep)
+        begin += width
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+def _columns(layout: RaggedLayout, buffer: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
+    """Yield every plane with its side and its columns among all heads'."""
+    begin = [0, 0]
+    for head in range(layout.heads):
+        widths = layout.key_widths[head], layout.value_widths[head]
+        for side, planes in enumerate(layout.planes(buffer, head)):
+            for plane, width in zip(planes, chunks(widths[side]), strict=True):
+                yield plane, side, slice(begin[side], begin[side] + width)
+                begin[side] += width
+
+
+# --- In which formats, and by which stages, a plan's tokens are stored where they change with
+# age.
+
+
+class Format:
+    """How the tokens of a segment are stored.
+
+    Attributes
+    ----------
+    key_widths, value_widths : tuple of int
+        Per KV head.
+    key_bits, value_bits : int, "fp8" or None
+    columns : int or None
+        That share a scale.
+    """
+
+    def __init__(
+        self,
+        key_widths: tuple[int, ...],
+        value_widths: tuple[int, ...],
+        key_bits: Bits = None,
+        value_bits: Bits = None,
+        columns: int | None = None,
+    ) -> None:
+        self.key_widths, self.value_widths = key_widths, value_widths
+        self.key_bits, self.value_bits, self.columns = key_bits, value_bits, columns
+
+    def segment(self, group: int, batch: int, capacity: int) -> Segment:
+        """Return the segment with room for `capacity` tokens of `batch` rows."""
+        layout = RaggedLayout(self.key_widths, self.value_widths, group, batch, capacity)
+        return Segment(layout, self.key_bits, self.value_bits, self.columns)
+
+
+def stages_of(plan: Plan) -> Stages:
+    """Return how tokens age in a plan's layers without a window."""
+    quantiser = plan.quantiser
+    return Stages(plan.levels, quantiser is not None, quantiser.window if quantiser else 0)
+
+
+def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
+    """Return how a layer's segments are stored, in the order of `Stages`."""
+    levels = range(len(plan.levels.shares))
+    keys, values = (
+        [tuple(group.ranks[level] for group in side.groups) for level in levels]
+        for side in (layer.keys, layer.values)
+    )
+    found = [Format(keys[-1], values[-1])]
+    quantiser = plan.quantiser
+    if quantiser is None:
+        return [*found, Format(keys[0], values[0])]
+    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
+
+    def bits(side: SideQuantiser | None, level: int) -> Bits:
+        assert quantiser is not None
+        if side is None:
+            return None
+        return "fp8" if quantiser.kind == "fp8" else side.bits[level]
+
+    # e4m3 has no scales that columns could share.
+    columns = None if quantiser.kind == "fp8" else sides[0].group
+    for level in reversed(levels):
+        own = bits(quantiser.keys, level), bits(quantiser.values, level)
+        found.append(Format(keys[level], values[level], *own, columns))
+    return found
+
+
+# Tokens of all rows whose addresses are held at once: 8 bytes for every value.
+_AT_ONCE = 8192
+
+
+class LevelStore(KernelStore):
+    """One layer's segments.
+
+    Parameters
+    ----------
+    stages : Stages
+    formats : sequence of Format
+        Per segment.
+    group : int
+        Query heads per KV head.
+    capacity : int or None
+        Tokens per sequence to make room for at once; None grows with the sequence.
+
+    Attributes
+    ----------
+    layout : LevelsLayout or None
+        None before the first token.
+    capacity : int
+        Tokens of a row that there is room for.
+    """
+
+    exact = False
+
+    def __init__(
+        self, stages: Stages, formats: Sequence[Format], group: int, capacity: int | None
+    ) -> None:
+        super().__init__()
+        self.stages = stages
+        self.formats = list(formats)
+        self.layout: LevelsLayout | None = None
+        self.capacity = 0
+        self._group = group
+        self._fixed = capacity
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...], torch.device], Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return 0 if self.layout is None else self.layout.batch
+
+    def _layout_for(self, batch: int, capacity: int, dtype: torch.dtype) -> LevelsLayout:
+        rooms = self.stages.rooms(capacity)
+        return LevelsLayout(
+            tuple(
+                form.segment(self._group, batch, room)
+                for form, room in zip(self.formats, rooms, strict=True)
+            ),
+            dtype,
+        )
+
+    def make_room(
+        self, batch: int, tokens: int, reach: int | None, device: torch.device, dtype: torch.dtype
+    ) -> LevelsLayout:
+        """See to it that rows of `tokens` tokens have room; return the layout.
+
+        Parameters and raises as `kvprof.runtime.backends.planes.PlaneStore.make_room`.
+        """
+        if self._fixed is not None and tokens > self._fixed:
+            raise UsageError(
+                f"the static cache has room for {self._fixed} tokens, not for {tokens}"
+            )
+        if self.layout is not None and self.layout.batch != batch:
+            self.layout, self.capacity = None, 0
+        if self.layout is not None and self.capacity >= tokens:
+            return self.layout
+        if is_capturing(device):
+            raise UsageError(
+                "a CUDA graph cannot make room in a cache; capture a step of a static cache "
+                "(new_cache(capacity=...)) that has run once before"
+            )
+        capacity = self._fixed or next_capacity(self.capacity, tokens, reach)
+        layout = self._layout_for(batch, capacity, dtype)
+        self._may_move()
+        with torch.inference_mode(False):
+            buffer = layout.empty(device)
+        if self.layout is not None:
+            every = torch.arange(batch, device=device)
+            _copied(self.layout, self.buffer, layout, buffer, every)
+        self.layout, self.buffer, self.capacity = layout, buffer, capacity
+        return layout
+
+    def select(self, index: list[int]) -> None:
+        """Make row i what row ``index[i]`` was."""
+        if self.layout is None:
+            return
+        rows = torch.tensor(index, device=self.buffer.device)
+        layout = self._layout_for(len(index), self.capacity, self.layout.dtype)
+        if layout == self.layout:
+            _copied(layout, self.buffer, layout, self.buffer, rows)
+            return
+        self._may_move()
+        with torch.inference_mode(False):
+            buffer = layout.empty(rows.device)
+        _copied(self.layout, self.buffer, layout, buffer, rows)
+        self.layout, self.buffer = layout, buffer
+
+    def clear(self) -> None:
+        """Forget all tokens; a static cache keeps its room."""
+        if self._fixed is None:
+            self.layout, self.buffer, self.capacity = None, torch.empty(0), 0
+
+    def bytes_at(self, seen: list[int]) -> int:
+        """Return the bytes of what is stored: codes in their containers, scales, middles."""
+        if self.layout is None:
+            return 0
+        total = 0
+        for number, segment in enumerate(self.layout.segments):
+            tokens = sum(self.stages.counts(row)[number] for row in seen)
+            for head in range(self.layout.heads):
+                size = self.layout.block_bytes(number, head)
+                total += tokens * size // (PLACES * segment.slots)
+        return total
+
+    # Tokens by their number.
+
+    def at(self, first: int, stop: int, totals: Sequence[int]) -> list[Tensor | None]:
+        """Return each segment's slots of tokens `first` … `stop`, ``[batch, n]``.
+
+        None for a segment that holds none of them, as most hold of most of a long prompt.
+
+        Parameters
+        ----------
+        first, stop : int
+        totals : sequence of int
+            Tokens of each row: of those behind them, and of other segments', the slot is `NOWHERE`.
+        """
+        assert self.layout is not None
+        shape = (len(self.formats), len(totals), stop - first)
+        slots = np.full(shape, NOWHERE, dtype=np.int64)
+        for row, total in enumerate(totals):
+            last = min(stop, total)
+            if last > first:
+                segments, places = self.stages.places(first, last, total)
+                slots[segments, row, np.arange(last - first)] = places
+        device = self.buffer.device
+        return [
+            torch.from_numpy(own).to(device) if own.max(initial=NOWHERE) >= 0 else None
+            for own in slots
+        ]
+
+    def rows_between(self, first: int, stop: int, totals: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return tokens `first` … `stop` in order, ``[batch, n, Σ width]`` in the run's dtype.
+
+        At the top level's widths; columns that a token has lost are zero, and so is what a row does
+        not have.
+        """
+        layout = self.layout
+        assert layout is not None
+        top, device = self.formats[0], self.buffer.device
+        shape = (layout.batch, stop - first)
+        keys = torch.zeros(*shape, sum(top.key_widths), dtype=layout.dtype, device=device)
+        values = torch.zeros(*shape, sum(top.value_widths), dtype=layout.dtype, device=device)
+        for begin in range(first, stop, self._at_once):
+            end = min(stop, begin + self._at_once)
+            part = slice(begin - first, end - first)
+            for number, slots in enumerate(self.at(begin, end, totals)):
+                if slots is None:
+                    continue
+                found = read(self.buffer, places_of(layout, number, slots))
+                there = (slots >= 0)[..., None]
+                for whole, own, columns in zip(
+                    (keys, values), found, self.cuts(0, number), strict=True
+                ):
+                    kept: Tensor | slice = slice(None) if columns is None else columns
+                    before = whole[:, part, kept]
+                    whole[:, part, kept] = torch.where(there, own.to(layout.dtype), before)
+        return keys, values
+
+    def take(
+        self, keys: Tensor, values: Tensor, first: int, old: list[int], new: list[int]
+    ) -> None:
+        """Store tokens from `first` on, and move those that have grown old meanwhile.
+
+        Parameters
+        ----------
+        keys, values : Tensor
+            ``[batch, n, Σ width]``, at the top level's widths.
+        first : int
+            Number of the first of them in every row; a row has its tokens from ``old`` to ``new``.
+        old, new : list of int
+            Tokens of each row before and after.
+        """
+        layout = self.layout
+        assert layout is not None
+        oldest = min(self._lasting(total) for total in old)
+        newest = max(old)
+        # Nothing but the last segment gets tokens that were stored before, into slots of its own.
+        for begin in range(oldest, newest, self._at_once):
+            end = min(newest, begin + self._at_once)
+            before = self.at(begin, end, old)
+            after = self.at(begin, end, new)[-1]
+            for number, slots in enumerate(before[:-1]):
+                if slots is None or after is None:
+                    continue
+                moving = (slots >= 0) & (after >= 0)
+                if bool(moving.any()):
+                    source = places_of(layout, number, slots.where(moving, NOWHERE))
+                    target = places_of(layout, len(before) - 1, after.where(moving, NOWHERE))
+                    self.move(source, target, number, len(before) - 1)
+        count = keys.shape[1]
+        starts = torch.tensor(old, device=self.buffer.device)[:, None]
+        for begin in range(0, count, self._at_once):
+            part = slice(begin, min(count, begin + self._at_once))
+            numbers = torch.arange(first + part.start, first + part.stop, device=starts.device)
+            for number, slots in enumerate(self.at(first + part.start, first + part.stop, new)):
+                if slots is None:
+                    continue
+                places = places_of(layout, number, slots.where(numbers >= starts, NOWHERE))
+                self.put(places, keys[:, part], values[:, part], number)
+
+    def _lasting(self, total: int) -> int:
+        """Return from which token of a row on tokens may still move."""
+        return min(total, self.stages.levels.sink + self.stages.counts(total)[-1])
+
+    @property
+    def _at_once(self) -> int:
+        return max(1, _AT_ONCE // max(1, self.rows))
+
+    def put(self, places: Places, keys: Tensor, values: Tensor, segment: int) -> None:
+        """Store rows at the top level's widths in a segment."""
+        pair = (
+            given if columns is None else given.index_select(-1, columns)
+            for given, columns in zip((keys, values), self.cuts(0, segment), strict=True)
+        )
+        write(self.buffer, places, *pair)
+
+    def move(self, source: Places, target: Places, before: int, after: int) -> None:
+        """Store tokens of a segment in a later one too."""
+        assert self.layout is not None
+        # A token is quantised from what its row in the run's dtype stands for.
+        found = [rows.to(self.layout.dtype) for rows in read(self.buffer, source)]
+        pair = (
+            given if columns is None else given.index_select(-1, columns)
+            for given, columns in zip(found, self.cuts(before, after), strict=True)
+        )
+        write(self.buffer, target, *pair)
+
+    def _widths(self, segment: int, side: int) -> tuple[int, ...]:
+        form = self.formats[segment]
+        return form.value_widths if side else form.key_widths
+
+    def cuts(self, before: int, after: int) -> list[Tensor | None]:
+        """Return which columns a segment's rows keep in another, per side; None for all."""
+        found: list[Tensor | None] = []
+        for side in (0, 1):
+            wide, narrow = self._widths(before, side), self._widths(after, side)
+            if wide == narrow:
+                found.append(None)
+                continue
+            key = (wide, narrow, self.buffer.device)
+            if key not in self._known:
+                self._known[key] = kept_columns(*key)
+            found.append(self._known[key])
+        return found
+
+
+def _copied(
+    old: LevelsLayout, source: Tensor, new: LevelsLayout, target: Tensor, rows: Tensor
+) -> None:
+    """Copy rows of a buffer into one with as many blocks per row or more."""
+    for number in range(len(old.segments)):
+        blocks = old.segments[number].blocks
+        for head in range(old.heads):
+            picked = _block_rows(old, source, number, head).index_select(0, rows)
+            _block_rows(new, target, number, head)[:, :blocks].copy_(picked)
+
+
+def _block_rows(layout: LevelsLayout, buffer: Tensor, segment: int, head: int) -> Tensor:
+    """Return a head's blocks, ``[batch, blocks, bytes]``: a view."""
+    start, size = layout.offsets[segment][head], layout.block_bytes(segment, head)
+    count = layout.segments[segment].blocks
+    whole = buffer[start : start + layout.batch * count * size]
+    return whole.view(layout.batch, count, size)

@@ -1,0 +1,416 @@
+"""An attention layer whose tokens are quantised or lose rank as they age, on kvprof's kernels.
+
+A decoding step stores its own token at full precision, attends to all segments in one pass, and
+moves on what has grown old by it, so that a query sees what `kvprof.runtime.layer` shows it. A
+prompt attends to its own latents, or exactly where the plan is lazy (TALE §2.1), before any is cut.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.levels.append import Places, places_of, write
+from kvprof.kernels.levels.layout import LevelsLayout
+from kvprof.kernels.planes import STEP, RaggedLayout
+from kvprof.methods.plan import HeadGroup, LayerPlan, Plan, Quantiser
+from kvprof.methods.tokens import quantises, segments
+from kvprof.models.layout import LayerLayout
+from kvprof.runtime.backends.layer import KernelLayer, Matrices, cut, exact_matrices
+from kvprof.runtime.backends.level_store import (
+    LevelStore,
+    cut_rows,
+    fill_rows,
+    formats_of,
+    rows_of,
+    stages_of,
+)
+from kvprof.runtime.backends.planes import rows_alike
+from kvprof.runtime.backends.stages import Step
+from kvprof.runtime.backends.state import KernelPass, KernelState
+from kvprof.runtime.backends.store import KernelStore
+from kvprof.runtime.clock import part
+from kvprof.runtime.codecs import PLAIN, Codec, codec_for
+from kvprof.runtime.cohort import Cohort
+from kvprof.runtime.graphs import is_capturing
+from kvprof.runtime.heads import Bundle
+from kvprof.runtime.parts import plain_part
+
+__all__ = ["LevelsKernelLayer", "levelled", "levels_reason"]
+
+# --- Which ways of quantising, and which levels, the kernels over segments know.
+
+
+_BITS = {2, 3, 4, 8}
+
+
+def levelled(plan: Plan, layer: LayerPlan) -> bool:
+    """Return whether a layer's tokens are not all stored alike at full precision."""
+    if layer.sliding_window is not None:
+        return quantises(plan, layer)
+    groups = (*layer.keys.groups, *layer.values.groups)
+    return quantises(plan, layer) or any(len(set(group.ranks)) > 1 for group in groups)
+
+
+def levels_reason(
+    plan: Plan, layer: LayerPlan, facts: LayerLayout, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Return why a layer's tokens cannot be stored in segments; None where they can.
+
+    Parameters
+    ----------
+    plan : Plan
+    layer : LayerPlan
+        One of its layers, for which `levelled` holds.
+    facts : LayerLayout
+        The model's layer.
+    device, dtype
+        Where and in what the layer runs.
+    """
+    if layer.sliding_window is not None:
+        return "latents within a sliding window are quantised"
+    if plan.eviction is not None:
+        return "tokens are evicted"
+    if device.type == "cuda" and dtype == torch.float32:
+        return "quantised tokens and levels run in bfloat16 or float16 on a GPU"
+    reason = _levels(plan) or (_quantiser(plan.quantiser) if plan.quantiser else None)
+    if reason is None and plan.lazy:
+        widths = facts.qk_head_dim, facts.v_head_dim
+        if any(width % STEP for width in widths):
+            reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
+    return reason or _ranks((*layer.keys.groups, *layer.values.groups))
+
+
+def _levels(plan: Plan) -> str | None:
+    levels = plan.levels
+    if len(levels.shares) > 2:
+        return f"there are {len(levels.shares)} levels of rank, more than 2"
+    if len(levels.shares) == 2:
+        if levels.batch != 1:
+            return f"tokens move down {levels.batch} at a time"
+        if plan.quantiser is not None and plan.quantiser.window:
+            return "levels are quantised but for a window of the newest tokens"
+    return None
+
+
+def _quantiser(quantiser: Quantiser) -> str | None:
+    if quantiser.kind not in ("affine", "fp8"):
+        return f"latents are quantised by {quantiser.kind}"
+    if quantiser.block != 1:
+        return f"tokens are quantised {quantiser.block} at a time"
+    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
+    if quantiser.kind == "fp8":
+        return None
+    if any(side.axis != "token" for side in sides):
+        return "scales are shared along a channel"
+    if quantiser.scale_dtype != "float16":
+        return f"scales are kept in {quantiser.scale_dtype}"
+    groups = {side.group for side in sides}
+    if len(groups) > 1:
+        return "keys and values share scales in groups of unlike width"
+    if any(group is not None and group % STEP for group in groups):
+        return f"groups of {groups.pop()} columns share a scale, no multiple of {STEP}"
+    bits = {own for side in sides for own in side.bits} - _BITS
+    if bits:
+        return f"latents are quantised to {bits.pop()} bits"
+    return None
+
+
+def _ranks(groups: Iterable[HeadGroup]) -> str | None:
+    for group in groups:
+        for rank in group.ranks:
+            if rank % STEP:
+                return (
+                    f"KV head {group.first} keeps {rank} columns at a level, and widths are "
+                    f"multiples of {STEP}"
+                )
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Doing:
+    """What a decoding step does to layers that are stored alike.
+
+    Attributes
+    ----------
+    newest : Places
+        Of the step's token.
+    low : Tensor or None
+        ``[batch, 1, 1]`` bool: the token is attended to at the lowest rank.
+    lengths : Tensor
+    moves : list of (int, Places, int, Places)
+    step : Step
+        That they were made from.
+    """
+
+    newest: Places
+    low: Tensor | None
+    lengths: Tensor
+    moves: list[tuple[int, Places, int, Places]]
+    step: Step
+
+
+class LevelsKernelLayer(KernelLayer):
+    """A layer whose tokens are stored in several ways.
+
+    Parameters
+    ----------
+    plan : Plan
+    layer : LayerPlan
+        One of its layers, without a sliding window.
+    facts : LayerLayout
+        The model's layer.
+    """
+
+    def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
+        super().__init__(layer, facts)
+        self.plan = plan
+        self.stages = stages_of(plan)
+        self._formats = formats_of(plan, layer)
+        self._moving = "quantise" if plan.quantiser is not None else "compress"
+        self._exact: dict[tuple[torch.device, torch.dtype], Matrices] = {}
+        self._masks: dict[tuple[int, torch.device], Tensor] = {}
+
+    def new_store(self, capacity: int | None) -> LevelStore:
+        """Return an empty store; `capacity` is a static cache's, in tokens."""
+        return LevelStore(self.stages, self._formats, self.facts.group, capacity)
+
+    def run(
+        self,
+        store: KernelStore,
+        state: KernelState,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: dict[str, Any],
+        reach: int | None,
+    ) -> Tensor:
+        """Store and attend."""
+        assert isinstance(store, LevelStore)
+        batch, _, tokens, _ = query.shape
+        total = state.past + tokens - min(state.first)
+        layout = store.make_room(batch, max(1, total), reach, query.device, query.dtype)
+        passing = state.on(query.device)
+        scoring = self._scoring(options)
+        if tokens == 1:
+            output = self._stepped(store, layout, state, passing, (query, key, value), scoring)
+        else:
+            output = self._prefilled(store, state, passing, (query, key, value), scoring)
+        if self._turns and not (tokens > 1 and self.plan.lazy):
+            with part("decompress"):
+                output = self._in_heads(output)
+        if passing.hidden is not None:
+            output = output.masked_fill(passing.padding(), 0)
+        return output
+
+    # A decoding step.
+
+    def _stepped(
+        self,
+        store: LevelStore,
+        layout: LevelsLayout,
+        state: KernelState,
+        passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor],
+        scoring: dict[str, Any],
+    ) -> Tensor:
+        doing = passing.once((layout, self.stages), lambda: self._doing(store, layout, passing))
+        own = self._dense(layout.batch, 1)
+        buffer = states[0].new_empty(own.elements)
+        first = passing.once("nowhere yet", lambda: torch.zeros_like(passing.start))
+        queries = self._projected(own, buffer, first, passing, *states)
+        keys, values = rows_of(own, buffer, 0, 1)
+        if doing.low is not None:
+            keys, values = (
+                rows.masked_fill(self._behind(side, rows.device) & doing.low, 0)
+                for side, rows in enumerate((keys, values))
+            )
+        with part(self._storing):
+            write(store.buffer, doing.newest, keys, values)
+        shape = tuple(
+            segment.layout.key_widths + segment.layout.value_widths for segment in layout.segments
+        )
+        step = state.prepared(
+            ("levels", shape, layout.group, keys.device),
+            layout,
+            lambda: _levels_step(layout, keys.device),
+        )
+        if is_capturing(keys.device):
+            state.held.append((doing, step))  # a replay reads what they hold
+        schedule = passing.once(("cut", layout), lambda: cut(step, doing.lengths))
+        output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
+        with part(self._moving):
+            for before, source, after, target in doing.moves:
+                store.move(source, target, before, after)
+        return output.unsqueeze(1)
+
+    def _doing(self, store: LevelStore, layout: LevelsLayout, passing: KernelPass) -> _Doing:
+        with part("schedule"):
+            step = self.stages.step(passing.start, passing.hidden, store.capacity)
+
+            def at(segment: int, slots: Tensor) -> Places:
+                return places_of(layout, segment, slots[:, None])
+
+            moves = [(a, at(a, source), b, at(b, target)) for a, source, b, target in step.moves]
+            low = None if step.low is None else step.low[:, None, None]
+            return _Doing(at(0, step.newest), low, step.lengths, moves, step)
+
+    def _behind(self, side: int, device: torch.device) -> Tensor:
+        """Return which columns of the top level the lowest one lacks, ``[Σ width]`` bool."""
+        key = side, device
+        if key not in self._masks:
+            tops, lows = (
+                form.value_widths if side else form.key_widths
+                for form in (self._formats[0], self._formats[-1])
+            )
+            kept = [c >= low for top, low in zip(tops, lows, strict=True) for c in range(top)]
+            with torch.inference_mode(False):
+                self._masks[key] = torch.tensor(kept, device=device)
+        return self._masks[key]
+
+    # A prompt.
+
+    def _prefilled(
+        self,
+        store: LevelStore,
+        state: KernelState,
+        passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor],
+        scoring: dict[str, Any],
+    ) -> Tensor:
+        """Attend to what is stored and to the pass's own tokens, then store these."""
+        from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
+
+        old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
+        past, total = max(old), max(1, *new)
+        layout = self._dense(len(old), total)
+        buffer = states[0].new_zeros(layout.elements)
+        stored = store.rows_between(0, past, old) if past else None
+        if self.plan.lazy:
+            heads = self._heads(len(old), total)
+            space = states[0].new_zeros(heads.elements)
+            if stored is not None:
+                fill_rows(heads, space, *self._rebuilt(*stored))
+            projected = self._projected(
+                heads, space, passing.start, passing, *states, matrices=self._exactly(states[0])
+            )
+            self._kept(layout, buffer, passing.start, passing, *states[1:])
+        else:
+            heads, space = layout, buffer
+            if stored is not None:
+                fill_rows(layout, buffer, *stored)
+            projected = self._projected(layout, buffer, passing.start, passing, *states)
+            if self.stages.two:
+                self._cut_old(store, layout, buffer, passing, old, new)
+        output: Tensor = prefill(
+            projected,
+            space,
+            heads,
+            passing.after,
+            **scoring,
+            path="quick",
+            host_lengths=new if min(new) else None,
+        )
+        with part(self._moving):
+            first = min(old)
+            rows = rows_of(layout, buffer, first, max(new))
+            store.take(*rows, first, old, new)
+        return output
+
+    def _cut_old(
+        self,
+        store: LevelStore,
+        layout: RaggedLayout,
+        buffer: Tensor,
+        passing: KernelPass,
+        old: list[int],
+        new: list[int],
+    ) -> None:
+        """Cut the pass's own tokens to the ranks that they will have after it."""
+        slots = passing.once(("cut", self.stages), lambda: store.at(0, max(new), new)[-1])
+        if slots is None:
+            return
+        starts = torch.tensor(old, device=slots.device)[:, None]
+        fresh = torch.arange(slots.shape[1], device=slots.device) >= starts
+        low, lows = self._formats[-1], (slots >= 0) & fresh
+        cut_rows(layout, buffer, lows, list(low.key_widths), list(low.value_widths))
+
+    def _rebuilt(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the heads that stored rows stand for, side by side."""
+        found = []
+        for rows, side in ((keys, self.layer.keys), (values, self.layer.values)):
+            begin, heads = 0, []
+            for group in side.groups:
+                own = rows[..., begin : begin + group.rank]
+                begin += group.rank
+                up = None if group.up is None else group.up.to(rows.device, rows.dtype)
+                heads.append(own if up is None else own @ up.T)
+            found.append(torch.cat(heads, dim=-1))
+        return found[0], found[1]
+
+    def _dense(self, batch: int, capacity: int) -> RaggedLayout:
+        top = self._formats[0]
+        return RaggedLayout(top.key_widths, top.value_widths, self.facts.group, batch, capacity)
+
+    def _heads(self, batch: int, capacity: int) -> RaggedLayout:
+        heads, facts = self.facts.num_kv_heads, self.facts
+        widths = (facts.qk_head_dim,) * heads, (facts.v_head_dim,) * heads
+        return RaggedLayout(*widths, facts.group, batch, capacity)
+
+    def _exactly(self, states: Tensor) -> Matrices:
+        key = states.device, states.dtype
+        if key not in self._exact:
+            with torch.inference_mode(False):
+                self._exact[key] = exact_matrices(self.facts, *key)
+        return self._exact[key]
+
+    # Back to torch.
+
+    def cohorts(
+        self,
+        store: KernelStore,
+        state: KernelState,
+        total: int,
+        bundles: tuple[list[Bundle], list[Bundle]],
+    ) -> list[Cohort]:
+        """Return what a store holds as `kvprof.runtime.layer` keeps it."""
+        assert isinstance(store, LevelStore)
+        seen = state.seen(total)
+        if not max(seen):
+            return []
+        rows = store.rows_between(0, max(seen), seen)
+        found = []
+        for tokens, members in rows_alike(seen).items():
+            cohort = Cohort(members, tokens)
+            for name, whole, own in zip(("keys", "values"), rows, bundles, strict=True):
+                side = getattr(self.layer, name)
+                begins = [0]
+                for group in side.groups:
+                    begins.append(begins[-1] + group.rank)
+                kept = getattr(cohort, name)
+                for bundle in own:
+                    heads = [slice(begins[head], begins[head + 1]) for head in bundle.kv_heads]
+                    latents = [whole[members, :tokens, columns] for columns in heads]
+                    kept.append(self._parts(torch.stack(latents, dim=1), bundle, name, tokens))
+            found.append(cohort)
+        return found
+
+    def _parts(self, latents: Tensor, bundle: Bundle, side: str, tokens: int) -> list[Any]:
+        """Return latents in order, ``[rows, g, tokens, r]``, as the plan's segments keep them."""
+        found, quantiser = [], self.plan.quantiser
+        for segment in segments(self.plan, self.layer, tokens):
+            codec: Codec = PLAIN
+            if segment.quantised and quantiser is not None:
+                codec = codec_for(quantiser, getattr(quantiser, side), segment.level)
+            width = bundle.ranks[segment.level]
+            rows = latents[:, :, segment.start : segment.stop, :width]
+            found.append(plain_part(rows).recoded(codec, width))
+        return found
+
+
+def _levels_step(layout: LevelsLayout, device: torch.device) -> Any:
+    from kvprof.kernels.levels.step import levels_step  # Triton is for Linux only
+
+    return levels_step(layout, device)

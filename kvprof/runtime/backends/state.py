@@ -1,0 +1,223 @@
+"""What the layers of one cache share when they run on the kernels: counts of tokens, cut work.
+
+All layers see the same tokens, so how many each row has had, which slots a pass fills and how a
+decoding step is cut are computed once per pass, on the device: nothing waits for the host, and a
+CUDA graph that holds a step counts for itself when it is replayed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.models.interface import Rotation
+from kvprof.runtime.backends.rebuilt_tables import SlotTables
+from kvprof.runtime.clock import part
+
+__all__ = ["KernelPass", "KernelState"]
+
+
+@dataclass(eq=False)
+class KernelPass:
+    """One forward pass, on one device.
+
+    Attributes
+    ----------
+    tokens : int
+        New tokens of every row, padding included.
+    hidden : Tensor or None
+        ``[batch]`` int32: how many of a row's first ones are padding; None where none is.
+    start, after : Tensor
+        ``[batch]`` int32: real tokens that each row had had before, and has had afterwards.
+    """
+
+    tokens: int
+    hidden: Tensor | None
+    start: Tensor
+    after: Tensor
+    _known: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` gives, computed for the first layer that asks."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def slots(self, window: int | None) -> Tensor:
+        """Return the slot of each row's next token, ``[batch]`` int32."""
+        if window is None:
+            return self.start
+        slots: Tensor = self.once(("slots", window), lambda: self.start % window)
+        return slots
+
+    def lengths(self, window: int | None) -> Tensor:
+        """Return how many slots a decoding step's query sees, ``[batch]`` int32.
+
+        A row that is padding still sees one, whatever lies there; nobody reads its result.
+        """
+        if window is None and self.hidden is None:
+            return self.after
+        lengths: Tensor = self.once(("lengths", window), lambda: self.after.clamp(1, window))
+        return lengths
+
+    def padding(self) -> Tensor:
+        """Return which of the pass's tokens are padding, ``[batch, tokens, 1]`` bool."""
+        assert self.hidden is not None
+        hidden = self.hidden
+        token = torch.arange(self.tokens, device=hidden.device)
+        found: Tensor = self.once("padding", lambda: (token < hidden[:, None]).unsqueeze(-1))
+        return found
+
+
+class KernelState:
+    """The counts and the cut work of one cache.
+
+    Attributes
+    ----------
+    first : list of int
+        Where each row's first real token stands in the padded sequence; for a row that is padding
+        so far, where the next pass begins or later.
+    past, tokens : int
+        Of the pass under way: tokens before it, padding included, and its own (0 outside a pass).
+    rotation : Rotation or None
+        Of the layer that runs: its call of the model's rotary function, where it rebuilds keys.
+    tables : SlotTables
+        The angles that rebuilt keys are rotated by.
+    held : list
+        What captured steps read and nothing else may hold.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.past = 0
+        self.tokens = 0
+        self.rotation: Rotation | None = None
+        self.tables = SlotTables()
+        self._hidden: list[int] = []
+        self._seen: dict[torch.device, Tensor] = {}
+        self._passes: dict[torch.device, KernelPass] = {}
+        self.held: list[Any] = []
+        self._steps: dict[Any, tuple[Any, Any]] = {}
+
+    def continues(self, starts: Sequence[int], past: int) -> bool:
+        """Whether a mask whose rows begin at `starts` shows every stored token.
+
+        Parameters
+        ----------
+        starts : sequence of int
+            Where each row's first visible token stands.
+        past : int
+            Tokens before the pass, padding included.
+        """
+        known = self.first or starts
+        return all(
+            first >= past or start <= first for start, first in zip(starts, known, strict=True)
+        )
+
+    def begin(self, starts: Sequence[int], past: int, tokens: int) -> None:
+        """Begin a pass.
+
+        Parameters
+        ----------
+        starts : sequence of int
+            Where each row's first real token stands; of rows that have begun it is known.
+        past, tokens : int
+            Tokens before the pass and its own.
+        """
+        known = self.first or [past] * len(starts)
+        self.first = [
+            first if first < past else max(start, past)
+            for first, start in zip(known, starts, strict=True)
+        ]
+        self.past, self.tokens = past, tokens
+        self._hidden = [min(max(first - past, 0), tokens) for first in self.first]
+        self._passes.clear()
+
+    def on(self, device: torch.device) -> KernelPass:
+        """Return the pass under way, for the layers on a device."""
+        if device not in self._passes:
+            with part("schedule"):
+                self._passes[device] = self._begun(device)
+        return self._passes[device]
+
+    def _begun(self, device: torch.device) -> KernelPass:
+        known = self._seen.get(device)
+        if known is None or len(known) != len(self.first):
+            seen = self.seen(self.past)
+            with torch.inference_mode(False):
+                self._seen[device] = torch.tensor(seen, dtype=torch.int32, device=device)
+        start = self._seen[device]
+        hidden, after = None, start + self.tokens
+        if any(self._hidden):
+            hidden = torch.tensor(self._hidden, dtype=torch.int32, device=device)
+            after = after - hidden
+        return KernelPass(self.tokens, hidden, start, after)
+
+    def end(self) -> None:
+        """End the pass: its tokens are stored now."""
+        for device, passing in self._passes.items():
+            # In place, so that a captured step finds what its last replay left.
+            self._seen[device].copy_(passing.after)
+        self._passes.clear()
+        self.tokens = 0
+
+    def seen(self, total: int) -> list[int]:
+        """Return how many real tokens each row has had after `total` tokens, padding included."""
+        return [max(0, total - first) for first in self.first]
+
+    def step(self, layout: RaggedLayout, device: torch.device, window: int | None) -> Any:
+        """Return the decoding step of a layout, one for all layers of the same widths.
+
+        Layers with a window see other lengths: they have a step of their own.
+        """
+        from kvprof.kernels.decode.step import decode_step  # Triton is for Linux only
+
+        widths = layout.key_widths, layout.value_widths, layout.group
+        key = (widths, device, window)
+        return self.prepared(key, layout, lambda: decode_step(layout, device))
+
+    def prepared(self, key: Any, layout: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` prepared for a layout, anew once the layout is another.
+
+        Parameters
+        ----------
+        key : hashable
+            Of the layers that share it, whatever room they have.
+        layout : RaggedLayout or LevelsLayout
+        make : callable
+        """
+        known = self._steps.get(key)
+        if known is None or known[0] != layout:
+            known = layout, make()
+            self._steps[key] = known
+        return known[1]
+
+    def select(self, index: Sequence[int]) -> None:
+        """Make row i what row ``index[i]`` was."""
+        if not self.first:
+            return
+        self.first = [self.first[row] for row in index]
+        self.tables.select(index)
+        for device, seen in self._seen.items():
+            rows = torch.tensor(index, dtype=torch.int64, device=device)
+            if len(rows) == len(seen):  # in place, where a captured step counts
+                seen.copy_(seen.index_select(0, rows))
+                continue
+            with torch.inference_mode(False):
+                self._seen[device] = seen.index_select(0, rows)
+
+    def crop(self, total: int) -> None:
+        """Go back to `total` tokens, padding included."""
+        self.first = [min(first, total) for first in self.first]
+        for device, seen in self._seen.items():
+            seen.copy_(torch.tensor(self.seen(total), dtype=torch.int32, device=device))
+
+    def reset(self) -> None:
+        """Forget everything but the workspaces."""
+        self.first, self.past, self.tokens = [], 0, 0
+        # Kept in place for the graphs that count there.
+        for seen in self._seen.values():
+            seen.zero_()

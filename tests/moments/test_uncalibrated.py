@@ -1,0 +1,59 @@
+"""What plans store, told without calibrating them: the bytes are those of the calibrated plan."""
+
+from typing import Any
+
+import pytest
+
+from kvprof.errors import UsageError
+from kvprof.evaluation.requests import option_names
+from kvprof.methods.accounting import bytes_at, rate
+from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.plan_report import ranks_of
+from kvprof.methods.registry import method_names, plan_family
+from kvprof.moments.uncalibrated import follows_from_rate, uncalibrated_family
+from tests.methods.models import FINE, inputs, model
+
+CONTEXT = 100
+
+
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto")])
+def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
+    options: dict[str, Any] = FINE if "grid" in option_names(name) else {}
+    real = plan_family(name, inputs("Llama"), **options)
+    found = uncalibrated_family(model("Llama"), name, **options)
+    assert found is not None
+    assert (found.method, found.settings) == (real.method, real.settings)
+    if real.settings:
+        plans = [plan_at(one, real.settings[-1]) for one in (real, found)]
+    else:
+        plans = [plan_for_rate(one, 0.3, CONTEXT, itemsize=4) for one in (real, found)]
+    calibrated, told = (bytes_at(plan, CONTEXT, itemsize=4).total for plan in plans)
+    # Ranks that are handed out by what is measured come in steps of several heads at times.
+    assert told == pytest.approx(calibrated, rel=0.05)
+    assert plans[1].quantiser == plans[0].quantiser
+    assert (plans[1].lazy, plans[1].levels) == (plans[0].lazy, plans[0].levels)
+    # At the very rate that a calibrated plan reached, the bytes are its own, or one column's less.
+    if not real.settings and plans[0].quantiser is None and plans[0].eviction is None:
+        reached = rate(plans[0], CONTEXT, itemsize=4)
+        again = plan_for_rate(found, reached, CONTEXT, itemsize=4)
+        stored = bytes_at(again, CONTEXT, itemsize=4).total
+        assert calibrated - CONTEXT * 4 * 2 <= stored <= calibrated
+
+
+def test_ranks_are_spread_evenly_over_the_grid() -> None:
+    family = uncalibrated_family(model("Llama"), "kq", grid=4, minimum=4)
+    assert family is not None
+    ranks = ranks_of(plan_for_rate(family, 0.4, CONTEXT, itemsize=4))
+    every = {rank for side in ranks.values() for layer in side for rank in layer}
+    assert every == {8, 12}  # the neighbours of 60 % of 16
+
+
+def test_what_cannot_be_planned_cannot_be_planned_so_either() -> None:
+    for name, options, says in (
+        ("kqq", {}, "kqq"),
+        ("kq", {"allocation": "nothing"}, "not 'nothing'"),
+        ("kq", {"heads": 2}, "no option heads"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            uncalibrated_family(model("Llama"), name, **options)
+    assert follows_from_rate("kq-4bit", allocation="budget")
