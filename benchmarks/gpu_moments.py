@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvprof.analysis.stability import Run
 from kvprof.analysis.stability_data import stability_data
-from kvprof.analysis.stability_runs import Run
 from kvprof.analysis.stability_study import RankChoice
 from kvprof.environment import collect_environment
 from kvprof.models.capture import run_batch

@@ -7,19 +7,27 @@ in use, and what a user pays for the wrong basis.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvprof.analysis.bases import lost_energy, lost_product
+from kvprof.analysis.bases import eigenbasis, lost_energy, lost_product
 from kvprof.analysis.linalg import map_threads, svd
+from kvprof.analysis.moments import Moments
+from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram
+from kvprof.errors import UsageError
 
 __all__ = [
+    "FACTOR_PAIRS",
     "HAAR_RATIO",
     "ColumnRatio",
     "Loss",
+    "PairFactors",
+    "Run",
+    "Stack",
     "align_clusters",
     "align_signs",
     "cluster_sizes",
@@ -27,6 +35,7 @@ __all__ = [
     "column_ratio",
     "extra_loss",
     "loss",
+    "pair_factors",
     "principal_angle",
     "relative_extra",
     "seed_perturbation",
@@ -275,3 +284,148 @@ def extra_loss(offline: Loss, own: Loss) -> Loss:
         relative_extra(offline.energy, own.energy),
         relative_extra(offline.product, own.product, floor=math.sqrt(_OWN_LOSS_FLOOR)),
     )
+
+
+# --- The two factors of each pair, per token, so that snapshots of different size compare.
+
+
+#: Pairs for which an error of a product is defined: scores for the first and third, outputs else.
+FACTOR_PAIRS = ("qk", "vo", "k", "v")
+
+
+@dataclass(frozen=True)
+class PairFactors:
+    """Gram matrices of one pair, one entry per layer, ``[num_kv_heads, d, d]`` float64.
+
+    Attributes
+    ----------
+    gram : list of Tensor
+        What the basis is taken from, on a scale that does not depend on the number of tokens.
+    left, right : list of Tensor
+        Of the two factors of the product: Q and K for the scores, V and W_Oᵀ for the outputs.
+    """
+
+    gram: list[Tensor]
+    left: list[Tensor]
+    right: list[Tensor]
+
+
+def pair_factors(
+    moments: Moments, pair: str, *, value_weight_tokens: int = VALUE_WEIGHT_TOKENS
+) -> PairFactors:
+    """Take the factors of `pair` out of moments.
+
+    V always weighs `value_weight_tokens` tokens against W_O in ``vo``, so that a sweep of token
+    counts varies the estimate and nothing else.
+
+    Raises
+    ------
+    UsageError
+        When the pair has no product.
+    """
+    if pair not in FACTOR_PAIRS:
+        raise UsageError(
+            f"--pairs: {pair!r} is no pair with a basis to compare; choose from "
+            f"{', '.join(FACTOR_PAIRS)}"
+        )
+    per_token = 1.0 / moments.tokens
+    gram, left, right = [], [], []
+    for index, layer in enumerate(moments.layers):
+        weighted = pair_gram(moments, index, pair, value_weight_tokens=value_weight_tokens)
+        gram.append(weighted if pair == "vo" else weighted * per_token)
+        if pair in ("qk", "k"):
+            left.append(layer.grouped("q") * per_token)
+            right.append(layer.gram("k") * per_token)
+        else:
+            left.append(layer.gram("v") * per_token)
+            right.append(layer.output_gram())
+    return PairFactors(gram, left, right)
+
+
+# --- What one pass over one source leaves for comparison: its moments, and bases of all heads.
+
+
+@dataclass(frozen=True)
+class Stack:
+    """All heads of one width, over all layers.
+
+    Attributes
+    ----------
+    heads : list of (layer, kv_head)
+        What each row is.
+    gram, left, right : Tensor
+        ``[n, d, d]``, as in `PairFactors`.
+    values, basis : Tensor
+        Eigenvalues ``[n, d]`` and eigenvectors ``[n, d, d]`` of `gram`, the largest first.
+    """
+
+    heads: list[tuple[int, int]]
+    gram: Tensor
+    left: Tensor
+    right: Tensor
+    values: Tensor
+    basis: Tensor
+
+    @cached_property
+    def loss(self) -> Loss:
+        """What is lost when leading columns of the own basis are kept."""
+        return loss(self.gram, self.left, self.right, self.basis)
+
+
+@dataclass
+class Run:
+    """The moments of one pass over one source.
+
+    Attributes
+    ----------
+    name : str
+        Of the source.
+    seed : int or None
+        For random tokens.
+    seq_len : int
+        Length of its sequences.
+    snapshots : mapping of int to mapping of str to PairFactors
+        By token count, then by pair.
+    random_tokens : bool
+        Whether the tokens were random, also when they come out of a file of moments.
+    warnings : list of str
+        What a reader must know of these moments.
+    """
+
+    name: str
+    seed: int | None
+    seq_len: int
+    snapshots: Mapping[int, Mapping[str, PairFactors]]
+    random_tokens: bool = False
+    warnings: list[str] = field(default_factory=list)
+    _bases: dict[tuple[int, str], list[Stack]] = field(default_factory=dict, repr=False)
+
+    def largest(self, pair: str) -> PairFactors:
+        """Return the factors of `pair` at the largest token count."""
+        return self.snapshots[max(self.snapshots)][pair]
+
+    def forget(self) -> None:
+        """Give back the memory of the bases; they are computed again when needed."""
+        self._bases.clear()
+
+    def stacks(self, tokens: int, pair: str) -> list[Stack]:
+        """Return all heads of a snapshot with their bases, stacked by width; computed once."""
+        if (tokens, pair) not in self._bases:
+            self._bases[tokens, pair] = _stack(self.snapshots[tokens][pair])
+        return self._bases[tokens, pair]
+
+
+def _stack(factors: PairFactors) -> list[Stack]:
+    stacks = []
+    # Layers may lie on several devices; their moments meet where the first layer is.
+    home = factors.gram[0].device
+    for width in sorted({gram.shape[-1] for gram in factors.gram}):
+        layers = [i for i, gram in enumerate(factors.gram) if gram.shape[-1] == width]
+        gram, left, right = (
+            torch.cat([part[i].to(home) for i in layers])
+            for part in (factors.gram, factors.left, factors.right)
+        )
+        heads = [(i, head) for i in layers for head in range(len(factors.gram[i]))]
+        values, basis = eigenbasis(gram)
+        stacks.append(Stack(heads, gram, left, right, values, basis))
+    return stacks

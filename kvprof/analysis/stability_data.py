@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprof.analysis.stability import HAAR_RATIO
-from kvprof.analysis.stability_runs import Run
+from kvprof.analysis.stability import HAAR_RATIO, Run
 from kvprof.analysis.stability_study import (
     NEGLIGIBLE_COST,
     Comparison,

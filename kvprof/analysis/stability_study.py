@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kvprof.analysis.spectrum import from_eigenvalues, removal_ranks
 from kvprof.analysis.stability import (
+    Run,
+    Stack,
     align_clusters,
     align_signs,
     cluster_sizes,
@@ -23,7 +25,6 @@ from kvprof.analysis.stability import (
     seed_perturbation,
     subspace_distance,
 )
-from kvprof.analysis.stability_runs import Run, Stack
 
 __all__ = [
     "CLAIMS",

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.models.load import read_config
 from kvprof.models.locate import check_config_sizes, read_json
 from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_layout
-from kvprof.models.read import read_config
 
 __all__ = ["DEFAULT_SHAPE", "Rope", "Shape", "load_shape", "shape_names", "shape_of_config"]
 

@@ -182,7 +182,7 @@ def refuse_blind(loaded: "LoadedModel", method: str, options: dict[str, Any]) ->
     UsageError
         As `kvprof.evaluation.assembly.refuse_hidden`; and for what cannot be planned at all.
     """
-    from kvprof.moments.uncalibrated import uncalibrated_family
+    from kvprof.moments.calibrator import uncalibrated_family
 
     family = uncalibrated_family(loaded, method, **options)
     if family is not None:  # of others the plan itself tells, once there is one

@@ -311,7 +311,7 @@ def _chosen(
     import torch
 
     from kvprof.methods.family import plan_at, plan_for_rate
-    from kvprof.moments.uncalibrated import uncalibrated_family
+    from kvprof.moments.calibrator import uncalibrated_family
 
     family = uncalibrated_family(loaded, request.method, **request.options)
     if request.method in ALWAYS and family is not None:
@@ -343,7 +343,7 @@ def _refuse_unheeded(
     told: bool,
 ) -> None:
     """Refuse options without effect, before anything is read or planned."""
-    from kvprof.moments.uncalibrated import follows_from_rate
+    from kvprof.moments.calibrator import follows_from_rate
 
     turned = [request for request in requests if request.method not in ALWAYS]
     if rate is not None and record_files:

@@ -92,9 +92,8 @@ def run_frontier(
     """
     from kvprof.evaluation.assembly import refuse_hidden
     from kvprof.evaluation.evaluation_cache import EvaluationCache
-    from kvprof.evaluation.frontier import Frontier, expected_steps
+    from kvprof.evaluation.frontier import Frontier, check_metric, expected_steps
     from kvprof.evaluation.rate_search import Interrupted
-    from kvprof.evaluation.targets import check_metric
     from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
     from kvprof.moments.tokens import check_separate
 
@@ -196,7 +195,7 @@ def _blind(evaluator: "Evaluator", requests: "list[MethodRequest]") -> dict[str,
 
     if not evaluator.settings.teacher_forced:
         return {}
-    from kvprof.moments.uncalibrated import uncalibrated_family
+    from kvprof.moments.calibrator import uncalibrated_family
 
     blind: dict[str, str] = {}
     for request in requests:

@@ -131,9 +131,14 @@ def load_sample(
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
     sources = tuple(parse_source(name, what="--text") for name in text or _DEFAULT_TEXT)
 
-    from kvprof.evaluation.data import default_shape, text_samples
+    from kvprof.evaluation.data import (
+        default_shape,
+        default_task_items,
+        parse_tasks,
+        select_tasks,
+        text_samples,
+    )
     from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
-    from kvprof.evaluation.tasks import default_task_items, parse_tasks, select_tasks
 
     number, longest = default_shape(loaded)
     with console.status("reading what is evaluated"):

@@ -154,10 +154,10 @@ def spectrum(
         wanted = DEFAULT_TOKENS
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
 
-    from kvprof.analysis.moment_files import load_moments, save_moments
     from kvprof.analysis.pairs import check_pairs
     from kvprof.analysis.spectrum import query_head_data, spectrum_data
     from kvprof.moments.collect import CollectOptions, suitable_batch_size
+    from kvprof.moments.files import load_moments, save_moments
 
     chosen_pairs = check_pairs([pair.strip() for pair in pairs.split(",") if pair.strip()])
     if per_query_head and "qk" not in chosen_pairs:

@@ -35,7 +35,7 @@ from kvprof.sizes import parse_count, parse_counts
 from kvprof.sources.grammar import Source, SourceKind, parse_source
 
 if TYPE_CHECKING:
-    from kvprof.analysis.stability_runs import Run
+    from kvprof.analysis.stability import Run
     from kvprof.analysis.stability_study import RankChoice
     from kvprof.models.load import LoadedModel
     from kvprof.moments.stability_passes import StudyPlan
@@ -128,7 +128,7 @@ def stability(
         raise UsageError(
             f"--tokens {tokens}: one count is no sweep; give two or more, such as 1k,2k,4k,8k"
         )
-    from kvprof.analysis.factors import FACTOR_PAIRS
+    from kvprof.analysis.stability import FACTOR_PAIRS
 
     chosen_pairs = tuple(dict.fromkeys(pair.strip() for pair in pairs.split(",")))
     for pair in chosen_pairs:

@@ -9,7 +9,7 @@ from kvprof.sizes import format_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind
 
 if TYPE_CHECKING:
-    from kvprof.analysis.stability_runs import Run
+    from kvprof.analysis.stability import Run
     from kvprof.models.load import LoadedModel
     from kvprof.moments.stability_passes import StudyPlan
 
@@ -27,8 +27,8 @@ def make_plan(
     lengths: tuple[int | None, int | None],
 ) -> "StudyPlan":
     """Resolve the lengths and check, before anything is run, that every source is long enough."""
-    from kvprof.analysis.moment_files import load_moments
     from kvprof.moments.collect import CollectOptions, count_tokens
+    from kvprof.moments.files import load_moments
     from kvprof.moments.stability_passes import StudyPlan, plan_passes
 
     longest = loaded.context_length if loaded is not None else DEFAULT_SEQ_LEN

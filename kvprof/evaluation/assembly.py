@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.data import TextSample
+from kvprof.evaluation.data import TaskItem, TextSample
 from kvprof.evaluation.scores import Pair, TokenScores, task_figures, text_figures, worst_tokens
-from kvprof.evaluation.tasks import TaskItem
 from kvprof.evaluation.workload import TextBatch, Workload
 from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.plan import Placement, Plan

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.evaluation.tasks import TaskItem
+from kvprof.evaluation.data import TaskItem
 from kvprof.models.load import LoadedModel
 
 __all__ = [

@@ -19,7 +19,7 @@ from kvprof.evaluation.assembly import (
     refuse_hidden,
     without_intervals,
 )
-from kvprof.evaluation.data import TextSample
+from kvprof.evaluation.data import TaskItem, TextSample
 from kvprof.evaluation.decode import (
     Advance,
     TaskBatch,
@@ -28,10 +28,8 @@ from kvprof.evaluation.decode import (
     greedy_answers,
     single_pass_logits,
 )
-from kvprof.evaluation.memory import explained_shortage
 from kvprof.evaluation.scores import TokenScores, score_tokens
-from kvprof.evaluation.tasks import TaskItem
-from kvprof.evaluation.workload import TextBatch, Workload
+from kvprof.evaluation.workload import TextBatch, Workload, explained_shortage
 from kvprof.methods.accounting import bytes_at
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan import Plan

@@ -19,7 +19,7 @@ from kvprof.analysis.quality import (
     target_scores,
     wide,
 )
-from kvprof.evaluation.tasks import TaskItem
+from kvprof.evaluation.data import TaskItem
 
 __all__ = ["Pair", "TokenScores", "score_tokens", "task_figures", "text_figures", "worst_tokens"]
 

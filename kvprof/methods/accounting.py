@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from kvprof.methods.libraries import LIBRARIES, row_layout
 from kvprof.methods.plan import LayerPlan, Placement, Plan
-from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, row_layout
 from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segments
 from kvprof.models.layout import ModelLayout
 

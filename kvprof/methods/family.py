@@ -45,7 +45,7 @@ class CalibrationNeeds:
     pre_rope : bool
         Moments of K before RoPE.
     joint_heads : int or None
-        Joint moments over groups of this many KV heads (`kvprof.analysis.joint`).
+        Joint moments over groups of this many KV heads (`kvprof.analysis.moments`).
     tokens : int or None
         How many unless the user says; fewer where a text is shorter. None is kvprof's default.
     fisher_tokens : int or None

@@ -1,8 +1,8 @@
 """``fdc``: joint bases of Q and K and of V and W_O, one removal rate for all (FDC §5)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, KeyBasis, Positive, ValueBasis
-from kvprof.methods.projected import projected
 
 __all__ = ["fdc"]
 

@@ -1,8 +1,8 @@
 """``kq``: the optimal pairs of bases for ``Q Kᵀ`` and for ``V W_O`` (KQ-SVD, arXiv 2512.05916)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, KeyBasis, Positive, ValueBasis
-from kvprof.methods.projected import projected
 
 __all__ = ["kq"]
 

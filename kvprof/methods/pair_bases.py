@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvprof.analysis.bases import eigenbasis, lost_product
-from kvprof.analysis.joint import group_size, joint_gram
-from kvprof.analysis.moments import Moments
-from kvprof.analysis.optimal_bases import optimal_pair, whitened_pair
+from kvprof.analysis.bases import eigenbasis, lost_product, optimal_pair, whitened_pair
+from kvprof.analysis.moments import Moments, group_size, joint_gram
 from kvprof.analysis.pairs import pair_gram, query_head_gram
 from kvprof.analysis.spectrum import from_eigenvalues
 from kvprof.errors import UsageError

@@ -9,13 +9,14 @@ from kvprof.methods.low_rank import (
     LayerBases,
     allocator,
     hadamard_folded,
+    has_rope,
     low_rank_layers,
     rank_targets,
+    value_folds,
 )
 from kvprof.methods.option_types import Allocation, Count, Positive
 from kvprof.methods.pair_bases import shared_bases
 from kvprof.methods.plan import Placement, Plan
-from kvprof.methods.projected import has_rope, value_folds
 from kvprof.methods.soundness import refuse_latent_attention
 
 __all__ = ["palu"]

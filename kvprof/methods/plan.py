@@ -51,7 +51,7 @@ in [0, 1]; before that the ``ceil(outliers * r)`` largest magnitudes of each tok
 apart (value in the model's dtype, 16-bit column index) and count as 0 in minimum and maximum.
 ``fp8``: a saturating cast to e4m3, no scale.
 ``hqq`` and ``quanto``: what the library of that name makes of a group of columns of one token;
-`kvprof.methods.libraries` says how a row is cut, filled up and packed.
+`kvprof.methods.storage` says how a row is cut, filled up and packed.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
 Where the last column group is narrower than ``group`` it has its own scale all the same.
 

@@ -12,10 +12,10 @@ from kvprof.methods.accounting import (
     rate,
     weight_bytes,
 )
-from kvprof.methods.libraries import LIBRARIES, row_layout
+from kvprof.methods.fit import running_weights
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.plan_files import structure
-from kvprof.methods.running_weights import running_weights
+from kvprof.methods.storage import LIBRARIES, row_layout
 from kvprof.models.layout import ModelLayout
 
 __all__ = ["compare_plans", "comparison", "describe", "least_ranks", "plan_report", "ranks_of"]

@@ -11,9 +11,8 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.full import full_plan
-from kvprof.methods.libraries import LIBRARIES, load_library
 from kvprof.methods.plan import Plan
-from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library
 
 __all__ = [
     "QUANTISERS",

@@ -23,7 +23,6 @@ from kvprof.methods.fdc import fdc
 from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full
 from kvprof.methods.kq import kq
-from kvprof.methods.libraries import LIBRARIES, load_library
 from kvprof.methods.named import (
     ENTRY_POINTS,
     Modifier,
@@ -37,7 +36,7 @@ from kvprof.methods.palu import palu
 from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.quantisers import QUANTISERS, per_token, quantised, quantiser_family
-from kvprof.methods.storage import Quantiser
+from kvprof.methods.storage import LIBRARIES, Quantiser, load_library
 from kvprof.methods.strawman import strawman
 from kvprof.methods.svd_alone import svd_k, svd_kv, svd_v
 from kvprof.methods.tale import tale, tale_kivi

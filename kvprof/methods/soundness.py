@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from kvprof.errors import UsageError
-from kvprof.methods.libraries import LIBRARIES
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
-from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
+from kvprof.methods.storage import LIBRARIES, Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.layout import LayerLayout, ModelLayout
 
 __all__ = ["check_fits", "check_plan", "refuse_latent_attention"]

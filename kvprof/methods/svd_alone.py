@@ -1,8 +1,8 @@
 """``svd-k``, ``svd-v`` and ``svd-kv``: bases of K or V alone, the plain choice (ZACK §3.1)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Positive
-from kvprof.methods.projected import projected
 
 __all__ = ["svd_k", "svd_kv", "svd_v"]
 

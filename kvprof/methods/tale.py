@@ -6,11 +6,17 @@ from typing import Annotated
 from kvprof.analysis.rank_allocation import Grid
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
-from kvprof.methods.low_rank import KNOBS, LayerBases, allocator, low_rank_layers, rank_targets
+from kvprof.methods.low_rank import (
+    KNOBS,
+    LayerBases,
+    allocator,
+    low_rank_layers,
+    rank_targets,
+    value_folds,
+)
 from kvprof.methods.option_types import Allocation, Among, Count, Positive
 from kvprof.methods.pair_bases import SideBases, shared_bases
 from kvprof.methods.plan import Plan
-from kvprof.methods.projected import value_folds
 from kvprof.methods.quantisers import kivi
 from kvprof.methods.soundness import refuse_latent_attention
 from kvprof.methods.storage import Levels, Quantiser

@@ -1,8 +1,8 @@
 """``zack``: as ``fdc``, and Q and K folded too where the model has no RoPE (ZACK §4, §5)."""
 
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, KeyBasis, Positive, ValueBasis
-from kvprof.methods.projected import projected
 
 __all__ = ["zack"]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.models.interface import AttentionCall, intercept, text_decoder
-from kvprof.models.rotation import before_rotation
+from kvprof.models.interface import AttentionCall, before_rotation, intercept, text_decoder
 
 if TYPE_CHECKING:
     from kvprof.models.load import LoadedModel

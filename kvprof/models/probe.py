@@ -18,9 +18,8 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 from transformers.pytorch_utils import Conv1D
 
 from kvprof.errors import FailedError, KvprofError, UsageError
-from kvprof.models.interface import AttentionCall, intercept, refusal, text_decoder
+from kvprof.models.interface import AttentionCall, find_rotation, intercept, refusal, text_decoder
 from kvprof.models.layout import LayerLayout, ModelLayout
-from kvprof.models.rotation import find_rotation
 from kvprof.models.weights import input_device
 
 __all__ = ["inspect_layout"]

@@ -1,18 +1,28 @@
 """Collects what methods have to know of a model before they can plan, each thing once."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvprof.analysis.joint import group_size
-from kvprof.analysis.moment_files import load_moments
-from kvprof.analysis.moments import Moments
+import torch
+from torch import Tensor
+
+from kvprof.analysis.moments import LayerMoments, Moments, group_size
+from kvprof.analysis.rank_allocation import ALLOCATIONS
 from kvprof.errors import UsageError
-from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily
+from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily, by_head
 from kvprof.methods.named import COMBINATIONS, method_names
-from kvprof.methods.registry import calibration_needs, plan_family
+from kvprof.methods.registry import METHODS, calibration_needs, plan_family
+from kvprof.models.layout import LayerLayout
 from kvprof.models.load import LoadedModel
-from kvprof.moments.collect import CollectOptions, collect_moments, suitable_batch_size
+from kvprof.moments.collect import (
+    CollectOptions,
+    collect_moments,
+    moment_shapes,
+    suitable_batch_size,
+)
+from kvprof.moments.files import load_moments
 from kvprof.moments.fisher import FISHER_FORMS, GRADIENT_LENGTH, fisher_information
 from kvprof.moments.options import CalibrationInterrupted, CalibrationOptions, Progress, silent
 from kvprof.moments.sensitivity import PROBED_LENGTH, PROBED_TOKENS, measure_sensitivities
@@ -27,6 +37,8 @@ __all__ = [
     "Progress",
     "base_method",
     "batch_size_for",
+    "follows_from_rate",
+    "uncalibrated_family",
 ]
 
 # --- Moments by source, collected once and only as wide as somebody needs them.
@@ -429,3 +441,88 @@ def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
     fitting = [name for name in known if any(method.startswith(name + joint) for joint in _JOINTS)]
     own = {key: value for key, value in options.items() if key not in _MODIFIER_OPTIONS}
     return max(fitting, key=len), own
+
+
+# --- Plans of a method's shape without calibration: what they store, not what they keep of a
+# model.
+
+
+def follows_from_rate(method: str, **options: Any) -> bool:
+    """Whether what a method stores can be told from its rate alone, as of kvprof's own methods.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name.
+    """
+    needs = calibration_needs(method, **options)
+    return needs is None or base_method(method, options)[0] in METHODS
+
+
+def uncalibrated_family(loaded: LoadedModel, method: str, **options: Any) -> PlanFamily | None:
+    """Return plans that store what the method's own would, on bases that mean nothing.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    method : str
+        A method's or a combination's name.
+    **options
+        The method's own.
+
+    Returns
+    -------
+    PlanFamily or None
+        None for a method that is not kvprof's own and has to be calibrated: what its ranks hang on
+        is not known here.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.methods.registry.plan_family`: what cannot be planned cannot be planned so
+        either.
+    """
+    given = {key: value for key, value in options.items() if key != "fisher_form"}
+    needs = calibration_needs(method, **given)
+    inputs = MethodInputs(loaded.layout, loaded.fingerprint)
+    if needs is None:
+        return plan_family(method, inputs, **given)
+    if not follows_from_rate(method, **given):
+        return None
+    base, own = base_method(method, given)
+    layers = [_stand_in(x, needs.pre_rope, needs.joint_heads) for x in loaded.layout.layers]
+    inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
+    known = inspect.signature(METHODS[base]).parameters
+    allocation = own.get("allocation", known["allocation"].default)
+    if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
+        plain = {key: value for key, value in own.items() if key != "allocation"}
+        targets = plan_family(base, inputs, **plain).targets
+        alike = by_head(targets, [1.0 / float(target.errors[0]) for target in targets])
+        inputs = replace(inputs, sensitivities=alike)
+        given["allocation"] = "budget"
+    return plan_family(method, inputs, **given)
+
+
+def _stand_in(layer: LayerLayout, pre_rope: bool, joint_heads: int | None) -> LayerMoments:
+    """Return moments whose predicted errors fall along one curve, strictly convex, for every head.
+
+    Then the next step of the grid is worth most where fewest have been taken.
+    """
+
+    def falling(heads: int, width: int, power: float) -> Tensor:
+        energies = torch.arange(width, 0, -1, dtype=torch.float64) / width
+        return torch.diag(energies**power).expand(heads, width, width)
+
+    shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads)
+    # Of a pair the product counts, of vectors that share a latent their own energy.
+    rest = {
+        key: falling(heads, width, 1.0 if key.endswith("_joint") else 0.5)
+        for key, (heads, width) in shapes.items()
+    }
+    values = falling(*shapes["v"], 0.5)
+    return LayerMoments(
+        rest=rest,
+        first={key: torch.zeros((), dtype=torch.float64) for key in rest},
+        c_o=values if layer.output_projection is not None else None,
+        c_wv=values if not layer.mla and layer.value_projection is not None else None,
+    )

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvprof.analysis.joint import JOINT_KEYS, group_size, join_heads
-from kvprof.analysis.moments import LayerMoments, Moments
+from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments, group_size, join_heads
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.chat import ChatWriter

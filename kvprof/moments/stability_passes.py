@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvprof.analysis.factors import pair_factors
-from kvprof.analysis.moment_files import load_moments
 from kvprof.analysis.moments import Moments
-from kvprof.analysis.stability_runs import Run
+from kvprof.analysis.stability import Run, pair_factors
 from kvprof.models.load import LoadedModel
 from kvprof.moments.collect import CollectOptions, collect_moments
+from kvprof.moments.files import load_moments
 from kvprof.sources.grammar import Source, SourceKind
 
 __all__ = ["Pass", "StudyPlan", "plan_passes", "run_pass"]

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvprof.methods.libraries import LIBRARIES, load_library, row_layout
 from kvprof.methods.quantisers import codebook
-from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library, row_layout
 from kvprof.runtime.shapes import unflatten
 
 __all__ = ["PLAIN", "Codec", "Plain", "codec_for", "library_codec", "pack", "unpack"]

@@ -78,7 +78,7 @@ def rotated(
     cos, sin : Tensor
         ``[rows, g, N, rotary width]``.
     offset, transposed
-        As `kvprof.models.rotation.find_rotation` found them.
+        As `kvprof.models.interface.find_rotation` found them.
     """
     flat = keys.flatten(0, 1)
     width = (rotation.args[1] if len(rotation.args) > 1 else rotation.kwargs["k"]).shape[-1]

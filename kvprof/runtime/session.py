@@ -12,9 +12,8 @@ from transformers.utils import ModelOutput
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Plan
-from kvprof.models.interface import Interception, Rotation
+from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
-from kvprof.models.rotation import before_rotation
 from kvprof.runtime.backends.route import KernelRoute
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part

@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 from scipy.stats import ortho_group
 from torch import Tensor
 
-from kvprof.analysis.factors import PairFactors
-from kvprof.analysis.stability_runs import Run
+from kvprof.analysis.stability import PairFactors, Run
 
 Array = NDArray[np.float64]
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvprof.analysis.joint import group_size, joint_gram
-from kvprof.analysis.moment_files import load_moments, save_moments
+from kvprof.analysis.moments import group_size, joint_gram
 from kvprof.errors import UsageError
 from kvprof.models.capture import capture, run_batch
 from kvprof.models.load import wrap_model
 from kvprof.moments.collect import model_tokens
+from kvprof.moments.files import load_moments, save_moments
 from kvprof.sources.windows import batches, windows
 from tests.analysis.passes import RANDOM, SEQ_LEN, last, options
 from tests.models.tiny import tiny

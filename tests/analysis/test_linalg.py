@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from kvprof.analysis import bases, linalg, optimal_bases
+from kvprof.analysis import bases, linalg
+from kvprof.analysis import bases as optimal_bases
 from kvprof.analysis.linalg import column_signs, eigh, few_threads, map_threads, svd
 
 

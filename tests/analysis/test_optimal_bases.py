@@ -6,8 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.analysis.bases import eigenbasis, lost_product
-from kvprof.analysis.optimal_bases import optimal_pair, walsh_hadamard, whitened_pair
+from kvprof.analysis.bases import (
+    eigenbasis,
+    lost_product,
+    optimal_pair,
+    walsh_hadamard,
+    whitened_pair,
+)
 
 TOKENS = 60
 

@@ -250,7 +250,7 @@ def test_ctrl_c_keeps_the_passes_that_were_done(
 def test_interrupted_moments_serve_and_are_named(
     tiny_folder: Path, texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    from kvprof.analysis.moment_files import load_moments, save_moments
+    from kvprof.moments.files import load_moments, save_moments
 
     moments = tmp_path / "cut.safetensors"
     done = kvprof("spectrum", tiny_folder, "--tokens", 512, "--seq-len", 64, "--save", moments)

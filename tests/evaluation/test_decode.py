@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvprof.evaluation.data import TaskItem
 from kvprof.evaluation.decode import (
     TaskBatch,
     greedy_answers,
@@ -10,7 +11,6 @@ from kvprof.evaluation.decode import (
     prefill_length,
     task_batches,
 )
-from kvprof.evaluation.tasks import TaskItem
 from kvprof.runtime.compressed import compressed
 from tests.evaluation.sample import plan, questions
 from tests.methods.models import model

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.targets import (
+from kvprof.evaluation.frontier import (
     check_baseline,
     check_metric,
     least_loss,

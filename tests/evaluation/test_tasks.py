@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.tasks import TASKS, parse_tasks, select_tasks
+from kvprof.evaluation.data import TASKS, parse_tasks, select_tasks
 from kvprof.models.load import LoadedModel, load_model
 from tests.models.folder import byte_tokenizer
 from tests.models.tiny import tiny

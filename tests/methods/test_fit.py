@@ -8,10 +8,9 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, weight_bytes
 from kvprof.methods.family import plan_at
-from kvprof.methods.fit import Memory, fit_plan, largest_context, peak_bytes
+from kvprof.methods.fit import Memory, fit_plan, largest_context, peak_bytes, running_weights
 from kvprof.methods.quantisers import kivi, kvquant, per_token
 from kvprof.methods.registry import plan_family
-from kvprof.methods.running_weights import running_weights
 from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.runtime.compressed import compressed
 from tests.methods.models import FINE, inputs, model

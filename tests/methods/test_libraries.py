@@ -6,12 +6,18 @@ import pytest
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import bytes_at, paper_rate, rate
-from kvprof.methods.libraries import LIBRARIES, RowLayout, load_library, row_layout
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import describe
 from kvprof.methods.quantisers import from_library
 from kvprof.methods.registry import calibration_needs, plan_family
-from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.methods.storage import (
+    LIBRARIES,
+    Quantiser,
+    RowLayout,
+    SideQuantiser,
+    load_library,
+    row_layout,
+)
 from kvprof.runtime.codecs import codec_for
 from tests.methods.models import inputs
 from tests.methods.shapes import group, layer, plan

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprof.analysis.joint import join_heads
+from kvprof.analysis.moments import join_heads
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import dim_rate
 from kvprof.methods.family import MethodInputs, by_head, plan_at

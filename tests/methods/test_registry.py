@@ -12,7 +12,6 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
 from kvprof.methods.evictors import EVICTORS
 from kvprof.methods.family import plan_at, plan_for_rate
-from kvprof.methods.libraries import LIBRARIES
 from kvprof.methods.named import (
     COMBINATIONS,
     METHOD_NAMES,
@@ -26,7 +25,7 @@ from kvprof.methods.plan_report import compare_plans, describe, ranks_of
 from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.methods.soundness import check_fits
-from kvprof.methods.storage import SideQuantiser
+from kvprof.methods.storage import LIBRARIES, SideQuantiser
 from tests.methods.models import FINE, inputs, model
 
 CONTEXT = 4096

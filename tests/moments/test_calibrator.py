@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvprof.analysis.moment_files import save_moments
 from kvprof.analysis.moments import Moments
 from kvprof.errors import UsageError
 from kvprof.methods.family import CalibrationNeeds, plan_for_rate
@@ -19,6 +18,7 @@ from kvprof.moments.calibrator import (
     MomentStore,
 )
 from kvprof.moments.collect import CollectOptions, collect_moments
+from kvprof.moments.files import save_moments
 from kvprof.sources.grammar import parse_source
 from tests.models.tiny import VOCABULARY, tiny
 

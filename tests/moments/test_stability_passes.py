@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvprof.analysis.factors import pair_factors
-from kvprof.analysis.moment_files import save_moments
 from kvprof.analysis.pairs import pair_gram
+from kvprof.analysis.stability import pair_factors
 from kvprof.analysis.stability_data import stability_data
 from kvprof.analysis.stability_study import FIGURES, RankChoice
 from kvprof.errors import UsageError
 from kvprof.models.load import wrap_model
 from kvprof.moments import collect
 from kvprof.moments.collect import CollectOptions, collect_moments
+from kvprof.moments.files import save_moments
 from kvprof.moments.stability_passes import Pass, StudyPlan, plan_passes, run_pass
 from kvprof.sources.grammar import Source, SourceKind, file_source
 from tests.models.tiny import tiny

@@ -10,7 +10,7 @@ from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.plan_report import ranks_of
 from kvprof.methods.registry import method_names, plan_family
-from kvprof.moments.uncalibrated import follows_from_rate, uncalibrated_family
+from kvprof.moments.calibrator import follows_from_rate, uncalibrated_family
 from tests.methods.models import FINE, inputs, model
 
 CONTEXT = 100

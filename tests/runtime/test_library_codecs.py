@@ -9,10 +9,9 @@ from torch import Tensor
 
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.methods.family import plan_for_rate
-from kvprof.methods.libraries import LIBRARIES, load_library, row_layout
 from kvprof.methods.quantisers import from_library
 from kvprof.methods.registry import plan_family
-from kvprof.methods.storage import Levels, Quantiser
+from kvprof.methods.storage import LIBRARIES, Levels, Quantiser, load_library, row_layout
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.parts import joined, picked, plain_part

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from kvprof.evaluation.data import TASKS, TaskItem
 from kvprof.evaluation.scores import Pair, TokenScores, task_figures, text_figures, worst_tokens
-from kvprof.evaluation.tasks import TASKS, TaskItem
 from kvprof.records.result import build_result
 from tests.records.sample import ENVIRONMENT
 

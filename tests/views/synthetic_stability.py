@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.analysis.factors import PairFactors
+from kvprof.analysis.stability import PairFactors, Run
 from kvprof.analysis.stability_data import stability_data
-from kvprof.analysis.stability_runs import Run
 from kvprof.analysis.stability_study import RankChoice
 from kvprof.records.result import build_result
 

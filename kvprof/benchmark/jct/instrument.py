@@ -10,9 +10,8 @@ from torch import nn
 
 from kvprof.errors import UsageError
 from kvprof.models.interface import text_decoder, wrapped_rotations
-from kvprof.models.layout import LayerLayout
+from kvprof.models.layout import LayerLayout, head_columns
 from kvprof.models.load import LoadedModel
-from kvprof.models.projections import head_columns
 from kvprof.runtime.clock import REST, Clock, part
 
 __all__ = ["OTHERS", "Instrument", "Places", "find_places"]

@@ -167,7 +167,7 @@ def load_model_shape(name: str | Path) -> ModelShape:
 
 def _of_config(shape: Shape) -> Dense:
     """Read what a model's own ``config.json`` says."""
-    from kvprof.models.read import read_config  # transformers only when needed
+    from kvprof.models.load import read_config  # transformers only when needed
 
     config = read_config(shape.name, Path(shape.source), trust_remote_code=False)
     config = config.get_text_config(decoder=True)

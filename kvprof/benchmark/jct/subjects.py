@@ -17,8 +17,8 @@ from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import shape_names
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
+from kvprof.methods.low_rank import value_folds
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
-from kvprof.methods.projected import value_folds
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet

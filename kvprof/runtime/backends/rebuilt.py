@@ -15,9 +15,8 @@ from torch import Tensor
 from kvprof.errors import FailedError
 from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.methods.plan import HeadGroup, LayerPlan
-from kvprof.models.interface import Rotation
+from kvprof.models.interface import Rotation, before_rotation
 from kvprof.models.layout import LayerLayout
-from kvprof.models.rotation import before_rotation
 from kvprof.runtime.backends.layer import KernelLayer
 from kvprof.runtime.backends.planes import PlaneStore, plane_cohorts
 from kvprof.runtime.backends.rebuilt_tables import RotaryForm, SlotTable, rotary_form

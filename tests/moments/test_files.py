@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvprof.analysis import moment_files
-from kvprof.analysis.moment_files import FORMAT, load_moments, save_moments
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.analysis.pairs import PAIRS, pair_gram
 from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.moments import files
+from kvprof.moments.files import FORMAT, load_moments, save_moments
 from kvprof.tensor_files import load_tensors, save_tensors
 from tests.sources.complaint import complaint
 
@@ -141,7 +141,7 @@ def test_other_safetensors_files_are_no_moments(tmp_path, metadata):
 
 
 def test_a_newer_format_is_named(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(moment_files, "FORMAT", "kvprof-moments/2")
+    monkeypatch.setattr(files, "FORMAT", "kvprof-moments/2")
     save_moments(example(), tmp_path / "new.safetensors")
     monkeypatch.undo()
     with pytest.raises(FailedError, match=r"format kvprof-moments/2, this kvprof reads .*/1"):
@@ -151,7 +151,7 @@ def test_a_newer_format_is_named(saved, tmp_path, monkeypatch):
 def test_a_file_of_the_right_format_with_missing_parts_is_damaged(tmp_path):
     for metadata in ({}, {"digest": "0", "layers": "many"}, {"digest": "0", "layers": "1"}):
         path = tmp_path / "m.safetensors"
-        save_file({"weight": torch.ones(3)}, path, {"format": moment_files.FORMAT, **metadata})
+        save_file({"weight": torch.ones(3)}, path, {"format": files.FORMAT, **metadata})
         with pytest.raises(FailedError, match="damaged"):
             load_moments(path)
 
