@@ -1,4 +1,4 @@
-"""Orthogonal bases from Gram matrices, and what is lost when only their first columns are kept."""
+"""Bases from Gram matrices, orthogonal or in pairs, and what is lost with their last columns."""
 
 import torch
 from torch import Tensor
@@ -98,6 +98,9 @@ def _tail(values: Tensor) -> Tensor:
 
 # --- Pairs of bases that are best for a product, and the whitened decomposition of grouped
 # weights.
+#
+# A pair ``(down, up)`` stores ``X @ down[:, :r]`` and stands for ``X @ down[:, :r] @ up[:, :r].T``.
+# At full rank ``down @ up.T`` is the identity, also on directions that calibration never saw.
 
 
 # Columns that hardly matter keep a finite scale: with (almost) nothing to balance, the gauge of

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import UsageError
-from kvprof.models.layout import ModelLayout
 
 __all__ = [
     "PAIRS",
@@ -16,7 +15,6 @@ __all__ = [
     "check_pairs",
     "pair_gram",
     "query_head_gram",
-    "undefined_pairs",
 ]
 
 PAIRS = ("qk", "vo", "q", "k", "v", "q_pre", "k_pre", "w_v")
@@ -39,23 +37,6 @@ def check_pairs(pairs: list[str]) -> tuple[str, ...]:
         named = repr(unknown[0]) if unknown else "an empty list"
         raise UsageError(f"--pairs: {named} is no pair; choose from {', '.join(PAIRS)}")
     return tuple(pair for pair in PAIRS if pair in pairs)
-
-
-def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
-    """Return the pairs that a model does not have, in the order of `PAIRS`.
-
-    ``vo`` needs a slice of W_O per head, ``w_v`` a plain projection of the layer's input.
-
-    Parameters
-    ----------
-    layout : ModelLayout
-        Of the model; one layer without is enough.
-    """
-    lacking = {
-        "vo": any(layer.output_projection is None for layer in layout.layers),
-        "w_v": any(layer.mla or layer.value_projection is None for layer in layout.layers),
-    }
-    return tuple(pair for pair in PAIRS if lacking.get(pair))
 
 
 def pair_gram(

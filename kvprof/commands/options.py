@@ -169,7 +169,7 @@ def defined_pairs(
     UsageError
         When the user asked for one that the model does not have, or none is left.
     """
-    from kvprof.analysis.pairs import undefined_pairs
+    from kvprof.moments.collect import undefined_pairs
 
     lacking = [pair for pair in undefined_pairs(loaded.layout) if pair in pairs]
     left = tuple(pair for pair in pairs if pair not in lacking)

@@ -1,4 +1,4 @@
-"""The text that plans are evaluated on: sequences of equal length, never the calibration split."""
+"""What plans are evaluated on: sequences of equal length and tasks, never the calibration split."""
 
 import hashlib
 import json
@@ -146,6 +146,10 @@ def _readable(source: Source) -> Iterator[Source]:
 
 
 # --- The embedded tasks: a prompt with something to find in it, and the answer it must give.
+#
+# Needle, variables, copy and frequent words (``recipes/reference-model/tasks.py`` makes them), at
+# several lengths and depths. As there, a sequence starts with what the tokenizer puts in front, and
+# an answer is right when greedy decoding gives every token of it.
 
 
 TASKS = ("needle", "variables", "copy", "frequent_words")

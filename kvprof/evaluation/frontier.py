@@ -1,9 +1,8 @@
 """How far each method goes before a target is missed: every method searched, nothing lost.
 
-The search of one method is `kvprof.evaluation.rate_search`; what is kept of the baseline's metric,
-`kvprof.evaluation.frontier`. Here the methods take their turns: evaluations come from the cache or
-are measured and kept at once, a method that does not fit the model becomes a row that says why, and
-an interruption leaves everything measured so far.
+The search of one method is `kvprof.evaluation.rate_search`. Here one method follows another:
+evaluations come from the cache or are measured and kept at once, a method that does not fit the
+model becomes a row that says why, and an interruption leaves everything measured so far.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What an evaluation has to run: batches of sequences, batches of questions, and how long it is."""
+"""What an evaluation runs: batches of sequences and of questions, how many at once, how long."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What fits into a memory: which context at a batch, which batch at a context.
+"""What a plan takes of a memory: its weights, and which context and batch fit beside them.
 
 Pure arithmetic on plans. A length fits when every shorter one does too: with a quantiser that works
 in blocks the bytes fall each time a block is quantised, so that the account has to be searched and
@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 # --- What a plan adds to the weights in memory while it runs.
+#
+# `kvprof.methods.accounting.weight_bytes` counts a folded projection at its rank, which is what a
+# method costs in principle. Here it has the width that it is run with.
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,9 @@ def _per_target(
 
 # --- The family that FDC, ZACK, ``kq`` and the plain SVDs are members of: one basis per KV
 # head.
+#
+# K is projected after RoPE and queries meet it in the latent; V's basis is folded into W_V and W_O.
+# Nothing is rebuilt (FDC §5.2, ZACK §4.3).
 
 
 def has_rope(facts: LayerLayout) -> bool:

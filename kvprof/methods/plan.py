@@ -75,7 +75,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
+from kvprof.errors import UsageError
+from kvprof.methods.storage import (
+    Eviction,
+    Levels,
+    Quantiser,
+    SideQuantiser,
+    check_eviction,
+    check_levels,
+    check_quantiser,
+)
 
 __all__ = [
     "Eviction",
@@ -89,6 +98,9 @@ __all__ = [
     "SideQuantiser",
     "ValuePlan",
 ]
+
+# The quantised rows hold 16-bit column indices of outliers.
+_WIDEST = 2**16
 
 
 class Placement(StrEnum):
@@ -230,8 +242,6 @@ class Plan:
     made: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from kvprof.methods.soundness import check_plan  # a cycle: the check reads plans
-
         check_plan(self)
 
     def __repr__(self) -> str:
@@ -253,3 +263,77 @@ def _range(values: Sequence[int]) -> str:
         return "none"
     low, high = min(values), max(values)
     return f"{low}" if low == high else f"{low}–{high}"
+
+
+def check_plan(plan: Plan) -> None:
+    """Make sure that a plan says one thing.
+
+    Raises
+    ------
+    UsageError
+        Naming what contradicts what.
+    """
+    check_levels(plan.levels)
+    if plan.quantiser is not None:
+        check_quantiser(plan.quantiser, plan.levels)
+    if plan.eviction is not None:
+        check_eviction(plan.eviction, plan.quantiser)
+    for index, layer in enumerate(plan.layers):
+        _check_layer(f"layer {index}", layer, plan)
+
+
+def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
+    keys, values = layer.keys, layer.values
+    key_heads = _check_groups(f"{name} keys", keys.groups, plan)
+    value_heads = _check_groups(f"{name} values", values.groups, plan)
+    if keys.per_query_head:
+        single = all(group.heads == 1 for group in keys.groups)
+        if keys.placement is not Placement.POST_ROPE or not single or key_heads % value_heads:
+            raise UsageError(
+                f"{name}: keys per query head are projected after RoPE, each alone, and as many as "
+                "there are query heads"
+            )
+        if keys.fold_down or keys.fold_up:
+            raise UsageError(f"{name}: keys per query head cannot be folded into W_K or W_Q")
+    elif key_heads != value_heads:
+        raise UsageError(f"{name}: keys and values cover different numbers of KV heads")
+    plain = all(group.identity for group in keys.groups)
+    if keys.placement is Placement.NONE and not plain:
+        raise UsageError(f"{name}: keys have a basis but no placement")
+    if keys.placement is Placement.NONE and (keys.fold_down or keys.fold_up):
+        raise UsageError(f"{name}: keys have nothing to fold")
+    if keys.placement is Placement.PRE_ROPE and keys.fold_up:
+        raise UsageError(f"{name}: keys rebuilt before RoPE cannot be folded into W_Q")
+    if layer.sliding_window is not None and layer.sliding_window < 2:
+        raise UsageError(f"{name}: a sliding window of {layer.sliding_window} stores no token")
+    if (plan.lazy or plan.online_bases) and (keys.fold_down or values.fold_down):
+        what = "lazy" if plan.lazy else "online_bases"
+        raise UsageError(f"{name}: {what} needs exact K and V in prefill, so nothing folds down")
+
+
+def _check_groups(name: str, groups: Sequence[HeadGroup], plan: Plan) -> int:
+    """Return the number of KV heads that the groups cover."""
+    head = 0
+    for group in groups:
+        if group.first != head or group.heads < 1:
+            raise UsageError(f"{name}: head groups must cover the KV heads in order, each once")
+        head += group.heads
+        if len(group.ranks) != len(plan.levels.shares):
+            raise UsageError(
+                f"{name}: {len(group.ranks)} ranks for {len(plan.levels.shares)} token levels"
+            )
+        if group.ranks[0] < 1 or list(group.ranks) != sorted(group.ranks):
+            raise UsageError(f"{name}: ranks {group.ranks} must be 1 or more and not decrease")
+        if group.rank > min(group.width, _WIDEST):
+            raise UsageError(f"{name}: rank {group.rank} is over the width {group.width}")
+        if (group.down is None) is not (group.up is None):
+            raise UsageError(f"{name}: a group has one of down and up; it takes both or neither")
+        if group.down is not None and group.up is not None:
+            for matrix in (group.down, group.up):
+                if tuple(matrix.shape) != (group.width, group.rank):
+                    raise UsageError(
+                        f"{name}: a basis of {tuple(matrix.shape)}, not {(group.width, group.rank)}"
+                    )
+        elif group.ranks[0] < group.width and not plan.online_bases:
+            raise UsageError(f"{name}: rank {group.ranks[0]} of {group.width} has no basis")
+    return head

@@ -1,6 +1,7 @@
 """Which tokens a plan keeps, at which level and with how many bits; `kvprof.methods.plan` says how.
 
-These classes are the part of a plan that is the same for all layers.
+These classes are the part of a plan that is the same for all layers; each is checked here, and the
+layouts of the libraries that quantise follow.
 """
 
 import math
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from kvprof.errors import LackingError
+from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
 
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "Quantiser",
     "RowLayout",
     "SideQuantiser",
+    "check_eviction",
+    "check_levels",
+    "check_quantiser",
     "load_library",
     "row_layout",
 ]
@@ -137,6 +141,9 @@ class Eviction:
 
 
 # --- Quantisers of other projects: HQQ and quanto, what they can do and how they lay out a row.
+#
+# Both are called as they are (`kvprof.runtime.codecs`); nothing here imitates them. What is
+# here without them is the arithmetic of what they store, for the byte account.
 
 
 @dataclass(frozen=True)
@@ -245,3 +252,113 @@ def load_library(kind: str) -> Any:
             f"{kind} needs the package {library.package}, which cannot be imported ({cause}); "
             f"{extra_command(kind)}"
         ) from cause
+
+
+# --- What contradicts itself is refused, each in one clear line.
+
+
+_KINDS = ("affine", "codebook", "fp8", *LIBRARIES)
+_BITS = (2, 3, 4, 8)
+_SCALES = ("float16", "bfloat16", "float32")
+
+
+def check_levels(levels: Levels) -> None:
+    """Refuse token levels that are none.
+
+    Raises
+    ------
+    UsageError
+        Naming what makes no sense.
+    """
+    if levels.sink < 0 or levels.batch < 1:
+        raise UsageError(f"levels: sink {levels.sink} and batch {levels.batch} make no sense")
+    if not levels.shares or min(levels.shares) < 0 or abs(sum(levels.shares) - 1) > 1e-9:
+        raise UsageError(f"levels: the shares {levels.shares} are no parts of 1")
+
+
+def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
+    """Refuse a quantiser that there is not, or that does not go with the token levels.
+
+    Raises
+    ------
+    UsageError
+        Naming what makes no sense.
+    """
+    if quantiser.kind not in _KINDS:
+        raise UsageError(f"quantiser: {quantiser.kind!r} is none of {', '.join(_KINDS)}")
+    if quantiser.window < 0 or quantiser.block < 1 or not 0 <= quantiser.outliers < 1:
+        raise UsageError("quantiser: window, block or share of outliers makes no sense")
+    if quantiser.outliers and quantiser.kind != "codebook":
+        raise UsageError(f"quantiser: {quantiser.kind} keeps no outliers; codebook does")
+    known = ("model",) if quantiser.kind in LIBRARIES else _SCALES
+    if quantiser.scale_dtype not in known:
+        raise UsageError(
+            f"quantiser: scales of {quantiser.kind} are {' or '.join(known)}, not "
+            f"{quantiser.scale_dtype!r}"
+        )
+    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
+    if not sides:
+        raise UsageError("quantiser: neither keys nor values are quantised; leave it out")
+    for side in sides:
+        _check_side(side, quantiser, levels)
+
+
+def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> None:
+    library = LIBRARIES.get(quantiser.kind)
+    allowed = library.bits if library else (8,) if quantiser.kind == "fp8" else _BITS
+    unknown = [bits for bits in side.bits if bits not in allowed]
+    if unknown:
+        raise UsageError(
+            f"quantiser: {quantiser.kind} has no {unknown[0]} bits; choose from "
+            f"{', '.join(map(str, allowed))}"
+        )
+    if len(side.bits) != len(levels.shares):
+        raise UsageError(
+            f"quantiser: {len(side.bits)} bit widths for {len(levels.shares)} token levels"
+        )
+    if side.axis not in ("token", "channel"):
+        raise UsageError(f"quantiser: the axis is token or channel, not {side.axis!r}")
+    if library is not None and side.axis != "token":
+        raise UsageError(f"quantiser: {quantiser.kind} quantises per token here, not per channel")
+    if side.group is not None and side.group < 1:
+        raise UsageError(f"quantiser: a group of {side.group} values makes no sense")
+    if side.axis == "channel":
+        if side.group is None or quantiser.block % side.group:
+            raise UsageError(
+                f"quantiser: keys per channel in groups of {side.group} tokens need blocks of a "
+                f"multiple of it, not of {quantiser.block}"
+            )
+        if len(levels.shares) > 1 and levels.batch % side.group:
+            raise UsageError(
+                f"levels: tokens that share scales in groups of {side.group} move down in batches "
+                f"of a multiple of it, not of {levels.batch}"
+            )
+
+
+def check_eviction(eviction: Eviction, quantiser: Quantiser | None) -> None:
+    """Refuse an eviction that there is not, or that does not go with the quantiser.
+
+    Raises
+    ------
+    UsageError
+        Naming what makes no sense.
+    """
+    if eviction.kind not in ("recent", "h2o", "keyformer"):
+        raise UsageError(f"eviction: {eviction.kind!r} is none of recent, h2o, keyformer")
+    if eviction.order not in ("evict_first", "compress_first"):
+        raise UsageError(f"eviction: {eviction.order!r} is neither evict_first nor compress_first")
+    if not 0 < eviction.keep <= 1 or not 0 <= eviction.recent_share <= 1 or eviction.sink < 0:
+        raise UsageError(
+            f"eviction: keep {eviction.keep:g}, recent share {eviction.recent_share:g} or sink "
+            f"{eviction.sink} makes no sense"
+        )
+    if eviction.kind == "recent" and eviction.recent_share != 1:
+        raise UsageError("eviction: recent keeps the newest tokens only; its recent share is 1")
+    if min(eviction.tau) <= 0:
+        raise UsageError(f"eviction: the temperatures {eviction.tau} must be above 0")
+    sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
+    if any(side is not None and side.axis == "channel" for side in sides):
+        raise UsageError(
+            "eviction would tear tokens out of blocks that share scales per channel (KIVI); "
+            "quantise per token instead"
+        )

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.interface import AttentionCall, before_rotation, intercept, text_decoder
-
-if TYPE_CHECKING:
-    from kvprof.models.load import LoadedModel
+from kvprof.models.load import LoadedModel
 
 __all__ = ["Tap", "capture", "run_batch"]
 
@@ -45,7 +43,7 @@ class Tap:
 
 @contextmanager
 def capture(
-    loaded: "LoadedModel", receive: Callable[[Tap], None], *, pre_rope: bool = False
+    loaded: LoadedModel, receive: Callable[[Tap], None], *, pre_rope: bool = False
 ) -> Iterator[None]:
     """Hand every layer's Q, K and V to `receive` while the body runs the model.
 
@@ -114,7 +112,7 @@ def capture(
         yield
 
 
-def run_batch(loaded: "LoadedModel", input_ids: Tensor) -> None:
+def run_batch(loaded: LoadedModel, input_ids: Tensor) -> None:
     """Run a batch of full sequences through the decoder, without a cache and without logits.
 
     The head is left out: 8k tokens times a vocabulary of 128k would cost more memory than the

@@ -43,6 +43,16 @@ __all__ = [
 
 # --- Digests of weights: of tensors by their values, of safetensors files by the tensors in
 # them.
+#
+# A value that was widened without loss (bfloat16 or float16 kept as float32) is the same value, and
+# which file of a checkpoint a tensor lies in is no matter. Every bit counts.
+#
+# What a file holds is kept among the user's caches, so that it is read once. It is found again
+# while the file system says that the file is the same: device, inode, size, and the times of its
+# last change, the one that nobody can set back (ctime) among them. The hub names its files by their
+# SHA-256: one that was moved with its times, or lies on a device that is numbered anew, is found by
+# that name. A file that has changed just now is read, but not kept, as clocks of file systems are
+# coarse; nor is anything kept where nothing can be written.
 
 
 # Grows with what a digest is of; older files are then left where they are.

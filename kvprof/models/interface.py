@@ -2,7 +2,8 @@
 
 The model's own attention still runs, so that its output does not change; what went in and what
 came out is shown to an observer. The interface passes Q and K after RoPE and after QK-norm, with
-K and V not repeated for grouped queries.
+K and V not repeated for grouped queries; what they were before RoPE is taken from the rotation that
+was watched.
 """
 
 import functools

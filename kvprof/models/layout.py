@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvprof.errors import UsageError
@@ -13,7 +13,6 @@ from kvprof.models.weights import projection_matrix
 __all__ = [
     "LayerLayout",
     "ModelLayout",
-    "attention_modules",
     "head_columns",
     "output_slices",
     "value_weight",
@@ -167,23 +166,7 @@ def value_weight(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Ten
     return per_head.transpose(0, 1).contiguous()
 
 
-def attention_modules(model: PreTrainedModel, layout: ModelLayout | None = None) -> list[nn.Module]:
-    """Return the attention modules in the order of the layers.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    layout : ModelLayout, optional
-        The model's layout where it is known; otherwise it is found by a forward pass of 16 tokens.
-    """
-    if layout is None:
-        from kvprof.models.probe import inspect_layout  # a cycle: the probe builds layouts
-
-        layout = inspect_layout(model)
-    return [model.get_submodule(layer.attention) for layer in layout.layers]
-
-
-# --- Finds the weights of single heads inside the projections of Q, K and V, fused or not.
+# --- The weights of single heads inside the projections of Q, K and V, fused or not.
 
 
 def head_columns(

@@ -445,6 +445,12 @@ def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
 
 # --- Plans of a method's shape without calibration: what they store, not what they keep of a
 # model.
+#
+# How many bytes a low-rank plan stores follows from its ranks, how well it does from its bases.
+# Where only the former is asked for (what fits into a memory, whether anything is quantised or
+# evicted) a pass over calibration data would change no figure. Stand-in moments are the same for
+# all heads, so ranks come out alike everywhere: where a method hands them out by what it measures,
+# they are spread evenly over its own grid, as near to a wanted rate as one step of one head.
 
 
 def follows_from_rate(method: str, **options: Any) -> bool:

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments, group_size, join_heads
+from kvprof.analysis.pairs import PAIRS
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.chat import ChatWriter
-from kvprof.models.layout import LayerLayout, output_slices, value_weight
+from kvprof.models.layout import LayerLayout, ModelLayout, output_slices, value_weight
 from kvprof.models.load import LoadedModel
 from kvprof.models.weights import compute_device
 from kvprof.sources.grammar import RANDOM, Source, SourceKind
@@ -26,6 +27,7 @@ __all__ = [
     "model_tokens",
     "moment_shapes",
     "suitable_batch_size",
+    "undefined_pairs",
 ]
 
 # Tokens per forward pass that keep a device busy without needing much memory.
@@ -324,3 +326,20 @@ def _check_finite(loaded: LoadedModel, moments: Moments) -> None:
                     f"{loaded.spec}: layer {index} produces values of {key} that are not finite; "
                     "its weights are damaged, or --dtype is too narrow for it"
                 )
+
+
+def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
+    """Return the pairs that a model does not have, in the order of `PAIRS`.
+
+    ``vo`` needs a slice of W_O per head, ``w_v`` a plain projection of the layer's input.
+
+    Parameters
+    ----------
+    layout : ModelLayout
+        Of the model; one layer without is enough.
+    """
+    lacking = {
+        "vo": any(layer.output_projection is None for layer in layout.layers),
+        "w_v": any(layer.mla or layer.value_projection is None for layer in layout.layers),
+    }
+    return tuple(pair for pair in PAIRS if lacking.get(pair))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvprof.analysis import bases, linalg
-from kvprof.analysis import bases as optimal_bases
 from kvprof.analysis.linalg import column_signs, eigh, few_threads, map_threads, svd
 
 
@@ -45,9 +44,9 @@ def test_bases_do_not_depend_on_the_signs_that_lapack_answers_with(monkeypatch, 
     other = symmetric(3, 8) @ symmetric(3, 8)
     made = [
         lambda: bases.eigenbasis(other)[1:],
-        lambda: optimal_bases.optimal_pair(grams, other)[:2],
-        lambda: optimal_bases.optimal_pair(other, grams)[:2],
-        lambda: optimal_bases.whitened_pair(other)[:2],
+        lambda: bases.optimal_pair(grams, other)[:2],
+        lambda: bases.optimal_pair(other, grams)[:2],
+        lambda: bases.whitened_pair(other)[:2],
     ]
     known = [make() for make in made]
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +64,7 @@ def test_bases_do_not_depend_on_the_signs_that_lapack_answers_with(monkeypatch, 
         return left * signs, values, right * signs.unsqueeze(-1)
 
     monkeypatch.setattr(bases, "eigh", turned_eigh)
-    monkeypatch.setattr(optimal_bases, "svd", turned_svd)
+    monkeypatch.setattr(bases, "svd", turned_svd)
     for make, parts in zip(made, known, strict=True):
         for found, wanted in zip(make(), parts, strict=True):
             # The null space, whose eigenvalues are equal, is settled by no sign: 6 of 8 columns.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kvprof.errors import UsageError
-from kvprof.models.layout import attention_modules, output_slices, value_weight
+from kvprof.models.layout import output_slices, value_weight
 from kvprof.models.probe import inspect_layout
 from tests.models.tiny import ARCHITECTURES, MLA, tiny, token_ids
 
@@ -57,13 +57,12 @@ def test_facts(arch, dtype):
 def test_projections_split_into_heads(arch):
     model = tiny(arch)
     layout = inspect_layout(model)
-    modules = attention_modules(model, layout)
-    assert [type(m) for m in modules] == [type(m) for m in attention_modules(model)]
     facts = layout.layers[2]
+    attention = model.get_submodule(facts.attention)
     seen = {}
     keep = lambda name: lambda module, args, out: seen.update({name: (args[0], out)})  # noqa: E731
-    out_module = modules[2].get_submodule(facts.output_projection)
-    value_module = modules[2].get_submodule(facts.value_projection)
+    out_module = attention.get_submodule(facts.output_projection)
+    value_module = attention.get_submodule(facts.value_projection)
     out_module.register_forward_hook(keep("out"))
     value_module.register_forward_hook(keep("value"))
     values = []

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from kvprof.analysis.pairs import pair_gram, undefined_pairs
+from kvprof.analysis.pairs import pair_gram
 from kvprof.analysis.spectrum import singular_values
 from kvprof.commands.options import defined_pairs
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.load import wrap_model
 from kvprof.moments import collect
-from kvprof.moments.collect import collect_moments, count_tokens, model_tokens
+from kvprof.moments.collect import collect_moments, count_tokens, model_tokens, undefined_pairs
 from kvprof.sources.grammar import file_source
 from kvprof.sources.windows import batches, windows
 from tests.analysis import stacked
