@@ -9,8 +9,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvprof.errors import options_named
+
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "kvprof", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvprof")
 
 
 @pytest.fixture(autouse=True)

@@ -181,12 +181,12 @@ def _unexplained_lengths(
     source: Run, targets: Sequence[Run], short_targets: Sequence[Run]
 ) -> list[str]:
     """Warn of saved moments whose length is far off, for which no second pass could be run."""
-    told_apart = {run.name for run in short_targets}
+    rerun = {run.name for run in short_targets}
     return [
         f"{target.name}: sequences of {target.seq_len:,} against {source.seq_len:,} of the source; "
         "how much of the cost is due to that cannot be told from saved moments"
         for target in targets
-        if target.name not in told_apart
+        if target.name not in rerun
         and max(target.seq_len, source.seq_len) > 2 * min(target.seq_len, source.seq_len)
     ]
 

@@ -64,7 +64,7 @@ class Found:
         By `time.perf_counter`.
     text : list of (TextBatch, TokenScores)
     answers : dict
-        Place of a question in the list of all to whether it was answered right.
+        Index of a question in the list of all to whether it was answered right.
     measured : int
         Bytes that the caches of all text batches held at their ends.
     notes : list of str
@@ -109,7 +109,7 @@ def assembled(
     found : Found
         By this plan.
     base_answers : dict
-        Place of a question to whether the uncompressed model answered it right.
+        Index of a question to whether the uncompressed model answered it right.
     """
     itemsize, context = loaded.dtype.itemsize, workload.context
     pairs: dict[str, Pair] = {}
@@ -125,8 +125,8 @@ def assembled(
     text = text_figures(pairs, settings.resamples, settings.seed)
     tasks = task_figures(
         items,
-        [base_answers.get(place) for place in range(len(items))],
-        [found.answers.get(place) for place in range(len(items))],
+        [base_answers.get(index) for index in range(len(items))],
+        [found.answers.get(index) for index in range(len(items))],
         settings.resamples,
         settings.seed,
     )

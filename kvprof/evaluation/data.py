@@ -279,8 +279,8 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ordered = []
     while any(cells.values()):
         for shift in range(len(lengths)):
-            for place, depth in enumerate(depths):
-                cell = cells.get((lengths[(place + shift) % len(lengths)], depth))
+            for index, depth in enumerate(depths):
+                cell = cells.get((lengths[(index + shift) % len(lengths)], depth))
                 if cell:
                     ordered.append(cell.pop(0))
     return ordered

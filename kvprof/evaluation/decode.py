@@ -39,12 +39,12 @@ class TaskBatch:
 
     Attributes
     ----------
-    places : tuple of int
+    indices : tuple of int
         Where they stand in the list that was batched.
     items : tuple of TaskItem
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     items: tuple[TaskItem, ...]
 
     @property
@@ -135,19 +135,19 @@ def task_batches(items: Sequence[TaskItem], tokens: int, batch_size: int | None)
             batches.append(TaskBatch(tuple(pending), tuple(items[i] for i in pending)))
             pending.clear()
 
-    for place in order:
-        width = len(items[place].prompt)
+    for index in order:
+        width = len(items[index].prompt)
         if pending:
             first = items[pending[0]]
             rows = len(pending) + 1
             if (
-                first.task != items[place].task
+                first.task != items[index].task
                 or len(first.prompt) < _ALIKE * width
                 or rows * width > tokens
                 or (batch_size is not None and rows > batch_size)
             ):
                 close()
-        pending.append(place)
+        pending.append(index)
     close()
     return batches
 

@@ -197,7 +197,7 @@ class Evaluator:
         self.baseline()
         work = [
             *(batch for batch in self.workload.text if batch.base is not None),
-            *(task for task in self.workload.tasks if task.places[0] in self._answers),
+            *(task for task in self.workload.tasks if task.indices[0] in self._answers),
         ]
         found = Found()
         keeps = self.workload.keeps_logits
@@ -268,7 +268,7 @@ class Evaluator:
     ) -> None:
         advance(self.workload.prefill_steps(batch.prompt_tokens))
         answers = greedy_answers(self.loaded, batch, new_cache, advance)
-        found.answers.update(zip(batch.places, answers, strict=True))
+        found.answers.update(zip(batch.indices, answers, strict=True))
 
     def _explained(self, what: str, plan: Plan, batch: TextBatch | TaskBatch) -> Any:
         itemsize = self.loaded.dtype.itemsize

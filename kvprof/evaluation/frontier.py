@@ -498,17 +498,17 @@ class Frontier:
             return found
         if not self._ran_baseline:
             self._measured_baseline()  # what plans are compared with token by token
-        told = 0
+        counted = 0
 
         def advance(amount: int) -> None:
-            nonlocal told
-            told += amount
+            nonlocal counted
+            counted += amount
             self._advance(amount)
 
         found = self._evaluator.evaluate(plan, advance, self._stop)
         if not found["complete"]:
             raise Interrupted
-        self._advance(max(0, steps - told))
+        self._advance(max(0, steps - counted))
         self._cache.put(digest, found)
         self.measured += 1
         return found

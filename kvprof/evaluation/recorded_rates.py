@@ -296,7 +296,7 @@ def _shipped() -> list[dict[str, Any]]:
     if not folder.is_dir():
         return []
     results = []
-    with resources.as_file(folder) as place:
-        for path in sorted(place.glob("*.json")):
+    with resources.as_file(folder) as unpacked:
+        for path in sorted(unpacked.glob("*.json")):
             results.append(read_result(path))
     return results

@@ -91,13 +91,13 @@ def score_tokens(
         Told 1 for every decoded token.
     """
     columns: list[Tensor] = []
-    for place, step in enumerate(logits):
+    for column, step in enumerate(logits):
         with torch.inference_mode():
             own = wide(step).log_softmax(-1)
-            correct, loss = target_scores(own, targets[:, place].to(step.device))
+            correct, loss = target_scores(own, targets[:, column].to(step.device))
             kl = torch.zeros_like(loss)
             if base is not None:
-                kl = divergence(wide(base[:, place].to(step.device)).log_softmax(-1), own)
+                kl = divergence(wide(base[:, column].to(step.device)).log_softmax(-1), own)
             columns.append(torch.stack([correct.to(loss.dtype), loss, kl]))
         advance(1)
     figures = torch.stack(columns, dim=-1).cpu().double().numpy()
@@ -185,16 +185,16 @@ def worst_tokens(
     found = []
     for name, pair in pairs.items():
         for flat in np.argsort(-pair.found.kl, axis=None, kind="stable")[:number]:
-            sequence, place = (int(i) for i in np.unravel_index(flat, pair.found.kl.shape))
+            sequence, step = (int(i) for i in np.unravel_index(flat, pair.found.kl.shape))
             found.append(
                 {
                     "source": name,
                     "sequence": sequence,
-                    "position": start + place,
-                    **describe(name, sequence, start + place),
-                    "kl": float(pair.found.kl[sequence, place]),
-                    "probability": float(np.exp(-pair.found.loss[sequence, place])),
-                    "baseline_probability": float(np.exp(-pair.base.loss[sequence, place])),
+                    "position": start + step,
+                    **describe(name, sequence, start + step),
+                    "kl": float(pair.found.kl[sequence, step]),
+                    "probability": float(np.exp(-pair.found.loss[sequence, step])),
+                    "baseline_probability": float(np.exp(-pair.base.loss[sequence, step])),
                 }
             )
     return sorted(found, key=lambda token: -token["kl"])[:number]

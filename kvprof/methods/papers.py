@@ -48,7 +48,7 @@ class PaperSetting:
     fisher_tokens: int | None = None
     differs: tuple[tuple[str | None, str], ...] = ()
 
-    def told(self, options: Iterable[str] = ()) -> list[str]:
+    def differences(self, options: Iterable[str] = ()) -> list[str]:
         """Return the sentences that hold where the user gives these options."""
         given = set(options)
         return [sentence for option, sentence in self.differs if option not in given]
@@ -134,4 +134,4 @@ def papers_named(words: Iterable[str]) -> dict[str, list[str]]:
         Of a command line; combinations (``fdc:paper+keyformer``) name theirs too.
     """
     found = [match[0] for word in words for match in _NAMED.finditer(word)]
-    return {name: PAPERS[name].told() for name in PAPERS if name in found}
+    return {name: PAPERS[name].differences() for name in PAPERS if name in found}

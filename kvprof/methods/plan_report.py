@@ -44,7 +44,7 @@ def describe(
     itemsize : int
         Bytes of a value in the run's dtype.
     layout : ModelLayout, optional
-        Of the model; with it, what the weights grow by is told too.
+        Of the model; with it, what the weights grow by is reported too.
 
     Returns
     -------
@@ -140,13 +140,13 @@ def _key_sentences(plan: Plan) -> list[str]:
             "Keys and values are projected on bases that prefill finds per sequence and head, and "
             "rebuilt in full at every decode step (the strawman)."
         ]
-    told = {
+    treatments = {
         Placement.NONE: "stored as they are, after RoPE",
         Placement.POST_ROPE: "projected after RoPE; queries meet them in the latent",
         Placement.PRE_ROPE: "projected before RoPE and rebuilt at every use",
     }
     found = []
-    for placement, words in told.items():
+    for placement, words in treatments.items():
         layers = [x.keys for x in plan.layers if x.keys.placement is placement]
         for folds in ((False, False), (True, False), (False, True), (True, True)):
             count = sum((x.fold_down, x.fold_up) == folds for x in layers)
@@ -280,7 +280,7 @@ def plan_report(
     fine: Plan | None = None,
     knob: str | None = None,
 ) -> dict[str, Any]:
-    """Return everything that is told about a plan, as JSON values.
+    """Return everything that is reported about a plan, as JSON values.
 
     Parameters
     ----------
@@ -290,7 +290,7 @@ def plan_report(
     itemsize : int
         Bytes of a value in the run's dtype.
     layout : ModelLayout, optional
-        Of the model; without it the weights are not told.
+        Of the model; without it the weights are not reported.
     fine : Plan, optional
         The same setting of the method with ranks of any size: what was requested before ranks were
         rounded up to the grid.
@@ -305,10 +305,10 @@ def plan_report(
         ``folded`` and ``online`` (matrix or step to the number of layers), and ``rounding`` (None
         without `fine`).
     """
-    told = describe(plan, tokens, itemsize=itemsize, layout=layout)
+    described = describe(plan, tokens, itemsize=itemsize, layout=layout)
     if layout is not None:
-        told["weights"]["running"] = running_weights(plan, layout, itemsize=itemsize).added
-    folded, online = _places(plan)
+        described["weights"]["running"] = running_weights(plan, layout, itemsize=itemsize).added
+    folded, online = _folded_and_online(plan)
     levels = None
     if len(plan.levels.shares) > 1:
         levels = {
@@ -332,7 +332,7 @@ def plan_report(
             "bytes_lost": lost,
         }
     return {
-        **told,
+        **described,
         "fingerprint": plan.fingerprint,
         "levels": levels,
         "folded": folded,
@@ -358,17 +358,17 @@ def comparison(plan: Plan, other: Plan, tokens: int, *, itemsize: int) -> dict[s
     dict
         Of the other plan ``method``, ``rate`` and ``bytes``; ``differences``, one entry per place.
     """
-    told = describe(other, tokens, itemsize=itemsize)
+    described = describe(other, tokens, itemsize=itemsize)
     found = compare_plans(plan, other)
     return {
-        **{key: told[key] for key in ("method", "rate", "bytes")},
+        **{key: described[key] for key in ("method", "rate", "bytes")},
         "differences": [
             {"path": path, "this": this, "other": that} for path, (this, that) in found.items()
         ],
     }
 
 
-def _places(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+def _folded_and_online(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     """Count the layers in which each matrix was folded, and each step runs online."""
     folded: dict[str, int] = {}
     online: dict[str, int] = {}

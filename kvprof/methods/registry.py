@@ -116,7 +116,7 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     options = typed_options(name, options)
     if (function := _function(name)) is not None:
         if name in PAPERS:
-            paper = {"name": name, "differs": PAPERS[name].told(options)}
+            paper = {"name": name, "differs": PAPERS[name].differences(options)}
             inputs = replace(inputs, made={**inputs.made, "paper": paper})
         with few_threads():
             return replace(function(inputs, **options), method=name)

@@ -73,11 +73,11 @@ def capture(
             f"{layout.architecture}: Q and K before RoPE cannot be had (it rotates in a way of its "
             "own); leave out the pairs q_pre and k_pre, and methods that store K before RoPE (palu)"
         )
-    places = {id(loaded.model.get_submodule(x.attention)): x.index for x in layout.layers}
+    indices = {id(loaded.model.get_submodule(x.attention)): x.index for x in layout.layers}
     seen: set[int] = set()
 
     def observe(call: AttentionCall) -> None:
-        facts = layout.layers[places[id(call.module)]]
+        facts = layout.layers[indices[id(call.module)]]
         if call.key.shape[2] != call.query.shape[2]:
             raise UsageError(
                 f"capture saw {call.key.shape[2]} keys for {call.query.shape[2]} queries: run the "

@@ -71,19 +71,19 @@ def tensor_digests(tensors: Mapping[str, Any]) -> dict[str, str]:
         Names that share one tensor have it read once. What is no tensor (a quantiser's settings
         in a state dict) counts as it is written.
     """
-    places: dict[Any, list[str]] = {}
+    storages: dict[Any, list[str]] = {}
     for name, value in tensors.items():
-        places.setdefault(_place(name, value), []).append(name)
+        storages.setdefault(_storage(name, value), []).append(name)
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda names: _digest(tensors[names[0]]), places.values())
+        found = pool.map(lambda names: _digest(tensors[names[0]]), storages.values())
         return {
             name: digest
-            for names, digest in zip(places.values(), found, strict=True)
+            for names, digest in zip(storages.values(), found, strict=True)
             for name in names
         }
 
 
-def _place(name: str, value: Any) -> Any:
+def _storage(name: str, value: Any) -> Any:
     if type(value) not in (Tensor, torch.nn.Parameter) or value.numel() == 0:
         return name
     return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()

@@ -283,7 +283,7 @@ def find_rotation(call: AttentionCall) -> tuple[int, int | None, bool] | None:
     if len(call.rotations) != 1 or pair is None:
         return width, None, False
     query, key = pair[2:]
-    rotary_dim = _turning(call.rotations[0])
+    rotary_dim = _rotated_dims(call.rotations[0])
     for transposed in (False, True):
         for offset in {0, width - query.shape[-1]}:
             if _lies_at(query, call.query, offset, transposed) and _lies_at(
@@ -329,16 +329,16 @@ def _pair(rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     return found[0], found[1], result[0], result[1]
 
 
-def _turning(rotation: Rotation) -> int:
+def _rotated_dims(rotation: Rotation) -> int:
     """Count the dimensions that turn: the map is linear in cos and sin, so doubling both shows."""
 
     def call(factor: int) -> Tensor:
-        def change(place: int | str, value: object) -> object:
+        def change(argument: int | str, value: object) -> object:
             if not isinstance(value, Tensor) or not (
                 value.is_floating_point() or value.is_complex()
             ):
                 return value
-            return torch.ones_like(value) if place in (0, 1, "q", "k") else value * factor
+            return torch.ones_like(value) if argument in (0, 1, "q", "k") else value * factor
 
         args = [change(i, value) for i, value in enumerate(rotation.args)]
         kwargs = {name: change(name, value) for name, value in rotation.kwargs.items()}

@@ -26,7 +26,7 @@ class LayerLayout:
     Attributes
     ----------
     index : int
-        Place among the layers, from 0.
+        Index of the layer, from 0.
     num_heads, num_kv_heads : int
         Query heads and KV heads; their quotient is the `group`.
     qk_head_dim, v_head_dim : int

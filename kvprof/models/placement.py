@@ -133,7 +133,7 @@ def _layers_apart(config: Any, device: torch.device, trust_remote_code: bool) ->
         raise UsageError(f"--device offload: {type(model).__name__} has no list of layers")
     storage = "disk" if device.type == "cpu" else "cpu"
     # safetensors takes a name or an index here, not a torch.device
-    place = "cpu" if device.type == "cpu" else device.index or 0
+    target = "cpu" if device.type == "cpu" else device.index or 0
     result: dict[str, Any] = {}
 
     def spread(module: nn.Module, prefix: str) -> None:
@@ -144,7 +144,7 @@ def _layers_apart(config: Any, device: torch.device, trust_remote_code: bool) ->
             elif layers.startswith(f"{full}."):
                 spread(child, f"{full}.")
             else:
-                result[full] = place
+                result[full] = target
 
     spread(model, "")
     return result

@@ -72,8 +72,8 @@ def fisher_information(
     """
     if form not in FISHER_FORMS:
         raise UsageError(f"fisher_form: {form!r} is none of {', '.join(FISHER_FORMS)}")
-    places = _places(loaded)
-    weights = {name: _weight(loaded, name) for name, _ in places.values()}
+    heads = _head_columns(loaded)
+    weights = {name: _weight(loaded, name) for name, _ in heads.values()}
     squares: dict[str, Tensor] = {}
     count = 0
     with _only_these(loaded, list(weights.values())):
@@ -88,13 +88,13 @@ def fisher_information(
                 return None
     if not count:
         raise UsageError("Fisher information needs text of two tokens or more")
-    return _per_head(loaded, places, {name: s / count for name, s in squares.items()}, form)
+    return _per_head(loaded, heads, {name: s / count for name, s in squares.items()}, form)
 
 
-_Place = tuple[str, Tensor]
+_HeadColumns = tuple[str, Tensor]
 
 
-def _places(loaded: LoadedModel) -> dict[tuple[str, int, int], _Place]:
+def _head_columns(loaded: LoadedModel) -> dict[tuple[str, int, int], _HeadColumns]:
     """Return where each side's, layer's and head's weights lie."""
     return {
         (side, facts.index, head): head_columns(loaded.model, facts, kind, [head])
@@ -148,14 +148,14 @@ def _only_these(loaded: LoadedModel, weights: Sequence[nn.Parameter]) -> Iterato
 
 def _per_head(
     loaded: LoadedModel,
-    places: dict[tuple[str, int, int], _Place],
+    heads: dict[tuple[str, int, int], _HeadColumns],
     means: dict[str, Tensor],
     form: str,
 ) -> HeadWeights:
     found: dict[str, list[list[float]]] = {
         side: [[] for _ in loaded.layout.layers] for side in _SIDES
     }
-    for (side, layer, _), (name, columns) in places.items():
+    for (side, layer, _), (name, columns) in heads.items():
         linear = isinstance(loaded.model.get_submodule(name), nn.Linear)
         mean = means[name]
         part = mean.index_select(0 if linear else 1, columns.to(mean.device)).double()

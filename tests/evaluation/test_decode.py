@@ -24,9 +24,9 @@ def item(length: int, task: str = "needle") -> TaskItem:
 def test_batches_hold_like_questions() -> None:
     items = [item(n) for n in (10, 100, 98, 11, 50, 12)] + [item(100, "copy")]
     batches = task_batches(items, tokens=200, batch_size=None)
-    assert sorted(place for batch in batches for place in batch.places) == list(range(7))
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(7))
     for batch in batches:
-        assert batch.items == tuple(items[place] for place in batch.places)
+        assert batch.items == tuple(items[index] for index in batch.indices)
         assert len({one.task for one in batch.items}) == 1
         assert batch.prompt_tokens * len(batch.items) <= 200
         assert min(len(one.prompt) for one in batch.items) >= 0.75 * batch.prompt_tokens

@@ -21,7 +21,7 @@ def test_importing_kvprof_imports_no_torch() -> None:
         "assert callable(kvprof.plan) and callable(kvprof.compressed)\n"
         "assert not hasattr(kvprof, 'nothing')\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_model_in_memory_is_planned_and_generates() -> None:
