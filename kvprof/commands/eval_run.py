@@ -180,7 +180,7 @@ def refuse_blind(loaded: "LoadedModel", method: str, options: dict[str, Any]) ->
     Raises
     ------
     UsageError
-        As `kvprof.evaluation.assembly.refuse_hidden`; and for what cannot be planned at all.
+        As `kvprof.evaluation.evaluator.refuse_hidden`; and for what cannot be planned at all.
     """
     from kvprof.moments.calibrator import uncalibrated_family
 
@@ -190,7 +190,7 @@ def refuse_blind(loaded: "LoadedModel", method: str, options: dict[str, Any]) ->
 
 
 def _shown(plan: "Plan") -> None:
-    from kvprof.evaluation.assembly import refuse_hidden
+    from kvprof.evaluation.evaluator import refuse_hidden
 
     try:
         refuse_hidden(plan)
@@ -326,7 +326,7 @@ def _run_harness(
     run: EvalRun,
     stop: Stop,
 ) -> None:
-    from kvprof.evaluation.assembly import hidden_in_one_pass
+    from kvprof.evaluation.evaluator import hidden_in_one_pass
     from kvprof.evaluation.harness import harness_rows, settings_described
 
     rows: list[dict[str, Any]] = []

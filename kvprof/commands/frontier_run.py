@@ -90,8 +90,8 @@ def run_frontier(
         When calibration data is evaluation data, the metric is not measured, or the only method
         asked for does not fit the model.
     """
-    from kvprof.evaluation.assembly import refuse_hidden
     from kvprof.evaluation.evaluation_cache import EvaluationCache
+    from kvprof.evaluation.evaluator import refuse_hidden
     from kvprof.evaluation.frontier import Frontier, check_metric, expected_steps
     from kvprof.evaluation.rate_search import Interrupted
     from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
@@ -191,7 +191,7 @@ def _blind(evaluator: "Evaluator", requests: "list[MethodRequest]") -> dict[str,
     UsageError
         When nothing else was asked for.
     """
-    from kvprof.evaluation.assembly import hidden_in_one_pass
+    from kvprof.evaluation.evaluator import hidden_in_one_pass
 
     if not evaluator.settings.teacher_forced:
         return {}

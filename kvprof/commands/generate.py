@@ -354,7 +354,7 @@ def _cache(
 
 
 def _warnings(data: dict[str, Any], plan: "Plan") -> list[str]:
-    from kvprof.evaluation.assembly import hidden_in_one_pass
+    from kvprof.evaluation.evaluator import hidden_in_one_pass
 
     found = []
     if len(data["tokens"]) < 2 and (hidden := hidden_in_one_pass(plan)):

@@ -8,8 +8,7 @@ import torch
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.evaluation import evaluator as module
 from kvprof.evaluation import workload
-from kvprof.evaluation.assembly import hidden_in_one_pass
-from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
+from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator, hidden_in_one_pass
 from kvprof.evaluation.requests import option_names
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan import HeadGroup, LayerPlan
