@@ -85,9 +85,9 @@ def align_signs(source: Tensor, target: Tensor) -> Tensor:
 def seed_perturbation(grams: Tensor, target: Tensor) -> Tensor:
     """Return how strongly a change of seed mixes neighbouring columns.
 
-    First-order perturbation theory: columns i and i+1 of a basis turn into each other by
+    First-order perturbation theory: columns i and i+1 of a basis rotate into each other by
     ``t_iᵀ ΔC t_{i+1} / (λ_i − λ_{i+1})``. The numerator, root mean square over all pairs of
-    seeds, is what a gap of eigenvalues must exceed for the columns to be told apart.
+    seeds, is what a gap of eigenvalues must exceed for the columns to be distinguished.
 
     Parameters
     ----------

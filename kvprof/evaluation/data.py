@@ -59,7 +59,7 @@ class TextSample:
 
 
 def default_shape(loaded: LoadedModel) -> tuple[int, int]:
-    """Return how many sequences of how many tokens an evaluation takes unless told otherwise."""
+    """Return how many sequences of how many tokens an evaluation takes by default."""
     sequences, seq_len = _CPU_SHAPE if loaded.device.type == "cpu" else _GPU_SHAPE
     return sequences, min(seq_len, loaded.context_length)
 
@@ -221,7 +221,7 @@ def parse_tasks(text: str) -> tuple[str, ...]:
 
 
 def default_task_items(loaded: LoadedModel) -> int:
-    """Return how many questions of each task an evaluation asks unless told otherwise."""
+    """Return how many questions of each task an evaluation asks by default."""
     return _CPU_ITEMS if loaded.device.type == "cpu" else _GPU_ITEMS
 
 

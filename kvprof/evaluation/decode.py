@@ -168,7 +168,7 @@ def greedy_answers(
     new_cache : callable or None
         Makes an empty cache; None takes the model's own.
     advance : callable
-        Told 1 per decode step, and at the end the steps that an early end saved.
+        Called with 1 per decode step, and at the end the steps that an early end saved.
 
     Returns
     -------

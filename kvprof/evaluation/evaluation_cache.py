@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from platformdirs import user_cache_path
 
 from kvprof.errors import FailedError, KvprofError
 from kvprof.methods.plan import Plan
@@ -47,8 +48,6 @@ def cache_folder(given: Path | None = None) -> Path:
         return given
     if stated := os.environ.get(_VARIABLE):
         return Path(stated)
-    from platformdirs import user_cache_path  # costs nothing where a folder was named
-
     return user_cache_path("kvprof") / "evaluations"
 
 
@@ -86,7 +85,7 @@ class EvaluationCache:
     data_digest : str
         Of the data, the settings, the model, its dtype, the processor and the libraries.
     warn : callable
-        Told in one line of a file that is damaged or cannot be written; the work goes on.
+        Called with one line on a file that is damaged or cannot be written; the work goes on.
     """
 
     def __init__(

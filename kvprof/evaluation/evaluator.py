@@ -270,6 +270,9 @@ _UNCOMPRESSED = "the uncompressed model"
 ShouldStop = Callable[[], bool]
 
 
+# --- The uncompressed model once, then each plan against it.
+
+
 def _nothing(_: int) -> None:
     """Take no notice of progress."""
 
@@ -297,9 +300,9 @@ class Evaluator:
     context : int
         Mean number of tokens before a decoded one: the context of rates.
     steps : int
-        What `advance` is told per evaluation.
+        What `advance` counts per evaluation.
     baseline_steps : int
-        What `advance` is told by the baseline.
+        What `advance` counts for the baseline.
 
     Raises
     ------
@@ -348,7 +351,7 @@ class Evaluator:
         Parameters
         ----------
         advance : callable
-            Told `baseline_steps` in all.
+            Called with `baseline_steps` in all.
         should_stop : callable
             Asked after each batch; True ends it, ``complete`` is False then, and plans are
             compared on what was done.
@@ -398,7 +401,7 @@ class Evaluator:
         plan : Plan
             For this model.
         advance : callable
-            Told `steps` in all.
+            Called with `steps` in all.
         should_stop : callable
             Asked after each batch; True ends the evaluation with what was done, and ``complete``
             is False then.

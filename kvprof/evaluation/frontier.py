@@ -282,6 +282,9 @@ def frontier_row(
     }
 
 
+# --- The search over all methods.
+
+
 class Evaluates(Protocol):
     """What is needed of `kvprof.evaluation.evaluator.Evaluator`."""
 
@@ -354,9 +357,9 @@ class Frontier:
     itemsize : int
         Bytes of a value in the run's dtype.
     describe : callable
-        Told in words what is being done.
+        Called with what is being done, in words.
     advance : callable
-        Told how many units are done; see `expected_steps`.
+        Called with how many units are done; see `expected_steps`.
     should_stop : callable
         Asked before and during every evaluation.
     """

@@ -4,7 +4,7 @@ Of the rates that a family reaches, the points at one and two thirds come first:
 its shape and the target a bracket. Bisection between the largest rate that keeps the target and the
 smallest that does not takes what is left. The last evaluation goes to the end of the range where
 nothing has failed yet (or nothing has passed), because only that settles such a case. Rates that
-give the same plan, because the grid has no rank between them, are told by the plan's digest and
+give the same plan, because the grid has no rank between them, are known by the plan's digest and
 evaluated once; what that frees goes to the widest gaps of the curve, and to its ends. A family with
 few settings is tried at all of them.
 """

@@ -140,7 +140,7 @@ def load_recorded_rates(
     cache : Path or None
         As ``--cache``.
     warn : callable
-        Told of a damaged record on this machine, which is then left out.
+        Called with a line on a damaged record on this machine, which is then left out.
 
     Raises
     ------

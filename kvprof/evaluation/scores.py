@@ -88,7 +88,7 @@ def score_tokens(
     base : Tensor or None
         ``[B, decoded, vocabulary]``, the uncompressed model's logits; None leaves `kl` at 0.
     advance : callable
-        Told 1 for every decoded token.
+        Called with 1 for every decoded token.
     """
     columns: list[Tensor] = []
     for column, step in enumerate(logits):

@@ -126,6 +126,9 @@ def _way_out(sequences: int, each: float, free: int | None) -> str:
     return f"--batch-size {fits} would fit"
 
 
+# --- Batches, and how long they take.
+
+
 # Tokens whose prefill takes about as long as a decode step of the same batch: a CPU computes, a
 # GPU reads all weights for a single token as well. They only shape the progress bar.
 _CPU_TOKENS_PER_STEP = 4
@@ -227,7 +230,7 @@ class Workload:
         return max(1, tokens // (_CPU_TOKENS_PER_STEP if cpu else _GPU_TOKENS_PER_STEP))
 
     def baseline_steps(self) -> int:
-        """Return the steps of the uncompressed model's turn."""
+        """Return the steps of the uncompressed model."""
         return self._single_passes() + self._task_steps()
 
     def steps(self, *, teacher_forced: bool) -> int:

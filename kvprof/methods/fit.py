@@ -98,6 +98,9 @@ def _replaced_columns(facts: LayerLayout, *, query: bool, key: bool, value: bool
     return query * columns["q"] + key * columns["k"] + value * columns["v"]
 
 
+# --- What fits beside the weights.
+
+
 # Longer than any context; what still fits there has no limit (sliding windows alone).
 _ENDLESS = 2**40
 

@@ -276,7 +276,7 @@ def _per_target(
 
 
 def has_rope(facts: LayerLayout) -> bool:
-    """Return whether any of a layer's dimensions turn with the position."""
+    """Return whether any of a layer's dimensions are rotated by position."""
     return facts.position in ("rope", "partial_rope")
 
 

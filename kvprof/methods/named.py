@@ -32,7 +32,7 @@ __all__ = [
 #: Group of the entry points by which a package brings methods of its own.
 ENTRY_POINTS = "kvprof.methods"
 
-#: What most people would use instead; they have nothing to turn.
+#: What most people would use instead; they have no knob.
 ALWAYS = ("full", "fp8")
 
 #: The four papers' methods and the optimal bases, as ``--methods`` writes them.
@@ -116,7 +116,7 @@ def _installed() -> list[str]:
 
 
 def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | None:
-    """Split a name into its method and what comes on top, with the bits where they are told.
+    """Split a name into its method and what comes on top, with the bits where they are given.
 
     Parameters
     ----------

@@ -55,13 +55,16 @@ _SIDE = _object(bits=_list(_integer(1, 16), 1, _LEVELS), axis=_WORDS, group=_or_
 _DATA = {
     "type": "object",
     "properties": {
-        "source": _WORDS, "digest": _WORDS, "model": _WORDS,
+        "source": _WORDS,
+        "digest": _WORDS,
+        "model": _WORDS,
         "sketch": {"type": "string", "pattern": "^([0-9a-f]{8})*$"},
         "files": {"type": "array", "items": _WORDS},
-        "tokens": _integer(0, 2**62), "seq_len": _integer(0, 2**62),
+        "tokens": _integer(0, 2**62),
+        "seq_len": _integer(0, 2**62),
         "seed": {"type": ["integer", "null"]},
     },
-}  # fmt: skip
+}
 _SCHEMA = _object(
     method=_WORDS,
     fingerprint=_WORDS,

@@ -263,7 +263,7 @@ def refusal(model: PreTrainedModel) -> str:
     )
 
 
-# --- Q and K before RoPE: where the slice that a model's rotary function turns lies in Q and K.
+# --- Q and K before RoPE: where the slice that a model's rotary function rotates lies in Q and K.
 
 
 def find_rotation(call: AttentionCall) -> tuple[int, int | None, bool] | None:
@@ -330,7 +330,7 @@ def _pair(rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
 
 
 def _rotated_dims(rotation: Rotation) -> int:
-    """Count the dimensions that turn: the map is linear in cos and sin, so doubling both shows."""
+    """Count the rotated dimensions: the map is linear in cos and sin, so doubling both shows."""
 
     def call(factor: int) -> Tensor:
         def change(argument: int | str, value: object) -> object:

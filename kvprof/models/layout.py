@@ -35,7 +35,7 @@ class LayerLayout:
         ``rope``, ``partial_rope``, ``none``, ``learned`` (absolute embeddings added to the input)
         or ``alibi``.
     rotary_dim : int
-        How many of `qk_head_dim` dimensions turn.
+        How many of `qk_head_dim` dimensions are rotated.
     qk_norm, fused_qkv : bool
         Whether Q and K are normalised; whether V shares one projection with K or Q.
     sliding_window : int or None

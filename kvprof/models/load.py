@@ -146,6 +146,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
+# --- A decoder that is loaded and examined.
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A decoder ready to be measured.

@@ -42,7 +42,7 @@ _LIMITS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2**14),
     "vocab_size": 2**24,
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 2**30),
-}  # fmt: skip
+}
 # Of experts, which a model without them says it has none of.
 _MAY_BE_NONE = ("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts")
 _SPLIT = (

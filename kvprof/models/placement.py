@@ -14,11 +14,14 @@ from kvprof.sizes import format_bytes
 __all__ = ["device_map_for", "main_device", "parse_dtype"]
 
 _DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16,
-}  # fmt: skip
-_PLACES = ("auto", "balanced", "offload")
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_STRATEGIES = ("auto", "balanced", "offload")
 # Weights may take this share of what is free; the rest is for activations and moments.
 _SHARE = 0.9
 
@@ -49,7 +52,7 @@ def main_device(name: str) -> torch.device:
         When the machine does not have that device.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name in _PLACES:
+    if name in _STRATEGIES:
         if name == "balanced" and gpus < 2:
             raise LackingError(f"--device balanced needs two GPUs; this machine shows {gpus}")
         return torch.device("cuda", 0) if gpus else torch.device("cpu")

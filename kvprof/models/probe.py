@@ -59,7 +59,7 @@ def _own_cache(model: PreTrainedModel) -> list[_Kept] | None:
 
 
 class _Observer:
-    """Turns the stream of module outputs and attention calls into one layout per layer."""
+    """Makes of the stream of module outputs and attention calls one layout per layer."""
 
     def __init__(self, model: PreTrainedModel, hidden_size: int) -> None:
         self.layers: list[LayerLayout] = []

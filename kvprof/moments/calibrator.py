@@ -236,7 +236,8 @@ class Calibrator:
     should_stop : callable
         Asked after each batch; True ends with `CalibrationInterrupted`.
     notice : callable
-        Told, once, what plans carry in ``made["notes"]``: where calibration got less than it takes.
+        Called once with what plans carry in ``made["notes"]``: where calibration got less than it
+        takes.
     """
 
     def __init__(
@@ -454,7 +455,7 @@ def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
 
 
 def follows_from_rate(method: str, **options: Any) -> bool:
-    """Whether what a method stores can be told from its rate alone, as of kvprof's own methods.
+    """Whether what a method stores follows from its rate alone, as for kvprof's own methods.
 
     Raises
     ------

@@ -221,7 +221,7 @@ def collect_moments(
     snapshots : sequence of int
         Token counts at which a copy is yielded on the way; each a multiple of the sequence length.
     advance : callable
-        Told the number of tokens of each batch that is done.
+        Called with the number of tokens of each batch that is done.
     should_stop : callable
         Asked after each batch; True ends the pass with what was counted, marked incomplete.
 

@@ -51,7 +51,7 @@ def fisher_information(
     form : str
         ``paper`` or ``code``.
     advance : callable
-        Told the number of tokens of each sequence that is done.
+        Called with the number of tokens of each sequence that is done.
     should_stop : callable
         Asked after each sequence; True ends with None.
 

@@ -1,4 +1,4 @@
-"""What the user says about calibration, and how its progress and its end are told."""
+"""What the user says about calibration, and how its progress and its end are reported."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

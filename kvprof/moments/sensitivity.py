@@ -78,7 +78,7 @@ def measure_sensitivities(
     batches : sequence of Tensor
         ``[B, T]`` token ids of calibration text. Logits of all of them are kept.
     advance : callable
-        Told 1 for each target that is done.
+        Called with 1 for each target that is done.
     should_stop : callable
         Asked after each target; True ends with None.
 
