@@ -219,16 +219,16 @@ def test_json_goes_to_stdout_alone(folder: Path) -> None:
 def test_ctrl_c_keeps_what_was_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvprof.benchmark.jct import measured
+    from kvprof.benchmark.jct import layer_bench
 
-    point = measured.Bench.point
+    point = layer_bench.LayerBench.point
 
     def watched(self: Any, variant: Any, *arguments: Any, **options: Any) -> Any:
         if variant.name == "fdc":
             os.kill(os.getpid(), signal.SIGINT)
         return point(self, variant, *arguments, **options)
 
-    monkeypatch.setattr(measured.Bench, "point", watched)
+    monkeypatch.setattr(layer_bench.LayerBench, "point", watched)
     run = tmp_path / "run"
     done = kvprof(*run_of(folder, "--out", run))
     assert done.code == 130, done.stderr
@@ -242,12 +242,12 @@ def test_ctrl_c_keeps_what_was_measured(
 def test_a_gpu_that_stops_costs_no_measurement(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvprof.benchmark.jct import measured
+    from kvprof.benchmark.jct import layer_bench
 
     def lost(*arguments: Any) -> Any:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(measured, "ragged_attended", lost)
+    monkeypatch.setattr(layer_bench, "ragged_attention", lost)
     run = tmp_path / "run"
     done = kvprof(*run_of(folder, "--out", run))
     assert done.code == 1
@@ -263,7 +263,7 @@ def test_interrupted_before_anything_was_measured(monkeypatch: pytest.MonkeyPatc
         os.kill(os.getpid(), signal.SIGINT)
         raise Interrupted
 
-    monkeypatch.setattr("kvprof.benchmark.jct.composed_run.run_composed", stopped)
+    monkeypatch.setattr("kvprof.benchmark.jct.run.run_composed", stopped)
     done = kvprof("bench", "--jct", "--composed", "--device", "cpu")
     assert done.code == 130
 
@@ -309,7 +309,7 @@ def test_a_forced_run_that_fails_leaves_the_earlier_one(
     def broken(*_arguments: Any) -> Any:
         raise FailedError("the model is damaged")
 
-    monkeypatch.setattr("kvprof.benchmark.jct.composed_run.run_composed", broken)
+    monkeypatch.setattr("kvprof.benchmark.jct.run.run_composed", broken)
     done = kvprof(*run_of(folder, "--composed", "--out", run, "--force"))
     assert done.code == 1
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before

@@ -1,4 +1,4 @@
-"""A composed run of one request, told as events: one layer's parts, put together.
+"""A composed run of one request, as events: one layer's parts, put together.
 
 Nobody runs the request: `kvprof.benchmark.jct.composer` says how its time comes about.
 """
@@ -7,20 +7,14 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from kvprof.benchmark.case import Place
 from kvprof.benchmark.cases import ragged_case
-from kvprof.benchmark.jct.ablations import Variant, parse_variant
-from kvprof.benchmark.jct.composer import Composer
-from kvprof.benchmark.jct.composition import Composition, Times
-from kvprof.benchmark.jct.lengths import Request
-from kvprof.benchmark.jct.measured import Bench, Point
-from kvprof.benchmark.jct.model_shape import ModelShape
-from kvprof.benchmark.jct.requests import DOUBTFUL
+from kvprof.benchmark.jct.ablations import Variant
+from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
+from kvprof.benchmark.jct.layer import PartSeconds
+from kvprof.benchmark.jct.layer_bench import LayerTimes
+from kvprof.benchmark.jct.serving import WARNED_ERROR
 from kvprof.benchmark.jct.storage import cache_bytes, full_bytes, level_tokens
-from kvprof.benchmark.limits import flop_rate
-from kvprof.benchmark.machine import open_machine
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.schedules import ASSUMED_MULTIPROCESSORS
 from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first, tuning_for
@@ -38,7 +32,7 @@ from kvprof.records.events import (
     Warned,
 )
 
-__all__ = ["balances", "measure_case"]
+__all__ = ["balances", "measure_composed"]
 
 # --- How a decoding step loads the multiprocessors: by the cost model, and by their clocks.
 
@@ -72,8 +66,8 @@ def balances(
     count = multiprocessors or ASSUMED_MULTIPROCESSORS
     found = []
     for schedule in ("equal", "lpt") if variant.balanced else ("lpt",):
-        measured = _measured(place, widths, schedule, count) if multiprocessors else None
-        loads = _predicted(layout, place, schedule, count)
+        measured = _measured_loads(place, widths, schedule, count) if multiprocessors else None
+        loads = _predicted_loads(layout, place, schedule, count)
         mean = sum(loads) / count
         found.append(
             Balance(time, case, schedule, "decode", [load / mean for load in loads], measured)
@@ -81,7 +75,7 @@ def balances(
     return found
 
 
-def _predicted(layout: RaggedLayout, place: Place, schedule: str, count: int) -> list[float]:
+def _predicted_loads(layout: RaggedLayout, place: Place, schedule: str, count: int) -> list[float]:
     widths = list(zip(layout.key_widths, layout.value_widths, strict=True))
     costs = [sum(pair) + COST_PER_TOKEN for pair in widths]
     lengths = [place.seq] * place.batch
@@ -99,7 +93,7 @@ def _predicted(layout: RaggedLayout, place: Place, schedule: str, count: int) ->
     return [load for load, _ in sorted(loads, key=lambda pair: pair[1])]
 
 
-def _measured(place: Place, widths: Widths, schedule: str, count: int) -> list[float] | None:
+def _measured_loads(place: Place, widths: Widths, schedule: str, count: int) -> list[float] | None:
     """Return when each multiprocessor ended its last piece, in seconds from the first start."""
     case = ragged_case("balance", place, widths, schedule=schedule)
     if case.trace is None:
@@ -116,101 +110,62 @@ def _measured(place: Place, widths: Widths, schedule: str, count: int) -> list[f
 Emit = Callable[[Event], None]
 
 
-def measure_case(
-    model: ModelShape,
-    method: str,
+def measure_composed(
+    composer: Composer,
+    request: RequestLengths,
     *,
     case: str,
-    batch: int,
-    input_len: int,
-    output_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
     emit: Emit,
     now: Callable[[], float],
-    should_stop: Callable[[], bool],
-    rate: float = 0.5,
-    ranks: str | None = None,
-    composer: Composer | None = None,
-) -> Composition:
+) -> ComposedRequest:
     """Compose one request and tell what happens as events.
 
     Parameters
     ----------
-    model : ModelShape
-        One GPU's part of it under tensor parallelism.
-    method : str
-        See `kvprof.benchmark.jct.ablations.parse_variant`.
+    composer : Composer
+        Of the method and the batch; it may have measured other requests already.
+    request : RequestLengths
     case : str
         Its name in the run.
-    batch, input_len, output_len : int
-    dtype, device
     emit : callable
         Given every event.
     now : callable
         Seconds since the start of the run.
-    should_stop : callable
-        Asked between samples.
-    rate : float
-        Of the cache's bytes, for low ranks.
-    ranks : str, optional
-        A file with widths instead of the recorded profile.
-    composer : Composer, optional
-        That has measured other requests of the same method and batch already.
 
     Raises
     ------
     Interrupted
-        When `should_stop` said so; what was measured has been told.
+        When the bench was asked to stop; what was measured has been emitted.
     UsageError, LackingError, RuntimeError
         When the method cannot run there.
     """
-    request = Request(input_len, output_len)
-    if composer is None:
-        variant = parse_variant(method)
-        machine = open_machine(device)
-        bench = Bench(
-            model,
-            machine,
-            dtype,
-            should_stop=should_stop,
-            warn=lambda text: emit(Warned(now(), text, case)),
-        )
-        composer = Composer(
-            bench,
-            variant,
-            variant.widths(model.attention, rate, ranks),
-            batch,
-            [request],
-            flop_rate(machine, dtype),
-        )
-    return _Told(composer, request, case, emit, now).run()
+    return _ComposedCase(composer, request, case, emit, now).run()
 
 
 @dataclass(frozen=True, eq=False)
-class _Told:
+class _ComposedCase:
     """Composes one request, and tells it."""
 
     composer: Composer
-    request: Request
+    request: RequestLengths
     case: str
     emit: Emit
     now: Callable[[], float]
     #: Parts of prefill and of decode as they were last looked at.
-    seen: list[Times] = field(default_factory=lambda: [{}, {}])
+    seen: list[PartSeconds] = field(default_factory=lambda: [{}, {}])
 
-    def run(self) -> Composition:
+    def run(self) -> ComposedRequest:
         composer, request, now = self.composer, self.request, self.now
         bench = composer.bench
-        before, bench.glimpse = bench.glimpse, self._glimpse
+        before, bench.preview = bench.preview, self._preview
         try:
             return self._composed(composer, request, now)
         finally:
-            bench.glimpse = before
+            bench.preview = before
 
     def _composed(
-        self, composer: Composer, request: Request, now: Callable[[], float]
-    ) -> Composition:
+        self, composer: Composer, request: RequestLengths, now: Callable[[], float]
+    ) -> ComposedRequest:
         named = composer.points_of(request)
         self._start(named)
         prefill, seconds = composer.prefill(request.input_len, self._prefill_part)
@@ -222,7 +177,7 @@ class _Told:
                 f"prefill of {request.input_len:,} tokens is predicted from prompts of up to "
                 f"{found.predicted_from:,}: one layer would take too long or too much memory here"
             )
-        if error is not None and error > DOUBTFUL * found.decode_seconds:
+        if error is not None and error > WARNED_ERROR * found.decode_seconds:
             self._warn(
                 f"decode may be off by {error / found.decode_seconds:.1%}: times between the "
                 "contexts that were measured do not lie on a line"
@@ -243,8 +198,8 @@ class _Told:
         )
         return found
 
-    def _glimpse(self, place: Place, parts: Times, passes: Times) -> None:
-        """Tell what the request may take, by the first samples of one layer at one length."""
+    def _preview(self, place: Place, parts: PartSeconds, passes: PartSeconds) -> None:
+        """Emit what the request may take, by the first samples of one layer at one length."""
         request, layers = self.request, self.composer.bench.model.attention.layers
         decode = place.phase == "decode"
         times = request.output_len - 1 if decode else request.input_len / place.seq
@@ -268,7 +223,7 @@ class _Told:
     def _warn(self, text: str) -> None:
         self.emit(Warned(self.now(), text, self.case))
 
-    def _start(self, named: Sequence[Point]) -> None:
+    def _start(self, named: Sequence[LayerTimes]) -> None:
         composer, request = self.composer, self.request
         variant, widths, shape = composer.variant, composer.widths, composer.bench.model.attention
         dtype, tokens = composer.bench.dtype, request.stored
@@ -374,8 +329,8 @@ class _Told:
             )
         )
 
-    def _layer(self, named: Sequence[Point]) -> None:
-        """Tell the measured layer's error, and how its work is spread."""
+    def _layer(self, named: Sequence[LayerTimes]) -> None:
+        """Emit the measured layer's error, and how its work is spread."""
         composer = self.composer
         bench, variant, shape = composer.bench, composer.variant, composer.bench.model.attention
         known = [point.error for point in named if point.error is not None]

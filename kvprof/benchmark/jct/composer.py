@@ -6,26 +6,208 @@ over every step (`kvprof.analysis.jct`). All layers are taken to be like the one
 those with a sliding window are measured with theirs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvprof.analysis.jct import between, beyond, integral, interpolated, step_weights
+from kvprof.analysis.jct import between, beyond, integral, interpolated, ladder, step_weights
 from kvprof.benchmark.jct.ablations import Variant
-from kvprof.benchmark.jct.composition import Composition, Step, Times
-from kvprof.benchmark.jct.lengths import (
-    Request,
-    around,
-    below,
-    decode_rungs,
-    prefill_rungs,
-)
-from kvprof.benchmark.jct.measured import Bench, Point
+from kvprof.benchmark.jct.layer import ModelShape, PartSeconds
+from kvprof.benchmark.jct.layer_bench import LayerBench, LayerTimes
 from kvprof.benchmark.limits import shortage
 from kvprof.benchmark.machine import free_bytes
 from kvprof.benchmark.ranks import Widths
 from kvprof.errors import LackingError
 
-__all__ = ["Composer"]
+__all__ = [
+    "ComposedRequest",
+    "Composer",
+    "RequestLengths",
+    "around",
+    "below",
+    "decode_rungs",
+    "prefill_rungs",
+]
+
+# --- Which lengths one layer is measured at, so that every request of a run can be composed.
+
+
+_LEAST = 512  # tokens of a prompt below which nothing is learned about a longer one
+_SHARE = 0.4  # of the free memory that a prompt's hidden states may take
+#: Seconds that one layer's prefill may take.
+_SECONDS = {"cuda": 1.0, "cpu": 1.5}
+_REACHED = 0.5  # share of a plain product's rate that a layer reaches
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """A prompt and how much is written after it.
+
+    Attributes
+    ----------
+    input_len, output_len : int
+        Tokens; prefill gives the first that is written, decode the others.
+    """
+
+    input_len: int
+    output_len: int
+
+    @property
+    def first(self) -> int:
+        """Tokens in the cache during the first decoding step."""
+        return self.input_len + 1
+
+    @property
+    def last(self) -> int:
+        """Tokens in the cache during the last decoding step; below `first` where there is none."""
+        return self.input_len + self.output_len - 1
+
+    @property
+    def stored(self) -> int:
+        """Tokens in the cache at the end: the last one that is written goes into none."""
+        return self.input_len + self.output_len - 1
+
+
+def decode_rungs(
+    requests: Iterable[RequestLengths],
+    sampled: Iterable[RequestLengths] = (),
+    window: int | None = None,
+) -> list[int]:
+    """Return contexts at which a decoding step is measured; none where nothing is decoded.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+        Whose first and last steps are measured.
+    sampled : iterable of Request
+        Whose steps have to lie between measured ones.
+    window : int or None
+        Of layers with a sliding window: no step of theirs reads more.
+    """
+    ends = [end for one in requests if one.last >= one.first for end in (one.first, one.last)]
+    between = [end for one in sampled if one.last >= one.first for end in (one.first, one.last)]
+    ends += [min(between), max(between)] if between else []
+    if window is not None:
+        ends = [min(end, window) for end in ends]
+    return ladder(ends) if ends else []
+
+
+def below(rungs: Sequence[int], tokens: int) -> int:
+    """Return the longest rung of at most so many tokens, or the first of them."""
+    return max((rung for rung in rungs if rung <= tokens), default=rungs[0])
+
+
+def around(rungs: Sequence[int], tokens: int) -> list[int]:
+    """Return the rungs between which a length lies: one where it is a rung or lies outside."""
+    above = min((rung for rung in rungs if rung >= tokens), default=rungs[-1])
+    return sorted({below(rungs, tokens), above})
+
+
+def layer_flops(model: ModelShape, batch: int, tokens: int) -> float:
+    """Return about how many flops one layer's prefill takes at full width."""
+    shape, dense = model.attention, model.dense
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    mlp = (3 if dense.gated else 2) * dense.intermediate_size * max(1, dense.experts_per_token)
+    per_token = 2 * shape.hidden_size * (2 * queries + 2 * keys + mlp)
+    # Two products, each token with all before it.
+    return batch * tokens * (per_token + 2 * queries * tokens)
+
+
+def prefill_rungs(
+    model: ModelShape,
+    batch: int,
+    lengths: Sequence[int],
+    *,
+    rate: float,
+    free: int,
+    itemsize: int,
+    kind: str,
+    sampled: Sequence[int] = (),
+) -> tuple[list[int], int]:
+    """Return prompts to measure, and the longest that can be measured here.
+
+    A prompt that takes too long, or whose hidden states do not fit, is predicted from shorter ones.
+
+    Parameters
+    ----------
+    model : ModelShape
+    batch : int
+    lengths : sequence of int
+        Of the requests' prompts.
+    rate : float
+        Of a matrix product, in flop/s.
+    free, itemsize : int
+        Bytes that may be allocated, and of a value.
+    kind : str
+        ``cuda`` or ``cpu``.
+    sampled : sequence of int
+        Prompts that have to lie between measured ones.
+    """
+    longest = max((*lengths, *sampled))
+
+    def fits(tokens: int) -> bool:
+        width = 3 * model.dense.intermediate_size * max(1, model.dense.experts_per_token)
+        width += 12 * model.attention.num_heads * model.attention.head_dim
+        seconds = layer_flops(model, batch, tokens) / (rate * _REACHED)
+        return seconds <= _SECONDS[kind] and batch * tokens * width * itemsize <= _SHARE * free
+
+    most = longest
+    while most > _LEAST and not fits(most):
+        most = max(_LEAST, 1 << (most - 1).bit_length() - 1)
+    rungs = {length for length in lengths if length <= most}
+    if between := [length for length in sampled if length <= most]:
+        rungs |= set(ladder({min(between), max(between)}))
+    if most < longest:
+        rungs |= {most, max(1, most // 2), max(1, most // 4)}
+    return sorted(rungs), most
+
+
+# --- Requests, put together.
+
+
+#: Context, seconds of the pass, and passes that it stands for.
+ComposedStep = tuple[int, float, float]
+
+
+@dataclass(frozen=True)
+class ComposedRequest:
+    """A request, put together.
+
+    Attributes
+    ----------
+    request : Request
+    prefill, decode : dict of float
+        Seconds by part.
+    prefill_seconds, decode_seconds : float
+        Of whole layers and what a pass does once.
+    steps : list of (int, float, float)
+        Context, seconds of the pass, and passes that it stands for.
+    error : float or None
+        Of `decode_seconds`, because steps between rungs were not measured.
+    predicted_from : int or None
+        The longest prompt that was measured, where this one was not.
+    energy_joules : float or None
+        Power while whole layers ran, times the seconds of each phase.
+    prefill_interval, decode_interval : (float, float) or None
+        95 % intervals of the seconds of the two phases.
+    """
+
+    request: RequestLengths
+    prefill: dict[str, float]
+    decode: dict[str, float]
+    prefill_seconds: float
+    decode_seconds: float
+    steps: list[ComposedStep]
+    error: float | None
+    predicted_from: int | None
+    energy_joules: float | None = None
+    prefill_interval: tuple[float, float] | None = None
+    decode_interval: tuple[float, float] | None = None
+
+    @property
+    def jct(self) -> float:
+        """Seconds of the request."""
+        return self.prefill_seconds + self.decode_seconds
+
 
 #: The part of a prompt that grows with pairs of tokens; all others grow by the token.
 _BENT = "attention"
@@ -51,13 +233,13 @@ class Composer:
         Whether the requests' energy is wanted.
     """
 
-    bench: Bench
+    bench: LayerBench
     variant: Variant
     widths: Widths | None
     batch: int
-    requests: Sequence[Request]
+    requests: Sequence[RequestLengths]
     rate: float
-    sampled: Sequence[Request] = ()
+    sampled: Sequence[RequestLengths] = ()
     powered: bool = True
     _prefill_rungs: list[int] = field(init=False)
     _longest: int = field(init=False)
@@ -102,7 +284,7 @@ class Composer:
             kinds.append((shape.layers - full, shape.sliding_window))
         return kinds
 
-    def _point(self, phase: str, tokens: int, window: int | None) -> Point:
+    def _point(self, phase: str, tokens: int, window: int | None) -> LayerTimes:
         place = self.bench.place(phase, self.batch, tokens)
         hidden = window if phase == "prefill" and window and window < tokens else None
         # Only where a case's energy is read from: it takes as long as all other samples together.
@@ -116,7 +298,7 @@ class Composer:
         """The longest prompt that is measured; longer ones are predicted."""
         return self._longest
 
-    def points_of(self, request: Request) -> list[Point]:
+    def points_of(self, request: RequestLengths) -> list[LayerTimes]:
         """Measure the points that say what runs: a request's prompt, and its last step.
 
         Layers of the first kind stand for all, and the next shorter length that is measured for one
@@ -157,8 +339,8 @@ class Composer:
 
     @staticmethod
     def _forward(
-        kinds: list[tuple[int, Times, Times, float]],
-    ) -> tuple[list[tuple[Times, float]], float]:
+        kinds: list[tuple[int, PartSeconds, PartSeconds, float]],
+    ) -> tuple[list[tuple[PartSeconds, float]], float]:
         """Return what a forward pass is made of and how often, and its seconds.
 
         Layers with and without a window each have their work cut once; all else that a pass does
@@ -168,11 +350,15 @@ class Composer:
         for _, _, passes, _ in kinds[1:]:
             if "schedule" in passes:
                 once["schedule"] = once.get("schedule", 0.0) + passes["schedule"]
-        groups: list[tuple[Times, float]] = [(own, float(count)) for count, own, _, _ in kinds]
+        groups: list[tuple[PartSeconds, float]] = [
+            (own, float(count)) for count, own, _, _ in kinds
+        ]
         whole = sum(count * layer for count, _, _, layer in kinds) + sum(once.values())
         return [*groups, (once, 1.0)], whole
 
-    def _prefill_layer(self, tokens: int, window: int | None) -> tuple[Times, Times, float]:
+    def _prefill_layer(
+        self, tokens: int, window: int | None
+    ) -> tuple[PartSeconds, PartSeconds, float]:
         """Return a layer's parts, the pass's own parts, and the whole layer."""
         if tokens <= self._longest and tokens in self._prefill_rungs:
             point = self._point("prefill", tokens, window)
@@ -215,10 +401,10 @@ class Composer:
 
     def decode(
         self,
-        request: Request,
+        request: RequestLengths,
         tell: Callable[[int, float, dict[str, float], float], None] | None = None,
         finished: Callable[[int, float, float], None] | None = None,
-    ) -> tuple[dict[str, float], list[Step], float | None]:
+    ) -> tuple[dict[str, float], list[ComposedStep], float | None]:
         """Return the parts of all decoding steps, the steps that stand for them, and the error.
 
         Parameters
@@ -239,7 +425,7 @@ class Composer:
         nodes = sorted({first, last, *inner})
         weights = step_weights(nodes, first, last)
         parts: dict[str, float] = {}
-        steps: list[Step] = []
+        steps: list[ComposedStep] = []
         for context, weight in zip(nodes, weights, strict=True):
             groups, whole = self._forward(
                 [(count, *self._decode_layer(context, window)) for count, window in self._kinds()]
@@ -255,7 +441,9 @@ class Composer:
         error = integral(nodes, [seconds for _, seconds, _ in steps], first, last).error
         return parts, steps, error
 
-    def _decode_layer(self, context: int, window: int | None) -> tuple[Times, Times, float]:
+    def _decode_layer(
+        self, context: int, window: int | None
+    ) -> tuple[PartSeconds, PartSeconds, float]:
         rungs = self._decode_rungs
         if window is not None:
             rungs, context = decode_rungs(self.requests, self.sampled, window), min(context, window)
@@ -274,7 +462,7 @@ class Composer:
             at([point.layer for point in points]),
         )
 
-    def compose(self, request: Request) -> Composition:
+    def compose(self, request: RequestLengths) -> ComposedRequest:
         """Put one request together."""
         prefill, seconds = self.prefill(request.input_len)
         decode, steps, error = self.decode(request)
@@ -282,16 +470,16 @@ class Composer:
 
     def composition(
         self,
-        request: Request,
+        request: RequestLengths,
         prefill: dict[str, float],
         seconds: float,
         decode: dict[str, float],
-        steps: list[Step],
+        steps: list[ComposedStep],
         error: float | None,
-    ) -> Composition:
+    ) -> ComposedRequest:
         """Return a request of which both phases are known."""
         decoded = sum(seconds * weight for _, seconds, weight in steps)
-        return Composition(
+        return ComposedRequest(
             request,
             prefill,
             decode,
@@ -305,7 +493,7 @@ class Composer:
             self._interval("decode", steps),
         )
 
-    def _interval(self, phase: str, passes: Sequence[Step]) -> tuple[float, float] | None:
+    def _interval(self, phase: str, passes: Sequence[ComposedStep]) -> tuple[float, float] | None:
         """Return the interval of some passes' seconds.
 
         What a pass does once is taken to be as uncertain as its layers. A busy machine moves all
@@ -325,7 +513,7 @@ class Composer:
             high += weight * seconds * max(last for _, last in known)
         return low, high
 
-    def _near(self, phase: str, tokens: int, window: int | None) -> list[Point]:
+    def _near(self, phase: str, tokens: int, window: int | None) -> list[LayerTimes]:
         """Return the points between which a length lies, which have been measured."""
         rungs = self._prefill_rungs
         if phase == "decode":
@@ -335,7 +523,7 @@ class Composer:
                 tokens = min(tokens, window)
         return [self._point(phase, rung, window) for rung in around(rungs, tokens)]
 
-    def _powered(self, request: Request) -> list[tuple[str, int, int | None]]:
+    def _powered(self, request: RequestLengths) -> list[tuple[str, int, int | None]]:
         """Return the points whose power a request's energy is read from: prefill's, and decode's.
 
         Layers of the first kind stand for all, and a measured prompt for a longer one.
@@ -348,7 +536,7 @@ class Composer:
             found.append(("decode", min(last, window or last), window))
         return found
 
-    def watts(self, request: Request) -> list[float | None]:
+    def watts(self, request: RequestLengths) -> list[float | None]:
         """Return what the device takes in prefill, and in decode where anything is decoded.
 
         Parameters
@@ -362,7 +550,7 @@ class Composer:
         """
         return [self._point(*place).watts for place in self._powered(request)]
 
-    def _energy(self, request: Request, prefill: float, decode: float) -> float | None:
+    def _energy(self, request: RequestLengths, prefill: float, decode: float) -> float | None:
         watts = self.watts(request) if self.powered else [None]
         phases = [prefill, decode] if decode else [prefill]
         known = [power for power in watts[: len(phases)] if power is not None]
@@ -371,13 +559,13 @@ class Composer:
         return sum(power * seconds for power, seconds in zip(known, phases, strict=True))
 
 
-def _straight(parts: Times) -> float:
+def _straight(parts: PartSeconds) -> float:
     return sum(seconds for part, seconds in parts.items() if part != _BENT)
 
 
 def _each(
-    points: Sequence[Point],
-    of: Callable[[Point], dict[str, float]],
+    points: Sequence[LayerTimes],
+    of: Callable[[LayerTimes], dict[str, float]],
     combine: Callable[[list[float], str], float],
 ) -> dict[str, float]:
     """Combine a figure of several points, part by part; who has no such part spends nothing on it.

@@ -8,9 +8,13 @@ from torch import Tensor
 from kvprof.benchmark.case import Place
 from kvprof.benchmark.cases import level_case
 from kvprof.benchmark.jct.ablations import Variant
-from kvprof.benchmark.jct.full import FullAttention
-from kvprof.benchmark.jct.ragged import compress_unit, ragged_prefill, store_latents
-from kvprof.benchmark.jct.units import Attended, Unit
+from kvprof.benchmark.jct.attention import (
+    FullAttention,
+    compress_call,
+    ragged_prefill,
+    store_latents,
+)
+from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
 from kvprof.benchmark.methods import COLUMNS, Method
 from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.shapes import Shape
@@ -21,7 +25,7 @@ from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
 
-__all__ = ["levels_attended", "levels_layout"]
+__all__ = ["levels_attention", "levels_layout"]
 
 
 def levels_layout(
@@ -62,13 +66,13 @@ def levels_layout(
     )
 
 
-def levels_attended(
+def levels_attention(
     variant: Variant,
     place: Place,
     widths: Widths | None,
     full: FullAttention,
     window: int | None,
-) -> Attended:
+) -> AttentionCalls:
     """Return quantised storage, and attention over it in decode.
 
     A prefill attends to its own tokens before they are quantised, as the runtime does: at full
@@ -80,7 +84,7 @@ def levels_attended(
     group = shape.num_heads // len(own.keys)
     layout = RaggedLayout(own.keys, own.values, group, place.batch, place.seq)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    units: list[Unit] = []
+    units: list[PartCall] = []
     projections, turned = (queries, keys, keys), "both"
     if low and variant.folded_for(shape):
         turned = "none"
@@ -88,7 +92,7 @@ def levels_attended(
         units.append(store_latents(place, layout))
     elif low:
         projections = (queries, keys, sum(own.values))
-        units.append(compress_unit(place, layout))
+        units.append(compress_call(place, layout))
     elif method.kind == "tale":
         units.append(_levelled(place))
     labels: dict[str, str] = {}
@@ -98,16 +102,16 @@ def levels_attended(
             made, error = ragged_prefill(variant, place, layout, window)
             units += made
         else:
-            unit, error, labels = full.unit(place, window)
+            unit, error, labels = full.call(place, window)
             units.append(unit)
             labels = {**labels, "prefill": "attends to exact K and V, then stores them quantised"}
         units.append(_quantised(method, place, widths))
-        return Attended(units, projections, output, turned, error, labels)
+        return AttentionCalls(units, projections, output, turned, error, labels)
     case = level_case(method, place, widths)
     stored = levels_layout(method, shape, widths, place.batch, place.seq, place.dtype)
     units += [
         _quantised(method, place, widths),
-        Unit("attention", case.runs, ("levels", method, layout)),
+        PartCall("attention", case.runs, ("levels", method, layout)),
         _schedule(stored, place),
     ]
     labels["merge"] = "counted in attention"
@@ -116,7 +120,7 @@ def levels_attended(
         labels["levels"] = (
             "a step stores one token in the recent level and moves one down into the middle level"
         )
-    return Attended(
+    return AttentionCalls(
         units,
         projections,
         stored.widest.output_offsets[-1],
@@ -126,16 +130,16 @@ def levels_attended(
     )
 
 
-def _schedule(layout: LevelsLayout, place: Place) -> Unit:
+def _schedule(layout: LevelsLayout, place: Place) -> PartCall:
     """Return how a step's work is cut; layers stored alike share it."""
     step = levels_step(layout, place.device)
     tokens = [[segment.layout.capacity] * place.batch for segment in layout.segments]
     lengths = torch.tensor(tokens, dtype=torch.int32, device=place.device)
     key = ("levels schedule", layout)
-    return Unit("schedule", [lambda: step.cut(lengths).lengths], key, per_pass=True)
+    return PartCall("schedule", [lambda: step.cut(lengths).lengths], key, per_pass=True)
 
 
-def _levelled(place: Place) -> Unit:
+def _levelled(place: Place) -> PartCall:
     """Return TALE's rotation of V into its basis, which nothing can be folded into (lazy)."""
     shape, source = place.shape, place.generator(51)
     values = place.random(source, place.batch, place.queries, shape.num_kv_heads, shape.head_dim)
@@ -144,10 +148,10 @@ def _levelled(place: Place) -> Unit:
     def run() -> Tensor:
         return torch.einsum("btgd,gdr->btgr", values, down)
 
-    return Unit("compress", [run], ("tale compress", place.batch, place.queries))
+    return PartCall("compress", [run], ("tale compress", place.batch, place.queries))
 
 
-def _quantised(method: Method, place: Place, widths: Widths | None) -> Unit:
+def _quantised(method: Method, place: Place, widths: Widths | None) -> PartCall:
     """Return the store of new tokens: a prompt packed whole, or one token appended."""
     shape, source = place.shape, place.generator(52)
     least = 64 if method.kind == "tale" else 1  # TALE's levels need some tokens
@@ -165,7 +169,7 @@ def _quantised(method: Method, place: Place, widths: Widths | None) -> Unit:
         own = segment.layout
         given.append((states(own.key_widths, tokens), states(own.value_widths, tokens)))
     if place.phase == "prefill":
-        return Unit("quantise", [lambda: layout.packed(given)], key)
+        return PartCall("quantise", [lambda: layout.packed(given)], key)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=place.device)
     start = torch.zeros(place.batch, dtype=torch.int32, device=place.device)
     # Sinks never change; with levels one token enters the newest and one falls out of it.
@@ -176,4 +180,4 @@ def _quantised(method: Method, place: Place, widths: Widths | None) -> Unit:
             append(buffer, layout, segment, *given[segment], start)
         return buffer
 
-    return Unit("quantise", [run], key)
+    return PartCall("quantise", [run], key)

@@ -14,41 +14,75 @@ runs, and what its figures are:
 """
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvprof.benchmark.jct.narrator import Narrator, layer_facts, told
-from kvprof.benchmark.jct.passes import Pass, apart, doubts, run_pass, step_seconds
-from kvprof.benchmark.jct.sampling import Sampling, choose_sampling
+from kvprof.benchmark.jct.interleaved import (
+    CaseEvents,
+    InterleavedRuns,
+    RequestRun,
+    TimedLayers,
+    choose_timed_layers,
+    is_part,
+    run_warnings,
+)
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.benchmark.timing import Interrupted, median_interval
+from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import LackingError, UsageError
-from kvprof.methods.accounting import rate
-from kvprof.methods.plan import Plan
+from kvprof.methods.accounting import bytes_at, rate
+from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.models.load import LoadedModel
 from kvprof.models.noise import quiet
 from kvprof.records.events import CaseFinished, CaseStarted, Event, LayerMeasured, Preview, Warned
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 
-__all__ = [
-    "Captured",
-    "ErrorSample",
-    "Turns",
-    "error_sample",
-    "layer_errors",
-    "look_at_case",
-    "measure_case",
-]
+__all__ = ["layer_errors", "measure_real", "preview_real"]
+
+# --- Ranks and bytes, which are known before anything runs.
+
+
+def layer_facts(plan: Plan, tokens: int, *, itemsize: int, batch: int) -> list[dict[str, Any]]:
+    """Return what `kvprof.records.events.CaseStarted` tells of each layer.
+
+    Heads that share a latent have an equal part of its columns each.
+
+    Parameters
+    ----------
+    plan : Plan
+    tokens : int
+        In the cache at the end of the request.
+    itemsize : int
+        Bytes of a value in the model's dtype.
+    batch : int
+    """
+    found = []
+    for index, layer in enumerate(plan.layers):
+        alone = replace(plan, layers=(layer,))
+        found.append(
+            {
+                "layer": index,
+                "key_ranks": _by_head(layer.keys.groups),
+                "value_ranks": _by_head(layer.values.groups),
+                "nbytes": bytes_at(alone, tokens, itemsize=itemsize, batch=batch).total,
+            }
+        )
+    return found
+
+
+def _by_head(groups: tuple[HeadGroup, ...]) -> list[float]:
+    return [
+        group.rank if group.heads == 1 else group.rank / group.heads
+        for group in groups
+        for _ in range(group.heads)
+    ]
+
 
 # --- How far each layer's attention is from full width in float64, on the very same inputs.
 
@@ -209,192 +243,10 @@ def _wide(value: Any) -> Any:
     return value
 
 
-# --- A request run without marks and with them, in turns, until what its parts are told as
-# stays.
-
-
-_SETTLED = 0.02  # half the width of an interval of the share of the time that is in parts
-_SILENCE = 1.0  # seconds of a long run of the request between two words on how far it is
-_LONG_SECONDS = 60.0  # after which no more turns are made than were asked for
-
-
-class Turns:
-    """Runs of one request.
-
-    Parameters
-    ----------
-    runner : Runner
-        Warm.
-    narrator : Narrator
-    sampling : Sampling
-        Which layers to time in which step.
-    should_stop, now : callable
-
-    Attributes
-    ----------
-    plain, marked : list of Pass
-        Without marks, and with them.
-    timed : list of Pass
-        Those whose parts are told: on a GPU the ones that were held back.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        narrator: Narrator,
-        sampling: Sampling,
-        should_stop: Callable[[], bool],
-        now: Callable[[], float],
-    ) -> None:
-        self._runner, self._narrator, self._sampling = runner, narrator, sampling
-        self._should_stop, self._now = should_stop, now
-        self._turn, self._last = 0, False
-        self._done = self._least = self._most = 0  # runs of the request
-        self._said = 0.0
-        self.plain: list[Pass] = []
-        self.marked: list[Pass] = []
-        self.timed: list[Pass] = [] if runner.on_gpu else self.marked
-
-    def run(self, repeats: int, most: int) -> None:
-        """Take turns, and tell each step and its parts.
-
-        Parameters
-        ----------
-        repeats, most : int
-            At least and at most so many turns; between them only as many as change the share of
-            the time that is in parts.
-
-        Raises
-        ------
-        Interrupted
-            When `should_stop` says so; what was measured so far is told.
-        """
-        ways = [self._without, self._with, *([self._held] if self._runner.on_gpu else [])]
-        begun = time.perf_counter()
-        try:
-            while not self._last:
-                late = time.perf_counter() - begun > _LONG_SECONDS
-                enough = self._turn + 1 >= repeats
-                self._last = enough and (self._turn + 1 >= most or late or self._settled())
-                fewest, highest = (self._turn + 1,) * 2 if self._last else (repeats, most)
-                self._least = max(fewest, self._turn + 1) * len(ways)
-                self._most = max(highest, self._turn + 1) * len(ways)
-                # Each way goes first as often as the other: a machine that warms up hits both.
-                for way in ways[::-1] if self._turn % 2 else ways:
-                    self._tell_progress(0)
-                    way()
-                    self._done += 1
-                self._turn += 1
-        finally:
-            # Also when memory runs out: nothing that was measured is lost.
-            self._narrator.rest(self.plain, self.timed)
-
-    def whole(self) -> tuple[list[Pass], list[Pass], list[Pass]]:
-        """Return `plain`, `marked` and `timed` as far as they ran to their end."""
-        plain, marked, timed = (
-            [one for one in passes if one.ended is not None]
-            for passes in (self.plain, self.marked, self.timed)
-        )
-        return plain, marked, timed
-
-    def named(self) -> list[float]:
-        """Return the share of a request's time that is in parts, of each pair of runs."""
-        plain, _, timed = self.whole()
-        return [
-            self._narrator.named(other) / one.seconds
-            for one, other in zip(plain, timed, strict=False)
-        ]
-
-    def alike(self) -> list[object]:
-        """Return per decoding step what it times, as `doubts` takes it."""
-        sampling = self._sampling
-        steps = range(1, sampling.steps + 1)
-        return [(len(sampling.at(step)), sampling.outside(step)) for step in steps]
-
-    def energy(self, joules: Callable[[float, float], float | None]) -> float | None:
-        """Return the median energy of the runs without marks; None where none is known."""
-        found = [
-            known
-            for one in self.plain
-            if one.ended is not None and (known := joules(one.started, one.ended)) is not None
-        ]
-        return statistics.median(found) if found else None
-
-    def seconds(self, passes: Sequence[Pass]) -> tuple[float, float]:
-        """Return the seconds of prefill, and of all decoding steps."""
-        prefill, *decode = step_seconds(passes)
-        return prefill, sum(decode)
-
-    def intervals(self, passes: Sequence[Pass]) -> tuple[list[float] | None, list[float] | None]:
-        """Return 95 % intervals of what `seconds` returns; None for a single run."""
-        found: list[list[float] | None] = []
-        for middle, own in zip(self.seconds(passes), (slice(0, 1), slice(1, None)), strict=True):
-            runs = [sum(step.seconds for step in one.steps[own]) for one in passes]
-            ends = median_interval(runs)
-            # Sums of every step's median may lie outside what whole runs took.
-            found.append(None if ends is None else [min(ends[0], middle), max(ends[1], middle)])
-        return found[0], found[1]
-
-    def _settled(self) -> bool:
-        named = self.named()
-        if len(named) < 2:
-            return False
-        low, high = apart(named)
-        return (high - low) / 2 <= _SETTLED
-
-    def _go(
-        self,
-        into: list[Pass],
-        *,
-        marks: bool = True,
-        after: list[float] | None = None,
-        on_step: Callable[[int, Step], None] | None = None,
-    ) -> None:
-        run_pass(
-            self._runner,
-            self._sampling.steps,
-            self._should_stop,
-            self._now,
-            into,
-            sampling=self._sampling if marks else None,
-            after=after,
-            on_step=partial(self._stepped, on_step),
-        )
-
-    def _stepped(
-        self, on_step: Callable[[int, Step], None] | None, number: int, step: Step
-    ) -> None:
-        if on_step is not None:
-            on_step(number, step)
-        if time.perf_counter() - self._said > _SILENCE:
-            self._tell_progress(number + 1)
-
-    def _tell_progress(self, step: int) -> None:
-        self._said = time.perf_counter()
-        steps = self._sampling.steps + 1
-        self._narrator.progress(self._done, self._least, self._most, step, steps)
-
-    def _without(self) -> None:
-        self._go(self.plain, marks=False, on_step=None if self._turn else self._narrator.step)
-
-    def _with(self) -> None:
-        self._go(self.marked, on_step=None if self._runner.on_gpu else self._tell)
-
-    def _held(self) -> None:
-        queued = [step.queued for step in self.whole()[1][-1].steps]
-        self._go(self.timed, after=queued, on_step=self._tell)
-
-    def _tell(self, number: int, _: Step) -> None:
-        if self._turn == 0:
-            self._narrator.memory(number, self._runner)
-        if self._last:
-            self._narrator.parts(number, self.timed)
-
-
 Emit = Callable[[Event], None]
 
 
-def measure_case(
+def measure_real(
     loaded: LoadedModel,
     plan: Plan,
     *,
@@ -413,7 +265,7 @@ def measure_case(
 ) -> CaseFinished | None:
     """Measure one request under one plan and tell what happens as events.
 
-    Steps are told as the first run without marks takes them. Parts are told in the last run with
+    Steps are emitted as the first run without marks takes them; parts in the last run with
     marks, each step's as its median run had them; the times of the whole request are sums of every
     step's median.
 
@@ -441,7 +293,7 @@ def measure_case(
         Up to so many are made, until the share of the time that is in parts stays the same from
         pair to pair. Without it, exactly `repeats`.
     sample_layers : str or int
-        As `kvprof.benchmark.jct.sampling.choose_sampling` takes it.
+        As `kvprof.benchmark.jct.interleaved.choose_timed_layers` takes it.
     kernels : str, optional
         As `kvprof.runtime.compressed.compressed` takes it.
     graph : bool
@@ -469,7 +321,7 @@ def measure_case(
             torch.cuda.device(loaded.device) if on_gpu else nullcontext(),
             compressed(loaded, plan, kernels) as session,
         ):
-            measured = _Measured(
+            measured = _RealCase(
                 loaded,
                 plan,
                 session,
@@ -493,7 +345,7 @@ def measure_case(
     return measured.finish(energy)
 
 
-def look_at_case(
+def preview_real(
     loaded: LoadedModel,
     plan: Plan,
     *,
@@ -506,7 +358,7 @@ def look_at_case(
 ) -> None:
     """Run a prompt and a few steps of a request, and tell what it may be made of.
 
-    Nothing of it is measured; parameters and errors are those of `measure_case`.
+    Nothing of it is measured; parameters and errors are those of `measure_real`.
     """
     _check(loaded, input_ids, output_len, 1, 1)
     on_gpu = loaded.device.type == "cuda"
@@ -514,7 +366,7 @@ def look_at_case(
         torch.cuda.device(loaded.device) if on_gpu else nullcontext(),
         compressed(loaded, plan, kernels) as session,
     ):
-        seen = _Measured(
+        seen = _RealCase(
             loaded,
             plan,
             session,
@@ -525,7 +377,7 @@ def look_at_case(
             now,
             lambda: False,
         )
-        seen.look()
+        seen.preview()
 
 
 def _check(
@@ -553,7 +405,7 @@ def _check(
         )
 
 
-class _Measured:
+class _RealCase:
     """One case while it is measured."""
 
     def __init__(
@@ -571,7 +423,7 @@ class _Measured:
         self._loaded, self._plan, self._session = loaded, plan, session
         self._case, self._ids, self._output_len = case, ids, output_len
         self._emit, self._now, self._should_stop = emit, now, should_stop
-        self._turns: Turns | None = None
+        self._runs: InterleavedRuns | None = None
         self._sample: ErrorSample | None = None
         self._layer_bytes: list[int] = []
         if loaded.device.type == "cuda":
@@ -579,25 +431,25 @@ class _Measured:
 
     @property
     def pairs(self) -> int:
-        """How often the request has run both ways, its parts told."""
-        return 0 if self._turns is None else len(self._turns.named())
+        """How often the request has run both ways, its parts emitted."""
+        return 0 if self._runs is None else len(self._runs.attributed())
 
-    def look(self) -> None:
+    def preview(self) -> None:
         """Run the first, short pass alone."""
         self._runner = Runner(self._loaded, self._session, self._ids, self._output_len, False)
-        self._sampling("auto")
+        self._choose_layers("auto")
 
-    def _sampling(self, sample_layers: str | int) -> Sampling:
-        return choose_sampling(
+    def _choose_layers(self, sample_layers: str | int) -> TimedLayers:
+        return choose_timed_layers(
             self._runner,
             sample_layers,
             layers=len(self._plan.layers),
             steps=self._output_len - 1,
-            look=self._look,
+            preview=self._preview,
         )
 
     def start(self, graph: bool) -> None:
-        """Tell what will be measured."""
+        """Emit what will be measured."""
         batch, input_len = self._ids.shape
         tokens, itemsize = input_len + self._output_len - 1, self._loaded.dtype.itemsize
         self._runner = Runner(self._loaded, self._session, self._ids, self._output_len, graph)
@@ -633,20 +485,20 @@ class _Measured:
     def run(self, repeats: int, most: int, sample_layers: str | int) -> None:
         """Run the request without marks and with them, in turns."""
         runner = self._runner
-        sampling = self._sampling(sample_layers)
-        narrator = Narrator(
+        choice = self._choose_layers(sample_layers)
+        events = CaseEvents(
             self._loaded,
             self._plan,
             self._case,
             self._ids,
-            sampling,
+            choice,
             runner.on_gpu,
             self._emit,
             self._now,
         )
-        turns = self._turns = Turns(runner, narrator, sampling, self._should_stop, self._now)
+        runs = self._runs = InterleavedRuns(runner, events, choice, self._should_stop, self._now)
         try:
-            turns.run(repeats, most)
+            runs.run(repeats, most)
         except Interrupted:
             if self.pairs:
                 self._warn(f"interrupted after {self.pairs} of {repeats} runs each way")
@@ -654,18 +506,18 @@ class _Measured:
             return
         assert runner.cache is not None
         self._layer_bytes = runner.cache.layer_bytes
-        self._compare([one for passes in turns.whole() for one in passes])
-        if runner.on_gpu and (doubt := narrator.doubt(turns.timed)) is not None:
-            self._warn(doubt)
+        self._compare([one for ended in runs.whole() for one in ended])
+        if runner.on_gpu and (warning := events.wait_warning(runs.timed)) is not None:
+            self._warn(warning)
 
-    def _look(self, marked: Sequence[Step]) -> None:
-        """Tell what the request may be made of, by the steps of a first, short pass."""
+    def _preview(self, marked: Sequence[Step]) -> None:
+        """Emit what the request may be made of, by the steps of a first, short pass."""
         phases: list[dict[str, float]] = []
         for steps, times in ((marked[:1], 1), (marked[1:], self._output_len - 1)):
             found: dict[str, float] = {}
             middle = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2 :][:1]
             for stretch in (one for step in middle for one in step.stretches):
-                if told((stretch.part, stretch.layer), self._runner.on_gpu):
+                if is_part((stretch.part, stretch.layer), self._runner.on_gpu):
                     cost = stretch.seconds * times
                     found[stretch.part] = found.get(stretch.part, 0.0) + cost
             phases.append(found)
@@ -675,8 +527,8 @@ class _Measured:
         )
         self._emit(event)
 
-    def _compare(self, passes: list[Pass]) -> None:
-        first, *others = ([step.tokens for step in one.steps] for one in passes)
+    def _compare(self, runs: list[RequestRun]) -> None:
+        first, *others = ([step.tokens for step in one.steps] for one in runs)
         for other in others:
             if other != first:
                 place = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
@@ -693,8 +545,8 @@ class _Measured:
         """Run part of the request once more for the layers' errors; None where they are not had."""
         if self._sample is None or self._should_stop():
             return None
-        assert self._turns is not None
-        written = [step.tokens[0] for step in self._turns.plain[0].steps]
+        assert self._runs is not None
+        written = [step.tokens[0] for step in self._runs.plain[0].steps]
         try:
             return self._sample.captured(self._session, self._ids[0].tolist() + written)
         except torch.OutOfMemoryError:
@@ -713,18 +565,18 @@ class _Measured:
             self._emit(LayerMeasured(self._now(), self._case, index, error, nbytes))
 
     def finish(self, energy: Callable[[float, float], float | None] | None) -> CaseFinished:
-        """Tell the times of the whole request."""
-        assert self._turns is not None
-        plain, marked, _ = self._turns.whole()
-        for doubt in doubts(plain, marked, self._turns.named(), self._turns.alike()):
-            self._warn(doubt)
+        """Emit the times of the whole request."""
+        assert self._runs is not None
+        plain, marked, _ = self._runs.whole()
+        for warning in run_warnings(plain, marked, self._runs.attributed(), self._runs.alike()):
+            self._warn(warning)
         finished = CaseFinished(
             self._now(),
             self._case,
-            *self._turns.seconds(plain),
-            *self._turns.seconds(marked),
-            None if energy is None else self._turns.energy(energy),
-            *self._turns.intervals(plain),
+            *self._runs.seconds(plain),
+            *self._runs.seconds(marked),
+            None if energy is None else self._runs.energy(energy),
+            *self._runs.intervals(plain),
         )
         self._emit(finished)
         return finished

@@ -1,13 +1,27 @@
-"""What a run of ``bench --jct`` is asked for, checked before anything is made."""
+"""What a run of ``bench --jct`` is asked for, and the run under way: where its events go."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.errors import UsageError
+import torch
+from triton.errors import TritonError
 
-__all__ = ["DEFAULT_METHODS", "JctRequest", "case_name"]
+from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.machine import gpu_doubts
+from kvprof.benchmark.timing import DeviceLost, Interrupted
+from kvprof.environment import collect_environment
+from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.moments.calibrator import CalibrationInterrupted
+from kvprof.moments.options import Progress
+from kvprof.records.events import Event, RunStarted, Warned
+from kvprof.records.journal import Journal
+from kvprof.version import __version__
+
+__all__ = ["DEFAULT_METHODS", "JctRequest", "Run", "case_name"]
 
 DEFAULT_METHODS = ("full", "palu", "fdc")
 _LEAST_REPEATS = 3
@@ -47,7 +61,7 @@ class JctRequest:
     layers : int or None
         How many of a shape's layers; None for all, and for four of them with `check`.
     trace : str or None
-        Lengths of requests; see `kvprof.benchmark.jct.requests`.
+        Lengths of requests; see `kvprof.benchmark.jct.serving`.
     requests : int
         To sample from the trace.
     check : bool
@@ -150,3 +164,112 @@ class JctRequest:
         if Path(self.model).expanduser().is_dir():
             known["model"] = Path(self.model).expanduser().resolve().name
         return known
+
+
+@dataclass(eq=False)
+class Run:
+    """A run under way: where its events go, and what happened to its cases.
+
+    Attributes
+    ----------
+    request : JctRequest
+    journal : Journal
+    progress : Progress
+    should_stop : callable
+    device : torch.device
+    extra : dict
+        Of the run's last event.
+    started : bool
+        Whether the first event is written.
+    done : int
+        Cases that were measured to their end.
+    problems : list of KvprofError
+        Why others were not.
+    """
+
+    request: JctRequest
+    journal: Journal
+    progress: Progress
+    should_stop: Callable[[], bool]
+    device: torch.device
+    extra: dict[str, Any] = field(default_factory=dict)
+    started: bool = False
+    done: int = 0
+    problems: list[KvprofError] = field(default_factory=list)
+    _said: set[str] = field(default_factory=set)
+
+    def emit(self, event: Event) -> None:
+        """Write an event."""
+        self.journal.emit(event)
+
+    def now(self) -> float:
+        """Seconds since the start of the run."""
+        return self.journal.now()
+
+    def warn(self, text: str, case: str | None = None) -> None:
+        """Say once what makes figures doubtful."""
+        if text not in self._said:
+            self._said.add(text)
+            self.emit(Warned(self.now(), text, case))
+
+    def start(self, cases: list[str], shape: dict[str, Any]) -> None:
+        """Tell what will be measured."""
+        request = self.request
+        self.started = True
+        baseline = request.baseline if request.baseline in request.methods else request.methods[0]
+        self.emit(
+            RunStarted(
+                self.now(),
+                datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+                __version__,
+                "jct",
+                request.command,
+                request.mode,
+                {**request.described(), "device": str(self.device)},
+                collect_environment(),
+                shape,
+                tuple(cases),
+                baseline,
+            )
+        )
+        for text in gpu_doubts(self.device, before=True):
+            self.warn(text)
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Let one case fail, and count it when it does not; see `spared`."""
+        before = len(self.problems)
+        with self.spared(name):
+            yield
+        if len(self.problems) == before:
+            self.done += 1
+
+    @contextmanager
+    def spared(self, name: str) -> Iterator[None]:
+        """Let something fail for lack of memory or because it does not run, and go on.
+
+        Raises
+        ------
+        DeviceLost
+            When nothing more can run on the GPU in this process.
+        """
+        try:
+            yield
+        except (DeviceLost, Interrupted, CalibrationInterrupted):
+            raise
+        except KvprofError as problem:
+            self._failed(name, problem)
+        except (MemoryError, torch.OutOfMemoryError):
+            self._failed(name, LackingError(f"{name}: not enough memory on {self.device}"))
+        except (RuntimeError, TritonError) as problem:
+            words = " ".join(str(problem).split())[:160] or type(problem).__name__
+            if "CUDA error" in words or "illegal memory access" in words:
+                raise DeviceLost(f"{name}: {words}") from problem
+            if "not enough memory" in words:
+                self._failed(name, LackingError(f"{name}: not enough memory on {self.device}"))
+                return
+            self._failed(name, FailedError(f"{name}: it failed: {words}"))
+
+    def _failed(self, name: str, problem: KvprofError) -> None:
+        self.problems.append(problem)
+        self.warn(f"not measured: {problem}", name)

@@ -1,138 +1,511 @@
 """``run_jct``: every case of a request, as events in a journal."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from triton.errors import TritonError
 
-from kvprof.benchmark.jct.request import JctRequest
-from kvprof.benchmark.machine import all_threads, gpu_doubts
+from kvprof.benchmark.jct.ablations import Variant, parse_variant
+from kvprof.benchmark.jct.composed import measure_composed
+from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
+from kvprof.benchmark.jct.layer import ModelShape, load_model_shape
+from kvprof.benchmark.jct.layer_bench import LayerBench, measure_all_reduce
+from kvprof.benchmark.jct.real import measure_real, preview_real
+from kvprof.benchmark.jct.request import JctRequest, Run, case_name
+from kvprof.benchmark.jct.serving import (
+    capacity,
+    load_trace,
+    sample_requests,
+    summary,
+    trace_warnings,
+)
+from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
+from kvprof.benchmark.jct.subjects import (
+    check_names,
+    has_weights,
+    load_subject,
+    make_plans,
+    needs_calibration,
+    plan_ready,
+    prompt,
+)
+from kvprof.benchmark.jct.telemetry import Telemetry
+from kvprof.benchmark.limits import flop_rate
+from kvprof.benchmark.machine import all_threads, free_bytes, gpu_doubts, open_machine
+from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.timing import DeviceLost, Interrupted
-from kvprof.environment import collect_environment
-from kvprof.errors import FailedError, KvprofError, LackingError
-from kvprof.models.placement import main_device
+from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.models.load import LoadedModel
+from kvprof.models.placement import main_device, parse_dtype
 from kvprof.moments.calibrator import CalibrationInterrupted
 from kvprof.moments.options import Progress, silent
-from kvprof.records.events import Event, RunFinished, RunStarted, Warned
+from kvprof.records import events
+from kvprof.records.events import CaseFinished, RunFinished
 from kvprof.records.journal import Journal
-from kvprof.version import __version__
+from kvprof.sizes import format_bytes
 
-__all__ = ["JctRequest", "Run", "run_jct"]
+__all__ = ["JctRequest", "differences", "run_composed", "run_jct"]
+
+# --- Real runs; with ``--check`` of random-weight layers, each held against a composed run.
+
+
+#: What both ways run on the same kernels.
+CHECKED_METHODS = ("full", "fdc", "kq", "uniform")
+#: How far the two may be apart without a warning.
+MOST_DIFFERENCE = 0.05
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """Refuse methods whose real run does not use the kernels that a composed run times.
+
+    Raises
+    ------
+    UsageError
+    """
+    if other := [name for name in methods if name not in CHECKED_METHODS]:
+        raise UsageError(
+            f"--check: a real run of {other[0]} does not use the kernels that a composed run "
+            f"times; compare {', '.join(CHECKED_METHODS)}"
+        )
+
+
+def differences(
+    case: str,
+    method: str,
+    real: CaseFinished,
+    composed: ComposedRequest,
+    warn: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Return the rows of ``data.check`` for one case, and warn where the two are far apart.
+
+    Parameters
+    ----------
+    case, method : str
+    real : CaseFinished
+        Its uninstrumented times count.
+    composed : Composition
+    warn : callable
+    """
+    rows: list[dict[str, Any]] = []
+    for phase, measured, made in (
+        ("prefill", real.prefill_seconds, composed.prefill_seconds),
+        ("decode", real.decode_seconds, composed.decode_seconds),
+        ("both", real.prefill_seconds + real.decode_seconds, composed.jct),
+    ):
+        if measured <= 0:
+            continue
+        rows.append(
+            {
+                "method": method,
+                "phase": phase,
+                "real_seconds": measured,
+                "composed_seconds": made,
+                "difference": made / measured - 1,
+            }
+        )
+    if rows and abs(rows[-1]["difference"]) > MOST_DIFFERENCE:
+        warn(
+            f"{case}: the composed run is {rows[-1]['difference']:+.1%} off the real one, more "
+            f"than {MOST_DIFFERENCE:.0%}"
+        )
+    return rows
+
+
+# At least and at most, where nobody says how many.
+_REPEATS = {"cuda": (3, 10), "cpu": (3, 9)}
+
+
+def run_real(run: Run) -> None:
+    """Load the model, plan every method, and let the model answer every case.
+
+    Parameters
+    ----------
+    run : Run
+    """
+    request = run.request
+    if request.check:
+        check_methods(request.methods)
+        if has_weights(request.model):
+            raise UsageError(
+                "--check draws random weights for a shape: name one, such as --model Llama-3.1-8B"
+            )
+    check_names(request)
+    with run.progress(f"loading {request.model}", 1) as bar:
+        loaded, shape = load_subject(request)
+        bar.advance()
+    run.device = loaded.device
+    cases = [(case_name(*case), *case) for case in request.cases()]
+    names = [name for name, *_ in cases]
+    if request.check:
+        names = [name for case in names for name in (case, _composed_name(case))]
+    run.start(names, _described(loaded, shape))
+    if shape is None:
+        _look_ahead(run, loaded, cases)
+    plans = make_plans(loaded, shape, request, progress=run.progress, should_stop=run.should_stop)
+    repeats, most = _REPEATS[loaded.device.type]
+    if request.repeats is not None:
+        repeats = most = request.repeats
+    # Against a composed run the same kernels have to run, and on a GPU without the host's gaps.
+    kernels = "on" if request.check else request.kernels
+    graph = kernels == "on" and loaded.device.type == "cuda"
+    with (
+        Telemetry(run.emit, run.now, loaded.device) as telemetry,
+        run.progress("cases", len(cases)) as bar,
+    ):
+        for name, method, batch, given, written in cases:
+            _describe(bar, name)
+            with run.case(name):
+                ids = prompt(loaded, batch, given, request.seed)
+                found = measure_real(
+                    loaded,
+                    plans[method],
+                    case=name,
+                    input_ids=ids,
+                    output_len=written,
+                    emit=run.emit,
+                    now=run.now,
+                    should_stop=run.should_stop,
+                    repeats=repeats,
+                    most=most,
+                    kernels=kernels,
+                    graph=graph,
+                    energy=telemetry.energy_joules,
+                )
+                if found is None or run.should_stop():
+                    raise Interrupted
+                if request.check:
+                    assert shape is not None  # has_weights was asked
+                    composed = _composed_beside(
+                        run, shape, loaded.dtype, name, method, batch, given, written
+                    )
+                    rows = differences(name, method, found, composed, partial(run.warn, case=name))
+                    checked = run.extra.setdefault("check", {"layers": shape.layers, "rows": []})
+                    checked["rows"] += [
+                        {**row, "batch": batch, "input_len": given, "output_len": written}
+                        for row in rows
+                    ]
+            bar.advance()
+
+
+def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, int, int]]) -> None:
+    """Show parts of the first case that can run as it is, where others are calibrated first."""
+    ready = [case for case in cases if not needs_calibration(case[1])]
+    if not ready or len(ready) == len(cases):
+        return  # a case's own measurement begins with the same
+    name, method, batch, given, written = ready[0]
+    # What is wrong with it is said once, by the measurement.
+    known = (KvprofError, MemoryError, torch.OutOfMemoryError)
+    with run.spared(name), suppress(*known), run.progress(f"first look at {name}", 1):
+        preview_real(
+            loaded,
+            plan_ready(loaded, method, run.request),
+            case=name,
+            input_ids=prompt(loaded, batch, given, run.request.seed),
+            output_len=written,
+            emit=run.emit,
+            now=run.now,
+            kernels=run.request.kernels,
+        )
+
+
+def _describe(bar: Any, text: str) -> None:
+    """Say in the bar what is measured, where it can say something."""
+    describe = getattr(bar, "describe", None)
+    if describe is not None:
+        describe(text)
+
+
+def _composed_name(case: str) -> str:
+    method, rest = case.split(" ", 1)
+    return f"{method} composed {rest}"
+
+
+def _composed_beside(
+    run: Run,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    name: str,
+    method: str,
+    batch: int,
+    given: int,
+    written: int,
+) -> ComposedRequest:
+    """Compose a case as the runtime runs it: full width through the same kernels as the others."""
+    machine = open_machine(run.device)
+    variant, widths = _as_run(method, shape, run.request.rate)
+    case = _composed_name(name)
+    bench = LayerBench(
+        shape,
+        machine,
+        dtype,
+        run.request.seed,
+        should_stop=run.should_stop,
+        warn=lambda text: run.warn(text, case),
+    )
+    asked = RequestLengths(given, written)
+    composer = Composer(bench, variant, widths, batch, [asked], flop_rate(machine, dtype))
+    with torch.inference_mode():
+        made = measure_composed(composer, asked, case=case, emit=run.emit, now=run.now)
+    for text in bench.spread_warnings():
+        run.warn(text, case)
+    return made
+
+
+def _as_run(method: str, shape: ModelShape, rate: float) -> tuple[Variant, Widths | None]:
+    widths: Widths | None
+    if method == "full":
+        # The runtime's kernels store full width as what it is to them: heads of width d.
+        variant, widths = parse_variant("uniform"), full_widths(shape.attention)
+    else:
+        variant = parse_variant(method)
+        widths = variant.widths(shape.attention, rate)
+    return replace(variant, name=f"{method} composed"), widths
+
+
+def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
+    if shape is not None:
+        return {**shape.described(), "weights": "random"}
+    first = loaded.layout.layers[0]
+    config = loaded.model.config.get_text_config(decoder=True)
+    return {
+        "name": loaded.spec
+        if loaded.folder is None or loaded.spec == "reference"
+        else loaded.folder.name,
+        "architecture": loaded.layout.architecture,
+        "layers": len(loaded.layout.layers),
+        "hidden_size": config.hidden_size,
+        "num_heads": first.num_heads,
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": first.qk_head_dim,
+        "vocab_size": loaded.vocab_size,
+        "context": loaded.context_length,
+        "fingerprint": loaded.fingerprint,
+    }
+
+
+# --- Composed runs: a request's cases, a trace's requests, and what fits into memory.
+
+
+Chosen = list[tuple[Variant, Widths | None]]
+
+
+def run_composed(run: Run) -> None:
+    """Measure one layer of the shape and compose every case.
+
+    Parameters
+    ----------
+    run : Run
+    """
+    request = run.request
+    model = load_model_shape(request.model).of_layers(request.layers).per_gpu(request.tp)
+    dtype = parse_dtype(request.dtype, run.device)
+    chosen: Chosen = []
+    for name in dict.fromkeys(request.methods):
+        variant = parse_variant(name)
+        variant.refuse_on(run.device.type)
+        chosen.append((variant, variant.widths(model.attention, request.rate, request.ranks)))
+    cases, lengths = _cases(request)
+    run.start([case_name(*case) for case in cases], model.described())
+    for _, widths in chosen:
+        for text in widths.warnings if widths is not None else ():
+            run.warn(text)
+    with torch.inference_mode(), Telemetry(run.emit, run.now, run.device) as telemetry:
+        with run.progress("measuring memory bandwidth", 1) as bar:
+            machine = open_machine(run.device)
+            rate = flop_rate(machine, dtype)
+            bar.advance()
+        bench = LayerBench(
+            model,
+            machine,
+            dtype,
+            request.seed,
+            request.repeats,
+            all_reduce=_all_reduce(run),
+            should_stop=run.should_stop,
+            warn=run.warn,
+            clock=run.now,
+            energy=telemetry.energy_joules,
+        )
+        composers = _composers(run, bench, chosen, cases, lengths, rate)
+        total = sum(composer.points for composer in composers.values())
+        with run.progress(f"one layer of {model.name}", total) as bar:
+            bench.advance = _advance(bar, partial(_tell_points, run, total))
+            try:
+                _tell_points(run, total, 0)
+                _run_cases(run, composers, cases)
+                if lengths:
+                    _run_trace(run, composers, lengths)
+            finally:
+                if not request.capacity:
+                    _warn_of_spreads(run, bench)
+        if request.capacity:
+            with run.progress("capacity", 1) as bar, run.spared("capacity"):
+                bench.advance = _advance(None)
+                context = max(given for _, _, given, _ in cases)
+                try:
+                    run.extra["capacity"] = capacity(bench, chosen, context, request.batches[0])
+                finally:
+                    _warn_of_spreads(run, bench)
+                bar.advance()
+
+
+def _warn_of_spreads(run: Run, bench: LayerBench) -> None:
+    for text in bench.spread_warnings():
+        run.warn(text)
+
+
+def _cases(
+    request: JctRequest,
+) -> tuple[list[tuple[str, int, int, int]], list[tuple[int, int]]]:
+    """Return the cases, and the lengths of a trace's requests, whose mean is then the case."""
+    if request.trace is None:
+        return request.cases(), []
+    trace = load_trace(request.trace)
+    lengths = sample_requests(trace, request.requests, request.seed)
+    means = replace(request, input_lens=(trace.input.average,), output_lens=(trace.output.average,))
+    return means.cases(), lengths
+
+
+def _all_reduce(run: Run) -> Callable[[int], float] | None:
+    tp = run.request.tp
+    if tp == 1:
+        return None
+    with run.progress(f"all-reduce over {tp} GPUs", 1) as bar:
+        found = measure_all_reduce(tp)
+        bar.advance()
+    if found is None:
+        run.warn(
+            f"communication is left out: there are no {tp} GPUs here to measure an all-reduce on; "
+            "the figures are one GPU's own work"
+        )
+    return found
+
+
+def _composers(
+    run: Run,
+    bench: LayerBench,
+    chosen: Chosen,
+    cases: list[tuple[str, int, int, int]],
+    lengths: Sequence[tuple[int, int]],
+    rate: float,
+) -> dict[tuple[str, int], Composer]:
+    """Return what composes each method at each batch; those that cannot are left out."""
+    found: dict[tuple[str, int], Composer] = {}
+    for variant, widths in chosen:
+        for batch in run.request.batches:
+            own = [
+                RequestLengths(given, written)
+                for name, at, given, written in cases
+                if name == variant.name and at == batch
+            ]
+            sampled = (
+                [RequestLengths(*pair) for pair in lengths]
+                if batch == run.request.batches[0]
+                else []
+            )
+            with run.spared(f"{variant.name} b{batch}"):
+                found[variant.name, batch] = Composer(
+                    bench, variant, widths, batch, own, rate, sampled
+                )
+                _tell_memory(run, bench, variant, widths, batch, [*own, *sampled])
+    return found
+
+
+def _tell_memory(
+    run: Run,
+    bench: LayerBench,
+    variant: Variant,
+    widths: Widths | None,
+    batch: int,
+    requests: Sequence[RequestLengths],
+) -> None:
+    """Say where a whole request would not fit into this machine, though one layer does."""
+    model: ModelShape = bench.model
+    tokens = max(one.input_len + one.output_len for one in requests)
+    stated = model.attention.context
+    if stated is not None and tokens > stated:
+        run.warn(
+            f"{model.name} states a context of {stated:,} tokens, and requests here have up to "
+            f"{tokens:,}: the times are of its shape alone"
+        )
+    needed = weight_bytes(variant, model, widths, bench.dtype)
+    needed += cache_bytes(variant, model.attention, widths, batch, tokens, bench.dtype)
+    free = free_bytes(run.device)
+    if needed > free:
+        run.warn(
+            f"{variant.name}: weights and a cache of {batch} × {tokens:,} tokens take "
+            f"{format_bytes(needed)}, and {format_bytes(free)} are free: one layer is measured "
+            "here, the whole request needs a larger machine"
+        )
+
+
+def _tell_points(run: Run, total: int, done: int) -> None:
+    run.emit(events.Progress(run.now(), None, "point", done, total, max(total, done)))
+
+
+def _advance(bar: Any, tell: Callable[[int], None] = lambda _: None) -> Callable[[str], None]:
+    done = itertools.count(1)
+
+    def advance(text: str) -> None:
+        tell(next(done))
+        if bar is None:
+            return
+        describe = getattr(bar, "describe", None)
+        if describe is not None:
+            describe(text)
+        bar.advance()
+
+    return advance
+
+
+def _run_cases(
+    run: Run, composers: dict[tuple[str, int], Composer], cases: list[tuple[str, int, int, int]]
+) -> None:
+    for method, batch, given, written in cases:
+        name = case_name(method, batch, given, written)
+        composer = composers.get((method, batch))
+        if composer is None:
+            continue
+        if run.should_stop():
+            raise Interrupted
+        with run.case(name):
+            asked = RequestLengths(given, written)
+            found = measure_composed(composer, asked, case=name, emit=run.emit, now=run.now)
+            run.extra.setdefault("integration", []).append(_integration(name, found))
+
+
+def _integration(case: str, found: ComposedRequest) -> dict[str, Any]:
+    return {
+        "case": case,
+        "rungs": len(found.steps),
+        "error_seconds": found.error,
+        "prefill_predicted_from": found.predicted_from,
+    }
+
+
+def _run_trace(
+    run: Run, composers: dict[tuple[str, int], Composer], lengths: Sequence[tuple[int, int]]
+) -> None:
+    """Compose every sampled request of every method, at the first batch size."""
+    request = run.request
+    assert request.trace is not None
+    found: dict[str, list[ComposedRequest]] = {}
+    for (method, batch), composer in composers.items():
+        if batch != request.batches[0]:
+            continue
+        with run.spared(f"{method}, {request.trace}"):
+            made = found[method] = [composer.compose(RequestLengths(*pair)) for pair in lengths]
+            for text in trace_warnings(method, made):
+                run.warn(text)
+    if found:
+        run.extra["requests"] = summary(load_trace(request.trace), request.seed, found)
+
 
 _INTERRUPTED = "interrupted"
-
-
-@dataclass(eq=False)
-class Run:
-    """A run under way: where its events go, and what happened to its cases.
-
-    Attributes
-    ----------
-    request : JctRequest
-    journal : Journal
-    progress : Progress
-    should_stop : callable
-    device : torch.device
-    extra : dict
-        Of the run's last event.
-    started : bool
-        Whether the first event is written.
-    done : int
-        Cases that were measured to their end.
-    problems : list of KvprofError
-        Why others were not.
-    """
-
-    request: JctRequest
-    journal: Journal
-    progress: Progress
-    should_stop: Callable[[], bool]
-    device: torch.device
-    extra: dict[str, Any] = field(default_factory=dict)
-    started: bool = False
-    done: int = 0
-    problems: list[KvprofError] = field(default_factory=list)
-    _said: set[str] = field(default_factory=set)
-
-    def emit(self, event: Event) -> None:
-        """Write an event."""
-        self.journal.emit(event)
-
-    def now(self) -> float:
-        """Seconds since the start of the run."""
-        return self.journal.now()
-
-    def warn(self, text: str, case: str | None = None) -> None:
-        """Say once what makes figures doubtful."""
-        if text not in self._said:
-            self._said.add(text)
-            self.emit(Warned(self.now(), text, case))
-
-    def start(self, cases: list[str], shape: dict[str, Any]) -> None:
-        """Tell what will be measured."""
-        request = self.request
-        self.started = True
-        baseline = request.baseline if request.baseline in request.methods else request.methods[0]
-        self.emit(
-            RunStarted(
-                self.now(),
-                datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-                __version__,
-                "jct",
-                request.command,
-                request.mode,
-                {**request.described(), "device": str(self.device)},
-                collect_environment(),
-                shape,
-                tuple(cases),
-                baseline,
-            )
-        )
-        for text in gpu_doubts(self.device, before=True):
-            self.warn(text)
-
-    @contextmanager
-    def case(self, name: str) -> Iterator[None]:
-        """Let one case fail, and count it when it does not; see `spared`."""
-        before = len(self.problems)
-        with self.spared(name):
-            yield
-        if len(self.problems) == before:
-            self.done += 1
-
-    @contextmanager
-    def spared(self, name: str) -> Iterator[None]:
-        """Let something fail for lack of memory or because it does not run, and go on.
-
-        Raises
-        ------
-        DeviceLost
-            When nothing more can run on the GPU in this process.
-        """
-        try:
-            yield
-        except (DeviceLost, Interrupted, CalibrationInterrupted):
-            raise
-        except KvprofError as problem:
-            self._failed(name, problem)
-        except (MemoryError, torch.OutOfMemoryError):
-            self._failed(name, LackingError(f"{name}: not enough memory on {self.device}"))
-        except (RuntimeError, TritonError) as problem:
-            words = " ".join(str(problem).split())[:160] or type(problem).__name__
-            if "CUDA error" in words or "illegal memory access" in words:
-                raise DeviceLost(f"{name}: {words}") from problem
-            if "not enough memory" in words:
-                self._failed(name, LackingError(f"{name}: not enough memory on {self.device}"))
-                return
-            self._failed(name, FailedError(f"{name}: it failed: {words}"))
-
-    def _failed(self, name: str, problem: KvprofError) -> None:
-        self.problems.append(problem)
-        self.warn(f"not measured: {problem}", name)
 
 
 def run_jct(
@@ -165,10 +538,7 @@ def run_jct(
     """
     device = main_device(request.device)
     run = Run(request, journal, progress, should_stop, device)
-    if request.composed:
-        from kvprof.benchmark.jct.composed_run import run_composed as measure
-    else:
-        from kvprof.benchmark.jct.real_run import run_real as measure
+    measure = run_composed if request.composed else run_real
     reason: str | None = None
     lost: KvprofError | None = None
     with all_threads():

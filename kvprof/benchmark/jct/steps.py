@@ -1,27 +1,269 @@
 """One request, forward pass by forward pass, with marks and without, eagerly or by CUDA graphs."""
 
+import functools
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvprof.benchmark.jct.instrument import Instrument
 from kvprof.benchmark.timing import capturing
 from kvprof.errors import UsageError
+from kvprof.methods.accounting import full_bytes
+from kvprof.methods.plan import Plan
+from kvprof.methods.tokens import segments
+from kvprof.models.interface import text_decoder, wrapped_rotations
+from kvprof.models.layout import LayerLayout, head_columns
 from kvprof.models.load import LoadedModel
+from kvprof.records.events import MemorySample
 from kvprof.runtime.cache import CompressedCache
-from kvprof.runtime.clock import Clock, EventClock, Stretch, WallClock, part, timing
+from kvprof.runtime.clock import REST, Clock, EventClock, Stretch, WallClock, part, timing
 from kvprof.runtime.session import Compression
 
-__all__ = ["CYCLES", "Runner", "Step", "mark_seconds"]
+__all__ = [
+    "OTHER_LAYERS",
+    "Runner",
+    "Step",
+    "level_tokens",
+    "mark_seconds",
+    "memory_sample",
+    "peak_bytes",
+]
 
-# --- What recording a CUDA event adds between two kernels.
+# --- A clock's marks around a model's modules, each with its part, and none left afterwards.
+
+
+_NO_WORK = (nn.Dropout, nn.Identity)
+
+
+@dataclass(frozen=True)
+class TimedModules:
+    """The modules whose forward passes are parts.
+
+    Attributes
+    ----------
+    outside : list of (module, part)
+        What belongs to no layer.
+    layers : list of list of (module, part)
+        Per layer, the layer itself first. Its own time, without its modules', is the residual
+        additions'; that of its attention module is nobody's (`REST`).
+    """
+
+    outside: list[tuple[nn.Module, str]]
+    layers: list[list[tuple[nn.Module, str]]]
+
+
+def find_timed_modules(loaded: LoadedModel) -> TimedModules:
+    """Sort a model's modules into parts, by where they lie and by the names of their classes.
+
+    Inside `kvprof.runtime.compressed.compressed` these are the modules with bases folded in.
+
+    Raises
+    ------
+    UsageError
+        When a layer is no entry of a list of layers, so that nothing tells where it begins.
+    """
+    model, layers = loaded.model, []
+    stacks: set[int] = set()
+    for facts in loaded.layout.layers:
+        name = _layer_name(loaded, facts)
+        layer = model.get_submodule(name)
+        stacks.add(id(model.get_submodule(name.rpartition(".")[0])))
+        layers.append([(layer, "norm"), *_inside(loaded, facts, name, layer)])
+    outside = [
+        (child, part)
+        for child in text_decoder(model).children()
+        if id(child) not in stacks and (part := _outside(child)) is not None
+    ]
+    for module, part in (
+        (model.get_input_embeddings(), "embedding"),
+        (model.get_output_embeddings(), "head"),
+    ):
+        if module is not None and all(module is not known for known, _ in outside):
+            outside.append((module, part))
+    return TimedModules(outside, layers)
+
+
+def _layer_name(loaded: LoadedModel, facts: LayerLayout) -> str:
+    parts = facts.attention.split(".")
+    for end in range(len(parts), 0, -1):
+        parent = loaded.model.get_submodule(".".join(parts[: end - 1]))
+        if isinstance(parent, nn.ModuleList):
+            return ".".join(parts[:end])
+    raise UsageError(
+        f"{loaded.layout.architecture}: layer {facts.index} is no entry of a list of layers, so "
+        "its parts cannot be timed"
+    )
+
+
+def _projections(loaded: LoadedModel, facts: LayerLayout) -> dict[str, str]:
+    found = {
+        head_columns(loaded.model, facts, kind, [0])[0]: "qkv_proj"
+        for kind in ("q", "k", "v")
+        if facts.value_projection is not None
+    }
+    if facts.output_projection is not None:
+        found[f"{facts.attention}.{facts.output_projection}"] = "o_proj"
+    return found
+
+
+def _inside(
+    loaded: LoadedModel, facts: LayerLayout, name: str, layer: nn.Module
+) -> list[tuple[nn.Module, str]]:
+    projections = _projections(loaded, facts)
+    found: list[tuple[nn.Module, str]] = []
+
+    def walk(prefix: str, module: nn.Module, in_attention: bool) -> None:
+        for child_name, child in module.named_children():
+            full = f"{prefix}.{child_name}"
+            if full in projections:
+                found.append((child, projections[full]))
+            elif full == facts.attention:
+                found.append((child, REST))
+                walk(full, child, True)
+            elif facts.attention.startswith(full + "."):
+                walk(full, child, in_attention)
+            elif (part := _kind(child)) is not None:
+                found.append((child, part))
+            elif not in_attention and not isinstance(child, _NO_WORK):
+                found.append((child, "mlp"))
+
+    walk(name, layer, False)
+    return found
+
+
+def _kind(module: nn.Module) -> str | None:
+    name = type(module).__name__.lower()
+    if "norm" in name:
+        return "norm"
+    return "rope" if "rotary" in name else None
+
+
+def _outside(module: nn.Module) -> str | None:
+    kind = _kind(module)
+    if kind is None and "embedding" in type(module).__name__.lower():
+        return "embedding"
+    return kind
+
+
+#: Work in layers that are not sampled. It is no part: the sampled layers stand for it.
+OTHER_LAYERS = "others"
+
+
+class Instrument:
+    """Marks for one model, to be made where it will run (see `find_timed_modules`).
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+
+    Raises
+    ------
+    UsageError
+        As `find_timed_modules` does.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._places = find_timed_modules(loaded)
+        self._decoder = text_decoder(loaded.model)
+
+    @contextmanager
+    def attached(
+        self, clock: Clock, layers: Collection[int], *, outside: bool = True
+    ) -> Iterator[None]:
+        """Mark the modules of some layers, and those that belong to none, while the body runs.
+
+        Parameters
+        ----------
+        clock : Clock
+            Running (`kvprof.runtime.clock.timing`) whenever the model runs.
+        layers : collection of int
+            The layers that are sampled.
+        outside : bool
+            Otherwise all that belongs to no layer is left without a name.
+        """
+        with ExitStack() as stack:
+            every = self._places.layers
+            some = not outside or len(set(layers)) < len(every)
+            if outside:
+                for module, name in self._places.outside:
+                    _marked(stack, module, clock, name, None)
+            else:
+                clock.muted = True
+                stack.callback(setattr, clock, "muted", False)
+            if some and outside:
+                _surrounded(stack, clock, every[0][0][0], every[-1][0][0])
+            for layer in layers:
+                (own, name), *modules = every[layer]
+                _sampled(stack, own, clock, name, layer, some)
+                for module, inner in modules:
+                    _marked(stack, module, clock, inner, layer)
+            stack.enter_context(wrapped_rotations(self._decoder, _rotating))
+            yield
+
+
+def _rotating(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with part("rope"):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _marked(
+    stack: ExitStack, module: nn.Module, clock: Clock, name: str, layer: int | None
+) -> None:
+    def before(*_: Any) -> None:
+        clock.enter(name, layer)
+
+    def after(*_: Any) -> None:
+        clock.leave()
+
+    stack.callback(module.register_forward_pre_hook(before).remove)
+    stack.callback(module.register_forward_hook(after).remove)
+
+
+def _sampled(
+    stack: ExitStack, module: nn.Module, clock: Clock, name: str, layer: int, some: bool
+) -> None:
+    """Mark a layer that is sampled among others that are not: only there the runtime's own."""
+
+    def before(*_: Any) -> None:
+        clock.muted = False
+        clock.enter(name, layer)
+
+    def after(*_: Any) -> None:
+        clock.leave()
+        clock.muted = some
+
+    stack.callback(module.register_forward_pre_hook(before).remove)
+    # Before the hook that ends the whole stack of layers.
+    stack.callback(module.register_forward_hook(after, prepend=True).remove)
+
+
+def _surrounded(stack: ExitStack, clock: Clock, first: nn.Module, last: nn.Module) -> None:
+    """Mark everything from the first layer to the last."""
+
+    def before(*_: Any) -> None:
+        clock.enter(OTHER_LAYERS)
+        clock.muted = True
+
+    def after(*_: Any) -> None:
+        clock.muted = False
+        clock.leave()
+
+    stack.callback(first.register_forward_pre_hook(before).remove)
+    stack.callback(last.register_forward_hook(after).remove)
+
+
+# --- A request's forward passes, and what recording a CUDA event adds between two kernels.
 
 
 #: More cycles in a second than any GPU's clock has: `torch.cuda._sleep` then lasts at least as long
@@ -310,3 +552,72 @@ def _uncaptured(loaded: LoadedModel, session: Compression) -> str | None:
         if reason is not None:
             return f"layer {index} does not run on the kernels ({reason})"
     return None
+
+
+# --- What a cache holds after a step, level by level, and the peak of memory.
+
+
+def level_tokens(plan: Plan, tokens: int) -> dict[str, int]:
+    """Return how many of a sequence's tokens are stored at each level; empty without levels.
+
+    Those of the first layer without a sliding window. Levels are counted from the lowest; sinks
+    are apart, and so is what is not quantised yet.
+
+    Parameters
+    ----------
+    plan : Plan
+    tokens : int
+        Seen so far.
+    """
+    layer = next((x for x in plan.layers if x.sliding_window is None), None)
+    if layer is None or len(plan.levels.shares) == 1:
+        return {}
+    found: dict[str, int] = {}
+    for segment in segments(plan, layer, tokens):
+        name = f"level {segment.level}"
+        if segment.start == 0 and plan.levels.sink:
+            name = "sinks"
+        elif plan.quantiser is not None and not segment.quantised:
+            name += ", full precision"
+        found[name] = found.get(name, 0) + segment.tokens
+    return found
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return a GPU's most allocated bytes since they were last reset, or a CPU's resident ones."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
+def memory_sample(
+    time: float,
+    case: str,
+    plan: Plan,
+    cache: CompressedCache,
+    context: int,
+    *,
+    batch: int,
+    itemsize: int,
+    peak: int,
+) -> MemorySample:
+    """Return what a cache holds at a context.
+
+    Parameters
+    ----------
+    time, case, context, peak
+        As in the event.
+    plan, cache
+    batch, itemsize : int
+        Sequences, and bytes of a value at full width.
+    """
+    return MemorySample(
+        time,
+        case,
+        context,
+        cache.nbytes,
+        cache.allocated_bytes,
+        full_bytes(plan, context, itemsize=itemsize, batch=batch),
+        peak,
+        level_tokens(plan, context),
+    )

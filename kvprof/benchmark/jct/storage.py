@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from kvprof.benchmark.jct.ablations import Variant
+from kvprof.benchmark.jct.layer import ModelShape
 from kvprof.benchmark.jct.levels import levels_layout
-from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import Shape
 from kvprof.kernels.planes import RaggedLayout

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.dense import llama_config
-from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
+from kvprof.benchmark.jct.layer import ModelShape, llama_config, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import shape_names

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvprof.benchmark.jct.real import measure_case
+from kvprof.benchmark.jct.real import measure_real
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.records.events import CaseFinished, Event
@@ -52,7 +52,7 @@ def measured(
         "should_stop": should_stop,
         **options,
     }
-    done = measure_case(model, plan, emit=emit or events.append, **settings)
+    done = measure_real(model, plan, emit=emit or events.append, **settings)
     return done, events
 
 

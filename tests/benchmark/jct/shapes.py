@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from kvprof.benchmark.jct.measured import Bench
-from kvprof.benchmark.jct.model_shape import Dense, ModelShape
+from kvprof.benchmark.jct.layer import Dense, ModelShape
+from kvprof.benchmark.jct.layer_bench import LayerBench
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.shapes import Rope, Shape
 from tests.benchmark.folder import save_config
@@ -45,9 +45,9 @@ def tiny_shape(**changes: Any) -> ModelShape:
     return ModelShape(Shape(**{**facts, **changes}), dense)
 
 
-def tiny_bench(model: ModelShape | None = None, **options: Any) -> Bench:
+def tiny_bench(model: ModelShape | None = None, **options: Any) -> LayerBench:
     """Return what measures it, three samples of everything."""
-    return Bench(model or tiny_shape(), CPU, torch.float32, repeats=3, **options)
+    return LayerBench(model or tiny_shape(), CPU, torch.float32, repeats=3, **options)
 
 
 __all__ = ["CPU", "tiny_bench", "tiny_folder", "tiny_shape"]

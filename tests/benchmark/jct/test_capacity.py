@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from kvprof.benchmark.jct import composed_run as capacity_module
+from kvprof.benchmark.jct import serving
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.composed_run import AllReduce, capacity, largest, measure_all_reduce
-from kvprof.benchmark.jct.measured import Point
+from kvprof.benchmark.jct.layer_bench import AllReduce, LayerTimes, measure_all_reduce
+from kvprof.benchmark.jct.serving import capacity, largest
 from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
 from kvprof.errors import FailedError
 from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
@@ -24,7 +24,7 @@ def test_the_largest_that_fits_is_found(limit, wanted):
 
 @pytest.fixture
 def found(monkeypatch):
-    monkeypatch.setattr(capacity_module, "free_bytes", lambda device: FREE)
+    monkeypatch.setattr(serving, "free_bytes", lambda device: FREE)
     bench = tiny_bench()
     methods = [
         (variant, variant.widths(bench.model.attention, 0.5))
@@ -63,14 +63,14 @@ def test_throughput_is_measured_up_to_what_fits(found):
 
 
 def test_a_step_reads_no_more_than_the_window_of_layers_that_have_one(monkeypatch):
-    monkeypatch.setattr(capacity_module, "free_bytes", lambda device: FREE)
+    monkeypatch.setattr(serving, "free_bytes", lambda device: FREE)
     bench = tiny_bench(tiny_shape(sliding_window=100, window_pattern="WF"))
     released = []
     monkeypatch.setattr(bench, "release", lambda: released.append(1))
     monkeypatch.setattr(
         bench,
         "point",
-        lambda v, w, place, window=None, powered=False: Point(
+        lambda v, w, place, window=None, powered=False: LayerTimes(
             place.seq, {"attention": 1.0 * place.seq}, {"head": 0.5}, 1.0 * place.seq, None, {}
         ),
     )
@@ -80,7 +80,7 @@ def test_a_step_reads_no_more_than_the_window_of_layers_that_have_one(monkeypatc
 
 
 def test_nothing_fits_beside_weights_that_fill_memory(monkeypatch):
-    monkeypatch.setattr(capacity_module, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(serving, "free_bytes", lambda device: 1000)
     data = capacity(tiny_bench(), [(parse_variant("full"), None)], 256, 1)
     assert data["methods"][0]["largest_context"] == 0
     assert data["methods"][0]["tried"] is None

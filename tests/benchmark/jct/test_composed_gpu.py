@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvprof.benchmark.jct.composed_run import measure_all_reduce
+from kvprof.benchmark.jct.layer_bench import measure_all_reduce
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
 from kvprof.records.events import LayerMeasured

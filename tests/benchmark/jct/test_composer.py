@@ -6,12 +6,17 @@ import pytest
 import torch
 
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.composed import measure_case
-from kvprof.benchmark.jct.composer import Composer
-from kvprof.benchmark.jct.lengths import Request, around, decode_rungs, prefill_rungs
-from kvprof.benchmark.jct.measured import Point
-from kvprof.benchmark.jct.model_shape import load_model_shape
-from kvprof.benchmark.jct.requests import trace_doubts
+from kvprof.benchmark.jct.composed import measure_composed
+from kvprof.benchmark.jct.composer import (
+    Composer,
+    RequestLengths,
+    around,
+    decode_rungs,
+    prefill_rungs,
+)
+from kvprof.benchmark.jct.layer import load_model_shape
+from kvprof.benchmark.jct.layer_bench import LayerTimes
+from kvprof.benchmark.jct.serving import trace_warnings
 from kvprof.errors import LackingError
 from kvprof.records.events import (
     Balance,
@@ -43,7 +48,7 @@ class Formula:
     ends: object = None  # from a length to its interval
     uncut: tuple = ()  # prompts whose work needs no cutting
     looks: bool = False  # whether it says what the first samples are
-    glimpse: object = None
+    preview: object = None
 
     place = staticmethod(tiny_bench().place)
 
@@ -59,8 +64,8 @@ class Formula:
         if place.phase == "prefill" and place.seq in self.uncut:
             del once["schedule"]
         if self.looks:
-            self.glimpse(place, {"attention": 2 * attention, "mlp": 0.0}, {"head": 1e-3})
-        return Point(
+            self.preview(place, {"attention": 2 * attention, "mlp": 0.0}, {"head": 1e-3})
+        return LayerTimes(
             place.seq,
             parts,
             once,
@@ -78,7 +83,7 @@ def composer(requests, model=None, *, rate=FAST, sampled=(), **options):
 
 
 def test_decode_is_the_sum_over_every_step():
-    request = Request(100, 5000)
+    request = RequestLengths(100, 5000)
     found = composer([request]).compose(request)
     contexts = range(101, 100 + 5000)
     layers = 2
@@ -93,7 +98,7 @@ def test_decode_is_the_sum_over_every_step():
 
 
 def test_prefill_is_measured_at_the_prompts_length():
-    request = Request(1000, 1)
+    request = RequestLengths(1000, 1)
     found = composer([request]).compose(request)
     assert found.prefill["attention"] == pytest.approx(2 * 1e-9 * 1000 * 1000)
     assert found.prefill_seconds == pytest.approx(2 * (1e-3 + 5e-3) + 1.1e-4)
@@ -103,7 +108,7 @@ def test_prefill_is_measured_at_the_prompts_length():
 
 
 def test_a_prompt_that_takes_too_long_is_predicted_and_said():
-    request = Request(64 * 1024, 2)
+    request = RequestLengths(64 * 1024, 2)
     slow = composer([request], rate=5e8)
     found = slow.compose(request)
     assert found.predicted_from is not None
@@ -117,13 +122,18 @@ def test_a_prompt_that_takes_too_long_is_predicted_and_said():
     labels = events_of(request, slow)[0].labels
     assert labels["predicted"].startswith("prefill, from prompts of up to")
     assert "all layers" in labels["schedule"]
-    assert "predicted" not in events_of(Request(100, 2), composer([Request(100, 2)]))[0].labels
-    (said,) = trace_doubts("full", [found, composer([Request(9, 1)]).compose(Request(9, 1))])
+    assert (
+        "predicted"
+        not in events_of(RequestLengths(100, 2), composer([RequestLengths(100, 2)]))[0].labels
+    )
+    (said,) = trace_warnings(
+        "full", [found, composer([RequestLengths(9, 1)]).compose(RequestLengths(9, 1))]
+    )
     assert "prefill of 1 of 2 requests is predicted" in said
 
 
 def test_prompts_whose_work_is_cut_at_some_lengths_only():
-    request = Request(64 * 1024, 2)
+    request = RequestLengths(64 * 1024, 2)
     rungs = composer([request], rate=5e8)._prefill_rungs
     kept = [rung for rung in rungs if rung >= rungs[-1] // 4]
     assert len(kept) >= 3
@@ -137,9 +147,9 @@ def test_prompts_whose_work_is_cut_at_some_lengths_only():
 
 
 def test_between_prompts_of_which_one_is_cut_the_work_of_cutting_is_between():
-    sampled = [Request(200 + 37 * n, 3) for n in range(50)]
-    rungs = composer([Request(2013, 3)], sampled=sampled)._prefill_rungs
-    some = composer([Request(2013, 3)], sampled=sampled, uncut=tuple(rungs[::2]))
+    sampled = [RequestLengths(200 + 37 * n, 3) for n in range(50)]
+    rungs = composer([RequestLengths(2013, 3)], sampled=sampled)._prefill_rungs
+    some = composer([RequestLengths(2013, 3)], sampled=sampled, uncut=tuple(rungs[::2]))
     cuts = [some.prefill(one.input_len)[0].get("schedule", 0.0) for one in sampled]
     assert min(cuts) >= 0.0
     assert max(cuts) <= 1e-5
@@ -147,10 +157,10 @@ def test_between_prompts_of_which_one_is_cut_the_work_of_cutting_is_between():
 
 
 def test_a_part_that_is_not_smooth_does_not_overshoot_between_lengths():
-    sampled = [Request(300 + 97 * n, 3) for n in range(40)]
-    rungs = composer([Request(4183, 3)], sampled=sampled)._prefill_rungs
+    sampled = [RequestLengths(300 + 97 * n, 3) for n in range(40)]
+    rungs = composer([RequestLengths(4183, 3)], sampled=sampled)._prefill_rungs
     assert len(rungs) >= 4
-    steps = composer([Request(4183, 3)], sampled=sampled)
+    steps = composer([RequestLengths(4183, 3)], sampled=sampled)
     measure = steps.bench.point
 
     def point(variant, widths, place, window=None, *, powered=False):
@@ -168,8 +178,8 @@ def test_a_part_that_is_not_smooth_does_not_overshoot_between_lengths():
 
 
 def test_sampled_requests_lie_between_few_points():
-    sampled = [Request(200 + 37 * n, 3 + n) for n in range(50)]
-    several = composer([Request(700, 30)], sampled=sampled)
+    sampled = [RequestLengths(200 + 37 * n, 3 + n) for n in range(50)]
+    several = composer([RequestLengths(700, 30)], sampled=sampled)
     for request in sampled:
         found = several.compose(request)
         exact = 2 * (1e-9 * request.input_len**2 + 5e-6 * request.input_len) + 1.1e-4
@@ -181,9 +191,9 @@ def test_sampled_requests_lie_between_few_points():
 
 def test_what_costs_the_same_at_every_length_does_so_between_lengths_too():
     """A short prompt's layers take about as long whatever its length."""
-    sampled = [Request(64 + n, 2) for n in range(0, 640, 9)]
-    several = composer([Request(300, 2)], sampled=sampled)
-    several.bench.point = lambda v, w, place, window=None, powered=False: Point(
+    sampled = [RequestLengths(64 + n, 2) for n in range(0, 640, 9)]
+    several = composer([RequestLengths(300, 2)], sampled=sampled)
+    several.bench.point = lambda v, w, place, window=None, powered=False: LayerTimes(
         place.seq, {"mlp": 1e-3}, {"head": 1e-4}, 1e-3, None, {}
     )
     for request in sampled:
@@ -192,7 +202,7 @@ def test_what_costs_the_same_at_every_length_does_so_between_lengths_too():
 
 def test_layers_with_a_window_stop_growing_there():
     model = tiny_shape(sliding_window=150, window_pattern="WF")
-    request = Request(100, 901)
+    request = RequestLengths(100, 901)
     found = composer([request], model).compose(request)
     contexts = range(101, 1001)
     wanted = sum(1e-6 * c + 1e-6 * min(c, 150) for c in contexts)
@@ -203,14 +213,14 @@ def test_layers_with_a_window_stop_growing_there():
 
 
 def test_energy_is_power_times_each_phases_seconds():
-    request = Request(100, 11)
+    request = RequestLengths(100, 11)
     found = composer([request], watts=250.0).compose(request)
     assert found.energy_joules == pytest.approx(250 * found.jct)
     assert composer([request]).compose(request).energy_joules is None
 
 
 def test_a_requests_interval_is_that_of_the_points_that_it_is_made_of():
-    request = Request(100, 50)
+    request = RequestLengths(100, 50)
     ends = {100: (0.9, 1.1), 101: (0.8, 1.2), 149: (0.7, 1.05)}
     made = composer([request], ends=lambda seq: ends[seq])
     found = made.compose(request)
@@ -225,7 +235,7 @@ def test_a_requests_interval_is_that_of_the_points_that_it_is_made_of():
 
 
 def test_between_two_points_the_worse_one_counts():
-    request = Request(100, 5000)
+    request = RequestLengths(100, 5000)
     made = composer([request], ends=lambda seq: (1 - 1e-4 * (seq - 99), 1.5 - 1e-4 * seq))
     low, high = made._interval("decode", [(3000, 2.0, 1.0)])
     shorter, longer = (point.tokens for point in made._near("decode", 3000, None))
@@ -239,7 +249,7 @@ def test_between_two_points_the_worse_one_counts():
 
 def test_power_is_asked_for_where_a_cases_energy_needs_it():
     """A trace's other requests need none, and each costs as long as a point's own samples."""
-    case, others = Request(3000, 20), [Request(128, 5), Request(8000, 40)]
+    case, others = RequestLengths(3000, 20), [RequestLengths(128, 5), RequestLengths(8000, 40)]
     made = composer([case], sampled=others, watts=250.0)
     assert made.compose(case).energy_joules == pytest.approx(250 * made.compose(case).jct)
     powered = {tokens for phase, tokens in made.bench.powered if phase == "prefill"}
@@ -256,22 +266,22 @@ def test_power_is_asked_for_where_a_cases_energy_needs_it():
 
 def test_power_is_of_the_first_kind_of_layers_and_within_its_window():
     shape = tiny_shape(sliding_window=64, window_pattern="W")
-    made = composer([Request(100, 50)], shape, watts=200.0)
-    assert made.compose(Request(100, 50)).energy_joules is not None
-    both = composer([Request(100, 50)], tiny_shape(sliding_window=64, window_pattern="FW"))
+    made = composer([RequestLengths(100, 50)], shape, watts=200.0)
+    assert made.compose(RequestLengths(100, 50)).energy_joules is not None
+    both = composer([RequestLengths(100, 50)], tiny_shape(sliding_window=64, window_pattern="FW"))
     both.bench.watts = 200.0
-    assert both.compose(Request(100, 50)).energy_joules is not None
+    assert both.compose(RequestLengths(100, 50)).energy_joules is not None
     assert len(both.bench.powered) == 2
 
 
 def test_what_no_memory_holds_is_refused_before_it_is_measured():
     with pytest.raises(LackingError, match="largest context that fits"):
-        composer([Request(2**40, 2)])
+        composer([RequestLengths(2**40, 2)])
 
 
 def test_rungs_of_a_window_go_no_further():
-    assert max(decode_rungs([Request(100, 5000)], window=256)) == 256
-    assert decode_rungs([Request(5, 1)]) == []
+    assert max(decode_rungs([RequestLengths(100, 5000)], window=256)) == 256
+    assert decode_rungs([RequestLengths(5, 1)]) == []
 
 
 def test_prompts_that_fit_are_measured_and_longer_ones_add_shorter_rungs():
@@ -286,25 +296,18 @@ def test_prompts_that_fit_are_measured_and_longer_ones_add_shorter_rungs():
 
 def events_of(request, emitted_by):
     events = []
-    measure_case(
-        emitted_by.bench.model,
-        "full",
+    measure_composed(
+        emitted_by,
+        request,
         case="full b1",
-        batch=1,
-        input_len=request.input_len,
-        output_len=request.output_len,
-        dtype=torch.float32,
-        device=CPU.device,
         emit=events.append,
         now=lambda: float(len(events)),
-        should_stop=lambda: False,
-        composer=emitted_by,
     )
     return events
 
 
 def test_events_fold_to_the_same_figures():
-    request = Request(64, 400)
+    request = RequestLengths(64, 400)
     made = composer([request])
     events = events_of(request, made)
     started = RunStarted(
@@ -342,7 +345,7 @@ def test_events_fold_to_the_same_figures():
 
 
 def test_what_ran_is_said_of_a_requests_own_lengths():
-    requests = [Request(64, 10), Request(4000, 10), Request(64, 4000)]
+    requests = [RequestLengths(64, 10), RequestLengths(4000, 10), RequestLengths(64, 4000)]
     made = composer(requests, ends=lambda _: (0.9, 1.2))
     for request in requests:
         started, *_, done = events_of(request, made)
@@ -360,7 +363,7 @@ def looking(request, looks):
 
 
 def test_the_first_samples_of_a_case_are_told_and_enter_no_result():
-    request = Request(64, 17)
+    request = RequestLengths(64, 17)
     plain, looked = (events_of(request, looking(request, on)) for on in (False, True))
     previews = [event for event in looked if isinstance(event, Preview)]
     first = previews[0]
@@ -380,7 +383,7 @@ def test_the_first_samples_of_a_case_are_told_and_enter_no_result():
 
 
 def test_events_come_as_points_are_measured():
-    request = Request(64, 4000)
+    request = RequestLengths(64, 4000)
     made = composer([request])
     seen = []
     point = made.bench.point
@@ -391,20 +394,8 @@ def test_events_come_as_points_are_measured():
 
     made.bench.point = watched
     events = []
-    measure_case(
-        made.bench.model,
-        "full",
-        case="a",
-        batch=1,
-        input_len=64,
-        output_len=4000,
-        dtype=torch.float32,
-        device=CPU.device,
-        emit=events.append,
-        now=lambda: 0.0,
-        should_stop=lambda: False,
-        composer=made,
-    )
+    asked = RequestLengths(64, 4000)
+    measure_composed(made, asked, case="a", emit=events.append, now=lambda: 0.0)
     assert seen == sorted(seen)
     assert seen[-1] > 10
 
@@ -412,7 +403,7 @@ def test_events_come_as_points_are_measured():
 def test_a_ragged_method_tells_its_balance_and_a_bent_curve_its_error():
     bench = tiny_bench()
     variant = parse_variant("fdc")
-    request = Request(20, 30)
+    request = RequestLengths(20, 30)
     made = Composer(bench, variant, variant.widths(bench.model.attention, 0.5), 1, [request], FAST)
     with torch.inference_mode():
         events = events_of(request, made)
@@ -421,9 +412,9 @@ def test_a_ragged_method_tells_its_balance_and_a_bent_curve_its_error():
     assert len(told["lpt"].predicted) == 132
     assert sum(told["equal"].predicted) == pytest.approx(132)
     assert told["equal"].measured is None
-    bent = composer([Request(64, 40_000)])
-    bent.bench.point = lambda v, w, place, window=None, powered=False: Point(
+    bent = composer([RequestLengths(64, 40_000)])
+    bent.bench.point = lambda v, w, place, window=None, powered=False: LayerTimes(
         place.seq, {"attention": 1e-12 * place.seq**3}, {}, 1e-12 * place.seq**3, None, {}
     )
-    events = events_of(Request(64, 40_000), bent)
+    events = events_of(RequestLengths(64, 40_000), bent)
     assert any(isinstance(event, Warned) and "may be off" in event.message for event in events)

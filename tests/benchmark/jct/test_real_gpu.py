@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct.model_shape import load_model_shape
-from kvprof.benchmark.jct.sampling import OVERHEAD
+from kvprof.benchmark.jct.interleaved import OVERHEAD
+from kvprof.benchmark.jct.layer import load_model_shape
 from kvprof.benchmark.jct.steps import Runner, mark_seconds
 from kvprof.benchmark.jct.subjects import random_model
 from kvprof.benchmark.jct.telemetry import Telemetry

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct.instrument import OTHERS
-from kvprof.benchmark.jct.narrator import Narrator
-from kvprof.benchmark.jct.passes import Pass, doubts
-from kvprof.benchmark.jct.real import Turns
-from kvprof.benchmark.jct.sampling import Sampling, choose_sampling
-from kvprof.benchmark.jct.steps import Runner, Step
+from kvprof.benchmark.jct.interleaved import (
+    CaseEvents,
+    InterleavedRuns,
+    RequestRun,
+    TimedLayers,
+    choose_timed_layers,
+    run_warnings,
+)
+from kvprof.benchmark.jct.steps import OTHER_LAYERS, Runner, Step
 from kvprof.methods.plan import Placement
 from kvprof.runtime.clock import REST, Stretch, WallClock
 from kvprof.runtime.compressed import compressed
@@ -57,7 +60,7 @@ def test_a_sampled_step_says_what_it_left_out() -> None:
                 "o_proj",
                 "mlp",
             }
-            assert ((OTHERS, None) in parts) == (len(layers) < 3)
+            assert ((OTHER_LAYERS, None) in parts) == (len(layers) < 3)
             total = sum(stretch.seconds for stretch in step.stretches)
             assert 0.8 * step.queued < total <= step.queued  # what comes after is no part
 
@@ -73,7 +76,7 @@ def test_a_step_may_time_its_layers_alone() -> None:
         assert {part for part, _ in alone} >= {REST, "norm", "rope", "attention", "mlp"}
         others = {(s.part, s.layer) for s in runner.step(()).stretches}
         assert {layer for _, layer in others} == {None}
-        assert {part for part, _ in others} >= {OTHERS, "embedding", "rope", "norm", "head"}
+        assert {part for part, _ in others} >= {OTHER_LAYERS, "embedding", "rope", "norm", "head"}
         # Nothing stays muted.
         whole = {layer for _, layer in ((s.part, s.layer) for s in runner.step((0, 1)).stretches)}
         assert whole == {None, 0, 1}
@@ -89,36 +92,36 @@ def test_layers_take_turns_and_stand_for_each_other() -> None:
     for event in parts:
         whole = event.layer is None or event.step == 0
         assert event.weight == (1.0 if whole else 3.0)
-        assert event.part != OTHERS
+        assert event.part != OTHER_LAYERS
 
 
 SAMPLINGS = [
     (steps, every, rounds)
     for steps in (1, 2, 31, 255, 256, 257, 1000, 5000)
     for every, rounds in ((1, 0), (2, 0), (2, 2), (6, 2), (6, 8), (3, 60))
-    if rounds * (every + 1) <= steps // Sampling(6, steps).block
+    if rounds * (every + 1) <= steps // TimedLayers(6, steps).block
 ]
 
 
 @pytest.mark.parametrize(("steps", "every", "rounds"), SAMPLINGS)
 def test_few_steps_stand_for_all(steps: int, every: int, rounds: int) -> None:
-    sampling = Sampling(6, steps, every, rounds)
-    told = [step for step in range(1, steps + 1) if sampling.told(step)]
+    choice = TimedLayers(6, steps, every, rounds)
+    told = [step for step in range(1, steps + 1) if choice.stands_for(step)]
     assert len(told) <= 256
-    assert sum(sampling.told(step) for step in told) == steps
+    assert sum(choice.stands_for(step) for step in told) == steps
     shares, rest = dict.fromkeys(range(6), 0.0), 0.0
     growing = grown = 0.0
     marked = 0
     for step in told:
-        layers, outside = sampling.at(step), sampling.outside(step)
+        layers, outside = choice.at(step), choice.outside(step)
         marked += bool(layers or outside)
         assert not rounds or not (layers and outside)
         for layer in layers:
-            shares[layer] += sampling.told(step) * sampling.weight(step)
-            growing += step * sampling.told(step) * sampling.weight(step)
+            shares[layer] += choice.stands_for(step) * choice.weight(step)
+            growing += step * choice.stands_for(step) * choice.weight(step)
         if outside:
-            rest += sampling.told(step) * sampling.outside_weight(step)
-            grown += step * sampling.told(step) * sampling.outside_weight(step)
+            rest += choice.stands_for(step) * choice.outside_weight(step)
+            grown += step * choice.stands_for(step) * choice.outside_weight(step)
     assert marked == (rounds * (every + 1) if rounds else len(told))
     assert sum(shares.values()) == pytest.approx(6 * steps)
     assert rest == pytest.approx(steps)
@@ -151,14 +154,14 @@ class Scripted:
 )
 def test_as_many_layers_are_timed_as_the_overhead_allows(overhead: float, every: int) -> None:
     runner: Any = Scripted(overhead)
-    assert choose_sampling(runner, "auto", layers=6, steps=30).every == every
-    assert choose_sampling(runner, 4, layers=6, steps=30).every == 4
+    assert choose_timed_layers(runner, "auto", layers=6, steps=30).every == every
+    assert choose_timed_layers(runner, 4, layers=6, steps=30).every == 4
 
 
 def test_what_is_no_layers_takes_turns_where_marks_are_dear() -> None:
-    def chosen(on_gpu: bool, every: str | int, steps: int, overhead: float = 0.065) -> Sampling:
+    def chosen(on_gpu: bool, every: str | int, steps: int, overhead: float = 0.065) -> TimedLayers:
         runner: Any = Scripted(overhead, on_gpu)
-        return choose_sampling(runner, every, layers=6, steps=steps)
+        return choose_timed_layers(runner, every, layers=6, steps=steps)
 
     assert chosen(True, "auto", 14).rounds == chosen(True, 2, 6).rounds == 2
     assert chosen(True, "auto", 13).rounds == 0  # a layer would be timed once
@@ -168,29 +171,29 @@ def test_what_is_no_layers_takes_turns_where_marks_are_dear() -> None:
     assert chosen(True, "auto", 70, 0.095).rounds == 6
     assert chosen(True, "auto", 70, 9.0).rounds == 2
     for steps in (14, 70, 257, 300, 5000):
-        sampling = chosen(True, "auto", steps, 9.0)
-        told = [step for step in range(1, steps + 1) if sampling.told(step)]
-        assert sum(sampling.outside(step) for step in told) == 2
-        assert all(sum(layer in sampling.at(step) for step in told) == 2 for layer in range(6))
+        choice = chosen(True, "auto", steps, 9.0)
+        told = [step for step in range(1, steps + 1) if choice.stands_for(step)]
+        assert sum(choice.outside(step) for step in told) == 2
+        assert all(sum(layer in choice.at(step) for step in told) == 2 for layer in range(6))
 
 
 def test_warming_up_runs_no_more_steps_than_the_request_has() -> None:
     for steps in range(14):
         runner: Any = Scripted(0.5)
-        choose_sampling(runner, "auto", layers=6, steps=steps)
+        choose_timed_layers(runner, "auto", layers=6, steps=steps)
         assert runner.runs <= 1 + steps
 
 
-def narrator_of(sampling: Sampling, events: list[Any], on_gpu: bool) -> Narrator:
+def case_events(choice: TimedLayers, events: list[Any], on_gpu: bool) -> CaseEvents:
     model = loaded("Llama")
-    return Narrator(
-        model, make_plan(model), "c", token_ids(1, 5), sampling, on_gpu, events.append, lambda: 0.0
+    return CaseEvents(
+        model, make_plan(model), "c", token_ids(1, 5), choice, on_gpu, events.append, lambda: 0.0
     )
 
 
-def told_pass(*steps: list[Stretch]) -> Pass:
+def told_pass(*steps: list[Stretch]) -> RequestRun:
     """Return a run that has ended, of steps with these parts."""
-    made = Pass(0.0, 1.0, [Step(99.0, 0.0, [], [])] * len(steps))
+    made = RequestRun(0.0, 1.0, [Step(99.0, 0.0, [], [])] * len(steps))
     for number, stretches in enumerate(steps):
         made.tell(number, stretches)
     return made
@@ -198,62 +201,62 @@ def told_pass(*steps: list[Stretch]) -> Pass:
 
 def test_what_a_gpu_waited_is_the_hosts() -> None:
     events: list[Any] = []
-    narrator = narrator_of(Sampling(3, 2, 3), events, True)
+    told = case_events(TimedLayers(3, 2, 3), events, True)
     stretches = [
         Stretch(REST, None, 0.5, True),
         Stretch("mlp", 1, 1.0, True),
         Stretch("mlp", 1, 0.25, True),
-        Stretch(OTHERS, None, 2.0, False),
+        Stretch(OTHER_LAYERS, None, 2.0, False),
         Stretch("head", None, 0.125, True),
     ]
     timed = told_pass([Stretch("mlp", 0, 1.0, True)], stretches, stretches)
-    narrator.parts(1, [timed])
+    told.parts(1, [timed])
     # Kernels of no part are not told.
     assert {(e.part, e.layer): (e.seconds, e.weight) for e in events} == {
         ("mlp", 1): (1.25, 3.0),
         ("head", None): (0.125, 1.0),
     }
-    assert "46%" in str(narrator.doubt([timed]))
+    assert "46%" in str(told.wait_warning([timed]))
     # What is left of the first step after 3.875 s of work is waiting; the second one took less than
     # its work by chance, and waits are the phase's as a whole.
-    narrator.rest([clocked(9.0, 5.0, 3.375)], [timed])
+    told.finish([clocked(9.0, 5.0, 3.375)], [timed])
     waits = {e.step: e.seconds for e in events if e.part == "host"}
     assert waits == {0: 8.0, 1: pytest.approx(0.625), 2: 0.0}
-    assert narrator.named(timed) == 1.0 + 2 * (3 * 1.25 + 0.125)
+    assert told.attributed_seconds(timed) == 1.0 + 2 * (3 * 1.25 + 0.125)
 
 
 def test_a_wait_is_each_steps_own_where_parts_take_turns() -> None:
     events: list[Any] = []
-    sampling = Sampling(3, 10, 3, rounds=2)
-    narrator = narrator_of(sampling, events, True)
+    choice = TimedLayers(3, 10, 3, rounds=2)
+    told = case_events(choice, events, True)
 
     def stretches(step: int) -> list[Stretch]:
         """Return 3.5 s on the GPU: three layers of an MLP, and a head."""
-        (layer,) = sampling.at(step) or (None,)
+        (layer,) = choice.at(step) or (None,)
         if layer is not None:
             return [Stretch(REST, None, 2.5, True), Stretch("mlp", layer, 1.0, True)]
-        if sampling.outside(step):
-            return [Stretch(OTHERS, None, 3.0, True), Stretch("head", None, 0.5, True)]
+        if choice.outside(step):
+            return [Stretch(OTHER_LAYERS, None, 3.0, True), Stretch("head", None, 0.5, True)]
         return [Stretch(REST, None, 3.5, True)]
 
     prompt = [Stretch("mlp", layer, 1.0, True) for layer in range(3)]
     timed = told_pass(prompt, *map(stretches, range(1, 11)))
-    narrator.rest([clocked(3.0, *[4.0] * 10)], [timed])
+    told.finish([clocked(3.0, *[4.0] * 10)], [timed])
     decode = [e for e in events if e.step]
     weights = {(e.part, e.weight) for e in decode}
     assert weights == {("mlp", 3 * 10 / 6), ("head", 5.0), ("host", 1.0)}
     assert [e.seconds for e in decode if e.part == "host"] == [pytest.approx(0.5)] * 10
     assert sum(e.seconds * e.weight for e in decode) == pytest.approx(40.0)
-    assert narrator.named(timed) == 3.0 + 10 * 3.5
+    assert told.attributed_seconds(timed) == 3.0 + 10 * 3.5
 
 
 def test_waits_never_make_a_phase_longer_than_it_is() -> None:
     """Steps that are shorter without marks by chance do not count as waits of nothing."""
     events: list[Any] = []
-    narrator = narrator_of(Sampling(3, 40, 1), events, True)
+    told = case_events(TimedLayers(3, 40, 1), events, True)
     plain = clocked(1.0, *([2.0, 4.0] * 20))
     timed = told_pass(*[[Stretch("mlp", None, 3.0 if n else 1.0, True)] for n in range(41)])
-    narrator.rest([plain], [timed])
+    told.finish([plain], [timed])
     total = sum(e.seconds * e.weight for e in events if e.phase == "decode")
     assert total == pytest.approx(120.0)
 
@@ -261,7 +264,7 @@ def test_waits_never_make_a_phase_longer_than_it_is() -> None:
 def test_parts_are_those_of_each_steps_median_run() -> None:
     """So they add up to a time that a step took, whichever part a neighbour hits."""
     events: list[Any] = []
-    narrator = narrator_of(Sampling(3, 1, 1), events, False)
+    told = case_events(TimedLayers(3, 1, 1), events, False)
     timed = [
         told_pass(
             [Stretch("mlp", None, first, True)],
@@ -269,10 +272,10 @@ def test_parts_are_those_of_each_steps_median_run() -> None:
         )
         for first, mlp, head in ((1.0, 2.0, 9.0), (5.0, 9.0, 1.0), (2.0, 30.0, 40.0))
     ]
-    narrator.rest([], timed)
+    told.finish([], timed)
     found = [(e.step, e.part, e.seconds) for e in events]
     assert found == [(0, "mlp", 2.0), (1, "mlp", 2.0), (1, "head", 9.0)]
-    narrator.rest([], timed)
+    told.finish([], timed)
     assert len(events) == 3  # told once
 
 
@@ -379,35 +382,35 @@ def test_the_reference_models_parts_are_its_time() -> None:
     assert by_phase["decode", "mlp"] > by_phase["decode", "norm"]
 
 
-def clocked(*seconds: float) -> Pass:
-    return Pass(0.0, 1.0, [Step(second, 0.0, [], []) for second in seconds])
+def clocked(*seconds: float) -> RequestRun:
+    return RequestRun(0.0, 1.0, [Step(second, 0.0, [], []) for second in seconds])
 
 
 def test_doubts_are_told_when_there_are_any() -> None:
     plain, slower = clocked(9.0, 1.0, 1.0, 1.0), clocked(9.0, 1.05, 1.05, 4.0)
-    assert doubts([plain], [plain]) == []
-    assert doubts([plain], [clocked(9.0, 1.02, 1.02, 4.0)]) == []  # one step is a neighbour's
-    assert "5.0% slower" in doubts([plain], [slower])[0]
-    found = doubts([plain, clocked(9.0, 2.0, 2.0, 2.0)], [slower, slower])
+    assert run_warnings([plain], [plain]) == []
+    assert run_warnings([plain], [clocked(9.0, 1.02, 1.02, 4.0)]) == []  # one step is a neighbour's
+    assert "5.0% slower" in run_warnings([plain], [slower])[0]
+    found = run_warnings([plain, clocked(9.0, 2.0, 2.0, 2.0)], [slower, slower])
     assert len(found) == 1
     assert "12 s once and 15 s" in found[0]
-    assert doubts([clocked(1.0)], [clocked(1.0)]) == []  # nothing was decoded
+    assert run_warnings([clocked(1.0)], [clocked(1.0)]) == []  # nothing was decoded
     # Some steps have marks, and most have none.
     some = [clocked(9.0, 1.2, 1.0, 1.0)], ["layers", "none", "none"]
-    assert "6.7% slower" in doubts([clocked(9.0, 1.0, 1.0, 1.0)], some[0], alike=some[1])[0]
-    assert doubts([plain], [plain], [0.98, 1.0, 1.03]) == []
-    assert "between 90% and 130%" in doubts([plain], [plain], [0.9, 1.3])[0]
+    assert "6.7% slower" in run_warnings([clocked(9.0, 1.0, 1.0, 1.0)], some[0], alike=some[1])[0]
+    assert run_warnings([plain], [plain], [0.98, 1.0, 1.03]) == []
+    assert "between 90% and 130%" in run_warnings([plain], [plain], [0.9, 1.3])[0]
 
 
 def test_a_requests_interval_holds_what_its_runs_took() -> None:
-    turns, _ = turned(*([1.0] * 20), repeats=3, most=3)
-    assert turns.intervals(turns.plain) == ([1.0, 1.0], [2.0, 2.0])
-    passes = [clocked(1.0, 2.0, 2.0), clocked(3.0, 2.0, 4.0), clocked(2.0, 4.0, 2.0)]
-    prefill, decode = turns.intervals(passes)
+    made, _ = turned(*([1.0] * 20), repeats=3, most=3)
+    assert made.intervals(made.plain) == ([1.0, 1.0], [2.0, 2.0])
+    runs = [clocked(1.0, 2.0, 2.0), clocked(3.0, 2.0, 4.0), clocked(2.0, 4.0, 2.0)]
+    prefill, decode = made.intervals(runs)
     assert prefill == [1.0, 3.0]
     # Every step's median is 2, and no run took 4 s.
     assert decode == [4.0, 6.0]
-    assert turns.intervals(passes[:1]) == (None, None)
+    assert made.intervals(runs[:1]) == (None, None)
 
 
 class Paced:
@@ -426,38 +429,38 @@ class Paced:
         return Step(self.now, 0.0, [1], parts)
 
 
-def turned(*runs: float, repeats: int, most: int) -> tuple[Turns, list[Any]]:
+def turned(*runs: float, repeats: int, most: int) -> tuple[InterleavedRuns, list[Any]]:
     events: list[Any] = []
-    sampling = Sampling(3, 2, 1)
-    narrator = narrator_of(sampling, events, False)
-    narrator._memory_at = set()
+    choice = TimedLayers(3, 2, 1)
+    told = case_events(choice, events, False)
+    told._memory_at = set()
     runner: Any = Paced(*runs)
-    turns = Turns(runner, narrator, sampling, lambda: False, lambda: 0.0)
-    turns.run(repeats, most)
-    return turns, events
+    made = InterleavedRuns(runner, told, choice, lambda: False, lambda: 0.0)
+    made.run(repeats, most)
+    return made, events
 
 
 def test_a_quiet_machine_needs_no_more_runs_than_asked_for() -> None:
-    turns, events = turned(*([1.0] * 20), repeats=3, most=9)
-    assert len(turns.plain) == len(turns.marked) == 3
-    assert turns.named() == [1.0] * 3
-    assert doubts(turns.plain, turns.marked, turns.named()) == []
+    made, events = turned(*([1.0] * 20), repeats=3, most=9)
+    assert len(made.plain) == len(made.marked) == 3
+    assert made.attributed() == [1.0] * 3
+    assert run_warnings(made.plain, made.marked, made.attributed()) == []
     assert [e.step for e in events if e.type == "step"] == [0, 1, 2]
     assert [e.step for e in events if e.type == "part"] == [0, 1, 2]
 
 
 def test_more_runs_are_made_while_the_share_in_parts_changes() -> None:
     # A neighbour is there for the first turn alone: plain 1, marked 1.5, marked 1, plain 1, …
-    turns, events = turned(1.0, 1.5, *([1.0] * 40), repeats=3, most=12)
-    assert 3 < len(turns.plain) < 12
+    made, events = turned(1.0, 1.5, *([1.0] * 40), repeats=3, most=12)
+    assert 3 < len(made.plain) < 12
     assert {e.seconds for e in events if e.type == "part"} == {1.0}
-    assert turns.seconds(turns.marked) == (1.0, 2.0)
+    assert made.seconds(made.marked) == (1.0, 2.0)
     noisy = [1.0 + 0.3 * (n % 3) for n in range(40)]
-    turns, _ = turned(*noisy, repeats=3, most=5)
-    assert len(turns.plain) == 5
-    assert "between" in doubts(turns.plain[:1], turns.marked[:1], turns.named())[0]
+    made, _ = turned(*noisy, repeats=3, most=5)
+    assert len(made.plain) == 5
+    assert "between" in run_warnings(made.plain[:1], made.marked[:1], made.attributed())[0]
 
 
 def test_each_way_goes_first_as_often_as_the_other() -> None:
-    turns, _ = turned(*map(float, range(1, 9)), repeats=4, most=4)
-    assert [one.steps[0].seconds for one in turns.plain] == [1.0, 4.0, 5.0, 8.0]
+    made, _ = turned(*map(float, range(1, 9)), repeats=4, most=4)
+    assert [one.steps[0].seconds for one in made.plain] == [1.0, 4.0, 5.0, 8.0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvprof.benchmark.jct import measured as measured_module
+from kvprof.benchmark.jct import layer_bench
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
 from kvprof.benchmark.jct.subjects import has_weights
@@ -110,13 +110,13 @@ def test_an_interrupted_run_keeps_its_cases(tmp_path, folder, monkeypatch):
     def stop():
         return len(asked) > 0 and asked[-1].startswith("fdc")
 
-    point = measured_module.Bench.point
+    point = layer_bench.LayerBench.point
 
     def watched(self, variant, *arguments, **options):
         asked.append(variant.name)
         return point(self, variant, *arguments, **options)
 
-    monkeypatch.setattr(measured_module.Bench, "point", watched)
+    monkeypatch.setattr(layer_bench.LayerBench, "point", watched)
     events, result, problem = ran(tmp_path, folder, should_stop=stop)
     assert problem is None
     assert isinstance(events[-1], RunFinished)
@@ -128,7 +128,7 @@ def test_a_case_that_fails_leaves_the_others(tmp_path, folder, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("the kernel has a hole\nsomewhere")
 
-    monkeypatch.setattr(measured_module, "ragged_attended", broken)
+    monkeypatch.setattr(layer_bench, "ragged_attention", broken)
     events, result, problem = ran(tmp_path, folder)
     assert problem is None
     assert [case["method"] for case in result["data"]["cases"]] == ["full"]
@@ -144,7 +144,7 @@ def test_where_nothing_can_be_measured_the_run_fails(tmp_path, folder, monkeypat
     def broken(*arguments):
         raise MemoryError
 
-    monkeypatch.setattr(measured_module, "full_attended", broken)
+    monkeypatch.setattr(layer_bench, "full_attention", broken)
     _, result, problem = ran(tmp_path, folder, methods=("full",))
     assert isinstance(problem, LackingError)
     assert "not enough memory" in str(problem)
@@ -155,7 +155,7 @@ def test_a_lost_gpu_keeps_what_came_before(tmp_path, folder, monkeypatch):
     def lost(*arguments):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(measured_module, "ragged_attended", lost)
+    monkeypatch.setattr(layer_bench, "ragged_attention", lost)
     _, result, problem = ran(tmp_path, folder, methods=("full", "fdc", "palu"))
     assert isinstance(problem, FailedError)
     assert "the GPU stopped" in str(problem)
@@ -251,7 +251,7 @@ def test_a_rate_out_of_reach_ends_the_run_with_its_reason(tmp_path, monkeypatch)
     def unreachable(*arguments, **options):
         raise UsageError("fdc reaches rates from 0 to 0.875, not 0.95")
 
-    monkeypatch.setattr("kvprof.benchmark.jct.real_run.make_plans", unreachable)
+    monkeypatch.setattr("kvprof.benchmark.jct.run.make_plans", unreachable)
     events, result, problem = ran(tmp_path, "reference", mode="real")
     assert isinstance(problem, UsageError)
     assert result["complete"] is False

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import yaml
 
-from kvprof.benchmark.jct.composition import Composition
-from kvprof.benchmark.jct.lengths import Request
-from kvprof.benchmark.jct.requests import (
-    Lengths,
+from kvprof.benchmark.jct.composer import ComposedRequest, RequestLengths
+from kvprof.benchmark.jct.serving import (
+    TokenRange,
     Trace,
     load_trace,
     sample_requests,
@@ -32,7 +31,7 @@ def test_every_row_of_both_tables_is_there():
 
 
 def test_the_papers_differ_in_cocktail():
-    assert load_trace("fdc/cocktail").input == Lengths(round(49.7 * 1024), 9626, 107_418)
+    assert load_trace("fdc/cocktail").input == TokenRange(round(49.7 * 1024), 9626, 107_418)
     assert load_trace("zack/cocktail").input.average == round(16.2 * 1024)
     assert load_trace("FDC/PG-19").output.average == round(61.5 * 1024)
     assert load_trace("fdc/arxiv").source == "FDC table 6, arXiv summarization"
@@ -58,7 +57,7 @@ def test_draws_have_the_published_mean_and_bounds(name, count):
 
 
 def test_a_mean_in_the_middle_is_a_flat_distribution():
-    trace = Trace("t", "t", Lengths(500, 0, 1000), Lengths(10, 5, 100))
+    trace = Trace("t", "t", TokenRange(500, 0, 1000), TokenRange(10, 5, 100))
     drawn = np.array([given for given, _ in sample_requests(trace, 4000, seed=0)])
     assert np.percentile(drawn, 25) == pytest.approx(250, abs=3)
     # ... and one far off is an exponential that ends at the bounds.
@@ -91,8 +90,8 @@ def test_cells_stand_as_printed():
 
 
 def composition(given, written, prefill, decode, compress):
-    return Composition(
-        Request(given, written),
+    return ComposedRequest(
+        RequestLengths(given, written),
         {"attention": prefill, "compress": compress},
         {"attention": decode},
         prefill,

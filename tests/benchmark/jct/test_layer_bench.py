@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from kvprof.analysis.bases import eigenbasis
-from kvprof.benchmark.jct import measured
-from kvprof.benchmark.jct import measured as latents
-from kvprof.benchmark.jct import measured as samplers
+from kvprof.benchmark.jct import attention, layer, layer_bench
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.measured import strawman_attended
-from kvprof.benchmark.jct.model_shape import Dense
+from kvprof.benchmark.jct.attention import strawman_attention
+from kvprof.benchmark.jct.layer import Dense
 from kvprof.benchmark.shapes import Rope
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import UsageError
@@ -128,8 +126,8 @@ def test_a_times_own_way_of_being_timed_is_taken():
         note = None
 
     own = Own()
-    unit = samplers.Unit("host", [lambda: torch.ones(1)], ("own",), timed=own)
-    assert samplers.unit_sampler(unit, torch.device("cpu")) is own
+    unit = layer.PartCall("host", [lambda: torch.ones(1)], ("own",), sampler=own)
+    assert layer.call_sampler(unit, torch.device("cpu")) is own
 
 
 def test_a_layers_interval_lies_around_its_median():
@@ -149,11 +147,11 @@ def test_a_layer_that_no_graph_holds_is_the_sum_of_parts_that_graphs_hold(monkey
             return 9.0
 
     told = []
-    timed = measured.unit_sampler
-    monkeypatch.setattr(measured, "layer_sampler", lambda units, device, pool: Slow())
+    timed = layer_bench.unit_sampler
+    monkeypatch.setattr(layer_bench, "layer_sampler", lambda units, device, pool: Slow())
     if parts_too:
         monkeypatch.setattr(
-            measured,
+            layer_bench,
             "unit_sampler",
             lambda unit, device, pool: Slow() if unit.part == "mlp" else timed(unit, device),
         )
@@ -182,22 +180,22 @@ def test_what_waits_for_the_host_is_never_captured(monkeypatch):
         return Fake()
 
     asked = []
-    monkeypatch.setattr(latents, "eigenbasis", lambda gram: asked.append(1) or eigenbasis(gram))
-    monkeypatch.setattr(samplers, "sampler", sampler)
+    monkeypatch.setattr(attention, "eigenbasis", lambda gram: asked.append(1) or eigenbasis(gram))
+    monkeypatch.setattr(layer, "sampler", sampler)
     bench, device = tiny_bench(), torch.device("cuda")
     variant = parse_variant("strawman")
-    units = strawman_attended(
+    units = strawman_attention(
         bench.place("prefill", 1, 40), variant.widths(bench.model.attention, 0.5), bench._full, None
-    ).units
+    ).calls
     (basis,) = [unit for unit in units if unit.part == "basis"]
-    layer = samplers.layer_sampler([unit for unit in units if unit is not basis], device)
+    whole = layer.layer_sampler([unit for unit in units if unit is not basis], device)
     assert len(captured) == 1
     assert not asked
-    layer, alone = samplers.layer_sampler(units, device), samplers.unit_sampler(basis, device)
+    whole, alone = layer.layer_sampler(units, device), layer.call_sampler(basis, device)
     assert len(captured) == 2
     assert len(asked) == 2  # to warm up, outside of any graph
     asked.clear()
-    assert layer.sample() > 2.0
+    assert whole.sample() > 2.0
     assert 0 < alone.sample() < 2.0
     assert len(synchronised) == 4
     found = basis.runs[0]()

@@ -1,34 +1,48 @@
-"""Percentiles over the requests of a trace: TTFT, TBT, latency and overheads (FDC §6.5, §6.8)."""
+"""What a shape serves: percentiles over a trace's requests, and what fits into memory.
 
-from collections.abc import Sequence
+A trace's requests are as long as the papers' (FDC table 6, ZACK table 3): lengths are drawn, with a
+seed, from a truncated exponential distribution with the published mean, stratified.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from math import inf
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
-from kvprof.analysis.jct import percentiles
-from kvprof.benchmark.jct.composition import Composition
+from kvprof.analysis.jct import ladder, percentiles
+from kvprof.benchmark.jct.ablations import Variant
+from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
+from kvprof.benchmark.jct.layer_bench import LayerBench
+from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
+from kvprof.benchmark.limits import shortage
+from kvprof.benchmark.machine import free_bytes
+from kvprof.benchmark.ranks import Widths
 from kvprof.errors import UsageError
 from kvprof.records.cases import Account
 
 __all__ = [
-    "DOUBTFUL",
-    "OVERHEADS",
-    "Lengths",
+    "WARNED_ERROR",
+    "TokenRange",
     "Trace",
+    "capacity",
+    "largest",
     "load_trace",
     "sample_requests",
     "summary",
-    "trace_doubts",
     "trace_names",
+    "trace_warnings",
 ]
 
-# --- Requests as long as the papers' (FDC table 6, ZACK table 3), drawn with a seed.
+# --- A trace: its lengths, and TTFT, TBT, latency and overheads over its requests (FDC §6.5, §6.8).
 
 
 _PAPERS = ("fdc", "zack")
@@ -36,7 +50,7 @@ _FLAT = 1e-6  # of the rate: below it the density is flat to 16 digits
 
 
 @dataclass(frozen=True)
-class Lengths:
+class TokenRange:
     """One column group of a table, in tokens."""
 
     average: int
@@ -59,8 +73,8 @@ class Trace:
 
     name: str
     source: str
-    input: Lengths
-    output: Lengths
+    input: TokenRange
+    output: TokenRange
 
     def described(self) -> dict[str, Any]:
         """Return the trace as JSON values."""
@@ -91,8 +105,8 @@ def _shipped() -> dict[str, Trace]:
     return found
 
 
-def _lengths(cells: dict[str, str]) -> Lengths:
-    return Lengths(*(_tokens(cells[key]) for key in ("average", "minimum", "maximum")))
+def _lengths(cells: dict[str, str]) -> TokenRange:
+    return TokenRange(*(_tokens(cells[key]) for key in ("average", "minimum", "maximum")))
 
 
 def _tokens(cell: str) -> int:
@@ -134,7 +148,7 @@ def sample_requests(trace: Trace, count: int, seed: int = 0) -> list[tuple[int, 
     return [(int(a), int(b)) for a, b in zip(*sides, strict=True)]
 
 
-def _drawn(lengths: Lengths, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+def _drawn(lengths: TokenRange, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
     low, high = lengths.minimum, lengths.maximum
     strata = (generator.permutation(count) + generator.random(count)) / count
     share = (lengths.average - low) / (high - low)
@@ -163,13 +177,13 @@ def _quantile(shares: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
 
 
 #: Of decode: an integration error that is worth a warning.
-DOUBTFUL = 0.02
+WARNED_ERROR = 0.02
 
-#: Parts whose share of JCT is told for every method that has them (FDC tables 12 and 13).
+#: Parts whose share of JCT is given for every method that has them (FDC tables 12 and 13).
 OVERHEADS = ("compress", "decompress", "schedule", "basis", "quantise")
 
 
-def summary(trace: Trace, seed: int, found: dict[str, list[Composition]]) -> dict[str, Any]:
+def summary(trace: Trace, seed: int, found: dict[str, list[ComposedRequest]]) -> dict[str, Any]:
     """Return ``data.requests``.
 
     Parameters
@@ -227,7 +241,7 @@ def summary(trace: Trace, seed: int, found: dict[str, list[Composition]]) -> dic
     }
 
 
-def trace_doubts(method: str, requests: Sequence[Composition]) -> list[str]:
+def trace_warnings(method: str, requests: Sequence[ComposedRequest]) -> list[str]:
     """Return what a reader of a method's percentiles must know of its requests.
 
     Parameters
@@ -242,7 +256,7 @@ def trace_doubts(method: str, requests: Sequence[Composition]) -> list[str]:
             f"prompts of up to {predicted[0].predicted_from:,} tokens"
         )
     off = [one.error / one.decode_seconds for one in requests if one.error and one.decode_seconds]
-    if off and max(off) > DOUBTFUL:
+    if off and max(off) > WARNED_ERROR:
         found.append(
             f"{method}: decode may be off by up to {max(off):.1%} in one of {len(requests)} "
             "requests: times between the contexts that were measured do not lie on a line"
@@ -255,7 +269,7 @@ def trace_doubts(method: str, requests: Sequence[Composition]) -> list[str]:
     return found
 
 
-def _account(one: Composition) -> Account:
+def _account(one: ComposedRequest) -> Account:
     account = Account(walls={"prefill": one.prefill_seconds, "decode": one.decode_seconds})
     for phase, parts in (("prefill", one.prefill), ("decode", one.decode)):
         for part, seconds in parts.items():
@@ -267,7 +281,7 @@ def _seconds(values: Sequence[float]) -> dict[str, float]:
     return {f"{key}_seconds": value for key, value in percentiles(values).items()}
 
 
-def _shares(requests: Sequence[Composition]) -> dict[str, list[float]]:
+def _shares(requests: Sequence[ComposedRequest]) -> dict[str, list[float]]:
     adding_up = [one for one in requests if _account(one).adds_up()]
     return {
         part: [
@@ -276,3 +290,167 @@ def _shares(requests: Sequence[Composition]) -> dict[str, list[float]]:
         for part in OVERHEADS
         if any(part in one.prefill or part in one.decode for one in adding_up)
     }
+
+
+# --- Capacity, and throughput against batch at equal memory (TALE Fig. 5, 6).
+
+
+_MOST_CONTEXT, _MOST_SEQUENCES = 2**26, 2**16
+_MOST_BATCH = {"cuda": 512, "cpu": 16}
+#: Of what is free; a pass's own states need the rest.
+_SHARE = 0.95
+_TRIED_ON_A_CPU = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class _Method:
+    """A method whose bytes are counted."""
+
+    variant: Variant
+    widths: Widths | None
+    bench: LayerBench
+
+    def cache(self, batch: int, tokens: int) -> float:
+        """Return the bytes of the cache; 0 for contexts too short for the method's levels."""
+        try:
+            return cache_bytes(
+                self.variant,
+                self.bench.model.attention,
+                self.widths,
+                batch,
+                tokens,
+                self.bench.dtype,
+            )
+        except UsageError:  # too short for levels: nothing to compare
+            return 0.0
+
+    def longest(self, batch: int, room: float) -> int:
+        """Return the longest context whose cache fits into so many bytes."""
+        return largest(lambda tokens: self.cache(batch, tokens) <= room, _MOST_CONTEXT)
+
+    def widest(self, tokens: int, room: float) -> int:
+        """Return the largest batch whose cache fits into so many bytes."""
+        return largest(lambda batch: self.cache(batch, tokens) <= room, _MOST_SEQUENCES)
+
+    @property
+    def weights(self) -> int:
+        return weight_bytes(self.variant, self.bench.model, self.widths, self.bench.dtype)
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest whole number up to `most` that fits; 0 where 1 does not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def capacity(
+    bench: LayerBench, methods: list[tuple[Variant, Widths | None]], context: int, batch: int
+) -> dict[str, Any]:
+    """Return ``data.capacity``.
+
+    Parameters
+    ----------
+    bench : Bench
+    methods : list of (Variant, Widths or None)
+    context : int
+        Tokens per sequence at which throughput is measured.
+    batch : int
+        At which the largest context is sought.
+
+    Returns
+    -------
+    dict
+        Per method: bytes of weights and of a token, the largest context that fits beside the
+        weights (``tried`` says whether as many bytes were really allocated), the largest batch at
+        `context`; and throughput of decoding at batches up to it.
+    """
+    bench.release()  # a model's weights are counted, and these are in the way
+    memory = free_bytes(bench.machine.device)
+    rows: list[dict[str, Any]] = []
+    throughput: list[dict[str, Any]] = []
+    for variant, widths in methods:
+        method = _Method(variant, widths, bench)
+        room = _SHARE * memory - method.weights
+        most_context = method.longest(batch, room)
+        most_batch = method.widest(context, room)
+        held = method.weights + (method.cache(batch, most_context) if most_context else 0)
+        rows.append(
+            {
+                "method": variant.name,
+                "weights_bytes": method.weights,
+                "token_bytes": method.cache(1, 2 * context) / (2 * context),
+                "largest_context": most_context,
+                "tried": _tried(bench, int(held)) if most_context else None,
+                "largest_batch": most_batch,
+            }
+        )
+        throughput += _throughput(bench, method, context, most_batch)
+    return {
+        "memory_bytes": memory,
+        "batch": batch,
+        "context": context,
+        "methods": rows,
+        "throughput": throughput,
+    }
+
+
+def _throughput(
+    bench: LayerBench, method: _Method, context: int, most: int
+) -> list[dict[str, Any]]:
+    """Measure decoding steps at growing batches, all layers in the same memory."""
+    kind = bench.machine.device.type
+    if most < 1:
+        return []
+    found = []
+    capped = min(most, _MOST_BATCH[kind])
+    for batch in ladder({1, capped}, ratio=4):
+        place = bench.place("decode", batch, context)
+        if shortage(place, free_bytes(place.device)) is not None:
+            bench.warn(
+                f"{method.variant.name}: batch {batch} at {context:,} tokens is not timed: "
+                "one layer and its reference do not fit beside each other"
+            )
+            break
+        one = RequestLengths(max(1, context - 1), 2)  # one step, at this context
+        composer = Composer(bench, method.variant, method.widths, batch, [one], inf, powered=False)
+        _, steps, _ = composer.decode(one)
+        seconds = steps[0][1]
+        found.append(
+            {
+                "method": method.variant.name,
+                "batch": batch,
+                "step_seconds": seconds,
+                "tokens_per_s": batch / seconds,
+                "fills_memory": batch == most,
+            }
+        )
+    return found
+
+
+def _tried(bench: LayerBench, nbytes: int) -> bool | None:
+    """Allocate as many bytes at once; None where that would say nothing.
+
+    A CPU hands out memory that it does not have: there only what can be filled quickly is tried.
+    """
+    device = bench.machine.device
+    if device.type == "cpu" and nbytes > _TRIED_ON_A_CPU:
+        return None
+    block = None
+    try:
+        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            block.fill_(1)
+    except (torch.OutOfMemoryError, RuntimeError):
+        return False
+    finally:
+        del block
+        if device.type == "cuda":
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
+    return True

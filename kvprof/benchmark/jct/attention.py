@@ -1,0 +1,611 @@
+"""A layer's attention, method by method, as calls that are timed; levels have a file of their own.
+
+Full width runs on the best kernel that this machine has. FDC, ``kq`` and uniform widths attend to
+latents as they lie; Palu's, and what stands without bases after RoPE, rebuild their keys.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import rotate_half
+
+from kvprof.analysis.bases import eigenbasis
+from kvprof.benchmark.baselines import baseline_builders, full_width
+from kvprof.benchmark.case import Case, Lack, Place, relative_error
+from kvprof.benchmark.cases import palu_case, ragged_samples, sinks_of
+from kvprof.benchmark.jct.ablations import Variant, parse_variant
+from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
+from kvprof.benchmark.machine import free_bytes
+from kvprof.benchmark.ranks import Widths, full_widths
+from kvprof.benchmark.rows import TOLERANCE
+from kvprof.benchmark.timing import interleaved, sampler
+from kvprof.errors import LackingError, UsageError
+from kvprof.kernels.decode.cuts import kinds, tile_height
+from kvprof.kernels.decode.launch import launch_merge
+from kvprof.kernels.decode.step import DecodeStep, Schedule, decode_step
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.prefill.launch import prefill_step
+from kvprof.kernels.prefill.paths import measured_path
+from kvprof.kernels.prefill.step import prefill
+from kvprof.kernels.project.bases import BasisSet, basis_set
+from kvprof.kernels.project.step import project_step, store_values
+from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
+
+__all__ = [
+    "FullAttention",
+    "compress_call",
+    "full_attention",
+    "latent_attention",
+    "ragged_attention",
+    "ragged_prefill",
+    "store_latents",
+    "strawman_attention",
+]
+
+# --- Full width: the best kernel that this machine has.
+
+
+_NEAR = 4.0  # lengths within this factor are tried with each other's fastest kernels only
+_BEST = 3
+_SAMPLES = 3
+
+
+@dataclass(eq=False)
+class FullAttention:
+    """Finds the fastest full-width kernel, once for lengths that are near each other.
+
+    Attributes
+    ----------
+    seconds : float
+        To spend on one kernel's samples.
+    should_stop : callable
+    named : dict
+        From (phase, batch, tokens) to the kernel that was chosen there.
+    """
+
+    seconds: float
+    should_stop: Callable[[], bool] = lambda: False
+    named: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    _tried: dict[tuple[str, int, int], list[str]] = field(default_factory=dict)
+
+    def call(
+        self, place: Place, window: int | None = None
+    ) -> tuple[PartCall, Callable[[], float], dict[str, str]]:
+        """Return the fastest kernel's call, its error against float64, and its name as a label.
+
+        Raises
+        ------
+        LackingError
+            When no kernel can run.
+        """
+        where = (place.phase, place.batch, place.seq)
+        if window is not None and place.phase == "prefill" and window < place.seq:
+            widths = full_widths(place.shape)
+            layout = RaggedLayout(
+                widths.keys, widths.values, place.shape.group, place.batch, place.seq
+            )
+            calls, error = ragged_prefill(parse_variant("uniform"), place, layout, window)
+            self.named[where] = "kvprof"
+            return calls[-1], error, {"prefill attention": "kvprof's own kernel, with its window"}
+        case = self._fastest(place)
+        self.named[where] = case.name
+        call = PartCall("attention", case.runs, ("full", *where))
+        label = {f"{place.phase} attention": case.name}
+        if case.note is not None:
+            label["attention"] = case.note
+        return call, lambda: case.error(case.runs[0]()), label
+
+    def _fastest(self, place: Place) -> Case:
+        inputs = full_width(place)
+        builders = baseline_builders(place, free_bytes(place.device))
+        names = self._known(place, list(builders))
+        found: list[tuple[float, Case]] = []
+        reasons: list[str] = []
+        for name in names:
+            try:
+                case = builders[name](inputs)
+                timed = sampler(case.runs, place.device)
+                if len(names) > 1 or name not in self._tried.get(_key(place), []):
+                    error = case.error(timed.output())
+                    if error > TOLERANCE[place.dtype]:
+                        raise Lack(f"its result is wrong (error {error:.1g})")
+                (seconds,) = interleaved(
+                    [timed], _SAMPLES, seconds=self.seconds, should_stop=self.should_stop
+                )
+            except (Lack, UsageError, MemoryError) as why:
+                reasons.append(f"{name}: {why}")
+            except torch.OutOfMemoryError:
+                reasons.append(f"{name}: it needs more memory than is free")
+                torch.cuda.empty_cache()
+            else:
+                found.append((median(seconds), case))
+        if not found:
+            raise LackingError(
+                f"no full-width kernel runs {place.name}: {'; '.join(reasons)[:300]}"
+            )
+        found.sort(key=lambda pair: pair[0])
+        self._tried[_key(place)] = [case.name for _, case in found]
+        return found[0][1]
+
+    def _known(self, place: Place, names: list[str]) -> list[str]:
+        """Return the kernels worth trying: the fastest at a length near by, or all."""
+        for (phase, batch, seq), order in self._tried.items():
+            near = max(seq, place.seq) <= _NEAR * min(seq, place.seq)
+            if (phase, batch) == (place.phase, place.batch) and near:
+                return [name for name in order[:_BEST] if name in names] or names
+        return names
+
+
+def _key(place: Place) -> tuple[str, int, int]:
+    return (place.phase, place.batch, place.seq)
+
+
+def store_call(place: Place) -> PartCall:
+    """Return the store of new K and V at full width; it counts as attention."""
+    shape, source = place.shape, place.generator(11)
+    new = [
+        place.random(source, place.batch, shape.num_kv_heads, place.queries, shape.head_dim)
+        for _ in range(2)
+    ]
+    room = [torch.empty_like(states) for states in new]
+    at = torch.arange(place.queries, device=place.device)
+
+    def run() -> Tensor:
+        for kept, states in zip(room, new, strict=True):
+            kept.index_copy_(2, at, states)
+        return room[0]
+
+    return PartCall("attention", [run], ("store full", place.phase, place.batch, place.queries))
+
+
+def full_attention(place: Place, full: FullAttention, window: int | None) -> AttentionCalls:
+    """Return full-width attention and the store that feeds it."""
+    shape = place.shape
+    call, error, labels = full.call(place, window)
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return AttentionCalls(
+        [store_call(place), call],
+        (queries, keys, keys),
+        queries,
+        "both",
+        error,
+        {**labels, "store": "K and V going into the cache count as attention"},
+    )
+
+
+# --- Low ranks after RoPE: FDC, ``kq``, uniform widths, latents without RoPE.
+
+
+def ragged_attention(
+    variant: Variant, place: Place, widths: Widths, window: int | None
+) -> AttentionCalls:
+    """Return projection, attention and what cuts its work.
+
+    Parameters
+    ----------
+    variant : Variant
+    place : Place
+    widths : Widths
+        Per KV head, or per group of them where a model without RoPE shares latents.
+    window : int or None
+        Tokens that a prefill's token sees.
+    """
+    shape = place.shape
+    group = shape.num_heads // len(widths.keys)
+    layout = RaggedLayout(widths.keys, widths.values, group, place.batch, place.seq)
+    labels, turned = {}, "both"
+    if variant.folded_for(shape):
+        # Folded into W_Q and W_K: the projections make latents (ZACK §4.3, Palu eq. 7).
+        stored = store_latents(place, layout)
+        turned = "none"
+        projections = (layout.query_offsets[-1], sum(widths.keys), sum(widths.values))
+    else:
+        stored = compress_call(place, layout)
+        queries = shape.num_heads * shape.head_dim
+        projections = (queries, shape.num_kv_heads * shape.head_dim, sum(widths.values))
+    if place.phase == "decode":
+        calls, error = _decode(variant, place, layout)
+        if place.device.type == "cuda":
+            labels["by_difference"] = "attention"
+            labels["merge"] = (
+                "timed alone on partial results of the same sizes; attention is its launch's time "
+                "without it"
+            )
+        else:
+            labels["merge"] = "counted in attention"
+    else:
+        calls, error = ragged_prefill(variant, place, layout, window)
+    return AttentionCalls(
+        [stored, *calls], projections, layout.output_offsets[-1], turned, error, labels
+    )
+
+
+def random_bases(place: Place, widths: Sequence[int], salt: int) -> BasisSet:
+    """Return orthonormal bases ``[d, width]`` of every KV head."""
+    source = torch.Generator().manual_seed(1000 * place.seed + salt)
+    depth = place.shape.head_dim
+    bases = [
+        torch.linalg.qr(torch.randn(depth, depth, generator=source)).Q[:, :width]
+        for width in widths
+    ]
+    return basis_set(bases, dtype=place.dtype, device=place.device)
+
+
+def compress_call(place: Place, layout: RaggedLayout) -> PartCall:
+    """Return the online projection of Q and K and the store of K and V (FDC §5.1).
+
+    At full width the same kernel only stores, which counts as attention, as in the runtime.
+    """
+    shape, source = place.shape, place.generator(31)
+    # Where in the cache new tokens lie changes nothing: their own buffer is enough.
+    own = RaggedLayout(
+        layout.key_widths, layout.value_widths, layout.group, place.batch, place.queries
+    )
+    where = (place.batch, place.queries)
+    query = place.random(source, *where, shape.num_heads, shape.head_dim)
+    keys = place.random(source, *where, shape.num_kv_heads, shape.head_dim)
+    values = place.random(source, *where, sum(layout.value_widths))
+    bases = random_bases(place, layout.key_widths, 32)
+    buffer = torch.empty(own.elements, dtype=place.dtype, device=place.device)
+    start = torch.zeros(place.batch, dtype=torch.int32, device=place.device)
+
+    def run() -> Tensor:
+        return project_step(query, keys, values, bases, own, buffer, start)
+
+    whole = {*layout.key_widths, *layout.value_widths} == {shape.head_dim}
+    return PartCall(
+        "attention" if whole else "compress",
+        [run],
+        ("compress", layout.key_widths, layout.value_widths, *where),
+    )
+
+
+def store_latents(place: Place, layout: RaggedLayout) -> PartCall:
+    """Return the store of latents that the projections have made."""
+    source = place.generator(33)
+    own = RaggedLayout(
+        layout.key_widths, layout.value_widths, layout.group, place.batch, place.queries
+    )
+    where = (place.batch, place.queries)
+    keys = place.random(source, *where, sum(layout.key_widths))
+    values = place.random(source, *where, sum(layout.value_widths))
+    buffer = torch.empty(own.elements, dtype=place.dtype, device=place.device)
+    start = torch.zeros(place.batch, dtype=torch.int32, device=place.device)
+    planes = [plane for head in range(own.heads) for plane in own.planes(buffer, head)[0]]
+    columns = torch.split(keys, [plane.shape[-1] for plane in planes], dim=-1)
+
+    def run() -> Tensor:
+        for plane, latents in zip(planes, columns, strict=True):
+            plane.copy_(latents)
+        store_values(values, own, buffer, start)
+        return buffer
+
+    key = ("store", layout.key_widths, layout.value_widths, *where)
+    return PartCall("compress", [run], key)
+
+
+def _decode(
+    variant: Variant, place: Place, layout: RaggedLayout
+) -> tuple[list[PartCall], Callable[[], float]]:
+    shape, source = place.shape, place.generator(1)
+    copies = place.copies(layout.elements * place.dtype.itemsize)
+    buffers = [place.random(source, layout.elements) for _ in range(copies)]
+    query = place.random(source, place.batch, layout.query_offsets[-1])
+    sinks = sinks_of(place, layout.heads, layout.group)
+    step = decode_step(layout, place.device)
+    lengths = torch.full((place.batch,), place.seq, dtype=torch.int32, device=place.device)
+    cut = step.cut(lengths) if variant.balanced else _even(step, place)
+
+    def run(buffer: Tensor) -> Tensor:
+        return step.run(query, buffer, cut, shape.scaling, softcap=shape.softcap, sinks=sinks)
+
+    def schedule() -> Tensor:
+        return step.cut(lengths).lengths
+
+    def error() -> float:
+        return relative_error(
+            ragged_samples(
+                place,
+                layout,
+                query,
+                run(buffers[0]),
+                lambda head: layout.head(buffers[0], head),
+                sinks,
+            ),
+            shape.scaling,
+            shape.softcap,
+        )
+
+    key = (layout, variant.balanced)
+    contained = None
+    if place.device.type == "cuda":
+        contained = ("merge", [_merge(step, place, cut, sinks)])
+    calls = [
+        PartCall(
+            "attention",
+            [_bound(run, buffer) for buffer in buffers],
+            ("ragged", *key),
+            contained=contained,
+        ),
+    ]
+    if variant.balanced:
+        # Layers of the same widths share it, as in the runtime.
+        calls.insert(0, PartCall("schedule", [schedule], ("schedule", *key), per_pass=True))
+    return calls, error
+
+
+def _bound(run: Callable[[Tensor], Tensor], buffer: Tensor) -> Callable[[], Tensor]:
+    return lambda: run(buffer)
+
+
+def _even(step: DecodeStep, place: Place) -> Schedule:
+    """Cut every head into as many pieces whatever its width: what a kernel for equal heads does."""
+    layout, tile = step.layout, step.tuning.tile
+    tasks = place.batch * layout.heads
+    pieces = max(1, step.tuning.pieces * step.multiprocessors // tasks)
+    items: list[list[int]] = []
+    parts: list[list[int]] = []
+    pairs = kinds(layout)
+    for row in range(place.batch):
+        for head, pair in enumerate(zip(layout.key_widths, layout.value_widths, strict=True)):
+            height = tile_height(*pair, tile)
+            tiles = max(1, -(-place.seq // height))
+            count = min(tiles, pieces)
+            parts.append([len(items), count])
+            bounds = [min(place.seq, tiles * n // count * height) for n in range(count + 1)]
+            items += [[row, head, low, high, pairs.index(pair)] for low, high in pairwise(bounds)]
+
+    def whole(numbers: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=place.device)
+
+    scheduled = [whole(items), whole(parts), whole([]), whole([])]
+    return Schedule(whole([place.seq] * place.batch), None, scheduled)
+
+
+def _merge(
+    step: DecodeStep, place: Place, cut: Schedule, sinks: Tensor | None
+) -> Callable[[], Tensor]:
+    """Return the launch that joins partial results, alone, on partial results of the same sizes."""
+    layout = step.layout
+    items, parts = cut.scheduled[:2]
+    widest = max(layout.value_widths)
+    partial = torch.randn(len(items), layout.group, widest, device=place.device)
+    logs = torch.randn(len(items), layout.group, device=place.device)
+    output = torch.empty(
+        place.batch, layout.output_offsets[-1], dtype=place.dtype, device=place.device
+    )
+
+    def run() -> Tensor:
+        launch_merge(partial, logs, parts, output, step.heads, layout.heads, sinks=sinks)
+        return output
+
+    return run
+
+
+def ragged_prefill(
+    variant: Variant, place: Place, layout: RaggedLayout, window: int | None
+) -> tuple[list[PartCall], Callable[[], float]]:
+    """Return a prompt's attention over ragged widths, and what cuts its work; and its error."""
+    shape, source = place.shape, place.generator(2)
+    buffer = place.random(source, layout.elements)
+    query = place.random(source, place.batch, place.queries, layout.query_offsets[-1])
+    sinks = sinks_of(place, layout.heads, layout.group)
+    lengths = torch.full((place.batch,), place.seq, dtype=torch.int32, device=place.device)
+    schedule = "equal" if variant.balanced else "plain"
+    # A library's calls would ignore how the work is cut.
+    path = "auto" if variant.balanced else "triton"
+
+    def run() -> Tensor:
+        return prefill(
+            query,
+            buffer,
+            layout,
+            lengths,
+            shape.scaling,
+            softcap=shape.softcap,
+            sinks=sinks,
+            window=window or 0,
+            schedule=schedule,
+            path=path,
+            host_lengths=[place.seq] * place.batch,
+        )
+
+    def error() -> float:
+        if window is not None and window < place.seq:
+            return float("nan")  # the float64 reference knows no windows
+        return relative_error(
+            ragged_samples(
+                place, layout, query, run(), lambda head: layout.head(buffer, head), sinks
+            ),
+            shape.scaling,
+            shape.softcap,
+        )
+
+    key = (layout, variant.balanced, window)
+    calls = [PartCall("attention", [run], ("ragged prefill", *key))]
+    if place.device.type == "cuda" and not _all_by_library(place, layout, schedule, path, window):
+
+        def cut() -> Tensor:
+            # Not the remembered one: a prompt of a new length has to be cut.
+            made = prefill_step.__wrapped__(
+                layout,
+                place.queries,
+                place.device,
+                schedule=schedule,
+                window=window or 0,
+                element_size=place.dtype.itemsize,
+            )
+            return torch.tensor(len(made.blocks.costs))
+
+        calls.insert(0, PartCall("schedule", [cut], ("cut", *key), per_pass=True, on_host=True))
+    return calls, error
+
+
+def _all_by_library(
+    place: Place, layout: RaggedLayout, schedule: str, path: str, window: int | None
+) -> bool:
+    """Whether torch's own kernels were measured to be the faster for every head: nothing is cut."""
+    shape = place.shape
+    if path != "auto" or window is not None or shape.sinks or shape.softcap:
+        return False
+    choice = measured_path(layout, place.seq, place.dtype, place.device, schedule=schedule)
+    return all(path == "library" for path in choice.paths)
+
+
+# --- Keys that are rebuilt: Palu's latents from before RoPE, the strawman's at every step.
+
+
+def latent_attention(
+    name: str, place: Place, widths: Widths, full: FullAttention, window: int | None
+) -> AttentionCalls:
+    """Return attention over latents from before RoPE (Palu §3.1.2).
+
+    Decode rebuilds keys inside its kernel: what that costs is the kernel's time without the same
+    kernel's over latents as they lie. Prefill rebuilds K and V and attends at full width.
+    """
+    shape = place.shape
+    heads = shape.num_kv_heads // len(widths.keys)
+    layout = RaggedLayout(widths.keys, widths.values, heads * shape.group, place.batch, place.seq)
+    stored = store_latents(place, layout)
+    queries = shape.num_heads * shape.head_dim
+    projections = (queries, sum(widths.keys), sum(widths.values))
+    if place.phase == "prefill":
+        attention, error, labels = full.call(place, window)
+        return AttentionCalls(
+            [stored, _rebuilt(place, widths, heads), attention],
+            projections,
+            queries,
+            "query",
+            error,
+            {**labels, "prefill": "rebuilds K and V, attends at full width, keeps its own W_O"},
+        )
+    case = palu_case(name, place, widths)
+    stored_runs, schedule = _without_rebuild(place, layout, heads)
+    key = ("reconstruct", layout)
+    own = PartCall("decompress", case.runs, key, contained=("attention", stored_runs))
+    cut = PartCall("schedule", [schedule], ("reconstruct schedule", layout), per_pass=True)
+    return AttentionCalls(
+        [stored, own, cut],
+        projections,
+        layout.output_offsets[-1],
+        "query",
+        lambda: case.error(case.runs[0]()),
+        {"by_difference": "decompress", "merge": "counted in attention"},
+    )
+
+
+def _without_rebuild(
+    place: Place, layout: RaggedLayout, heads: int
+) -> tuple[list[Callable[[], Tensor]], Callable[[], Tensor]]:
+    """Return the same kernel over latents as they lie, on as many copies; and what cuts a step."""
+    shape, source = place.shape, place.generator(41)
+    up = [
+        place.random(source, heads * shape.head_dim, width) / width**0.5
+        for width in layout.key_widths
+    ]
+    copies = place.copies(layout.elements * place.dtype.itemsize)
+    buffers = [place.random(source, layout.elements) for _ in range(copies)]
+    query = place.random(source, place.batch, layout.query_offsets[-1])
+    sinks = sinks_of(place, layout.heads, layout.group)
+    rebuilding = reconstruct_step(layout, up, shape.head_dim, heads, place.device)
+    step = stored_step(rebuilding)
+    lengths = torch.full((place.batch,), place.seq, dtype=torch.int32, device=place.device)
+    cut = rebuilding.cut(lengths)
+
+    def run(buffer: Tensor) -> Callable[[], Tensor]:
+        return lambda: step.run(
+            query, buffer, cut, None, None, shape.scaling, softcap=shape.softcap, sinks=sinks
+        )
+
+    return [run(buffer) for buffer in buffers], lambda: rebuilding.cut(lengths).lengths
+
+
+def _rebuilt(place: Place, widths: Widths, heads: int) -> PartCall:
+    """Return a prompt's K and V from its latents, and RoPE on K."""
+    shape, source = place.shape, place.generator(42)
+    where = (place.batch, place.queries)
+
+    def matrices(sides: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (
+                place.random(source, *where, width),
+                place.random(source, width, heads * shape.head_dim) / width**0.5,
+            )
+            for width in sides
+        ]
+
+    keys, values = matrices(widths.keys), matrices(widths.values)
+    cos, sin = (place.random(source, 1, 1, place.queries, shape.head_dim) for _ in range(2))
+
+    def run() -> Tensor:
+        made = torch.cat([latent @ up for latent, up in keys], dim=-1)
+        made = made.view(*where, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+        turned: Tensor = made * cos + rotate_half(made) * sin
+        torch.cat([latent @ up for latent, up in values], dim=-1)
+        return turned
+
+    return PartCall("decompress", [run], ("rebuild", widths.keys, widths.values, *where))
+
+
+def strawman_attention(
+    place: Place, widths: Widths, full: FullAttention, window: int | None
+) -> AttentionCalls:
+    """Return ZACK §3.2's strawman: bases per request, K and V rebuilt whole at every step.
+
+    The basis is found as the runtime finds it: eigenvectors of ``KᵀK`` and ``VᵀV`` in float64, the
+    right singular vectors that the paper's SVD gives; the host decomposes the matrices.
+    """
+    shape, source = place.shape, place.generator(43)
+    rank, width, heads = widths.keys[0], shape.head_dim, shape.num_kv_heads
+    new = place.random(source, 2, place.batch, heads, place.queries, width)
+    bases = torch.linalg.qr(
+        torch.randn(2, place.batch, heads, width, width, generator=torch.Generator().manual_seed(0))
+    ).Q.to(place.device, place.dtype)
+    kept = bases[..., :rank].contiguous()
+    where = (place.batch, place.queries, rank)
+
+    def compress() -> Tensor:
+        made: Tensor = new @ kept
+        return made
+
+    compressed = PartCall("compress", [compress], ("strawman compress", *where))
+    attention, error, labels = full.call(place, window)
+    full_columns = shape.num_kv_heads * width
+    queries = shape.num_heads * width
+    calls: list[PartCall]
+    if place.phase == "prefill":
+
+        def basis() -> Tensor:
+            states = new.double()
+            found: Tensor = eigenbasis(states.mT @ states)[1]
+            return found
+
+        online = PartCall("basis", [basis], ("basis", *where), waits=True)
+        calls = [attention, online, compressed]
+        labels = {
+            **labels,
+            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, decomposed by the host; "
+            "timed beside the layer's other calls",
+        }
+    else:
+        latents = [
+            place.random(source, 2, place.batch, heads, place.seq, rank)
+            for _ in range(place.copies(place.full_bytes * rank // width))
+        ]
+
+        def decompress(stored: Tensor) -> Callable[[], Tensor]:
+            return lambda: stored @ kept.mT
+
+        rebuilt = PartCall(
+            "decompress",
+            [decompress(stored) for stored in latents],
+            ("strawman decompress", place.seq, *where),
+        )
+        calls = [compressed, rebuilt, attention]
+    return AttentionCalls(
+        calls, (queries, full_columns, full_columns), queries, "both", error, labels
+    )

@@ -1,0 +1,706 @@
+"""A layer without weights: its sizes, and what it computes around its attention, as timed calls.
+
+The modules are transformers' own, with random weights, so that a composed run is made of what a
+real run executes. Weights lie in as many copies as keep them out of the device's cache, as a
+model's layers do.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn.functional import embedding, gelu, linear, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    rotate_half,
+)
+
+from kvprof.benchmark.case import Place
+from kvprof.benchmark.shapes import Shape, load_shape
+from kvprof.benchmark.timing import Pool, Sampler, capturing, sampler
+from kvprof.errors import UsageError
+from kvprof.models.load import read_config
+
+__all__ = [
+    "AttentionCalls",
+    "Dense",
+    "DenseParts",
+    "ModelShape",
+    "PartCall",
+    "PartSeconds",
+    "Runs",
+    "call_sampler",
+    "layer_sampler",
+    "llama_config",
+    "load_model_shape",
+]
+
+# --- A whole model's shape: attention's, and what lies around it.
+
+
+@dataclass(frozen=True)
+class Dense:
+    """What is computed per token without looking at any other.
+
+    Attributes
+    ----------
+    intermediate_size : int
+        Of the MLP, or of one expert.
+    vocab_size : int
+    gated : bool
+        Three matrices instead of two.
+    experts, experts_per_token : int
+        0 for an MLP without experts.
+    """
+
+    intermediate_size: int
+    vocab_size: int
+    gated: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A shape that a request can be composed for.
+
+    Attributes
+    ----------
+    attention : Shape
+    dense : Dense
+    tp : int
+        GPUs among which heads, MLP and vocabulary are divided; both are one GPU's part.
+    """
+
+    attention: Shape
+    dense: Dense
+    tp: int = 1
+
+    @property
+    def name(self) -> str:
+        """As the user knows it."""
+        return self.attention.name
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.attention.layers
+
+    def described(self) -> dict[str, Any]:
+        """Return the shape as JSON values."""
+        return {**self.attention.described(), **asdict(self.dense), "tp": self.tp}
+
+    def of_layers(self, layers: int | None) -> "ModelShape":
+        """Return a model of the first `layers` layers; all for None.
+
+        Raises
+        ------
+        UsageError
+            When it has fewer.
+        """
+        if layers is None:
+            return self
+        if not 1 <= layers <= self.layers:
+            raise UsageError(f"--layers {layers}: {self.name} has 1 to {self.layers} layers")
+        return replace(self, attention=replace(self.attention, layers=layers))
+
+    def per_gpu(self, tp: int) -> "ModelShape":
+        """Return one GPU's part under tensor parallelism.
+
+        Raises
+        ------
+        UsageError
+            When something does not divide.
+        """
+        if tp == 1:
+            return self
+        attention, dense = self.attention, self.dense
+        for what, count in (
+            ("KV heads", attention.num_kv_heads),
+            ("query heads", attention.num_heads),
+            ("MLP columns", dense.intermediate_size),
+            ("vocabulary entries", dense.vocab_size),
+        ):
+            if count % tp:
+                fits = [n for n in range(2, attention.num_kv_heads + 1) if self._divides(n)]
+                known = f"{', '.join(map(str, fits))} do" if fits else "no other number does either"
+                raise UsageError(
+                    f"--tp {tp}: {count:,} {what} of {self.name} do not divide among {tp} GPUs; "
+                    f"{known}"
+                )
+        return ModelShape(
+            replace(
+                attention,
+                num_heads=attention.num_heads // tp,
+                num_kv_heads=attention.num_kv_heads // tp,
+            ),
+            replace(
+                dense,
+                intermediate_size=dense.intermediate_size // tp,
+                vocab_size=dense.vocab_size // tp,
+            ),
+            tp,
+        )
+
+    def _divides(self, tp: int) -> bool:
+        sizes = (
+            self.attention.num_kv_heads,
+            self.attention.num_heads,
+            self.dense.intermediate_size,
+            self.dense.vocab_size,
+        )
+        return all(size % tp == 0 for size in sizes)
+
+    def weight_values(self, key_columns: int, value_columns: int, output_columns: int) -> int:
+        """Return how many weights one GPU holds.
+
+        Parameters
+        ----------
+        key_columns, value_columns : int
+            That a layer's projections make of K and V: fewer where a basis is folded.
+        output_columns : int
+            That the output projection takes: more where heads share a latent.
+        """
+        attention, dense = self.attention, self.dense
+        hidden = attention.hidden_size
+        queries = attention.num_heads * attention.head_dim
+        mlp = hidden * dense.intermediate_size * (3 if dense.gated else 2) * max(1, dense.experts)
+        layer = hidden * (queries + key_columns + value_columns + output_columns) + mlp
+        return attention.layers * layer + 2 * dense.vocab_size * hidden
+
+
+@cache
+def _shipped() -> dict[str, Any]:
+    text = (files("kvprof") / "assets" / "shapes" / "dense.yaml").read_text("utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def load_model_shape(name: str | Path) -> ModelShape:
+    """Return the shape of a whole model; names are those of `kvprof.benchmark.shapes.load_shape`.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name, or a config that does not say how wide its MLP is.
+    """
+    shape = load_shape(name)
+    known = _shipped().get(shape.name)
+    return ModelShape(shape, Dense(**known) if known is not None else _of_config(shape))
+
+
+def _of_config(shape: Shape) -> Dense:
+    """Read what a model's own ``config.json`` says."""
+    config = read_config(shape.name, Path(shape.source), trust_remote_code=False)
+    config = config.get_text_config(decoder=True)
+
+    def first(*names: str) -> int | None:
+        found = (getattr(config, name, None) for name in names)
+        return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+    experts = first("num_local_experts", "num_experts", "n_routed_experts") or 0
+    own = ("moe_intermediate_size",) if experts else ()
+    width = first(*own, "intermediate_size", "ffn_dim", "n_inner")
+    if width is None:
+        raise UsageError(f"{shape.name}: its config does not say how wide the MLP is")
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    return Dense(
+        width,
+        int(config.vocab_size),
+        gated=activation is not None and str(config.model_type) not in _PLAIN,
+        experts=experts,
+        experts_per_token=(first("num_experts_per_tok", "experts_per_token") or 1)
+        if experts
+        else 0,
+    )
+
+
+# Model types whose MLP has two matrices though they name an activation as gated ones do.
+_PLAIN = ("gpt_neox", "starcoder2", "stablelm_alpha", "phi", "nemotron", "persimmon", "falcon")
+
+
+# --- A part of a layer as it is timed: a call on inputs of its own, and what times it.
+
+
+#: Seconds by part.
+PartSeconds = dict[str, float]
+
+Runs = Sequence[Callable[[], Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class PartCall:
+    """One call, on as many copies of its inputs as keep them out of the cache.
+
+    Attributes
+    ----------
+    part : str
+        Of `kvprof.records.events.PARTS`.
+    runs : sequence of callable
+    key : tuple
+        Two calls with one key are the same work, which a run measures once.
+    per_pass : bool
+        Once per forward pass; otherwise once per layer.
+    contained : tuple of (str, Runs), optional
+        A part that this call contains, and what runs that part alone: that time is the part's,
+        and this call's own part is the difference.
+    on_host : bool
+        Work of the host, which no graph can hold: a clock is read around it.
+    waits : bool
+        The host looks at results within the call, which no graph can hold either: a clock is read
+        around it and all that it left running. It must not be tried: a capture that fails may
+        leave libraries' handles and their workspaces behind in no state to be used.
+    sampler : Sampler, optional
+        What times it where no clock around its call or graph does.
+    """
+
+    part: str
+    runs: Runs
+    key: tuple[object, ...]
+    per_pass: bool = False
+    contained: tuple[str, Runs] | None = None
+    on_host: bool = False
+    waits: bool = False
+    sampler: Sampler | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCalls:
+    """A method's attention in one layer and what belongs to it.
+
+    Attributes
+    ----------
+    calls : list of PartCall
+        In the order of a layer: between its projections and its output projection.
+    projections : tuple of int
+        Columns that Q, K and V have when they leave their projections.
+    output : int
+        Columns that the output projection takes.
+    rotated : str
+        What RoPE turns outside these calls: ``both``, ``query`` or ``none``.
+    error : callable
+        Relative error of the attention against float64, after a run.
+    labels : dict of str
+        What a reader must know.
+    """
+
+    calls: list[PartCall]
+    projections: tuple[int, int, int]
+    output: int
+    rotated: str
+    error: Callable[[], float]
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class _Waiting:
+    """A clock around a call and all that it left running on the device."""
+
+    note: str | None = None
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._next = 0
+        for run in runs:  # compiles, and fills the libraries' plans
+            self._first = run()
+
+    def output(self) -> Tensor:
+        return self._first
+
+    def sample(self) -> float:
+        run = self._runs[self._next % len(self._runs)]
+        self._next += 1
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+class _Sum:
+    """Several calls timed one after the other."""
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        self._samplers = samplers
+        self.note = next((one.note for one in samplers if one.note is not None), None)
+
+    def output(self) -> Tensor:
+        return self._samplers[-1].output()
+
+    def sample(self) -> float:
+        return sum(one.sample() for one in self._samplers)
+
+
+def call_sampler(call: PartCall, device: torch.device, pool: Pool = None) -> Sampler:
+    """Return what times a call where it runs; graphs with one pool share their memory."""
+    if call.sampler is not None:
+        return call.sampler
+    if call.waits and device.type == "cuda":
+        return _Waiting(call.runs)
+    place = torch.device("cpu") if call.on_host else device
+    return sampler(call.runs, place, settle=False, pool=pool)
+
+
+def layer_sampler(calls: Sequence[PartCall], device: torch.device, pool: Pool = None) -> Sampler:
+    """Return what times a whole layer: its calls one after the other, in one graph on a GPU.
+
+    Calls that wait for the host stand beside the graph of all others. Graphs with one pool share
+    their memory.
+    """
+    apart = [call for call in calls if call.waits and device.type == "cuda"]
+    others = [call for call in calls if call not in apart]
+    together = sampler(_sequence(others), device, settle=False, pool=pool)
+    if not apart:
+        return together
+    return _Sum([together, *(_Waiting(call.runs) for call in apart)])
+
+
+def _sequence(calls: Sequence[PartCall]) -> list[Callable[[], Tensor]]:
+    """Return a layer's calls one after the other, on each copy of their inputs in turn."""
+    count = max(len(call.runs) for call in calls)
+
+    def layer(number: int) -> Callable[[], Tensor]:
+        runs = [call.runs[number % len(call.runs)] for call in calls]
+
+        def run() -> Tensor:
+            for before in runs[:-1]:
+                before()
+            return runs[-1]()
+
+        return run
+
+    return [layer(number) for number in range(count)]
+
+
+# --- What the host adds to a pass, and what a layer computes around its attention.
+
+
+# About half a millisecond, within which the host has asked for the token.
+_CYCLES = 1_000_000
+
+
+class _GraphLaunch:
+    """A clock around a captured pass, less the GPU's own time for it.
+
+    The pass keeps the GPU busy without doing anything, for the host asks for the token while the
+    GPU works: only launching the graph and bringing the token over are waited for.
+    """
+
+    note: str | None = None
+
+    def __init__(self, place: Place) -> None:
+        kept = torch.zeros(place.batch, dtype=torch.long, device=place.device)
+        self._token = torch.zeros_like(kept)
+        self._token.copy_(kept)
+        # torch leaves these without types.
+        self._begin, self._end = (
+            torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        torch.cuda.synchronize(place.device)
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph):
+            stream = torch.cuda.current_stream()
+            self._begin.record(stream)
+            # As `kvprof.benchmark.jct.steps` waits; torch leaves it without types too.
+            torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+            self._token.copy_(kept)
+            self._end.record(stream)
+        self.sample()
+
+    def output(self) -> Tensor:
+        return self._token
+
+    def sample(self) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._graph.replay()
+        self._token.tolist()
+        seconds = time.perf_counter() - start
+        return max(0.0, seconds - float(self._begin.elapsed_time(self._end)) / 1e3)
+
+
+def graph_launch(place: Place) -> PartCall:
+    """Return the start of a CUDA graph, and the wait for the token of every row.
+
+    A pass that is captured has them at its two ends, though launching its many nodes takes longer
+    than launching these few. A composed prompt is taken to be captured too, though the runtime
+    captures steps only.
+
+    Parameters
+    ----------
+    place : Place
+        On a GPU.
+    """
+    start = _GraphLaunch(place)
+    return PartCall(
+        "host", [start.output], ("pass", "host", place.batch), per_pass=True, sampler=start
+    )
+
+
+_STD = 0.02  # of random weights: values stay finite through a layer
+_BLOCK = (
+    2**20
+)  # random values that a weight repeats: drawing billions takes longer than timing them
+
+
+def llama_config(model: ModelShape) -> LlamaConfig:
+    """Return the configuration of a Llama of this shape."""
+    shape, dense = model.attention, model.dense
+    return LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=dense.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=dense.vocab_size,
+        max_position_embeddings=shape.context or 2**20,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta or 10_000.0},
+        tie_word_embeddings=False,
+    )
+
+
+@dataclass(eq=False)
+class DenseParts:
+    """Makes the calls around attention, and keeps their weights for the next length.
+
+    Attributes
+    ----------
+    model : ModelShape
+    """
+
+    model: ModelShape
+    _weights: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
+
+    def before(self, place: Place, attention: AttentionCalls) -> list[PartCall]:
+        """Return norms and residuals of a layer, its projections and RoPE."""
+        calls = [self._norms(place), self._projection("qkv_proj", place, attention.projections)]
+        if self.model.attention.rope.kind != "none" and attention.rotated != "none":
+            calls.append(self._rope(place, attention.rotated))
+        return calls
+
+    def after(self, place: Place, attention: AttentionCalls) -> list[PartCall]:
+        """Return the output projection and the MLP."""
+        hidden = (self.model.attention.hidden_size,)
+        return [
+            self._projection("o_proj", place, hidden, attention.output),
+            self._experts(place) if self.model.dense.experts else self._mlp(place),
+        ]
+
+    def around(self, place: Place) -> list[PartCall]:
+        """Return what a pass does once: embedding, angles, last norm, head, sampling, the host."""
+        model = self.model
+        shape, dense = model.attention, model.dense
+        source, where = place.generator(21), (place.batch, place.queries)
+        (table,) = self._stack(place, ((dense.vocab_size, shape.hidden_size),), 1)
+        ids = torch.randint(dense.vocab_size, where, generator=source, device=place.device)
+        norm = _on(LlamaRMSNorm(shape.hidden_size), place)
+        hidden = place.random(source, *where, shape.hidden_size)
+        last = place.random(source, place.batch, shape.hidden_size)
+        logits = place.random(source, place.batch, dense.vocab_size)
+
+        def once(part: str, run: Callable[[], Tensor]) -> PartCall:
+            return PartCall(part, [run], ("pass", part, place.phase, *where), per_pass=True)
+
+        calls = [once("embedding", lambda: embedding(ids, table))]
+        if shape.rope.kind != "none":
+            angles = LlamaRotaryEmbedding(llama_config(model)).to(place.device)
+            first = place.seq - 1 if place.phase == "decode" else 0
+            positions = torch.arange(first, first + place.queries, device=place.device)[None]
+
+            def turn() -> Tensor:
+                cos: Tensor = angles(hidden, positions)[0]
+                return cos
+
+            calls.append(once("rope", turn))
+        # The embedding's table serves as the head's: of the same size, and read long before.
+        return [
+            *calls,
+            once("norm", lambda: norm(hidden)),
+            once("head", lambda: linear(last, table)),
+            once("sampling", lambda: logits.argmax(-1)),
+            *([graph_launch(place)] if place.device.type == "cuda" else []),
+        ]
+
+    def _stack(
+        self, place: Place, sizes: tuple[tuple[int, ...], ...], copies: int | None = None
+    ) -> list[Any]:
+        """Return copies of some matrices, as tuples (a single matrix as itself)."""
+        nbytes = place.dtype.itemsize * sum(math.prod(size) for size in sizes)
+        count = copies or place.copies(nbytes)
+        key = (sizes, count)
+        if key not in self._weights:
+            source = place.generator(22)
+            block = place.random(source, _BLOCK).mul_(_STD)
+            made: list[Tensor] = []
+            for _ in range(count * len(sizes)):
+                size = sizes[len(made) % len(sizes)]
+                values = math.prod(size)
+                flat = torch.empty(values, dtype=place.dtype, device=place.device)
+                whole = values // _BLOCK * _BLOCK
+                flat[:whole].view(-1, _BLOCK).copy_(block.expand(whole // _BLOCK, -1))
+                flat[whole:].copy_(block[: values - whole])
+                made.append(flat.view(size))
+            self._weights[key] = made
+        made = self._weights[key]
+        if len(sizes) == 1:
+            return list(made)
+        return [tuple(made[at : at + len(sizes)]) for at in range(0, len(made), len(sizes))]
+
+    def _projection(
+        self, part: str, place: Place, columns: tuple[int, ...], width: int | None = None
+    ) -> PartCall:
+        """Return linear layers side by side, as transformers runs them: one call each."""
+        inputs = width or self.model.attention.hidden_size
+        states = place.random(place.generator(23), place.batch, place.queries, inputs)
+        stacks = self._stack(place, tuple((n, inputs) for n in columns))
+
+        def run(weights: Tensor | tuple[Tensor, ...]) -> Callable[[], Tensor]:
+            first, *others = weights if isinstance(weights, tuple) else (weights,)
+
+            def call() -> Tensor:
+                for weight in others:
+                    linear(states, weight)
+                return linear(states, first)
+
+            return call
+
+        return PartCall(
+            part,
+            [run(weights) for weights in stacks],
+            (part, columns, inputs, place.phase, place.batch, place.queries),
+        )
+
+    def _norms(self, place: Place) -> PartCall:
+        """Return both norms of a layer and both residuals; QK-norm too where there is one."""
+        shape, source = self.model.attention, place.generator(24)
+        where = (place.batch, place.queries)
+        hidden, other = (place.random(source, *where, shape.hidden_size) for _ in range(2))
+        norms = [_on(LlamaRMSNorm(shape.hidden_size), place) for _ in range(2)]
+        heads: list[tuple[Any, Tensor]] = []
+        if shape.qk_norm:
+            heads = [
+                (
+                    _on(LlamaRMSNorm(shape.head_dim), place),
+                    place.random(source, *where, count, shape.head_dim),
+                )
+                for count in (shape.num_heads, shape.num_kv_heads)
+            ]
+
+        def run() -> Tensor:
+            for norm, states in heads:
+                norm(states)
+            result = hidden
+            for norm in norms:
+                result = norm(hidden + other)
+            return result
+
+        return PartCall("norm", [run], ("norm", place.phase, *where))
+
+    def _rope(self, place: Place, turned: str) -> PartCall:
+        shape, source = self.model.attention, place.generator(25)
+
+        def states(heads: int) -> Tensor:
+            # As projections leave them: [batch, tokens, heads, d], seen as [batch, heads, …].
+            made = place.random(source, place.batch, place.queries, heads, shape.head_dim)
+            return made.transpose(1, 2)
+
+        query, key = states(shape.num_heads), states(shape.num_kv_heads)
+        cos, sin = (place.random(source, 1, place.queries, shape.head_dim) for _ in range(2))
+
+        def both() -> Tensor:
+            result: Tensor = apply_rotary_pos_emb(query, key, cos, sin)[0]
+            return result
+
+        def alone() -> Tensor:
+            result: Tensor = query * cos.unsqueeze(1) + rotate_half(query) * sin.unsqueeze(1)
+            return result
+
+        return PartCall(
+            "rope",
+            [both if turned == "both" else alone],
+            ("rope", turned, place.phase, place.batch, place.queries),
+        )
+
+    def _mlp(self, place: Place) -> PartCall:
+        hidden, dense = self.model.attention.hidden_size, self.model.dense
+        width = dense.intermediate_size
+        states = place.random(place.generator(26), place.batch, place.queries, hidden)
+        up, down = (width, hidden), (hidden, width)
+        runs: list[Callable[[], Tensor]] = []
+        for weights in self._stack(place, (up, up, down) if dense.gated else (up, down)):
+            with torch.device("meta"):
+                layer: Any = (
+                    LlamaMLP(llama_config(self.model)) if dense.gated else _Plain(hidden, width)
+                )
+            for linear_layer, weight in zip(
+                [one for one in layer.children() if isinstance(one, nn.Linear)],
+                weights,
+                strict=True,
+            ):
+                linear_layer.weight = nn.Parameter(weight, requires_grad=False)
+            runs.append(partial(layer, states))
+        return PartCall("mlp", runs, ("mlp", place.phase, place.batch, place.queries))
+
+    def _experts(self, place: Place) -> PartCall:
+        """Return a mixture of experts whose router spreads tokens evenly.
+
+        Every expert that is used gets as many tokens as the others, so that shapes are fixed: what
+        a router that prefers some experts would cost is not in here.
+        """
+        hidden, dense = self.model.attention.hidden_size, self.model.dense
+        width, source = dense.intermediate_size, place.generator(27)
+        tokens = place.batch * place.queries
+        picked = tokens * dense.experts_per_token
+        used = min(dense.experts, picked)
+        states = place.random(source, used, -(-picked // used), hidden)
+        rows = place.random(source, tokens, hidden)
+        (router,) = self._stack(place, ((dense.experts, hidden),), 1)
+        wide = width * (2 if dense.gated else 1)
+
+        def run(up: Tensor, down: Tensor) -> Callable[[], Tensor]:
+            def call() -> Tensor:
+                linear(rows, router).topk(dense.experts_per_token, dim=-1).values.softmax(-1)
+                made = torch.bmm(states, up)
+                if dense.gated:
+                    gate, value = made.chunk(2, dim=-1)
+                    return torch.bmm(silu(gate) * value, down)
+                return torch.bmm(gelu(made), down)
+
+            return call
+
+        stacks = self._stack(place, ((used, hidden, wide), (used, width, hidden)))
+        return PartCall(
+            "mlp",
+            [run(up, down) for up, down in stacks],
+            ("experts", place.phase, place.batch, place.queries),
+        )
+
+
+class _Plain(nn.Module):
+    """An MLP of two matrices."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        result: Tensor = self.down(gelu(self.up(states)))
+        return result
+
+
+def _on(module: nn.Module, place: Place) -> Any:
+    return module.to(place.device, place.dtype).requires_grad_(False)
