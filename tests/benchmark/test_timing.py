@@ -13,16 +13,26 @@ from kvprof.benchmark.timing import Interrupted, interleaved, median_interval, s
 CPU = torch.device("cpu")
 
 
+class Clock:
+    """A clock that only samples move on."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
 class Fake:
-    def __init__(self, name, log, seconds=0.0):
+    def __init__(self, name, log, seconds=0.0, clock=None):
         self.name, self.log, self.seconds, self.note = name, log, seconds, None
+        self.clock = clock or Clock()
 
     def output(self):
         return torch.zeros(1)
 
     def sample(self):
         self.log.append(self.name)
-        time.sleep(self.seconds)
+        self.clock.now += self.seconds
         return float(len(self.log))
 
 
@@ -33,12 +43,14 @@ def test_samplers_take_turns_every_second_round_in_reverse():
     assert found == [[1.0, 4.0, 5.0], [2.0, 3.0, 6.0]]
 
 
-def test_time_that_runs_out_leaves_three_rounds():
-    log = []
-    found = interleaved([Fake("a", log, 0.02)], 50, seconds=0.03, should_stop=lambda: False)
+def test_time_that_runs_out_leaves_three_rounds(monkeypatch):
+    log, clock = [], Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    slow, far_too_slow = (Fake("a", log, seconds, clock) for seconds in (0.02, 0.05))
+    found = interleaved([slow], 50, seconds=0.03, should_stop=lambda: False)
     assert len(found[0]) == 3
     # One that is far too slow is sampled once.
-    found = interleaved([Fake("a", log, 0.05)], 50, seconds=0.01, should_stop=lambda: False)
+    found = interleaved([far_too_slow], 50, seconds=0.01, should_stop=lambda: False)
     assert len(found[0]) == 1
 
 

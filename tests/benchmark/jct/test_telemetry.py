@@ -17,7 +17,7 @@ from kvprof.records.events import TelemetrySample
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def wait_for(condition: Any, seconds: float = 5.0) -> None:
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing was sampled"
@@ -49,9 +49,11 @@ def test_a_cpu_tells_memory_and_how_busy_the_machine_is() -> None:
 
 def test_it_keeps_its_rate() -> None:
     events: list[TelemetrySample] = []
+    begin = time.monotonic()
     with Telemetry(events.append, time.monotonic, CPU, rate_hz=20):
-        time.sleep(0.5)
-    assert 2 <= len(events) <= 12  # at most 0.5 s * 20 Hz, one at once; a busy machine gives fewer
+        wait_for(lambda: len(events) >= 4)
+    # One at once, and no more than 20 in a second; a busy machine gives fewer.
+    assert len(events) <= 2 + 20 * (time.monotonic() - begin)
 
 
 class Driver:
