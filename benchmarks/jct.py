@@ -24,8 +24,8 @@ from typing import Any
 from kvprof.environment import collect_environment
 from kvprof.records.files import read_result, write_result
 from kvprof.records.result import build_result
+from kvprof.reproduction.cells import CellStore, cell_digest, code_version
 from kvprof.reproduction.machine import this_machine
-from kvprof.reproduction.store import CellStore, cell_digest, code_version
 
 METHODS = "full,palu,fdc,kq"
 LONG = "128,1k,4k,16k,32k,64k,100k"

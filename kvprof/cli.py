@@ -85,7 +85,7 @@ class _LazyCommand(TyperCommand):
         function = getattr(import_module(f"kvprof.commands.{self.name}"), self.name)
         if isinstance(function, typer.Typer):  # a command with commands of its own
             return typer.main.get_command(function)
-        from kvprof.commands.help import Command
+        from kvprof.commands.options import Command
 
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command(self.name, cls=Command)(function)

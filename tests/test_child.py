@@ -9,7 +9,7 @@ import pytest
 
 import kvprof
 from kvprof.child import child_environment, child_python, module_command
-from kvprof.reproduction.runner import run_child
+from kvprof.reproduction.cells import run_child
 from kvprof.triton_probe import probe_triton
 
 TRACE = "trace"

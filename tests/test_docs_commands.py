@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from kvprof.cli import COMMANDS, app
-from kvprof.commands.recipe_check import check_command
+from kvprof.commands.recipe_run import check_command
 from kvprof.reproduction.allowed import CELL_COMMANDS
 from tests.commands.running import Finished, kvprof
 

@@ -13,7 +13,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from kvprof.commands.tui_source import open_run
+from kvprof.commands.tui import open_run
 from kvprof.records.files import write_text_atomic
 from kvprof.tui.app import LiveApp
 from kvprof.tui.session import Session

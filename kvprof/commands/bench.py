@@ -25,8 +25,7 @@ from kvprof.commands.bench_jct import (
     bench_jct,
     refuse_kernel_options,
 )
-from kvprof.commands.help import MODEL
-from kvprof.commands.options import share_option
+from kvprof.commands.options import MODEL, share_option
 from kvprof.commands.output import (
     CsvOption,
     ForceOption,

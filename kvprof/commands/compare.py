@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kvprof.commands import completion
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
-from kvprof.commands.run_source import checked_report, load_run
+from kvprof.commands.run_source import checked_report, complete_runs, load_run
 from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.records.compare import compare as compare_results
@@ -21,7 +20,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN",
-            autocompletion=completion.runs,
+            autocompletion=complete_runs,
             help="Two or more of one kind (folders, results, events.jsonl); the first is A, "
             "against which the others are held.",
         ),

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvprof.commands.help import METHOD
+from kvprof.commands.options import METHOD
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN
 

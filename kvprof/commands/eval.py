@@ -13,27 +13,26 @@ from kvprof.commands.eval_run import (
     run_evaluations,
     split_methods,
 )
-from kvprof.commands.help import DATA, METHOD
-from kvprof.commands.method_options import (
+from kvprof.commands.options import (
+    DATA,
+    METHOD,
     AllocationOption,
+    BatchSizeOption,
     CalibrateOption,
     CalibrateTokensOption,
+    DeviceOption,
+    DtypeOption,
     GridOption,
     MethodOptionsOption,
     MinimumOption,
+    ModelArgument,
     PlanFileOption,
     RateOption,
     RemovalOption,
-    method_options,
-)
-from kvprof.commands.options import (
-    BatchSizeOption,
-    DeviceOption,
-    DtypeOption,
-    ModelArgument,
     RevisionOption,
     TrustOption,
     load_for_command,
+    method_options,
 )
 from kvprof.commands.output import CsvOption, ForceOption, JsonOption, OutOption, Outputs
 from kvprof.commands.sample import (

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.planning import calibration_options, check_choice, plan_of
 from kvprof.commands.sample import Sample
+from kvprof.commands.steps import calibration_options, check_choice, plan_of
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.named import ALWAYS, check_names

@@ -8,22 +8,20 @@ import typer
 from kvprof import console
 from kvprof.commands import completion
 from kvprof.commands.frontier_run import keep_rates, run_frontier
-from kvprof.commands.method_options import (
+from kvprof.commands.options import (
     AllocationOption,
+    BatchSizeOption,
     CalibrateOption,
     CalibrateTokensOption,
-    GridOption,
-    MinimumOption,
-    method_options,
-)
-from kvprof.commands.options import (
-    BatchSizeOption,
     DeviceOption,
     DtypeOption,
+    GridOption,
+    MinimumOption,
     ModelArgument,
     RevisionOption,
     TrustOption,
     load_for_command,
+    method_options,
     share_option,
 )
 from kvprof.commands.output import (
@@ -35,7 +33,6 @@ from kvprof.commands.output import (
     PngOption,
     SvgOption,
 )
-from kvprof.commands.planning import calibration_options
 from kvprof.commands.sample import (
     SeqLenOption,
     SequencesOption,
@@ -45,6 +42,7 @@ from kvprof.commands.sample import (
     TextOption,
     load_sample,
 )
+from kvprof.commands.steps import calibration_options
 from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt

@@ -13,30 +13,28 @@ from rich.text import Text
 
 from kvprof import console
 from kvprof.commands.context import ContextOption, resolve_context
-from kvprof.commands.method_options import (
+from kvprof.commands.options import (
     AllocationOption,
     CalibrateOption,
     CalibrateTokensOption,
+    DeviceOption,
+    DtypeOption,
     GridOption,
     MethodOption,
     MethodOptionsOption,
     MinimumOption,
+    ModelArgument,
     PlanFileOption,
     RateOption,
     RemovalOption,
-    method_options,
-)
-from kvprof.commands.options import (
-    DeviceOption,
-    DtypeOption,
-    ModelArgument,
     RevisionOption,
     TrustOption,
     load_for_command,
+    method_options,
     share_option,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
-from kvprof.commands.planning import check_choice, make_plan
+from kvprof.commands.steps import check_choice, make_plan
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt

@@ -1,15 +1,18 @@
 """Options that several commands share: the model, where it runs, how it is fed."""
 
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
+from inspect import cleandoc
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvprof import console
-from kvprof.commands.completion import models
-from kvprof.commands.help import MODEL
+from kvprof.commands.completion import methods, models
 from kvprof.environment import usable_threads
 from kvprof.errors import UsageError
 from kvprof.sizes import parse_share
@@ -18,19 +21,89 @@ if TYPE_CHECKING:
     from kvprof.models.load import LoadedModel
 
 __all__ = [
+    "DATA",
+    "METHOD",
+    "MODEL",
+    "OUTPUT",
+    "AllocationOption",
     "BatchSizeOption",
+    "CalibrateOption",
+    "CalibrateTokensOption",
+    "Command",
     "DeviceOption",
     "DtypeOption",
+    "GridOption",
+    "MethodOption",
+    "MethodOptionsOption",
+    "MinimumOption",
     "ModelArgument",
+    "PlanFileOption",
+    "RateOption",
+    "RemovalOption",
     "RevisionOption",
     "SeedOption",
     "TrustOption",
     "defined_pairs",
     "load_for_command",
+    "method_options",
     "parse_rates",
     "share_option",
     "spectra_only",
 ]
+
+# --- What ``--help`` says of a command: its options in groups, and examples to copy.
+
+
+# Titles of groups that commands share, for `rich_help_panel` of an option; a command names its own.
+MODEL = "Model and device"
+METHOD = "Method"
+DATA = "Text and tasks"
+OUTPUT = "Output"
+
+# The head of a NumPy docstring's section; help ends before the first.
+_SECTION = re.compile(r"^([A-Z][A-Za-z ]*)\n-{3,}\n", re.MULTILINE)
+
+
+class Command(TyperCommand):
+    """A command that shows its options in groups and ends with its docstring's examples.
+
+    An option's group is its ``rich_help_panel``; those without one come first, as *Options*.
+
+    Attributes
+    ----------
+    examples : list of str
+        Command lines of the section *Examples* of the function's docstring.
+    """
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        text, *sections = _SECTION.split(cleandoc(getattr(self.callback, "__doc__", None) or ""))
+        self.help = text.strip().replace("``", "") or self.help
+        named = dict(zip(sections[::2], sections[1::2], strict=True))
+        self.examples = named.get("Examples", "").strip().splitlines()
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, a section for each group."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                own = getattr(parameter, "rich_help_panel", None)
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups.setdefault(own or kind, []).append(record)
+        # What all commands share comes after what is this one's own.
+        shared = {title: groups.pop(title, []) for title in (METHOD, DATA, MODEL, OUTPUT)}
+        for title, records in (groups | shared).items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples as they stand, and what else comes last."""
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in self.examples))
+        super().format_epilog(ctx, formatter)
 
 
 def share_option(name: str, help: str, group: str | None = None) -> Any:
@@ -200,3 +273,111 @@ def parse_rates(text: str, *, what: str) -> list[float]:
             raise UsageError(f"{what}: {entry.strip()[:40]} is not between 0 and 1 (1 excluded)")
         rates.add(rate)
     return sorted(rates)
+
+
+# --- Options that say which method, how much of it, and what it is calibrated on.
+
+
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        autocompletion=methods,
+        rich_help_panel=METHOD,
+        help="fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer.",
+    ),
+]
+RateOption = Annotated[
+    float | None,
+    share_option(
+        "--rate", "Share of the cache's bytes saved, everything counted; 0 is full.", METHOD
+    ),
+]
+RemovalOption = Annotated[
+    float | None,
+    share_option("--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD),
+]
+PlanFileOption = Annotated[
+    Path | None,
+    typer.Option("--plan", rich_help_panel=METHOD, help="A saved plan, instead of --method."),
+]
+CalibrateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibrate",
+        rich_help_panel=METHOD,
+        help="random:8k, prose, code, tasks, calibration (embedded), a file, or saved moments. "
+        "Default by method.",
+    ),
+]
+CalibrateTokensOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibrate-tokens",
+        rich_help_panel=METHOD,
+        help="How many; k is 1,024. Default 8k, less of a text.",
+    ),
+]
+AllocationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--allocation",
+        rich_help_panel=METHOD,
+        help="removal, uniform, tail, fisher or budget. Default by method.",
+    ),
+]
+GridOption = Annotated[
+    int | None,
+    typer.Option(
+        "--grid",
+        rich_help_panel=METHOD,
+        min=1,
+        help="Ranks are multiples of this. Default by method.",
+    ),
+]
+MinimumOption = Annotated[
+    int | None,
+    typer.Option(
+        "--minimum", rich_help_panel=METHOD, min=1, help="Smallest rank. Default by method."
+    ),
+]
+MethodOptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        rich_help_panel=METHOD,
+        metavar="KEY=VALUE",
+        help="Another option of the method; repeatable.",
+    ),
+]
+
+
+def method_options(
+    allocation: str | None, grid: int | None, minimum: int | None, extra: list[str] | None
+) -> dict[str, Any]:
+    """Return the options of a method as keyword arguments; those not given are left out.
+
+    Parameters
+    ----------
+    allocation, grid, minimum
+        From the command line.
+    extra : list of str or None
+        ``KEY=VALUE``; values stay text, which `kvprof.methods.registry.typed_options` reads as what
+        the method declares.
+
+    Raises
+    ------
+    UsageError
+        When an entry has no value, or an option is given twice.
+    """
+    named = {"allocation": allocation, "grid": grid, "minimum": minimum}
+    options = {key: value for key, value in named.items() if value is not None}
+    for entry in extra or []:
+        key, equals, value = entry.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--option {entry!r}: write KEY=VALUE, for example heads=4")
+        if key in options:
+            raise UsageError(f"--option {entry!r}: {key} is given twice")
+        options[key] = value.strip()
+    return options

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvprof.commands.help import OUTPUT
+from kvprof.commands.options import OUTPUT
 from kvprof.console import deliver, spill
 from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
 from kvprof.records.files import (

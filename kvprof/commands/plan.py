@@ -8,29 +8,27 @@ import typer
 
 from kvprof.commands import completion
 from kvprof.commands.context import ContextOption, resolve_context
-from kvprof.commands.fitting import fit_data, fit_sizes, rounded_plan
-from kvprof.commands.method_options import (
+from kvprof.commands.options import (
     AllocationOption,
     CalibrateOption,
     CalibrateTokensOption,
+    DeviceOption,
+    DtypeOption,
     GridOption,
     MethodOption,
     MethodOptionsOption,
     MinimumOption,
+    ModelArgument,
     RateOption,
     RemovalOption,
-    method_options,
-)
-from kvprof.commands.options import (
-    DeviceOption,
-    DtypeOption,
-    ModelArgument,
     RevisionOption,
     TrustOption,
     load_for_command,
+    method_options,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
-from kvprof.commands.planning import check_choice, make_plan
+from kvprof.commands.plan_run import fit_data, fit_sizes, rounded_plan
+from kvprof.commands.steps import check_choice, make_plan
 from kvprof.environment import collect_environment
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt

@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.completion import profiles, recipes
-from kvprof.commands.help import Command
+from kvprof.commands.completion import starting
+from kvprof.commands.options import Command
 from kvprof.commands.output import ForceOption, JsonOption
-from kvprof.commands.recipe_run import RunRequest, run_recipes
+from kvprof.commands.recipe_run import RunRequest, check_command, run_recipes
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.methods.papers import papers_named
 from kvprof.records.files import (
     RESULT_NAME,
     ensure_writable,
@@ -19,7 +20,11 @@ from kvprof.records.files import (
     what_was_read,
     write_text_atomic,
 )
+from kvprof.reproduction.check import InvalidRecipeError, load_recipe
 from kvprof.reproduction.cluster import AUTO
+from kvprof.reproduction.find import ALL, find_recipes, recipe_files, template
+from kvprof.reproduction.ledger import ledger_data, merge_entries
+from kvprof.reproduction.recipe import PROFILES, Recipe, read_text
 from kvprof.requirements import extra_command
 
 recipe = typer.Typer(
@@ -30,12 +35,22 @@ recipe = typer.Typer(
     "A recipe is a file: the claim, the published numbers, what to run, and when the claim holds.",
 )
 
+
+def _recipes(incomplete: str) -> list[str]:
+    """Return the recipes that ship, and ``all``."""
+    return starting([ALL, *(path.stem for path in recipe_files())], incomplete)
+
+
+def _profiles(incomplete: str) -> list[str]:
+    return starting(PROFILES, incomplete)
+
+
 NamesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="NAME...",
         help="A recipe, a pattern (fdc-*), all, or a .yaml file of your own.",
-        autocompletion=recipes,
+        autocompletion=_recipes,
     ),
 ]
 LEDGER = "ledger"
@@ -48,7 +63,7 @@ def list_recipes(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME...", help="Only these.", show_default=False, autocompletion=recipes
+            metavar="NAME...", help="Only these.", show_default=False, autocompletion=_recipes
         ),
     ] = None,
     long: Annotated[
@@ -62,8 +77,6 @@ def list_recipes(
     kvprof recipe list
     kvprof recipe list "palu-*" --long
     """
-    from kvprof.reproduction.check import load_recipe
-    from kvprof.reproduction.find import find_recipes
     from kvprof.views.recipe import lines, listing
 
     found = []
@@ -79,10 +92,8 @@ def list_recipes(
         console.note("kvprof recipe list --long NAME tells a whole claim")
 
 
-def _listed(one: object) -> dict[str, object]:
-    from kvprof.reproduction.recipe import Recipe
+def _listed(one: Recipe) -> dict[str, object]:
 
-    assert isinstance(one, Recipe)
     return {
         "name": one.name,
         "paper": one.paper,
@@ -96,7 +107,7 @@ def _listed(one: object) -> dict[str, object]:
 @recipe.command(cls=Command)
 def show(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A recipe or a file.", autocompletion=recipes)
+        str, typer.Argument(metavar="NAME", help="A recipe or a file.", autocompletion=_recipes)
     ],
 ) -> None:
     """Print a recipe as it is written.
@@ -105,10 +116,6 @@ def show(
     --------
     kvprof recipe show fdc-fig-1
     """
-    from kvprof.methods.papers import papers_named
-    from kvprof.reproduction.find import find_recipes
-    from kvprof.reproduction.yaml_lines import read_text
-
     paths = find_recipes([name])
     if len(paths) != 1:
         raise UsageError(f"{name} means {len(paths)} recipes; name one")
@@ -130,10 +137,6 @@ def validate(names: NamesArgument) -> None:
     kvprof recipe validate all
     kvprof recipe validate my-claim.yaml
     """
-    from kvprof.commands.recipe_check import check_command
-    from kvprof.reproduction.check import InvalidRecipeError, load_recipe
-    from kvprof.reproduction.find import find_recipes
-
     wrong = 0
     paths = find_recipes(names)
     terminal = console.report_console()
@@ -176,7 +179,7 @@ def run(
         typer.Option(
             "--profile",
             help="smoke (CPU, seconds), small (one GPU) or paper.",
-            autocompletion=profiles,
+            autocompletion=_profiles,
         ),
     ] = "smoke",
     model: Annotated[
@@ -341,8 +344,6 @@ def _read_ledger(path: Path) -> dict[str, object]:
 
 def _joined(results: list[dict[str, object]]) -> dict[str, object]:
     """Return the results as one, in whose entries each keeps the machine that it was had on."""
-    from kvprof.reproduction.ledger import ledger_data, merge_entries
-
     whole: Any = results[0]
     entries: list[Any] = []
     warnings: list[str] = []
@@ -369,8 +370,6 @@ def new(
     --------
     kvprof recipe new my-claim.yaml
     """
-    from kvprof.reproduction.template import template
-
     if file.suffix != ".yaml":
         raise UsageError(f"{file}: name a file that ends in .yaml")
     if not file.parent.is_dir():

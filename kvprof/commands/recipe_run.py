@@ -5,21 +5,19 @@ import hashlib
 import json as json_text
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from kvprof import console
 from kvprof.commands.output import Outputs
 from kvprof.environment import collect_environment
-from kvprof.errors import (
-    ClaimNotMetError,
-    FailedError,
-    KvprofError,
-    LackingError,
-    UsageError,
-)
+from kvprof.errors import ClaimNotMetError, FailedError, KvprofError, LackingError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.files import (
     RESULT_NAME,
@@ -32,19 +30,97 @@ from kvprof.records.files import (
 )
 from kvprof.records.result import build_result
 from kvprof.reproduction.allowed import REMOTE_CODE
+from kvprof.reproduction.cells import CellStore, Pool, Runner, code_version, run_child
 from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.cluster import Cluster
 from kvprof.reproduction.find import find_recipes
-from kvprof.reproduction.ledger import ledger_data, merge_entries
+from kvprof.reproduction.ledger import NOT_JUDGED, NOT_REPRODUCED, ledger_data, merge_entries
 from kvprof.reproduction.machine import Machine, this_machine
 from kvprof.reproduction.recipe import Recipe
-from kvprof.reproduction.run import Planned, prepare, resolved_configuration, run_planned
-from kvprof.reproduction.runner import Pool, Runner, run_child
-from kvprof.reproduction.store import CellStore, code_version
-from kvprof.reproduction.verdicts import NOT_JUDGED, NOT_REPRODUCED
+from kvprof.reproduction.resolve import Planned
+from kvprof.reproduction.run import prepare, resolved_configuration, run_planned
 from kvprof.scratch import alone_in
 
-__all__ = ["RunRequest", "run_recipes"]
+__all__ = ["RunRequest", "check_command", "run_recipes"]
+
+# --- Whether a recipe's cell is a command that there is, asked of the command, which is not
+# run.
+
+
+# Of everything that a wrong command line raises; see kvprof.cli.
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def check_command(words: Sequence[str]) -> str | None:
+    """Return what is wrong with a cell's words (an option, its value, a method), or None.
+
+    Parameters
+    ----------
+    words : sequence of str
+        A command's name and what follows it.
+    """
+    name = words[0]
+    command = _command(name)
+    try:
+        with command.make_context(name, list(words[1:])) as context:
+            values = dict(context.params)
+    except _CommandLineError as problem:
+        return f"{_told(problem)} (kvprof {name} --help shows what there is)"
+    except UsageError as problem:  # of an option that reads its value itself
+        return str(problem)
+    except typer.Exit:
+        return f"{' '.join(words)}: measures nothing"
+    try:
+        _check_methods(name, values)
+    except UsageError as problem:
+        return str(problem)
+    except KvprofError:
+        pass  # a library that is missing here may be there where the recipe runs
+    return None
+
+
+def _told(problem: Any) -> str:
+    message: str = problem.format_message().rstrip(".")
+    # Typer's validation says what it wanted but not what it got; its cause knows.
+    errors = getattr(problem.__cause__, "errors", None)
+    details = errors() if callable(errors) else None
+    return f"{message}, not {details[0]['input']!r}" if details else message
+
+
+@cache
+def _command(name: str) -> Any:
+    function = getattr(import_module(f"kvprof.commands.{name}"), name)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(name)(function)
+    return typer.main.get_command(alone)
+
+
+def _check_methods(command: str, values: dict[str, Any]) -> None:
+    """Refuse a method that does not exist.
+
+    Raises
+    ------
+    UsageError
+        With what there is.
+    """
+    named = values.get("methods") or values.get("method")
+    if not named:
+        return
+    text = named if isinstance(named, str) else ",".join(named)
+    names = [one.strip() for one in text.split(",") if one.strip()]
+    if command == "bench" and not values.get("real"):
+        from kvprof.benchmark.jct.ablations import parse_variant
+        from kvprof.benchmark.methods import parse_method
+
+        for one in names:
+            (parse_variant if values.get("jct") else parse_method)(one)
+        return
+    from kvprof.evaluation.requests import method_entries
+    from kvprof.methods.registry import calibration_needs
+
+    for _, method, _ in method_entries(text):
+        calibration_needs(method)
+
 
 RESOLVED_NAME = "resolved.json"
 
@@ -89,8 +165,6 @@ def run_recipes(
     LackingError
         When everything asked for needs what this machine lacks, or there is no such cluster.
     """
-    from kvprof.commands.recipe_check import check_command
-
     outputs = Outputs(json=request.json, force=request.force)
     outputs.check()
     folder = request.out if request.out is not None else _default_folder()

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from platformdirs import user_data_path
 from rich.console import RenderableType
 from rich.segment import Segments
 
 from kvprof import console
-from kvprof.commands.completion import runs
+from kvprof.commands.completion import folders_here, starting
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import Event
 from kvprof.records.files import RESULT_NAME, read_result, what_was_read
@@ -23,6 +24,7 @@ __all__ = [
     "DEMO",
     "RunArgument",
     "checked_report",
+    "complete_runs",
     "events_of",
     "kept_runs",
     "load_run",
@@ -34,8 +36,19 @@ __all__ = [
 DEMO = "demo"
 _WHAT = f"a run's folder (--out), a result .json, an {EVENTS_NAME}, or the word {DEMO}"
 
+
+def complete_runs(incomplete: str) -> list[str]:
+    """Return runs for the shell: the recorded demo, those kept, folders here that hold one."""
+    kept = [path.name for path in kept_runs(runs_folder())]
+    here = [str(path) for path in folders_here(incomplete) if holds_run(path)]
+    return starting([DEMO, *here, *kept], incomplete)
+
+
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help=f"{_WHAT[0].upper()}{_WHAT[1:]}.", autocompletion=runs)
+    str,
+    typer.Argument(
+        metavar="RUN", help=f"{_WHAT[0].upper()}{_WHAT[1:]}.", autocompletion=complete_runs
+    ),
 ]
 
 
@@ -55,8 +68,6 @@ class RunFiles:
 
 def runs_folder() -> Path:
     """Return where runs are kept that nobody named a folder for."""
-    from platformdirs import user_data_path
-
     return user_data_path("kvprof", appauthor=False) / "runs"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.help import DATA
+from kvprof.commands.options import DATA
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import Source, parse_source
 

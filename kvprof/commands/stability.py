@@ -26,7 +26,7 @@ from kvprof.commands.output import (
     PngOption,
     SvgOption,
 )
-from kvprof.commands.study import make_plan, run_passes
+from kvprof.commands.stability_run import make_plan, run_passes
 from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.interrupt import graceful_interrupt

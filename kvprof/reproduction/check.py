@@ -16,11 +16,17 @@ from jsonschema.exceptions import ValidationError
 
 from kvprof.errors import UsageError
 from kvprof.reproduction.allowed import forbidden
-from kvprof.reproduction.data_path import parse_path
-from kvprof.reproduction.measures import matching
-from kvprof.reproduction.recipe import CHECKS, Recipe, build_recipe, placeholders
+from kvprof.reproduction.measures import matching, parse_path
+from kvprof.reproduction.recipe import (
+    CHECKS,
+    Document,
+    Place,
+    Recipe,
+    build_recipe,
+    placeholders,
+    read_yaml,
+)
 from kvprof.reproduction.resolve import expand, filled_measures
-from kvprof.reproduction.yaml_lines import Document, Place, read_yaml
 
 __all__ = [
     "CommandCheck",

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 from kvprof.child import child_environment, module_command
 from kvprof.errors import ExitCode, FailedError, LackingError, UsageError
+from kvprof.reproduction.cells import CellCommand, Ended, Outcome
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.recipe import Needs, Profile
-from kvprof.reproduction.runner import CellCommand, Ended, Outcome
 from kvprof.requirements import extra_command, install_command
 
 __all__ = ["AUTO", "Cluster", "ClusterMachine"]
@@ -179,7 +179,7 @@ class Cluster:
         Parameters
         ----------
         version : str
-            From `kvprof.reproduction.store.code_version`; every machine must have the same.
+            From `kvprof.reproduction.cells.code_version`; every machine must have the same.
         needs : sequence of Needs
             Whose extras and weights are looked for.
 
@@ -241,7 +241,7 @@ class Cluster:
         tell: Callable[[str, str], None],
         should_stop: Callable[[], bool],
     ) -> Iterator[Ended]:
-        """Run cells wherever there is room; see `kvprof.reproduction.runner.Pool`.
+        """Run cells wherever there is room; see `kvprof.reproduction.cells.Pool`.
 
         A cell whose machine is lost runs again on another one; one that fails by itself does not.
         """

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from kvprof.environment import usable_threads
 from kvprof.reproduction import cluster_task
-from kvprof.reproduction.store import WHOLE_BYTES, named_files
+from kvprof.reproduction.cells import WHOLE_BYTES, named_files
 
 __all__ = ["cpus_of_cell", "main"]
 

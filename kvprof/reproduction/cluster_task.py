@@ -21,7 +21,7 @@ def describe(version: str, extras: list[str], weights: list[str], folder: str) -
     Parameters
     ----------
     version : str
-        From `kvprof.reproduction.store.code_version`, where the run was started.
+        From `kvprof.reproduction.cells.code_version`, where the run was started.
     extras, weights : list of str
         Asked for.
     folder : str
@@ -50,7 +50,7 @@ def describe(version: str, extras: list[str], weights: list[str], folder: str) -
 def _difference(version: str) -> str | None:
     """Return in words how the code here differs from where the run was started."""
     try:
-        from kvprof.reproduction.store import code_version
+        from kvprof.reproduction.cells import code_version
     except ImportError as problem:
         return f"has no kvprof that runs recipes ({problem}); install kvprof {version} there"
     own = code_version()
@@ -60,7 +60,7 @@ def _difference(version: str) -> str | None:
 
 
 def run_cell(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a cell as `kvprof.reproduction.runner.run_child` does.
+    """Run a cell as `kvprof.reproduction.cells.run_child` does.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def run_cell(task: Mapping[str, Any]) -> dict[str, Any]:
 
     if (problem := _difference(task["version"])) is not None:
         return lacking(f"a machine of the cluster {problem}")
-    from kvprof.reproduction.runner import run_child
+    from kvprof.reproduction.cells import run_child
 
     environment = {**os.environ, **{k: v for k, v in task["environment"].items() if v is not None}}
     for name in (key for key, value in task["environment"].items() if value is None):
@@ -111,7 +111,7 @@ def run_cell(task: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _folder(task: Mapping[str, Any]) -> Iterator[Path | str]:
     """Find or make a folder where the cell's files are what they were; else say why not."""
-    from kvprof.reproduction.store import known_content
+    from kvprof.reproduction.cells import known_content
 
     own = Path(task["folder"])
     other = [name for name, known in task["files"].items() if known_content(own / name) != known]

@@ -1,11 +1,12 @@
-"""Where recipes lie, and which ones a user means."""
+"""Where recipes lie, which ones a user means, and the one to start from."""
 
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from kvprof.errors import FailedError, UsageError
 
-__all__ = ["ALL", "PACKAGE", "find_recipes", "recipe_files"]
+__all__ = ["ALL", "EXAMPLE", "PACKAGE", "find_recipes", "recipe_files", "template"]
 
 #: Where kvprof is installed.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -70,3 +71,28 @@ def find_recipes(names: list[str]) -> list[Path]:
             )
         found |= dict.fromkeys(meant)
     return list(found)
+
+
+#: The recipe that users start from.
+EXAMPLE = "example-sweep"
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+
+
+def template(name: str) -> str:
+    """Return the example's text with a name of the user's own.
+
+    Parameters
+    ----------
+    name : str
+
+    Raises
+    ------
+    UsageError
+        When no recipe can have that name.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no recipe's name: lower-case letters, digits, - and .")
+    (example,) = [path for path in recipe_files() if path.stem == EXAMPLE]
+    text = example.read_text("utf-8")
+    return re.sub(rf"^name: {EXAMPLE}\b", f"name: {name}", text, count=1, flags=re.MULTILINE)

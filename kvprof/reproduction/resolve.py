@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvprof.errors import UsageError
-from kvprof.reproduction.recipe import CellTemplate, Measure, Profile, Recipe, placeholders
-from kvprof.reproduction.yaml_lines import Place
+from kvprof.reproduction.recipe import CellTemplate, Measure, Place, Profile, Recipe, placeholders
 
-__all__ = ["Cell", "check_settings", "expand", "filled_measures", "resolve_cells"]
+__all__ = ["Cell", "Planned", "check_settings", "expand", "filled_measures", "resolve_cells"]
 
 _NAME = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 # Whose first word that is no option names a model.
@@ -39,6 +38,30 @@ class Cell:
     place: Place
     lacking: tuple[str, ...] = ()
     gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A recipe with the commands that a run of it is.
+
+    Attributes
+    ----------
+    recipe : Recipe
+    profile : Profile or None
+        None where it has no such profile.
+    cells : tuple of (Cell, str)
+        Each with its digest; empty where nothing is run.
+    open : str or None
+        Why nothing is run.
+    lacking : bool
+        Whether that is because something is missing here, which somebody else may have.
+    """
+
+    recipe: Recipe
+    profile: Profile | None
+    cells: tuple[tuple[Cell, str], ...] = ()
+    open: str | None = None
+    lacking: bool = False
 
 
 def expand(profile: Profile, settings: Mapping[str, str]) -> list[Cell]:

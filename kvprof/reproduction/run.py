@@ -8,53 +8,22 @@ from typing import Any
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.reproduction.allowed import forbidden
+from kvprof.reproduction.cells import (
+    CellCommand,
+    CellRun,
+    CellStore,
+    OneByOne,
+    Outcome,
+    Pool,
+    Runner,
+    cell_digest,
+)
 from kvprof.reproduction.ledger import entry_of
 from kvprof.reproduction.machine import Machine
-from kvprof.reproduction.recipe import PROFILES, Profile, Recipe
-from kvprof.reproduction.resolve import Cell, check_settings, resolve_cells
-from kvprof.reproduction.runner import CellCommand, OneByOne, Outcome, Pool, Runner
-from kvprof.reproduction.store import CellStore, cell_digest
+from kvprof.reproduction.recipe import PROFILES, Recipe
+from kvprof.reproduction.resolve import Planned, check_settings, resolve_cells
 
-__all__ = ["CellRun", "Finished", "Planned", "prepare", "resolved_configuration", "run_planned"]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A recipe with the commands that a run of it is.
-
-    Attributes
-    ----------
-    recipe : Recipe
-    profile : Profile or None
-        None where it has no such profile.
-    cells : tuple of (Cell, str)
-        Each with its digest; empty where nothing is run.
-    open : str or None
-        Why nothing is run.
-    lacking : bool
-        Whether that is because something is missing here, which somebody else may have.
-    """
-
-    recipe: Recipe
-    profile: Profile | None
-    cells: tuple[tuple[Cell, str], ...] = ()
-    open: str | None = None
-    lacking: bool = False
-
-
-@dataclass(frozen=True)
-class CellRun:
-    """What became of a cell in this run.
-
-    Attributes
-    ----------
-    outcome : Outcome
-    seconds : float or None
-        None where the result was there already.
-    """
-
-    outcome: Outcome
-    seconds: float | None = None
+__all__ = ["Finished", "prepare", "resolved_configuration", "run_planned"]
 
 
 @dataclass
@@ -99,7 +68,7 @@ def prepare(
         ``--model``.
     machine : Machine
     version : str
-        From `kvprof.reproduction.store.code_version`.
+        From `kvprof.reproduction.cells.code_version`.
     trusted : bool
         Whether cells may run code that a model's repository brings.
 
@@ -215,7 +184,7 @@ def run_planned(
     planned : sequence of Planned
     store : CellStore
     runner : callable or Pool
-        Runs a cell, as `kvprof.reproduction.runner.run_child` does, or all of them.
+        Runs a cell, as `kvprof.reproduction.cells.run_child` does, or all of them.
     machine : Machine
     settings : mapping
         What the user set, for the ledger.

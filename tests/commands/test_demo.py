@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.commands.run_source import DEMO, events_of, load_run
-from kvprof.commands.tui_source import open_run
+from kvprof.commands.tui import open_run
 from kvprof.records.files import write_result
 from tests.commands.running import kvprof
 

@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from kvprof.cli import COMMANDS, app
-from kvprof.commands import completion
-from kvprof.commands.help import Command
+from kvprof.commands import completion, export, recipe, run_source
+from kvprof.commands.options import Command
 from tests.commands.running import kvprof
 
 
@@ -89,11 +89,11 @@ def test_completion_offers_what_is_there(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / folder / file).write_text("{}")
     assert completion.models("") == ["reference", "org/small", "mine"]
     assert completion.models("o") == ["org/small"]
-    assert completion.runs("") == ["demo", "before", "jct-1"]
-    assert completion.runs("j") == ["jct-1"]
-    assert "fdc-fig-1" in completion.recipes("fdc-f")
-    assert completion.formats("h") == ["html"]
-    assert completion.profiles("") == ["smoke", "small", "paper"]
+    assert run_source.complete_runs("") == ["demo", "before", "jct-1"]
+    assert run_source.complete_runs("j") == ["jct-1"]
+    assert "fdc-fig-1" in recipe._recipes("fdc-f")
+    assert export._formats("h") == ["html"]
+    assert recipe._profiles("") == ["smoke", "small", "paper"]
     assert completion.methods("full,kq") == ["full,kq", "full,kq-4bit"]
     assert "Qwen3-8B" in completion.shapes("Qwen3")
 
@@ -110,8 +110,8 @@ def test_the_shell_is_answered_by_a_commands_own_options(
 def test_runs_lists_those_that_are_kept_and_says_what_is_wrong_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvprof.commands.runs.runs_folder", lambda: tmp_path / "kept")
     monkeypatch.setattr("kvprof.commands.run_source.runs_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr("kvprof.commands.runs.runs_folder", lambda: tmp_path / "kept")
     none = kvprof("runs")
     assert none.code == 0
     assert "holds no runs" in none.stderr

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import typer
 
-from kvprof.commands.method_options import method_options
-from kvprof.commands.planning import calibration_options, make_plan
+from kvprof.commands.options import method_options
+from kvprof.commands.steps import calibration_options, make_plan
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import rate

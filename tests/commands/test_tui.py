@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprof.commands import tui_run
+from kvprof.commands import tui
 from kvprof.errors import LackingError, UsageError
 from kvprof.records.files import write_result
 from kvprof.records.fold import result_of
@@ -43,7 +43,7 @@ def run(tmp_path):
 @pytest.fixture
 def fake(monkeypatch):
     """Put a measurement that takes no time in the place of ``kvprof bench --jct``."""
-    monkeypatch.setattr(tui_run, "PROGRAM", (sys.executable, "-c", FAKE))
+    monkeypatch.setattr(tui, "PROGRAM", (sys.executable, "-c", FAKE))
 
 
 class TestWithoutATerminal:
@@ -132,21 +132,21 @@ class TestBadInput:
 
 class TestOpening:
     def test_a_result_of_another_kind_has_no_live_view(self):
-        from kvprof.commands.tui_source import open_run
+        from kvprof.commands.tui import open_run
 
         record = "docs/benchmarks/command-line.json"
         with pytest.raises(UsageError, match=f"of kind benchmark.*kvprof show {record} prints it"):
             open_run(record)
 
     def test_a_result_alone_cannot_be_played(self, tmp_path):
-        from kvprof.commands.tui_source import open_run
+        from kvprof.commands.tui import open_run
 
         write_result(tmp_path / "r.json", result_of(stream(("full",))))
         with pytest.raises(UsageError, match="--speed"):
             open_run(str(tmp_path / "r.json"), 2.0)
 
     def test_the_result_of_a_runs_folder_is_seen_with_its_events(self, run):
-        from kvprof.commands.tui_source import open_run
+        from kvprof.commands.tui import open_run
 
         write_result(run / "result.json", result_of(stream(("full", "fdc"))))
         assert open_run(str(run / "result.json")).record == run / "events.jsonl"
@@ -154,7 +154,7 @@ class TestOpening:
 
     def test_the_demo_plays_in_twenty_seconds(self, tmp_path, monkeypatch):
         from kvprof.commands import run_source
-        from kvprof.commands.tui_source import open_run
+        from kvprof.commands.tui import open_run
 
         events = [replace(event, time=event.time * 1e4) for event in stream(("full",))]
         write(tmp_path / "assets" / "demo" / "events.jsonl", events)
@@ -165,7 +165,7 @@ class TestOpening:
         assert session.source._speed == pytest.approx((events[-1].time - start) / 20)
 
     def test_the_demo_that_ships_shows_parts_in_its_first_second(self):
-        from kvprof.commands.tui_source import open_run
+        from kvprof.commands.tui import open_run
 
         session = open_run("demo")
         now = [0.0]
@@ -180,7 +180,7 @@ class TestOpening:
 
     def test_without_a_demo_it_is_said(self, tmp_path, monkeypatch):
         from kvprof.commands import run_source
-        from kvprof.commands.tui_source import open_run
+        from kvprof.commands.tui import open_run
 
         monkeypatch.setattr(run_source, "files", lambda package: tmp_path)
         with pytest.raises(LackingError, match="demo"):
@@ -198,7 +198,7 @@ def test_every_stream_must_be_a_terminal(lacking, monkeypatch):
 
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, Stream(name != lacking))
-    assert tui_run.missing_terminal() == f"{lacking} is no terminal"
+    assert tui.missing_terminal() == f"{lacking} is no terminal"
 
 
 class Terminal:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.commands.method_options import method_options
+from kvprof.commands.options import method_options
 from kvprof.errors import UsageError
 from kvprof.evaluation.requests import MethodRequest, option_names, parse_methods
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprof.commands.recipe_check import _command
+from kvprof.commands.recipe_run import _command
 from kvprof.errors import UsageError
 from kvprof.reproduction.allowed import _FREE, _KEPT, _NAMES, _READ, CELL_COMMANDS, forbidden
 from kvprof.reproduction.check import InvalidRecipeError, load_recipe

@@ -2,10 +2,7 @@ import re
 
 import pytest
 
-from kvprof.reproduction.data_path import find, parse_path
-from kvprof.reproduction.measures import Measured, measure_all
-from kvprof.reproduction.recipe import Line, Measure
-from kvprof.reproduction.verdicts import (
+from kvprof.reproduction.ledger import (
     DIRECTION,
     NOT_JUDGED,
     NOT_REPRODUCED,
@@ -14,6 +11,8 @@ from kvprof.reproduction.verdicts import (
     open_because,
     verdict_of,
 )
+from kvprof.reproduction.measures import Measured, find, measure_all, parse_path
+from kvprof.reproduction.recipe import Line, Measure
 
 DATA = {
     "rows": [

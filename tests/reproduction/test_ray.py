@@ -24,13 +24,13 @@ from kvprof.errors import ExitCode, LackingError, UsageError
 from kvprof.records.files import read_result
 from kvprof.reproduction import cluster as cluster_module
 from kvprof.reproduction import cluster_task
+from kvprof.reproduction.cells import CellStore, Pool, Runner, code_version, named_files, run_child
 from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.cluster import Cluster, ClusterMachine
 from kvprof.reproduction.cluster_driver import cpus_of_cell
 from kvprof.reproduction.recipe import Needs
-from kvprof.reproduction.run import Finished, Planned, prepare, run_planned
-from kvprof.reproduction.runner import Pool, Runner, run_child
-from kvprof.reproduction.store import CellStore, code_version, named_files
+from kvprof.reproduction.resolve import Planned
+from kvprof.reproduction.run import Finished, prepare, run_planned
 from tests.commands.running import kvprof
 from tests.reproduction.written import CPU, TEXT, plan_result, write
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvprof.errors import FailedError, UsageError
+from kvprof.reproduction.cells import CellStore, Outcome, cell_digest, code_version
 from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.ledger import merge_entries
 from kvprof.reproduction.machine import Machine
-from kvprof.reproduction.run import Finished, Planned, prepare, run_planned
-from kvprof.reproduction.runner import Outcome
-from kvprof.reproduction.store import CellStore, cell_digest, code_version
+from kvprof.reproduction.resolve import Planned
+from kvprof.reproduction.run import Finished, prepare, run_planned
 from tests.reproduction.written import CPU, TEXT, FakeRunner, plan_result, write
 
 
@@ -156,7 +156,7 @@ def test_a_full_disk_is_said_and_loses_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise FailedError("cannot write cells/x.json: No space left on device")
 
-    monkeypatch.setattr("kvprof.reproduction.store.write_result", full)
+    monkeypatch.setattr("kvprof.reproduction.cells.write_result", full)
     found = run(planned(tmp_path), tmp_path, FakeRunner({"fdc": 0.96, "kq": 0.95}))
     assert verdicts(found) == ["reproduced"]
     assert len(found.unkept) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from kvprof.errors import ExitCode
 from kvprof.records.files import read_result
-from kvprof.reproduction.verdicts import NOT_JUDGED, NOT_REPRODUCED
+from kvprof.reproduction.ledger import NOT_JUDGED, NOT_REPRODUCED
 
 # Two cells between them: spectra of the reference model, and one layer's attention on the CPU.
 NAMES = ("fdc-table-3", "zack-table-6", "palu-table-10", "tale-fig-2")

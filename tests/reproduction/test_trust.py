@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from kvprof.records.cases import MOST_UNATTRIBUTED
+from kvprof.reproduction.ledger import NOT_JUDGED, REPRODUCED, judge_line, verdict_of
 from kvprof.reproduction.measures import Measured, measure_all
 from kvprof.reproduction.recipe import Line, Measure
-from kvprof.reproduction.verdicts import NOT_JUDGED, REPRODUCED, judge_line, verdict_of
 
 
 def share(accuracy: float, items: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import UsageError
-from kvprof.reproduction.yaml_lines import parse_yaml, read_yaml
+from kvprof.reproduction.recipe import parse_yaml, read_yaml
 
 
 def test_scalars_are_read_as_yaml_1_2_has_them() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.records.result import build_result
+from kvprof.reproduction.cells import Outcome
 from kvprof.reproduction.machine import Machine
-from kvprof.reproduction.runner import Outcome
 from tests.records.sample import ENVIRONMENT
 
 TEXT = """\

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprof import console
-from kvprof.commands.method_options import method_options
-from kvprof.commands.planning import (
+from kvprof.commands.options import method_options
+from kvprof.commands.steps import (
     calibration_interrupts,
     calibration_options,
     check_calibration,
@@ -69,7 +69,7 @@ def rounded_plan(
 ) -> RoundedPlan:
     """Make a plan, and once more without a grid from the same calibration.
 
-    Parameters and errors are those of `kvprof.commands.planning.make_plan`.
+    Parameters and errors are those of `kvprof.commands.steps.make_plan`.
     """
     check_calibration(
         method,
