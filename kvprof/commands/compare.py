@@ -1,18 +1,18 @@
 """``kvprof compare``: what got better, what got worse, and is that sure?"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
 from kvprof.commands.run_source import checked_report, complete_runs, load_run
-from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.records.compare import compare as compare_results
 from kvprof.records.files import what_was_read
-from kvprof.records.result import build_result
 from kvprof.sizes import parse_share
+from kvprof.views.compare import report
 
 
 def compare(
@@ -55,11 +55,22 @@ def compare(
         raise UsageError(f"compare needs two runs or more, not only {runs[0]}")
     results = [load_run(run) for run in runs]
     names = _names(runs)
-    with what_was_read(" or ".join(names)):
+    read = " or ".join(names)
+    with what_was_read(read):
         data = compare_results(results, names, fail_over=limit)
-    result = build_result(
+    worse = None
+    if failed := data["failed"]:
+        worse = ClaimNotMetError(
+            f"--fail-over {fail_over}: {failed} {'figure' if failed == 1 else 'figures'} got worse "
+            "by more"
+        )
+
+    def shown(result: dict[str, Any], width: int, colour: bool) -> RenderableType:
+        draw = checked_report(read, lambda *form: report(result, *form, whole=whole))
+        return draw(width, colour)
+
+    outputs.end(
         "compare",
-        environment=collect_environment(),
         inputs={"runs": names, "fail_over": limit},
         data=data,
         warnings=[
@@ -67,19 +78,9 @@ def compare(
             for name, one in zip(names, results, strict=True)
             if not one["complete"]
         ],
+        problem=worse,
+        report=shown,
     )
-    from kvprof.views.compare import report
-
-    worse = None
-    if failed := data["failed"]:
-        worse = ClaimNotMetError(
-            f"--fail-over {fail_over}: {failed} {'figure' if failed == 1 else 'figures'} got worse "
-            "by more"
-        )
-    shown = checked_report(
-        " or ".join(names), lambda width, colour: report(result, width, colour=colour, whole=whole)
-    )
-    outputs.finish(result, shown, problem=worse)
 
 
 def _share(text: str | None) -> float | None:

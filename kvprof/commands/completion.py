@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kvprof.methods.named import method_names
+
 __all__ = ["folders_here", "methods", "models", "shapes", "starting"]
 
 Complete = Callable[[str], list[str]]
@@ -28,8 +30,6 @@ def shapes(incomplete: str) -> list[str]:
 
 def methods(incomplete: str) -> list[str]:
     """Return methods; in a list with commas what its last entry could become."""
-    from kvprof.methods.named import method_names
-
     begun, comma, last = incomplete.rpartition(",")
     return [f"{begun}{comma}{name}" for name in starting(method_names(), last)]
 

@@ -14,10 +14,9 @@ from platformdirs import user_cache_path, user_data_path
 from kvprof import console
 from kvprof.bandwidth import cpu_read_bandwidth, gpu_read_bandwidth
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
-from kvprof.environment import collect_environment, memory_bytes, package_version
+from kvprof.environment import memory_bytes, package_version
 from kvprof.errors import ExitCode
 from kvprof.gpus import Gpu, Gpus, read_gpus
-from kvprof.records.result import build_result
 from kvprof.requirements import (
     COMMAND_NEEDS,
     PackageState,
@@ -59,18 +58,9 @@ def doctor(
     with console.status("looking around"):
         data = _examine(measure, warnings)
         warnings += _left_over()
-    result = build_result(
-        "doctor",
-        environment=collect_environment(),
-        inputs={"measure": measure},
-        data=data,
-        warnings=warnings,
-    )
     for warning in warnings:
         console.warn(warning)
-    from kvprof.views.doctor import report
-
-    outputs.finish(result, lambda _width, _colour: report(result))
+    outputs.end("doctor", inputs={"measure": measure}, data=data, warnings=warnings)
     if not data["usable"]:
         raise typer.Exit(ExitCode.LACKING)
 

@@ -6,13 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof.commands import completion
-from kvprof.commands.eval_run import (
-    PlanRequest,
-    check_request,
-    make_plans,
-    run_evaluations,
-    split_methods,
-)
 from kvprof.commands.options import (
     DATA,
     METHOD,
@@ -30,27 +23,24 @@ from kvprof.commands.options import (
     RateOption,
     RemovalOption,
     RevisionOption,
-    TrustOption,
-    load_for_command,
-    method_options,
-)
-from kvprof.commands.output import CsvOption, ForceOption, JsonOption, OutOption, Outputs
-from kvprof.commands.sample import (
-    Sample,
     SeqLenOption,
     SequencesOption,
     TaskItemsOption,
     TasksOption,
     TeacherForcedOption,
     TextOption,
-    load_sample,
+    TrustOption,
+    check_choice,
+    method_options,
 )
-from kvprof.environment import collect_environment
+from kvprof.commands.output import CsvOption, ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.records.result import build_result
+from kvprof.methods.named import check_names
 
 if TYPE_CHECKING:
+    from kvprof.commands.eval_run import PlanRequest
+    from kvprof.commands.steps import Sample
     from kvprof.evaluation.harness import HarnessSettings
     from kvprof.models.load import LoadedModel
 
@@ -121,17 +111,33 @@ def eval(
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
     outputs.check()
-    asked = PlanRequest(
-        split_methods(method),
-        rate,
-        removal,
+    methods = _split(method)
+    options = method_options(allocation, grid, minimum, option)
+    check_names(methods)
+    check_choice(
+        methods[0] if methods else None,
         plan,
-        calibrate,
-        calibrate_tokens,
-        method_options(allocation, grid, minimum, option),
+        rate=rate,
+        removal=removal,
+        calibrate=calibrate,
+        calibrate_tokens=calibrate_tokens,
+        options=options,
     )
-    request = check_request(asked)
-    chosen = _harness(harness, harness_limit, harness_include, batch_size)
+
+    # Everything from here on needs torch.
+    from kvprof.commands.eval_run import (
+        PlanRequest,
+        check_request,
+        harness_settings,
+        make_plans,
+        run_evaluations,
+    )
+    from kvprof.commands.steps import load_for_command, load_sample
+
+    request = check_request(
+        PlanRequest(methods, rate, removal, plan, calibrate, calibrate_tokens, options)
+    )
+    chosen = harness_settings(harness, harness_limit, harness_include, batch_size)
     loaded = load_for_command(
         model,
         device=device,
@@ -153,9 +159,8 @@ def eval(
     with graceful_interrupt() as stop:
         plans = make_plans(loaded, request, sample, stop)
         run = run_evaluations(loaded, sample, plans, chosen, stop)
-        result = build_result(
+        outputs.end(
             "eval",
-            environment=collect_environment(),
             inputs=_inputs(loaded, request, sample, chosen),
             data=run.data,
             warnings=[
@@ -165,21 +170,22 @@ def eval(
                 *run.warnings,
             ],
             complete=run.complete,
-            incomplete_reason=_reason(run.failure),
-        )
-        from kvprof.views import evaluation as view
-
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
             problem=run.failure,
-            interrupted=not run.complete,
         )
 
 
-def _reason(failure: Exception | None) -> str | None:
-    return None if failure is None else str(failure) or type(failure).__name__
+def _split(given: list[str] | None) -> tuple[str, ...]:
+    """Read ``--method kq --method fdc,palu``.
+
+    Raises
+    ------
+    UsageError
+        When one is named twice.
+    """
+    names = [name.strip() for entry in given or [] for name in entry.split(",") if name.strip()]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--method: {twice[0]} is named twice")
+    return tuple(names)
 
 
 def _not_measured(teacher_forced: bool) -> list[str]:
@@ -190,27 +196,10 @@ def _not_measured(teacher_forced: bool) -> list[str]:
     ]
 
 
-def _harness(
-    tasks: str | None, limit: int | None, include: Path | None, batch_size: int | None
-) -> "HarnessSettings | None":
-    if tasks is None:
-        if limit is not None or include is not None:
-            raise UsageError("--harness-limit and --harness-include need --harness TASKS")
-        return None
-    from kvprof.evaluation.harness import HarnessSettings, check_harness
-
-    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
-    if not names:
-        raise UsageError(f"--harness {tasks!r} names no task")
-    settings = HarnessSettings(names, limit, include, batch_size or 1)
-    check_harness(settings)
-    return settings
-
-
 def _inputs(
     loaded: "LoadedModel",
-    request: PlanRequest,
-    sample: Sample,
+    request: "PlanRequest",
+    sample: "Sample",
     harness: "HarnessSettings | None",
 ) -> dict[str, Any]:
     """Return every resolved input, so that a reader can repeat the run."""

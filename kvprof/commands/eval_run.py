@@ -2,37 +2,43 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from kvprof import console
-from kvprof.commands.sample import Sample
-from kvprof.commands.steps import calibration_options, check_choice, plan_of
+from kvprof.commands.steps import Sample, calibration_options, plan_of
 from kvprof.errors import ExitCode, UsageError
+from kvprof.evaluation.evaluator import hidden_in_one_pass, refuse_hidden
+from kvprof.evaluation.harness import (
+    HarnessSettings,
+    check_harness,
+    harness_rows,
+    settings_described,
+)
 from kvprof.interrupt import Stop
-from kvprof.methods.named import ALWAYS, check_names
-
-if TYPE_CHECKING:
-    from kvprof.evaluation.harness import HarnessSettings
-    from kvprof.methods.plan import Plan
-    from kvprof.models.load import LoadedModel
+from kvprof.methods.accounting import dim_rate, paper_rate
+from kvprof.methods.family import MethodInputs, plan_at
+from kvprof.methods.named import ALWAYS
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import load_plan
+from kvprof.methods.registry import calibration_needs, plan_family, typed_options
+from kvprof.models.load import LoadedModel
+from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator, uncalibrated_family
+from kvprof.moments.tokens import check_separate
 
 __all__ = [
     "EvalRun",
     "PlanRequest",
     "check_request",
+    "harness_settings",
     "make_plans",
     "refuse_blind",
     "run_evaluations",
-    "split_methods",
 ]
 
 # --- The plans that ``eval`` compares: those asked for, from one calibration, and FP8 beside
 # them.
-
-
-# Rows of every table; there is nothing to ask of them.
 
 
 @dataclass(frozen=True)
@@ -59,20 +65,6 @@ class PlanRequest:
     options: dict[str, Any]
 
 
-def split_methods(given: list[str] | None) -> tuple[str, ...]:
-    """Read ``--method kq --method fdc,palu``.
-
-    Raises
-    ------
-    UsageError
-        When one is named twice.
-    """
-    names = [name.strip() for entry in given or [] for name in entry.split(",") if name.strip()]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--method: {twice[0]} is named twice")
-    return tuple(names)
-
-
 def check_request(request: PlanRequest) -> PlanRequest:
     """Refuse what contradicts itself or would mean nothing, before the model is loaded.
 
@@ -86,20 +78,9 @@ def check_request(request: PlanRequest) -> PlanRequest:
     UsageError
         Naming the options.
     """
-    check_names(request.methods)
-    check_choice(
-        request.methods[0] if request.methods else None,
-        request.plan_file,
-        rate=request.rate,
-        removal=request.removal,
-        calibrate=request.calibrate,
-        calibrate_tokens=request.calibrate_tokens,
-        options=request.options,
-    )
     if request.plan_file is not None:
         return request
-    from kvprof.methods.registry import calibration_needs, typed_options
-
+    calibration_needs(request.methods[0], **request.options)  # a library that is missing
     rated = [method for method in request.methods if method not in ALWAYS]
     needs = [calibration_needs(method, **request.options) for method in rated]
     if not any(needs) and (request.calibrate or request.calibrate_tokens):
@@ -118,9 +99,36 @@ def check_request(request: PlanRequest) -> PlanRequest:
     return replace(request, options={key: one for own in typed for key, one in own.items()})
 
 
-def make_plans(
-    loaded: "LoadedModel", request: PlanRequest, sample: Sample, stop: Stop
-) -> "list[Plan]":
+def harness_settings(
+    tasks: str | None, limit: int | None, include: Path | None, batch_size: int | None
+) -> HarnessSettings | None:
+    """Return what of lm-evaluation-harness is run; None where nothing was asked for.
+
+    Parameters
+    ----------
+    tasks, limit, include, batch_size
+        From the command line.
+
+    Raises
+    ------
+    UsageError
+        For options without tasks, and tasks that there are none of.
+    LackingError
+        When lm-eval is missing.
+    """
+    if tasks is None:
+        if limit is not None or include is not None:
+            raise UsageError("--harness-limit and --harness-include need --harness TASKS")
+        return None
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if not names:
+        raise UsageError(f"--harness {tasks!r} names no task")
+    settings = HarnessSettings(names, limit, include, batch_size or 1)
+    check_harness(settings)
+    return settings
+
+
+def make_plans(loaded: LoadedModel, request: PlanRequest, sample: Sample, stop: Stop) -> list[Plan]:
     """Make every plan before anything is evaluated: what cannot be planned is found out first.
 
     Parameters
@@ -145,15 +153,11 @@ def make_plans(
     typer.Exit
         With 130 when the calibration was interrupted.
     """
-    from kvprof.moments.tokens import check_separate
-
     single_pass = sample.evaluator.settings.teacher_forced
     if single_pass:
         for method in request.methods:  # before anything is calibrated
             refuse_blind(loaded, method, request.options if method not in ALWAYS else {})
     if request.plan_file is not None:
-        from kvprof.methods.plan_files import load_plan
-
         asked = [load_plan(request.plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
     else:
         asked = _from_methods(loaded, request, sample, stop)
@@ -167,7 +171,7 @@ def make_plans(
     return [*fp8, *asked]
 
 
-def refuse_blind(loaded: "LoadedModel", method: str, options: dict[str, Any]) -> None:
+def refuse_blind(loaded: LoadedModel, method: str, options: dict[str, Any]) -> None:
     """Refuse, before anything is calibrated, a method that a single pass does not show.
 
     Parameters
@@ -182,16 +186,12 @@ def refuse_blind(loaded: "LoadedModel", method: str, options: dict[str, Any]) ->
     UsageError
         As `kvprof.evaluation.evaluator.refuse_hidden`; and for what cannot be planned at all.
     """
-    from kvprof.moments.calibrator import uncalibrated_family
-
     family = uncalibrated_family(loaded, method, **options)
     if family is not None:  # of others the plan itself tells, once there is one
         _shown(family.build((family.settings or family.bounds)[-1]))
 
 
-def _shown(plan: "Plan") -> None:
-    from kvprof.evaluation.evaluator import refuse_hidden
-
+def _shown(plan: Plan) -> None:
     try:
         refuse_hidden(plan)
     except UsageError as cause:
@@ -199,10 +199,8 @@ def _shown(plan: "Plan") -> None:
 
 
 def _from_methods(
-    loaded: "LoadedModel", request: PlanRequest, sample: Sample, stop: Stop
-) -> "list[Plan]":
-    from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
-
+    loaded: LoadedModel, request: PlanRequest, sample: Sample, stop: Stop
+) -> list[Plan]:
     rated = [method for method in request.methods if method not in ALWAYS]
     evaluator = sample.evaluator
     given = calibration_options(
@@ -230,11 +228,8 @@ def _from_methods(
     return plans
 
 
-def _unrated(loaded: "LoadedModel", method: str) -> "Plan":
+def _unrated(loaded: LoadedModel, method: str) -> Plan:
     """Return the one plan of a method that has nothing to turn."""
-    from kvprof.methods.family import MethodInputs, plan_at
-    from kvprof.methods.registry import plan_family
-
     family = plan_family(method, MethodInputs(loaded.layout, loaded.fingerprint))
     return plan_at(family, (family.settings or family.bounds)[0])
 
@@ -264,10 +259,10 @@ class EvalRun:
 
 
 def run_evaluations(
-    loaded: "LoadedModel",
+    loaded: LoadedModel,
     sample: Sample,
-    plans: "list[Plan]",
-    harness: "HarnessSettings | None",
+    plans: list[Plan],
+    harness: HarnessSettings | None,
     stop: Stop,
 ) -> EvalRun:
     """Evaluate the uncompressed model and every plan.
@@ -320,15 +315,12 @@ def run_evaluations(
 
 
 def _run_harness(
-    loaded: "LoadedModel",
-    plans: "list[Plan]",
-    settings: "HarnessSettings",
+    loaded: LoadedModel,
+    plans: list[Plan],
+    settings: HarnessSettings,
     run: EvalRun,
     stop: Stop,
 ) -> None:
-    from kvprof.evaluation.evaluator import hidden_in_one_pass
-    from kvprof.evaluation.harness import harness_rows, settings_described
-
     rows: list[dict[str, Any]] = []
     run.data["harness"] = {**settings_described(settings), "rows": rows}
     for plan in [None, *(plan for plan in plans if plan.method != "full")]:
@@ -356,10 +348,8 @@ def _run_harness(
             return
 
 
-def _described(plan: "Plan") -> dict[str, Any]:
+def _described(plan: Plan) -> dict[str, Any]:
     """Return what a reader wants to know of a plan beyond its rate."""
-    from kvprof.methods.accounting import dim_rate, paper_rate
-
     return {
         "dim_rate": dim_rate(plan),
         "paper_rate": paper_rate(plan),

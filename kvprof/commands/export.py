@@ -18,7 +18,9 @@ from kvprof.records.files import (
     write_bytes_atomic,
     write_text_atomic,
 )
+from kvprof.records.perfetto import trace_of
 from kvprof.records.schema import kinds, result_schema
+from kvprof.views.kinds import csv_of, figure_of
 
 _STDOUT = Path("-")
 #: Formats that a terminal can show, which go to stdout unless a file is named.
@@ -123,8 +125,6 @@ def _schema(kind: str | None) -> dict[str, Any]:
 
 
 def _csv(run: str) -> str:
-    from kvprof.views.kinds import csv_of
-
     result = load_run(run)
     make = csv_of(result)
     if make is None:
@@ -151,7 +151,6 @@ def _html(run: str) -> str:
 
 def _svg(run: str) -> bytes:
     from kvprof.views.figure import figure_bytes
-    from kvprof.views.kinds import figure_of
 
     result = load_run(run)
     make = figure_of(result)
@@ -163,8 +162,6 @@ def _svg(run: str) -> bytes:
 
 
 def _perfetto(run: str) -> str:
-    from kvprof.records.perfetto import trace_of
-
     return json.dumps(trace_of(events_of(run)), allow_nan=False) + "\n"
 
 

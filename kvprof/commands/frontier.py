@@ -1,5 +1,6 @@
 """``kvprof frontier``: how far each method goes before the model notices."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,6 @@ import typer
 
 from kvprof import console
 from kvprof.commands import completion
-from kvprof.commands.frontier_run import keep_rates, run_frontier
 from kvprof.commands.options import (
     AllocationOption,
     BatchSizeOption,
@@ -19,8 +19,13 @@ from kvprof.commands.options import (
     MinimumOption,
     ModelArgument,
     RevisionOption,
+    SeqLenOption,
+    SequencesOption,
+    TaskItemsOption,
+    TasksOption,
+    TeacherForcedOption,
+    TextOption,
     TrustOption,
-    load_for_command,
     method_options,
     share_option,
 )
@@ -33,21 +38,9 @@ from kvprof.commands.output import (
     PngOption,
     SvgOption,
 )
-from kvprof.commands.sample import (
-    SeqLenOption,
-    SequencesOption,
-    TaskItemsOption,
-    TasksOption,
-    TeacherForcedOption,
-    TextOption,
-    load_sample,
-)
-from kvprof.commands.steps import calibration_options
-from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import COMPARED, check_names, names_in
-from kvprof.records.result import build_result
 
 
 def frontier(
@@ -117,6 +110,9 @@ def frontier(
     common = method_options(allocation, grid, minimum, None)
     check_names(names_in(methods))
 
+    # Everything from here on needs torch.
+    from kvprof.commands.frontier_run import keep_rates, run_frontier
+    from kvprof.commands.steps import calibration_options, load_for_command, load_sample
     from kvprof.evaluation.evaluation_cache import cache_folder
     from kvprof.evaluation.frontier import FrontierOptions
     from kvprof.evaluation.requests import parse_methods
@@ -159,9 +155,8 @@ def frontier(
         if run is None:
             console.error("interrupted before anything could be compared; there is no result")
             raise typer.Exit(ExitCode.INTERRUPTED)
-        result = build_result(
+        outputs.end(
             "frontier",
-            environment=collect_environment(),
             inputs={
                 "model": loaded.spec,
                 "revision": loaded.revision,
@@ -182,15 +177,6 @@ def frontier(
             data=run.data,
             warnings=[*sample.warnings, *run.warnings],
             complete=run.complete,
-        )
-        from kvprof.views import frontier as view
-
-        unkept = [] if no_cache else keep_rates(result, cache)
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
-            figure=lambda: view.figure(result),
-            lost=[*run.unkept, *unkept],
-            interrupted=not run.complete,
+            lost=run.unkept,
+            keep=None if no_cache else partial(keep_rates, cache=cache),
         )

@@ -1,25 +1,30 @@
 """The run of ``kvprof frontier``: calibration, cache and progress around the search."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvprof import console
 from kvprof.errors import KvprofError, UsageError
+from kvprof.evaluation.evaluation_cache import EvaluationCache
+from kvprof.evaluation.evaluator import Evaluator, hidden_in_one_pass, refuse_hidden
+from kvprof.evaluation.frontier import Frontier, FrontierOptions, check_metric, expected_steps
+from kvprof.evaluation.rate_search import Interrupted
+from kvprof.evaluation.recorded_rates import record_rates
+from kvprof.evaluation.requests import MethodRequest
 from kvprof.interrupt import Stop
+from kvprof.methods.family import PlanFamily
 from kvprof.methods.named import ALWAYS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvprof.evaluation.evaluator import Evaluator
-    from kvprof.evaluation.frontier import FrontierOptions
-    from kvprof.evaluation.requests import MethodRequest
-    from kvprof.methods.family import PlanFamily
-    from kvprof.moments.calibrator import CalibrationOptions
-    from kvprof.sources.grammar import Source
+from kvprof.moments.calibrator import (
+    CalibrationInterrupted,
+    CalibrationOptions,
+    Calibrator,
+    uncalibrated_family,
+)
+from kvprof.moments.tokens import check_separate
+from kvprof.sources.grammar import Source
 
 __all__ = ["FrontierRun", "keep_rates", "run_frontier"]
 
@@ -56,11 +61,11 @@ class FrontierRun:
 
 
 def run_frontier(
-    evaluator: "Evaluator",
-    sources: "Sequence[Source]",
-    requests: "list[MethodRequest]",
-    calibration: "CalibrationOptions",
-    options: "FrontierOptions",
+    evaluator: Evaluator,
+    sources: Sequence[Source],
+    requests: list[MethodRequest],
+    calibration: CalibrationOptions,
+    options: FrontierOptions,
     folder: Path | None,
     stop: Stop,
 ) -> FrontierRun | None:
@@ -90,13 +95,6 @@ def run_frontier(
         When calibration data is evaluation data, the metric is not measured, or the only method
         asked for does not fit the model.
     """
-    from kvprof.evaluation.evaluation_cache import EvaluationCache
-    from kvprof.evaluation.evaluator import refuse_hidden
-    from kvprof.evaluation.frontier import Frontier, check_metric, expected_steps
-    from kvprof.evaluation.rate_search import Interrupted
-    from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
-    from kvprof.moments.tokens import check_separate
-
     check_metric(options.metric, list(dict.fromkeys(item.task for item in evaluator.items)))
     warnings: list[str] = []
     calibration_of: dict[str, dict[str, Any]] = {}
@@ -130,7 +128,7 @@ def run_frontier(
             if request.label not in blind:
                 calibrator.expect(request.method, **request.options)
 
-        def family_of(request: "MethodRequest") -> "PlanFamily":
+        def family_of(request: MethodRequest) -> PlanFamily:
             if request.label in blind:
                 raise UsageError(blind[request.label])
             try:
@@ -183,7 +181,7 @@ def run_frontier(
     )
 
 
-def _blind(evaluator: "Evaluator", requests: "list[MethodRequest]") -> dict[str, str]:
+def _blind(evaluator: Evaluator, requests: list[MethodRequest]) -> dict[str, str]:
     """Return which rows a single pass does not show, and why; none where sequences are decoded.
 
     Raises
@@ -191,12 +189,8 @@ def _blind(evaluator: "Evaluator", requests: "list[MethodRequest]") -> dict[str,
     UsageError
         When nothing else was asked for.
     """
-    from kvprof.evaluation.evaluator import hidden_in_one_pass
-
     if not evaluator.settings.teacher_forced:
         return {}
-    from kvprof.moments.calibrator import uncalibrated_family
-
     blind: dict[str, str] = {}
     for request in requests:
         try:
@@ -220,8 +214,6 @@ def _blind(evaluator: "Evaluator", requests: "list[MethodRequest]") -> dict[str,
 
 def keep_rates(result: dict[str, Any], cache: Path | None) -> list[str]:
     """Record what ``kvprof plan --fit`` reads; return what could not be kept."""
-    from kvprof.evaluation.recorded_rates import record_rates
-
     try:
         record_rates(result, cache)
     except KvprofError as failure:

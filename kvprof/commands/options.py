@@ -1,24 +1,18 @@
-"""Options that several commands share: the model, where it runs, how it is fed."""
+"""Options that several commands share, and how ``--help`` shows a command's options."""
 
-import os
 import re
-from collections.abc import Sequence
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from kvprof import console
 from kvprof.commands.completion import methods, models
-from kvprof.environment import usable_threads
 from kvprof.errors import UsageError
+from kvprof.methods.named import check_names
 from kvprof.sizes import parse_share
-
-if TYPE_CHECKING:
-    from kvprof.models.load import LoadedModel
 
 __all__ = [
     "DATA",
@@ -30,6 +24,7 @@ __all__ = [
     "CalibrateOption",
     "CalibrateTokensOption",
     "Command",
+    "ContextOption",
     "DeviceOption",
     "DtypeOption",
     "GridOption",
@@ -42,14 +37,19 @@ __all__ = [
     "RemovalOption",
     "RevisionOption",
     "SeedOption",
+    "SeqLenOption",
+    "SequencesOption",
+    "TaskItemsOption",
+    "TasksOption",
+    "TeacherForcedOption",
+    "TextOption",
     "TrustOption",
-    "defined_pairs",
-    "load_for_command",
+    "check_choice",
     "method_options",
     "parse_rates",
     "share_option",
-    "spectra_only",
 ]
+
 
 # --- What ``--help`` says of a command: its options in groups, and examples to copy.
 
@@ -164,100 +164,6 @@ TrustOption = Annotated[
 ]
 
 
-def load_for_command(
-    model: str | None,
-    *,
-    device: str,
-    dtype: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    compressed: bool = False,
-) -> "LoadedModel":
-    """Load the model that a command was asked for; ``reference`` when it names none.
-
-    Parameters
-    ----------
-    model, device, dtype, revision, trust_remote_code
-        From the command line.
-    compressed : bool
-        Whether the command needs it to run with a compressed cache; one that cannot is refused.
-    """
-    from kvprof.models.load import load_model
-
-    _use_what_is_there()
-    spec = model or "reference"
-    with console.status(f"loading {spec}"):
-        loaded = load_model(
-            spec,
-            device=device,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        if compressed:
-            from kvprof.runtime.compressed import check_runs
-
-            check_runs(loaded)
-    return loaded
-
-
-def spectra_only(loaded: "LoadedModel") -> list[str]:
-    """Return what to say of a model that can be looked at and not run compressed."""
-    from kvprof.runtime.compressed import refusal
-
-    if loaded.layout.layers[0].mla or (reason := refusal(loaded)) is None:
-        return []
-    return [f"this model cannot run with a compressed cache, so no plan is for it: {reason}"]
-
-
-def _use_what_is_there() -> None:
-    """Keep torch from starting more threads than a container's share of the processor has room for.
-
-    Torch counts the whole machine's cores; threads beyond the share make everything many times
-    slower. Whoever sets ``OMP_NUM_THREADS`` knows better.
-    """
-    import torch
-
-    usable = usable_threads()
-    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable:
-        torch.set_num_threads(usable)
-
-
-def defined_pairs(
-    loaded: "LoadedModel", pairs: Sequence[str], *, asked: bool, warnings: list[str]
-) -> tuple[str, ...]:
-    """Return the pairs that a model has.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    pairs : sequence of str
-    asked : bool
-        Whether the user named them; a default leaves out what is not there and warns.
-    warnings : list of str
-        Gets what was left out.
-
-    Raises
-    ------
-    UsageError
-        When the user asked for one that the model does not have, or none is left.
-    """
-    from kvprof.moments.collect import undefined_pairs
-
-    lacking = [pair for pair in undefined_pairs(loaded.layout) if pair in pairs]
-    left = tuple(pair for pair in pairs if pair not in lacking)
-    if not lacking:
-        return left
-    reason = (
-        f"{' and '.join(lacking)} cannot be had from {loaded.layout.architecture}: its W_O or W_V "
-        "is no plain projection per head"
-    )
-    if asked or not left:
-        raise UsageError(f"--pairs: {reason}; leave {'it' if len(lacking) == 1 else 'them'} out")
-    warnings.append(f"{reason}; left out")
-    return left
-
-
 def parse_rates(text: str, *, what: str) -> list[float]:
     """Read a comma-separated list of shares between 0 and 1, ascending and without repeats.
 
@@ -352,6 +258,61 @@ MethodOptionsOption = Annotated[
 ]
 
 
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        rich_help_panel=METHOD,
+        help="Tokens at which bytes are counted; k is 1,024. Default: an evaluation's mean.",
+    ),
+]
+TextOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text",
+        rich_help_panel=DATA,
+        help="prose, code (embedded) or a file; repeatable. Default prose.",
+    ),
+]
+SequencesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--sequences", rich_help_panel=DATA, min=1, help="Of each text, at most. Default by device."
+    ),
+]
+SeqLenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--seq-len",
+        rich_help_panel=DATA,
+        help="Tokens per sequence; half is decoded. Default by device.",
+    ),
+]
+TasksOption = Annotated[
+    str,
+    typer.Option(
+        "--tasks", rich_help_panel=DATA, help="all, none, or needle,variables,copy,frequent-words."
+    ),
+]
+TaskItemsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--task-items",
+        rich_help_panel=DATA,
+        min=1,
+        help="Questions of each task. Default by device.",
+    ),
+]
+TeacherForcedOption = Annotated[
+    bool,
+    typer.Option(
+        "--teacher-forced",
+        rich_help_panel=DATA,
+        help="Score text in one pass instead of decoding it.",
+    ),
+]
+
+
 def method_options(
     allocation: str | None, grid: int | None, minimum: int | None, extra: list[str] | None
 ) -> dict[str, Any]:
@@ -381,3 +342,53 @@ def method_options(
             raise UsageError(f"--option {entry!r}: {key} is given twice")
         options[key] = value.strip()
     return options
+
+
+_NAMED = ("allocation", "grid", "minimum")
+
+
+def check_choice(
+    method: str | None,
+    plan_file: Path | None,
+    *,
+    rate: float | None,
+    removal: float | None,
+    calibrate: str | None,
+    calibrate_tokens: str | None,
+    options: dict[str, Any],
+) -> None:
+    """Refuse what contradicts itself, while torch is not loaded yet.
+
+    Parameters
+    ----------
+    method, plan_file, rate, removal, calibrate, calibrate_tokens
+        From the command line.
+    options : dict
+        From `method_options`.
+
+    Raises
+    ------
+    UsageError
+        Naming the options.
+    """
+    if plan_file is not None:
+        given = {
+            "--method": method is not None,
+            "--rate": rate is not None,
+            "--removal": removal is not None,
+            "--calibrate": calibrate is not None,
+            "--calibrate-tokens": calibrate_tokens is not None,
+            **{f"--{key}" if key in _NAMED else f"--option {key}": True for key in options},
+        }
+        if said := [option for option, is_given in given.items() if is_given]:
+            raise UsageError(
+                f"--plan {plan_file} says everything already; leave out {' and '.join(said)}"
+            )
+        return
+    if method is None:
+        raise UsageError("give --method with --rate, for example --method kq --rate 0.5, or --plan")
+    if rate is not None and removal is not None:
+        raise UsageError("--rate and --removal both say how much is removed; keep one")
+    if rate is not None and not 0 <= rate < 1:  # a NaN neither
+        raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
+    check_names([method])

@@ -1,7 +1,7 @@
 """Where a command's result goes: options, checks before the work, and how a command ends."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvprof.commands.options import OUTPUT
 from kvprof.console import deliver, spill
+from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
 from kvprof.records.files import (
     RESULT_NAME,
@@ -21,7 +22,9 @@ from kvprof.records.files import (
     write_bytes_atomic,
 )
 from kvprof.records.journal import find_events, remove_other_events
+from kvprof.records.result import build_result
 from kvprof.requirements import extra_command
+from kvprof.views import kinds
 
 __all__ = [
     "CsvOption",
@@ -141,6 +144,66 @@ class Outputs:
         if self.out is not None and not self.force and (found := find_events(self.out)) is not None:
             raise UsageError(f"{found} exists; --force overwrites it")
 
+    def end(
+        self,
+        kind: str,
+        *,
+        inputs: Mapping[str, Any],
+        data: Mapping[str, Any],
+        warnings: Sequence[str] = (),
+        complete: bool = True,
+        problem: BaseException | None = None,
+        interrupted: bool | None = None,
+        lost: Sequence[str] = (),
+        keep: Callable[[dict[str, Any]], Sequence[str]] | None = None,
+        report: Callable[[dict[str, Any], int, bool], Any] = kinds.report,
+        unheard: OSError | None = None,
+    ) -> None:
+        """End a command that has measured: make its result, and `finish` with it.
+
+        The report, the CSV and the figure are those of the result's kind.
+
+        Parameters
+        ----------
+        kind, inputs, data, warnings, complete
+            Of the result, as `kvprof.records.result.build_result` takes them.
+        problem, lost, unheard
+            As `finish` takes them; an incomplete result names the problem as its reason.
+        interrupted : bool, optional
+            Whether the user ended it; without it, whether the result is incomplete.
+        keep : callable, optional
+            Given the result before it is written anywhere; returns what it could not keep.
+        report : callable, optional
+            Given the result, a width and whether there is colour, where the report of the kind is
+            not all that there is to show.
+
+        Raises
+        ------
+        FailedError, BaseException, typer.Exit
+            As `finish`.
+        """
+        reason = None if complete or problem is None else str(problem) or type(problem).__name__
+        result = build_result(
+            kind,
+            environment=collect_environment(),
+            inputs=inputs,
+            data=data,
+            warnings=warnings,
+            complete=complete,
+            incomplete_reason=reason,
+        )
+        unkept = keep(result) if keep is not None else ()
+        self.finish(
+            result,
+            lambda width, colour: report(result, width, colour),
+            csv_text=lambda: _offered(kinds.csv_of(result), "--csv")(),
+            figure=lambda: _offered(kinds.figure_of(result), "--svg and --png")(),
+            lost=[*lost, *unkept],
+            problem=problem,
+            interrupted=not complete if interrupted is None else interrupted,
+            unheard=unheard,
+        )
+
     def finish(
         self,
         result: dict[str, Any],
@@ -153,7 +216,7 @@ class Outputs:
         interrupted: bool = False,
         unheard: OSError | None = None,
     ) -> None:
-        """End a command: write the result to every destination, print its report, and leave.
+        """Write a result to every destination, print its report, and leave.
 
         A destination that fails (a disk that is full by now, a file that has come to exist) keeps
         neither the others from being written nor the report from being printed. Where stdout fails

@@ -1,17 +1,17 @@
 """``kvprof plan``: what a method would store, fold and run, and what fits into a memory."""
 
-from collections.abc import Sequence
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvprof.commands import completion
-from kvprof.commands.context import ContextOption, resolve_context
 from kvprof.commands.options import (
     AllocationOption,
     CalibrateOption,
     CalibrateTokensOption,
+    ContextOption,
     DeviceOption,
     DtypeOption,
     GridOption,
@@ -23,24 +23,18 @@ from kvprof.commands.options import (
     RemovalOption,
     RevisionOption,
     TrustOption,
-    load_for_command,
+    check_choice,
     method_options,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
-from kvprof.commands.plan_run import fit_data, fit_sizes, rounded_plan
-from kvprof.commands.steps import check_choice, make_plan
-from kvprof.environment import collect_environment
-from kvprof.errors import KvprofError, UsageError
+from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names, names_in
-from kvprof.records.result import build_result
+from kvprof.sizes import parse_share
 
-if TYPE_CHECKING:
-    from kvprof.methods.plan import Plan
-    from kvprof.models.load import LoadedModel
-
-_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b", re.IGNORECASE)
+_LARGEST = 2.0**60
+_FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
 def plan(
@@ -128,9 +122,28 @@ def plan(
             "means nothing without --fit",
             {"--methods": methods, "--reserve": reserve, "--rates": rates},
         )
-        _one_plan(
+        _check_one(files, save)
+        check_choice(plan_file=files[0] if files else None, **given)
+    else:
+        _refuse(
+            "cannot be had with --fit, which plans several methods; run kvprof plan without it",
+            {"--removal": removal, "--describe": describe, "--compare": compare, "--save": save},
+        )
+        if method is not None and methods is not None:
+            raise UsageError("--method and --methods both name what --fit is for; keep one")
+        if rate is not None and not 0 <= rate < 1:
+            raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
+        check_names(names_in(methods or method or ""))
+        sizes = _fit_sizes(fit, reserve or "10%")
+
+    # Everything from here on needs torch.
+    from kvprof.commands.plan_run import fit_data, model_inputs, one_plan
+    from kvprof.commands.steps import load_for_command, resolve_context
+
+    if fit is None:
+        one_plan(
             model,
-            files,
+            files[0] if files else None,
             given,
             how,
             outputs,
@@ -140,16 +153,6 @@ def plan(
             save=save,
         )
         return
-    _refuse(
-        "cannot be had with --fit, which plans several methods; run kvprof plan without it",
-        {"--removal": removal, "--describe": describe, "--compare": compare, "--save": save},
-    )
-    if method is not None and methods is not None:
-        raise UsageError("--method and --methods both name what --fit is for; keep one")
-    if rate is not None and not 0 <= rate < 1:
-        raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
-    check_names(names_in(methods or method or ""))
-    sizes = fit_sizes(fit, reserve or "10%")
     loaded = load_for_command(model, **how)
     at = resolve_context(context, loaded)
     with graceful_interrupt() as stop:
@@ -166,16 +169,20 @@ def plan(
             context=at,
             stop=stop,
         )
-        inputs = {
-            **_model_inputs(loaded),
-            "fit": fit,
-            "reserve": reserve or "10%",
-            "context": at,
-            "rate": rate,
-            "calibrate": calibrate,
-            "options": options,
-        }
-        _finish({"plan": None, "comparison": None, "fit": data}, inputs, outputs, complete=complete)
+        outputs.end(
+            "plan",
+            inputs={
+                **model_inputs(loaded),
+                "fit": fit,
+                "reserve": reserve or "10%",
+                "context": at,
+                "rate": rate,
+                "calibrate": calibrate,
+                "options": options,
+            },
+            data={"plan": None, "comparison": None, "fit": data},
+            complete=complete,
+        )
 
 
 def _refuse(why: str, given: dict[str, Any]) -> None:
@@ -188,142 +195,47 @@ def _refuse(why: str, given: dict[str, Any]) -> None:
         raise UsageError(f"{' and '.join(said)} {why}")
 
 
-def _one_plan(
-    model: str | None,
-    files: list[Path],
-    given: dict[str, Any],
-    how: dict[str, Any],
-    outputs: Outputs,
-    *,
-    context: str | None,
-    describe: bool,
-    compare: Path | None,
-    save: Path | None,
-) -> None:
-    """Make or read a plan, save it, and tell about it."""
+def _check_one(files: list[Path], save: Path | None) -> None:
     if len(files) > 1:
         raise UsageError("--plan names several plans; --fit takes them all, --compare a second one")
     if save is not None and files:
         raise UsageError(f"--save {save}: the plan of --plan is saved already; leave one out")
-    check_choice(plan_file=files[0] if files else None, **given)
-    from kvprof.methods.plan_files import load_plan, save_plan
 
-    lost: list[str] = []
-    loaded, rounded, other = None, None, None
-    if files and model is None:
-        made, dtype = _saved(files[0], how["dtype"])
-        inputs: dict[str, Any] = {
-            "model": made.made.get("model"),
-            "fingerprint": made.fingerprint,
-            "dtype": dtype,
-        }
-        at = resolve_context(context, None, made)
-        if compare is not None:
-            other = load_plan(compare, fingerprint=made.fingerprint)
+
+def _fit_sizes(memory: str, reserve: str) -> tuple[int, int]:
+    """Read ``--fit`` and ``--reserve``, in bytes.
+
+    Parameters
+    ----------
+    memory : str
+        ``80GB``; a GB is 1,024³ bytes, as GPUs are sold.
+    reserve : str
+        The same, or a share of the memory: ``10%``.
+
+    Raises
+    ------
+    UsageError
+        For what is no size, and a reserve that leaves nothing.
+    """
+    total = _size(memory, "--fit")
+    if total < 1:
+        raise UsageError(f"--fit {memory} holds nothing; give a memory such as 80GB")
+    if reserve.strip().endswith("%"):
+        kept = int(total * parse_share(reserve, what="--reserve"))
     else:
-        loaded = load_for_command(model, **how)
-        inputs, at = _model_inputs(loaded), resolve_context(context, loaded)
-        if compare is not None:  # before the work: no calibration is lost to a file that is damaged
-            other = load_plan(compare, fingerprint=loaded.fingerprint, layout=loaded.layout)
-        with graceful_interrupt() as stop:
-            if files:
-                made = make_plan(
-                    loaded, **given, plan_file=files[0], context=at, seq_len=None, stop=stop
-                )
-            else:
-                rounded = rounded_plan(loaded, **given, context=at, stop=stop)
-                made = rounded.plan
-
-    from kvprof.methods.plan_report import comparison, plan_report
-
-    if save is not None:
-        try:
-            save_plan(made, save, force=outputs.force)
-        except KvprofError as problem:
-            lost.append(str(problem))
-    itemsize = _DTYPES[inputs["dtype"]]
-    data = {
-        "plan": plan_report(
-            made,
-            at,
-            itemsize=itemsize,
-            layout=loaded.layout if loaded is not None else None,
-            fine=rounded.fine if rounded is not None else None,
-            knob=rounded.knob if rounded is not None else None,
-        ),
-        "comparison": None,
-        "fit": None,
-    }
-    if compare is not None and other is not None:
-        data["comparison"] = {
-            "file": compare.name,
-            **comparison(made, other, at, itemsize=itemsize),
-        }
-    inputs |= {
-        "context": at,
-        "plan_file": files[0] if files else None,
-        "saved": save,
-        "describe": describe,
-    }
-    _finish(
-        data,
-        {**inputs, **given} if not files else inputs,
-        outputs,
-        describe=describe,
-        warnings=made.made.get("notes", ()),
-        lost=lost,
-    )
+        kept = _size(reserve, "--reserve")
+    if kept < 0:
+        raise UsageError(f"--reserve {reserve} is less than nothing")
+    if kept >= total:
+        raise UsageError(f"--reserve {reserve} leaves nothing of --fit {memory}")
+    return total, kept
 
 
-def _saved(path: Path, dtype: str) -> "tuple[Plan, str]":
-    """Read a plan without its model, and tell in which dtype its bytes are counted."""
-    from kvprof.methods.plan_files import load_plan
-
-    made = load_plan(path)
-    name = made.made.get("dtype") if dtype == "auto" else dtype
-    name = _LONG.get(str(name), name)
-    if name not in _DTYPES:
-        raise UsageError(
-            f"{path.name}: --dtype {dtype} says in no dtype that the cache is counted in; give "
-            f"{', '.join(_DTYPES)}"
-        )
-    return made, name
-
-
-def _model_inputs(loaded: "LoadedModel") -> dict[str, Any]:
-    return {
-        "model": loaded.spec,
-        "revision": loaded.revision,
-        "fingerprint": loaded.fingerprint,
-        "architecture": loaded.layout.architecture,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": str(loaded.device),
-    }
-
-
-def _finish(
-    data: dict[str, Any],
-    inputs: dict[str, Any],
-    outputs: Outputs,
-    *,
-    describe: bool = False,
-    complete: bool = True,
-    lost: Sequence[str] = (),
-    warnings: Sequence[str] = (),
-) -> None:
-    from kvprof.views import plan as view
-
-    result = build_result(
-        "plan",
-        environment=collect_environment(),
-        inputs=inputs,
-        data=data,
-        warnings=warnings,
-        complete=complete,
-    )
-    outputs.finish(
-        result,
-        lambda width, colour: view.report(result, width, colour=colour, describe=describe),
-        lost=lost,
-        interrupted=not complete,
-    )
+def _size(text: str, option: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{option}: {text!r} is no size; write for example 80GB or 512MiB")
+    value = float(match[1]) * _FACTORS[match[2].lower()]
+    if value > _LARGEST:
+        raise UsageError(f"{option}: {text[:20]} is more than any machine has")
+    return int(value)

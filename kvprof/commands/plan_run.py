@@ -1,34 +1,50 @@
-"""``kvprof plan --fit``: the plans of several methods against one memory."""
+"""The run of ``kvprof plan``: one plan and what it stores, or several against one memory."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kvprof import console
 from kvprof.commands.options import method_options
+from kvprof.commands.output import Outputs
 from kvprof.commands.steps import (
     calibration_interrupts,
     calibration_options,
     check_calibration,
+    check_options,
+    load_for_command,
+    make_plan,
     plan_of,
+    resolve_context,
 )
-from kvprof.errors import LackingError, UsageError
-from kvprof.interrupt import Stop
+from kvprof.errors import KvprofError, LackingError, UsageError
+from kvprof.evaluation.recorded_rates import RecordedRate, canonical_label, load_recorded_rates
+from kvprof.evaluation.requests import MethodRequest, parse_methods
+from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.methods.accounting import rate
+from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
+from kvprof.methods.fit import Memory, fit_plan
 from kvprof.methods.named import ALWAYS, COMPARED
-from kvprof.sizes import format_bytes, parse_share
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.plan_report import comparison, plan_report
+from kvprof.models.load import LoadedModel
+from kvprof.moments.calibrator import (
+    CalibrationInterrupted,
+    CalibrationOptions,
+    Calibrator,
+    follows_from_rate,
+    uncalibrated_family,
+)
+from kvprof.sizes import format_bytes
+from kvprof.sources.grammar import EMBEDDED, RANDOM, parse_source
+from kvprof.views.plan import report
 
-if TYPE_CHECKING:
-    from kvprof.evaluation.recorded_rates import RecordedRate
-    from kvprof.evaluation.requests import MethodRequest
-    from kvprof.methods.family import PlanFamily
-    from kvprof.methods.fit import Memory
-    from kvprof.methods.plan import Plan
-    from kvprof.models.load import LoadedModel
-    from kvprof.moments.calibrator import CalibrationOptions, Calibrator
-
-__all__ = ["RoundedPlan", "fit_data", "fit_sizes", "rounded_plan"]
+__all__ = ["RoundedPlan", "fit_data", "model_inputs", "one_plan", "rounded_plan"]
 
 # --- A plan beside what was requested before its ranks were rounded up to the grid.
 
@@ -50,13 +66,13 @@ class RoundedPlan:
         What the setting is called.
     """
 
-    plan: "Plan"
-    fine: "Plan | None"
+    plan: Plan
+    fine: Plan | None
     knob: str | None
 
 
 def rounded_plan(
-    loaded: "LoadedModel",
+    loaded: LoadedModel,
     *,
     method: str,
     rate: float | None,
@@ -77,8 +93,6 @@ def rounded_plan(
         calibrated=bool(calibrate or calibrate_tokens),
         rated=rate is not None or removal is not None,
     )
-    from kvprof.moments.calibrator import Calibrator
-
     given = calibration_options(calibrate, calibrate_tokens, seq_len=None)
     calibrator = Calibrator(
         loaded, given, progress=console.track, should_stop=stop, notice=console.warn
@@ -92,8 +106,8 @@ def rounded_plan(
 
 
 def _fine(
-    calibrator: "Calibrator", family: "PlanFamily", plan: "Plan", options: dict[str, Any]
-) -> "Plan | None":
+    calibrator: Calibrator, family: PlanFamily, plan: Plan, options: dict[str, Any]
+) -> Plan | None:
     """Return the plan with the ranks that its knob asks for, or None where it asks for none."""
     made, value = plan.made.get("options", {}), plan.made.get(family.knob)
     if made.get("allocation") not in _ROUNDED_UP or value is None:
@@ -105,44 +119,14 @@ def _fine(
     return replace(plan, layers=fine.build(value).layers)
 
 
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (4096, 16384, 65536)
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b", re.IGNORECASE)
-_LARGEST = 2.0**60
-_FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-
-
-def fit_sizes(memory: str, reserve: str) -> tuple[int, int]:
-    """Read ``--fit`` and ``--reserve``, in bytes.
-
-    Parameters
-    ----------
-    memory : str
-        ``80GB``; a GB is 1,024³ bytes, as GPUs are sold.
-    reserve : str
-        The same, or a share of the memory: ``10%``.
-
-    Raises
-    ------
-    UsageError
-        For what is no size, and a reserve that leaves nothing.
-    """
-    total = _size(memory, "--fit")
-    if total < 1:
-        raise UsageError(f"--fit {memory} holds nothing; give a memory such as 80GB")
-    if reserve.strip().endswith("%"):
-        kept = int(total * parse_share(reserve, what="--reserve"))
-    else:
-        kept = _size(reserve, "--reserve")
-    if kept < 0:
-        raise UsageError(f"--reserve {reserve} is less than nothing")
-    if kept >= total:
-        raise UsageError(f"--reserve {reserve} leaves nothing of --fit {memory}")
-    return total, kept
 
 
 def fit_data(
-    loaded: "LoadedModel",
+    loaded: LoadedModel,
     sizes: tuple[int, int],
     *,
     methods: str | None,
@@ -161,7 +145,7 @@ def fit_data(
     ----------
     loaded : LoadedModel
     sizes : tuple of int
-        Memory and reserve, from `fit_sizes`.
+        Memory and reserve, of ``--fit`` and ``--reserve``, in bytes.
     methods : str or None
         As for ``kvprof frontier --methods``; None takes `COMPARED`, or with plan files none.
     rate : float or None
@@ -193,12 +177,6 @@ def fit_data(
         For unknown methods, plans or frontiers of another model, and options that nothing here
         would heed.
     """
-    from kvprof.evaluation.recorded_rates import canonical_label, load_recorded_rates
-    from kvprof.evaluation.requests import parse_methods
-    from kvprof.methods.fit import Memory
-    from kvprof.methods.plan_files import load_plan
-    from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
-
     asked = ("full" if plan_files else COMPARED) if methods is None else methods
     requests = parse_methods(
         asked, dict(options), lambda written: method_options(None, None, None, written)
@@ -226,7 +204,7 @@ def fit_data(
         recorded = load_recorded_rates(loaded.fingerprint, record_files, warn=console.warn)
     calibrators: dict[str, Calibrator] = {}
 
-    def calibrator_for(known: "RecordedRate | None") -> Calibrator:
+    def calibrator_for(known: RecordedRate | None) -> Calibrator:
         """Return what calibrates as a record was, or as the user says; one for each."""
         if known is None or known.calibration is None:
             given = calibration_options(calibrate, calibrate_tokens, seq_len=None)
@@ -284,7 +262,7 @@ class _Chosen:
     """A plan, and why it is this one."""
 
     label: str
-    plan: "Plan"
+    plan: Plan
     rate_from: str
     context: int
     record: str | None = None
@@ -292,10 +270,10 @@ class _Chosen:
 
 
 def _chosen(
-    loaded: "LoadedModel",
-    calibrator_for: "Callable[[RecordedRate | None], Calibrator]",
-    request: "MethodRequest",
-    known: "RecordedRate | None",
+    loaded: LoadedModel,
+    calibrator_for: Callable[[RecordedRate | None], Calibrator],
+    request: MethodRequest,
+    known: RecordedRate | None,
     rate: float | None,
     context: int,
 ) -> _Chosen:
@@ -308,11 +286,6 @@ def _chosen(
     UsageError
         When there is neither, the rate is out of reach, or the method does not fit the model.
     """
-    import torch
-
-    from kvprof.methods.family import plan_at, plan_for_rate
-    from kvprof.moments.calibrator import uncalibrated_family
-
     family = uncalibrated_family(loaded, request.method, **request.options)
     if request.method in ALWAYS and family is not None:
         return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
@@ -336,15 +309,13 @@ def _chosen(
 
 
 def _refuse_unheeded(
-    requests: "Sequence[MethodRequest]",
+    requests: Sequence[MethodRequest],
     rate: float | None,
     record_files: Sequence[Path],
     *,
     told: bool,
 ) -> None:
     """Refuse options without effect, before anything is read or planned."""
-    from kvprof.moments.calibrator import follows_from_rate
-
     turned = [request for request in requests if request.method not in ALWAYS]
     if rate is not None and record_files:
         raise UsageError(
@@ -362,7 +333,7 @@ def _refuse_unheeded(
         )
 
 
-def _recorded_calibration(known: "RecordedRate") -> "CalibrationOptions":
+def _recorded_calibration(known: RecordedRate) -> CalibrationOptions:
     """Return the calibration of a record.
 
     Raises
@@ -370,9 +341,6 @@ def _recorded_calibration(known: "RecordedRate") -> "CalibrationOptions":
     UsageError
         When it was a file: its name alone does not bring it back.
     """
-    from kvprof.moments.calibrator import CalibrationOptions
-    from kvprof.sources.grammar import EMBEDDED, RANDOM, parse_source
-
     assert known.calibration is not None  # the caller has looked
     source = known.calibration["source"]
     if source not in (*RANDOM, *EMBEDDED):
@@ -386,11 +354,8 @@ def _recorded_calibration(known: "RecordedRate") -> "CalibrationOptions":
 
 
 def _row(
-    loaded: "LoadedModel", chosen: _Chosen, memory: "Memory", contexts: Sequence[int]
+    loaded: LoadedModel, chosen: _Chosen, memory: Memory, contexts: Sequence[int]
 ) -> dict[str, Any]:
-    from kvprof.methods.accounting import rate
-    from kvprof.methods.fit import fit_plan
-
     itemsize, own = loaded.dtype.itemsize, loaded.context_length
     fit = fit_plan(
         chosen.plan,
@@ -422,11 +387,122 @@ def _row(
     }
 
 
-def _size(text: str, option: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{option}: {text!r} is no size; write for example 80GB or 512MiB")
-    value = float(match[1]) * _FACTORS[match[2].lower()]
-    if value > _LARGEST:
-        raise UsageError(f"{option}: {text[:20]} is more than any machine has")
-    return int(value)
+def one_plan(
+    model: str | None,
+    file: Path | None,
+    given: dict[str, Any],
+    how: dict[str, Any],
+    outputs: Outputs,
+    *,
+    context: str | None,
+    describe: bool,
+    compare: Path | None,
+    save: Path | None,
+) -> None:
+    """Make or read a plan, save it, and end the command with what it stores.
+
+    Parameters
+    ----------
+    model : str or None
+        From the command line; a saved plan is told about without it.
+    file : Path or None
+        Of a saved plan.
+    given : dict
+        Otherwise the method, how much of it, its options and its calibration, as `make_plan` takes
+        them.
+    how : dict
+        The model is loaded, as `load_for_command` takes it.
+    outputs : Outputs
+    context, describe, compare, save
+        From the command line.
+    """
+    if file is None:
+        check_options(given["method"], given["options"])
+    lost: list[str] = []
+    loaded, rounded, other = None, None, None
+    if file is not None and model is None:
+        made, dtype = _saved(file, how["dtype"])
+        inputs: dict[str, Any] = {
+            "model": made.made.get("model"),
+            "fingerprint": made.fingerprint,
+            "dtype": dtype,
+        }
+        at = resolve_context(context, None, made)
+        if compare is not None:
+            other = load_plan(compare, fingerprint=made.fingerprint)
+    else:
+        loaded = load_for_command(model, **how)
+        inputs, at = model_inputs(loaded), resolve_context(context, loaded)
+        if compare is not None:  # before the work: no calibration is lost to a file that is damaged
+            other = load_plan(compare, fingerprint=loaded.fingerprint, layout=loaded.layout)
+        with graceful_interrupt() as stop:
+            if file is not None:
+                made = make_plan(
+                    loaded, **given, plan_file=file, context=at, seq_len=None, stop=stop
+                )
+            else:
+                rounded = rounded_plan(loaded, **given, context=at, stop=stop)
+                made = rounded.plan
+
+    if save is not None:
+        try:
+            save_plan(made, save, force=outputs.force)
+        except KvprofError as problem:
+            lost.append(str(problem))
+    itemsize = _DTYPES[inputs["dtype"]]
+    data = {
+        "plan": plan_report(
+            made,
+            at,
+            itemsize=itemsize,
+            layout=loaded.layout if loaded is not None else None,
+            fine=rounded.fine if rounded is not None else None,
+            knob=rounded.knob if rounded is not None else None,
+        ),
+        "comparison": None,
+        "fit": None,
+    }
+    if compare is not None and other is not None:
+        data["comparison"] = {
+            "file": compare.name,
+            **comparison(made, other, at, itemsize=itemsize),
+        }
+    inputs |= {
+        "context": at,
+        "plan_file": file,
+        "saved": save,
+        "describe": describe,
+    }
+    outputs.end(
+        "plan",
+        inputs=inputs if file is not None else {**inputs, **given},
+        data=data,
+        warnings=made.made.get("notes", ()),
+        lost=lost,
+        report=partial(report, describe=describe),
+    )
+
+
+def _saved(path: Path, dtype: str) -> tuple[Plan, str]:
+    """Read a plan without its model, and tell in which dtype its bytes are counted."""
+    made = load_plan(path)
+    name = made.made.get("dtype") if dtype == "auto" else dtype
+    name = _LONG.get(str(name), name)
+    if name not in _DTYPES:
+        raise UsageError(
+            f"{path.name}: --dtype {dtype} says in no dtype that the cache is counted in; give "
+            f"{', '.join(_DTYPES)}"
+        )
+    return made, name
+
+
+def model_inputs(loaded: LoadedModel) -> dict[str, Any]:
+    """Return what a result says of the model that was planned for."""
+    return {
+        "model": loaded.spec,
+        "revision": loaded.revision,
+        "fingerprint": loaded.fingerprint,
+        "architecture": loaded.layout.architecture,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+    }

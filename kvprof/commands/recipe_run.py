@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from platformdirs import user_cache_path
 
 from kvprof import console
 from kvprof.commands.output import Outputs
-from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, FailedError, KvprofError, LackingError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.files import (
@@ -28,7 +28,6 @@ from kvprof.records.files import (
     write_bytes_atomic,
     write_result,
 )
-from kvprof.records.result import build_result
 from kvprof.reproduction.allowed import REMOTE_CODE
 from kvprof.reproduction.cells import CellStore, Pool, Runner, code_version, run_child
 from kvprof.reproduction.check import load_recipe
@@ -245,21 +244,28 @@ def _run(
             should_stop=stop,
         )
         interrupted = finished.interrupted or stop()
-        warnings = [*finished.warnings, *finished.unkept]
-        result = _result(request, finished.entries, warnings, interrupted)
-        lost = [*finished.unkept, *_keep(result, folder)]
-        if not lost:
-            console.note(f"kept in {folder}; kvprof recipe report {folder} writes the ledger")
-        if interrupted:
-            console.warn(f"interrupted; the same command goes on with what {folder} has")
-        from kvprof.views.recipe import report
 
-        outputs.finish(
-            result,
-            lambda width, colour: report(result, width, colour=colour),
-            lost=lost,
+        def keep(result: dict[str, Any]) -> list[str]:
+            lost = [*finished.unkept, *_keep(result, folder)]
+            if not lost:
+                console.note(f"kept in {folder}; kvprof recipe report {folder} writes the ledger")
+            if interrupted:
+                console.warn(f"interrupted; the same command goes on with what {folder} has")
+            return lost
+
+        outputs.end(
+            "recipe",
+            inputs={
+                "recipes": [entry["recipe"] for entry in finished.entries],
+                "profile": request.profile,
+                "set": dict(request.settings),
+                "model": request.model,
+            },
+            data=ledger_data(finished.entries),
+            warnings=[*finished.warnings, *finished.unkept],
+            complete=not interrupted,
             problem=None if interrupted else _failing(finished.entries),
-            interrupted=interrupted,
+            keep=keep,
         )
 
 
@@ -277,8 +283,6 @@ def _tell_whom_it_trusts(planned: list[Planned]) -> None:
 def _default_folder() -> Path:
     if stated := os.environ.get("KVPROF_CACHE"):
         return Path(stated) / "recipes"
-    from platformdirs import user_cache_path
-
     return user_cache_path("kvprof") / "recipes"
 
 
@@ -296,24 +300,6 @@ def _older(folder: Path) -> list[dict[str, Any]]:
     with what_was_read(path):
         ledger_data(merge_entries(entries, []))  # before hours of measuring, not after them
     return entries
-
-
-def _result(
-    request: RunRequest, entries: list[dict[str, Any]], warnings: list[str], interrupted: bool
-) -> dict[str, Any]:
-    return build_result(
-        "recipe",
-        environment=collect_environment(),
-        inputs={
-            "recipes": [entry["recipe"] for entry in entries],
-            "profile": request.profile,
-            "set": dict(request.settings),
-            "model": request.model,
-        },
-        data=ledger_data(entries),
-        warnings=warnings,
-        complete=not interrupted,
-    )
 
 
 def _keep_configuration(folder: Path, configuration: dict[str, Any], force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
 from kvprof.commands.run_source import RunArgument, checked_report, load_run
+from kvprof.views.kinds import report
 
 
 def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) -> None:
@@ -19,7 +20,5 @@ def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) 
     outputs = Outputs(json=json, force=force)
     outputs.check()
     result = load_run(run)
-    from kvprof.views.kinds import report
-
     shown = checked_report(run, lambda width, colour: report(result, width, colour))
     outputs.finish(result, shown)

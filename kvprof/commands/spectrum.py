@@ -14,10 +14,7 @@ from kvprof.commands.options import (
     RevisionOption,
     SeedOption,
     TrustOption,
-    defined_pairs,
-    load_for_command,
     parse_rates,
-    spectra_only,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -28,10 +25,8 @@ from kvprof.commands.output import (
     PngOption,
     SvgOption,
 )
-from kvprof.environment import collect_environment
 from kvprof.errors import KvprofError, UsageError
-from kvprof.interrupt import Stop, graceful_interrupt
-from kvprof.records.result import build_result
+from kvprof.interrupt import graceful_interrupt
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import (
     DEFAULT_SEQ_LEN,
@@ -45,7 +40,6 @@ from kvprof.sources.grammar import (
 
 if TYPE_CHECKING:
     from kvprof.analysis.moments import Moments
-    from kvprof.models.load import LoadedModel
 
 _PAIRS = "qk,vo,k,v"
 
@@ -154,9 +148,16 @@ def spectrum(
         wanted = DEFAULT_TOKENS
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
 
+    # Everything from here on needs torch.
     from kvprof.analysis.pairs import check_pairs
     from kvprof.analysis.spectrum import query_head_data, spectrum_data
-    from kvprof.moments.collect import CollectOptions, suitable_batch_size
+    from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
+    from kvprof.moments.collect import (
+        CollectOptions,
+        collect_moments,
+        count_tokens,
+        suitable_batch_size,
+    )
     from kvprof.moments.files import load_moments, save_moments
 
     chosen_pairs = check_pairs([pair.strip() for pair in pairs.split(",") if pair.strip()])
@@ -191,7 +192,12 @@ def spectrum(
                 skip_first=skip_first,
                 pre_rope="q_pre" in chosen_pairs or "k_pre" in chosen_pairs,
             )
-            moments = _measure(loaded, chosen, options, stop)
+            expected = count_tokens(loaded, chosen, options)
+            what = f"{chosen.name} tokens through {loaded.spec}"
+            with console.track(what, expected) as progress:
+                *_, moments = collect_moments(
+                    loaded, chosen, options, advance=progress.advance, should_stop=stop
+                )
             if save is not None:
                 try:
                     save_moments(moments, save, force=force)
@@ -213,9 +219,8 @@ def spectrum(
             )
             if per_query_head:
                 data["per_query_head"] = query_head_data(moments, rates, grid=grid, paired=paired)
-        result = build_result(
+        outputs.end(
             "spectrum",
-            environment=collect_environment(),
             inputs=_inputs(
                 moments,
                 chosen,
@@ -229,14 +234,6 @@ def spectrum(
             data=data,
             warnings=warnings,
             complete=moments.complete,
-        )
-        from kvprof.views import spectrum as view
-
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
-            figure=lambda: view.figure(result),
             lost=lost,
             interrupted=not moments.complete and chosen.kind is not SourceKind.MOMENTS,
         )
@@ -257,17 +254,6 @@ def _source(
     if saved:
         return Source(SourceKind.MOMENTS, saved.name, (saved,))
     return parse_source(source or "random")
-
-
-def _measure(loaded: "LoadedModel", source: Source, options: Any, stop: Stop) -> "Moments":
-    from kvprof.moments.collect import collect_moments, count_tokens
-
-    expected = count_tokens(loaded, source, options)
-    with console.track(f"{source.name} tokens through {loaded.spec}", expected) as progress:
-        *_, moments = collect_moments(
-            loaded, source, options, advance=progress.advance, should_stop=stop
-        )
-    return moments
 
 
 def _inputs(

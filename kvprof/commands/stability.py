@@ -1,6 +1,6 @@
 """``kvprof stability``: whether the rotation is the model's own, and what a wrong one costs."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,10 +12,7 @@ from kvprof.commands.options import (
     ModelArgument,
     RevisionOption,
     TrustOption,
-    defined_pairs,
-    load_for_command,
     parse_rates,
-    spectra_only,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -26,19 +23,10 @@ from kvprof.commands.output import (
     PngOption,
     SvgOption,
 )
-from kvprof.commands.stability_run import make_plan, run_passes
-from kvprof.environment import collect_environment
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.records.result import build_result
 from kvprof.sizes import parse_count, parse_counts
 from kvprof.sources.grammar import Source, SourceKind, parse_source
-
-if TYPE_CHECKING:
-    from kvprof.analysis.stability import Run
-    from kvprof.analysis.stability_study import RankChoice
-    from kvprof.models.load import LoadedModel
-    from kvprof.moments.stability_passes import StudyPlan
 
 _PAIRS = "qk,vo"
 
@@ -128,7 +116,12 @@ def stability(
         raise UsageError(
             f"--tokens {tokens}: one count is no sweep; give two or more, such as 1k,2k,4k,8k"
         )
+
+    # Everything from here on needs torch.
     from kvprof.analysis.stability import FACTOR_PAIRS
+    from kvprof.analysis.stability_data import stability_data
+    from kvprof.commands.stability_run import make_plan, rank_choices, run_passes, study_inputs
+    from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
 
     chosen_pairs = tuple(dict.fromkeys(pair.strip() for pair in pairs.split(",")))
     for pair in chosen_pairs:
@@ -163,9 +156,7 @@ def stability(
         if not runs.get("source") or not runs.get("target"):
             # Interrupted before there was anything to compare: nothing to keep.
             raise KeyboardInterrupt
-        choices = _choices(given_ranks, rates, runs["source"][0], chosen_pairs)
-
-        from kvprof.analysis.stability_data import stability_data
+        choices = rank_choices(given_ranks, rates, runs["source"][0], chosen_pairs)
 
         with console.status("comparing the rotations"):
             data, warnings = stability_data(
@@ -181,23 +172,13 @@ def stability(
             warnings.insert(
                 0, "interrupted: the passes that were done are judged, the rest is missing"
             )
-        result = build_result(
+        outputs.end(
             "stability",
-            environment=collect_environment(),
-            inputs=_inputs(loaded, plan, runs, choices, batch_size, fingerprint),
+            inputs=study_inputs(loaded, plan, runs, choices, batch_size, fingerprint),
             data=data,
             warnings=[*left_out, *warnings],
             complete=complete,
-        )
-        from kvprof.views import stability as view
-
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
-            figure=lambda: view.figure(result),
             problem=_unmet(data["claims"]) if fail_on_claim and complete else None,
-            interrupted=not complete,
         )
 
 
@@ -233,56 +214,3 @@ def _targets(names: list[str]) -> list[Source]:
                 f"--against: two datasets are called {title!r}; rename one of the files"
             )
     return targets
-
-
-def _choices(
-    ranks: list[int] | None, rates: list[float], run: "Run", pairs: tuple[str, ...]
-) -> "list[RankChoice]":
-    from kvprof.analysis.stability_study import RankChoice
-
-    width = max(gram.shape[-1] for pair in pairs for gram in run.largest(pair).gram)
-    for rank in ranks or []:
-        if rank >= width:
-            raise UsageError(
-                f"--ranks: {rank} keeps all of heads of {width}; every basis is exact there"
-            )
-    given = ranks or [max(1, width // 4), max(1, width // 2)]
-    return [
-        *(RankChoice(rank=rank) for rank in given),
-        *(RankChoice(removal_rate=rate) for rate in rates),
-    ]
-
-
-def _inputs(
-    loaded: "LoadedModel | None",
-    plan: "StudyPlan",
-    runs: "dict[str, list[Run]]",
-    choices: "list[RankChoice]",
-    batch_size: int | None,
-    fingerprint: str,
-) -> dict[str, Any]:
-    from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS
-
-    return {
-        "model": loaded.spec if loaded is not None else None,
-        "fingerprint": fingerprint,
-        "revision": loaded.revision if loaded is not None else None,
-        "dtype": str(loaded.dtype).removeprefix("torch.") if loaded is not None else None,
-        "device": str(loaded.device) if loaded is not None else None,
-        "source": plan.source.name,
-        "targets": [target.name for target in plan.targets],
-        "pairs": list(plan.pairs),
-        "tokens": list(plan.counts),
-        "target_tokens": plan.target_tokens,
-        "seeds": [run.seed for run in runs["source"]],
-        "seq_len": runs["source"][0].seq_len,
-        "positions": f"0-{runs['source'][0].seq_len - 1}",
-        "target_positions": f"0-{runs['target'][0].seq_len - 1}",
-        "target_seq_len": runs["target"][0].seq_len,
-        "ranks": [choice.rank for choice in choices if choice.rank is not None],
-        "removal": [c.removal_rate for c in choices if c.removal_rate is not None],
-        "batch_size": batch_size or "by sequence length",
-        "value_weight_tokens": VALUE_WEIGHT_TOKENS,
-        "target_seeds": [run.seed for run in runs["target"]],
-        "noise_seeds": [run.seed for run in runs.get("noise", [])],
-    }

@@ -1,23 +1,25 @@
 """The plan and the passes of ``kvprof stability``: checked before, shown while they run."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvprof import console
+from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS
+from kvprof.analysis.stability import Run
+from kvprof.analysis.stability_study import RankChoice
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
+from kvprof.models.load import LoadedModel
+from kvprof.moments.collect import CollectOptions, count_tokens, suitable_batch_size
+from kvprof.moments.files import load_moments
+from kvprof.moments.stability_passes import StudyPlan, plan_passes, run_pass
 from kvprof.sizes import format_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind
 
-if TYPE_CHECKING:
-    from kvprof.analysis.stability import Run
-    from kvprof.models.load import LoadedModel
-    from kvprof.moments.stability_passes import StudyPlan
-
-__all__ = ["make_plan", "run_passes"]
+__all__ = ["make_plan", "rank_choices", "run_passes", "study_inputs"]
 
 
 def make_plan(
-    loaded: "LoadedModel | None",
+    loaded: LoadedModel | None,
     offline: Source,
     datasets: list[Source],
     pairs: tuple[str, ...],
@@ -25,12 +27,8 @@ def make_plan(
     target_tokens: int,
     seeds: int,
     lengths: tuple[int | None, int | None],
-) -> "StudyPlan":
+) -> StudyPlan:
     """Resolve the lengths and check, before anything is run, that every source is long enough."""
-    from kvprof.moments.collect import CollectOptions, count_tokens
-    from kvprof.moments.files import load_moments
-    from kvprof.moments.stability_passes import StudyPlan, plan_passes
-
     longest = loaded.context_length if loaded is not None else DEFAULT_SEQ_LEN
     source_length = lengths[0] or min(DEFAULT_SEQ_LEN, longest, counts[0])
     saved = offline.kind is SourceKind.MOMENTS
@@ -62,8 +60,8 @@ def make_plan(
 
 
 def run_passes(
-    loaded: "LoadedModel | None", plan: "StudyPlan", batch_size: int | None, stop: Stop
-) -> "tuple[dict[str, list[Run]], str, bool]":
+    loaded: LoadedModel | None, plan: StudyPlan, batch_size: int | None, stop: Stop
+) -> tuple[dict[str, list[Run]], str, bool]:
     """Run every pass of a study.
 
     Parameters
@@ -86,9 +84,6 @@ def run_passes(
     complete : bool
         False when the user interrupted; the runs that were done are returned.
     """
-    from kvprof.moments.collect import suitable_batch_size
-    from kvprof.moments.stability_passes import plan_passes, run_pass
-
     passes = plan_passes(plan)
     if loaded is None:
         passes = [item for item in passes if item.source.kind is SourceKind.MOMENTS]
@@ -115,3 +110,60 @@ def run_passes(
                 return runs, fingerprint, False
     assert fingerprint is not None
     return runs, fingerprint, True
+
+
+def rank_choices(
+    ranks: list[int] | None, rates: list[float], run: Run, pairs: tuple[str, ...]
+) -> list[RankChoice]:
+    """Return the ranks and removal rates to look at.
+
+    Raises
+    ------
+    UsageError
+        For a rank that keeps all of a head.
+    """
+    width = max(gram.shape[-1] for pair in pairs for gram in run.largest(pair).gram)
+    for rank in ranks or []:
+        if rank >= width:
+            raise UsageError(
+                f"--ranks: {rank} keeps all of heads of {width}; every basis is exact there"
+            )
+    given = ranks or [max(1, width // 4), max(1, width // 2)]
+    return [
+        *(RankChoice(rank=rank) for rank in given),
+        *(RankChoice(removal_rate=rate) for rate in rates),
+    ]
+
+
+def study_inputs(
+    loaded: LoadedModel | None,
+    plan: StudyPlan,
+    runs: dict[str, list[Run]],
+    choices: list[RankChoice],
+    batch_size: int | None,
+    fingerprint: str,
+) -> dict[str, Any]:
+    """Return every resolved input, so that a reader can repeat the run."""
+    return {
+        "model": loaded.spec if loaded is not None else None,
+        "fingerprint": fingerprint,
+        "revision": loaded.revision if loaded is not None else None,
+        "dtype": str(loaded.dtype).removeprefix("torch.") if loaded is not None else None,
+        "device": str(loaded.device) if loaded is not None else None,
+        "source": plan.source.name,
+        "targets": [target.name for target in plan.targets],
+        "pairs": list(plan.pairs),
+        "tokens": list(plan.counts),
+        "target_tokens": plan.target_tokens,
+        "seeds": [run.seed for run in runs["source"]],
+        "seq_len": runs["source"][0].seq_len,
+        "positions": f"0-{runs['source'][0].seq_len - 1}",
+        "target_positions": f"0-{runs['target'][0].seq_len - 1}",
+        "target_seq_len": runs["target"][0].seq_len,
+        "ranks": [choice.rank for choice in choices if choice.rank is not None],
+        "removal": [c.removal_rate for c in choices if c.removal_rate is not None],
+        "batch_size": batch_size or "by sequence length",
+        "value_weight_tokens": VALUE_WEIGHT_TOKENS,
+        "target_seeds": [run.seed for run in runs["target"]],
+        "noise_seeds": [run.seed for run in runs.get("noise", [])],
+    }

@@ -1,38 +1,272 @@
-"""Options and steps that ``plan``, ``eval``, ``frontier`` and ``generate`` share: one plan."""
+"""Steps that commands share once torch is loaded: a model, what it is evaluated on, a plan.
 
-from collections.abc import Iterator, Mapping
+This module imports torch, so that a command imports it only where its work begins.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import typer
 
 from kvprof import console
+from kvprof.analysis.pairs import undefined_pairs
+from kvprof.commands.options import check_choice
+from kvprof.environment import usable_threads
 from kvprof.errors import ExitCode, UsageError
+from kvprof.evaluation.data import (
+    default_shape,
+    default_task_items,
+    parse_tasks,
+    select_tasks,
+    text_samples,
+)
+from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.interrupt import Stop
-from kvprof.methods.named import check_names
+from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
+from kvprof.methods.low_rank import KNOBS
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import load_plan
+from kvprof.methods.registry import calibration_needs
+from kvprof.models.load import LoadedModel, load_model
+from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
+from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
-from kvprof.sources.grammar import DEFAULT_SEQ_LEN, parse_source
-
-if TYPE_CHECKING:
-    from kvprof.methods.family import PlanFamily
-    from kvprof.methods.plan import Plan
-    from kvprof.models.load import LoadedModel
-    from kvprof.moments.calibrator import CalibrationOptions
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, parse_source
 
 __all__ = [
+    "Sample",
     "calibration_interrupts",
     "calibration_options",
     "check_calibration",
-    "check_choice",
+    "check_options",
+    "defined_pairs",
+    "evaluation_context",
+    "load_for_command",
+    "load_sample",
     "make_plan",
     "plan_of",
+    "resolve_context",
+    "spectra_only",
 ]
+
+
+def load_for_command(
+    model: str | None,
+    *,
+    device: str,
+    dtype: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    compressed: bool = False,
+) -> LoadedModel:
+    """Load the model that a command was asked for; ``reference`` when it names none.
+
+    Parameters
+    ----------
+    model, device, dtype, revision, trust_remote_code
+        From the command line.
+    compressed : bool
+        Whether the command needs it to run with a compressed cache; one that cannot is refused.
+    """
+    _use_what_is_there()
+    spec = model or "reference"
+    with console.status(f"loading {spec}"):
+        loaded = load_model(
+            spec,
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        if compressed:
+            check_runs(loaded)
+    return loaded
+
+
+def spectra_only(loaded: LoadedModel) -> list[str]:
+    """Return what to say of a model that can be looked at and not run compressed."""
+    if loaded.layout.layers[0].mla or (reason := refusal(loaded)) is None:
+        return []
+    return [f"this model cannot run with a compressed cache, so no plan is for it: {reason}"]
+
+
+def _use_what_is_there() -> None:
+    """Keep torch from starting more threads than a container's share of the processor has room for.
+
+    Torch counts the whole machine's cores; threads beyond the share make everything many times
+    slower. Whoever sets ``OMP_NUM_THREADS`` knows better.
+    """
+    usable = usable_threads()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable:
+        torch.set_num_threads(usable)
+
+
+def defined_pairs(
+    loaded: LoadedModel, pairs: Sequence[str], *, asked: bool, warnings: list[str]
+) -> tuple[str, ...]:
+    """Return the pairs that a model has.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    pairs : sequence of str
+    asked : bool
+        Whether the user named them; a default leaves out what is not there and warns.
+    warnings : list of str
+        Gets what was left out.
+
+    Raises
+    ------
+    UsageError
+        When the user asked for one that the model does not have, or none is left.
+    """
+    lacking = [pair for pair in undefined_pairs(loaded.layout) if pair in pairs]
+    left = tuple(pair for pair in pairs if pair not in lacking)
+    if not lacking:
+        return left
+    reason = (
+        f"{' and '.join(lacking)} cannot be had from {loaded.layout.architecture}: its W_O or W_V "
+        "is no plain projection per head"
+    )
+    if asked or not left:
+        raise UsageError(f"--pairs: {reason}; leave {'it' if len(lacking) == 1 else 'them'} out")
+    warnings.append(f"{reason}; left out")
+    return left
+
+
+def evaluation_context(context_length: int) -> int:
+    """Return the mean context of an evaluation, in tokens.
+
+    Sequences are 2,048 tokens long, or the model's context; their second half is decoded, so that
+    three quarters of them are in the cache on average.
+
+    Parameters
+    ----------
+    context_length : int
+        Of the model.
+    """
+    return max(1, min(DEFAULT_SEQ_LEN, context_length) * 3 // 4)
+
+
+def resolve_context(
+    context: str | None, loaded: LoadedModel | None, plan: Plan | None = None
+) -> int:
+    """Return the tokens that ``--context`` names, or an evaluation's mean context.
+
+    Parameters
+    ----------
+    context : str or None
+        From the command line.
+    loaded : LoadedModel or None
+        None where a saved plan is looked at without its model.
+    plan : Plan, optional
+        The saved plan; the context that its rate was asked for is taken then.
+
+    Raises
+    ------
+    UsageError
+        When it is no count.
+    """
+    if context is not None:
+        return parse_count(context, what="--context")
+    if loaded is not None:
+        return evaluation_context(loaded.context_length)
+    stated = plan.made.get("context") if plan is not None else None
+    return stated if isinstance(stated, int) else evaluation_context(DEFAULT_SEQ_LEN)
+
+
+_DEFAULT_TEXT = ("prose",)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is evaluated.
+
+    Attributes
+    ----------
+    sources : tuple of Source
+    evaluator : Evaluator
+    warnings : tuple of str
+    """
+
+    sources: tuple[Source, ...]
+    evaluator: Evaluator
+    warnings: tuple[str, ...]
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the resolved options, for a result."""
+        evaluator = self.evaluator
+        items = evaluator.items
+        sequences = sum(int(sample.ids.shape[0]) for sample in evaluator.samples)
+        return {
+            "text": [sample.name for sample in evaluator.samples],
+            "sequences": sequences,
+            "seq_len": int(evaluator.samples[0].ids.shape[1]),
+            "tasks": list(dict.fromkeys(item.task for item in items)),
+            "task_items": len(items),
+            "protocol": "teacher_forced" if evaluator.settings.teacher_forced else "decode",
+        }
+
+
+def load_sample(
+    loaded: LoadedModel,
+    *,
+    text: list[str] | None,
+    sequences: int | None,
+    seq_len: str | None,
+    tasks: str,
+    task_items: int | None,
+    teacher_forced: bool,
+    batch_size: int | None,
+) -> Sample:
+    """Read what a model is to be evaluated on.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    text, sequences, seq_len, tasks, task_items, teacher_forced, batch_size
+        From the command line.
+
+    Raises
+    ------
+    UsageError
+        For an unknown text or task, or one that is too short or too long.
+    """
+    length = parse_count(seq_len, what="--seq-len") if seq_len else None
+    sources = tuple(parse_source(name, what="--text") for name in text or _DEFAULT_TEXT)
+
+    number, longest = default_shape(loaded)
+    with console.status("reading what is evaluated"):
+        samples = text_samples(
+            loaded, sources, seq_len=length or longest, sequences=sequences or number
+        )
+        selection = select_tasks(
+            loaded, parse_tasks(tasks), task_items or default_task_items(loaded)
+        )
+    warnings = []
+    if selection.left_out:
+        warnings.append(
+            f"{selection.left_out} questions exceed the context of {loaded.spec} and are left out"
+        )
+    warnings += [
+        f"{one.name} has {len(one.ids)} sequences of {one.ids.shape[1]:,} tokens, fewer than the "
+        f"{sequences} asked for"
+        for one in samples
+        if sequences is not None and len(one.ids) < sequences
+    ]
+    settings = EvaluationSettings(teacher_forced=teacher_forced, batch_size=batch_size)
+    evaluator = Evaluator(loaded, samples, selection.items, settings)
+    return Sample(sources, evaluator, tuple(warnings))
 
 
 def calibration_options(
     calibrate: str | None, calibrate_tokens: str | None, *, seq_len: int | None, seed: int = 0
-) -> "CalibrationOptions":
+) -> CalibrationOptions:
     """Return what the user said about calibration.
 
     Parameters
@@ -51,13 +285,11 @@ def calibration_options(
     """
     source = parse_source(calibrate, what="--calibrate") if calibrate else None
     tokens = parse_count(calibrate_tokens, what="--calibrate-tokens") if calibrate_tokens else None
-    from kvprof.moments.calibrator import CalibrationOptions
-
     return CalibrationOptions(source, tokens, seq_len or DEFAULT_SEQ_LEN, seed)
 
 
 def make_plan(
-    loaded: "LoadedModel",
+    loaded: LoadedModel,
     *,
     method: str | None,
     rate: float | None,
@@ -69,7 +301,7 @@ def make_plan(
     context: int,
     seq_len: int | None,
     stop: Stop,
-) -> "Plan":
+) -> Plan:
     """Read the plan that was given, or calibrate the method that was named and make one.
 
     Parameters
@@ -104,8 +336,6 @@ def make_plan(
         options=options,
     )
     if plan_file is not None:
-        from kvprof.methods.plan_files import load_plan
-
         return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert method is not None  # check_choice has seen to it
     check_calibration(
@@ -115,8 +345,6 @@ def make_plan(
         rated=rate is not None or removal is not None,
     )
 
-    from kvprof.moments.calibrator import Calibrator
-
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
     calibrator = Calibrator(
         loaded, given, progress=console.track, should_stop=stop, notice=console.warn
@@ -125,6 +353,26 @@ def make_plan(
         family = calibrator.family(method, **options)
     with console.status(f"planning {method}"):
         return plan_of(loaded, family, rate, removal, context)
+
+
+def check_options(method: str | None, options: Mapping[str, Any]) -> None:
+    """Refuse options that a method does not have, before a model is loaded for it.
+
+    Parameters
+    ----------
+    method : str or None
+        None with a saved plan.
+    options : mapping
+
+    Raises
+    ------
+    UsageError
+        For an option that the method does not have, or a value that is none of its.
+    LackingError
+        When a library that the method needs is missing.
+    """
+    if method is not None:
+        calibration_needs(method, **options)
 
 
 def check_calibration(
@@ -145,8 +393,6 @@ def check_calibration(
     UsageError
         Naming the options.
     """
-    from kvprof.methods.registry import calibration_needs
-
     needs = calibration_needs(method, **options)
     if needs is None and calibrated:
         raise UsageError(
@@ -164,8 +410,6 @@ def calibration_interrupts() -> Iterator[None]:
     ------
     typer.Exit
     """
-    from kvprof.moments.calibrator import CalibrationInterrupted
-
     try:
         yield
     except CalibrationInterrupted as cause:
@@ -174,12 +418,12 @@ def calibration_interrupts() -> Iterator[None]:
 
 
 def plan_of(
-    loaded: "LoadedModel",
-    family: "PlanFamily",
+    loaded: LoadedModel,
+    family: PlanFamily,
     rate: float | None,
     removal: float | None,
     context: int,
-) -> "Plan":
+) -> Plan:
     """Return the plan of a family that the user's rate or removal rate asks for.
 
     Parameters
@@ -196,9 +440,6 @@ def plan_of(
     UsageError
         For a rate out of reach, or a removal rate of a method that has none.
     """
-    from kvprof.methods.family import plan_at, plan_for_rate
-    from kvprof.methods.low_rank import KNOBS
-
     if removal is not None:
         if family.knob != KNOBS["removal"]:
             raise UsageError(
@@ -211,43 +452,3 @@ def plan_of(
     if len(family.settings) == 1:
         return plan_at(family, family.settings[0])
     raise UsageError(f"--method {family.method} needs --rate or --removal")
-
-
-def check_choice(
-    method: str | None,
-    plan_file: Path | None,
-    *,
-    rate: float | None,
-    removal: float | None,
-    calibrate: str | None,
-    calibrate_tokens: str | None,
-    options: dict[str, Any],
-) -> None:
-    """Refuse what contradicts itself before anything is run."""
-    if plan_file is not None:
-        given = {
-            "--method": method is not None,
-            "--rate": rate is not None,
-            "--removal": removal is not None,
-            "--calibrate": calibrate is not None,
-            "--calibrate-tokens": calibrate_tokens is not None,
-            **{f"--{key}" if key in _NAMED else f"--option {key}": True for key in options},
-        }
-        if said := [option for option, is_given in given.items() if is_given]:
-            raise UsageError(
-                f"--plan {plan_file} says everything already; leave out {' and '.join(said)}"
-            )
-        return
-    if method is None:
-        raise UsageError("give --method with --rate, for example --method kq --rate 0.5, or --plan")
-    if rate is not None and removal is not None:
-        raise UsageError("--rate and --removal both say how much is removed; keep one")
-    if rate is not None and not 0 <= rate < 1:  # a NaN neither
-        raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
-    check_names([method])
-    from kvprof.methods.registry import calibration_needs
-
-    calibration_needs(method, **options)  # an unknown name, or a library that is missing
-
-
-_NAMED = ("allocation", "grid", "minimum")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -27,10 +27,11 @@ from kvprof.leash import Leash
 from kvprof.records.events import CaseStarted, Preview
 from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, what_was_read
 from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
+from kvprof.tui.from_result import state_of
+from kvprof.tui.session import Session
+from kvprof.tui.sources import Live, NoEvents, Replay
 from kvprof.tui.worker import MESSAGES_NAME, PROGRAM, REPORT_NAME, Worker
-
-if TYPE_CHECKING:
-    from kvprof.tui.session import Session
+from kvprof.views.kinds import report
 
 __all__ = [
     "Watched",
@@ -71,11 +72,8 @@ class Watched:
     worker: Worker | None = None
     old: tuple[int, int, int] | None = None
 
-    def start(self) -> "Session":
+    def start(self) -> Session:
         """Start the command and return the session that watches it."""
-        from kvprof.tui.session import Session
-        from kvprof.tui.sources import Live
-
         record = self.folder / EVENTS_NAME
         self.old = _identity(record)
         self._make_folder()
@@ -226,7 +224,7 @@ _DEMO_SECONDS = 20.0
 _SEEN = (CaseStarted, Preview)
 
 
-def open_run(name: str, speed: float | None = None) -> "Session":
+def open_run(name: str, speed: float | None = None) -> Session:
     """Return a session that looks at a recorded run, or at one that is being written.
 
     Parameters
@@ -246,10 +244,6 @@ def open_run(name: str, speed: float | None = None) -> "Session":
     FailedError
         When it is damaged from its first line on, or of a newer kvprof.
     """
-    from kvprof.tui.from_result import state_of
-    from kvprof.tui.session import Session
-    from kvprof.tui.sources import Live, NoEvents, Replay
-
     found = run_files(name)
     record = found.events
     if record is None and found.result is not None and found.result.name == RESULT_NAME:
@@ -280,8 +274,6 @@ def open_run(name: str, speed: float | None = None) -> "Session":
 
 def print_report(name: str, why: str) -> None:
     """Print the report of a run, as far as it got, and say why it is not the live view."""
-    from kvprof.views.kinds import report
-
     result = load_run(name)
     console.note(f"{why}: here is the report instead of the live view")
     shown = checked_report(name, lambda width, colour: report(result, width, colour))
@@ -398,7 +390,7 @@ def _measure(watched: Watched, light: bool | None) -> int:
     return ended if ended is not None else code
 
 
-def _show(session: "Session", light: bool | None) -> int:
+def _show(session: Session, light: bool | None) -> int:
     from kvprof.tui.app import LiveApp
 
     app = LiveApp(session, save_to=Path.cwd(), light=_is_light() if light is None else light)

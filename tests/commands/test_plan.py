@@ -226,9 +226,7 @@ def test_fit_takes_the_recorded_rates(
         entry("kq:grid=2,minimum=2", 0.5, grid=2, minimum=2),
     )
     known = {one.label: one for one in entries}
-    monkeypatch.setattr(
-        "kvprof.evaluation.recorded_rates.load_recorded_rates", lambda *a, **k: known
-    )
+    monkeypatch.setattr("kvprof.commands.plan_run.load_recorded_rates", lambda *a, **k: known)
     arguments = (
         tiny_folder,
         "--fit",

@@ -208,8 +208,8 @@ def test_plans_that_a_single_pass_hides_have_no_such_rows(monkeypatch: pytest.Mo
             for task in settings.tasks
         ]
 
-    monkeypatch.setattr("kvprof.evaluation.harness.harness_rows", rows)
-    monkeypatch.setattr("kvprof.evaluation.harness.settings_described", lambda _: {})
+    monkeypatch.setattr("kvprof.commands.eval_run.harness_rows", rows)
+    monkeypatch.setattr("kvprof.commands.eval_run.settings_described", lambda _: {})
     fp8 = plan_family("fp8", MethodInputs(loaded.layout, loaded.fingerprint))
     for tasks, wanted, runs in (
         (("choices", "texts"), [("full", "choices"), ("full", "texts"), ("fp8", "texts")], 2),
