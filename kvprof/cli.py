@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvprof import console, interrupt, scratch
 from kvprof.child import child_environment
-from kvprof.errors import ExitCode, KvprofError, UsageError, options_named
+from kvprof.errors import ExitCode, KvprofError, UsageError, options_named, usage_message
 from kvprof.leash import follow_parent
 from kvprof.sizes import MOST
 from kvprof.version import __version__
@@ -272,13 +272,8 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
 
 
 def _usage_line(problem: Any) -> str:
-    message = problem.format_message().rstrip(".")
-    # Typer's validation says what it wanted but not what it got; the cause (pydantic's) knows.
-    errors = getattr(problem.__cause__, "errors", None)
-    if callable(errors) and (details := errors()):
-        message += f", not {details[0]['input']!r}"
     path = problem.ctx.command_path if getattr(problem, "ctx", None) else "kvprof"
-    return f"{message} ({path} --help shows what there is)"
+    return f"{usage_message(problem)} ({path} --help shows what there is)"
 
 
 def _is_interrupt(problem: BaseException) -> bool:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 __all__ = [
     "ClaimNotMetError",
@@ -19,6 +20,7 @@ __all__ = [
     "UsageError",
     "as_parameters",
     "options_named",
+    "usage_message",
 ]
 
 # A command that is cited, ``kvprof plan --save``, stays as it is typed.
@@ -47,6 +49,21 @@ def options_named() -> Iterator[None]:
         yield
     finally:
         _at_command_line = before
+
+
+def usage_message(problem: Any) -> str:
+    """Return what is wrong with a command line, as Typer found it, with the value that was given.
+
+    Parameters
+    ----------
+    problem : click's UsageError, or Typer's own
+    """
+    message: str = problem.format_message().rstrip(".")
+    # Typer's validation says what it wanted but not what it got; the cause (pydantic's) knows.
+    errors = getattr(problem.__cause__, "errors", None)
+    if callable(errors) and (details := errors()):
+        message += f", not {details[0]['input']!r}"
+    return message
 
 
 class ExitCode(IntEnum):

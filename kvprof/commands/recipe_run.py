@@ -17,7 +17,14 @@ from platformdirs import user_cache_path
 
 from kvprof import console
 from kvprof.commands.output import Outputs
-from kvprof.errors import ClaimNotMetError, FailedError, KvprofError, LackingError, UsageError
+from kvprof.errors import (
+    ClaimNotMetError,
+    FailedError,
+    KvprofError,
+    LackingError,
+    UsageError,
+    usage_message,
+)
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.files import (
     RESULT_NAME,
@@ -64,7 +71,7 @@ def check_command(words: Sequence[str]) -> str | None:
         with command.make_context(name, list(words[1:])) as context:
             values = dict(context.params)
     except _CommandLineError as problem:
-        return f"{_told(problem)} (kvprof {name} --help shows what there is)"
+        return f"{usage_message(problem)} (kvprof {name} --help shows what there is)"
     except UsageError as problem:  # of an option that reads its value itself
         return str(problem)
     except typer.Exit:
@@ -76,14 +83,6 @@ def check_command(words: Sequence[str]) -> str | None:
     except KvprofError:
         pass  # a library that is missing here may be there where the recipe runs
     return None
-
-
-def _told(problem: Any) -> str:
-    message: str = problem.format_message().rstrip(".")
-    # Typer's validation says what it wanted but not what it got; its cause knows.
-    errors = getattr(problem.__cause__, "errors", None)
-    details = errors() if callable(errors) else None
-    return f"{message}, not {details[0]['input']!r}" if details else message
 
 
 @cache

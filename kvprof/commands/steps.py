@@ -14,7 +14,6 @@ import torch
 import typer
 
 from kvprof import console
-from kvprof.analysis.pairs import undefined_pairs
 from kvprof.commands.options import check_choice
 from kvprof.environment import usable_threads
 from kvprof.errors import ExitCode, UsageError
@@ -34,6 +33,7 @@ from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs
 from kvprof.models.load import LoadedModel, load_model
 from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
+from kvprof.moments.collect import undefined_pairs
 from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, parse_source
