@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvprof.errors import options_named
+from tests.methods.documented import site  # noqa: F401 - a fixture of several folders
 
 # How long an example takes says how busy the machine is.
 settings.register_profile(

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvprof.benchmark.baselines import FullWidth
 from kvprof.benchmark.case import Case, Place, Sample, sampled_heads, sampled_positions
-from kvprof.benchmark.methods import COLUMNS, Method
+from kvprof.benchmark.methods import Method, stored_parts, stored_plan
 from kvprof.benchmark.ranks import Widths, full_widths
-from kvprof.benchmark.tale import tale_levels
+from kvprof.benchmark.shapes import Shape
 from kvprof.kernels.decode.step import decode_step
-from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
@@ -23,6 +23,7 @@ from kvprof.kernels.reconstruct.step import reconstruct_step
 __all__ = [
     "build_case",
     "level_case",
+    "levels_layout",
     "own_full_width",
     "palu_case",
     "ragged_case",
@@ -320,44 +321,69 @@ def _samples(
 _DISTINCT = 31 * 256
 
 
+def levels_layout(
+    method: Method, shape: Shape, widths: Widths | None, batch: int, seq: int, dtype: torch.dtype
+) -> LevelsLayout:
+    """Return how a cache in segments lies in memory: those of the method's plan.
+
+    Parameters
+    ----------
+    method : Method
+        Of the family ``levels``.
+    shape : Shape
+    widths : Widths or None
+        From `kvprof.benchmark.methods.method_widths`.
+    batch, seq : int
+    dtype : torch.dtype
+        Of what is not quantised.
+
+    Raises
+    ------
+    UsageError
+        When a sequence is too short for the plan's levels.
+    """
+    return LevelsLayout(
+        tuple(
+            Segment(
+                RaggedLayout(
+                    part.keys, part.values, shape.num_heads // len(part.keys), batch, part.tokens
+                ),
+                part.key_bits,
+                part.value_bits,
+                columns=part.columns,
+            )
+            for part in stored_parts(stored_plan(method, shape, widths), seq)
+        ),
+        dtype,
+    )
+
+
 def level_case(method: Method, place: Place, widths: Widths | None) -> Case:
     """Return a decoding step over segments of tokens that are stored alike.
 
     Parameters
     ----------
     method : Method
-        ``fp8``, TALE, or a low rank with bits.
+        Of the family ``levels``.
     place : Place
     widths : Widths or None
-        Of a low rank.
+        From `kvprof.benchmark.methods.method_widths`.
 
     Raises
     ------
     UsageError
-        When a sequence is too short for TALE's levels.
+        When a sequence is too short for the plan's levels.
     """
     shape = place.shape
-    own = widths if widths is not None and method.kind != "tale" else full_widths(shape)
-    group = shape.num_heads // len(own.keys)
-    parts: list[tuple[int, tuple[int, ...], Bits]]
-    if method.kind == "tale":
-        parts = [*tale_levels(place.seq, own.values, quantised=method.quantised_levels)]
-    else:
-        parts = [(place.seq, own.values, "fp8" if method.kind == "fp8" else method.bits)]
-    segments = [
-        Segment(
-            RaggedLayout(own.keys, values, group, place.batch, tokens), bits, bits, columns=COLUMNS
-        )
-        for tokens, values, bits in parts
-    ]
-    layout = LevelsLayout(tuple(segments), place.dtype)
+    layout = levels_layout(method, shape, widths, place.batch, place.seq, place.dtype)
+    segments = layout.segments
     source = place.generator(4)
     # Packed once and copied: what a copy is for is its place in memory.
     first = _packed(place, source, layout)
     buffers = [first] + [first.clone() for _ in range(place.copies(first.nbytes) - 1)]
     widest = layout.widest
     query = place.random(source, place.batch, widest.query_offsets[-1])
-    sinks = sinks_of(place, widest.heads, group)
+    sinks = sinks_of(place, widest.heads, widest.group)
     step = levels_step(layout, place.device)
     lengths = [[segment.layout.capacity] * place.batch for segment in segments]
     cut = step.cut(torch.tensor(lengths, dtype=torch.int32, device=place.device))
@@ -369,10 +395,11 @@ def level_case(method: Method, place: Place, widths: Widths | None) -> Case:
 
     outputs = place.batch * widest.output_offsets[-1] * place.dtype.itemsize
     flops = sum(
-        2 * place.batch * tokens * group * (sum(own.keys) + sum(values))
-        for tokens, values, _ in parts
+        2 * place.batch * own.capacity * own.group * sum(own.key_widths + own.value_widths)
+        for own in (segment.layout for segment in segments)
     )
-    kept = max(parts, key=lambda part: part[0])[1]
+    most = max((segment.layout for segment in segments), key=lambda own: own.capacity)
+    ranks = {"keys": list(most.key_widths), "values": list(most.value_widths)}
     return Case(
         method.name,
         place,
@@ -383,7 +410,7 @@ def level_case(method: Method, place: Place, widths: Widths | None) -> Case:
         samples=lambda output: _level_samples(place, layout, query, output, first, sinks),
         scaling=shape.scaling,
         softcap=shape.softcap,
-        ranks={"keys": list(own.keys), "values": list(kept)} if widths is not None else None,
+        ranks=ranks if widths is not None else None,
     )
 
 
@@ -440,14 +467,15 @@ def _level_samples(
     widest = layout.widest
     for row, head in sampled_heads(place.batch, widest.heads):
         stored = [layout.head(buffer, number, head) for number in range(len(layout.segments))]
-        keys = torch.cat([states[row].double() for states, _ in stored])
-        values = torch.zeros(
-            keys.shape[0], widest.value_widths[head], dtype=torch.float64, device=keys.device
+        keys, values = (
+            torch.cat(
+                [
+                    pad(states[side][row].double(), (0, width - states[side].shape[-1]))
+                    for states in stored
+                ]
+            )
+            for side, width in enumerate((widest.key_widths[head], widest.value_widths[head]))
         )
-        at = 0
-        for _, states in stored:
-            values[at : at + states.shape[1], : states.shape[2]] = states[row]
-            at += states.shape[1]
         asked = query[row, slice(*widest.query_offsets[head : head + 2])]
         given = output[row, slice(*widest.output_offsets[head : head + 2])]
         yield Sample(
@@ -481,11 +509,11 @@ def build_case(
         When the kernel refuses the shape.
     torch.OutOfMemoryError
     """
-    shape = place.shape
-    if widths is not None and method.bits is None and method.kind != "tale":
-        if method.kind == "palu" and shape.rope.kind != "none":
-            return palu_case(method.name, place, widths)
-        # Without RoPE the basis is folded into W_Q (Palu eq. 7): latents are keys of their own.
-        group = shape.num_heads // len(widths.keys)
-        return ragged_case(method.name, place, widths, schedule=schedule, group=group, path=path)
-    return level_case(method, place, widths)
+    if method.family == "levels":
+        return level_case(method, place, widths)
+    assert widths is not None  # only full width and what is in segments have none
+    if method.family == "latents" and place.shape.rope.kind != "none":
+        return palu_case(method.name, place, widths)
+    # Without RoPE the basis is folded into W_Q (Palu eq. 7): latents are keys of their own.
+    group = place.shape.num_heads // len(widths.keys)
+    return ragged_case(method.name, place, widths, schedule=schedule, group=group, path=path)

@@ -8,8 +8,8 @@ remainder, so that the layer keeps the bytes that the rate asks for.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,25 @@ from numpy.typing import NDArray
 from kvprof.benchmark.shapes import Shape
 from kvprof.errors import KvprofError, UsageError
 from kvprof.kernels.planes import STEP, widened
-from kvprof.methods.plan import HeadGroup, Plan
+from kvprof.methods.accounting import layer_bytes
+from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.records.files import parse_json
 
-__all__ = ["Widths", "full_widths", "plan_pairs", "profile_methods", "ranks_from", "resampled"]
+__all__ = [
+    "Widths",
+    "check_heads",
+    "full_widths",
+    "measured_layer",
+    "plan_pairs",
+    "profile_methods",
+    "ranks_from",
+    "resampled",
+    "stored_widths",
+]
+
+# At which the layers of a plan are compared by bytes.
+_CONTEXT = 2**16
 
 # --- The widths of a saved plan, for the shape that is measured.
 
@@ -48,37 +62,78 @@ def plan_pairs(file: Path, shape: Shape) -> tuple[list[tuple[int, int]], str]:
         token levels (no width per head stands for it).
     """
     plan = load_plan(file)
-    layers = []
+    check_heads(f"--ranks {file.name}", plan, shape)
+    _refuse_levels(plan, file)
+    if any(layer.keys.per_query_head for layer in plan.layers):
+        raise UsageError(
+            f"--ranks {file.name}: it stores a key per query head, and what is measured here "
+            "shares one per KV head"
+        )
+    if all(layer.sliding_window is not None for layer in plan.layers):
+        raise UsageError(f"--ranks {file.name}: every layer of the plan has a sliding window")
+    layer = measured_layer(plan)
+    pairs = zip(_ranks(layer.keys.groups, file), _ranks(layer.values.groups, file), strict=True)
+    return list(pairs), (
+        f"the plan {file.name} ({plan.method}), the layer nearest to its mean bytes"
+    )
+
+
+def check_heads(what: str, plan: Plan, shape: Shape) -> None:
+    """Refuse a plan for KV heads of another number or width than a shape's.
+
+    Parameters
+    ----------
+    what : str
+        Names the plan to the user.
+    plan : Plan
+    shape : Shape
+
+    Raises
+    ------
+    UsageError
+    """
     for layer in plan.layers:
-        groups = (*layer.keys.groups, *layer.values.groups)
         heads = layer.kv_heads
-        if layer.keys.per_query_head:
-            raise UsageError(
-                f"--ranks {file.name}: it stores a key per query head, and what is measured here "
-                "shares one per KV head"
-            )
-        widths = {group.head_dim for group in groups}
+        widths = {group.head_dim for group in (*layer.keys.groups, *layer.values.groups)}
         if heads != shape.num_kv_heads or widths != {shape.head_dim}:
             raise UsageError(
-                f"--ranks {file.name}: a plan for {heads} KV heads of "
+                f"{what}: a plan for {heads} KV heads of "
                 f"{'/'.join(map(str, sorted(widths)))} dimensions, and {shape.name} has "
                 f"{shape.num_kv_heads} of {shape.head_dim}"
             )
-        if layer.sliding_window is None:
-            layers.append(layer)
-    _refuse_levels(plan, file)
-    if not layers:
-        raise UsageError(f"--ranks {file.name}: every layer of the plan has a sliding window")
-    pairs = [
-        list(zip(_ranks(layer.keys.groups, file), _ranks(layer.values.groups, file), strict=True))
-        for layer in layers
-    ]
-    sums = [sum(map(sum, layer)) for layer in pairs]
-    mean = sum(sums) / len(sums)
-    chosen = min(range(len(sums)), key=lambda place: (abs(sums[place] - mean), place))
-    return pairs[chosen], (
-        f"the plan {file.name} ({plan.method}), the layer nearest to its mean bytes"
+
+
+@lru_cache(maxsize=64)
+def measured_layer(plan: Plan) -> LayerPlan:
+    """Return the layer of a plan that stands for all of them, as one without a sliding window.
+
+    Of layers of unlike ranks it is the one whose bytes are nearest to the mean over the layers
+    without a sliding window, or over all where each has one.
+    """
+    stored = [layer for layer in plan.layers if not layer.shared]
+    layers = [layer for layer in stored if layer.sliding_window is None] or stored
+    whole = [replace(layer, sliding_window=None) for layer in layers]
+    sizes = [layer_bytes(plan, layer, _CONTEXT, itemsize=2).total for layer in whole]
+    mean = sum(sizes) / len(sizes)
+    chosen = min(range(len(sizes)), key=lambda place: (abs(sizes[place] - mean), place))
+    return whole[chosen]
+
+
+def stored_widths(plan: Plan, words: str) -> "Widths":
+    """Return the widths of a plan's measured layer, at the level that most tokens have.
+
+    Parameters
+    ----------
+    plan : Plan
+    words : str
+        Name the plan to a reader of the result.
+    """
+    layer = measured_layer(plan)
+    level = max(range(len(plan.levels.shares)), key=lambda level: plan.levels.shares[level])
+    keys, values = (
+        tuple(group.ranks[level] for group in side.groups) for side in (layer.keys, layer.values)
     )
+    return Widths(keys, values, f"{words}, the layer nearest to its mean bytes")
 
 
 def _refuse_levels(plan: Plan, file: Path) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvprof.benchmark.methods import Method, parse_method
+from kvprof.benchmark.methods import named_plans, parse_method
 from kvprof.errors import UsageError
 
 __all__ = ["DEFAULT_METHODS", "PHASES", "SCHEDULES", "BenchRequest"]
@@ -30,6 +30,9 @@ class BenchRequest:
     ranks : str, Path or None
         Widths from a file instead of the recorded profile; see `kvprof.benchmark.ranks.ranks_from`.
     phases, methods, schedules : tuple of str
+        Methods are those of `kvprof.benchmark.methods.parse_method`, and the names of `plans`.
+    plans : tuple of str
+        Files of saved plans; each is named by its file.
     dtype : str
         ``auto`` (bfloat16 on a GPU, float32 on a CPU), or a dtype's name.
     repeats : int or None
@@ -48,6 +51,7 @@ class BenchRequest:
     phases: tuple[str, ...] = PHASES
     methods: tuple[str, ...] = DEFAULT_METHODS
     schedules: tuple[str, ...] = ("equal",)
+    plans: tuple[str, ...] = ()
     dtype: str = "auto"
     repeats: int | None = None
     device: str = "auto"
@@ -75,8 +79,7 @@ class BenchRequest:
                 )
         if not self.methods:
             raise UsageError("no method was named; --methods takes for example fdc,fp8")
-        self.parsed_methods()
-
-    def parsed_methods(self) -> list[Method]:
-        """Return what the names of the methods mean, each once."""
-        return [parse_method(name) for name in dict.fromkeys(self.methods)]
+        plans = named_plans(self.plans)
+        for name in self.methods:
+            if name not in plans:
+                parse_method(name)

@@ -15,14 +15,15 @@ from kvprof.benchmark.case import Case, Lack, Place
 from kvprof.benchmark.cases import build_case
 from kvprof.benchmark.limits import flop_rate, largest_context, prefill_length, shortage
 from kvprof.benchmark.machine import Machine, all_threads, free_bytes, gpu_doubts, open_machine
-from kvprof.benchmark.methods import Method, method_widths
+from kvprof.benchmark.methods import Method, make_methods, named_plans
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Doubts, Found, Timed, add_row
 from kvprof.benchmark.shapes import Shape, load_shape
 from kvprof.benchmark.timing import DeviceLost, Interrupted, Sampler, interleaved, sampler
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.models.placement import main_device, parse_dtype
+from kvprof.moments.calibrator import CalibrationInterrupted
 from kvprof.moments.options import Progress, silent
 
 __all__ = ["BenchRequest", "Budget", "Point", "measure", "run_bench"]
@@ -119,7 +120,7 @@ def measure(
     shown = shown if len(schedules) > 1 else None
     try:
         for method, widths in methods:
-            if method.kind != "full":
+            if method.family != "full":
                 for schedule in _chosen(point, method, schedules):
                     with _spared(point, method.name):
                         _method(point, method, widths, schedule, best, shown=method is shown)
@@ -363,13 +364,26 @@ def run_bench(
     device = main_device(request.device)
     dtype = parse_dtype(request.dtype, device)
     found = Found()
-    chosen: list[tuple[Method, Widths | None]] = []
-    for method in request.parsed_methods():
-        ranks = str(request.ranks) if request.ranks is not None else None
-        widths = method_widths(method, shape, request.rate, ranks)
+    try:
+        chosen = make_methods(
+            list(dict.fromkeys(request.methods)),
+            shape,
+            model=str(request.shape),
+            rate=request.rate,
+            ranks=str(request.ranks) if request.ranks is not None else None,
+            plans=named_plans(request.plans),
+            device=device,
+            dtype=dtype,
+            tokens=max(request.seqs),
+            seed=request.seed,
+            progress=progress,
+            should_stop=should_stop,
+        )
+    except CalibrationInterrupted as cause:
+        raise FailedError(f"calibration {cause}: nothing was measured") from None
+    for _, widths in chosen:
         for text in widths.warnings if widths is not None else ():
             found.warn(text)
-        chosen.append((method, widths))
     with all_threads():
         for text in gpu_doubts(device, before=True):
             found.warn(text)

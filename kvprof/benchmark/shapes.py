@@ -18,7 +18,16 @@ from kvprof.models.locate import check_config_sizes, read_json
 from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_layout
 
-__all__ = ["DEFAULT_SHAPE", "Rope", "Shape", "load_shape", "shape_names", "shape_of_config"]
+__all__ = [
+    "DEFAULT_SHAPE",
+    "Rope",
+    "Shape",
+    "has_weights",
+    "layout_of",
+    "load_shape",
+    "shape_names",
+    "shape_of_config",
+]
 
 DEFAULT_SHAPE = "Llama-3.1-8B"
 
@@ -167,6 +176,51 @@ def load_shape(name: str | Path) -> Shape:
             "config.json"
         )
     return shape_of_config(given)
+
+
+def has_weights(model: str) -> bool:
+    """Whether a name stands for a model with weights; otherwise it is a shape.
+
+    A name that is neither a shape nor a folder is taken for a hub id.
+    """
+    if model.lower() in {name.lower() for name in shape_names()}:
+        return False
+    path = Path(model).expanduser()
+    folder = path.parent if path.is_file() else path
+    if model == "reference" or not path.exists():
+        return True
+    return any(folder.glob("*.safetensors"))
+
+
+@cache
+def layout_of(shape: Shape) -> ModelLayout:
+    """Return a shape as the layout of a model, whose projections are plain and can be folded."""
+    turned = shape.rope.kind != "none"
+    layers = tuple(
+        LayerLayout(
+            index=index,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            qk_head_dim=shape.head_dim,
+            v_head_dim=shape.head_dim,
+            position="rope" if turned else "none",
+            rotary_dim=shape.head_dim if turned else 0,
+            qk_norm=shape.qk_norm,
+            fused_qkv=False,
+            sliding_window=shape.sliding_window
+            if shape.window_pattern[index % len(shape.window_pattern)] == "W"
+            else None,
+            softcap=shape.softcap or None,
+            sinks=shape.sinks,
+            mla=False,
+            scaling=shape.scaling,
+            output_projection="o_proj",
+            value_projection="v_proj",
+            rotary_offset=0 if turned else None,
+        )
+        for index in range(shape.layers)
+    )
+    return ModelLayout(layers, shape.hidden_size, shape.name)
 
 
 def _from_data(name: str, entry: dict[str, Any]) -> Shape:

@@ -38,6 +38,7 @@ from kvprof.commands.output import (
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.methods.named import method_entries
 from kvprof.records.result import build_result
 from kvprof.sizes import parse_counts
 
@@ -96,8 +97,18 @@ def bench(
             "--methods",
             autocompletion=completion.methods,
             metavar="LIST",
-            help="Also uniform, palu-folded, kq-8bit …, palu:group=1, tale:bits=none. Default "
-            "full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct full,palu,fdc.",
+            help="Those of plan, kq:grid=32 too; also uniform, palu-folded, palu:group=1, "
+            "tale:bits=none. Default full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct full,palu,fdc.",
+            show_default=False,
+        ),
+    ] = None,
+    plan: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="A saved plan, also timed, or beside full width where no --methods are named; "
+            "repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -160,6 +171,7 @@ def bench(
     --------
     kvprof bench --seq 100k
     kvprof bench --model Qwen3-8B --seq 4k,32k --methods full,fp8,fdc,uniform
+    kvprof bench --model reference --seq 4k --methods full,zack-4bit,kq:grid=32
     kvprof bench --jct --model Llama-3.1-8B --input-len 8k,32k --output-len 256
     kvprof bench --jct --methods full,palu,fdc --out jct-run   # the reference model
     """
@@ -180,13 +192,15 @@ def bench(
         capacity=capacity,
         check=check,
     )
+    named, plans = _asked(methods, plan), tuple(map(str, plan or ()))
     if jct:
         refuse_kernel_options({"--seq": seq, "--phase": phase, "--schedule": schedule})
         bench_jct(
             asked,
             outputs,
             model=model,
-            methods=_given(methods, "--methods"),
+            methods=named,
+            plans=plans,
             batches=batches,
             rate=rate,
             ranks=ranks,
@@ -200,7 +214,7 @@ def bench(
     outputs.check()
     seqs = tuple(parse_counts("100k" if seq is None else seq, what="--seq"))
     schedule = "equal" if schedule is None else schedule
-    named = resolve_device(device)
+    resolved = resolve_device(device)
 
     # Everything from here on needs torch.
     from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
@@ -210,15 +224,16 @@ def bench(
     request = BenchRequest(
         shape="Llama-3.1-8B" if model is None else model,
         seqs=seqs,
-        batches=batches or ((1,) if named == "cpu" else (1, 8)),
+        batches=batches or ((1,) if resolved == "cpu" else (1, 8)),
         rate=rate,
         ranks=ranks,
         phases=_listed(phase or "decode,prefill", "--phase"),
-        methods=_given(methods, "--methods") or DEFAULT_METHODS,
+        methods=named or DEFAULT_METHODS,
+        plans=plans,
         schedules=SCHEDULES if schedule == "all" else _listed(schedule, "--schedule"),
-        dtype=resolve_dtype(dtype, named),
+        dtype=resolve_dtype(dtype, resolved),
         repeats=repeats,
-        device=named,
+        device=resolved,
         seed=seed,
     )
     _check_schedules(request)
@@ -253,8 +268,17 @@ def _listed(text: str, option: str) -> tuple[str, ...]:
     return names
 
 
-def _given(text: str | None, option: str) -> tuple[str, ...]:
-    return () if text is None else _listed(text, option)
+def _asked(methods: str | None, plans: list[Path] | None) -> tuple[str, ...]:
+    """Return what is measured: methods with their options, then saved plans by name.
+
+    Plans alone stand beside full width; empty where nothing was asked for.
+    """
+    named = [label for label, _, _ in method_entries(methods)] if methods is not None else []
+    files = [file.name for file in plans or []]
+    if twice := [name for name in files if name in named or files.count(name) > 1]:
+        raise UsageError(f"--plan: two methods are called {twice[0]}; rename the file")
+    alone = ["full"] if files and methods is None else []
+    return tuple(dict.fromkeys([*alone, *named, *files]))
 
 
 def _check_schedules(request: "BenchRequest") -> None:

@@ -162,6 +162,7 @@ def bench_jct(
     *,
     model: str | None,
     methods: tuple[str, ...],
+    plans: tuple[str, ...],
     batches: tuple[int, ...] | None,
     rate: float,
     ranks: Path | None,
@@ -176,7 +177,7 @@ def bench_jct(
     ----------
     asked : JctOptions
     outputs : Outputs
-    model, methods, batches, rate, ranks, dtype, repeats, device, seed
+    model, methods, plans, batches, rate, ranks, dtype, repeats, device, seed
         Of ``kvprof bench``; empty methods and None are what was not given.
 
     Raises
@@ -195,6 +196,7 @@ def bench_jct(
         asked,
         model=model,
         methods=methods,
+        plans=plans,
         batches=batches,
         rate=rate,
         ranks=ranks,
@@ -230,6 +232,7 @@ def _request(
     *,
     model: str | None,
     methods: tuple[str, ...],
+    plans: tuple[str, ...],
     batches: tuple[int, ...] | None,
     rate: float,
     ranks: Path | None,
@@ -249,7 +252,7 @@ def _request(
 
     # Everything from here on needs torch.
     from kvprof.benchmark.jct.request import DEFAULT_METHODS, JctRequest
-    from kvprof.benchmark.jct.subjects import has_weights
+    from kvprof.benchmark.shapes import has_weights
 
     name = model
     if name is None:
@@ -269,6 +272,7 @@ def _request(
         model=name,
         mode="composed" if composed else "real",
         methods=chosen,
+        plans=plans,
         baseline=baseline,
         batches=batches or (1,),
         input_lens=_counts("--input-len", asked.input_len, "1k"),

@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from kvprof.commands.completion import methods, models
 from kvprof.errors import UsageError
-from kvprof.methods.named import check_names
+from kvprof.methods.named import check_names, options_in
 from kvprof.sizes import parse_share
 
 __all__ = [
@@ -332,16 +332,9 @@ def method_options(
         When an entry has no value, or an option is given twice.
     """
     named = {"allocation": allocation, "grid": grid, "minimum": minimum}
-    options = {key: value for key, value in named.items() if value is not None}
-    for entry in extra or []:
-        key, equals, value = entry.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals or not key.isidentifier():
-            raise UsageError(f"--option {entry!r}: write KEY=VALUE, for example heads=4")
-        if key in options:
-            raise UsageError(f"--option {entry!r}: {key} is given twice")
-        options[key] = value.strip()
-    return options
+    return options_in(
+        extra or [], {key: value for key, value in named.items() if value is not None}
+    )
 
 
 _NAMED = ("allocation", "grid", "minimum")

@@ -101,19 +101,19 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
     UsageError
         With what there is.
     """
+    from kvprof.methods.named import method_entries
+
     named = values.get("methods") or values.get("method")
     if not named:
         return
     text = named if isinstance(named, str) else ",".join(named)
-    names = [one.strip() for one in text.split(",") if one.strip()]
     if command == "bench" and not values.get("real"):
         from kvprof.benchmark.jct.ablations import parse_variant
         from kvprof.benchmark.methods import parse_method
 
-        for one in names:
-            (parse_variant if values.get("jct") else parse_method)(one)
+        for label, _, _ in method_entries(text):
+            (parse_variant if values.get("jct") else parse_method)(label)
         return
-    from kvprof.evaluation.requests import method_entries
     from kvprof.methods.registry import calibration_needs
 
     for _, method, _ in method_entries(text):

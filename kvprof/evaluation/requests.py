@@ -1,20 +1,23 @@
 """What ``--methods`` says: rows of a frontier, each a method with options of its own or none."""
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
 from kvprof.errors import UsageError
-from kvprof.methods.named import ALWAYS, COMBINATIONS, ENTRY_POINTS, method_names
-from kvprof.methods.papers import papers_named
+from kvprof.methods.named import (
+    ALWAYS,
+    COMBINATIONS,
+    ENTRY_POINTS,
+    method_entries,
+    method_names,
+)
 from kvprof.methods.registry import METHODS, calibration_needs, typed_options
 
-__all__ = ["MethodRequest", "method_entries", "option_names", "parse_methods"]
+__all__ = ["MethodRequest", "option_names", "parse_methods"]
 
-_OWN_OPTIONS = re.compile(r"([^=]*?)(:)([^=:]*=.*)")
 # Of a combination's quantiser and evictor, and of the calibration with Fisher information.
 _BESIDE = ("bits", "keep", "fisher_form")
 
@@ -105,40 +108,3 @@ def option_names(method: str) -> tuple[str, ...]:
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     )
-
-
-def _named(piece: str) -> tuple[str, str, str]:
-    """Part a name from what follows it; ``fdc:paper`` is one, its options come after a colon."""
-    match = _OWN_OPTIONS.fullmatch(piece)
-    if match:
-        return match[1], match[2], match[3]
-    return (piece, "", "") if papers_named([piece]) else piece.partition(":")
-
-
-def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
-    """Split ``fdc,kq:a=1,b=2`` into labels, methods and their options as written.
-
-    Raises
-    ------
-    UsageError
-        When it names no method, or an option stands before any.
-    """
-    entries: list[tuple[str, list[str]]] = []
-    for piece in (part.strip() for part in text.split(",")):
-        if not piece:
-            continue
-        method, colon, option = _named(piece)
-        if colon or "=" not in piece:
-            entries.append((method.strip(), [option.strip()] if option.strip() else []))
-        elif not entries or not entries[-1][1]:
-            raise UsageError(
-                f"--methods: {piece!r} belongs to no method; write for example kq:{piece}"
-            )
-        else:
-            entries[-1][1].append(piece)
-    if not entries:
-        raise UsageError(f"--methods: {text!r} names no method; write for example fdc,kq")
-    return [
-        (f"{method}:{','.join(options)}" if options else method, method, options)
-        for method, options in entries
-    ]

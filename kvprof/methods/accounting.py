@@ -20,6 +20,7 @@ __all__ = [
     "compression_ratio",
     "dim_rate",
     "full_bytes",
+    "layer_bytes",
     "paper_rate",
     "rate",
     "weight_bytes",
@@ -119,7 +120,7 @@ def bytes_at(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> Cache
     """
     total = CacheBytes()
     for layer in plan.layers:
-        total += _layer_bytes(plan, layer, tokens, itemsize)
+        total += layer_bytes(plan, layer, tokens, itemsize=itemsize)
     return total.times(batch)
 
 
@@ -200,7 +201,8 @@ def weight_bytes(plan: Plan, layout: ModelLayout, *, itemsize: int) -> WeightByt
     return WeightBytes(online * itemsize, folded * itemsize, twice * itemsize)
 
 
-def _layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, itemsize: int) -> CacheBytes:
+def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> CacheBytes:
+    """Return what one of the plan's layers stores of one sequence; see `bytes_at`."""
     total = CacheBytes()
     quantiser = plan.quantiser
     sink = min(plan.levels.sink, tokens) if layer.sliding_window is None else 0

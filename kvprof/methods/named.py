@@ -1,17 +1,18 @@
-"""The names of methods: which there are, which stand in every table, which are compared by default.
+"""The names of methods, and the one grammar in which commands list them with their options.
 
 Names only, so that a command can say them in its help, the shell complete them, and others be
 refused, without loading torch. `kvprof.methods.registry` knows what stands behind each.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from typing import Any
 
 from kvprof.errors import UsageError
-from kvprof.methods.papers import PAPERS
+from kvprof.methods.papers import PAPERS, papers_named
 
 __all__ = [
     "ALWAYS",
@@ -22,8 +23,10 @@ __all__ = [
     "MODIFIERS",
     "Modifier",
     "check_names",
+    "method_entries",
     "method_names",
     "names_in",
+    "options_in",
     "parts_of",
     "plain_name",
     "unknown_method",
@@ -76,6 +79,7 @@ COMBINATIONS = (
     "kq-4bit",
 )
 
+_OWN_OPTIONS = re.compile(r"([^=]*?)(:)([^=:]*=.*)")
 _BIT_SUFFIX = re.compile(r"(.+)-([2348])bit(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
 # Columns that share a scale after ``-4bit``; None is a token's whole row, which Palu takes (§4.1).
 _GROUP = 32
@@ -160,6 +164,72 @@ def names_in(text: str) -> list[str]:
     """Return the methods that ``--methods`` names: ``fdc,kq:grid=32,minimum=8`` are two."""
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
     return [piece.partition(":")[0].strip() for piece in pieces if ":" in piece or "=" not in piece]
+
+
+def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
+    """Split ``fdc,kq:a=1,b=2`` into labels, methods and their options as written.
+
+    Options of one method follow it after a colon, also with commas between:
+    ``fdc:paper,kq:allocation=budget,grid=32,palu`` are three methods.
+
+    Raises
+    ------
+    UsageError
+        When it names no method, or an option stands before any.
+    """
+    entries: list[tuple[str, list[str]]] = []
+    for piece in (part.strip() for part in text.split(",")):
+        if not piece:
+            continue
+        method, colon, option = _parted(piece)
+        if colon or "=" not in piece:
+            entries.append((method.strip(), [option.strip()] if option.strip() else []))
+        elif not entries or not entries[-1][1]:
+            raise UsageError(
+                f"--methods: {piece!r} belongs to no method; write for example kq:{piece}"
+            )
+        else:
+            entries[-1][1].append(piece)
+    if not entries:
+        raise UsageError(f"--methods: {text!r} names no method; write for example fdc,kq")
+    return [
+        (f"{method}:{','.join(options)}" if options else method, method, options)
+        for method, options in entries
+    ]
+
+
+def options_in(written: Iterable[str], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return options as keyword arguments from ``KEY=VALUE`` texts; values stay text.
+
+    Parameters
+    ----------
+    written : iterable of str
+    given : mapping, optional
+        Options that are given already; they are returned too.
+
+    Raises
+    ------
+    UsageError
+        When an entry has no value, or an option is given twice.
+    """
+    options = dict(given or {})
+    for entry in written:
+        key, equals, value = entry.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--option {entry!r}: write KEY=VALUE, for example heads=4")
+        if key in options:
+            raise UsageError(f"--option {entry!r}: {key} is given twice")
+        options[key] = value.strip()
+    return options
+
+
+def _parted(piece: str) -> tuple[str, str, str]:
+    """Part a name from what follows it; ``fdc:paper`` is one, its options come after a colon."""
+    match = _OWN_OPTIONS.fullmatch(piece)
+    if match:
+        return match[1], match[2], match[3]
+    return (piece, "", "") if papers_named([piece]) else piece.partition(":")
 
 
 def unknown_method(name: str, known: Iterable[str]) -> UsageError:

@@ -8,7 +8,7 @@ are listed, any other works as well. ``method:paper`` is the paper's own setting
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -45,6 +45,7 @@ from kvprof.methods.zack import zack
 __all__ = [
     "METHODS",
     "calibration_needs",
+    "on_top",
     "plan_family",
     "typed_options",
 ]
@@ -220,7 +221,33 @@ def _combined(
     options: dict[str, Any],
 ) -> PlanFamily:
     own = {key: value for key, value in options.items() if key not in ("bits", "keep")}
-    family = plan_family(base, inputs, **own)
+    return on_top(name, base, modifiers, plan_family(base, inputs, **own), options)
+
+
+def on_top(
+    name: str,
+    base: str,
+    modifiers: Sequence[Modifier],
+    family: PlanFamily,
+    options: Mapping[str, Any],
+) -> PlanFamily:
+    """Return a family's plans with quantisers and evictors on top.
+
+    Parameters
+    ----------
+    name, base : str
+        Of the combination, and of the method that `family` has the plans of.
+    modifiers : sequence of Modifier
+        From `kvprof.methods.named.parts_of`.
+    family : PlanFamily
+    options : mapping
+        ``bits`` and ``keep``, see `plan_family`.
+
+    Raises
+    ------
+    UsageError
+        For what cannot be combined.
+    """
     # Evict before quantising: the halves of the rate are shared out on unquantised plans.
     for one in sorted(modifiers, key=lambda one: one.name in QUANTISERS):
         if one.name in EVICTORS:

@@ -21,10 +21,21 @@ from kvprof.methods.quantisers import kivi
 from kvprof.methods.soundness import refuse_latent_attention
 from kvprof.methods.storage import Levels, Quantiser
 
-__all__ = ["PUBLISHED_SHARE", "tale", "tale_kivi"]
+__all__ = [
+    "PUBLISHED_BITS",
+    "PUBLISHED_SHARE",
+    "RECENT",
+    "SINK",
+    "tale",
+    "tale_kivi",
+]
 
 #: The paper's r_0: half of the full rank, so this much is removed.
 PUBLISHED_SHARE = 0.5
+#: Tokens left intact (alpha), and the share of the others that stays at full rank (p).
+SINK, RECENT = 4, 0.1
+#: Of the middle and of the recent level (TALE §3).
+PUBLISHED_BITS = (2, 4)
 # Groups of tokens that share a key's scales move down together (appendix A).
 _KIVI_GROUP = 32
 
@@ -33,8 +44,8 @@ def tale(
     inputs: MethodInputs,
     *,
     heads: Count = 1,
-    sink: Count = 4,
-    recent: float = 0.1,
+    sink: Count = SINK,
+    recent: float = RECENT,
     batch: Positive = 1,
     lazy: bool = True,
     allocation: Allocation = "uniform",
@@ -75,13 +86,13 @@ def tale_kivi(
     inputs: MethodInputs,
     *,
     heads: Count = 1,
-    sink: Count = 4,
-    recent: float = 0.1,
+    sink: Count = SINK,
+    recent: float = RECENT,
     lazy: bool = True,
     allocation: Allocation = "uniform",
     grid: Positive = 16,
     minimum: Positive = 16,
-    bits: Annotated[tuple[int, int], Among(8, 4, 3, 2)] = (2, 4),
+    bits: Annotated[tuple[int, int], Among(8, 4, 3, 2)] = PUBLISHED_BITS,
     window: Count = 128,
 ) -> PlanFamily:
     """Return TALE's plans as published: 2 bits in the middle, 4 in the recent level (TALE §3).

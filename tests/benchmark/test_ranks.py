@@ -160,7 +160,8 @@ def test_full_width_is_rate_zero():
 
 
 @pytest.mark.parametrize(
-    "name", ["fd", "fdc-3bit", "fp8-4bit", "palu:group=3", "fdc:group=4", "tale:bits=2", "FDC", ""]
+    "name",
+    ["fd", "fdc-5bit", "palu:group=3", "fdc:group=4", "uniform:grid=8", "tale:bits=2", "FDC", ""],
 )
 def test_unknown_methods_are_refused(name):
     with pytest.raises(UsageError):

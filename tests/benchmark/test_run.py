@@ -282,7 +282,7 @@ def test_widths_off_the_grid_warn(folder, tmp_path, monkeypatch):
         ({"rate": 1.0}, "rate of 1"),
         ({"phases": ("train",)}, "no phase 'train'"),
         ({"schedules": ("fast",)}, "no schedule 'fast'"),
-        ({"methods": ("zip",)}, "no method 'zip'"),
+        ({"methods": ("zip",)}, "'zip' is unknown"),
         ({"methods": ()}, "no method"),
     ],
 )

@@ -1,13 +1,9 @@
 """Methods by name, combinations, options, and a method that somebody else installs."""
 
-import inspect
 import re
-import sys
-import textwrap
 
 import pytest
 
-import kvprof.methods
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
 from kvprof.methods.evictors import EVICTORS
@@ -26,6 +22,7 @@ from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.methods.soundness import check_fits
 from kvprof.methods.storage import LIBRARIES, SideQuantiser
+from tests.methods.documented import example
 from tests.methods.models import FINE, inputs, model
 
 CONTEXT = 4096
@@ -263,27 +260,6 @@ def test_what_each_method_must_be_calibrated_with():
     assert calibration_needs("palu:paper-3bit", heads=4).fisher_tokens == 2048 * 1024
     with pytest.raises(UsageError, match="unknown"):
         calibration_needs("nope")
-
-
-def example():
-    """Return the documented method and its entry point, as the documentation has them."""
-    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.getdoc(kvprof.methods) + "\n")
-    return textwrap.dedent(blocks[0]), textwrap.dedent(blocks[1])
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """A folder of installed packages that holds the documented example."""
-    source, table = example()
-    (tmp_path / "keys_only.py").write_text(source)
-    info = tmp_path / "keys_only-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: keys-only\nVersion: 1.0\n")
-    name, _, target = table.splitlines()[1].partition(" = ")
-    (info / "entry_points.txt").write_text(f"[kvprof.methods]\n{name} = {target.strip(chr(34))}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield info
-    sys.modules.pop("keys_only", None)
 
 
 def test_the_documented_method_installs_and_runs(site):

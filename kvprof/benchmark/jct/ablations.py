@@ -12,14 +12,26 @@ FDC §6.6 leaves out one thing at a time; ZACK §6.5's ``/OE`` is the strawman o
 - ``strawman`` (ZACK/OE): bases found per request, K and V rebuilt whole at every step.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from kvprof.benchmark.methods import KINDS, Method, method_widths, parse_method
+import torch
+
+from kvprof.benchmark.methods import (
+    Method,
+    low_rank_plan,
+    make_methods,
+    method_widths,
+    parse_method,
+    stored_plan,
+)
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import Shape
 from kvprof.errors import UsageError
+from kvprof.methods.plan import Plan
 
-__all__ = ["ABLATIONS", "Variant", "parse_variant"]
+__all__ = ["ABLATIONS", "Variant", "make_variants", "parse_variant"]
 
 #: What ``fdc`` may do without.
 ABLATIONS = ("no-post-rope", "no-adaptive-rates", "no-balancing")
@@ -50,13 +62,14 @@ class Variant:
         """How it is stored: full, levels, ragged, latents (Palu, before RoPE) or strawman."""
         if self.strawman:
             return "strawman"
-        if self.method.kind == "full":
-            return "full"
-        if self.method.kind in ("fp8", "tale") or self.method.bits is not None:
-            return "levels"
-        if self.method.kind == "palu" or "no-post-rope" in self.without:
+        if "no-post-rope" in self.without:
             return "latents"
-        return "ragged"
+        return self.method.family
+
+    @property
+    def own(self) -> bool:
+        """Whether it is of composed runs only, and no method that ``bench`` times."""
+        return self.strawman or bool(self.without)
 
     @property
     def balanced(self) -> bool:
@@ -71,7 +84,7 @@ class Variant:
 
     def folded_for(self, shape: Shape) -> bool:
         """Whether projections make latents themselves: no RoPE stands between (Palu eq. 7)."""
-        return shape.rope.kind == "none" or self.method.kind == "palu-folded"
+        return shape.rope.kind == "none" or self.method.folded
 
     def widths(self, shape: Shape, rate: float, ranks: str | None = None) -> Widths | None:
         """Return the widths of its stored heads; None for FP8 and full width.
@@ -86,6 +99,21 @@ class Variant:
             method = replace(method, kind="uniform")
             ranks = None
         return method_widths(method, shape, rate, ranks)
+
+    def plan(self, shape: Shape, widths: Widths | None) -> Plan:
+        """Return the plan that it is on a shape, whose bytes are counted.
+
+        Parameters
+        ----------
+        shape : Shape
+        widths : Widths or None
+            From `widths`.
+        """
+        if widths is not None and (self.strawman or "no-post-rope" in self.without):
+            return low_rank_plan(
+                self.name, shape, widths, pre_rope=not self.strawman, online=self.strawman
+            )
+        return stored_plan(self.method, shape, widths)
 
     def refuse_on(self, kind: str) -> None:
         """Refuse what would change nothing on a device.
@@ -114,15 +142,7 @@ def parse_variant(text: str) -> Variant:
     name, *options = text.split(":")
     without = tuple(option for option in options if option.startswith("no-"))
     if not without:
-        try:
-            return Variant(text, parse_method(text))
-        except UsageError as problem:
-            if name in (*KINDS, "strawman") or "bit" in name:
-                raise
-            raise UsageError(
-                f"no method {text!r} to measure: there are {', '.join(KINDS)}, strawman, fdc-4bit "
-                f"and the like, and fdc:{', fdc:'.join(ABLATIONS)}"
-            ) from problem
+        return Variant(text, parse_method(text))
     unknown = [option for option in options if option not in ABLATIONS]
     if unknown or name != "fdc":
         raise UsageError(
@@ -136,3 +156,40 @@ def parse_variant(text: str) -> Variant:
             "no-post-rope and no-balancing apart"
         )
     return Variant(text, parse_method("fdc"), without)
+
+
+def make_variants(
+    names: Sequence[str],
+    shape: Shape,
+    *,
+    device: torch.device,
+    plans: Mapping[str, str],
+    **given: Any,
+) -> list[tuple[Variant, Widths | None]]:
+    """Return every method of a composed run with its widths on a shape, each once.
+
+    Parameters
+    ----------
+    names : sequence of str
+        See `parse_variant`, or of `plans`.
+    shape, device, plans, **given
+        As `kvprof.benchmark.methods.make_methods` takes them.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.benchmark.methods.make_methods`, and for what changes nothing on the device.
+    CalibrationInterrupted
+    """
+    names = list(dict.fromkeys(names))
+    ablated = {}
+    for name in names:
+        if name not in plans and (variant := parse_variant(name)).own:
+            variant.refuse_on(device.type)
+            ablated[name] = variant, variant.widths(shape, given["rate"], given["ranks"])
+    others = [name for name in names if name not in ablated]
+    made = make_methods(others, shape, device=device, plans=plans, **given)
+    found = ablated | {
+        name: (Variant(name, one[0]), one[1]) for name, one in zip(others, made, strict=True)
+    }
+    return [found[name] for name in names]

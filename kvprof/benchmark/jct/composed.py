@@ -278,7 +278,7 @@ class _ComposedCase:
                     cache_bytes(variant, shape, widths, composer.batch, context, dtype),
                     full_bytes(shape, composer.batch, context, dtype),
                     None,
-                    level_tokens(variant, shape, context),
+                    level_tokens(variant, shape, widths, context),
                 )
             )
 

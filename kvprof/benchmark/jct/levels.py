@@ -1,4 +1,4 @@
-"""Quantised caches in one layer: FP8, quantised latents, TALE's levels."""
+"""Caches in segments in one layer: FP8, quantised latents, TALE's levels."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprof.benchmark.case import Place
-from kvprof.benchmark.cases import level_case
+from kvprof.benchmark.cases import level_case, levels_layout
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.attention import (
     FullAttention,
@@ -15,55 +15,14 @@ from kvprof.benchmark.jct.attention import (
     store_latents,
 )
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
-from kvprof.benchmark.methods import COLUMNS, Method
-from kvprof.benchmark.ranks import Widths, full_widths
-from kvprof.benchmark.shapes import Shape
-from kvprof.benchmark.tale import tale_levels
+from kvprof.benchmark.methods import Method, stored_plan
+from kvprof.benchmark.ranks import Widths, measured_layer
 from kvprof.kernels.levels.append import append
-from kvprof.kernels.levels.codes import Bits
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
+from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
 
-__all__ = ["levels_attention", "levels_layout"]
-
-
-def levels_layout(
-    method: Method, shape: Shape, widths: Widths | None, batch: int, seq: int, dtype: torch.dtype
-) -> LevelsLayout:
-    """Return how a quantised cache lies in memory, as `kvprof.benchmark.cases` has it.
-
-    Parameters
-    ----------
-    method : Method
-    shape : Shape
-    widths : Widths or None
-        Of a low rank.
-    batch, seq : int
-    dtype : torch.dtype
-        Of what is not quantised.
-
-    Raises
-    ------
-    UsageError
-        When a sequence is too short for TALE's levels.
-    """
-    own = widths if widths is not None and method.kind != "tale" else full_widths(shape)
-    group = shape.num_heads // len(own.keys)
-    parts: list[tuple[int, tuple[int, ...], Bits]]
-    if method.kind == "tale":
-        parts = [*tale_levels(seq, own.values, quantised=method.quantised_levels)]
-    else:
-        parts = [(seq, own.values, "fp8" if method.kind == "fp8" else method.bits)]
-    return LevelsLayout(
-        tuple(
-            Segment(
-                RaggedLayout(own.keys, values, group, batch, tokens), bits, bits, columns=COLUMNS
-            )
-            for tokens, values, bits in parts
-        ),
-        dtype,
-    )
+__all__ = ["levels_attention"]
 
 
 def levels_attention(
@@ -79,21 +38,26 @@ def levels_attention(
     width, or over the latents of a quantised low rank.
     """
     method, shape = variant.method, place.shape
-    low = widths is not None and method.kind != "tale"
-    own = widths if low and widths is not None else full_widths(shape)
-    group = shape.num_heads // len(own.keys)
-    layout = RaggedLayout(own.keys, own.values, group, place.batch, place.seq)
+    plan = stored_plan(method, shape, widths)
+    layer = measured_layer(plan)
+    sides = (*layer.keys.groups, *layer.values.groups)
+    low = not plan.lazy and not all(group.identity for group in sides)
+    keys_kept, values_kept = (
+        tuple(group.rank for group in side.groups) for side in (layer.keys, layer.values)
+    )
+    group = shape.num_heads // len(keys_kept)
+    layout = RaggedLayout(keys_kept, values_kept, group, place.batch, place.seq)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     units: list[PartCall] = []
     projections, turned = (queries, keys, keys), "both"
     if low and variant.folded_for(shape):
         turned = "none"
-        projections = (layout.query_offsets[-1], sum(own.keys), sum(own.values))
+        projections = (layout.query_offsets[-1], sum(keys_kept), sum(values_kept))
         units.append(store_latents(place, layout))
     elif low:
-        projections = (queries, keys, sum(own.values))
+        projections = (queries, keys, sum(values_kept))
         units.append(compress_call(place, layout))
-    elif method.kind == "tale":
+    elif plan.lazy:
         units.append(_levelled(place))
     labels: dict[str, str] = {}
     if place.phase == "prefill":
@@ -116,9 +80,9 @@ def levels_attention(
     ]
     labels["merge"] = "counted in attention"
     labels["dequantisation"] = "counted in attention: the kernel does it in registers"
-    if method.kind == "tale":
+    if len(plan.levels.shares) > 1:
         labels["levels"] = (
-            "a step stores one token in the recent level and moves one down into the middle level"
+            "a step stores one token in the newest level and moves one down into the one below"
         )
     return AttentionCalls(
         units,
@@ -154,7 +118,10 @@ def _levelled(place: Place) -> PartCall:
 def _quantised(method: Method, place: Place, widths: Widths | None) -> PartCall:
     """Return the store of new tokens: a prompt packed whole, or one token appended."""
     shape, source = place.shape, place.generator(52)
-    least = 64 if method.kind == "tale" else 1  # TALE's levels need some tokens
+    plan = stored_plan(method, shape, widths)
+    kept = plan.levels.sink + (plan.quantiser.window if plan.quantiser is not None else 0)
+    # Levels and windows need some tokens.
+    least = 64 + 2 * kept if kept or len(plan.levels.shares) > 1 else 1
     layout = levels_layout(
         method, shape, widths, place.batch, max(least, place.queries), place.dtype
     )
@@ -172,8 +139,8 @@ def _quantised(method: Method, place: Place, widths: Widths | None) -> PartCall:
         return PartCall("quantise", [lambda: layout.packed(given)], key)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=place.device)
     start = torch.zeros(place.batch, dtype=torch.int32, device=place.device)
-    # Sinks never change; with levels one token enters the newest and one falls out of it.
-    changed = range(len(layout.segments))[-2:] if method.kind == "tale" else range(1)
+    # Sinks never change; a token enters the newest segment, and the others pass one on.
+    changed = range(1 if plan.levels.sink else 0, len(layout.segments))
 
     def run() -> Tensor:
         for segment in changed:

@@ -12,6 +12,7 @@ from triton.errors import TritonError
 
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.machine import gpu_doubts
+from kvprof.benchmark.methods import KINDS, named_plans
 from kvprof.benchmark.timing import DeviceLost, Interrupted
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
@@ -44,6 +45,9 @@ class JctRequest:
     mode : str
         ``real`` (a model generates) or ``composed`` (one layer's parts, put together).
     methods : tuple of str
+        Names of `plans` among them.
+    plans : tuple of str
+        Files of saved plans; each is named by its file.
     baseline : str
         The method against which differences are shown.
     batches, input_lens, output_lens : tuple of int
@@ -77,6 +81,7 @@ class JctRequest:
     model: str = "reference"
     mode: str = "real"
     methods: tuple[str, ...] = DEFAULT_METHODS
+    plans: tuple[str, ...] = ()
     baseline: str = "full"
     batches: tuple[int, ...] = (1,)
     input_lens: tuple[int, ...] = (1024,)
@@ -119,8 +124,14 @@ class JctRequest:
             raise UsageError(f"--tp {self.tp}: give the number of GPUs, 2 or more")
         self._exclude()
         if self.composed or self.check:
+            plans = named_plans(self.plans)
             for method in self.methods:
-                parse_variant(method)
+                planned = method in plans or parse_variant(method).method.kind not in KINDS
+                if planned and self.check:
+                    raise UsageError(
+                        f"--check composes what is known without a model's weights "
+                        f"({', '.join(KINDS)} and what comes on top of them), not {method}"
+                    )
 
     def _exclude(self) -> None:
         """Refuse options that mean nothing together."""
@@ -159,7 +170,9 @@ class JctRequest:
 
     def described(self) -> dict[str, Any]:
         """Return every resolved option as JSON values; no path of this machine among them."""
-        known = {key: value for key, value in asdict(self).items() if key != "command"}
+        known = {
+            key: value for key, value in asdict(self).items() if key not in ("command", "plans")
+        }
         known["ranks"] = Path(self.ranks).name if self.ranks is not None else None
         if Path(self.model).expanduser().is_dir():
             known["model"] = Path(self.model).expanduser().resolve().name

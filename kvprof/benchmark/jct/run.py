@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvprof.benchmark.jct.ablations import Variant, parse_variant
+from kvprof.benchmark.jct.ablations import Variant, make_variants, parse_variant
 from kvprof.benchmark.jct.composed import measure_composed
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
 from kvprof.benchmark.jct.layer import ModelShape, load_model_shape
@@ -26,7 +26,6 @@ from kvprof.benchmark.jct.serving import (
 from kvprof.benchmark.jct.storage import cache_bytes, weight_bytes
 from kvprof.benchmark.jct.subjects import (
     check_names,
-    has_weights,
     load_subject,
     make_plans,
     needs_calibration,
@@ -36,7 +35,9 @@ from kvprof.benchmark.jct.subjects import (
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import all_threads, free_bytes, gpu_doubts, open_machine
+from kvprof.benchmark.methods import named_plans
 from kvprof.benchmark.ranks import Widths, full_widths
+from kvprof.benchmark.shapes import has_weights
 from kvprof.benchmark.timing import DeviceLost, Interrupted
 from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.models.load import LoadedModel
@@ -193,7 +194,7 @@ def run_real(run: Run) -> None:
 
 def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, int, int]]) -> None:
     """Show parts of the first case that can run as it is, where others are calibrated first."""
-    ready = [case for case in cases if not needs_calibration(case[1])]
+    ready = [case for case in cases if not needs_calibration(case[1], run.request)]
     if not ready or len(ready) == len(cases):
         return  # a case's own measurement begins with the same
     name, method, batch, given, written = ready[0]
@@ -303,12 +304,21 @@ def run_composed(run: Run) -> None:
     request = run.request
     model = load_model_shape(request.model).of_layers(request.layers).per_gpu(request.tp)
     dtype = parse_dtype(request.dtype, run.device)
-    chosen: Chosen = []
-    for name in dict.fromkeys(request.methods):
-        variant = parse_variant(name)
-        variant.refuse_on(run.device.type)
-        chosen.append((variant, variant.widths(model.attention, request.rate, request.ranks)))
     cases, lengths = _cases(request)
+    chosen = make_variants(
+        request.methods,
+        model.attention,
+        model=request.model,
+        rate=request.rate,
+        ranks=request.ranks,
+        plans=named_plans(request.plans),
+        device=run.device,
+        dtype=dtype,
+        tokens=max(given + written for _, _, given, written in cases),
+        seed=request.seed,
+        progress=run.progress,
+        should_stop=run.should_stop,
+    )
     run.start([case_name(*case) for case in cases], model.described())
     for _, widths in chosen:
         for text in widths.warnings if widths is not None else ():

@@ -12,13 +12,16 @@ from transformers import LlamaForCausalLM
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.layer import ModelShape, llama_config, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest
+from kvprof.benchmark.methods import at_rate, named_plans, parse_method
 from kvprof.benchmark.ranks import Widths
-from kvprof.benchmark.shapes import shape_names
+from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import UsageError
-from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
+from kvprof.methods.family import MethodInputs
 from kvprof.methods.low_rank import value_folds
+from kvprof.methods.named import method_entries, options_in
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
-from kvprof.methods.registry import METHODS, calibration_needs, plan_family
+from kvprof.methods.plan_files import load_plan
+from kvprof.methods.registry import calibration_needs, plan_family, typed_options
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.models.placement import main_device, parse_dtype
@@ -28,7 +31,6 @@ from kvprof.runtime.compressed import check_runs
 
 __all__ = [
     "check_names",
-    "has_weights",
     "load_subject",
     "make_plans",
     "needs_calibration",
@@ -44,20 +46,6 @@ _CHECKED_LAYERS = 4
 _RANDOM = ("full", "fp8", "fdc", "kq", "uniform")
 
 
-def has_weights(model: str) -> bool:
-    """Whether a name stands for a model with weights; otherwise it is a shape.
-
-    A name that is neither a shape nor a folder is taken for a hub id.
-    """
-    if model.lower() in {name.lower() for name in shape_names()}:
-        return False
-    path = Path(model).expanduser()
-    folder = path.parent if path.is_file() else path
-    if model == "reference" or not path.exists():
-        return True
-    return any(folder.glob("*.safetensors"))
-
-
 def check_names(request: JctRequest) -> None:
     """Refuse methods that the model of a request cannot run, before it is loaded.
 
@@ -69,12 +57,17 @@ def check_names(request: JctRequest) -> None:
         When a method quantises with a library that is not installed.
     """
     weights = has_weights(request.model)
+    plans = named_plans(request.plans)
     for method in request.methods:
+        if weights and method in plans:
+            load_plan(Path(plans[method]).expanduser())  # whose model it is for is seen later
+            continue
         if weights:
             name, options = _named(method)
             calibration_needs(name, **options)
             continue
-        parse_variant(method)
+        if method not in plans:
+            parse_variant(method)
         if method not in _RANDOM:
             raise UsageError(
                 f"{method} needs a model's own weights; without them a real run has "
@@ -163,22 +156,31 @@ def make_plans(
     methods = list(dict.fromkeys(request.methods))
     if shape is not None:
         return {name: _random_named(name, loaded, shape, request) for name in methods}
-    named = {method: _named(method) for method in methods}
+    files = named_plans(request.plans)
+    named = {method: _named(method) for method in methods if method not in files}
     tokens = max(request.input_lens) + max(request.output_lens)
     calibrator = Calibrator(
         loaded, CalibrationOptions(seed=request.seed), progress=progress, should_stop=should_stop
     )
     for name, options in named.values():
         calibrator.expect(name, **options)
-    plans = {}
+    plans = {
+        method: load_plan(
+            Path(files[method]).expanduser(), fingerprint=loaded.fingerprint, layout=loaded.layout
+        )
+        for method in methods
+        if method in files
+    }
     for method, (name, options) in named.items():
         family = calibrator.family(name, **options)
-        plans[method] = _at_rate(family, request.rate, tokens, loaded.dtype.itemsize)
+        plans[method] = at_rate(family, request.rate, tokens, loaded.dtype.itemsize)
     return plans
 
 
-def needs_calibration(method: str) -> bool:
-    """Whether a method's plan takes runs of a model with weights."""
+def needs_calibration(method: str, request: JctRequest) -> bool:
+    """Whether a method's plan takes runs of a model with weights; a saved one does not."""
+    if method in named_plans(request.plans):
+        return False
     name, options = _named(method)
     return calibration_needs(name, **options) is not None
 
@@ -196,23 +198,16 @@ def plan_ready(loaded: LoadedModel, method: str, request: JctRequest) -> Plan:
 
 
 def _named(method: str) -> tuple[str, dict[str, Any]]:
-    """Return a method's registered name and its options: ``palu:group=1`` is one head per group."""
-    name, *options = method.split(":")
-    if not options:
-        return name, {}
-    if name == "palu" and len(options) == 1 and options[0] in ("group=1", "group=2", "group=4"):
-        return name, {"heads": int(options[0].removeprefix("group="))}
-    raise UsageError(
-        f"{method}: a real run takes methods of kvprof plan ({', '.join(METHODS)} and combinations "
-        "of them) and palu:group=1, 2 or 4"
-    )
+    """Return a method's registered name and its options, which are those of ``kvprof plan``.
 
-
-def _at_rate(family: PlanFamily, rate: float, tokens: int, itemsize: int) -> Plan:
-    """Return a plan; a method with one setting has its own rate."""
-    if len(family.settings) == 1:
-        return plan_for_rate(family, 0.0, tokens, itemsize=itemsize)
-    return plan_for_rate(family, rate, tokens, itemsize=itemsize)
+    ``palu:group=1``, as ``bench`` has it, is one head per group.
+    """
+    ((_, name, written),) = method_entries(method)
+    options = options_in(written)
+    if name == "palu" and "group" in options:
+        parse_method(method)  # which refuses other groups
+        options["heads"] = options.pop("group")
+    return name, typed_options(name, options)
 
 
 def _random_named(name: str, loaded: LoadedModel, shape: ModelShape, request: JctRequest) -> Plan:

@@ -5,7 +5,7 @@ import pytest
 from kvprof.benchmark.jct import layer_bench
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
-from kvprof.benchmark.jct.subjects import has_weights
+from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import Preview, RunFinished, RunStarted, Warned
 from kvprof.records.fold import result_of
@@ -242,9 +242,9 @@ def test_real_runs_refuse_what_they_cannot_tell(tmp_path, folder, options, says)
     ("model", "method", "says"),
     [
         (None, "tale", "own weights"),
-        (None, "nonsense", "no method"),
+        (None, "nonsense", "unknown"),
         ("reference", "nonsense", "unknown"),
-        ("reference", "palu:group=3", "palu:group=1, 2 or 4"),
+        ("reference", "palu:group=3", "group=1|2|4|8"),
     ],
 )
 def test_methods_are_known_before_a_model_is_loaded(tmp_path, folder, model, method, says):

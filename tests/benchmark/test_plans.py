@@ -1,0 +1,180 @@
+"""Whatever ``plan`` makes is timed by its plan, or refused with why no kernel runs it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvprof.benchmark.case import Place
+from kvprof.benchmark.cases import build_case
+from kvprof.benchmark.methods import make_methods, parse_method, stored_parts, stored_plan
+from kvprof.benchmark.shapes import Rope, Shape, layout_of, load_shape
+from kvprof.benchmark.timing import sampler
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import bytes_at, compression_ratio, paper_rate
+from kvprof.methods.family import MethodInputs, plan_at
+from kvprof.methods.named import METHOD_NAMES
+from kvprof.methods.plan_files import save_plan
+from kvprof.methods.registry import plan_family
+from kvprof.records.files import read_result
+from tests.benchmark.folder import save_config
+from tests.commands.running import kvprof
+from tests.methods.models import FINE, inputs
+
+CPU = torch.device("cpu")
+SMALL = Shape("small", "here", 2, 512, 8, 4, 64, Rope("default", 1e4), 4096, 0.125)
+
+
+def made(*names, shape=SMALL, plans=None, model="Llama-3.1-8B", rate=0.5):
+    return make_methods(
+        names, shape, model=model, rate=rate, ranks=None, plans=plans or {}, device=CPU,
+        dtype=torch.float32, tokens=256,
+    )  # fmt: skip
+
+
+def placed(shape=SMALL, seq=256):
+    return Place(shape, "decode", 2, seq, torch.float32, CPU, seed=3)
+
+
+def shape_like(given):
+    first = given.layout.layers[0]
+    return Shape(
+        "tiny", "here", len(given.layout.layers), given.layout.hidden_size, first.num_heads,
+        first.num_kv_heads, first.qk_head_dim, Rope("default", 1e4), 128, first.scaling,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fdc-3bit", "kq-4bit-row", "uniform-8bit-g16", "full-8bit", "per-token", "tale-4bit", "palu"],
+)
+def test_what_comes_on_top_is_stored_as_the_plan_says(name):
+    ((method, widths),) = made(name)
+    built = build_case(method, placed(), widths, None)
+    output = sampler(built.runs, CPU).output()
+    assert built.error(output) < 1e-5
+    counted = bytes_at(stored_plan(method, SMALL, widths), 256, itemsize=4, batch=2).total
+    # Blocks are whole, and 3 bits lie in the container of 4; a plan is of both layers.
+    assert counted / 2 <= built.cache_bytes <= 1.35 * counted / 2 + 2 * 4 * 4 * 256 * 64
+
+
+def test_tales_levels_are_those_of_its_plan():
+    ((method, widths),) = made("tale")
+    plan = stored_plan(method, SMALL, widths)
+    assert compression_ratio(paper_rate(plan)) == pytest.approx(9.14, abs=5e-3)
+    parts = stored_parts(plan, 1004)
+    assert [part.tokens for part in parts] == [4, 900, 100]
+    assert [part.key_bits for part in parts] == [None, 2, 4]
+    assert [part.values[0] for part in parts] == [64, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("fdc+h2o", "tokens are evicted"),
+        ("sink-recent", "tokens are evicted"),
+        ("fdc+kivi", "tokens are quantised 32 at a time"),
+        ("palu-4bit", "keys are rebuilt before RoPE and latents are quantised"),
+        ("kvquant", "latents are quantised by codebook"),
+        ("strawman", "bases are found online"),
+        ("fp8-4bit", "is quantised already"),
+        ("zack", "shape without weights"),
+        ("fdc:grid=8", "--plan FILE"),
+        ("tale+kivi", "shape without weights"),
+    ],
+)
+def test_what_cannot_be_timed_says_why_in_a_line(name, why):
+    with pytest.raises(UsageError, match=why) as refused:
+        made(name)
+    assert "\n" not in str(refused.value)
+
+
+def test_every_method_of_plan_is_known_here_with_its_options():
+    for name in METHOD_NAMES:
+        assert parse_method(name).name == name
+    options = dict(parse_method("kq:grid=32,minimum=8").options)
+    assert options == {"grid": 32, "minimum": 8}
+    with pytest.raises(UsageError, match="kq has no option nope"):
+        parse_method("kq:nope=1")
+    with pytest.raises(UsageError, match="did you mean kq"):
+        parse_method("kqq")
+
+
+@pytest.mark.parametrize("name", ["fdc", "palu", "tale", "fdc-4bit", "tale+kivi", "fdc+h2o"])
+def test_a_saved_plan_is_timed_by_its_own_widths_or_refused(name, tmp_path):
+    given = inputs("Llama")
+    shape = shape_like(given)
+    fine = {**FINE, "grid": 16, "minimum": 16}
+    plan = plan_at(plan_family(name, given, **fine), 0.5)
+    save_plan(plan, tmp_path / "my.plan")
+    asked = {"plans": {"my.plan": str(tmp_path / "my.plan")}, "shape": shape}
+    refused = {"tale+kivi": "32 at a time", "fdc+h2o": "evicted"}.get(name)
+    if refused:
+        with pytest.raises(UsageError, match=refused):
+            made("my.plan", **asked)
+        return
+    ((method, widths),) = made("my.plan", **asked)
+    built = build_case(method, placed(shape), widths, None)
+    assert built.error(sampler(built.runs, CPU).output()) < 1e-5
+    counted = bytes_at(plan, 256, itemsize=4, batch=2).total / len(plan.layers)
+    assert built.cache_bytes == pytest.approx(counted, rel=0.35)
+    with pytest.raises(UsageError, match=r"--plan my\.plan: a plan for"):
+        made("my.plan", plans=asked["plans"], shape=replace(SMALL, head_dim=32))
+
+
+def test_a_shape_is_laid_out_as_a_model():
+    windowed = replace(SMALL, layers=3, sliding_window=64, window_pattern="WF")
+    facts = layout_of(windowed).layers
+    assert [one.sliding_window for one in facts] == [64, None, 64]
+    assert {one.position for one in facts} == {"rope"}
+    assert layout_of(replace(SMALL, rope=Rope("none", None))).layers[0].rotary_dim == 0
+
+
+def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
+    common = ("--model", "reference", "--rate", "0.25", "--device", "cpu", "--repeats", "3")
+    names = ("--methods", "full,keys-only,keys-only-4bit")
+    done = kvprof(
+        "bench", *common, *names, "--seq", "64", "--phase", "decode", "--json", tmp_path / "b.json"
+    )
+    assert done.code == 0, done.stderr
+    full, keys_only, quantised = read_result(tmp_path / "b.json")["data"]["rows"]
+    assert keys_only["cache_bytes"] == 0.75 * full["cache_bytes"]
+    assert quantised["cache_bytes"] < 0.25 * full["cache_bytes"]
+    assert max(row["error"] for row in (keys_only, quantised)) < 1e-4
+    done = kvprof(
+        "bench", "--jct", "--composed", *common, *names, "--input-len", "32", "--output-len", "2",
+        "--json", tmp_path / "j.json",
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    cases = read_result(tmp_path / "j.json")["data"]["cases"]
+    assert [case["rate"] for case in cases[:2]] == [0, pytest.approx(0.25)]
+    assert json.dumps(cases[2]["rate"]) > "0.7"
+
+
+def test_a_plan_file_is_timed_beside_full_width_by_both(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
+    folder = save_config(tmp_path / "model")
+    shape = load_shape(folder)
+    fp8 = plan_family("fp8", MethodInputs(layout_of(shape), "of another model"))
+    save_plan(plan_at(fp8, 8.0), tmp_path / "eight.plan")
+    common = ("--model", folder, "--plan", tmp_path / "eight.plan", "--device", "cpu")
+    done = kvprof("bench", *common, "--seq", "64", "--repeats", "3", "--json", tmp_path / "b.json")
+    assert done.code == 0, done.stderr
+    result = read_result(tmp_path / "b.json")
+    assert result["inputs"]["methods"] == ["full", "eight.plan"]
+    rows = {(row["method"], row["phase"]): row for row in result["data"]["rows"]}
+    assert rows["eight.plan", "decode"]["rate"] == 0.75
+    assert any("eight.plan has no prefill row" in text for text in result["warnings"])
+    asked = ("--jct", "--input-len", "64", "--output-len", "2", "--repeats", "3")
+    done = kvprof("bench", *asked, *common, "--json", tmp_path / "j.json")
+    assert done.code == 0, done.stderr
+    cases = read_result(tmp_path / "j.json")["data"]["cases"]
+    assert [(case["method"], case["rate"]) for case in cases] == [("full", 0), ("eight.plan", 0.75)]
+    done = kvprof("bench", *common, "--plan", tmp_path / "other" / "eight.plan")
+    assert done.code == 2
+    assert "rename the file" in done.error
+    done = kvprof("bench", "--plan", tmp_path / "nothing", "--device", "cpu")
+    assert done.code == 2
+    assert "nothing" in done.error
