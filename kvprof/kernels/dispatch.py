@@ -1,10 +1,14 @@
-"""Whether a call goes to Triton's kernels, compiled or interpreted, or to torch on a CPU."""
+"""Where a call goes: to Triton's kernels, compiled or interpreted, or to torch on a CPU."""
+
+from functools import cache
 
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-__all__ = ["interpreted", "uses_triton"]
+from kvprof.kernels.variants import DEPENDENT_FROM
+
+__all__ = ["dependent", "interpreted", "multiprocessors_of", "placed", "uses_triton"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -20,3 +24,28 @@ def interpreted() -> bool:
 def uses_triton(device: torch.device) -> bool:
     """Tell whether tensors of a device go to the Triton kernels: on a GPU, or interpreted."""
     return device.type == "cuda" or interpreted()
+
+
+def placed(device: torch.device | str) -> torch.device:
+    """Return a device with its index, as tensors on it have it."""
+    return torch.empty(0, device=device).device
+
+
+def multiprocessors_of(device: torch.device) -> int:
+    """Return a GPU's multiprocessors, 1 for a CPU: what work is cut for."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def dependent(device: torch.device) -> bool:
+    """Tell whether a kernel can be launched before the one that it depends on has ended.
+
+    Its programs take their places meanwhile and wait there, which saves most of the time between
+    two kernels.
+    """
+    if interpreted():
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= DEPENDENT_FROM

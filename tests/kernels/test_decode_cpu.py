@@ -10,7 +10,7 @@ from kvprof.kernels.decode import cpu
 from kvprof.kernels.decode.cpu import decode_cpu
 from kvprof.kernels.decode.cuts import Tuning, built_for, rows_of, tuning_for
 from kvprof.kernels.decode.reference import reference_decode
-from kvprof.kernels.decode.step import Trace, busy_seconds, decode_step, measured_makespan_over_mean
+from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -181,16 +181,3 @@ def test_tuning_follows_widths_and_groups():
     assert built_for(base, 2, paged=False) == base
     assert built_for(base, 2, paged=True).stages > base.stages
     assert built_for(base, 4, paged=False).tile < base.tile
-
-
-def test_busy_time_counts_what_overlaps_once():
-    numbers = {
-        "multiprocessor": [0, 0, 0, 2, 0],
-        "begin": [100, 110, 150, 100, 400],
-        "end": [200, 120, 300, 200, 500],
-    }
-    seen = {name: torch.tensor(values) for name, values in numbers.items()}
-    row = torch.zeros(5, dtype=torch.int64)
-    trace = Trace(row, row, **seen, output=torch.zeros(1))
-    assert busy_seconds(trace, 3) == pytest.approx([300e-9, 0.0, 100e-9])
-    assert measured_makespan_over_mean(trace, 3) == pytest.approx(400 / (400 / 3))

@@ -24,9 +24,9 @@ from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.rows import TOLERANCE
 from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.decode.cuts import kinds, tile_height
-from kvprof.kernels.decode.launch import launch_merge
-from kvprof.kernels.decode.step import DecodeStep, Schedule, decode_step
+from kvprof.kernels.decode.cuts import Item, kinds, tile_height
+from kvprof.kernels.decode.step import DecodeStep, decode_step
+from kvprof.kernels.parts import Schedule, launch_merge
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import prefill_step
 from kvprof.kernels.prefill.paths import measured_path
@@ -34,6 +34,7 @@ from kvprof.kernels.prefill.step import prefill
 from kvprof.kernels.project.bases import BasisSet, basis_set
 from kvprof.kernels.project.step import project_step, store_values
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
+from kvprof.kernels.tables import Part
 
 __all__ = [
     "FullAttention",
@@ -347,19 +348,20 @@ def _even(step: DecodeStep, place: Place) -> Schedule:
     layout, tile = step.layout, step.tuning.tile
     tasks = place.batch * layout.heads
     pieces = max(1, step.tuning.pieces * step.multiprocessors // tasks)
-    items: list[list[int]] = []
-    parts: list[list[int]] = []
+    items: list[Item] = []
+    parts: list[Part] = []
     pairs = kinds(layout)
     for row in range(place.batch):
         for head, pair in enumerate(zip(layout.key_widths, layout.value_widths, strict=True)):
             height = tile_height(*pair, tile)
             tiles = max(1, -(-place.seq // height))
             count = min(tiles, pieces)
-            parts.append([len(items), count])
+            parts.append(Part(len(items), count))
             bounds = [min(place.seq, tiles * n // count * height) for n in range(count + 1)]
-            items += [[row, head, low, high, pairs.index(pair)] for low, high in pairwise(bounds)]
+            kind = pairs.index(pair)
+            items += [Item(row, head, low, high, kind) for low, high in pairwise(bounds)]
 
-    def whole(numbers: list[int] | list[list[int]]) -> Tensor:
+    def whole(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=place.device)
 
     scheduled = [whole(items), whole(parts), whole([]), whole([])]

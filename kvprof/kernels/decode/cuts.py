@@ -11,14 +11,18 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP, RaggedLayout
+from kvprof.kernels.tables import Part
 
 __all__ = [
     "COST_PER_TOKEN",
     "SCHEDULES",
     "Cut",
+    "Head",
+    "Item",
     "Tuning",
     "built_for",
     "checked_lengths",
@@ -115,20 +119,64 @@ COST_PER_TOKEN = 32
 SCHEDULES = ("equal", "lpt")
 
 
+class Head(NamedTuple):
+    """What the kernels look up of a KV head; the first columns are `kvprof.kernels.tables.Output`.
+
+    Attributes
+    ----------
+    outputs, output_width : int
+    queries : int
+        Where its queries begin in a row of them.
+    keys, values : int
+        Where its first plane begins in the cache.
+    cost : int
+        Of a token.
+    height : int
+        Tokens of a tile.
+    kind : int
+        Its pair of widths among `kinds`.
+    """
+
+    outputs: int
+    output_width: int
+    queries: int
+    keys: int
+    values: int
+    cost: int
+    height: int
+    kind: int
+
+
+class Item(NamedTuple):
+    """A piece of work: tokens ``start … stop - 1`` of one KV head of one row.
+
+    Attributes
+    ----------
+    row, head, start, stop : int
+    kind : int
+        Of the head, -1 where there is no item.
+    """
+
+    row: int
+    head: int
+    start: int
+    stop: int
+    kind: int
+
+
 @dataclass(frozen=True)
 class Cut:
     """Pieces of work.
 
     Attributes
     ----------
-    items : tuple of (row, head, start, stop, kind)
-        Tokens ``start … stop - 1`` of one KV head of one row; `kind` indexes `kinds`.
-    parts : tuple of (first item, count)
+    items : tuple of Item
+    parts : tuple of Part
         For every row and KV head, row after row.
     """
 
-    items: tuple[tuple[int, int, int, int, int], ...]
-    parts: tuple[tuple[int, int], ...]
+    items: tuple[Item, ...]
+    parts: tuple[Part, ...]
 
 
 def tile_height(key_width: int, value_width: int, tile: int) -> int:
@@ -224,18 +272,18 @@ def equal_shares(
         for number, (start, stop) in enumerate(tasks)
     ]
     total = max(1, sum(costs))
-    items: list[tuple[int, int, int, int, int]] = []
-    parts = []
+    items: list[Item] = []
+    parts: list[Part] = []
     for number, (start, stop) in enumerate(tasks):
         row, head = divmod(number, layout.heads)
         widths = (layout.key_widths[head], layout.value_widths[head])
         height = tile_height(*widths, tile)
         tiles = max(1, -(-(stop - start) // height))
         count = min(tiles, max(1, (2 * costs[number] * pieces + total) // (2 * total)))
-        parts.append((len(items), count))
+        parts.append(Part(len(items), count))
         bounds = [min(stop, start + tiles * part // count * height) for part in range(count + 1)]
         kind = pairs.index(widths)
-        items += [(row, head, begin, end, kind) for begin, end in pairwise(bounds)]
+        items += [Item(row, head, begin, end, kind) for begin, end in pairwise(bounds)]
     return Cut(tuple(items), tuple(parts))
 
 
@@ -295,8 +343,9 @@ def predicted_makespan_over_mean(
     elif schedule == "equal":
         cut = equal_shares(layout, lengths, pieces * multiprocessors, tile, starts)
         loads = [0] * multiprocessors
-        for _, head, start, stop, _ in cut.items:
-            heapq.heapreplace(loads, loads[0] + _cost(layout, head, stop - start))
+        for item in cut.items:
+            cost = _cost(layout, item.head, item.stop - item.start)
+            heapq.heapreplace(loads, loads[0] + cost)
     else:
         raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
     return max(loads) * multiprocessors / max(1, sum(loads))

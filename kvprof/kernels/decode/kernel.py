@@ -10,110 +10,36 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-__all__ = ["ITEM", "decode_lists", "decode_pieces", "merge_pieces"]
+from kvprof.kernels.decode.cuts import Head, Item
+from kvprof.kernels.tables import Kind, column
+from kvprof.kernels.trace import MARK, mark
 
-# --- Partial results of a context that was cut are joined by their log sums.
-
-
-# mypy: ignore-errors
-# Triton's functions are compiled from their source; types mean nothing to its compiler.
-
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def merge_pieces(
-    partial,
-    logs,
-    parts,
-    output,
-    heads,
-    sinks,
-    counters,
-    GROUP: tl.constexpr,
-    WIDEST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MOST: tl.constexpr,
-    HEADS: tl.constexpr,
-    OUTPUT_ROW: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SINKS: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Join parts; a program per row and KV head, query head of its group, and `WIDTH` columns.
-
-    A row without tokens gets zeros.
-
-    Parameters
-    ----------
-    partial, logs
-        As `decode_pieces` left them.
-    parts
-        ``[rows * heads, 2]`` int32: first item and count.
-    output
-        ``[rows, OUTPUT_ROW]``.
-    heads
-        ``[heads, COLUMNS]`` int64: in columns 3 and 4, where a head's outputs begin, and dv.
-    sinks
-        ``[heads, GROUP]`` float32: a further logit of each query head, read with `SINKS`.
-    counters
-        ``[COUNTERS]`` int32, set to 0 for the next layer that shares the cut.
-    MOST
-        Power of two: parts that are read at once; more of them take more rounds.
-    DEPENDENT
-        Whether the launch did not wait for the parts (`kvprof.kernels.decode.launch`).
-    """
-    number = tl.program_id(0)
-    query = tl.program_id(1)
-    head = number % HEADS
-    first = tl.load(parts + number * 2)
-    count = tl.load(parts + number * 2 + 1)
-    at = tl.load(heads + head * COLUMNS + 3)
-    width = tl.load(heads + head * COLUMNS + 4)
-    columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    wanted = columns < width
-    if DEPENDENT:
-        # What was read so far was there before the kernel that leaves the parts was launched.
-        cuda.gdc_wait()
-    if COUNTERS > 0:
-        LANES: tl.constexpr = 128
-        if number + query + tl.program_id(2) == 0:
-            for begin in tl.static_range(0, COUNTERS, LANES):
-                lane = begin + tl.arange(0, LANES)
-                tl.store(counters + lane, tl.zeros([LANES], tl.int32), mask=lane < COUNTERS)
-    # Finite, so that a row without tokens gets no inf - inf.
-    top = tl.full([], -1e30, tl.float32)
-    total = tl.zeros([], tl.float32)
-    result = tl.zeros([WIDTH], tl.float32)
-    for begin in range(0, count, MOST):
-        part = begin + tl.arange(0, MOST)
-        there = part < count
-        item = (first + part) * GROUP + query
-        here = tl.load(logs + item, mask=there, other=float("-inf"))
-        rows = partial + item[:, None] * WIDEST + columns[None, :]
-        values = tl.load(rows, mask=there[:, None] & wanted[None, :], other=0.0)
-        higher = tl.maximum(top, tl.max(here, 0))
-        fade = tl.exp2(top - higher)
-        weights = tl.exp2(here - higher)
-        total = total * fade + tl.sum(weights, 0)
-        result = result * fade + tl.sum(values * weights[:, None], 0)
-        top = higher
-    if SINKS:
-        total += tl.exp2(tl.load(sinks + head * GROUP + query) * _LOG2_E - top)
-    result = result * tl.where(total > 0.0, 1.0 / total, 0.0)
-    target = output + (number // HEADS).to(tl.int64) * OUTPUT_ROW + at + query * width + columns
-    tl.store(target, result.to(output.dtype.element_ty), mask=wanted)
-
+__all__ = ["decode_lists", "decode_pieces"]
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 
-#: Numbers of an item: row, KV head, first token, token behind the last, kind of head (-1: none).
-ITEM = 5
-_ITEM = tl.constexpr(ITEM)
+_ITEM = tl.constexpr(len(Item._fields))
+_ROW = tl.constexpr(column(Item, "row"))
+_HEAD = tl.constexpr(column(Item, "head"))
+_START = tl.constexpr(column(Item, "start"))
+_STOP = tl.constexpr(column(Item, "stop"))
+_ITEM_KIND = tl.constexpr(column(Item, "kind"))
+_COLUMNS = tl.constexpr(len(Head._fields))
+_QUERIES = tl.constexpr(column(Head, "queries"))
+_KEYS = tl.constexpr(column(Head, "keys"))
+_VALUES = tl.constexpr(column(Head, "values"))
+_KIND = tl.constexpr(len(Kind._fields))
+_K0 = tl.constexpr(column(Kind, "k0"))
+_K1 = tl.constexpr(column(Kind, "k1"))
+_K2 = tl.constexpr(column(Kind, "k2"))
+_K3 = tl.constexpr(column(Kind, "k3"))
+_V0 = tl.constexpr(column(Kind, "v0"))
+_V1 = tl.constexpr(column(Kind, "v1"))
+_V2 = tl.constexpr(column(Kind, "v2"))
+_V3 = tl.constexpr(column(Kind, "v3"))
+_HEIGHT = tl.constexpr(column(Kind, "height"))
 
 
 @triton.jit
@@ -422,24 +348,23 @@ def _item(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
     TRACE: tl.constexpr,
 ):
     """Run the branch of an item's kind of head."""
-    row = tl.load(items + item * _ITEM)
-    head = tl.load(items + item * _ITEM + 1)
-    start = tl.load(items + item * _ITEM + 2)
-    stop = tl.load(items + item * _ITEM + 3)
-    kind = tl.load(items + item * _ITEM + 4)
+    row = tl.load(items + item * _ITEM + _ROW)
+    head = tl.load(items + item * _ITEM + _HEAD)
+    start = tl.load(items + item * _ITEM + _START)
+    stop = tl.load(items + item * _ITEM + _STOP)
+    kind = tl.load(items + item * _ITEM + _ITEM_KIND)
     if kind >= 0:
         begun = item.to(tl.int64)
         if TRACE:
             begun = cuda.globaltimer()
-        query_at = tl.load(heads + head * COLUMNS) + row.to(tl.int64) * query_row
-        key_at = tl.load(heads + head * COLUMNS + 1)
-        value_at = tl.load(heads + head * COLUMNS + 2)
+        query_at = tl.load(heads + head * _COLUMNS + _QUERIES) + row.to(tl.int64) * query_row
+        key_at = tl.load(heads + head * _COLUMNS + _KEYS)
+        value_at = tl.load(heads + head * _COLUMNS + _VALUES)
         pages = table
         if PAGE > 0:
             pages = table + row.to(tl.int64) * table_row
@@ -465,15 +390,15 @@ def _item(
                     widest,
                     scale,
                     cap,
-                    KINDS[number * 9],
-                    KINDS[number * 9 + 1],
-                    KINDS[number * 9 + 2],
-                    KINDS[number * 9 + 3],
-                    KINDS[number * 9 + 4],
-                    KINDS[number * 9 + 5],
-                    KINDS[number * 9 + 6],
-                    KINDS[number * 9 + 7],
-                    KINDS[number * 9 + 8],
+                    KINDS[number * _KIND + _K0],
+                    KINDS[number * _KIND + _K1],
+                    KINDS[number * _KIND + _K2],
+                    KINDS[number * _KIND + _K3],
+                    KINDS[number * _KIND + _V0],
+                    KINDS[number * _KIND + _V1],
+                    KINDS[number * _KIND + _V2],
+                    KINDS[number * _KIND + _V3],
+                    KINDS[number * _KIND + _HEIGHT],
                     STAGES,
                     GROUP,
                     ROWS,
@@ -482,9 +407,7 @@ def _item(
                 )
         if TRACE:
             # Blocks of one item overwrite one another: they run side by side.
-            tl.store(trace + item * 3, cuda.smid().to(tl.int64))
-            tl.store(trace + item * 3 + 1, begun)
-            tl.store(trace + item * 3 + 2, cuda.globaltimer())
+            mark(trace + item * MARK, begun)
 
 
 @triton.jit
@@ -509,7 +432,6 @@ def decode_pieces(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
     TRACE: tl.constexpr,
@@ -524,13 +446,13 @@ def decode_pieces(
     partial, logs
         ``[items, GROUP, widest]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
     items
-        ``[items, 5]`` int32: row, head, start, stop, kind.
+        Rows of `kvprof.kernels.decode.cuts.Item`, int32.
     heads
-        ``[heads, COLUMNS]`` int64: where a head's queries, K and V begin, and more.
+        Rows of `kvprof.kernels.decode.cuts.Head`, int64.
     table
         ``[rows, table_row]`` int32 pages, read when `PAGE` (tokens of a page) is not 0.
     trace
-        ``[items, 3]`` int64: multiprocessor, begin and end in nanoseconds; written with `TRACE`.
+        A row of `kvprof.kernels.trace.Mark` per item, int64; written with `TRACE`.
     tokens, capacity
         Tokens of a plane, and of a row of it.
     query_row, widest
@@ -540,8 +462,7 @@ def decode_pieces(
     cap
         Times log2(e).
     KINDS
-        Nine numbers per kind of head: the chunks of K and of V (0 where there is none), the tile's
-        height.
+        A row of `kvprof.kernels.tables.Kind` per kind of head.
     ROWS
         Query heads that a program takes, 16, 32 or 64; where a group has more, as many programs
         follow one another for each item.
@@ -575,7 +496,6 @@ def decode_pieces(
         STAGES,
         GROUP,
         ROWS,
-        COLUMNS,
         PAGE,
         CAPPED,
         TRACE,
@@ -607,7 +527,6 @@ def decode_lists(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
     TRACE: tl.constexpr,
@@ -647,7 +566,6 @@ def decode_lists(
             STAGES,
             GROUP,
             ROWS,
-            COLUMNS,
             PAGE,
             CAPPED,
             TRACE,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,28 +11,27 @@ from torch import Tensor
 
 from kvprof.kernels.decode.cuts import (
     COST_PER_TOKEN,
+    Head,
+    Item,
     Tuning,
     built_for,
     kinds,
     rows_of,
     tile_height,
 )
-from kvprof.kernels.decode.kernel import ITEM, decode_lists, decode_pieces, merge_pieces
-from kvprof.kernels.dispatch import interpreted
-from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
-from kvprof.kernels.variants import DEPENDENT_FROM
+from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
+from kvprof.kernels.dispatch import dependent
+from kvprof.kernels.parts import empty_parts, launch_merge
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.tables import Kind, Part, chunk_columns, column, joined_rows
 
 __all__ = [
-    "HEAD_COLUMNS",
     "assign_longest",
     "cut_equal",
-    "dependent",
     "head_table",
-    "kind_numbers",
+    "kind_table",
     "launch_cut",
     "launch_decode",
-    "launch_merge",
-    "merge_sizes",
     "rank_tasks",
 ]
 
@@ -45,7 +43,19 @@ __all__ = [
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 
-_ITEM = tl.constexpr(ITEM)
+_ITEM = tl.constexpr(len(Item._fields))
+_ROW = tl.constexpr(column(Item, "row"))
+_HEAD = tl.constexpr(column(Item, "head"))
+_START = tl.constexpr(column(Item, "start"))
+_STOP = tl.constexpr(column(Item, "stop"))
+_ITEM_KIND = tl.constexpr(column(Item, "kind"))
+_PART = tl.constexpr(len(Part._fields))
+_FIRST = tl.constexpr(column(Part, "first"))
+_COUNT = tl.constexpr(column(Part, "items"))
+_COLUMNS = tl.constexpr(len(Head._fields))
+_COST = tl.constexpr(column(Head, "cost"))
+_HEIGHT = tl.constexpr(column(Head, "height"))
+_KIND = tl.constexpr(column(Head, "kind"))
 
 
 @triton.jit
@@ -69,15 +79,14 @@ def _costs(
     count,
     capacity,
     HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     STARTS: tl.constexpr,
 ):
     """Return tokens and cost of tasks; a task is a KV head of a row."""
     there = number < count
     start, stop = _tokens(lengths, starts, number // HEADS, there, capacity, STARTS)
-    of_head = heads + (number % HEADS) * COLUMNS
-    cost = tl.load(of_head + 5, mask=there, other=0)
-    height = tl.load(of_head + 6, mask=there, other=1)
+    of_head = heads + (number % HEADS) * _COLUMNS
+    cost = tl.load(of_head + _COST, mask=there, other=0)
+    height = tl.load(of_head + _HEIGHT, mask=there, other=1)
     tiles = tl.maximum((stop - start + height - 1) // height, 1)
     return tiles, (stop - start) * cost
 
@@ -94,7 +103,6 @@ def cut_equal(
     pieces,
     room,
     HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS: tl.constexpr,
 ):
@@ -108,11 +116,12 @@ def cut_equal(
     lengths, starts
         ``[rows]`` int32: tokens, clamped to 0 … `capacity`, and the first that is visible.
     heads
-        ``[HEADS, COLUMNS]`` int64: in columns 5 to 7 a token's cost, the tile's height, the kind.
+        Rows of `kvprof.kernels.decode.cuts.Head`, int64.
     items
-        ``[room, 5]`` int32, written whole; -1 as kind behind the last.
+        ``[room]`` rows of `kvprof.kernels.decode.cuts.Item`, int32, written; -1 as kind behind the
+        last.
     parts
-        ``[count, 2]`` int32, written: first item and number of items of each task.
+        ``[count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
     count
         Tasks: rows times heads.
     """
@@ -120,9 +129,7 @@ def cut_equal(
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
-        tiles, costs = _costs(
-            at + lane, lengths, starts, heads, count, capacity, HEADS, COLUMNS, STARTS
-        )
+        tiles, costs = _costs(at + lane, lengths, starts, heads, count, capacity, HEADS, STARTS)
         total += tl.sum(costs, 0)
     total = tl.maximum(total, 1)
     first = tl.zeros([], tl.int32)
@@ -130,9 +137,7 @@ def cut_equal(
     last = tl.zeros([], tl.int32)
     for at in range(0, count, BLOCK):
         number = at + lane
-        tiles, costs = _costs(
-            number, lengths, starts, heads, count, capacity, HEADS, COLUMNS, STARTS
-        )
+        tiles, costs = _costs(number, lengths, starts, heads, count, capacity, HEADS, STARTS)
         # cost / (total / pieces), rounded half up in whole numbers as on the host.
         shares = (2 * costs * pieces + total) // (2 * total)
         shares = tl.minimum(tl.maximum(shares, 1), tiles).to(tl.int32)
@@ -143,24 +148,25 @@ def cut_equal(
     row = task // HEADS
     head = task % HEADS
     start, stop = _tokens(lengths, starts, row, True, capacity, STARTS)
-    height = tl.load(heads + head * COLUMNS + 6).to(tl.int32)
-    kind = tl.load(heads + head * COLUMNS + 7).to(tl.int32)
+    height = tl.load(heads + head * _COLUMNS + _HEIGHT).to(tl.int32)
+    kind = tl.load(heads + head * _COLUMNS + _KIND).to(tl.int32)
     tiles = tl.maximum((stop - start + height - 1) // height, 1)
-    tl.store(parts + task * 2, first)
-    tl.store(parts + task * 2 + 1, own)
+    tl.store(parts + task * _PART + _FIRST, first)
+    tl.store(parts + task * _PART + _COUNT, own)
     for at in range(0, own, BLOCK):
         part = at + lane
         begin = tl.minimum(start + (tiles * part // own) * height, stop)
         end = tl.minimum(start + (tiles * (part + 1) // own) * height, stop)
         item = items + (first + part) * _ITEM
         mine = part < own
-        tl.store(item, row + part * 0, mask=mine)
-        tl.store(item + 1, head + part * 0, mask=mine)
-        tl.store(item + 2, begin, mask=mine)
-        tl.store(item + 3, end, mask=mine)
-        tl.store(item + 4, kind + part * 0, mask=mine)
+        tl.store(item + _ROW, row + part * 0, mask=mine)
+        tl.store(item + _HEAD, head + part * 0, mask=mine)
+        tl.store(item + _START, begin, mask=mine)
+        tl.store(item + _STOP, end, mask=mine)
+        tl.store(item + _ITEM_KIND, kind + part * 0, mask=mine)
     for at in range(last + task * BLOCK, room, count * BLOCK):
-        tl.store(items + (at + lane) * _ITEM + 4, lane * 0 - 1, mask=at + lane < room)
+        none = items + (at + lane) * _ITEM + _ITEM_KIND
+        tl.store(none, lane * 0 - 1, mask=at + lane < room)
 
 
 @triton.jit
@@ -175,7 +181,6 @@ def rank_tasks(
     count,
     capacity,
     HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS: tl.constexpr,
 ):
@@ -190,13 +195,11 @@ def rank_tasks(
     """
     task = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    _unused, own = _costs(task, lengths, starts, heads, count, capacity, HEADS, COLUMNS, STARTS)
+    _unused, own = _costs(task, lengths, starts, heads, count, capacity, HEADS, STARTS)
     rank = tl.zeros([], tl.int32)
     for at in range(0, count, BLOCK):
         number = at + lane
-        _tiles, costs = _costs(
-            number, lengths, starts, heads, count, capacity, HEADS, COLUMNS, STARTS
-        )
+        _tiles, costs = _costs(number, lengths, starts, heads, count, capacity, HEADS, STARTS)
         before = (costs > own) | ((costs == own) & (number < task))
         rank += tl.sum(tl.where(before & (number < count), 1, 0), 0)
     tl.store(order + rank, task)
@@ -204,13 +207,14 @@ def rank_tasks(
     row = task // HEADS
     head = task % HEADS
     start, stop = _tokens(lengths, starts, row, True, capacity, STARTS)
-    tl.store(items + task * _ITEM, row)
-    tl.store(items + task * _ITEM + 1, head)
-    tl.store(items + task * _ITEM + 2, start)
-    tl.store(items + task * _ITEM + 3, stop)
-    tl.store(items + task * _ITEM + 4, tl.load(heads + head * COLUMNS + 7).to(tl.int32))
-    tl.store(parts + task * 2, task)
-    tl.store(parts + task * 2 + 1, 1)
+    kind = tl.load(heads + head * _COLUMNS + _KIND).to(tl.int32)
+    tl.store(items + task * _ITEM + _ROW, row)
+    tl.store(items + task * _ITEM + _HEAD, head)
+    tl.store(items + task * _ITEM + _START, start)
+    tl.store(items + task * _ITEM + _STOP, stop)
+    tl.store(items + task * _ITEM + _ITEM_KIND, kind)
+    tl.store(parts + task * _PART + _FIRST, task)
+    tl.store(parts + task * _PART + _COUNT, 1)
 
 
 @triton.jit
@@ -248,111 +252,31 @@ def assign_longest(
     tl.store(counts + worker, filled, mask=worker < WORKERS)
 
 
-# --- Launches what joins partial results, which need not wait for the last part to end.
-
-
-#: Columns that a merging program joins: few, so that there are programs enough at batch 1.
-_COLUMNS = 32
-
-
-@cache
-def dependent(device: torch.device) -> bool:
-    """Tell whether a kernel can be launched before the one that it depends on has ended.
-
-    Its programs take their places meanwhile and wait there, which saves most of the time between
-    two kernels.
-    """
-    if interpreted():
-        return False
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor >= DEPENDENT_FROM
-
-
-def merge_sizes(widest: int, items: int, tasks: int) -> tuple[int, int]:
-    """Return the columns of a merging program and the parts that it reads at once."""
-    # The widest of ragged heads has about twice the mean's parts.
-    parts = triton.next_power_of_2(max(1, 2 * items // tasks))
-    return min(_COLUMNS, triton.next_power_of_2(widest)), min(256, max(16, parts))
-
-
-def launch_merge(
-    partial: Tensor,
-    logs: Tensor,
-    parts: Tensor,
-    output: Tensor,
-    table: Tensor,
-    heads: int,
-    *,
-    sinks: Tensor | None = None,
-    counters: Tensor | None = None,
-) -> None:
-    """Join the parts that the kernel launched before has left, or still leaves.
-
-    Parameters
-    ----------
-    partial, logs : Tensor
-        ``[items, G, widest]`` and ``[items, G]`` float32.
-    parts : Tensor
-        ``[rows * heads, 2]`` int32: first item and count.
-    output : Tensor
-        ``[rows, Σ_g G·dv_g]``, written.
-    table : Tensor
-        ``[heads, columns]`` int64; columns 3 and 4 say where a head's outputs begin, and dv.
-    heads : int
-    sinks : Tensor, optional
-        ``[heads, G]`` float32.
-    counters : Tensor, optional
-        int32, set to 0 on the way.
-    """
-    items, group, widest = partial.shape
-    width, most = merge_sizes(widest, items, len(parts))
-    early = dependent(output.device)
-    merge_pieces[(len(parts), group, triton.cdiv(widest, width))](
-        partial,
-        logs,
-        parts,
-        output,
-        table,
-        logs if sinks is None else sinks,
-        parts if counters is None else counters,
-        GROUP=group,
-        WIDEST=widest,
-        WIDTH=width,
-        MOST=most,
-        HEADS=heads,
-        OUTPUT_ROW=output.shape[1],
-        COLUMNS=table.shape[1],
-        SINKS=sinks is not None,
-        COUNTERS=0 if counters is None else len(counters),
-        DEPENDENT=early,
-        num_warps=4,
-        **({"launch_pdl": True} if early else {}),
-    )
-
-
-#: Columns of `head_table`.
-HEAD_COLUMNS = 8
 #: Tasks that a scheduling program looks at at once.
 _BLOCK = 256
 
 
 def head_table(layout: RaggedLayout, tile: int, device: torch.device) -> Tensor:
-    """Return what the kernels look up per head, ``[heads, 8]`` int64.
-
-    The columns: where a head's queries, K, V and outputs begin, dv, a token's cost, the tile's
-    height, the kind.
-    """
+    """Return what the kernels look up per head, rows of `Head` in int64."""
     pairs = kinds(layout)
-    rows = []
-    for head, widths in enumerate(zip(layout.key_widths, layout.value_widths, strict=True)):
-        places = (layout.query_offsets[head], *layout.offsets[head], layout.output_offsets[head])
-        cost = sum(widths) + COST_PER_TOKEN
-        rows.append([*places, widths[1], cost, tile_height(*widths, tile), pairs.index(widths)])
+    rows = [
+        Head(
+            outputs=layout.output_offsets[head],
+            output_width=widths[1],
+            queries=layout.query_offsets[head],
+            keys=layout.offsets[head][0],
+            values=layout.offsets[head][1],
+            cost=sum(widths) + COST_PER_TOKEN,
+            height=tile_height(*widths, tile),
+            kind=pairs.index(widths),
+        )
+        for head, widths in enumerate(zip(layout.key_widths, layout.value_widths, strict=True))
+    ]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def kind_numbers(pairs: Sequence[tuple[int, int]], tile: int) -> tuple[int, ...]:
-    """Return the kinds of heads as the kernels take them, nine numbers each.
+def kind_table(pairs: Sequence[tuple[int, int]], tile: int) -> tuple[int, ...]:
+    """Return the kinds of heads as the kernels take them, rows of `Kind`.
 
     Parameters
     ----------
@@ -360,13 +284,7 @@ def kind_numbers(pairs: Sequence[tuple[int, int]], tile: int) -> tuple[int, ...]
     tile : int
         Values of K and V in a tile.
     """
-    numbers: list[int] = []
-    for pair in pairs:
-        for width in pair:
-            own = chunks(width)
-            numbers += [*own, *(0,) * (MOST_CHUNKS - len(own))]
-        numbers.append(tile_height(*pair, tile))
-    return tuple(numbers)
+    return joined_rows([Kind(*chunk_columns(*pair), tile_height(*pair, tile)) for pair in pairs])
 
 
 def launch_cut(
@@ -393,11 +311,10 @@ def launch_cut(
     """
     tasks = len(lengths) * len(heads)
     room = pieces + tasks
-    items = lengths.new_empty(room, ITEM)
-    parts = lengths.new_empty(tasks, 2)
+    items = lengths.new_empty(room, len(Item._fields))
+    parts = lengths.new_empty(tasks, len(Part._fields))
     shared: dict[str, Any] = {
         "HEADS": len(heads),
-        "COLUMNS": HEAD_COLUMNS,
         "STARTS": starts is not None,
         "BLOCK": min(_BLOCK, max(32, triton.next_power_of_2(tasks))),
         "num_warps": 1,
@@ -460,7 +377,7 @@ def launch_decode(
     table : Tensor, optional
         ``[rows, most pages]`` int32.
     trace : Tensor, optional
-        ``[items, 3]`` int64 that gets each item's multiprocessor, begin and end (ns).
+        From `kvprof.kernels.trace.empty_marks`, written.
 
     Returns
     -------
@@ -469,8 +386,7 @@ def launch_decode(
     """
     items, parts, lists, counts = scheduled
     widest, rows, pairs = max(layout.value_widths), len(query), kinds(layout)
-    partial = query.new_empty(len(items), layout.group, widest, dtype=torch.float32)
-    logs = query.new_empty(len(items), layout.group, dtype=torch.float32)
+    partial, logs = empty_parts(query, len(items), layout.group, widest)
     output = query.new_empty(rows, layout.output_offsets[-1])
     log2_e = math.log2(math.e)
     scale = scaling * log2_e if softcap == 0.0 else 2.0 * scaling * log2_e / softcap
@@ -495,12 +411,11 @@ def launch_decode(
     )
     built = built_for(tuning, query.element_size(), paged=table is not None)
     constants: dict[str, Any] = {
-        "KINDS": kind_numbers(pairs, built.tile),
+        "KINDS": kind_table(pairs, built.tile),
         "COUNT": len(pairs),
         "STAGES": built.stages,
         "GROUP": layout.group,
         "ROWS": rows_of(layout),
-        "COLUMNS": HEAD_COLUMNS,
         "PAGE": 0 if table is None else layout.capacity,
         "CAPPED": softcap > 0.0,
         "TRACE": trace is not None,

@@ -4,15 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import UsageError
 from kvprof.kernels.decode.cpu import decode_cpu
 from kvprof.kernels.decode.cuts import (
     SCHEDULES,
+    Item,
     Tuning,
     checked_lengths,
     predicted_makespan_over_mean,
@@ -20,20 +20,19 @@ from kvprof.kernels.decode.cuts import (
 )
 from kvprof.kernels.decode.launch import head_table, launch_cut, launch_decode
 from kvprof.kernels.dispatch import interpreted, uses_triton
+from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import STEP, RaggedLayout
+from kvprof.kernels.tables import Part, column
+from kvprof.kernels.trace import Trace, empty_marks, traced
 
 __all__ = [
     "DTYPES",
     "DecodeStep",
-    "Schedule",
-    "Trace",
     "Tuning",
-    "busy_seconds",
     "check_run",
     "cut_operator",
     "decode_operator",
     "decode_step",
-    "measured_makespan_over_mean",
     "whole_numbers",
 ]
 
@@ -123,54 +122,6 @@ def check_run(
         )
 
 
-# --- When each item of a decoding step ran, and where.
-
-
-class Trace(NamedTuple):
-    """What each item did, ``[items]`` int64 each, without the unused room for items.
-
-    Attributes
-    ----------
-    row, head : Tensor
-    multiprocessor : Tensor
-    begin, end : Tensor
-        The GPU's clock in nanoseconds.
-    output : Tensor
-        What `DecodeStep.run` returns.
-    """
-
-    row: Tensor
-    head: Tensor
-    multiprocessor: Tensor
-    begin: Tensor
-    end: Tensor
-    output: Tensor
-
-
-def busy_seconds(trace: Trace, multiprocessors: int) -> list[float]:
-    """Return for how long each multiprocessor had at least one item, in seconds."""
-    begin, order = trace.begin.cpu().sort(stable=True)
-    end, where = trace.end.cpu()[order], trace.multiprocessor.cpu()[order]
-    found = []
-    for number in range(multiprocessors):
-        own = where == number
-        begins, ends = begin[own], end[own]
-        if len(ends) == 0:
-            found.append(0.0)
-            continue
-        # What ran until the items before had all ended is idle time no longer.
-        reached = torch.cat([begins[:1], ends.cummax(0).values[:-1]])
-        busy = (ends - torch.maximum(begins, reached)).clamp(min=0).sum()
-        found.append(int(busy) * 1e-9)
-    return found
-
-
-def measured_makespan_over_mean(trace: Trace, multiprocessors: int) -> float:
-    """Return the time from the first item's begin to the last one's end over the mean busy time."""
-    mean = sum(busy_seconds(trace, multiprocessors)) / multiprocessors
-    return int(trace.end.max() - trace.begin.min()) * 1e-9 / mean
-
-
 # --- Decoding as operators of torch, ``kvprof::decode`` and ``kvprof::decode_cut``.
 
 
@@ -196,7 +147,8 @@ def _(
     tasks = lengths.shape[0] * heads.shape[0]
     lists = (0,) if pieces else (workers, tasks)
     counts = (0,) if pieces else (workers,)
-    shapes: tuple[tuple[int, ...], ...] = ((pieces + tasks, 5), (tasks, 2), lists, counts)
+    room, numbers = (pieces + tasks, len(Item._fields)), (tasks, len(Part._fields))
+    shapes: tuple[tuple[int, ...], ...] = (room, numbers, lists, counts)
     items, parts, own, each = (lengths.new_empty(shape) for shape in shapes)
     return items, parts, own, each
 
@@ -281,25 +233,6 @@ def _(
     tuning: Sequence[int],
 ) -> Tensor:
     return query.new_empty(query.shape[0], sizes[0] * sum(value_widths))
-
-
-class Schedule(NamedTuple):
-    """A step's work as it was cut; layers of the same widths and capacity may share it.
-
-    Attributes
-    ----------
-    lengths : Tensor
-        ``[rows]`` int32, tokens of each row.
-    starts : Tensor or None
-        ``[rows]`` int32, first visible token of each row.
-    scheduled : list of Tensor
-        Items, parts, lists and counts, as `kvprof.kernels.decode.launch.launch_cut` returns them;
-        empty where no Triton kernel runs.
-    """
-
-    lengths: Tensor
-    starts: Tensor | None
-    scheduled: list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,11 +381,8 @@ class DecodeStep:
         UsageError
             As `run` does.
         """
-        if query.device.type != "cuda":
-            raise LackingError("what runs where on a GPU can be told on a GPU only")
+        marks = empty_marks(schedule.scheduled, query.device)
         check_run(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
-        items = schedule.scheduled[0]
-        seen = torch.zeros(len(items), 3, dtype=torch.int64, device=query.device)
         output = launch_decode(
             query.contiguous(),
             buffer,
@@ -464,12 +394,12 @@ class DecodeStep:
             softcap=softcap,
             sinks=sinks,
             table=table,
-            trace=seen,
+            trace=marks,
         )
-        real = items[:, 4] >= 0
-        row, head = items[real, :2].long().unbind(1)
-        multiprocessor, begin, end = seen[real].unbind(1)
-        return Trace(row, head, multiprocessor, begin, end, output)
+        items = schedule.scheduled[0]
+        kind, row, head = (items[:, column(Item, name)] for name in ("kind", "row", "head"))
+        real = kind >= 0
+        return traced(row[real], head[real], marks[real], output)
 
     def predicted_makespan_over_mean(
         self, lengths: Sequence[int], starts: Sequence[int] | None = None

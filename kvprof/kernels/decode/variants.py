@@ -1,8 +1,9 @@
 """The forms of the decode kernels that are compiled for every architecture."""
 
-from kvprof.kernels.decode.cuts import built_for, rows_of, tuning_for
-from kvprof.kernels.decode.kernel import decode_lists, decode_pieces, merge_pieces
-from kvprof.kernels.decode.launch import HEAD_COLUMNS, cut_equal, kind_numbers
+from kvprof.kernels.decode.cuts import Head, built_for, rows_of, tuning_for
+from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
+from kvprof.kernels.decode.launch import cut_equal, kind_table
+from kvprof.kernels.parts import merge_pieces
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import Variant
 
@@ -44,12 +45,11 @@ def _decode(
         **({"longest": "i32"} if lists else {}),
     }
     constants = {
-        "KINDS": kind_numbers(widths, tuning.tile),
+        "KINDS": kind_table(widths, tuning.tile),
         "COUNT": len(widths),
         "STAGES": tuning.stages,
         "GROUP": group,
         "ROWS": rows_of(layout),
-        "COLUMNS": HEAD_COLUMNS,
         "PAGE": page,
         "CAPPED": capped,
         "TRACE": False,
@@ -76,7 +76,7 @@ def _merge(width: int, most: int) -> Variant:
         "MOST": most,
         "HEADS": 8,
         "OUTPUT_ROW": 2048,
-        "COLUMNS": HEAD_COLUMNS,
+        "COLUMNS": len(Head._fields),
         "SINKS": True,
         "COUNTERS": 133,
         "DEPENDENT": True,
@@ -96,7 +96,7 @@ def _cut() -> Variant:
         "pieces": "i32",
         "room": "i32",
     }
-    constants = {"HEADS": 8, "COLUMNS": HEAD_COLUMNS, "BLOCK": 256, "STARTS": True}
+    constants = {"HEADS": 8, "BLOCK": 256, "STARTS": True}
     return Variant("decode cut", cut_equal, signature, constants, 1)
 
 

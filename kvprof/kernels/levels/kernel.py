@@ -15,9 +15,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from kvprof.kernels.levels.side import PLACES
+from kvprof.kernels.levels.tables import EYE_ONE, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.levels.unpack import FP8, FULL, codes, halves, rounded
+from kvprof.kernels.tables import Part, column
 
-__all__ = ["HEADER", "PLANE", "level_pieces", "tile"]
+__all__ = ["level_pieces", "tile"]
 
 # --- One tile of tokens in `kvprof.kernels.levels.kernel`: scores, online softmax, weighted
 # values.
@@ -27,14 +30,16 @@ __all__ = ["HEADER", "PLANE", "level_pieces", "tile"]
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 
-#: Numbers of a kind of head before its planes, and per plane; `kvprof.kernels.levels.launch`.
-HEADER = 24
-PLANE = 7
-
-_PLANE = tl.constexpr(PLANE)
+_PLANE = tl.constexpr(len(PlaneColumns._fields))
+_START = tl.constexpr(column(PlaneColumns, "start"))
+_WIDTH = tl.constexpr(column(PlaneColumns, "width"))
+_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
+_GROUP = tl.constexpr(column(PlaneColumns, "group"))
+_FIRST = tl.constexpr(column(PlaneColumns, "first"))
+_LAST = tl.constexpr(column(PlaneColumns, "last"))
+_AT = tl.constexpr(column(PlaneColumns, "at"))
 _FULL = tl.constexpr(FULL)
-# Places of a block: `kvprof.kernels.levels.side`.
-_BLOCK = tl.constexpr(32)
+_BLOCK = tl.constexpr(PLACES)
 
 
 @triton.jit
@@ -167,26 +172,25 @@ def _scores(
     scores = ()
     raws = ()
     for number in tl.static_range(PLANES):
-        # Start, width, inner size, group, first and last of its group, place in the block.
         raws = _key_plane(
             raws,
             queries[number],
             keys,
             places,
             left,
-            KINDS[KEYS + number * _PLANE + 6],
+            KINDS[KEYS + number * _PLANE + _AT],
             BLOCK_BYTES,
             SLOTS,
             PARTS,
             FORMAT,
-            KINDS[KEYS + number * _PLANE + 1],
-            KINDS[KEYS + number * _PLANE + 2],
-            KINDS[KEYS + number * _PLANE + 4],
+            KINDS[KEYS + number * _PLANE + _WIDTH],
+            KINDS[KEYS + number * _PLANE + _DEPTH],
+            KINDS[KEYS + number * _PLANE + _FIRST],
             CHECK,
             FAST,
         )
-        if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + 5] == 1):
-            beyond = KINDS[KEYS + number * _PLANE + 3] * (_BLOCK * SLOTS)
+        if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + _LAST] == 1):
+            beyond = KINDS[KEYS + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
             scales = halves(halfs, places, SCALES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
             middles = halves(halfs, places, MIDDLES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
             scores = _scaled(
@@ -194,9 +198,9 @@ def _scores(
                 raws,
                 scales,
                 middles,
-                totals[KINDS[KEYS + number * _PLANE + 3]],
+                totals[KINDS[KEYS + number * _PLANE + _GROUP]],
                 SLOTS,
-                KINDS[KEYS + number * _PLANE + 3] == 0,
+                KINDS[KEYS + number * _PLANE + _GROUP] == 0,
             )
     if GROUPS == 0:
         scores = raws
@@ -328,8 +332,8 @@ def tile(
             fixes = tl.dot(ones, scaled[slot], fixes, input_precision="ieee")
     found = ()
     for number in tl.static_range(V_PLANES):
-        if (V_GROUPS > 0) and (KINDS[VALUES + number * _PLANE + 4] == 1):
-            beyond = KINDS[VALUES + number * _PLANE + 3] * (_BLOCK * SLOTS)
+        if (V_GROUPS > 0) and (KINDS[VALUES + number * _PLANE + _FIRST] == 1):
+            beyond = KINDS[VALUES + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
             scales = halves(halfs, places, V_SCALES + beyond, BLOCK_HALFS, SLOTS, FAST)
             scaled = ()
             for slot in tl.static_range(SLOTS):
@@ -343,12 +347,12 @@ def tile(
             values,
             places,
             left,
-            KINDS[VALUES + number * _PLANE + 6],
+            KINDS[VALUES + number * _PLANE + _AT],
             V_BLOCK,
             SLOTS,
             V_PARTS,
             V_FORMAT,
-            KINDS[VALUES + number * _PLANE + 1],
+            KINDS[VALUES + number * _PLANE + _WIDTH],
             CHECK,
             FAST,
         )
@@ -360,7 +364,48 @@ def tile(
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 
-_HEADER = tl.constexpr(HEADER)
+_HEADER = tl.constexpr(len(Kind._fields))
+_K_FORMAT = tl.constexpr(column(Kind, "key_format"))
+_K_FACTOR = tl.constexpr(column(Kind, "key_factor"))
+_K_BOOST = tl.constexpr(column(Kind, "key_boost"))
+_K_PARTS = tl.constexpr(column(Kind, "key_parts"))
+_K_GROUPS = tl.constexpr(column(Kind, "key_groups"))
+_K_PLANES = tl.constexpr(column(Kind, "key_planes"))
+_K_SCALES = tl.constexpr(column(Kind, "key_scales"))
+_K_MIDDLES = tl.constexpr(column(Kind, "key_middles"))
+_K_BLOCK = tl.constexpr(column(Kind, "key_block"))
+_V_FORMAT = tl.constexpr(column(Kind, "value_format"))
+_V_FACTOR = tl.constexpr(column(Kind, "value_factor"))
+_SHIFT = tl.constexpr(column(Kind, "shift"))
+_V_PARTS = tl.constexpr(column(Kind, "value_parts"))
+_V_GROUPS = tl.constexpr(column(Kind, "value_groups"))
+_V_PLANES = tl.constexpr(column(Kind, "value_planes"))
+_V_SCALES = tl.constexpr(column(Kind, "value_scales"))
+_V_MIDDLES = tl.constexpr(column(Kind, "value_middles"))
+_V_BLOCK = tl.constexpr(column(Kind, "value_block"))
+_V_WIDTH = tl.constexpr(column(Kind, "value_width"))
+_BLOCK_HALFS = tl.constexpr(column(Kind, "block_halfs"))
+_SLOTS = tl.constexpr(column(Kind, "slots"))
+_PLACES = tl.constexpr(column(Kind, "places"))
+_STAGES = tl.constexpr(column(Kind, "stages"))
+_ROWS = tl.constexpr(column(Kind, "rows"))
+_ITEM = tl.constexpr(len(Item._fields))
+_ITEM_ROW = tl.constexpr(column(Item, "row"))
+_ITEM_HEAD = tl.constexpr(column(Item, "head"))
+_ITEM_SEGMENT = tl.constexpr(column(Item, "segment"))
+_ITEM_START = tl.constexpr(column(Item, "start"))
+_ITEM_STOP = tl.constexpr(column(Item, "stop"))
+_PART = tl.constexpr(len(Part._fields))
+_PART_FIRST = tl.constexpr(column(Part, "first"))
+_PART_COUNT = tl.constexpr(column(Part, "items"))
+_UNIT = tl.constexpr(len(Unit._fields))
+_QUERIES = tl.constexpr(column(Unit, "queries"))
+_QUERY_WIDTH = tl.constexpr(column(Unit, "query_width"))
+_OUTPUT_WIDTH = tl.constexpr(column(Unit, "output_width"))
+_BEGIN = tl.constexpr(column(Unit, "begin"))
+_KIND = tl.constexpr(column(Unit, "kind"))
+_SEQUENCE = tl.constexpr(column(Unit, "sequence"))
+_EYE_ONE = tl.constexpr(EYE_ONE)
 _FP8 = tl.constexpr(FP8)
 
 
@@ -391,7 +436,7 @@ def _first_row(eye, row, LENGTH: tl.constexpr, DTYPE: tl.constexpr):
     From memory, as bytes: the compiler then lays the product out as it does those of the codes, and
     the weights need not be rearranged for it.
     """
-    one = tl.load(eye + 128 + row).to(DTYPE)
+    one = tl.load(eye + _EYE_ONE + row).to(DTYPE)
     return tl.broadcast_to(one[:, None], [row.shape[0], LENGTH])
 
 
@@ -471,15 +516,15 @@ def _piece(
             heads,
             width,
             real,
-            KINDS[KEYS + number * _PLANE],
-            KINDS[KEYS + number * _PLANE + 1],
-            KINDS[KEYS + number * _PLANE + 2],
+            KINDS[KEYS + number * _PLANE + _START],
+            KINDS[KEYS + number * _PLANE + _WIDTH],
+            KINDS[KEYS + number * _PLANE + _DEPTH],
             K_BOOST,
         )
         wanted += (loaded,)
         if K_GROUPS > 0:
             total += tl.sum(loaded.to(tl.float32), 0)
-            if KINDS[KEYS + number * _PLANE + 5] == 1:
+            if KINDS[KEYS + number * _PLANE + _LAST] == 1:
                 totals += (total[None, :],)
                 total = tl.zeros([HEADS], tl.float32)
     row = tl.arange(0, ROWS)
@@ -490,7 +535,7 @@ def _piece(
         ones = tl.broadcast_to(here[:, None], [ROWS, PLACES])
     sums = ()
     for number in tl.static_range(V_PLANES):
-        sums += (_empty(KINDS[VALUES + number * _PLANE + 1], HEADS),)
+        sums += (_empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
     fixes = tl.zeros([ROWS, HEADS], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
@@ -590,14 +635,14 @@ def _piece(
     for number in tl.static_range(V_PLANES):
         found = sums[number]
         if V_GROUPS > 0:
-            own_group = KINDS[VALUES + number * _PLANE + 3]
+            own_group = KINDS[VALUES + number * _PLANE + _GROUP]
             found += tl.sum(tl.where((row == own_group)[:, None], fixes, 0.0), 0)[None, :]
         _store(
             result,
             found * V_FACTOR * share[None, :],
             real,
-            KINDS[VALUES + number * _PLANE],
-            KINDS[VALUES + number * _PLANE + 1],
+            KINDS[VALUES + number * _PLANE + _START],
+            KINDS[VALUES + number * _PLANE + _WIDTH],
         )
     # A narrower segment adds nothing to the columns behind its own.
     for begin in range(V_WIDTH, output_width, 16):
@@ -649,7 +694,6 @@ def level_pieces(
     COUNT: tl.constexpr,
     STRIDE: tl.constexpr,
     PLANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -670,13 +714,13 @@ def level_pieces(
     octets, full, halfs
         The buffer as uint8, as the run's dtype and as float16.
     eye
-        256 bytes uint8, 1 at 128 and 0 elsewhere.
+        uint8, 1 at `EYE_ONE` and 0 elsewhere.
     partial, logs
         ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
     items
-        ``[items, 5]`` int32: row, head, segment, start, stop.
+        Rows of `kvprof.kernels.levels.tables.Item`, int32.
     parts, tasks
-        ``[tasks, 2]`` int32: the first item of a row's head, and how many it has.
+        ``[tasks]`` rows of `kvprof.kernels.tables.Part`, int32: a row's head each.
     counters
         ``[processors + 1]`` int32, 0: what was taken from each multiprocessor's share, and of all.
     processors
@@ -684,14 +728,14 @@ def level_pieces(
     blocks
         Of query heads.
     units
-        ``[segments * heads, COLUMNS]`` int64, from `kvprof.kernels.levels.launch.unit_table`.
+        ``[segments * heads]`` rows of `kvprof.kernels.levels.tables.Unit`, int64.
     scale
         The model's scaling times log2(e).
     cap
         Times log2(e).
     KINDS
-        STRIDE numbers per kind of head: HEADER, then PLANES of K, then of V
-        (`kvprof.kernels.levels.launch.kind_numbers`).
+        STRIDE numbers per kind of head: a row of `kvprof.kernels.levels.tables.Kind`, then PLANES
+        rows of `PlaneColumns` of K, then of V.
     HEADS
         Query heads of a program, a power of two from 8 on.
     CODE, MIDDLE
@@ -706,28 +750,30 @@ def level_pieces(
     if DEPENDENT:
         cuda.gdc_launch_dependents()
     # The last task is the last head of the last row.
-    total = (tl.load(parts + 2 * tasks - 2) + tl.load(parts + 2 * tasks - 1)) * blocks
+    behind = parts + _PART * tasks
+    first = tl.load(behind + (_PART_FIRST - _PART))
+    total = (first + tl.load(behind + (_PART_COUNT - _PART))) * blocks
     taken = _taken(counters, total, processors, FAST) if NEAR else tl.program_id(0)
     if taken < total:
         item = taken // blocks
-        row = tl.load(items + item * 5)
-        head = tl.load(items + item * 5 + 1)
-        segment = tl.load(items + item * 5 + 2)
-        start = tl.load(items + item * 5 + 3)
-        stop = tl.load(items + item * 5 + 4)
-        unit = units + (segment * KV_HEADS + head) * COLUMNS
-        query = queries + row.to(tl.int64) * query_row + tl.load(unit)
-        width = tl.multiple_of(tl.load(unit + 1).to(tl.int32), 16)
-        at = tl.load(unit + 2) + row.to(tl.int64) * tl.load(unit + 8)
-        output_width = tl.load(unit + 4).to(tl.int32)
-        kind = tl.load(unit + 7)
+        row = tl.load(items + item * _ITEM + _ITEM_ROW)
+        head = tl.load(items + item * _ITEM + _ITEM_HEAD)
+        segment = tl.load(items + item * _ITEM + _ITEM_SEGMENT)
+        start = tl.load(items + item * _ITEM + _ITEM_START)
+        stop = tl.load(items + item * _ITEM + _ITEM_STOP)
+        unit = units + (segment * KV_HEADS + head) * _UNIT
+        query = queries + row.to(tl.int64) * query_row + tl.load(unit + _QUERIES)
+        width = tl.multiple_of(tl.load(unit + _QUERY_WIDTH).to(tl.int32), 16)
+        at = tl.load(unit + _BEGIN) + row.to(tl.int64) * tl.load(unit + _SEQUENCE)
+        output_width = tl.load(unit + _OUTPUT_WIDTH).to(tl.int32)
+        kind = tl.load(unit + _KIND)
         for number in tl.static_range(COUNT):
             if kind == number:
                 keys = octets + at
                 values = octets + at
-                if KINDS[number * STRIDE] == _FULL:
+                if KINDS[number * STRIDE + _K_FORMAT] == _FULL:
                     keys = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
-                if KINDS[number * STRIDE + 9] == _FULL:
+                if KINDS[number * STRIDE + _V_FORMAT] == _FULL:
                     values = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
                 _piece(
                     keys,
@@ -748,35 +794,37 @@ def level_pieces(
                     KINDS,
                     number * STRIDE + _HEADER,
                     number * STRIDE + _HEADER + PLANES * _PLANE,
-                    KINDS[number * STRIDE],
-                    KINDS[number * STRIDE + 1],
-                    KINDS[number * STRIDE + 2],
-                    KINDS[number * STRIDE + 3],
-                    KINDS[number * STRIDE + 4],
-                    KINDS[number * STRIDE + 5],
-                    KINDS[number * STRIDE + 6],
-                    KINDS[number * STRIDE + 7],
-                    KINDS[number * STRIDE + 8],
-                    KINDS[number * STRIDE + 9],
-                    KINDS[number * STRIDE + 10],
-                    KINDS[number * STRIDE + 11],
-                    KINDS[number * STRIDE + 12],
-                    KINDS[number * STRIDE + 13],
-                    KINDS[number * STRIDE + 14],
-                    KINDS[number * STRIDE + 15],
-                    KINDS[number * STRIDE + 16],
-                    KINDS[number * STRIDE + 17],
-                    KINDS[number * STRIDE + 18],
-                    KINDS[number * STRIDE + 19],
-                    KINDS[number * STRIDE + 20],
-                    KINDS[number * STRIDE + 21],
-                    KINDS[number * STRIDE + 22],
-                    KINDS[number * STRIDE + 23],
+                    KINDS[number * STRIDE + _K_FORMAT],
+                    KINDS[number * STRIDE + _K_FACTOR],
+                    KINDS[number * STRIDE + _K_BOOST],
+                    KINDS[number * STRIDE + _K_PARTS],
+                    KINDS[number * STRIDE + _K_GROUPS],
+                    KINDS[number * STRIDE + _K_PLANES],
+                    KINDS[number * STRIDE + _K_SCALES],
+                    KINDS[number * STRIDE + _K_MIDDLES],
+                    KINDS[number * STRIDE + _K_BLOCK],
+                    KINDS[number * STRIDE + _V_FORMAT],
+                    KINDS[number * STRIDE + _V_FACTOR],
+                    KINDS[number * STRIDE + _SHIFT],
+                    KINDS[number * STRIDE + _V_PARTS],
+                    KINDS[number * STRIDE + _V_GROUPS],
+                    KINDS[number * STRIDE + _V_PLANES],
+                    KINDS[number * STRIDE + _V_SCALES],
+                    KINDS[number * STRIDE + _V_MIDDLES],
+                    KINDS[number * STRIDE + _V_BLOCK],
+                    KINDS[number * STRIDE + _V_WIDTH],
+                    KINDS[number * STRIDE + _BLOCK_HALFS],
+                    KINDS[number * STRIDE + _SLOTS],
+                    KINDS[number * STRIDE + _PLACES],
+                    KINDS[number * STRIDE + _STAGES],
+                    KINDS[number * STRIDE + _ROWS],
                     GROUP,
                     HEADS,
                     WIDEST,
                     CAPPED,
-                    queries.dtype.element_ty if KINDS[number * STRIDE + 9] == _FULL else CODE,
+                    queries.dtype.element_ty
+                    if KINDS[number * STRIDE + _V_FORMAT] == _FULL
+                    else CODE,
                     MIDDLE,
                     FAST,
                 )

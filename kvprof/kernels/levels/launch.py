@@ -11,20 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvprof.kernels.decode.launch import dependent, launch_merge
-from kvprof.kernels.dispatch import interpreted
-from kvprof.kernels.levels.kernel import PLANE, level_pieces
+from kvprof.kernels.dispatch import dependent, interpreted
+from kvprof.kernels.levels.kernel import level_pieces
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
+from kvprof.kernels.levels.tables import Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.levels.tuning import Tuning, query_block
 from kvprof.kernels.levels.unpack import FP8, FULL, missing_factor
+from kvprof.kernels.parts import empty_parts, launch_merge
+from kvprof.kernels.tables import Part, column, joined_rows
 
 __all__ = [
-    "UNIT_COLUMNS",
     "constants",
     "cut_units",
     "equal_shares",
-    "kind_numbers",
+    "kind_table",
     "launch_cut",
     "launch_levels",
     "places_of",
@@ -119,7 +120,7 @@ def places_of(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
 
 def equal_shares(
     layout: LevelsLayout, lengths: Sequence[Sequence[int]], pieces: int, tuning: Tuning
-) -> tuple[list[tuple[int, int, int, int, int]], list[tuple[int, int]]]:
+) -> tuple[list[Item], list[Part]]:
     """Cut all units into `pieces` pieces of equal cost.
 
     Exactly so many, but for units that are smaller than a piece or have fewer tiles: all are on the
@@ -137,9 +138,9 @@ def equal_shares(
 
     Returns
     -------
-    items : list of (row, head, segment, start, stop)
+    items : list of Item
         By head, then row, then segment, then token.
-    parts : list of (first item, count)
+    parts : list of Part
         For every head of every row, by row.
     """
     count = len(layout.segments)
@@ -154,7 +155,7 @@ def equal_shares(
         for row, head, segment in units
     ]
     total = max(1, sum(costs))
-    items: list[tuple[int, int, int, int, int]] = []
+    items: list[Item] = []
     parts = {}
     before = 0
     for (row, head, segment), cost in zip(units, costs, strict=True):
@@ -168,9 +169,9 @@ def equal_shares(
         share = min(tiles, max(1, share))
         before += cost
         bounds = [min(length, tiles * part // max(1, share) * height) for part in range(share + 1)]
-        items += [(row, head, segment, start, stop) for start, stop in pairwise(bounds)]
+        items += [Item(row, head, segment, start, stop) for start, stop in pairwise(bounds)]
         if segment == count - 1:
-            parts[row, head] = (first, len(items) - first)
+            parts[row, head] = Part(first, len(items) - first)
     return items, [parts[task] for task in sorted(parts)]
 
 
@@ -179,6 +180,21 @@ def equal_shares(
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+_ITEM = tl.constexpr(len(Item._fields))
+_ROW = tl.constexpr(column(Item, "row"))
+_HEAD = tl.constexpr(column(Item, "head"))
+_SEGMENT = tl.constexpr(column(Item, "segment"))
+_START = tl.constexpr(column(Item, "start"))
+_STOP = tl.constexpr(column(Item, "stop"))
+_PART = tl.constexpr(len(Part._fields))
+_FIRST = tl.constexpr(column(Part, "first"))
+_COUNT = tl.constexpr(column(Part, "items"))
+_UNIT = tl.constexpr(len(Unit._fields))
+_COST = tl.constexpr(column(Unit, "cost"))
+_HEIGHT = tl.constexpr(column(Unit, "height"))
+_CAPACITY = tl.constexpr(column(Unit, "capacity"))
 
 
 @triton.jit
@@ -190,18 +206,17 @@ def _unit(
     batch,
     HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Return tokens, tiles, cost and tile height of units; one is a segment of a head's row."""
     there = number < count
     segment = number % SEGMENTS
     task = number // SEGMENTS
-    own = units + (segment * HEADS + task // batch) * COLUMNS
+    own = units + (segment * HEADS + task // batch) * _UNIT
     length = tl.load(lengths + segment * batch + task % batch, mask=there, other=0).to(tl.int64)
-    length = tl.minimum(tl.maximum(length, 0), tl.load(own + 9, mask=there, other=0))
-    height = tl.load(own + 6, mask=there, other=1)
+    length = tl.minimum(tl.maximum(length, 0), tl.load(own + _CAPACITY, mask=there, other=0))
+    height = tl.load(own + _HEIGHT, mask=there, other=1)
     tiles = (length + height - 1) // height
-    return length, tiles, length * tl.load(own + 5, mask=there, other=0), height
+    return length, tiles, length * tl.load(own + _COST, mask=there, other=0), height
 
 
 @triton.jit
@@ -225,7 +240,6 @@ def cut_units(
     counted,
     HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Cut all units into `pieces` items of equal cost; a program per head and row.
@@ -238,13 +252,12 @@ def cut_units(
     lengths
         ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
     units
-        ``[SEGMENTS * HEADS, COLUMNS]`` int64: in columns 5, 6 and 9 a token's cost, the tile's
-        height in tokens, the capacity.
+        ``[SEGMENTS * HEADS]`` rows of `kvprof.kernels.levels.tables.Unit`, int64.
     items
-        ``[room, 5]`` int32, written whole: row, head, segment, start, stop; -1 as segment behind
+        ``[room]`` rows of `kvprof.kernels.levels.tables.Item`, int32, written; -1 as segment behind
         the last.
     parts
-        ``[batch * HEADS, 2]`` int32, written: first item and number of items of each row and head.
+        ``[batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written.
     counters
         ``[counted]`` int32, set to 0.
     count
@@ -255,7 +268,7 @@ def cut_units(
     total = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
         length, tiles, costs, height = _unit(
-            at + lane, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
+            at + lane, lengths, units, count, batch, HEADS, SEGMENTS
         )
         total += tl.sum(costs, 0)
     total = tl.maximum(total, 1)
@@ -265,9 +278,7 @@ def cut_units(
     ended = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
         number = at + lane
-        length, tiles, costs, height = _unit(
-            number, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
-        )
+        length, tiles, costs, height = _unit(number, lengths, units, count, batch, HEADS, SEGMENTS)
         shares = _share(ended + tl.cumsum(costs, 0) - costs, costs, tiles, pieces, total)
         earlier = number < task * SEGMENTS
         first += tl.sum(tl.where(earlier, shares, 0), 0)
@@ -279,37 +290,35 @@ def cut_units(
     begin = first
     for segment in range(SEGMENTS):
         length, tiles, cost, height = _unit(
-            task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS, COLUMNS
+            task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS
         )
         share = _share(before, cost, tiles, pieces, total)
         for at in range(0, share, BLOCK):
             part = at + lane
-            item = items + (begin + part) * 5
+            item = items + (begin + part) * _ITEM
             mine = part < share
-            tl.store(item, row + part * 0, mask=mine)
-            tl.store(item + 1, head + part * 0, mask=mine)
-            tl.store(item + 2, segment + part * 0, mask=mine)
+            tl.store(item + _ROW, row + part * 0, mask=mine)
+            tl.store(item + _HEAD, head + part * 0, mask=mine)
+            tl.store(item + _SEGMENT, segment + part * 0, mask=mine)
             start = tl.minimum(tiles * part // share * height, length)
             stop = tl.minimum(tiles * (part + 1) // share * height, length)
-            tl.store(item + 3, start.to(tl.int32), mask=mine)
-            tl.store(item + 4, stop.to(tl.int32), mask=mine)
+            tl.store(item + _START, start.to(tl.int32), mask=mine)
+            tl.store(item + _STOP, stop.to(tl.int32), mask=mine)
         begin += share
         before += cost
     for at in range(task * BLOCK, counted, tl.num_programs(0) * BLOCK):
         tl.store(counters + at + lane, lane * 0, mask=at + lane < counted)
-    own = parts + (row * HEADS + head) * 2
-    tl.store(own, first)
-    tl.store(own + 1, begin - first)
+    own = parts + (row * HEADS + head) * _PART
+    tl.store(own + _FIRST, first)
+    tl.store(own + _COUNT, begin - first)
     # Every program clears its share of the room behind the last item.
     behind = last + task
     step = tl.num_programs(0)
     for at in range(0, (room - last + step - 1) // step, BLOCK):
         item = behind + (at + lane) * step
-        tl.store(items + item * 5 + 2, -1, mask=item < room)
+        tl.store(items + item * _ITEM + _SEGMENT, -1, mask=item < room)
 
 
-#: Columns of `unit_table`.
-UNIT_COLUMNS = 10
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Bytes of shared memory beyond which fewer tiles are on their way.
 _SHARED = 64 << 10
@@ -326,12 +335,7 @@ def _kinds(layout: LevelsLayout) -> dict[tuple[int, int, int], tuple[int, int]]:
 
 
 def unit_table(layout: LevelsLayout, tuning: Tuning, device: torch.device) -> Tensor:
-    """Return what the kernels look up per segment and head, ``[segments * heads, 10]`` int64.
-
-    The columns: where a head's queries begin and how wide one is; the byte at which the head
-    begins; where its outputs begin and how wide one is; a token's cost; a tile's tokens; the kind;
-    the bytes of a sequence; the capacity.
-    """
+    """Return what the kernels look up per segment and head: rows of `Unit` in int64."""
     kinds = list(_kinds(layout))
     wide = layout.widest
     rows = []
@@ -339,18 +343,18 @@ def unit_table(layout: LevelsLayout, tuning: Tuning, device: torch.device) -> Te
         for head in range(layout.heads):
             widths = (segment.layout.key_widths[head], segment.layout.value_widths[head])
             rows.append(
-                [
-                    wide.query_offsets[head],
-                    wide.key_widths[head],
-                    layout.offsets[number][head],
-                    wide.output_offsets[head],
-                    wide.value_widths[head],
-                    token_cost(layout, number, head, tuning.per_token),
-                    segment.slots * places_of(layout, number, head, tuning.tile),
-                    kinds.index((number, *widths)),
-                    segment.blocks * layout.block_bytes(number, head),
-                    segment.layout.capacity,
-                ]
+                Unit(
+                    outputs=wide.output_offsets[head],
+                    output_width=wide.value_widths[head],
+                    queries=wide.query_offsets[head],
+                    query_width=wide.key_widths[head],
+                    begin=layout.offsets[number][head],
+                    sequence=segment.blocks * layout.block_bytes(number, head),
+                    capacity=segment.layout.capacity,
+                    cost=token_cost(layout, number, head, tuning.per_token),
+                    height=segment.slots * places_of(layout, number, head, tuning.tile),
+                    kind=kinds.index((number, *widths)),
+                )
             )
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
@@ -359,12 +363,9 @@ def _format(side: Side) -> int:
     return FULL if side.bits is None else FP8 if side.bits == "fp8" else side.container
 
 
-def _planes(side: Side, most: int, before: int) -> list[int]:
-    """Return seven numbers per plane, as `PLANE` says; `before` it are bytes of a block.
-
-    Start, width, inner size, group, first and last of it, place in the block.
-    """
-    found: list[int] = []
+def _planes(side: Side, most: int, before: int) -> list[PlaneColumns]:
+    """Return the planes of a side, filled up to `most`; `before` it are bytes of a block."""
+    found: list[PlaneColumns] = []
     groups = [plane.group for plane in side.planes]
     for number, plane in enumerate(side.planes):
         first = number == 0 or groups[number - 1] != plane.group
@@ -372,12 +373,15 @@ def _planes(side: Side, most: int, before: int) -> list[int]:
         # Bytes enter a product in fours per lane, which takes 32 columns of K.
         depth = plane.width if side.bits is None else max(32, plane.width)
         unit = side.dtype.itemsize if side.bits is None else 1
-        place = (before + side.plane_at(plane)) // unit
-        found += [plane.start, plane.width, depth, plane.group, int(first), int(last), place]
-    return found + [0] * (PLANE * (most - len(side.planes)))
+        at = (before + side.plane_at(plane)) // unit
+        found.append(
+            PlaneColumns(plane.start, plane.width, depth, plane.group, int(first), int(last), at)
+        )
+    none = PlaneColumns(*(0,) * len(PlaneColumns._fields))
+    return found + [none] * (most - len(found))
 
 
-def kind_numbers(
+def kind_table(
     layout: LevelsLayout, tuning: Tuning, code: str, query: str
 ) -> tuple[tuple[float, ...], int, int]:
     """Return the kinds of heads as `level_pieces` takes them, how many, and the planes of a side.
@@ -392,7 +396,7 @@ def kind_numbers(
     kinds = _kinds(layout)
     sides = [side for unit in kinds.values() for side in layout.sides(*unit)]
     most = max(len(side.planes) for side in sides)
-    found: list[float] = []
+    found: list[tuple[float, ...]] = []
     for number, head in kinds.values():
         keys, values = layout.sides(number, head)
         slots = keys.slots
@@ -410,48 +414,47 @@ def kind_numbers(
             value_format, 14.0 if code == "bf16" else 0.0
         )
         size, itemsize = layout.block_bytes(number, head), layout.dtype.itemsize
-        found += [
-            key_format,
-            key_factor / boost,
-            boost,
-            slots // keys.per_byte,
-            keys.groups,
-            len(keys.planes),
-            keys.code_bytes // 2,
-            (keys.code_bytes + keys.scale_bytes) // 2,
-            size // (1 if key_format else itemsize),
-            value_format,
-            value_factor,
-            shift,
-            slots // values.per_byte,
-            values.groups,
-            len(values.planes),
-            (keys.nbytes + values.code_bytes) // 2,
-            (keys.nbytes + values.code_bytes + values.scale_bytes) // 2,
-            size // (1 if value_format else itemsize),
-            values.width,
-            size // 2,
-            slots,
-            places,
-            stages,
-            max(16, triton.next_power_of_2(values.groups + 1)),
-        ]
-        found += _planes(keys, most, 0) + _planes(values, most, keys.nbytes)
-    return tuple(found), len(kinds), most
+        kind = Kind(
+            key_format=key_format,
+            key_factor=key_factor / boost,
+            key_boost=boost,
+            key_parts=slots // keys.per_byte,
+            key_groups=keys.groups,
+            key_planes=len(keys.planes),
+            key_scales=keys.code_bytes // 2,
+            key_middles=(keys.code_bytes + keys.scale_bytes) // 2,
+            key_block=size // (1 if key_format else itemsize),
+            value_format=value_format,
+            value_factor=value_factor,
+            shift=shift,
+            value_parts=slots // values.per_byte,
+            value_groups=values.groups,
+            value_planes=len(values.planes),
+            value_scales=(keys.nbytes + values.code_bytes) // 2,
+            value_middles=(keys.nbytes + values.code_bytes + values.scale_bytes) // 2,
+            value_block=size // (1 if value_format else itemsize),
+            value_width=values.width,
+            block_halfs=size // 2,
+            slots=slots,
+            places=places,
+            stages=stages,
+            rows=max(16, triton.next_power_of_2(values.groups + 1)),
+        )
+        found += [kind, *_planes(keys, most, 0), *_planes(values, most, keys.nbytes)]
+    return joined_rows(found), len(kinds), most
 
 
 def constants(layout: LevelsLayout, tuning: Tuning, *, softcap: bool, fast: bool) -> dict[str, Any]:
     """Return the compile-time arguments of `level_pieces`."""
     name = _NAMES[layout.dtype]
     code = "bf16" if fast else name
-    kinds, count, most = kind_numbers(layout, tuning, code, name)
+    kinds, count, most = kind_table(layout, tuning, code, name)
     types = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
     return {
         "KINDS": kinds,
         "COUNT": count,
         "STRIDE": len(kinds) // count,
         "PLANES": most,
-        "COLUMNS": UNIT_COLUMNS,
         "GROUP": layout.group,
         "HEADS": query_block(layout, tuning.warps),
         "KV_HEADS": layout.heads,
@@ -488,8 +491,8 @@ def launch_cut(
     segments, batch = lengths.shape
     count = segments * batch * heads
     room = pieces + count
-    items = lengths.new_empty(room, 5)
-    parts = lengths.new_empty(batch * heads, 2)
+    items = lengths.new_empty(room, len(Item._fields))
+    parts = lengths.new_empty(batch * heads, len(Part._fields))
     counters = lengths.new_empty(counted)
     cut_units[(batch * heads,)](
         lengths,
@@ -504,7 +507,6 @@ def launch_cut(
         counted,
         HEADS=heads,
         SEGMENTS=segments,
-        COLUMNS=UNIT_COLUMNS,
         BLOCK=min(256, max(32, triton.next_power_of_2(count))),
         num_warps=1,
     )
@@ -540,7 +542,7 @@ def launch_levels(
     units : Tensor
         From `unit_table`, with the same tuning.
     eye : Tensor
-        256 bytes uint8, 1 at 128.
+        uint8, 1 at `kvprof.kernels.levels.tables.EYE_ONE`.
     items, parts, counters : Tensor
         From `launch_cut`; the counters are 0 again when this ends.
     processors : int
@@ -556,8 +558,7 @@ def launch_levels(
     """
     wide = layout.widest
     widest = max(wide.value_widths)
-    partial = query.new_empty(len(items), layout.group, widest, dtype=torch.float32)
-    logs = query.new_empty(len(items), layout.group, dtype=torch.float32)
+    partial, logs = empty_parts(query, len(items), layout.group, widest)
     output = query.new_empty(layout.batch, wide.output_offsets[-1])
     log2_e = math.log2(math.e)
     chosen = constants(layout, tuning, softcap=softcap > 0.0, fast=not interpreted())

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +13,14 @@ from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.cpu import levels_cpu
 from kvprof.kernels.levels.launch import launch_cut, launch_levels, unit_table
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
+from kvprof.kernels.levels.tables import EYE, EYE_ONE, Item
 from kvprof.kernels.levels.tuning import Tuning, tuning_for
+from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.tables import Part
 
 __all__ = [
     "LevelsStep",
-    "Schedule",
     "Tuning",
     "cut_operator",
     "layout_numbers",
@@ -89,9 +90,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = lengths.shape[1] * heads
     room = pieces + lengths.shape[0] * rows
-    shapes: tuple[tuple[int, ...], ...] = ((room, 5), (rows, 2), (counted,))
-    items, parts, counters = (lengths.new_empty(shape) for shape in shapes)
-    return items, parts, counters
+    items = lengths.new_empty(room, len(Item._fields))
+    parts = lengths.new_empty(rows, len(Part._fields))
+    return items, parts, lengths.new_empty(counted)
 
 
 # The counters of a schedule are used and set to 0 again: who looks before or after sees no change,
@@ -176,21 +177,6 @@ def _(
     return query.new_empty(query.shape[0], group * columns)
 
 
-class Schedule(NamedTuple):
-    """A step's work as it was cut; layers of the same layout may share it, one after the other.
-
-    Attributes
-    ----------
-    lengths : Tensor
-        ``[segments, batch]`` int32.
-    scheduled : list of Tensor
-        Items, parts and counters; empty where no Triton kernel runs.
-    """
-
-    lengths: Tensor
-    scheduled: list[Tensor]
-
-
 @dataclass(frozen=True, eq=False)
 class LevelsStep:
     """A decoding step of a layer; `cut` its work once, `run` it for every layer of its layout.
@@ -203,7 +189,7 @@ class LevelsStep:
     units : Tensor
         From `kvprof.kernels.levels.launch.unit_table`.
     eye : Tensor
-        256 bytes, 1 at 128: rows of the identity are read from it.
+        `EYE` bytes, 1 at `EYE_ONE`: rows of the identity are read from it.
     """
 
     layout: LevelsLayout
@@ -247,10 +233,10 @@ class LevelsStep:
                 f"lengths on {lengths.device} do not fit a step on {self.units.device}"
             )
         if not uses_triton(lengths.device):
-            return Schedule(lengths, [])
+            return Schedule(lengths, None, [])
         pieces = self.tuning.pieces * self.multiprocessors
         found = cut_operator(lengths.contiguous(), self.units, layout.heads, pieces, self._counted)
-        return Schedule(lengths, list(found))
+        return Schedule(lengths, None, list(found))
 
     def _check_numbers(self, lengths: Sequence[Sequence[int]]) -> None:
         layout = self.layout
@@ -386,8 +372,8 @@ def levels_step(
         multiprocessors = 1
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    eye = torch.zeros(256, dtype=torch.uint8)
-    eye[128] = 1
+    eye = torch.zeros(EYE, dtype=torch.uint8)
+    eye[EYE_ONE] = 1
     return LevelsStep(
         layout, tuning, multiprocessors, unit_table(layout, tuning, device), eye.to(device)
     )

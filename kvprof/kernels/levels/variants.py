@@ -4,7 +4,7 @@ import torch
 
 from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.kernel import level_pieces
-from kvprof.kernels.levels.launch import UNIT_COLUMNS, constants, cut_units
+from kvprof.kernels.levels.launch import constants, cut_units
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.tuning import tuning_for
 from kvprof.kernels.planes import RaggedLayout
@@ -80,7 +80,7 @@ VARIANTS = (
             "room": "i32",
             "counted": "i32",
         },
-        {"HEADS": 8, "SEGMENTS": 3, "COLUMNS": UNIT_COLUMNS, "BLOCK": 256},
+        {"HEADS": 8, "SEGMENTS": 3, "BLOCK": 256},
         1,
     ),
 )

@@ -17,10 +17,43 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from kvprof.kernels.prefill.schedules import BlockRow
+from kvprof.kernels.prefill.tuning import Head, Kind
+from kvprof.kernels.tables import column
+from kvprof.kernels.trace import MARK, mark
+
 __all__ = ["prefill_blocks"]
 
 # log2(e): scores are exponentiated in base 2.
 _LOG2E = tl.constexpr(1.4426950408889634)
+_BLOCK = tl.constexpr(len(BlockRow._fields))
+_SEQUENCE = tl.constexpr(column(BlockRow, "sequence"))
+_BLOCK_HEAD = tl.constexpr(column(BlockRow, "head"))
+_FIRST = tl.constexpr(column(BlockRow, "first"))
+_BLOCK_ROWS = tl.constexpr(column(BlockRow, "rows"))
+_BLOCK_KIND = tl.constexpr(column(BlockRow, "kind"))
+_HEAD = tl.constexpr(len(Head._fields))
+_QUERIES = tl.constexpr(column(Head, "queries"))
+_OUTPUTS = tl.constexpr(column(Head, "outputs"))
+_K0_AT = tl.constexpr(column(Head, "k0"))
+_K1_AT = tl.constexpr(column(Head, "k1"))
+_K2_AT = tl.constexpr(column(Head, "k2"))
+_K3_AT = tl.constexpr(column(Head, "k3"))
+_V0_AT = tl.constexpr(column(Head, "v0"))
+_V1_AT = tl.constexpr(column(Head, "v1"))
+_V2_AT = tl.constexpr(column(Head, "v2"))
+_V3_AT = tl.constexpr(column(Head, "v3"))
+_KIND = tl.constexpr(len(Kind._fields))
+_K0 = tl.constexpr(column(Kind, "k0"))
+_K1 = tl.constexpr(column(Kind, "k1"))
+_K2 = tl.constexpr(column(Kind, "k2"))
+_K3 = tl.constexpr(column(Kind, "k3"))
+_V0 = tl.constexpr(column(Kind, "v0"))
+_V1 = tl.constexpr(column(Kind, "v1"))
+_V2 = tl.constexpr(column(Kind, "v2"))
+_V3 = tl.constexpr(column(Kind, "v3"))
+_ROWS = tl.constexpr(column(Kind, "rows"))
+_KEYS = tl.constexpr(column(Kind, "keys"))
 
 
 @triton.jit
@@ -122,7 +155,7 @@ def _rows(
     cache,
     output,
     sinks,
-    table,
+    at_head,
     head,
     first,
     end,
@@ -156,16 +189,16 @@ def _rows(
     heads = rows % GROUP
     positions = past + tokens
     # Every offset is a multiple of 16 values: said, so that loads are as wide as they can be.
-    k0 = tl.multiple_of(cache + tl.load(table + 2) + own * K0, 16)
-    k1 = tl.multiple_of(cache + tl.load(table + 3) + own * K1, 16)
-    k2 = tl.multiple_of(cache + tl.load(table + 4) + own * K2, 16)
-    k3 = tl.multiple_of(cache + tl.load(table + 5) + own * K3, 16)
-    v0 = tl.multiple_of(cache + tl.load(table + 6) + own * V0, 16)
-    v1 = tl.multiple_of(cache + tl.load(table + 7) + own * V1, 16)
-    v2 = tl.multiple_of(cache + tl.load(table + 8) + own * V2, 16)
-    v3 = tl.multiple_of(cache + tl.load(table + 9) + own * V3, 16)
+    k0 = tl.multiple_of(cache + tl.load(at_head + _K0_AT) + own * K0, 16)
+    k1 = tl.multiple_of(cache + tl.load(at_head + _K1_AT) + own * K1, 16)
+    k2 = tl.multiple_of(cache + tl.load(at_head + _K2_AT) + own * K2, 16)
+    k3 = tl.multiple_of(cache + tl.load(at_head + _K3_AT) + own * K3, 16)
+    v0 = tl.multiple_of(cache + tl.load(at_head + _V0_AT) + own * V0, 16)
+    v1 = tl.multiple_of(cache + tl.load(at_head + _V1_AT) + own * V1, 16)
+    v2 = tl.multiple_of(cache + tl.load(at_head + _V2_AT) + own * V2, 16)
+    v3 = tl.multiple_of(cache + tl.load(at_head + _V3_AT) + own * V3, 16)
     at = tokens.to(tl.int64) * query_row + heads * (K0 + K1 + K2 + K3)
-    query = tl.multiple_of(queries + tl.load(table) + at, 16)[:, None]
+    query = tl.multiple_of(queries + tl.load(at_head + _QUERIES) + at, 16)[:, None]
     q0 = tl.load(query + tl.arange(0, K0)[None, :], mask=real[:, None], other=0.0)
     q1 = q0
     q2 = q0
@@ -319,7 +352,7 @@ def _rows(
     # A row before the sequence's first token sees nothing and is zero.
     share = 1.0 / tl.where(total > 0.0, total, 1.0)[:, None]
     at = tokens.to(tl.int64) * output_row + heads * (V0 + V1 + V2 + V3)
-    target = tl.multiple_of(output + tl.load(table + 1) + at, 16)[:, None]
+    target = tl.multiple_of(output + tl.load(at_head + _OUTPUTS) + at, 16)[:, None]
     kind = output.dtype.element_ty
     tl.store(target + tl.arange(0, V0)[None, :], (a0 * share).to(kind), mask=real[:, None])
     if V1 > 0:
@@ -374,28 +407,25 @@ def prefill_blocks(
     sinks
         ``[heads, GROUP]`` logits, read when SINKS.
     blocks
-        ``[blocks, 5]`` int32: sequence, head, first row, rows, kind; a head's row is its query head
-        ``row % GROUP`` at new token ``row // GROUP``.
+        Rows of `kvprof.kernels.prefill.schedules.BlockRow`, int32.
     heads
-        ``[heads, 10]`` int64: where a head's queries and outputs begin in a row, then its four
-        planes of K and of V in the cache.
+        Rows of `kvprof.kernels.prefill.tuning.Head`, int64.
     trace
-        ``[blocks, 3]`` int64: multiprocessor, start and stop in nanoseconds, written when TRACE.
+        A row of `kvprof.kernels.trace.Mark` per block, int64, written when TRACE.
     first_block
         Of the table, for this launch.
     scale, softcap, window
         The model's scaling times log2(e); the cap of scores when SOFTCAP (then scale is the
         scaling itself); tokens that a token sees, itself included, when WINDOW.
     KINDS
-        Ten numbers per kind of head: the chunks of K and of V (0 where there is none), the rows and
-        the keys of a tile.
+        A row of `kvprof.kernels.prefill.tuning.Kind` per kind of head.
     """
     block = tl.program_id(0) + first_block
-    row = tl.load(blocks + block * 5)
-    head = tl.load(blocks + block * 5 + 1)
-    first = tl.load(blocks + block * 5 + 2)
-    end = first + tl.load(blocks + block * 5 + 3)
-    kind = tl.load(blocks + block * 5 + 4)
+    row = tl.load(blocks + block * _BLOCK + _SEQUENCE)
+    head = tl.load(blocks + block * _BLOCK + _BLOCK_HEAD)
+    first = tl.load(blocks + block * _BLOCK + _FIRST)
+    end = first + tl.load(blocks + block * _BLOCK + _BLOCK_ROWS)
+    kind = tl.load(blocks + block * _BLOCK + _BLOCK_KIND)
     begun = row.to(tl.int64)
     if TRACE:
         begun = cuda.globaltimer()
@@ -403,13 +433,13 @@ def prefill_blocks(
     far = row.to(tl.int64)
     for number in tl.static_range(COUNT):
         if kind == number:
-            for at in tl.range(first, end, KINDS[number * 10 + 8], num_stages=1):
+            for at in tl.range(first, end, KINDS[number * _KIND + _ROWS], num_stages=1):
                 _rows(
                     queries + far * tokens * query_row,
                     cache,
                     output + far * tokens * output_row,
                     sinks,
-                    heads + head * 10,
+                    heads + head * _HEAD,
                     head,
                     at,
                     end,
@@ -420,16 +450,16 @@ def prefill_blocks(
                     scale,
                     softcap,
                     window,
-                    KINDS[number * 10],
-                    KINDS[number * 10 + 1],
-                    KINDS[number * 10 + 2],
-                    KINDS[number * 10 + 3],
-                    KINDS[number * 10 + 4],
-                    KINDS[number * 10 + 5],
-                    KINDS[number * 10 + 6],
-                    KINDS[number * 10 + 7],
-                    KINDS[number * 10 + 8],
-                    KINDS[number * 10 + 9],
+                    KINDS[number * _KIND + _K0],
+                    KINDS[number * _KIND + _K1],
+                    KINDS[number * _KIND + _K2],
+                    KINDS[number * _KIND + _K3],
+                    KINDS[number * _KIND + _V0],
+                    KINDS[number * _KIND + _V1],
+                    KINDS[number * _KIND + _V2],
+                    KINDS[number * _KIND + _V3],
+                    KINDS[number * _KIND + _ROWS],
+                    KINDS[number * _KIND + _KEYS],
                     STAGES,
                     GROUP,
                     SOFTCAP,
@@ -437,6 +467,4 @@ def prefill_blocks(
                     WINDOW,
                 )
     if TRACE:
-        tl.store(trace + block * 3, cuda.smid().to(tl.int64))
-        tl.store(trace + block * 3 + 1, begun)
-        tl.store(trace + block * 3 + 2, cuda.globaltimer())
+        mark(trace + block * MARK, begun)

@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.errors import FailedError, UsageError
 from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
 from kvprof.kernels.prefill.kernel import prefill_blocks
-from kvprof.kernels.prefill.schedules import Blocks, Work, cut_blocks
-from kvprof.kernels.prefill.tuning import SHARED_MEMORY, Tile, Tuning, head_tiles
+from kvprof.kernels.prefill.schedules import BlockRow, Blocks, Work, cut_blocks
+from kvprof.kernels.prefill.tuning import SHARED_MEMORY, Head, Kind, Tile, Tuning, head_tiles
+from kvprof.kernels.tables import chunk_columns, column, joined_rows
+from kvprof.kernels.trace import Trace, empty_marks, traced
 
-__all__ = ["Launch", "PrefillStep", "Trace", "kind_numbers", "prefill_step", "side_by_side"]
+__all__ = ["Launch", "PrefillStep", "kind_table", "prefill_step", "side_by_side"]
 
 # --- Runs pieces of work side by side on a GPU's streams, so that a CUDA graph may hold them.
 
@@ -64,7 +66,7 @@ class Launch(NamedTuple):
     ----------
     first, blocks : int
     kinds : tuple of int
-        From `kind_numbers`.
+        From `kind_table`.
     tile : Tile
     """
 
@@ -74,36 +76,9 @@ class Launch(NamedTuple):
     tile: Tile
 
 
-class Trace(NamedTuple):
-    """What each block did, ``[blocks]`` int64 each.
-
-    Attributes
-    ----------
-    row, head : Tensor
-    multiprocessor : Tensor
-    begin, end : Tensor
-        The GPU's clock in nanoseconds.
-    output : Tensor
-        What `PrefillStep.run` returns.
-    """
-
-    row: Tensor
-    head: Tensor
-    multiprocessor: Tensor
-    begin: Tensor
-    end: Tensor
-    output: Tensor
-
-
-def kind_numbers(kinds: Sequence[tuple[int, int, Tile]]) -> tuple[int, ...]:
-    """Return kinds of heads (key width, value width, tile) as the kernel takes them, ten each."""
-    numbers: list[int] = []
-    for key_width, value_width, tile in kinds:
-        for width in (key_width, value_width):
-            own = chunks(width)
-            numbers += [*own, *(0,) * (MOST_CHUNKS - len(own))]
-        numbers += [tile.rows, tile.keys]
-    return tuple(numbers)
+def kind_table(kinds: Sequence[tuple[int, int, Tile]]) -> tuple[int, ...]:
+    """Return kinds of heads (key width, value width, tile) as the kernel takes them."""
+    return joined_rows([Kind(*chunk_columns(*pair), tile.rows, tile.keys) for *pair, tile in kinds])
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +93,8 @@ class PrefillStep:
     window : int
     blocks : Blocks
         The schedule, with its predicted makespan.
-    table, places : Tensor
-        On the device: the blocks, and where each head's queries, outputs and planes begin.
+    table, heads : Tensor
+        On the device: rows of `BlockRow` and of `Head`.
     launches : tuple of Launch
     """
 
@@ -128,7 +103,7 @@ class PrefillStep:
     window: int
     blocks: Blocks
     table: Tensor
-    places: Tensor
+    heads: Tensor
     launches: tuple[Launch, ...]
 
     def jobs(
@@ -152,7 +127,7 @@ class PrefillStep:
         output : Tensor
             ``[batch, tokens, Σ_g G·dv_g]``; only the columns of this step's heads are written.
         trace : Tensor, optional
-            ``[blocks, 3]`` int64 that gets each block's multiprocessor, begin and end (ns).
+            From `kvprof.kernels.trace.empty_marks`, written.
         """
         unused = self.table
         tensors = (
@@ -162,7 +137,7 @@ class PrefillStep:
             lengths,
             unused if sinks is None else sinks,
             self.table,
-            self.places,
+            self.heads,
             unused if trace is None else trace,
         )
         scale = scaling if softcap else scaling * math.log2(math.e)
@@ -179,7 +154,7 @@ class PrefillStep:
                 *numbers,
                 *scores,
                 KINDS=launch.kinds,
-                COUNT=len(launch.kinds) // 10,
+                COUNT=len(launch.kinds) // len(Kind._fields),
                 STAGES=launch.tile.stages,
                 GROUP=self.layout.group,
                 SOFTCAP=softcap > 0,
@@ -227,13 +202,12 @@ class PrefillStep:
         LackingError
             Without a GPU.
         """
-        if query.device.type != "cuda":
-            raise LackingError("what runs where on a GPU can be told on a GPU only")
-        seen = torch.zeros(len(self.table), 3, dtype=torch.int64, device=query.device)
-        output = self.run(query, buffer, lengths, scaling, softcap=softcap, sinks=sinks, trace=seen)
-        row, head = self.table[:, :2].long().unbind(1)
-        multiprocessor, begin, end = seen.unbind(1)
-        return Trace(row, head, multiprocessor, begin, end, output)
+        marks = empty_marks([self.table], query.device)
+        output = self.run(
+            query, buffer, lengths, scaling, softcap=softcap, sinks=sinks, trace=marks
+        )
+        row, head = (self.table[:, column(BlockRow, name)] for name in ("sequence", "head"))
+        return traced(row, head, marks, output)
 
 
 def _in_launches(
@@ -245,7 +219,7 @@ def _in_launches(
     heads = dict.fromkeys(head for _, head, *_ in blocks.items)
     kinds = list(dict.fromkeys(pairs[head] for head in heads))
     if fused:
-        numbers = kind_numbers(kinds)
+        numbers = kind_table(kinds)
         own = [kinds.index(pair) if pair in kinds else 0 for pair in pairs]
         return blocks, own, (Launch(0, len(blocks.items), numbers, kinds[0][2]),)
     of_head = np.array([kinds.index(pair) if pair in kinds else -1 for pair in pairs])
@@ -255,25 +229,25 @@ def _in_launches(
     launches = []
     first = 0
     for kind, count in zip(kinds, np.bincount(number).tolist(), strict=True):
-        launches.append(Launch(first, count, kind_numbers([kind]), kind[2]))
+        launches.append(Launch(first, count, kind_table([kind]), kind[2]))
         first += count
     costs = tuple(blocks.costs[at] for at in order)
     return Blocks(items, costs, blocks.places), [0] * layout.heads, tuple(launches)
 
 
-def _where(layout: RaggedLayout) -> list[list[int]]:
-    """Return the rows of the kernel's ``heads``."""
+def _heads(layout: RaggedLayout) -> list[Head]:
+    """Return what the kernel looks up of every head."""
     found = []
     for head in range(layout.heads):
-        row = [layout.query_offsets[head], layout.output_offsets[head]]
         widths = (layout.key_widths[head], layout.value_widths[head])
+        planes: list[int] = []
         for start, width in zip(layout.offsets[head], widths, strict=True):
-            planes = []
+            own = []
             for chunk in chunks(width):
-                planes.append(start)
+                own.append(start)
                 start += layout.batch * layout.capacity * chunk
-            row += [*planes, *(0,) * (MOST_CHUNKS - len(planes))]
-        found.append(row)
+            planes += [*own, *(0,) * (MOST_CHUNKS - len(own))]
+        found.append(Head(layout.output_offsets[head], layout.query_offsets[head], *planes))
     return found
 
 
@@ -343,5 +317,5 @@ def prefill_step(
     places = (multiprocessors or 1) * max(tiles[head].programs for head in own)
     blocks = cut_blocks(schedule, work, own, places, pieces=tuning.pieces, step=tuning.step)
     blocks, kinds, launches = _in_launches(blocks, layout, tiles, bool(tuning.fused))
-    where = torch.tensor(_where(layout), dtype=torch.int64, device=device)
-    return PrefillStep(layout, tokens, window, blocks, blocks.table(kinds, device), where, launches)
+    table = torch.tensor(_heads(layout), dtype=torch.int64, device=device)
+    return PrefillStep(layout, tokens, window, blocks, blocks.table(kinds, device), table, launches)

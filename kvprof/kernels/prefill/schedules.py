@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from kvprof.kernels.prefill.tuning import Tile
 __all__ = [
     "COST_PER_SCORE",
     "SCHEDULES",
+    "BlockRow",
     "Blocks",
     "Work",
     "block_costs",
@@ -42,6 +44,25 @@ COST_PER_SCORE = 110
 SCHEDULES = ("equal", "rows", "plain")
 
 Block = tuple[int, int, int, int]
+
+
+class BlockRow(NamedTuple):
+    """A block as the kernel takes it: rows of one KV head of one sequence.
+
+    Attributes
+    ----------
+    sequence, head : int
+    first, rows : int
+        A head's row is its query head ``row % G`` at new token ``row // G``.
+    kind : int
+        Of the head, in the launch that runs it.
+    """
+
+    sequence: int
+    head: int
+    first: int
+    rows: int
+    kind: int
 
 
 @dataclass(frozen=True)
@@ -143,10 +164,12 @@ class Blocks:
         return makespan_over_mean(self.costs, self.places)
 
     def table(self, kinds: Sequence[int], device: torch.device) -> Tensor:
-        """Return ``[blocks, 5]`` int32 as the kernel takes it; `kinds` is each head's kind."""
-        items = np.array(self.items, dtype=np.int32).reshape(-1, 4)
-        kind = np.array(kinds, dtype=np.int32)[items[:, 1]]
-        return torch.from_numpy(np.column_stack([items, kind])).to(device)
+        """Return the rows of `BlockRow`, int32; `kinds` is each head's kind."""
+        sequence, head, first, rows = np.array(self.items, dtype=np.int32).reshape(-1, 4).T
+        kind = np.array(kinds, dtype=np.int32)[head]
+        found = {"sequence": sequence, "head": head, "first": first, "rows": rows, "kind": kind}
+        table = np.column_stack([found[name] for name in BlockRow._fields])
+        return torch.from_numpy(table).to(device)
 
 
 def makespan_over_mean(costs: Sequence[float], places: int) -> float:

@@ -11,7 +11,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.cpu import prefill_cpu
-from kvprof.kernels.prefill.launch import PrefillStep, Trace, prefill_step
+from kvprof.kernels.prefill.launch import PrefillStep, prefill_step
 from kvprof.kernels.prefill.paths import (
     PATHS,
     library_refuses,
@@ -25,7 +25,6 @@ from kvprof.kernels.prefill.tuning import Tile, Tuning
 __all__ = [
     "PrefillStep",
     "Tile",
-    "Trace",
     "Tuning",
     "measured_path",
     "prefill",

@@ -2,14 +2,52 @@
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvprof.kernels.planes import RaggedLayout
 
-__all__ = ["SHARED_MEMORY", "Tile", "Tuning", "head_tiles", "shared_bytes"]
+__all__ = ["SHARED_MEMORY", "Head", "Kind", "Tile", "Tuning", "head_tiles", "shared_bytes"]
 
 #: Bytes that the programs of one multiprocessor share on an H100 or H200.
 SHARED_MEMORY = 227 * 1024
+
+
+class Head(NamedTuple):
+    """What the kernel looks up of a KV head.
+
+    Attributes
+    ----------
+    outputs, queries : int
+        Where they begin in a row of them.
+    k0, …, v3 : int
+        Where the plane of each chunk of K and of V begins in the cache; 0 where there is none.
+    """
+
+    outputs: int
+    queries: int
+    k0: int
+    k1: int
+    k2: int
+    k3: int
+    v0: int
+    v1: int
+    v2: int
+    v3: int
+
+
+class Kind(NamedTuple):
+    """A kind of head: its chunks (`kvprof.kernels.tables.Chunks`), a tile's rows and keys."""
+
+    k0: int
+    k1: int
+    k2: int
+    k3: int
+    v0: int
+    v1: int
+    v2: int
+    v3: int
+    rows: int
+    keys: int
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The forms of the prefill kernel that are compiled for every architecture."""
 
 from kvprof.kernels.prefill.kernel import prefill_blocks
-from kvprof.kernels.prefill.launch import kind_numbers
+from kvprof.kernels.prefill.launch import kind_table
 from kvprof.kernels.prefill.tuning import Tuning
 from kvprof.kernels.variants import Variant
 
@@ -34,7 +34,7 @@ def _prefill(
         "window": "i32",
     }
     constants = {
-        "KINDS": kind_numbers([(key_width, value_width, tile)]),
+        "KINDS": kind_table([(key_width, value_width, tile)]),
         "COUNT": 1,
         "STAGES": tile.stages,
         "GROUP": 4,

@@ -10,10 +10,25 @@ of one block of rows are neighbours in the grid, so the states they share are re
 import triton
 import triton.language as tl
 
+from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Unit
+from kvprof.kernels.tables import column as number_of
+
 __all__ = ["project_rows"]
 
-# Numbers per unit; units.FIELDS is the same.
-_FIELDS = tl.constexpr(7)
+_QUERY = tl.constexpr(QUERY)
+_KEYS = tl.constexpr(KEYS)
+_VALUES = tl.constexpr(VALUES)
+_CASE_SIZE = tl.constexpr(len(Case._fields))
+_STREAM = tl.constexpr(number_of(Case, "stream"))
+_WIDTH = tl.constexpr(number_of(Case, "width"))
+_UNIT = tl.constexpr(len(Unit._fields))
+_CASE = tl.constexpr(number_of(Unit, "case"))
+_HEAD = tl.constexpr(number_of(Unit, "head"))
+_BASIS = tl.constexpr(number_of(Unit, "basis"))
+_LENGTH = tl.constexpr(number_of(Unit, "length"))
+_PLANE = tl.constexpr(number_of(Unit, "plane"))
+_STRIDE = tl.constexpr(number_of(Unit, "stride"))
+_COLUMN = tl.constexpr(number_of(Unit, "column"))
 
 
 @triton.jit
@@ -211,17 +226,17 @@ def _unit(
     # 64 bits: a long prompt of a wide layer has more than 2^31 values.
     across = sequence.to(tl.int64)
     along = token.to(tl.int64)
-    if STREAM > 0:
+    if STREAM != _QUERY:
         # Loaded before the product, which does not need them, so that nothing waits after it.
         first = tl.load(start + sequence, mask=real, other=-1)
         skipped = tl.zeros([ROWS], tl.int32)
         if valid is not None:
             skipped = tl.load(valid + sequence, mask=real, other=0)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    if STREAM == 0:
+    if STREAM == _QUERY:
         states = query + across * query_row + along * query_token + head * query_head
         basis = query_bases + basis_at
-    elif STREAM == 1:
+    elif STREAM == _KEYS:
         states = keys + across * key_row + along * key_token + head * key_head
         basis = key_bases + basis_at
     else:
@@ -231,7 +246,7 @@ def _unit(
     if ALIGNED:
         states = tl.multiple_of(states, 16)
         basis = tl.multiple_of(basis, 16)
-    if STREAM < 2:
+    if STREAM != _VALUES:
         if DIM > 0:
             cos_at = cos + across * cos_row + along * cos_token
             sin_at = sin + across * sin_row + along * sin_token
@@ -266,7 +281,7 @@ def _unit(
     else:
         latents = states[:, None] + tl.arange(0, WIDTH)[None, :]
         sums = tl.load(latents, mask=real[:, None], other=0.0)
-    if STREAM == 0:
+    if STREAM == _QUERY:
         target = output + row.to(tl.int64) * stride + column
         stored = real
     else:
@@ -343,13 +358,13 @@ def project_rows(
     buffer
         The layer's planes.
     units
-        ``[count, 7]`` int64, see `units.FIELDS`.
+        ``[count]`` rows of `kvprof.kernels.project.work.Unit`, int64.
     start, valid, table
         See `step.project_keys`; `most` is the length of a row of `table`.
     rows, tokens
         Tokens of the whole pass, and of one sequence.
     CASES
-        Stream and width per case.
+        A row of `kvprof.kernels.project.work.Case` each.
     ALIGNED
         Whether every tensor begins at, and every stride is, a multiple of 16 bytes.
     DEPTH, VALUE_DEPTH
@@ -362,16 +377,16 @@ def project_rows(
         Pairs, and other dimensions, of one step of a product.
     """
     program = tl.program_id(0)
-    unit = units + (program % count) * _FIELDS
+    unit = units + (program % count) * _UNIT
     # All at once, before the branch: at decode every wait shows.
-    case = tl.load(unit)
-    head = tl.load(unit + 1)
-    basis_at = tl.load(unit + 2)
+    case = tl.load(unit + _CASE)
+    head = tl.load(unit + _HEAD)
+    basis_at = tl.load(unit + _BASIS)
     # A multiple of 16 by construction: said, so that a basis is loaded as widely as it can be.
-    length = tl.multiple_of(tl.load(unit + 3), 16)
-    plane = tl.load(unit + 4)
-    stride = tl.load(unit + 5)
-    column = tl.load(unit + 6)
+    length = tl.multiple_of(tl.load(unit + _LENGTH), 16)
+    plane = tl.load(unit + _PLANE)
+    stride = tl.load(unit + _STRIDE)
+    column = tl.load(unit + _COLUMN)
     row = (program // count) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     for number in tl.static_range(COUNT):
@@ -415,8 +430,8 @@ def project_rows(
                 cos_token,
                 sin_row,
                 sin_token,
-                CASES[2 * number],
-                CASES[2 * number + 1],
+                CASES[number * _CASE_SIZE + _STREAM],
+                CASES[number * _CASE_SIZE + _WIDTH],
                 ALIGNED,
                 DEPTH,
                 VALUE_DEPTH,

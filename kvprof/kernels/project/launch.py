@@ -14,13 +14,10 @@ from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import interpreted
 from kvprof.kernels.planes import chunks
 from kvprof.kernels.project.kernel import project_rows
-from kvprof.kernels.project.work import Rotary, Stream, Work
+from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Rotary, Stream, Unit, Work
+from kvprof.kernels.tables import joined_rows
 
 __all__ = [
-    "FIELDS",
-    "KEYS",
-    "QUERY",
-    "VALUES",
     "Tuning",
     "Units",
     "block_of",
@@ -34,15 +31,7 @@ __all__ = [
 # --- How a pass is cut into units: blocks of a head's columns, 16 to 128 wide.
 
 
-#: The streams, as the kernel counts them.
-QUERY, KEYS, VALUES = 0, 1, 2
-
-#: Numbers per unit: case, head (or first column of a row of latents), where its basis begins, the
-#: basis's row length, where its plane begins (per token of the pool), the row length of what it
-#: writes, and its first column there.
-FIELDS = 7
-
-#: A table on the device and the cases ``(stream, width)`` in it, flat.
+#: Rows of `Unit` on the device, and the rows of `Case` in it.
 Units = tuple[Tensor, tuple[int, ...]]
 
 
@@ -69,13 +58,14 @@ def units(
         Most columns of a unit.
     device : torch.device
     """
-    rows: list[tuple[int, ...]] = []
-    cases: list[tuple[int, int]] = []
+    rows: list[Unit] = []
+    cases: list[Case] = []
 
-    def add(stream: int, width: int, *fields: int) -> None:
-        if (stream, width) not in cases:
-            cases.append((stream, width))
-        rows.append((cases.index((stream, width)), *fields))
+    def number_of(stream: int, width: int) -> int:
+        case = Case(stream, width)
+        if case not in cases:
+            cases.append(case)
+        return cases.index(case)
 
     if query is not None:
         widths, depth, group = query
@@ -83,15 +73,16 @@ def units(
         for head, (width, basis) in enumerate(zip(widths, _sums(widths), strict=True)):
             for member in range(group):
                 for at, _, _, size in _blocks(width, widest):
-                    add(
-                        QUERY,
-                        size,
-                        head * group + member,
-                        depth * basis + at,
-                        width,
-                        0,
-                        length,
-                        first + at,
+                    rows.append(
+                        Unit(
+                            case=number_of(QUERY, size),
+                            head=head * group + member,
+                            basis=depth * basis + at,
+                            length=width,
+                            plane=0,
+                            stride=length,
+                            column=first + at,
+                        )
                     )
                 first += width
     both = [width for pair in zip(*planes, strict=True) for width in pair]
@@ -103,18 +94,18 @@ def units(
         for head, (width, basis) in enumerate(zip(widths, _sums(widths), strict=True)):
             plane = begins[2 * head + stream - KEYS]
             for at, before, chunk, size in _blocks(width, widest):
-                add(
-                    stream,
-                    size,
-                    head if depth else basis + at,
-                    depth * basis + at,
-                    width,
-                    plane + before,
-                    chunk,
-                    at - before,
+                rows.append(
+                    Unit(
+                        case=number_of(stream, size),
+                        head=head if depth else basis + at,
+                        basis=depth * basis + at,
+                        length=width,
+                        plane=plane + before,
+                        stride=chunk,
+                        column=at - before,
+                    )
                 )
-    table = torch.tensor(rows, dtype=torch.int64, device=device)
-    return table, tuple(number for case in cases for number in case)
+    return torch.tensor(rows, dtype=torch.int64, device=device), joined_rows(cases)
 
 
 def _sums(widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -241,7 +232,7 @@ def launch(work: Work) -> Tensor | None:
             *_strides(work.values),
             *_table_strides(rotary),
             CASES=cases,
-            COUNT=len(cases) // 2,
+            COUNT=len(cases) // len(Case._fields),
             ALIGNED=_aligned(work, output),
             **constants(turned, depth, rotary, tuning),
             num_warps=tuning.warps,

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from kvprof.kernels.project.kernel import project_rows
-from kvprof.kernels.project.launch import KEYS, QUERY, VALUES, Tuning, block_of, tuning_for
+from kvprof.kernels.project.launch import Tuning, block_of, tuning_for
+from kvprof.kernels.project.work import KEYS, QUERY, VALUES
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]

@@ -1,10 +1,57 @@
 """What one pass of projection is given, for the Triton launch and for the CPU path alike."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Places", "Rotary", "Stream", "Work"]
+__all__ = ["KEYS", "QUERY", "VALUES", "Case", "Places", "Rotary", "Stream", "Unit", "Work"]
+
+#: The streams, as the kernel counts them.
+QUERY, KEYS, VALUES = 0, 1, 2
+
+
+class Case(NamedTuple):
+    """A branch of the kernel.
+
+    Attributes
+    ----------
+    stream : int
+    width : int
+        Of a unit.
+    """
+
+    stream: int
+    width: int
+
+
+class Unit(NamedTuple):
+    """A block of a head's columns, 16 to 128 wide.
+
+    Attributes
+    ----------
+    case : int
+    head : int
+        Or the first column of a row of latents.
+    basis : int
+        Where its columns of the basis begin.
+    length : int
+        Of a row of the basis.
+    plane : int
+        Where its plane begins, per token of the pool.
+    stride : int
+        Of a row of what it writes.
+    column : int
+        Its first one there.
+    """
+
+    case: int
+    head: int
+    basis: int
+    length: int
+    plane: int
+    stride: int
+    column: int
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 
 if TYPE_CHECKING:
-    from kvprof.kernels.decode.step import DecodeStep, Schedule
+    from kvprof.kernels.decode.step import DecodeStep
+    from kvprof.kernels.parts import Schedule
 
 __all__ = ["folded_queries", "without_rope"]
 

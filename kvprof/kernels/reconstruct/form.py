@@ -4,15 +4,19 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP, RaggedLayout, chunks
+from kvprof.kernels.tables import Kind, chunk_columns, joined_rows
 
 __all__ = [
     "Form",
+    "Group",
+    "Item",
     "Target",
     "Tuning",
     "arranged",
@@ -113,7 +117,6 @@ def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int
     return Tuning(tile=tile, columns=columns, stages=stages)
 
 
-_MOST_CHUNKS = 4
 _LARGEST_HEAD = 512
 
 
@@ -126,6 +129,54 @@ def blocks_of(width: int, most: int) -> tuple[int, ...]:
         found.append(block)
         left -= block
     return tuple(found)
+
+
+class Group(NamedTuple):
+    """What the kernels look up of a group; the first columns are `kvprof.kernels.tables.Output`.
+
+    Attributes
+    ----------
+    outputs, output_width : int
+    queries : int
+        Where its queries begin in a row of them.
+    keys, values : int
+        Where its first plane begins in the cache.
+    up : int
+        Where its matrix begins.
+    heads : int
+        KV heads.
+    cost : int
+        Of a token.
+    height : int
+        Tokens of a tile.
+    kind : int
+        Its pair of widths among `Form.kinds`.
+    """
+
+    outputs: int
+    output_width: int
+    queries: int
+    keys: int
+    values: int
+    up: int
+    heads: int
+    cost: int
+    height: int
+    kind: int
+
+
+class Item(NamedTuple):
+    """A piece of work: tokens ``start … stop - 1`` of one group of one row; none where it is empty.
+
+    Attributes
+    ----------
+    row, group, start, stop : int
+    """
+
+    row: int
+    group: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -249,16 +300,10 @@ class Form:
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """KINDS of `reconstruct_pieces`."""
-        found: list[int] = []
-        for pair in self.kinds:
-            for width in pair:
-                own = chunks(width)
-                found += [*own, *(0,) * (_MOST_CHUNKS - len(own))]
-            found.append(self.height(*pair))
-        return tuple(found)
+        return joined_rows([Kind(*chunk_columns(*pair), self.height(*pair)) for pair in self.kinds])
 
     def table(self) -> torch.Tensor:
-        """Return ``[groups, COLUMNS]`` int64, see `kvprof.kernels.reconstruct.kernel.COLUMNS`."""
+        """Return the rows of `Group`, int64."""
         pairs = list(zip(self.key_widths, self.value_widths, strict=True))
         count = len(pairs)
         queries = [number * self.query_row // count for number in range(count)]
@@ -266,17 +311,17 @@ class Form:
             queries = list(self.layout.query_offsets[:-1])
         ups = accumulate((self.heads * self.padded * width for width in self.key_widths), initial=0)
         rows = [
-            (
-                query,
-                key,
-                value,
-                up,
-                self.kinds.index(pair),
-                output,
-                pair[1],
-                self.cost(*pair),
-                self.height(*pair),
-                self.heads,
+            Group(
+                outputs=output,
+                output_width=pair[1],
+                queries=query,
+                keys=key,
+                values=value,
+                up=up,
+                heads=self.heads,
+                cost=self.cost(*pair),
+                height=self.height(*pair),
+                kind=self.kinds.index(pair),
             )
             for query, (key, value), up, pair, output in zip(
                 queries, self.layout.offsets, ups, pairs, self.layout.output_offsets, strict=False

@@ -22,13 +22,41 @@ from L2 block by block, pipelined over the heads, and the next tile's latents ar
 import triton
 import triton.language as tl
 
-__all__ = ["COLUMNS", "KIND", "load_rows", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
+from kvprof.kernels.planes import MOST_CHUNKS
+from kvprof.kernels.reconstruct.form import Group, Item
+from kvprof.kernels.tables import Kind, column
+
+__all__ = ["load_rows", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
 
 # --- Scores of one tile of latents: rebuild, RoPE and dot (Palu appendix B), or the dot alone.
 
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+
+_CHUNKS = tl.constexpr(MOST_CHUNKS)
+_KIND = tl.constexpr(len(Kind._fields))
+# Chunks of a side are counted from BASE, its first column: those of V like those of K.
+_K0 = tl.constexpr(column(Kind, "k0"))
+_K1 = tl.constexpr(column(Kind, "k1"))
+_K2 = tl.constexpr(column(Kind, "k2"))
+_K3 = tl.constexpr(column(Kind, "k3"))
+_V0 = tl.constexpr(column(Kind, "v0"))
+_HEIGHT = tl.constexpr(column(Kind, "height"))
+_GROUP = tl.constexpr(len(Group._fields))
+_QUERIES = tl.constexpr(column(Group, "queries"))
+_KEYS = tl.constexpr(column(Group, "keys"))
+_VALUES = tl.constexpr(column(Group, "values"))
+_UP = tl.constexpr(column(Group, "up"))
+_GROUP_KIND = tl.constexpr(column(Group, "kind"))
+_HEADS = tl.constexpr(column(Group, "heads"))
+_ITEM = tl.constexpr(len(Item._fields))
+_ITEM_ROW = tl.constexpr(column(Item, "row"))
+_ITEM_GROUP = tl.constexpr(column(Item, "group"))
+_ITEM_START = tl.constexpr(column(Item, "start"))
+_ITEM_STOP = tl.constexpr(column(Item, "stop"))
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -50,7 +78,7 @@ def _product(latents, up, COLUMNS: tl.constexpr, KINDS: tl.constexpr, BASE: tl.c
     """Return ``z @ upᵀ`` for one block of rows of `up`, ``[tokens, COLUMNS]`` float32."""
     states = tl.dot(latents[0], tl.trans(_block(up, COLUMNS, KINDS[BASE])), input_precision="ieee")
     at = up + COLUMNS * KINDS[BASE]
-    for i in tl.static_range(1, 4):
+    for i in tl.static_range(1, _CHUNKS):
         if KINDS[BASE + i] > 0:
             block = _block(at, COLUMNS, KINDS[BASE + i])
             states = tl.dot(latents[i], tl.trans(block), states, input_precision="ieee")
@@ -150,7 +178,7 @@ def rebuilt_scores(
     PADDED: tl.constexpr,
 ):
     """Return ``RoPE(z @ up_jᵀ) @ q_jᵀ`` of all heads of a group, ``[tokens, ROWS]`` float32."""
-    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + 1] + KINDS[BASE + 2] + KINDS[BASE + 3]
+    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + _K1] + KINDS[BASE + _K2] + KINDS[BASE + _K3]
     scores = tl.zeros([HEIGHT, ROWS], tl.float32)
     done = 0
     for block in tl.static_range(PAIRED):
@@ -256,10 +284,10 @@ def stored_scores(
     ROWS: tl.constexpr,
 ):
     """Return ``z @ qᵀ`` for queries of the latent's own width, ``[tokens, ROWS]`` float32."""
-    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + 1] + KINDS[BASE + 2] + KINDS[BASE + 3]
+    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + _K1] + KINDS[BASE + _K2] + KINDS[BASE + _K3]
     scores = tl.zeros([HEIGHT, ROWS], tl.float32)
     done = 0
-    for i in tl.static_range(4):
+    for i in tl.static_range(_CHUNKS):
         if KINDS[BASE + i] > 0:
             columns = done + tl.arange(0, KINDS[BASE + i])
             at = query + rows[:, None] * RANK + columns[None, :]
@@ -274,25 +302,12 @@ def stored_scores(
 # ruff: noqa: RUF005
 
 
-#: Numbers per kind of group in KINDS.
-KIND = 9
-
-#: Numbers per group in the table `groups`: where its queries, K, V and `up` begin, its kind; where
-#: its outputs begin in a row, and its value width; what a token costs, and the tokens of a tile;
-#: its KV heads.
-COLUMNS = 10
-
-_COLUMNS = tl.constexpr(COLUMNS)
-_KIND = tl.constexpr(KIND)
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
 @triton.jit
 def _planes(cache, plane, own, tokens, mask, KINDS: tl.constexpr, BASE: tl.constexpr):
     """Load a tile of every chunk of a latent."""
     found = ()
     start = cache
-    for i in tl.static_range(4):
+    for i in tl.static_range(_CHUNKS):
         if KINDS[BASE + i] > 0:
             # Said to the compiler, so that loads are as wide as they can be.
             at = tl.multiple_of(start + own * KINDS[BASE + i], 16)
@@ -322,7 +337,7 @@ def _call(at, tokens, WIDTH: tl.constexpr):
 def _call_planes(cache, plane, own, tokens, KINDS: tl.constexpr, BASE: tl.constexpr):
     """Call a tile of every chunk of a latent into L2."""
     start = cache
-    for i in tl.static_range(4):
+    for i in tl.static_range(_CHUNKS):
         if KINDS[BASE + i] > 0:
             _call(start + own * KINDS[BASE + i], tokens, KINDS[BASE + i])
             start += plane * KINDS[BASE + i]
@@ -389,9 +404,9 @@ def _piece(
     query = tl.multiple_of(queries + query_at, 16)
     matrices = tl.multiple_of(up + up_at, 16)
     acc = ()
-    for i in tl.static_range(4):
-        if KINDS[BASE + 4 + i] > 0:
-            acc = acc + (_zeros(ROWS, KINDS[BASE + 4 + i]),)
+    for i in tl.static_range(_CHUNKS):
+        if KINDS[BASE + _V0 + i] > 0:
+            acc = acc + (_zeros(ROWS, KINDS[BASE + _V0 + i]),)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -401,7 +416,7 @@ def _piece(
         if AHEAD:
             soon = tl.minimum(tokens + HEIGHT, stop - 1)
             _call_planes(cache + key_at, plane, own, soon, KINDS, BASE)
-            _call_planes(cache + value_at, plane, own, soon, KINDS, BASE + 4)
+            _call_planes(cache + value_at, plane, own, soon, KINDS, BASE + _V0)
         latents = _planes(cache + key_at, plane, own, tokens, mask, KINDS, BASE)
         if REBUILD:
             scores = rebuilt_scores(
@@ -445,21 +460,21 @@ def _piece(
         total = total * fade + tl.sum(weights, 0)
         top = higher
         weights = tl.trans(weights.to(cache.dtype.element_ty))
-        values = _planes(cache + value_at, plane, own, tokens, mask, KINDS, BASE + 4)
+        values = _planes(cache + value_at, plane, own, tokens, mask, KINDS, BASE + _V0)
         new = ()
-        for i in tl.static_range(4):
-            if KINDS[BASE + 4 + i] > 0:
+        for i in tl.static_range(_CHUNKS):
+            if KINDS[BASE + _V0 + i] > 0:
                 faded = acc[i] * fade[:, None]
                 new = new + (tl.dot(weights, values[i], faded, input_precision="ieee"),)
         acc = new
     result = partial + (item.to(tl.int64) * QUERIES + rows[:, None]) * WIDEST
     share = 1.0 / total[:, None]
     done = 0
-    for i in tl.static_range(4):
-        if KINDS[BASE + 4 + i] > 0:
-            columns = done + tl.arange(0, KINDS[BASE + 4 + i])
+    for i in tl.static_range(_CHUNKS):
+        if KINDS[BASE + _V0 + i] > 0:
+            columns = done + tl.arange(0, KINDS[BASE + _V0 + i])
             tl.store(result + columns[None, :], acc[i] * share, mask=real[:, None])
-            done += KINDS[BASE + 4 + i]
+            done += KINDS[BASE + _V0 + i]
     tl.store(logs + item * QUERIES + rows, top + tl.log2(total), mask=real)
 
 
@@ -515,14 +530,13 @@ def reconstruct_pieces(
         ``[items, HEADS * GROUP, WIDEST]`` and ``[items, HEADS * GROUP]`` float32: results and log2
         of the sums.
     items
-        ``[items, 4]`` int32: row, group of heads, start, stop. An empty one leaves nothing.
+        Rows of `kvprof.kernels.reconstruct.form.Item`, int32. An empty one leaves nothing.
     groups
-        ``[groups, COLUMNS]`` int64.
+        Rows of `kvprof.kernels.reconstruct.form.Group`, int64.
     scale, cap
         The model's scaling and soft-cap times log2(e).
     KINDS
-        Nine numbers per kind of group: the chunks of K and of V (0 behind the last), the tile's
-        height.
+        A row of `kvprof.kernels.tables.Kind` per kind of group.
     AHEAD, KEPT, STAGES
         See `Tuning`.
     BLOCKS
@@ -530,20 +544,20 @@ def reconstruct_pieces(
         RoPE leaves alone; COUNT in all, PADDED rows of `up` per head.
     """
     item = tl.program_id(0)
-    row = tl.load(items + item * 4)
-    group = tl.load(items + item * 4 + 1)
-    start = tl.load(items + item * 4 + 2)
-    stop = tl.load(items + item * 4 + 3)
+    row = tl.load(items + item * _ITEM + _ITEM_ROW)
+    group = tl.load(items + item * _ITEM + _ITEM_GROUP)
+    start = tl.load(items + item * _ITEM + _ITEM_START)
+    stop = tl.load(items + item * _ITEM + _ITEM_STOP)
     if start < stop:
-        own = groups + group * _COLUMNS
-        query_at = tl.load(own) + row.to(tl.int64) * QUERY_ROW
-        key_at = tl.load(own + 1)
-        value_at = tl.load(own + 2)
-        up_at = tl.load(own + 3)
-        kind = tl.load(own + 4)
+        own = groups + group * _GROUP
+        query_at = tl.load(own + _QUERIES) + row.to(tl.int64) * QUERY_ROW
+        key_at = tl.load(own + _KEYS)
+        value_at = tl.load(own + _VALUES)
+        up_at = tl.load(own + _UP)
+        kind = tl.load(own + _GROUP_KIND)
         # Loaded, though HEADS is known: a loop over a single head would be dissolved, and its
         # blocks of `up` kept where there is no room for them.
-        heads = tl.load(own + 9).to(tl.int32)
+        heads = tl.load(own + _HEADS).to(tl.int32)
         for number in tl.static_range(KIND_COUNT):
             if kind == number:
                 _piece(
@@ -571,7 +585,7 @@ def reconstruct_pieces(
                     scale,
                     cap,
                     KINDS,
-                    number * _KIND,
+                    number * _KIND + _K0,
                     BLOCKS,
                     PAIRED,
                     COUNT,
@@ -588,5 +602,5 @@ def reconstruct_pieces(
                     WIDEST,
                     AHEAD,
                     KEPT,
-                    KINDS[number * _KIND + 8],
+                    KINDS[number * _KIND + _HEIGHT],
                 )

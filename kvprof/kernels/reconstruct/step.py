@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,33 +13,51 @@ from triton.runtime import driver
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.dispatch import interpreted, uses_triton
+from kvprof.kernels.parts import Schedule, empty_parts, launch_merge
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
-from kvprof.kernels.reconstruct.form import Form, Target, Tuning, arranged, element_of, flat
-from kvprof.kernels.reconstruct.kernel import COLUMNS, reconstruct_pieces
+from kvprof.kernels.reconstruct.form import (
+    Form,
+    Group,
+    Item,
+    Target,
+    Tuning,
+    arranged,
+    element_of,
+    flat,
+)
+from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
+from kvprof.kernels.tables import Part, column
 
 __all__ = [
     "ReconstructStep",
-    "Schedule",
     "Tuning",
     "constants_of",
     "cut_operator",
     "cut_pieces",
-    "merge_pieces",
     "reconstruct_operator",
     "reconstruct_step",
     "stored_step",
 ]
 
-# --- Cuts a step's work on the device into pieces of equal cost, and joins what they leave.
+# --- Cuts a step's work on the device into pieces of equal cost.
 
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 
-_COLUMNS = tl.constexpr(COLUMNS)
-_LOG2E = tl.constexpr(1.4426950408889634)
+_ITEM = tl.constexpr(len(Item._fields))
+_ROW = tl.constexpr(column(Item, "row"))
+_ITEM_GROUP = tl.constexpr(column(Item, "group"))
+_START = tl.constexpr(column(Item, "start"))
+_STOP = tl.constexpr(column(Item, "stop"))
+_PART = tl.constexpr(len(Part._fields))
+_FIRST = tl.constexpr(column(Part, "first"))
+_COUNT = tl.constexpr(column(Part, "items"))
+_GROUP = tl.constexpr(len(Group._fields))
+_COST = tl.constexpr(column(Group, "cost"))
+_HEIGHT = tl.constexpr(column(Group, "height"))
 
 
 @triton.jit
@@ -63,11 +81,11 @@ def cut_pieces(
     lengths
         ``[batch]`` int32, cut to 0 … `capacity`.
     groups
-        See `kvprof.kernels.reconstruct.kernel.COLUMNS`.
+        Rows of `Group`, int64.
     items
-        ``[ITEMS, 4]`` int32, to write; see `reconstruct_pieces`.
+        ``[ITEMS]`` rows of `Item`, int32, to write.
     parts
-        ``[NUMBERS, 2]`` int32, to write: first item and count.
+        ``[NUMBERS]`` rows of `Part`, int32, to write.
     pieces
         To aim at.
     MOST
@@ -78,9 +96,9 @@ def cut_pieces(
     there = index < NUMBERS
     length = tl.load(lengths + index // GROUPS, mask=there, other=0)
     length = tl.minimum(tl.maximum(length, 0), capacity)
-    own = groups + index % GROUPS * _COLUMNS
-    height = tl.load(own + 8, mask=there, other=1).to(tl.int32)
-    work = length * tl.load(own + 7, mask=there, other=1)
+    own = groups + index % GROUPS * _GROUP
+    height = tl.load(own + _HEIGHT, mask=there, other=1).to(tl.int32)
+    work = length * tl.load(own + _COST, mask=there, other=1)
     total = tl.maximum(tl.sum(work, 0), 1)
     tiles = (length + height - 1) // height
     counts = tl.minimum(tiles, tl.maximum((work * pieces // total).to(tl.int32), 1))
@@ -90,8 +108,8 @@ def cut_pieces(
     own_length = tl.sum(tl.where(mine, length, 0), 0)
     own_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
     own_height = tl.sum(tl.where(mine, height, 0), 0)
-    tl.store(parts + number * 2, first)
-    tl.store(parts + number * 2 + 1, count)
+    tl.store(parts + number * _PART + _FIRST, first)
+    tl.store(parts + number * _PART + _COUNT, count)
     # The last one also empties the items that are left over.
     end = tl.where(number == NUMBERS - 1, ITEMS - first, count)
     for at in tl.range(0, end, BLOCK):
@@ -102,89 +120,16 @@ def cut_pieces(
         start = (own_tiles.to(tl.int64) * part // divisor).to(tl.int32) * own_height
         stop = (own_tiles.to(tl.int64) * (part + 1) // divisor).to(tl.int32) * own_height
         stop = tl.minimum(stop, own_length)
-        row = items + (first + part) * 4
+        item = items + (first + part) * _ITEM
         zero = part * 0
-        tl.store(row, zero + number // GROUPS, mask=written)
-        tl.store(row + 1, zero + number % GROUPS, mask=written)
-        tl.store(row + 2, tl.where(used, start, 0), mask=written)
-        tl.store(row + 3, tl.where(used, stop, 0), mask=written)
-
-
-@triton.jit
-def merge_pieces(
-    partial,
-    logs,
-    parts,
-    groups,
-    sinks,
-    output,
-    GROUPS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WIDEST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OUTPUT_ROW: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Join a query head's parts by their log sums; zeros where a sequence has no token.
-
-    A program per sequence and group, query head, and WIDTH columns.
-
-    Parameters
-    ----------
-    partial, logs
-        From `reconstruct_pieces`.
-    parts
-        From `cut_pieces`.
-    groups
-        See `kvprof.kernels.reconstruct.kernel.COLUMNS`.
-    sinks
-        ``[GROUPS, QUERIES]`` float32 logits that take their share of the softmax, if SINKS.
-    """
-    number = tl.program_id(0)
-    query = tl.program_id(1)
-    first = tl.load(parts + number * 2)
-    count = tl.load(parts + number * 2 + 1)
-    group = number % GROUPS
-    at = tl.load(groups + group * _COLUMNS + 5)
-    width = tl.load(groups + group * _COLUMNS + 6)
-    columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    inside = columns < width
-    # Finite: a sequence without tokens must not give inf - inf.
-    top = -1e30
-    total = 0.0
-    if SINKS:
-        top = tl.load(sinks + group * QUERIES + query) * _LOG2E
-        total = 1.0
-    acc = tl.zeros([WIDTH], tl.float32)
-    for start in tl.range(0, count, BLOCK):
-        part = start + tl.arange(0, BLOCK)
-        there = part < count
-        place = (first + part).to(tl.int64) * QUERIES + query
-        own = tl.load(logs + place, mask=there, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(own, 0))
-        fade = tl.exp2(top - higher)
-        weights = tl.exp2(own - higher)
-        loaded = tl.load(
-            partial + place[:, None] * WIDEST + columns[None, :],
-            mask=there[:, None] & inside[None, :],
-            other=0.0,
-        )
-        acc = acc * fade + tl.sum(loaded * weights[:, None], 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = higher
-    result = acc / tl.where(total > 0, total, 1.0)
-    row = (number // GROUPS).to(tl.int64) * OUTPUT_ROW
-    target = output + row + at + query * width + columns
-    tl.store(target, result.to(output.dtype.element_ty), mask=inside)
+        tl.store(item + _ROW, zero + number // GROUPS, mask=written)
+        tl.store(item + _ITEM_GROUP, zero + number % GROUPS, mask=written)
+        tl.store(item + _START, tl.where(used, start, 0), mask=written)
+        tl.store(item + _STOP, tl.where(used, stop, 0), mask=written)
 
 
 # --- The reconstruction step as operators, ``kvprof::reconstruct`` and
 # ``kvprof::reconstruct_cut``.
-
-
-#: Parts that the merge reads at once, and the columns of one of its programs.
-_PARTS, _COLUMN_BLOCK = 64, 64
 
 
 def constants_of(form: Form, *, capped: bool) -> dict[str, Any]:
@@ -219,8 +164,8 @@ def cut_operator(
 ) -> tuple[Tensor, Tensor]:
     """Return the items and parts of a step, as `cut_pieces` writes them."""
     tasks = len(lengths) * len(groups)
-    items = _empty((pieces + tasks, 4), lengths, torch.int32)
-    parts = _empty((tasks, 2), lengths, torch.int32)
+    items = lengths.new_empty(pieces + tasks, len(Item._fields))
+    parts = lengths.new_empty(tasks, len(Part._fields))
     cut_pieces[(tasks,)](
         lengths,
         groups,
@@ -241,7 +186,8 @@ def cut_operator(
 @cut_operator.register_fake
 def _(lengths: Tensor, groups: Tensor, capacity: int, pieces: int) -> tuple[Tensor, Tensor]:
     tasks = lengths.shape[0] * groups.shape[0]
-    return lengths.new_empty(pieces + tasks, 4), lengths.new_empty(tasks, 2)
+    items = lengths.new_empty(pieces + tasks, len(Item._fields))
+    return items, lengths.new_empty(tasks, len(Part._fields))
 
 
 @torch.library.custom_op("kvprof::reconstruct", mutates_args=())
@@ -270,7 +216,7 @@ def reconstruct_operator(
     lengths, scheduled
         Of a `Schedule`.
     groups
-        See `kvprof.kernels.reconstruct.kernel.COLUMNS`.
+        Rows of `Group`, int64.
     form
         From `Form.encoded`.
 
@@ -285,10 +231,8 @@ def reconstruct_operator(
             query, buffer, up, made, lengths, cos, sin, scaling, softcap=softcap, sinks=sinks
         )
     items, parts = scheduled
-    widest = max(made.value_widths)
-    partial = _empty((len(items), made.queries, widest), query, torch.float32)
-    logs = _empty((len(items), made.queries), query, torch.float32)
-    output = _empty((made.batch, made.layout.output_offsets[-1]), query, query.dtype)
+    partial, logs = empty_parts(query, len(items), made.queries, max(made.value_widths))
+    output = query.new_empty(made.batch, made.layout.output_offsets[-1])
     _launch_pieces(
         query,
         buffer,
@@ -303,22 +247,7 @@ def reconstruct_operator(
         scaling * math.log2(math.e),
         softcap * math.log2(math.e),
     )
-    merge_pieces[(len(parts), made.queries, triton.cdiv(widest, _COLUMN_BLOCK))](
-        partial,
-        logs,
-        parts,
-        groups,
-        logs if sinks is None else sinks,
-        output,
-        GROUPS=len(groups),
-        QUERIES=made.queries,
-        WIDEST=widest,
-        WIDTH=_COLUMN_BLOCK,
-        BLOCK=_PARTS,
-        OUTPUT_ROW=made.layout.output_offsets[-1],
-        SINKS=sinks is not None,
-        num_warps=4,
-    )
+    launch_merge(partial, logs, parts, output, groups, len(groups), sinks=sinks)
     return output
 
 
@@ -378,26 +307,6 @@ def _launch_pieces(
     )
 
 
-def _empty(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory that the kernels write whole; tests poison it."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-class Schedule(NamedTuple):
-    """A step's work as it was cut; layers of the same widths and heads may share it.
-
-    Attributes
-    ----------
-    lengths : Tensor
-        ``[batch]`` int32, tokens of each sequence.
-    scheduled : list of Tensor
-        Items and parts; empty where no Triton kernel runs.
-    """
-
-    lengths: Tensor
-    scheduled: list[Tensor]
-
-
 @dataclass(frozen=True, eq=False)
 class ReconstructStep:
     """A decoding step of a layer; `cut` its work once per step, `run` it.
@@ -411,7 +320,7 @@ class ReconstructStep:
     up : Tensor or None
         What rebuilds keys, as the kernel reads it; None where nothing is rebuilt.
     groups : Tensor
-        ``[groups, COLUMNS]`` int64, see `kvprof.kernels.reconstruct.kernel`.
+        Rows of `Group`, int64.
     """
 
     form: Form
@@ -451,10 +360,10 @@ class ReconstructStep:
             )
         _on(device, lengths=lengths)
         if not uses_triton(device):
-            return Schedule(lengths.clamp(0, form.capacity), [])
+            return Schedule(lengths.clamp(0, form.capacity), None, [])
         pieces = form.tuning.pieces * self.multiprocessors
         found = cut_operator(lengths.contiguous(), self.groups, form.capacity, pieces)
-        return Schedule(lengths, list(found))
+        return Schedule(lengths, None, list(found))
 
     def run(
         self,

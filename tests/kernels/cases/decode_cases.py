@@ -6,12 +6,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
+from kvprof.kernels import parts as join
 from kvprof.kernels.decode import launch
-from kvprof.kernels.decode import launch as join
-from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first
+from kvprof.kernels.decode.cuts import COST_PER_TOKEN, Item, equal_shares, longest_first
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.tables import Part, column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -188,15 +189,16 @@ def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
     wanted = equal_shares(layout, lengths, pieces * workers, 512, starts)
     there = len(wanted.items)
     assert items[:there].tolist() == [list(item) for item in wanted.items]
-    assert (items[there:, 4] == -1).all()
+    assert (items[there:, column(Item, "kind")] == -1).all()
     assert parts.tolist() == [list(part) for part in wanted.parts]
     whole_heads = decode_step(
         layout, DEVICE, tuning=tuning, multiprocessors=workers, schedule="lpt"
     )
     items, _, lists, counts = whole_heads.cut(whole(lengths), begins).scheduled
     costs = [
-        (stop - start) * (layout.key_widths[head] + layout.value_widths[head] + COST_PER_TOKEN)
-        for _, head, start, stop, _ in items.tolist()
+        (item.stop - item.start)
+        * (layout.key_widths[item.head] + layout.value_widths[item.head] + COST_PER_TOKEN)
+        for item in map(Item._make, items.tolist())
     ]
     found = [own[:count] for own, count in zip(lists.tolist(), counts.tolist(), strict=True)]
     assert found == longest_first(costs, workers)
@@ -209,7 +211,7 @@ def test_more_parts_than_a_merge_reads_at_once_and_more_tasks_than_a_block(monke
     query, buffer = states(layout, 1, torch.float32, 5)
     prepared = step(layout, pieces=40, tile=16)
     cut = prepared.cut([600])
-    assert int(cut.scheduled[1][:, 1].max()) > 32
+    assert int(cut.scheduled[1][:, column(Part, "items")].max()) > 32
     found = prepared.run(query, buffer, cut, 0.3)
     assert error(found, reference_decode(query, buffer, layout, [600], 0.3)) < 1e-5
     many = RaggedLayout((16,) * 4, (16,) * 4, 1, 12, 40)

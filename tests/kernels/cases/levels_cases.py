@@ -12,7 +12,9 @@ from kvprof.kernels.levels.launch import equal_shares
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.reference import reference_levels
 from kvprof.kernels.levels.step import LevelsStep, Tuning, levels_step
+from kvprof.kernels.levels.tables import Item
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.tables import Part, column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
@@ -210,9 +212,9 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     ).scheduled
     items, wanted = equal_shares(layout, lengths, 2 * pieces, prepared.tuning)
-    assert [tuple(item) for item in device.tolist() if item[2] >= 0] == items
-    assert [tuple(part) for part in parts.tolist()] == wanted
-    assert (device[len(items) :, 2] == -1).all()
+    assert list(map(Item._make, device.tolist()))[: len(items)] == items
+    assert list(map(Part._make, parts.tolist())) == wanted
+    assert (device[len(items) :, column(Item, "segment")] == -1).all()
     assert len(counters) == prepared.multiprocessors + 1
     assert (counters == 0).all()
 

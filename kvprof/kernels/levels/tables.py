@@ -1,0 +1,144 @@
+"""The tables that the kernels over segments read (`kvprof.kernels.tables`)."""
+
+from typing import NamedTuple
+
+__all__ = ["EYE", "EYE_ONE", "Item", "Kind", "PlaneColumns", "Unit"]
+
+#: Bytes of the vector from which rows of the identity are read, and the only one that is 1.
+EYE, EYE_ONE = 256, 128
+
+
+class Unit(NamedTuple):
+    """A head of a segment; the first columns are `kvprof.kernels.tables.Output`.
+
+    Attributes
+    ----------
+    outputs, output_width : int
+    queries, query_width : int
+        Where its queries begin in a row of them, and how wide one is.
+    begin : int
+        Byte of the buffer at which the head begins.
+    sequence : int
+        Bytes of a sequence.
+    capacity : int
+        Tokens that a sequence has room for.
+    cost : int
+        Of a token.
+    height : int
+        Tokens of a tile.
+    kind : int
+    """
+
+    outputs: int
+    output_width: int
+    queries: int
+    query_width: int
+    begin: int
+    sequence: int
+    capacity: int
+    cost: int
+    height: int
+    kind: int
+
+
+class Item(NamedTuple):
+    """A piece of work: tokens ``start … stop - 1`` of one head of one row in one segment.
+
+    Attributes
+    ----------
+    row, head : int
+    segment : int
+        -1 where there is no item.
+    start, stop : int
+    """
+
+    row: int
+    head: int
+    segment: int
+    start: int
+    stop: int
+
+
+class Kind(NamedTuple):
+    """A kind of head, before its planes: both sides, then what they share.
+
+    Attributes
+    ----------
+    key_format, value_format : int
+        Bits of a code, or `kvprof.kernels.levels.unpack.FP8` or `FULL`.
+    key_factor, value_factor : float
+        What codes lack of the numbers that they stand for.
+    key_boost : float
+        By which queries are multiplied before they meet the codes of K.
+    shift : float
+        Weights go up to 2 to the power of it.
+    key_parts, value_parts : int
+        Bytes of a place that lie apart.
+    key_groups, value_groups : int
+        Scales of a token.
+    key_planes, value_planes : int
+    key_scales, key_middles, value_scales, value_middles : int
+        Where they begin in a block, in float16.
+    key_block, value_block : int
+        From block to block: bytes, or values at full precision.
+    value_width : int
+    block_halfs : int
+        From block to block, in float16.
+    slots, places : int
+        Tokens of a place, and places of a tile.
+    stages : int
+        Tiles on their way at once.
+    rows : int
+        Of the product with middles of V.
+    """
+
+    key_format: int
+    key_factor: float
+    key_boost: float
+    key_parts: int
+    key_groups: int
+    key_planes: int
+    key_scales: int
+    key_middles: int
+    key_block: int
+    value_format: int
+    value_factor: float
+    shift: float
+    value_parts: int
+    value_groups: int
+    value_planes: int
+    value_scales: int
+    value_middles: int
+    value_block: int
+    value_width: int
+    block_halfs: int
+    slots: int
+    places: int
+    stages: int
+    rows: int
+
+
+class PlaneColumns(NamedTuple):
+    """A plane of a side.
+
+    Attributes
+    ----------
+    start, width : int
+        Columns.
+    depth : int
+        Its width in a product.
+    group : int
+        Of scales.
+    first, last : int
+        1 where it is the first, or the last, of its group.
+    at : int
+        Where it begins in a block: bytes, or values at full precision.
+    """
+
+    start: int
+    width: int
+    depth: int
+    group: int
+    first: int
+    last: int
+    at: int

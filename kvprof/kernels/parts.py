@@ -1,0 +1,200 @@
+"""Work that was cut: its schedule, the parts that items leave, and the kernel that joins them."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from kvprof.kernels.dispatch import dependent
+from kvprof.kernels.tables import Output, Part, column
+
+__all__ = ["Schedule", "empty_parts", "launch_merge", "merge_pieces", "merge_sizes"]
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+#: Columns that a merging program joins: few, so that there are programs enough at batch 1.
+_COLUMNS = 32
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_PART = tl.constexpr(len(Part._fields))
+_FIRST = tl.constexpr(column(Part, "first"))
+_COUNT = tl.constexpr(column(Part, "items"))
+_OUTPUTS = tl.constexpr(column(Output, "outputs"))
+_OUTPUT_WIDTH = tl.constexpr(column(Output, "output_width"))
+
+
+class Schedule(NamedTuple):
+    """A step's work as it was cut; layers of the same shape may share it, one after another.
+
+    Attributes
+    ----------
+    lengths : Tensor
+        int32, tokens of each row (of each segment and row).
+    starts : Tensor or None
+        ``[rows]`` int32, first visible token of each row.
+    scheduled : list of Tensor
+        Items, parts and what else the operation's kernel reads; empty where no Triton kernel runs.
+    """
+
+    lengths: Tensor
+    starts: Tensor | None
+    scheduled: list[Tensor]
+
+
+@triton.jit
+def merge_pieces(
+    partial,
+    logs,
+    parts,
+    output,
+    heads,
+    sinks,
+    counters,
+    GROUP: tl.constexpr,
+    WIDEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    HEADS: tl.constexpr,
+    OUTPUT_ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SINKS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Join parts; a program per row and KV head, query head of its group, and `WIDTH` columns.
+
+    A row without tokens gets zeros.
+
+    Parameters
+    ----------
+    partial, logs
+        ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results, and log2 of the sums.
+    parts
+        ``[rows * heads]`` rows of `kvprof.kernels.tables.Part`, int32.
+    output
+        ``[rows, OUTPUT_ROW]``.
+    heads
+        ``[heads, COLUMNS]`` int64, the first columns `kvprof.kernels.tables.Output`.
+    sinks
+        ``[heads, GROUP]`` float32: a further logit of each query head, read with `SINKS`.
+    counters
+        ``[COUNTERS]`` int32, set to 0 for the next layer that shares the cut.
+    MOST
+        Power of two: parts that are read at once; more of them take more rounds.
+    DEPENDENT
+        Whether the launch did not wait for the parts (`kvprof.kernels.dispatch.dependent`).
+    """
+    number = tl.program_id(0)
+    query = tl.program_id(1)
+    head = number % HEADS
+    first = tl.load(parts + number * _PART + _FIRST)
+    count = tl.load(parts + number * _PART + _COUNT)
+    at = tl.load(heads + head * COLUMNS + _OUTPUTS)
+    width = tl.load(heads + head * COLUMNS + _OUTPUT_WIDTH)
+    columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    wanted = columns < width
+    if DEPENDENT:
+        # What was read so far was there before the kernel that leaves the parts was launched.
+        cuda.gdc_wait()
+    if COUNTERS > 0:
+        LANES: tl.constexpr = 128
+        if number + query + tl.program_id(2) == 0:
+            for begin in tl.static_range(0, COUNTERS, LANES):
+                lane = begin + tl.arange(0, LANES)
+                tl.store(counters + lane, tl.zeros([LANES], tl.int32), mask=lane < COUNTERS)
+    # Finite, so that a row without tokens gets no inf - inf.
+    top = tl.full([], -1e30, tl.float32)
+    total = tl.zeros([], tl.float32)
+    result = tl.zeros([WIDTH], tl.float32)
+    for begin in range(0, count, MOST):
+        part = begin + tl.arange(0, MOST)
+        there = part < count
+        item = (first + part) * GROUP + query
+        here = tl.load(logs + item, mask=there, other=float("-inf"))
+        rows = partial + item[:, None] * WIDEST + columns[None, :]
+        values = tl.load(rows, mask=there[:, None] & wanted[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(here, 0))
+        fade = tl.exp2(top - higher)
+        weights = tl.exp2(here - higher)
+        total = total * fade + tl.sum(weights, 0)
+        result = result * fade + tl.sum(values * weights[:, None], 0)
+        top = higher
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head * GROUP + query) * _LOG2E - top)
+    result = result * tl.where(total > 0.0, 1.0 / total, 0.0)
+    target = output + (number // HEADS).to(tl.int64) * OUTPUT_ROW + at + query * width + columns
+    tl.store(target, result.to(output.dtype.element_ty), mask=wanted)
+
+
+def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Tensor, Tensor]:
+    """Return room for what items leave, ``[items, G, widest]`` and ``[items, G]`` float32."""
+    return (
+        query.new_empty(items, group, widest, dtype=torch.float32),
+        query.new_empty(items, group, dtype=torch.float32),
+    )
+
+
+def merge_sizes(widest: int, items: int, tasks: int) -> tuple[int, int]:
+    """Return the columns of a merging program and the parts that it reads at once."""
+    # The widest of ragged heads has about twice the mean's parts.
+    parts = triton.next_power_of_2(max(1, 2 * items // tasks))
+    return min(_COLUMNS, triton.next_power_of_2(widest)), min(256, max(16, parts))
+
+
+def launch_merge(
+    partial: Tensor,
+    logs: Tensor,
+    parts: Tensor,
+    output: Tensor,
+    table: Tensor,
+    heads: int,
+    *,
+    sinks: Tensor | None = None,
+    counters: Tensor | None = None,
+) -> None:
+    """Join the parts that the kernel launched before has left, or still leaves.
+
+    Parameters
+    ----------
+    partial, logs : Tensor
+        ``[items, G, widest]`` and ``[items, G]`` float32.
+    parts : Tensor
+        ``[rows * heads]`` rows of `kvprof.kernels.tables.Part`, int32.
+    output : Tensor
+        ``[rows, Σ_g G·dv_g]``, written.
+    table : Tensor
+        ``[heads, columns]`` int64, the first columns `kvprof.kernels.tables.Output`.
+    heads : int
+    sinks : Tensor, optional
+        ``[heads, G]`` float32.
+    counters : Tensor, optional
+        int32, set to 0 on the way.
+    """
+    items, group, widest = partial.shape
+    width, most = merge_sizes(widest, items, len(parts))
+    early = dependent(output.device)
+    merge_pieces[(len(parts), group, triton.cdiv(widest, width))](
+        partial,
+        logs,
+        parts,
+        output,
+        table,
+        logs if sinks is None else sinks,
+        parts if counters is None else counters,
+        GROUP=group,
+        WIDEST=widest,
+        WIDTH=width,
+        MOST=most,
+        HEADS=heads,
+        OUTPUT_ROW=output.shape[1],
+        COLUMNS=table.shape[1],
+        SINKS=sinks is not None,
+        COUNTERS=0 if counters is None else len(counters),
+        DEPENDENT=early,
+        num_warps=4,
+        **({"launch_pdl": True} if early else {}),
+    )

@@ -1,0 +1,97 @@
+"""The tables of whole numbers that kernels read: their columns have names, each given once.
+
+A table's columns are the fields of a `NamedTuple`, in their order. Who fills a table on the host
+makes rows of that class; a kernel reads column ``tl.constexpr(column(Head, "cost"))`` of rows that
+are ``len(Head._fields)`` long. What several operations have alike is here; a table of one operation
+stands beside the code that fills it. Nothing here needs Triton.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvprof.kernels.planes import MOST_CHUNKS, chunks
+
+__all__ = ["Chunks", "Kind", "Output", "Part", "Table", "chunk_columns", "column", "joined_rows"]
+
+#: A class of rows.
+Table = type[Any]
+
+
+def column(table: Table, name: str) -> int:
+    """Return the number of a column.
+
+    Parameters
+    ----------
+    table : NamedTuple class
+    name : str
+        One of its fields.
+    """
+    found: int = table._fields.index(name)
+    return found
+
+
+def joined_rows(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return rows one after another: a table that is a compile-time argument."""
+    return tuple(number for row in rows for number in row)
+
+
+class Output(NamedTuple):
+    """The first columns of every table of heads, whatever is stored of them.
+
+    Attributes
+    ----------
+    outputs : int
+        Where a head's outputs begin in a row of them.
+    output_width : int
+        Of one of its query heads.
+    """
+
+    outputs: int
+    output_width: int
+
+
+class Part(NamedTuple):
+    """The items of one head of one sequence; they are neighbours.
+
+    Attributes
+    ----------
+    first, items : int
+    """
+
+    first: int
+    items: int
+
+
+class Chunks(NamedTuple):
+    """The first columns of every table of kinds: chunks of K and of V, 0 where there is none."""
+
+    k0: int
+    k1: int
+    k2: int
+    k3: int
+    v0: int
+    v1: int
+    v2: int
+    v3: int
+
+
+class Kind(NamedTuple):
+    """A kind of head: its chunks, and the tokens of a tile."""
+
+    k0: int
+    k1: int
+    k2: int
+    k3: int
+    v0: int
+    v1: int
+    v2: int
+    v3: int
+    height: int
+
+
+def chunk_columns(key_width: int, value_width: int) -> Chunks:
+    """Return the chunks of a pair of widths as kernels take them."""
+    keys, values = (
+        (*own, *(0,) * (MOST_CHUNKS - len(own))) for own in map(chunks, (key_width, value_width))
+    )
+    return Chunks(*keys, *values)
