@@ -1,14 +1,24 @@
 """Where a call goes: to Triton's kernels, compiled or interpreted, or to torch on a CPU."""
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
+from kvprof.errors import UsageError
+from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import DEPENDENT_FROM
 
-__all__ = ["dependent", "interpreted", "multiprocessors_of", "placed", "uses_triton"]
+__all__ = [
+    "check_interpreter",
+    "dependent",
+    "interpreted",
+    "layout_of",
+    "multiprocessors_of",
+    "placed",
+    "uses_triton",
+]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -24,6 +34,27 @@ def interpreted() -> bool:
 def uses_triton(device: torch.device) -> bool:
     """Tell whether tensors of a device go to the Triton kernels: on a GPU, or interpreted."""
     return device.type == "cuda" or interpreted()
+
+
+def check_interpreter(dtype: torch.dtype) -> None:
+    """Refuse bf16 where Triton interprets its kernels."""
+    if dtype == torch.bfloat16 and interpreted():
+        raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
+
+
+@lru_cache(maxsize=1024)
+def layout_of(
+    key_widths: tuple[int, ...], value_widths: tuple[int, ...], sizes: tuple[int, ...]
+) -> RaggedLayout:
+    """Return the layout of the numbers that an operator of torch takes.
+
+    Parameters
+    ----------
+    key_widths, value_widths : tuple of int
+    sizes : tuple of int
+        Group, batch and capacity.
+    """
+    return RaggedLayout(key_widths, value_widths, *sizes)
 
 
 def placed(device: torch.device | str) -> torch.device:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvprof.errors import UsageError
+from kvprof.kernels.checks import check_contexts
 from kvprof.kernels.planes import STEP, RaggedLayout
 from kvprof.kernels.tables import Part
 
@@ -213,13 +214,7 @@ def checked_lengths(
         When there are not `rows` of them, when a row is empty or longer than there is room for,
         or when it sees none of its tokens.
     """
-    if len(lengths) != rows:
-        raise UsageError(f"{len(lengths)} lengths for {rows} sequences")
-    for length in lengths:
-        if not 1 <= length <= capacity:
-            raise UsageError(
-                f"a context of {length} tokens cannot run: the cache holds 1 to {capacity}"
-            )
+    check_contexts(lengths, rows, capacity)
     if starts is None:
         return
     if len(starts) != rows:

@@ -1,14 +1,20 @@
 """One decoding step of attention over compressed keys and values of unlike widths."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.kernels.checks import (
+    check_cache,
+    check_pages,
+    check_queries,
+    check_softcap,
+    checked_sinks,
+    whole_numbers,
+)
 from kvprof.kernels.decode.cpu import decode_cpu
 from kvprof.kernels.decode.cuts import (
     SCHEDULES,
@@ -19,53 +25,30 @@ from kvprof.kernels.decode.cuts import (
     tuning_for,
 )
 from kvprof.kernels.decode.launch import head_table, launch_cut, launch_decode
-from kvprof.kernels.dispatch import interpreted, uses_triton
+from kvprof.kernels.dispatch import (
+    check_interpreter,
+    layout_of,
+    multiprocessors_of,
+    placed,
+    uses_triton,
+)
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import STEP, RaggedLayout
 from kvprof.kernels.tables import Part, column
 from kvprof.kernels.trace import Trace, empty_marks, traced
 
 __all__ = [
-    "DTYPES",
     "DecodeStep",
     "Tuning",
-    "check_run",
     "cut_operator",
     "decode_operator",
     "decode_step",
-    "whole_numbers",
 ]
 
 # --- What a decoding step refuses before anything is launched; no tensor's values are read.
 
 
-#: Of queries and caches.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def whole_numbers(
-    numbers: Tensor | Sequence[int], what: str, rows: int, device: torch.device
-) -> Tensor:
-    """Return a row's number each, ``[rows]`` int32 on the device.
-
-    Raises
-    ------
-    UsageError
-        When a tensor has another shape, dtype or device.
-    """
-    if not isinstance(numbers, Tensor):
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
-    if numbers.shape != (rows,) or numbers.dtype != torch.int32:
-        raise UsageError(
-            f"{what} of shape {tuple(numbers.shape)} in {numbers.dtype} do not fit: "
-            f"{(rows,)} in torch.int32 is wanted"
-        )
-    if numbers.device != device:
-        raise UsageError(f"{what} lie on {numbers.device}, and the step runs on {device}")
-    return numbers.contiguous()
-
-
-def check_run(
+def _checked(
     layout: RaggedLayout,
     rows: int,
     paged: bool,
@@ -74,8 +57,10 @@ def check_run(
     softcap: float,
     sinks: Tensor | None,
     table: Tensor | None,
-) -> None:
-    """Refuse what does not fit together; the arguments are those of `DecodeStep.run`.
+) -> Tensor | None:
+    """Refuse what does not fit together; return the sinks as the kernel takes them.
+
+    Parameters are those of `DecodeStep.run`.
 
     Raises
     ------
@@ -83,53 +68,18 @@ def check_run(
         For shapes, dtypes, a soft-cap below 0, a page table too many or too few, and bf16 in the
         interpreter.
     """
-    if tuple(query.shape) != (rows, layout.query_offsets[-1]):
-        raise UsageError(
-            f"queries of shape {tuple(query.shape)} do not fit the layout, which wants "
-            f"{(rows, layout.query_offsets[-1])}"
-        )
-    if query.dtype not in DTYPES:
-        raise UsageError(f"{query.dtype} cannot run: bfloat16, float16 or float32 can")
-    if buffer.numel() != layout.elements or buffer.dtype != query.dtype or buffer.dim() != 1:
-        raise UsageError(
-            f"a cache of {buffer.numel():,} values in {buffer.dtype} does not fit "
-            f"{layout.elements:,} in {query.dtype}"
-        )
-    if query.dtype == torch.bfloat16 and query.device.type != "cuda" and interpreted():
-        raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
-    if not (softcap >= 0.0 and math.isfinite(softcap)):
-        raise UsageError(f"a soft-cap of {softcap} makes no sense: 0 (none) or more")
-    if sinks is not None and (
-        tuple(sinks.shape) != (layout.heads, layout.group)
-        or sinks.dtype != torch.float32
-        or not sinks.is_contiguous()
-    ):
-        raise UsageError(
-            f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
-            f"{(layout.heads, layout.group)} in torch.float32, contiguous, are wanted"
-        )
+    check_queries(query, (rows, layout.query_offsets[-1]), query.dtype)
+    check_cache(buffer, layout.elements, query.dtype)
+    check_interpreter(query.dtype)
+    check_softcap(softcap)
     if paged != (table is not None):
         raise UsageError("a paged step needs its page table" if paged else "this step has no pages")
-    if table is not None and (
-        table.dim() != 2
-        or len(table) != rows
-        or table.dtype != torch.int32
-        or not table.is_contiguous()
-    ):
-        raise UsageError(
-            f"a page table of shape {tuple(table.shape)} in {table.dtype} does not fit: "
-            f"({rows}, most pages) in torch.int32, contiguous, is wanted"
-        )
+    if table is not None:
+        check_pages(table, rows)
+    return checked_sinks(sinks, layout.heads, layout.group)
 
 
 # --- Decoding as operators of torch, ``kvprof::decode`` and ``kvprof::decode_cut``.
-
-
-@lru_cache(maxsize=1024)
-def _layout(
-    key_widths: tuple[int, ...], value_widths: tuple[int, ...], sizes: tuple[int, ...]
-) -> RaggedLayout:
-    return RaggedLayout(key_widths, value_widths, *sizes)
 
 
 @torch.library.custom_op("kvprof::decode_cut", mutates_args=())
@@ -188,7 +138,7 @@ def decode_operator(
     Tensor
         ``[rows, Σ_g G·dv_g]``.
     """
-    layout = _layout(tuple(key_widths), tuple(value_widths), tuple(sizes))
+    layout = layout_of(tuple(key_widths), tuple(value_widths), tuple(sizes))
     if uses_triton(query.device):
         return launch_decode(
             query.contiguous(),
@@ -291,9 +241,9 @@ class DecodeStep:
             listed = None if starts is None or isinstance(starts, Tensor) else list(starts)
             checked_lengths(list(lengths), listed, self.rows, self.capacity)
         device = self.heads.device
-        lengths = whole_numbers(lengths, "lengths", self.rows, device)
+        lengths = whole_numbers("lengths", lengths, (self.rows,), device)
         if starts is not None:
-            starts = whole_numbers(starts, "first tokens", self.rows, device)
+            starts = whole_numbers("first tokens", starts, (self.rows,), device)
         if not uses_triton(self.heads.device):
             return Schedule(lengths, starts, [])
         pieces = self.tuning.pieces * self.multiprocessors if self.schedule == "equal" else 0
@@ -339,7 +289,7 @@ class DecodeStep:
         UsageError
             When shapes or dtypes do not fit together, or bf16 is to be interpreted.
         """
-        check_run(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
+        sinks = _checked(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
         layout, tuning = self.layout, self.tuning
         output: Tensor = decode_operator(
             query,
@@ -382,7 +332,7 @@ class DecodeStep:
             As `run` does.
         """
         marks = empty_marks(schedule.scheduled, query.device)
-        check_run(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
+        sinks = _checked(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
         output = launch_decode(
             query.contiguous(),
             buffer,
@@ -450,8 +400,7 @@ def decode_step(
     UsageError
         For an unknown schedule, or pages or rows that do not fit the layout.
     """
-    # With its index, as tensors have it.
-    device = torch.empty(0, device=device).device
+    device = placed(device)
     if schedule not in SCHEDULES:
         raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
     paged = page_tokens is not None
@@ -467,11 +416,7 @@ def decode_step(
     if rows < 1 or (not paged and rows != layout.batch):
         raise UsageError(f"{rows} rows do not fit a cache of {layout.batch} sequences or pages")
     if multiprocessors is None:
-        multiprocessors = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 1
-        )
+        multiprocessors = multiprocessors_of(device)
     tuning = tuning or tuning_for(layout, schedule)
     return DecodeStep(
         layout,

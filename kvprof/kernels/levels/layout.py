@@ -53,6 +53,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvprof.errors import UsageError
+from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.levels.codes import Bits, container_bits
 from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.planes import STEP, RaggedLayout
@@ -138,8 +139,7 @@ class LevelsLayout:
                 "the segments of a layer have the same heads, group and batch, and these have "
                 f"{sorted(shapes)}"
             )
-        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UsageError(f"a layer in {self.dtype} cannot run: bfloat16, float16 or float32")
+        check_dtype("a layer", self.dtype)
 
     @property
     def heads(self) -> int:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.dispatch import interpreted, uses_triton
+from kvprof.kernels.checks import (
+    check_cache,
+    check_queries,
+    check_scaling,
+    check_softcap,
+    checked_sinks,
+    whole_numbers,
+)
+from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
 from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.cpu import levels_cpu
 from kvprof.kernels.levels.launch import launch_cut, launch_levels, unit_table
@@ -222,20 +230,11 @@ class LevelsStep:
         wanted = (len(layout.segments), layout.batch)
         if not isinstance(lengths, Tensor):
             self._check_numbers(lengths)
-            lengths = torch.tensor(lengths, dtype=torch.int32, device=self.units.device)
-        if tuple(lengths.shape) != wanted or lengths.dtype != torch.int32:
-            raise UsageError(
-                f"lengths of shape {tuple(lengths.shape)} in {lengths.dtype} do not fit: "
-                f"{wanted} in int32"
-            )
-        if lengths.device != self.units.device:
-            raise UsageError(
-                f"lengths on {lengths.device} do not fit a step on {self.units.device}"
-            )
+        lengths = whole_numbers("lengths", lengths, wanted, self.units.device)
         if not uses_triton(lengths.device):
             return Schedule(lengths, None, [])
         pieces = self.tuning.pieces * self.multiprocessors
-        found = cut_operator(lengths.contiguous(), self.units, layout.heads, pieces, self._counted)
+        found = cut_operator(lengths, self.units, layout.heads, pieces, self._counted)
         return Schedule(lengths, None, list(found))
 
     def _check_numbers(self, lengths: Sequence[Sequence[int]]) -> None:
@@ -296,9 +295,15 @@ class LevelsStep:
         UsageError
             When shapes or dtypes do not fit together, or the dtype cannot run.
         """
-        if not scaling > 0:
-            raise UsageError(f"a scaling of {scaling} makes no sense: above 0")
-        self._check(query, buffer, softcap, sinks)
+        layout = self.layout
+        check_scaling(scaling)
+        check_softcap(softcap)
+        check_queries(query, (layout.batch, layout.widest.query_offsets[-1]), layout.dtype)
+        check_cache(buffer, layout.nbytes, torch.uint8)
+        if query.device.type == "cuda" and layout.dtype == torch.float32:
+            raise UsageError("segments run in bfloat16 or float16 on a GPU, not in float32")
+        check_interpreter(layout.dtype)
+        sinks = checked_sinks(sinks, layout.heads, layout.group)
         if schedule.scheduled and len(schedule.scheduled[2]) != self._counted:
             raise UsageError(
                 f"the work was cut for {len(schedule.scheduled[2])} counters, and this step has "
@@ -321,33 +326,6 @@ class LevelsStep:
         )
         return output
 
-    def _check(self, query: Tensor, buffer: Tensor, softcap: float, sinks: Tensor | None) -> None:
-        layout = self.layout
-        wanted = (layout.batch, layout.widest.query_offsets[-1])
-        if tuple(query.shape) != wanted or query.dtype != layout.dtype:
-            raise UsageError(
-                f"queries of shape {tuple(query.shape)} in {query.dtype} do not fit the layout, "
-                f"which wants {wanted} in {layout.dtype}"
-            )
-        if buffer.dtype != torch.uint8 or buffer.numel() != layout.nbytes:
-            raise UsageError(
-                f"a cache of {buffer.numel():,} values in {buffer.dtype} does not fit "
-                f"{layout.nbytes:,} bytes in uint8"
-            )
-        if softcap < 0:
-            raise UsageError(f"a soft-cap of {softcap} makes no sense: 0 for none, or above")
-        if sinks is not None and (
-            tuple(sinks.shape) != (layout.heads, layout.group) or sinks.dtype != torch.float32
-        ):
-            raise UsageError(
-                f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
-                f"{(layout.heads, layout.group)} in float32"
-            )
-        if query.device.type == "cuda" and layout.dtype == torch.float32:
-            raise UsageError("segments run in bfloat16 or float16 on a GPU, not in float32")
-        if interpreted() and layout.dtype == torch.bfloat16:
-            raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
-
 
 def levels_step(
     layout: LevelsLayout,
@@ -369,9 +347,7 @@ def levels_step(
     """
     tuning = tuning or tuning_for(layout)
     if multiprocessors is None:
-        multiprocessors = 1
-        if device.type == "cuda":
-            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        multiprocessors = multiprocessors_of(device)
     eye = torch.zeros(EYE, dtype=torch.uint8)
     eye[EYE_ONE] = 1
     return LevelsStep(

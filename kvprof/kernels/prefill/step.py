@@ -1,14 +1,22 @@
 """A prompt's attention over compressed keys and values of unlike widths."""
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.dispatch import interpreted
+from kvprof.kernels.checks import (
+    check_cache,
+    check_contexts,
+    check_device,
+    check_numbers,
+    check_queries,
+    check_scaling,
+    check_softcap,
+    checked_sinks,
+)
+from kvprof.kernels.dispatch import check_interpreter, interpreted, layout_of
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.cpu import prefill_cpu
 from kvprof.kernels.prefill.launch import PrefillStep, prefill_step
@@ -33,13 +41,6 @@ __all__ = [
 ]
 
 # --- A prompt's attention as an operator of torch, ``kvprof::prefill``.
-
-
-@lru_cache(maxsize=1024)
-def _layout(
-    key_widths: tuple[int, ...], value_widths: tuple[int, ...], sizes: tuple[int, ...]
-) -> RaggedLayout:
-    return RaggedLayout(key_widths, value_widths, *sizes)
 
 
 @torch.library.custom_op("kvprof::prefill", mutates_args=())
@@ -75,7 +76,7 @@ def prefill_operator(
     Tensor
         ``[batch, tokens, Σ_g G·dv_g]``.
     """
-    layout = _layout(tuple(key_widths), tuple(value_widths), tuple(sizes))
+    layout = layout_of(tuple(key_widths), tuple(value_widths), tuple(sizes))
     tokens, device = query.shape[1], query.device
     known = host_lengths
     if device.type == "cpu" and known is None:
@@ -137,9 +138,6 @@ def _(
     tuning: Sequence[int],
 ) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], sizes[0] * sum(value_widths))
-
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def prefill(
@@ -204,33 +202,29 @@ def prefill(
     FailedError
         When a CUDA graph captures a call that never ran before.
     """
-    tokens = _checked(query, buffer, layout, lengths, host_lengths)
-    if not (scaling > 0 and math.isfinite(scaling)):
-        raise UsageError(f"a scaling of {scaling} cannot run: it must be above 0")
-    if not (softcap >= 0.0 and math.isfinite(softcap)):
-        raise UsageError(f"a soft-cap of {softcap} makes no sense: 0 (none) or more")
+    check_queries(query, (layout.batch, None, layout.query_offsets[-1]), query.dtype)
+    check_cache(buffer, layout.elements, query.dtype)
+    check_numbers("lengths", lengths, (layout.batch,), query.device)
+    check_device(query.device, cache=buffer)
+    if host_lengths is not None:
+        check_contexts(host_lengths, layout.batch, layout.capacity)
+    check_scaling(scaling)
+    check_softcap(softcap)
+    check_interpreter(query.dtype)
+    sinks = checked_sinks(sinks, layout.heads, layout.group)
     if window < 0:
         raise UsageError(f"a window of {window} tokens makes no sense: 0 (none) or more")
     if schedule not in SCHEDULES:
         raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
     if path not in PATHS:
         raise UsageError(f"path {path!r} is none of {', '.join(PATHS)}")
-    if sinks is not None and (
-        tuple(sinks.shape) != (layout.heads, layout.group) or sinks.dtype != torch.float32
-    ):
-        raise UsageError(
-            f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
-            f"{(layout.heads, layout.group)} in torch.float32 are wanted"
-        )
-    if query.dtype == torch.bfloat16 and query.device.type != "cuda" and interpreted():
-        raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
     if not query.numel():
-        return query.new_empty(layout.batch, tokens, layout.output_offsets[-1])
+        return query.new_empty(layout.batch, query.shape[1], layout.output_offsets[-1])
     found: Tensor = prefill_operator(
         query,
         buffer,
         lengths,
-        None if sinks is None else sinks.contiguous(),
+        sinks,
         float(scaling),
         float(softcap),
         # A window that holds the whole cache hides nothing.
@@ -244,48 +238,3 @@ def prefill(
         [] if tuning is None else tuning.numbers(),
     )
     return found
-
-
-def _checked(
-    query: Tensor,
-    buffer: Tensor,
-    layout: RaggedLayout,
-    lengths: Tensor,
-    host_lengths: Sequence[int] | None,
-) -> int:
-    """Refuse what does not fit together; return the new tokens."""
-    shape = tuple(query.shape)
-    if len(shape) != 3 or (shape[0], shape[2]) != (layout.batch, layout.query_offsets[-1]):
-        raise UsageError(
-            f"queries of shape {shape} do not fit the layout, which wants "
-            f"({layout.batch}, tokens, {layout.query_offsets[-1]})"
-        )
-    if query.dtype not in DTYPES:
-        raise UsageError(f"{query.dtype} cannot run: bfloat16, float16 or float32 can")
-    if buffer.numel() != layout.elements or buffer.dtype != query.dtype:
-        raise UsageError(
-            f"a cache of {buffer.numel():,} values in {buffer.dtype} does not fit "
-            f"{layout.elements:,} in {query.dtype}"
-        )
-    if not buffer.is_contiguous():
-        raise UsageError("a cache is one flat buffer, and this one has gaps")
-    if lengths.shape != (layout.batch,) or lengths.dtype != torch.int32:
-        raise UsageError(
-            f"lengths of shape {tuple(lengths.shape)} in {lengths.dtype} do not fit: "
-            f"{(layout.batch,)} in torch.int32 is wanted"
-        )
-    if not lengths.device == buffer.device == query.device:
-        raise UsageError(
-            f"queries on {query.device}, cache on {buffer.device} and lengths on {lengths.device} "
-            "must lie on one device"
-        )
-    if host_lengths is not None:
-        if len(host_lengths) != layout.batch:
-            raise UsageError(f"{len(host_lengths)} lengths for {layout.batch} sequences")
-        for length in host_lengths:
-            if not 1 <= length <= layout.capacity:
-                raise UsageError(
-                    f"a context of {length} tokens cannot run: the cache holds 1 to "
-                    f"{layout.capacity}"
-                )
-    return shape[1]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.planes import chunks
 
 __all__ = ["BasisSet", "basis_set"]
@@ -70,8 +71,7 @@ def basis_set(
         shapes = ", ".join(str(tuple(basis.shape)) for basis in bases) or "none"
         raise UsageError(f"bases of shapes {shapes} are no layer's: every head's is [d, width]")
     dtype = dtype or bases[0].dtype
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UsageError(f"bases in {dtype} cannot run: give dtype bfloat16, float16 or float32")
+    check_dtype("bases", dtype)
     device = torch.device(device or bases[0].device)
     widths = tuple(basis.shape[1] for basis in bases)
     for width in set(widths):

@@ -10,8 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kvprof.errors import UsageError
-from kvprof.kernels.dispatch import interpreted
+from kvprof.kernels.dispatch import check_interpreter
 from kvprof.kernels.planes import chunks
 from kvprof.kernels.project.kernel import project_rows
 from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Rotary, Stream, Unit, Work
@@ -198,8 +197,7 @@ def launch(work: Work) -> Tensor | None:
     """
     first = work.states
     batch, tokens = first.shape[:2]
-    if interpreted() and first.dtype == torch.bfloat16:
-        raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
+    check_interpreter(first.dtype)
     output = None
     if work.query is not None:
         group = work.query.states.shape[2] // len(work.query.widths)

@@ -19,16 +19,16 @@ twice, half after half, and pair neighbours: give their first half).
 The arithmetic is fp32: turned states are rounded to their dtype once, then multiplied.
 """
 
-import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.kernels.checks import check_cache, check_device, check_numbers, check_pages
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project import operators
 from kvprof.kernels.project.bases import BasisSet
 
 __all__ = [
-    "check_cache",
+    "check_destination",
     "check_latents",
     "check_states",
     "check_widths",
@@ -75,7 +75,7 @@ def check_widths(name: str, bases: BasisSet, widths: tuple[int, ...]) -> None:
         raise UsageError(f"bases of widths {bases.widths} do not fit the {name} widths {widths}")
 
 
-def check_cache(
+def check_destination(
     states: Tensor,
     layout: RaggedLayout,
     buffer: Tensor,
@@ -84,29 +84,19 @@ def check_cache(
     table: Tensor | None,
 ) -> None:
     """Refuse a cache, starts or a table that do not fit the states."""
-    if buffer.numel() != layout.elements or buffer.dtype != states.dtype or buffer.dim() != 1:
-        raise UsageError(
-            f"a cache of shape {tuple(buffer.shape)} in {buffer.dtype} does not fit "
-            f"{layout.elements:,} values in {states.dtype}"
-        )
+    check_cache(buffer, layout.elements, states.dtype)
     batch = states.shape[0]
     if table is None and layout.batch != batch:
         raise UsageError(f"{batch} sequences do not fit a cache of {layout.batch} without a table")
-    for name, given, dims in (("start", start, 1), ("valid", valid, 1), ("table", table, 2)):
+    for name, given in (("start", start), ("valid", valid)):
         if given is None:
             continue
-        if given.dtype != torch.int32 or given.dim() != dims or len(given) != batch:
-            raise UsageError(
-                f"{name} of shape {tuple(given.shape)} in {given.dtype} does not fit: wanted "
-                f"{dims} dimensions, {batch} rows, int32"
-            )
+        check_numbers(name, given, (batch,), states.device)
         if not given.is_contiguous():
             raise UsageError(f"{name} must be contiguous: call contiguous() on it")
-    for given in (buffer, start, valid, table):
-        if given is not None and given.device != states.device:
-            raise UsageError(f"cache and states are on {given.device} and {states.device}")
-    if not buffer.is_contiguous():
-        raise UsageError("the cache must be contiguous")
+    if table is not None:
+        check_pages(table, batch)
+    check_device(states.device, cache=buffer, table=table)
 
 
 def rotary_turn(
@@ -232,7 +222,7 @@ def project_keys(
     """
     check_states("keys", keys, bases, layout.heads)
     check_widths("key", bases, layout.key_widths)
-    check_cache(keys, layout, buffer, start, valid, table)
+    check_destination(keys, layout, buffer, start, valid, table)
     turn = rotary_turn(keys, cos, sin, rotary_dim, offset, interleaved)
     operators.project_keys(
         keys, bases.packed, buffer, *_shape(layout), start, valid, table, cos, sin, turn
@@ -263,7 +253,7 @@ def store_values(
         When shapes, dtypes or devices do not fit together.
     """
     check_latents(values, layout)
-    check_cache(values, layout, buffer, start, valid, table)
+    check_destination(values, layout, buffer, start, valid, table)
     operators.project_values(values, None, buffer, *_shape(layout), start, valid, table)
 
 
@@ -295,7 +285,7 @@ def project_values(
     """
     check_states("values", values, bases, layout.heads)
     check_widths("value", bases, layout.value_widths)
-    check_cache(values, layout, buffer, start, valid, table)
+    check_destination(values, layout, buffer, start, valid, table)
     operators.project_values(values, bases.packed, buffer, *_shape(layout), start, valid, table)
 
 
@@ -347,7 +337,7 @@ def project_step(
     else:
         check_states("values", values, value_bases, layout.heads)
         check_widths("value", value_bases, layout.value_widths)
-    check_cache(keys, layout, buffer, start, valid, table)
+    check_destination(keys, layout, buffer, start, valid, table)
     for name, states in (("queries", query), ("values", values)):
         if states.shape[:2] != keys.shape[:2] or states.dtype != keys.dtype:
             raise UsageError(

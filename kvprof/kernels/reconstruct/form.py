@@ -21,7 +21,6 @@ __all__ = [
     "Tuning",
     "arranged",
     "blocks_of",
-    "element_of",
     "flat",
     "halves",
     "tuning_for",
@@ -366,19 +365,6 @@ def _decoded(numbers: tuple[int, ...]) -> Form:
         element,
         tuning,
     )
-
-
-def element_of(dtype: torch.dtype) -> int:
-    """Return the bytes of a value.
-
-    Raises
-    ------
-    UsageError
-        For a dtype that the kernels do not run in.
-    """
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UsageError(f"latents in {dtype} cannot run: bfloat16, float16 and float32 can")
-    return dtype.itemsize
 
 
 # --- The matrices that rebuild keys, sorted as the kernel reads them.

@@ -11,8 +11,24 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.dispatch import interpreted, uses_triton
+from kvprof.errors import UsageError
+from kvprof.kernels.checks import (
+    check_cache,
+    check_contexts,
+    check_device,
+    check_dtype,
+    check_queries,
+    check_softcap,
+    checked_sinks,
+    whole_numbers,
+)
+from kvprof.kernels.dispatch import (
+    check_interpreter,
+    interpreted,
+    multiprocessors_of,
+    placed,
+    uses_triton,
+)
 from kvprof.kernels.parts import Schedule, empty_parts, launch_merge
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
@@ -23,7 +39,6 @@ from kvprof.kernels.reconstruct.form import (
     Target,
     Tuning,
     arranged,
-    element_of,
     flat,
 )
 from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
@@ -346,23 +361,12 @@ class ReconstructStep:
         """
         form, device = self.form, self.groups.device
         if not isinstance(lengths, Tensor):
-            for length in lengths:
-                if not 0 <= length <= form.capacity:
-                    raise UsageError(
-                        f"a context of {length} tokens cannot run: the cache holds 0 to "
-                        f"{form.capacity}"
-                    )
-            lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        if tuple(lengths.shape) != (form.batch,) or lengths.dtype != torch.int32:
-            raise UsageError(
-                f"lengths of shape {tuple(lengths.shape)} in {lengths.dtype} do not fit: "
-                f"[{form.batch}] in int32 do"
-            )
-        _on(device, lengths=lengths)
+            check_contexts(lengths, form.batch, form.capacity, least=0)
+        lengths = whole_numbers("lengths", lengths, (form.batch,), device)
         if not uses_triton(device):
             return Schedule(lengths.clamp(0, form.capacity), None, [])
         pieces = form.tuning.pieces * self.multiprocessors
-        found = cut_operator(lengths.contiguous(), self.groups, form.capacity, pieces)
+        found = cut_operator(lengths, self.groups, form.capacity, pieces)
         return Schedule(lengths, None, list(found))
 
     def run(
@@ -410,7 +414,15 @@ class ReconstructStep:
         UsageError
             When shapes, dtypes or devices do not fit, or bf16 is to be interpreted.
         """
-        self._check(query, buffer, schedule, sinks)
+        form = self.form
+        check_queries(query, (form.batch, form.query_row), self.dtype)
+        check_cache(buffer, form.layout.elements, self.dtype)
+        check_softcap(softcap)
+        check_interpreter(self.dtype)
+        sinks = checked_sinks(sinks, len(form.key_widths), form.queries)
+        check_device(
+            self.groups.device, queries=query, cache=buffer, lengths=schedule.lengths, sinks=sinks
+        )
         self._check_tables(cos, sin)
         found: Tensor = reconstruct_operator(
             query.contiguous(),
@@ -421,42 +433,12 @@ class ReconstructStep:
             self.groups,
             cos,
             sin,
-            None if sinks is None else sinks.contiguous(),
+            sinks,
             scaling,
             softcap,
             self.form.encoded(),
         )
         return found
-
-    def _check(
-        self, query: Tensor, buffer: Tensor, schedule: Schedule, sinks: Tensor | None
-    ) -> None:
-        form = self.form
-        wanted = (form.batch, form.query_row)
-        if tuple(query.shape) != wanted or query.dtype != self.dtype:
-            raise UsageError(
-                f"queries of shape {tuple(query.shape)} in {query.dtype} do not fit a step for "
-                f"{wanted} in {self.dtype}"
-            )
-        if buffer.numel() != form.layout.elements or buffer.dtype != self.dtype:
-            raise UsageError(
-                f"a cache of {buffer.numel():,} values in {buffer.dtype} does not fit "
-                f"{form.layout.elements:,} in {self.dtype}"
-            )
-        if not buffer.is_contiguous():
-            raise UsageError("the cache is no dense buffer; pass the layout's own")
-        if sinks is not None and (
-            tuple(sinks.shape) != (len(form.key_widths), form.queries)
-            or sinks.dtype != torch.float32
-        ):
-            raise UsageError(
-                f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
-                f"{(len(form.key_widths), form.queries)} in float32 do"
-            )
-        if self.dtype == torch.bfloat16 and interpreted():
-            raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
-        given = {"queries": query, "the cache": buffer, "lengths": schedule.lengths}
-        _on(self.groups.device, **given, **({} if sinks is None else {"sinks": sinks}))
 
     def _check_tables(self, cos: Tensor | None, sin: Tensor | None) -> None:
         form = self.form
@@ -477,13 +459,7 @@ class ReconstructStep:
             )
         if cos.dtype not in (torch.float32, self.dtype):
             raise UsageError(f"tables in {cos.dtype} do not fit a step in {self.dtype}")
-        _on(self.groups.device, cos=cos, sin=sin)
-
-
-def _on(device: torch.device, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise UsageError(f"{name} on {tensor.device} do not fit a step on {device}")
+        check_device(self.groups.device, cos=cos, sin=sin)
 
 
 def reconstruct_step(
@@ -528,7 +504,8 @@ def reconstruct_step(
     """
     if not up:
         raise UsageError("there is no matrix to rebuild keys with")
-    dtype, device = up[0].dtype, _placed(device)
+    check_dtype("latents", up[0].dtype)
+    dtype, device = up[0].dtype, placed(device)
     if layout.group % heads_per_group:
         raise UsageError(
             f"{layout.group} query heads per latent are no whole number for each of "
@@ -544,7 +521,7 @@ def reconstruct_step(
         head_dim,
         head_dim if rotary_dim is None else rotary_dim,
         interleaved,
-        element_of(dtype),
+        dtype.itemsize,
         tuning or Tuning(),
     )
     if tuning is None:
@@ -552,7 +529,7 @@ def reconstruct_step(
     whole = flat(up, form)
     matrices = (arranged(up, form) if uses_triton(device) else whole).to(device)
     if multiprocessors is None:
-        multiprocessors = _multiprocessors(device)
+        multiprocessors = multiprocessors_of(device)
     return ReconstructStep(form, dtype, multiprocessors, matrices, form.table().to(device))
 
 
@@ -575,22 +552,9 @@ def stored_step(step: ReconstructStep) -> ReconstructStep:
     return replace(step, form=form, up=None, groups=table)
 
 
-def _placed(device: torch.device | str) -> torch.device:
-    """Return the device with its number, as tensors on it tell it."""
-    return torch.empty(0, device=device).device
-
-
 def _target(device: torch.device) -> Target:
     if device.type != "cuda":
         return Target()
     major, minor = torch.cuda.get_device_capability(device)
     found = driver.active.utils.get_device_properties(device.index)
     return Target(10 * major + minor, found["max_shared_mem"])
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    if uses_triton(device):
-        raise LackingError("the interpreter has no multiprocessors: say how many to cut for")
-    return 1

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct.folded import folded_queries
 from kvprof.kernels.reconstruct.form import Tuning
@@ -301,5 +301,4 @@ def test_what_cannot_run_is_refused():
         half = layer.step([matrix.bfloat16() for matrix in up])
         with pytest.raises(UsageError, match="interpreter"):
             half.run(query.bfloat16(), buffer.bfloat16(), schedule, cos, sin, 1.0)
-        with pytest.raises(LackingError, match="multiprocessors"):
-            reconstruct_step(layer.layout, up, 16, 2, DEVICE)
+        assert reconstruct_step(layer.layout, up, 16, 2, DEVICE).multiprocessors == 1

@@ -1,0 +1,148 @@
+"""What every operation refuses before anything is launched; no tensor's values are read."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+
+__all__ = [
+    "DTYPES",
+    "check_cache",
+    "check_contexts",
+    "check_device",
+    "check_dtype",
+    "check_numbers",
+    "check_pages",
+    "check_queries",
+    "check_scaling",
+    "check_softcap",
+    "checked_sinks",
+    "whole_numbers",
+]
+
+#: Of queries and caches.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dtype(what: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype in which nothing runs."""
+    if dtype not in DTYPES:
+        raise UsageError(f"{what} in {dtype} cannot run: bfloat16, float16 or float32 can")
+
+
+def check_queries(query: Tensor, wanted: Sequence[int | None], dtype: torch.dtype) -> None:
+    """Refuse queries of another shape or dtype than `wanted`; None is the new tokens, any number.
+
+    Raises
+    ------
+    UsageError
+        Also for a dtype in which nothing runs.
+    """
+    check_dtype("queries", query.dtype)
+    fits = query.dim() == len(wanted) and all(
+        size in (own, None) for own, size in zip(query.shape, wanted, strict=True)
+    )
+    if not fits or query.dtype != dtype:
+        shape = ", ".join("tokens" if size is None else str(size) for size in wanted)
+        raise UsageError(
+            f"queries of shape {tuple(query.shape)} in {query.dtype} do not fit the layout, which "
+            f"wants ({shape}) in {dtype}"
+        )
+
+
+def check_cache(buffer: Tensor, elements: int, dtype: torch.dtype) -> None:
+    """Refuse a buffer that is not `elements` values of a dtype, one behind another."""
+    if buffer.numel() != elements or buffer.dtype != dtype or buffer.dim() != 1:
+        raise UsageError(
+            f"a cache of shape {tuple(buffer.shape)} in {buffer.dtype} does not fit "
+            f"{elements:,} values in {dtype}"
+        )
+    if not buffer.is_contiguous():
+        raise UsageError("a cache is one flat buffer, and this one has gaps; pass the layout's own")
+
+
+def check_device(device: torch.device, **tensors: Tensor | None) -> None:
+    """Refuse tensors, by name, that lie elsewhere."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise UsageError(f"{name} on {tensor.device} cannot meet what is on {device}")
+
+
+def check_numbers(what: str, numbers: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse whole numbers of another shape, dtype or device than int32 on `device`."""
+    if tuple(numbers.shape) != shape or numbers.dtype != torch.int32:
+        raise UsageError(
+            f"{what} of shape {tuple(numbers.shape)} in {numbers.dtype} do not fit: "
+            f"{shape} in torch.int32 is wanted"
+        )
+    check_device(device, **{what: numbers})
+
+
+def whole_numbers(
+    what: str, numbers: Tensor | Sequence[object], shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Return whole numbers as the kernels take them: `shape`, int32, on the device, contiguous.
+
+    Raises
+    ------
+    UsageError
+        When they have another shape, or a tensor another dtype or device.
+    """
+    if not isinstance(numbers, Tensor):
+        numbers = torch.tensor(numbers, dtype=torch.int32, device=device)
+    check_numbers(what, numbers, shape, device)
+    return numbers.contiguous()
+
+
+def check_contexts(lengths: Sequence[int], rows: int, capacity: int, *, least: int = 1) -> None:
+    """Refuse lengths on the host: not one for each of `rows`, or beyond `least` … `capacity`."""
+    if len(lengths) != rows:
+        raise UsageError(f"{len(lengths)} lengths for {rows} sequences")
+    for length in lengths:
+        if not least <= length <= capacity:
+            raise UsageError(
+                f"a context of {length} tokens cannot run: the cache holds {least} to {capacity}"
+            )
+
+
+def check_pages(table: Tensor, rows: int) -> None:
+    """Refuse a page table that is not ``[rows, most pages]`` int32, contiguous."""
+    fits = table.dim() == 2 and len(table) == rows and table.dtype == torch.int32
+    if not fits or not table.is_contiguous():
+        raise UsageError(
+            f"a page table of shape {tuple(table.shape)} in {table.dtype} does not fit: "
+            f"({rows}, most pages) in torch.int32, contiguous, is wanted"
+        )
+
+
+def check_scaling(scaling: float) -> None:
+    """Refuse a scaling that is not above 0."""
+    if not (scaling > 0 and math.isfinite(scaling)):
+        raise UsageError(f"a scaling of {scaling} cannot run: it must be above 0")
+
+
+def check_softcap(softcap: float) -> None:
+    """Refuse a soft-cap below 0."""
+    if not (softcap >= 0.0 and math.isfinite(softcap)):
+        raise UsageError(f"a soft-cap of {softcap} makes no sense: 0 (none) or more")
+
+
+def checked_sinks(sinks: Tensor | None, heads: int, group: int) -> Tensor | None:
+    """Return sinks as the kernels take them, ``[heads, group]`` float32, contiguous.
+
+    Raises
+    ------
+    UsageError
+        For another shape or dtype.
+    """
+    if sinks is None:
+        return None
+    if tuple(sinks.shape) != (heads, group) or sinks.dtype != torch.float32:
+        raise UsageError(
+            f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
+            f"{(heads, group)} in torch.float32 are wanted"
+        )
+    return sinks.contiguous()
