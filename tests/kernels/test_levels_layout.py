@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.append import append, places_of, read, write
+from kvprof.kernels.levels.append import addresses_of, append, read, write
 from kvprof.kernels.levels.codes import container_bits, dequantise, quantise, spread
 from kvprof.kernels.levels.launch import token_bytes, token_cost
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
@@ -209,7 +209,7 @@ def test_single_tokens_of_many_heads_are_read_where_they_lie(k_bits, v_bits, wid
     generator = torch.Generator().manual_seed(seed)
     slots = torch.stack([torch.randperm(120, generator=generator)[:17] - 5 for _ in range(2)])
     there = (slots >= 0) & (slots < 90)
-    places = places_of(layout, 1, slots)
+    places = addresses_of(layout, 1, slots)
     for side, found in enumerate(read(buffer, places)):
         heads = [layout.head(buffer, 1, head)[side] for head in range(len(widths))]
         whole = torch.cat(heads, dim=-1)

@@ -52,7 +52,7 @@ def slow_cost(work, sequence, head, first, rows):
     st.data(),
 )
 def test_every_row_is_in_exactly_one_block(
-    pairs, group, tokens, past, window, schedule, places, fused, data
+    pairs, group, tokens, past, window, schedule, programs, fused, data
 ):
     keys, values = zip(*pairs, strict=True)
     layout = RaggedLayout(keys, values, group, len(past), 2000)
@@ -65,7 +65,7 @@ def test_every_row_is_in_exactly_one_block(
         window=window,
         schedule=schedule,
         tuning=Tuning(fused=int(fused)),
-        multiprocessors=places,
+        multiprocessors=programs,
         heads=heads,
     )
     seen = torch.zeros(len(past), len(pairs), tokens * group, dtype=torch.int64)
@@ -101,12 +101,12 @@ def test_every_row_is_in_exactly_one_block(
     st.sampled_from(SCHEDULES),
     st.integers(1, 9),
 )
-def test_costs_are_what_the_kernel_visits(group, tokens, past, window, schedule, places):
+def test_costs_are_what_the_kernel_visits(group, tokens, past, window, schedule, programs):
     layout = RaggedLayout((112, 16), (48, 128), group, 1, 700)
     tile = Tile(32, 16, 4, 2, 1)
     tuning = Tuning(tile, tile, tile, tile)
     work = work_of(layout, tokens, (past,), window, tuning=tuning)
-    blocks = cut_blocks(schedule, work, (0, 1), places, pieces=3, step=16)
+    blocks = cut_blocks(schedule, work, (0, 1), programs, pieces=3, step=16)
     for item, cost in zip(blocks.items, blocks.costs, strict=True):
         assert cost == pytest.approx(slow_cost(work, *item))
         assert work.cost(item) == pytest.approx(cost)
@@ -134,7 +134,7 @@ def test_grown_blocks_are_the_papers():
     assert wide == [128] * 16
     # 20 blocks are two rounds of ten: nothing is split.
     assert narrow == [512] * 4
-    # Twelve places leave a last round of 8: wl = (4 · 128 · 257 + 4 · 512 · 65) / 12.
+    # Twelve programs leave a last round of 8: wl = (4 · 128 · 257 + 4 · 512 · 65) / 12.
     items = grown_blocks(work_of(layout, 2048), (0, 1), 12)
     load = (4 * 128 * 257 + 4 * 512 * 65) / 12
     assert items[12][3] == round(load / 257 / 16) * 16

@@ -13,7 +13,7 @@ from kvprof.kernels.levels.codes import e4m3, quantise
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import PLACES, Side
 
-__all__ = ["Columns", "Places", "SidePlaces", "append", "places_of", "read", "write"]
+__all__ = ["Addresses", "Columns", "SideAddresses", "addresses_of", "append", "read", "write"]
 
 # --- Where single tokens of a segment lie in a layer's buffer, value by value, for all heads at
 # once.
@@ -60,7 +60,7 @@ class Columns:
 
 
 @dataclass(frozen=True, eq=False)
-class SidePlaces:
+class SideAddresses:
     """Where one side of some tokens lies.
 
     Attributes
@@ -85,11 +85,11 @@ class SidePlaces:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class Addresses:
     """Where tokens of a segment lie, keys and values."""
 
-    keys: SidePlaces
-    values: SidePlaces
+    keys: SideAddresses
+    values: SideAddresses
 
 
 # For every layer of a model and every segment: made anew, they would be copied to the device.
@@ -139,7 +139,7 @@ def _columns(layout: LevelsLayout, segment: int, values: bool, device: torch.dev
     )
 
 
-def places_of(layout: LevelsLayout, segment: int, slots: Tensor) -> Places:
+def addresses_of(layout: LevelsLayout, segment: int, slots: Tensor) -> Addresses:
     """Return where tokens lie; nothing waits for the device.
 
     Parameters
@@ -162,12 +162,12 @@ def places_of(layout: LevelsLayout, segment: int, slots: Tensor) -> Places:
         _side(_columns(layout, segment, side, slots.device), there, block, token, place, slot)
         for side in (False, True)
     )
-    return Places(keys, values)
+    return Addresses(keys, values)
 
 
 def _side(
     columns: Columns, there: Tensor, block: Tensor, token: Tensor, place: Tensor, slot: Tensor
-) -> SidePlaces:
+) -> SideAddresses:
     side = columns.side
     part, step = slot // side.per_byte, place
     if side.bits is None:
@@ -182,7 +182,7 @@ def _side(
     slot_first = slot * PLACES + place
     middles = scales + columns.to_middle + (slot_first if side.values else token)[..., None]
     shift = (side.container * (slot % side.per_byte)).to(torch.uint8)[..., None]
-    return SidePlaces(columns, there, values, shift, scales + token[..., None], middles)
+    return SideAddresses(columns, there, values, shift, scales + token[..., None], middles)
 
 
 def append(
@@ -221,11 +221,11 @@ def append(
                     f"{given[head].shape[-1]}"
                 )
     tokens = torch.arange(keys[0].shape[1], device=keys[0].device)
-    places = places_of(layout, segment, start.to(torch.int64)[:, None] + tokens)
+    places = addresses_of(layout, segment, start.to(torch.int64)[:, None] + tokens)
     write(buffer, places, torch.cat(list(keys), dim=-1), torch.cat(list(values), dim=-1))
 
 
-def write(buffer: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+def write(buffer: Tensor, places: Addresses, keys: Tensor, values: Tensor) -> None:
     """Store tokens at their places, quantised; other tokens keep their values.
 
     Parameters
@@ -241,7 +241,7 @@ def write(buffer: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
     _write(buffer, places.values, values)
 
 
-def read(buffer: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+def read(buffer: Tensor, places: Addresses) -> tuple[Tensor, Tensor]:
     """Return stored tokens, ``[batch, n, Σ width]`` float32 each, dequantised.
 
     Of a token that is left out anything comes.
@@ -265,7 +265,7 @@ def _replace(stored: Tensor, at: Tensor, there: Tensor, new: Tensor, mask: Tenso
     stored.scatter_add_(0, at.flatten(), change.flatten())
 
 
-def _write(buffer: Tensor, places: SidePlaces, states: Tensor) -> None:
+def _write(buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
     columns = places.columns
     side = columns.side
     if side.bits is None:
@@ -286,7 +286,7 @@ def _write(buffer: Tensor, places: SidePlaces, states: Tensor) -> None:
     _replace(buffer, places.values, places.there, codes << places.shift, mask)
 
 
-def _read(buffer: Tensor, places: SidePlaces) -> Tensor:
+def _read(buffer: Tensor, places: SideAddresses) -> Tensor:
     side = places.columns.side
     if side.bits is None:
         return _taken(buffer.view(side.dtype), places.values).float()

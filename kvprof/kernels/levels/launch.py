@@ -28,7 +28,7 @@ __all__ = [
     "kind_table",
     "launch_cut",
     "launch_levels",
-    "places_of",
+    "tile_places",
     "token_bytes",
     "token_cost",
     "unit_table",
@@ -103,7 +103,7 @@ def _token(side: Side, nbytes: int) -> float:
     return nbytes / (PLACES * side.slots)
 
 
-def places_of(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
+def tile_places(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
     """Return the places of a tile, so that it holds about `tile` bytes; a power of two.
 
     At least 32, a block; 64 where a token has a place of its own and a scale, which would be too
@@ -163,7 +163,7 @@ def equal_shares(
             first = len(items)
         length = lengths[segment][row]
         slots = layout.segments[segment].slots
-        height = slots * places_of(layout, segment, head, tuning.tile)
+        height = slots * tile_places(layout, segment, head, tuning.tile)
         tiles = -(-length // height)
         share = (before + cost) * pieces // total - before * pieces // total
         share = min(tiles, max(1, share))
@@ -352,7 +352,7 @@ def unit_table(layout: LevelsLayout, tuning: Tuning, device: torch.device) -> Te
                     sequence=segment.blocks * layout.block_bytes(number, head),
                     capacity=segment.layout.capacity,
                     cost=token_cost(layout, number, head, tuning.per_token),
-                    height=segment.slots * places_of(layout, number, head, tuning.tile),
+                    height=segment.slots * tile_places(layout, number, head, tuning.tile),
                     kind=kinds.index((number, *widths)),
                 )
             )
@@ -400,7 +400,7 @@ def kind_table(
     for number, head in kinds.values():
         keys, values = layout.sides(number, head)
         slots = keys.slots
-        places = places_of(layout, number, head, tuning.tile)
+        places = tile_places(layout, number, head, tuning.tile)
         moved = places * slots * token_bytes(layout, number, head)
         stages = tuning.stages
         while stages > 2 and (stages - 1) * moved > _SHARED:

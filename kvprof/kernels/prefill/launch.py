@@ -232,7 +232,7 @@ def _in_launches(
         launches.append(Launch(first, count, kind_table([kind]), kind[2]))
         first += count
     costs = tuple(blocks.costs[at] for at in order)
-    return Blocks(items, costs, blocks.places), [0] * layout.heads, tuple(launches)
+    return Blocks(items, costs, blocks.programs), [0] * layout.heads, tuple(launches)
 
 
 def _heads(layout: RaggedLayout) -> list[Head]:
@@ -314,8 +314,8 @@ def prefill_step(
     measured = None if costs is None else {(k, v): cost for k, v, cost in costs}
     work = Work(layout, tokens, past or (0,) * layout.batch, tiles, window, measured)
     own = heads if heads is not None else tuple(range(layout.heads))
-    places = (multiprocessors or 1) * max(tiles[head].programs for head in own)
-    blocks = cut_blocks(schedule, work, own, places, pieces=tuning.pieces, step=tuning.step)
+    programs = (multiprocessors or 1) * max(tiles[head].programs for head in own)
+    blocks = cut_blocks(schedule, work, own, programs, pieces=tuning.pieces, step=tuning.step)
     blocks, kinds, launches = _in_launches(blocks, layout, tiles, bool(tuning.fused))
     table = torch.tensor(_heads(layout), dtype=torch.int64, device=device)
     return PrefillStep(layout, tokens, window, blocks, blocks.table(kinds, device), table, launches)

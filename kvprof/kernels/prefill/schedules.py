@@ -150,18 +150,18 @@ class Blocks:
         In the order in which they are to start.
     costs : tuple of float
         Of each.
-    places : int
+    programs : int
         Programs that run at once.
     """
 
     items: tuple[Block, ...]
     costs: tuple[float, ...]
-    places: int
+    programs: int
 
     @cached_property
     def makespan_over_mean(self) -> float:
-        """Predicted: when the last place is done over when all could be, 1 at best."""
-        return makespan_over_mean(self.costs, self.places)
+        """Predicted: when the last program is done over when all could be, 1 at best."""
+        return makespan_over_mean(self.costs, self.programs)
 
     def table(self, kinds: Sequence[int], device: torch.device) -> Tensor:
         """Return the rows of `BlockRow`, int32; `kinds` is each head's kind."""
@@ -172,16 +172,16 @@ class Blocks:
         return torch.from_numpy(table).to(device)
 
 
-def makespan_over_mean(costs: Sequence[float], places: int) -> float:
-    """Return the makespan over the mean load when the next block goes to the first free place."""
-    loads = [0.0] * places
+def makespan_over_mean(costs: Sequence[float], programs: int) -> float:
+    """Return the makespan over the mean load when the next block goes to the first free program."""
+    loads = [0.0] * programs
     for cost in costs:
         heapq.heapreplace(loads, loads[0] + cost)
-    return max(loads) * places / max(sum(loads), 1e-300)
+    return max(loads) * programs / max(sum(loads), 1e-300)
 
 
 def cut_blocks(
-    schedule: str, work: Work, heads: Sequence[int], places: int, *, pieces: int, step: int
+    schedule: str, work: Work, heads: Sequence[int], programs: int, *, pieces: int, step: int
 ) -> Blocks:
     """Cut the work of some heads.
 
@@ -191,10 +191,10 @@ def cut_blocks(
         One of `SCHEDULES`.
     work : Work
     heads : sequence of int
-    places : int
+    programs : int
         Programs that run at once, on all multiprocessors.
     pieces : int
-        Blocks per place, for ``equal``.
+        Blocks per program, for ``equal``.
     step : int
         Rows of a block are a multiple of it, for ``rows``.
 
@@ -204,9 +204,9 @@ def cut_blocks(
         For an unknown schedule.
     """
     if schedule == "equal":
-        items = equal_blocks(work, heads, pieces * places)
+        items = equal_blocks(work, heads, pieces * programs)
     elif schedule == "rows":
-        items = grown_blocks(work, heads, places, step)
+        items = grown_blocks(work, heads, programs, step)
     elif schedule == "plain":
         items = plain_blocks(work, heads)
     else:
@@ -214,7 +214,7 @@ def cut_blocks(
     costs = np.array(block_costs(work, items))
     # Heavy first: what is left for the end is small.
     order = np.argsort(-costs, kind="stable") if schedule == "equal" else np.arange(len(items))
-    return Blocks(tuple(items[n] for n in order), tuple(costs[order].tolist()), places)
+    return Blocks(tuple(items[n] for n in order), tuple(costs[order].tolist()), programs)
 
 
 def block_costs(work: Work, blocks: Sequence[Block]) -> list[float]:
@@ -274,19 +274,19 @@ def equal_blocks(work: Work, heads: Sequence[int], pieces: int) -> list[Block]:
     return found
 
 
-def grown_blocks(work: Work, heads: Sequence[int], places: int, step: int = 16) -> list[Block]:
+def grown_blocks(work: Work, heads: Sequence[int], programs: int, step: int = 16) -> list[Block]:
     """Return FDC's blocks: taller for narrow heads, the last round split (FDC §5.3).
 
     With ``d_sum = d_qk + d_v + 1`` a head's blocks have ``B_r · d_sum_max / d_sum`` rows, ``B_r``
     being the rows of a tile, so that all cost the same when causality is ignored, as the paper
-    does. What is left for the last round, in which not every place gets a block, is split into
-    blocks of ``wl / d_sum`` rows with ``wl = (1/N) Σ B_r · d_sum`` for ``N`` places.
+    does. What is left for the last round, in which not every program gets a block, is split into
+    blocks of ``wl / d_sum`` rows with ``wl = (1/N) Σ B_r · d_sum`` for ``N`` programs.
 
     Parameters
     ----------
     work : Work
     heads : sequence of int
-    places : int
+    programs : int
         N; the paper's SMs.
     step : int
         Rows are a multiple of it; the paper's 16.
@@ -306,11 +306,11 @@ def grown_blocks(work: Work, heads: Sequence[int], places: int, step: int = 16) 
                 (sequence, head, first, min(height, work.rows - first))
                 for first in range(0, work.rows, height)
             ]
-    last = len(blocks) % places
+    last = len(blocks) % programs
     if not last:
         return blocks
     full, rest = blocks[:-last], blocks[-last:]
-    load = sum(rows * sums[head] for _, head, _, rows in rest) / places
+    load = sum(rows * sums[head] for _, head, _, rows in rest) / programs
     for sequence, head, first, rows in rest:
         height = whole(load / sums[head])
         full += [

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import chunks
-from kvprof.kernels.project.work import Places, Rotary, Stream, Work
+from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
 
 __all__ = ["project_cpu"]
 
@@ -17,16 +17,16 @@ def project_cpu(work: Work) -> Tensor | None:
     output = None
     if work.query is not None:
         output = _queries(work.query, work.rotary)
-    if work.places is not None:
-        places = work.places
-        kept, slots = _slots(places, work.states.shape[1])
+    if work.destination is not None:
+        destination = work.destination
+        kept, slots = _slots(destination, work.states.shape[1])
         begins = [0]
-        for pair in zip(places.key_widths, places.value_widths, strict=True):
+        for pair in zip(destination.key_widths, destination.value_widths, strict=True):
             begins += [begins[-1] + pair[0], begins[-1] + sum(pair)]  # two entries: K, then V
         if work.keys is not None:
-            _store(work.keys, work.rotary, places, begins[0:-1:2], kept, slots)
+            _store(work.keys, work.rotary, destination, begins[0:-1:2], kept, slots)
         if work.values is not None:
-            _store(work.values, None, places, begins[1::2], kept, slots)
+            _store(work.values, None, destination, begins[1::2], kept, slots)
     return output
 
 
@@ -100,35 +100,37 @@ def _queries(stream: Stream, rotary: Rotary | None) -> Tensor:
     return output.view(batch, tokens, -1)
 
 
-def _slots(places: Places, tokens: int) -> tuple[Tensor, Tensor]:
+def _slots(destination: Destination, tokens: int) -> tuple[Tensor, Tensor]:
     """Return which rows are stored, ``[batch · tokens]``, and where in the pool each of them is."""
-    start = places.start.long()[:, None]
+    start = destination.start.long()[:, None]
     token = torch.arange(tokens)[None]
-    skipped = torch.zeros_like(start) if places.valid is None else places.valid.long()[:, None]
+    skipped = (
+        torch.zeros_like(start) if destination.valid is None else destination.valid.long()[:, None]
+    )
     place = start + token - skipped
     kept = (start >= 0) & (token >= skipped)
-    if places.table is None:
-        kept = kept & (place < places.capacity)
-        slots = torch.arange(len(start))[:, None] * places.capacity + place
+    if destination.table is None:
+        kept = kept & (place < destination.capacity)
+        slots = torch.arange(len(start))[:, None] * destination.capacity + place
     else:
-        slot = place.div(places.capacity, rounding_mode="floor")
-        most = places.table.shape[1]
-        page = places.table.long().gather(1, slot.clamp(0, most - 1))
-        kept = kept & (slot < most) & (page >= 0) & (page < places.pool)
-        slots = page * places.capacity + place.remainder(places.capacity)
+        slot = place.div(destination.capacity, rounding_mode="floor")
+        most = destination.table.shape[1]
+        page = destination.table.long().gather(1, slot.clamp(0, most - 1))
+        kept = kept & (slot < most) & (page >= 0) & (page < destination.pool)
+        slots = page * destination.capacity + place.remainder(destination.capacity)
     return kept.flatten(), slots.flatten()
 
 
 def _store(
     stream: Stream,
     rotary: Rotary | None,
-    places: Places,
+    destination: Destination,
     begins: list[int],
     kept: Tensor,
     slots: Tensor,
 ) -> None:
     """Make one stream's latents and copy them into their planes."""
-    size = places.pool * places.capacity
+    size = destination.pool * destination.capacity
     stacks = None if stream.bases is None else _by_width(stream)
     for rows in _blocks(stream):
         chosen, targets = kept[rows], slots[rows][kept[rows]]
@@ -146,6 +148,6 @@ def _store(
         for head, latents in made:
             at, before = begins[head] * size, 0
             for chunk in chunks(stream.widths[head]):
-                plane = places.buffer[at : at + size * chunk].view(size, chunk)
+                plane = destination.buffer[at : at + size * chunk].view(size, chunk)
                 plane.index_copy_(0, targets, latents[:, before : before + chunk])
                 at, before = at + size * chunk, before + chunk

@@ -176,12 +176,12 @@ def cut(work: Work, widest: int) -> Units:
     query = None
     if work.query is not None:
         query = (*given(work.query), work.query.states.shape[2] // len(work.query.widths))
-    places = work.places
+    destination = work.destination
     return units(
         query,
         None if work.keys is None else given(work.keys),
         None if work.values is None else given(work.values),
-        ((), ()) if places is None else (places.key_widths, places.value_widths),
+        ((), ()) if destination is None else (destination.key_widths, destination.value_widths),
         widest,
         work.states.device,
     )
@@ -206,7 +206,7 @@ def launch(work: Work) -> Tensor | None:
         return output
     tuning = tuning_for(batch * tokens, first.dtype)
     table, cases = cut(work, tuning.widest)
-    places = work.places
+    destination = work.destination
     turned = next((s.states.shape[-1] for s in (work.query, work.keys) if s is not None), 0)
     depth = 0 if work.values is None or work.values.bases is None else work.values.states.shape[-1]
     rotary = work.rotary
@@ -217,14 +217,18 @@ def launch(work: Work) -> Tensor | None:
             *(None if s is None else s.bases for s in (work.query, work.keys, work.values)),
             *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
             output,
-            *((None,) if places is None else (places.buffer,)),
+            *((None,) if destination is None else (destination.buffer,)),
             table,
-            *((None,) * 3 if places is None else (places.start, places.valid, places.table)),
+            *(
+                (None,) * 3
+                if destination is None
+                else (destination.start, destination.valid, destination.table)
+            ),
             len(table),
             batch * tokens,
             tokens,
-            *((0, 0) if places is None else (places.pool, places.capacity)),
-            0 if places is None or places.table is None else places.table.shape[1],
+            *((0, 0) if destination is None else (destination.pool, destination.capacity)),
+            0 if destination is None or destination.table is None else destination.table.shape[1],
             *_strides(work.query),
             *_strides(work.keys),
             *_strides(work.values),
@@ -264,7 +268,7 @@ def _aligned(work: Work, output: Tensor | None) -> bool:
     for stream in (work.query, work.keys, work.values):
         tensors += [] if stream is None else [stream.states, stream.bases]
     tensors += [] if work.rotary is None else [work.rotary.cos, work.rotary.sin]
-    tensors += [] if work.places is None else [work.places.buffer]
+    tensors += [] if work.destination is None else [work.destination.buffer]
     return all(
         tensor.data_ptr() % 16 == 0
         and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])

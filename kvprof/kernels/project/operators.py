@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.project.cpu import project_cpu
-from kvprof.kernels.project.work import Places, Rotary, Stream, Work
+from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
 
 __all__ = ["project_keys", "project_queries", "project_step", "project_values"]
 
@@ -86,9 +86,9 @@ def project_keys(
 ) -> None:
     """Store projected keys; see `step.project_keys`."""
     widths = (tuple(key_widths), tuple(value_widths))
-    places = Places(buffer, *widths, pool, capacity, start, valid, table)
+    destination = Destination(buffer, *widths, pool, capacity, start, valid, table)
     stream = Stream(keys, bases, widths[0])
-    _run(Work(keys=stream, rotary=_rotary(cos, sin, turn), places=places))
+    _run(Work(keys=stream, rotary=_rotary(cos, sin, turn), destination=destination))
 
 
 @project_keys.register_fake
@@ -111,8 +111,8 @@ def project_values(
 ) -> None:
     """Store values, projected or latents already; see `step.project_values`."""
     widths = (tuple(key_widths), tuple(value_widths))
-    places = Places(buffer, *widths, pool, capacity, start, valid, table)
-    _run(Work(values=Stream(values, bases, widths[1]), places=places))
+    destination = Destination(buffer, *widths, pool, capacity, start, valid, table)
+    _run(Work(values=Stream(values, bases, widths[1]), destination=destination))
 
 
 @project_values.register_fake
@@ -148,7 +148,7 @@ def project_step(
             keys=Stream(keys, key_bases, widths[0]),
             values=Stream(values, value_bases, widths[1]),
             rotary=_rotary(cos, sin, turn),
-            places=Places(buffer, *widths, pool, capacity, start, valid, table),
+            destination=Destination(buffer, *widths, pool, capacity, start, valid, table),
         )
     )
     assert output is not None

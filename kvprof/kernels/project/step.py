@@ -32,11 +32,11 @@ __all__ = [
     "check_latents",
     "check_states",
     "check_widths",
+    "checked_rotary",
     "project_keys",
     "project_queries",
     "project_step",
     "project_values",
-    "rotary_turn",
     "store_values",
 ]
 
@@ -99,7 +99,7 @@ def check_destination(
     check_device(states.device, cache=buffer, table=table)
 
 
-def rotary_turn(
+def checked_rotary(
     states: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -171,7 +171,7 @@ def project_queries(
     """
     check_states("queries", query, bases, layout.heads * layout.group)
     check_widths("key", bases, layout.key_widths)
-    turn = rotary_turn(query, cos, sin, rotary_dim, offset, interleaved)
+    turn = checked_rotary(query, cos, sin, rotary_dim, offset, interleaved)
     made: Tensor = operators.project_queries(
         query, bases.packed, list(bases.widths), cos, sin, turn
     )
@@ -223,7 +223,7 @@ def project_keys(
     check_states("keys", keys, bases, layout.heads)
     check_widths("key", bases, layout.key_widths)
     check_destination(keys, layout, buffer, start, valid, table)
-    turn = rotary_turn(keys, cos, sin, rotary_dim, offset, interleaved)
+    turn = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
     operators.project_keys(
         keys, bases.packed, buffer, *_shape(layout), start, valid, table, cos, sin, turn
     )
@@ -346,7 +346,7 @@ def project_step(
             )
     if query.shape[3] != keys.shape[3]:
         raise UsageError(f"queries are {query.shape[3]} wide and keys {keys.shape[3]}")
-    turn = rotary_turn(keys, cos, sin, rotary_dim, offset, interleaved)
+    turn = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
     made: Tensor = operators.project_step(
         query,
         keys,

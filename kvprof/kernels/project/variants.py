@@ -12,7 +12,7 @@ from kvprof.kernels.variants import Variant
 __all__ = ["VARIANTS"]
 
 _STATES = (("query", "query_bases"), ("keys", "key_bases"), ("values", "value_bases"))
-_PLACES = ("start", "valid", "table")
+_DESTINATION = ("start", "valid", "table")
 _NUMBERS = (
     "count",
     "rows",
@@ -63,7 +63,7 @@ def _project(
     tensors = {
         **{tensor: f"*{dtype}" for pair in _STATES for tensor in pair},
         **dict.fromkeys(("cos", "sin", "output", "buffer"), f"*{dtype}"),
-        **dict.fromkeys(_PLACES, "*i32"),
+        **dict.fromkeys(_DESTINATION, "*i32"),
         "units": "*i64",
     }
     signature = {key: kind for key, kind in tensors.items() if key not in missing}
@@ -137,6 +137,6 @@ VARIANTS = (
         _FP32,
         _cases(16, 32, 64, streams=(QUERY,)),
         depth=256,
-        absent=("buffer", *_PLACES),
+        absent=("buffer", *_DESTINATION),
     ),
 )

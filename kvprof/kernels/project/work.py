@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["KEYS", "QUERY", "VALUES", "Case", "Places", "Rotary", "Stream", "Unit", "Work"]
+__all__ = ["KEYS", "QUERY", "VALUES", "Case", "Destination", "Rotary", "Stream", "Unit", "Work"]
 
 #: The streams, as the kernel counts them.
 QUERY, KEYS, VALUES = 0, 1, 2
@@ -94,7 +94,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Places:
+class Destination:
     """Where tokens go.
 
     Attributes
@@ -129,7 +129,7 @@ class Work:
     keys: Stream | None = None
     values: Stream | None = None
     rotary: Rotary | None = None
-    places: Places | None = None
+    destination: Destination | None = None
 
     @property
     def states(self) -> Tensor:

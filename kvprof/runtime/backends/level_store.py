@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.append import Places, places_of, read, write
+from kvprof.kernels.levels.append import Addresses, addresses_of, read, write
 from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.side import PLACES
@@ -321,7 +321,7 @@ class LevelStore(KernelStore):
             for number, slots in enumerate(self.at(begin, end, totals)):
                 if slots is None:
                     continue
-                found = read(self.buffer, places_of(layout, number, slots))
+                found = read(self.buffer, addresses_of(layout, number, slots))
                 there = (slots >= 0)[..., None]
                 for whole, own, columns in zip(
                     (keys, values), found, self.cuts(0, number), strict=True
@@ -359,8 +359,8 @@ class LevelStore(KernelStore):
                     continue
                 moving = (slots >= 0) & (after >= 0)
                 if bool(moving.any()):
-                    source = places_of(layout, number, slots.where(moving, NOWHERE))
-                    target = places_of(layout, len(before) - 1, after.where(moving, NOWHERE))
+                    source = addresses_of(layout, number, slots.where(moving, NOWHERE))
+                    target = addresses_of(layout, len(before) - 1, after.where(moving, NOWHERE))
                     self.move(source, target, number, len(before) - 1)
         count = keys.shape[1]
         starts = torch.tensor(old, device=self.buffer.device)[:, None]
@@ -370,7 +370,7 @@ class LevelStore(KernelStore):
             for number, slots in enumerate(self.at(first + part.start, first + part.stop, new)):
                 if slots is None:
                     continue
-                places = places_of(layout, number, slots.where(numbers >= starts, NOWHERE))
+                places = addresses_of(layout, number, slots.where(numbers >= starts, NOWHERE))
                 self.put(places, keys[:, part], values[:, part], number)
 
     def _lasting(self, total: int) -> int:
@@ -381,7 +381,7 @@ class LevelStore(KernelStore):
     def _at_once(self) -> int:
         return max(1, _AT_ONCE // max(1, self.rows))
 
-    def put(self, places: Places, keys: Tensor, values: Tensor, segment: int) -> None:
+    def put(self, places: Addresses, keys: Tensor, values: Tensor, segment: int) -> None:
         """Store rows at the top level's widths in a segment."""
         pair = (
             given if columns is None else given.index_select(-1, columns)
@@ -389,7 +389,7 @@ class LevelStore(KernelStore):
         )
         write(self.buffer, places, *pair)
 
-    def move(self, source: Places, target: Places, before: int, after: int) -> None:
+    def move(self, source: Addresses, target: Addresses, before: int, after: int) -> None:
         """Store tokens of a segment in a later one too."""
         assert self.layout is not None
         # A token is quantised from what its row in the run's dtype stands for.

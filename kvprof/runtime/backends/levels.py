@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.kernels.levels.append import Places, places_of, write
+from kvprof.kernels.levels.append import Addresses, addresses_of, write
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.planes import STEP, RaggedLayout
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan, Quantiser
@@ -145,10 +145,10 @@ class _Doing:
         That they were made from.
     """
 
-    newest: Places
+    newest: Addresses
     low: Tensor | None
     lengths: Tensor
-    moves: list[tuple[int, Places, int, Places]]
+    moves: list[tuple[int, Addresses, int, Addresses]]
     step: Step
 
 
@@ -250,8 +250,8 @@ class LevelsKernelLayer(KernelLayer):
         with part("schedule"):
             step = self.stages.step(passing.start, passing.hidden, store.capacity)
 
-            def at(segment: int, slots: Tensor) -> Places:
-                return places_of(layout, segment, slots[:, None])
+            def at(segment: int, slots: Tensor) -> Addresses:
+                return addresses_of(layout, segment, slots[:, None])
 
             moves = [(a, at(a, source), b, at(b, target)) for a, source, b, target in step.moves]
             low = None if step.low is None else step.low[:, None, None]
