@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from kvprof.methods.quantisers import codebook
 from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library, row_layout
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.tensors import unflatten
 
 __all__ = ["PLAIN", "Codec", "Plain", "codec_for", "library_codec", "pack", "unpack"]
 

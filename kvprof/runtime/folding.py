@@ -14,7 +14,7 @@ from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.models.layout import LayerLayout, head_columns, output_slices
 from kvprof.models.load import LoadedModel
 from kvprof.models.weights import projection_matrix
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.tensors import unflatten
 
 __all__ = ["OutputSwitch", "folded_modules"]
 

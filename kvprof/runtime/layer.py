@@ -5,7 +5,7 @@ tokens at the rank of their level; afterwards tokens are evicted, moved down lev
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,28 +17,75 @@ from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.storage import Eviction
 from kvprof.methods.tokens import Segment, eviction_units, kept, level_ends, segments
+from kvprof.models.interface import Rotation
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import (
+    Bundle,
     KeyBlock,
     KeySide,
     Scoring,
     ValueSide,
     attend,
+    bundled,
     logits,
     slices,
     softmax,
 )
+from kvprof.runtime.cache import Part, RowGroup, joined, picked, plain_part
 from kvprof.runtime.clock import part
 from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
-from kvprof.runtime.cohort import Cohort
-from kvprof.runtime.heads import Bundle, bundled
-from kvprof.runtime.parts import Part, joined, picked, plain_part
-from kvprof.runtime.passes import OwnTokens
-from kvprof.runtime.rotary import rotated
-from kvprof.runtime.shapes import index_of, unflatten
+from kvprof.runtime.rotary import RotaryTable, rotated
+from kvprof.runtime.tensors import index_of, unflatten
 
-__all__ = ["Keeper", "LayerRuntime", "gumbel", "survivors", "token_scores"]
+__all__ = ["Keeper", "LayerRuntime", "OwnTokens", "gumbel", "survivors", "token_scores"]
+
+# --- What one forward pass brings to one layer.
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """A cohort's real tokens of one pass, in one layer.
+
+    Attributes
+    ----------
+    query, key, value : Tensor
+        ``[rows, heads, t, width]`` as the attention function got them.
+    unrotated : Tensor or None
+        K before RoPE, where the plan needs it.
+    visible : Tensor or None
+        ``[rows, 1, t, N]`` bool, N stored tokens and the pass's own.
+    place : int
+        Where the first of them stands in the padded sequence.
+    several : bool
+        Whether the pass had more than one token.
+    options : dict
+        The attention function's other arguments.
+    rotation : Rotation or None
+        The layer's rotary call.
+    angles : RotaryTable or None
+        Of all tokens so far.
+    reach : int
+        Longest sequence that generation may reach.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    unrotated: Tensor | None
+    visible: Tensor | None
+    place: int
+    several: bool
+    options: dict[str, Any]
+    rotation: Rotation | None
+    angles: RotaryTable | None
+    reach: int
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.query.shape[2]
+
 
 # --- Which tokens leave the cache, and the scores that decide it (H2O, Keyformer, recent).
 
@@ -213,14 +260,14 @@ class Keeper:
         return index.index_select(1, index_of(units, index.device))
 
     def scored(
-        self, cohort: Cohort, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
+        self, cohort: RowGroup, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
     ) -> Scoring:
         """Let the pass add to the scores that decide what is evicted."""
         with marked("evict"):
             return self._scored(cohort, own, sides, scoring, exact)
 
     def _scored(
-        self, cohort: Cohort, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
+        self, cohort: RowGroup, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
     ) -> Scoring:
         eviction = self.eviction
         assert eviction is not None
@@ -251,7 +298,7 @@ class Keeper:
             add(scores, softmax(scores, scoring.sinks), queries)
         return scoring
 
-    def _exactly(self, cohort: Cohort, side: KeySide, own: OwnTokens) -> list[KeyBlock]:
+    def _exactly(self, cohort: RowGroup, side: KeySide, own: OwnTokens) -> list[KeyBlock]:
         """Put the pass's own exact keys in place of its compressed ones."""
         copies = side.bundle.copies
         query = side.bundle.by_group(unflatten(own.query, 1, (-1, self._group // copies)))
@@ -265,7 +312,7 @@ class Keeper:
 
     def store(
         self,
-        cohort: Cohort,
+        cohort: RowGroup,
         own: OwnTokens,
         keys: list[Bundle],
         key_latents: list[Tensor],
@@ -288,7 +335,9 @@ class Keeper:
                 cohort, "values", cohort.values, values, value_latents, index
             )
 
-    def _keep_beside(self, cohort: Cohort, own: OwnTokens, index: Tensor, candidates: int) -> None:
+    def _keep_beside(
+        self, cohort: RowGroup, own: OwnTokens, index: Tensor, candidates: int
+    ) -> None:
         if cohort.scores is not None:
             cohort.scores = cohort.scores.gather(-1, index)
         if cohort.noise is not None:
@@ -301,7 +350,7 @@ class Keeper:
 
     def _kept(
         self,
-        cohort: Cohort,
+        cohort: RowGroup,
         side: str,
         old: list[list[Part]],
         bundles: list[Bundle],
@@ -375,7 +424,7 @@ class LayerRuntime:
         """Whether a pass attends to its own tokens exactly because the plan is lazy (TALE)."""
         return self.plan.lazy and several
 
-    def run(self, cohort: Cohort, own: OwnTokens) -> Tensor:
+    def run(self, cohort: RowGroup, own: OwnTokens) -> Tensor:
         """Attend and store; returns the heads' outputs side by side, ``[rows, t, Σ_h w_h]``."""
         keys, values = self.bundles(own.query.device, own.query.dtype)
         first = self.plan.online_bases and cohort.seen == 0
@@ -416,7 +465,7 @@ class LayerRuntime:
 
     def _key_side(
         self,
-        cohort: Cohort,
+        cohort: RowGroup,
         place: int,
         bundle: Bundle,
         latent: Tensor,
@@ -451,7 +500,7 @@ class LayerRuntime:
 
     def _value_side(
         self,
-        cohort: Cohort,
+        cohort: RowGroup,
         place: int,
         bundle: Bundle,
         latent: Tensor,
@@ -467,7 +516,7 @@ class LayerRuntime:
         folded = self.layer.values.fold_up and bundle.projected and not exact
         return ValueSide(bundle, blocks, in_latents=folded)
 
-    def _by_level(self, cohort: Cohort, bundle: Bundle, latent: Tensor) -> list[Tensor]:
+    def _by_level(self, cohort: RowGroup, bundle: Bundle, latent: Tensor) -> list[Tensor]:
         """Cut a pass's own latents to the ranks that their levels have after the pass."""
         tokens = latent.shape[2]
         if self.layer.sliding_window is not None or len(set(bundle.ranks)) == 1:
@@ -486,7 +535,7 @@ class LayerRuntime:
                 start = end
         return [latent[:, :, a - cohort.seen : b - cohort.seen, :r] for a, b, r in cuts]
 
-    def _rotated(self, cohort: Cohort, bundle: Bundle, keys: Tensor, own: OwnTokens) -> Tensor:
+    def _rotated(self, cohort: RowGroup, bundle: Bundle, keys: Tensor, own: OwnTokens) -> Tensor:
         assert own.rotation is not None
         assert own.angles is not None
         assert self.facts.rotary_offset is not None  # check_fits has seen to it
@@ -511,14 +560,16 @@ class LayerRuntime:
 
     # The strawman's bases.
 
-    def _decompose(self, cohort: Cohort, side: str, bundles: list[Bundle], states: Tensor) -> None:
+    def _decompose(
+        self, cohort: RowGroup, side: str, bundles: list[Bundle], states: Tensor
+    ) -> None:
         for place, bundle in enumerate(bundles):
             if bundle.online:
                 rows = bundle.joined(states).double()
                 basis = eigenbasis(rows.mT @ rows)[1][..., : bundle.ranks[-1]]
                 cohort.bases[side, place] = basis.to(states.dtype).contiguous()
 
-    def _with_bases(self, cohort: Cohort, side: str, bundles: list[Bundle]) -> list[Bundle]:
+    def _with_bases(self, cohort: RowGroup, side: str, bundles: list[Bundle]) -> list[Bundle]:
         return [
             replace(bundle, down=cohort.bases[side, place], up=cohort.bases[side, place])
             if bundle.online

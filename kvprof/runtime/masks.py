@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 from kvprof.errors import UsageError
-from kvprof.runtime.graphs import is_capturing
+from kvprof.runtime.tensors import is_capturing
 
 __all__ = ["MaskFacts", "Masks", "mask_facts", "masks", "visible_keys", "whole_mask"]
 

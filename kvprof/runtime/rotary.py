@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.models.interface import Rotation
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.tensors import unflatten
 
 __all__ = ["RotaryTable", "angles", "rotated"]
 

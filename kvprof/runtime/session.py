@@ -15,15 +15,12 @@ from kvprof.methods.plan import Plan
 from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.backends.route import KernelRoute
-from kvprof.runtime.cache import CompressedCache
+from kvprof.runtime.cache import CompressedCache, RowGroup
 from kvprof.runtime.clock import part
-from kvprof.runtime.cohort import Cohort
 from kvprof.runtime.folding import OutputSwitch
-from kvprof.runtime.graphs import uncompiled
-from kvprof.runtime.layer import LayerRuntime
+from kvprof.runtime.layer import LayerRuntime, OwnTokens
 from kvprof.runtime.masks import mask_facts, visible_keys
-from kvprof.runtime.passes import OwnTokens
-from kvprof.runtime.shapes import index_of
+from kvprof.runtime.tensors import index_of, uncompiled
 
 __all__ = ["Compression"]
 
@@ -290,7 +287,7 @@ class Compression:
         self.watching.rotations.clear()
         return rotation
 
-    def _regroup(self, cohorts: list[Cohort], past: int) -> None:
+    def _regroup(self, cohorts: list[RowGroup], past: int) -> None:
         """Put rows that have no real token yet together with those that start where they do."""
         begun = [cohort for cohort in cohorts if cohort.seen]
         placed = {row for cohort in begun for row in cohort.rows}
@@ -298,7 +295,7 @@ class Compression:
         for row, start in enumerate(self._starts):
             if row not in placed:
                 groups.setdefault(max(start, past), []).append(row)
-        cohorts[:] = [*begun, *(Cohort(rows) for rows in groups.values())]
+        cohorts[:] = [*begun, *(RowGroup(rows) for rows in groups.values())]
 
     # Generation.
 

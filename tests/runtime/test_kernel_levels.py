@@ -15,7 +15,7 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 from kvprof.runtime import layer as keeping
-from kvprof.runtime.backends import levels, stages
+from kvprof.runtime.backends import segments, stages
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
@@ -244,7 +244,7 @@ def test_what_a_captured_step_reads_lives_as_long_as_the_cache(
         cache = session.new_cache(40)
         model.model(token_ids(2, 13), past_key_values=cache)
         model.model(token_ids(2, 1), past_key_values=cache)
-        monkeypatch.setattr(levels, "is_capturing", lambda device: True)
+        monkeypatch.setattr(segments, "is_capturing", lambda device: True)
         model.model(token_ids(2, 1), past_key_values=cache)
         doing = [held[0] for held in cache.kernels.held]
         read = doing[0].newest.keys.columns.first, doing[0].step.tables[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.runtime.backends.planes import PlaneStore, planes_of
+from kvprof.runtime.backends.ragged import PlaneStore, planes_of
 from kvprof.runtime.backends.state import KernelState
 
 CPU = torch.device("cpu")

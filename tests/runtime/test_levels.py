@@ -11,10 +11,9 @@ from torch import Tensor
 from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels
+from kvprof.runtime.cache import RowGroup
 from kvprof.runtime.codecs import PLAIN
-from kvprof.runtime.cohort import Cohort
-from kvprof.runtime.layer import LayerRuntime
-from kvprof.runtime.passes import OwnTokens
+from kvprof.runtime.layer import LayerRuntime, OwnTokens
 from tests.runtime.plans import loaded, make_plan
 
 RANKS = (5, 11, 32)
@@ -71,7 +70,7 @@ class Appends(RuleBasedStateMachine):
         self.quantised = quantised
         self.group = plan.layers[0].values.groups[0]
         self.runtime = LayerRuntime(plan, 0, model.layout.layers[0])
-        self.cohort = Cohort([0, 1])
+        self.cohort = RowGroup([0, 1])
         self.values = torch.zeros(2, 2, 0, 16)
 
     @rule(tokens=st.sampled_from([1, 1, 1, 2, 7, 19]))

@@ -14,12 +14,11 @@ from torch import Tensor
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, ValuePlan
 from kvprof.models.layout import LayerLayout
-from kvprof.runtime.backends.state import KernelPass, KernelState
-from kvprof.runtime.backends.store import KernelStore
+from kvprof.runtime.attention import Bundle
+from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
+from kvprof.runtime.cache import RowGroup
 from kvprof.runtime.clock import part
-from kvprof.runtime.cohort import Cohort
-from kvprof.runtime.heads import Bundle
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.tensors import unflatten
 
 __all__ = ["KernelLayer", "Matrices", "Ups", "cut", "exact_matrices", "matrices_of"]
 
@@ -218,7 +217,7 @@ class KernelLayer(ABC):
         state: KernelState,
         total: int,
         bundles: tuple[list[Bundle], list[Bundle]],
-    ) -> list[Cohort]:
+    ) -> list[RowGroup]:
         """Return what a store holds as `kvprof.runtime.layer` keeps it.
 
         Parameters

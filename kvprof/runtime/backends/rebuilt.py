@@ -17,17 +17,15 @@ from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.methods.plan import HeadGroup, LayerPlan
 from kvprof.models.interface import Rotation, before_rotation
 from kvprof.models.layout import LayerLayout
+from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.layer import KernelLayer
-from kvprof.runtime.backends.planes import PlaneStore, plane_cohorts
+from kvprof.runtime.backends.ragged import PlaneStore, plane_row_groups
 from kvprof.runtime.backends.rebuilt_tables import RotaryForm, SlotTable, rotary_form
-from kvprof.runtime.backends.state import KernelPass, KernelState
-from kvprof.runtime.backends.store import KernelStore
+from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
+from kvprof.runtime.cache import RowGroup
 from kvprof.runtime.clock import part
-from kvprof.runtime.cohort import Cohort
-from kvprof.runtime.graphs import is_capturing
-from kvprof.runtime.heads import Bundle
 from kvprof.runtime.rotary import angles
-from kvprof.runtime.shapes import unflatten
+from kvprof.runtime.tensors import is_capturing, unflatten
 
 __all__ = [
     "FoldedKernelLayer",
@@ -251,10 +249,10 @@ class LatentKernelLayer(KernelLayer):
         state: KernelState,
         total: int,
         bundles: tuple[list[Bundle], list[Bundle]],
-    ) -> list[Cohort]:
+    ) -> list[RowGroup]:
         """Return what a store holds as `kvprof.runtime.layer` keeps it."""
         assert isinstance(store, PlaneStore)
-        return plane_cohorts(store, state.seen(total), bundles, self.heads)
+        return plane_row_groups(store, state.seen(total), bundles, self.heads)
 
 
 def prefilled(

@@ -23,8 +23,8 @@ from kvprof.methods.tokens import quantises
 from kvprof.models.interface import Rotation, text_decoder, wrapped_rotations
 from kvprof.models.layout import LayerLayout
 from kvprof.models.load import LoadedModel
-from kvprof.runtime.graphs import is_capturing
 from kvprof.runtime.rotary import RotaryTable, angles
+from kvprof.runtime.tensors import is_capturing
 
 if TYPE_CHECKING:
     from kvprof.runtime.backends.state import KernelPass

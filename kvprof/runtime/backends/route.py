@@ -15,12 +15,11 @@ from kvprof.models.interface import Rotation
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.backends.layer import KernelLayer
-from kvprof.runtime.backends.levels import LevelsKernelLayer, levelled, levels_reason
 from kvprof.runtime.backends.ragged import RaggedKernelLayer
 from kvprof.runtime.backends.rebuilt import FoldedKernelLayer, RebuiltKernelLayer
 from kvprof.runtime.backends.rebuilt_tables import rebuilds, rotary_reasons, shared_reason, shares
-from kvprof.runtime.backends.state import KernelState
-from kvprof.runtime.backends.store import KernelStore
+from kvprof.runtime.backends.segments import SegmentKernelLayer, levelled, levels_reason
+from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.clock import part
 from kvprof.runtime.masks import MaskFacts, masks
 
@@ -54,7 +53,7 @@ def kernel_layer_of(plan: Plan, layer: LayerPlan, facts: LayerLayout) -> KernelL
     if shares(layer):
         return FoldedKernelLayer(layer, facts)
     if levelled(plan, layer):
-        return LevelsKernelLayer(plan, layer, facts)
+        return SegmentKernelLayer(plan, layer, facts)
     return RaggedKernelLayer(layer, facts)
 
 

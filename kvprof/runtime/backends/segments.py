@@ -18,27 +18,25 @@ from kvprof.kernels.planes import STEP, RaggedLayout
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan, Quantiser
 from kvprof.methods.tokens import quantises, segments
 from kvprof.models.layout import LayerLayout
+from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.layer import KernelLayer, Matrices, cut, exact_matrices
-from kvprof.runtime.backends.level_store import (
-    LevelStore,
+from kvprof.runtime.backends.ragged import rows_alike
+from kvprof.runtime.backends.segment_store import (
+    SegmentStore,
     cut_rows,
     fill_rows,
     formats_of,
     rows_of,
     stages_of,
 )
-from kvprof.runtime.backends.planes import rows_alike
 from kvprof.runtime.backends.stages import Step
-from kvprof.runtime.backends.state import KernelPass, KernelState
-from kvprof.runtime.backends.store import KernelStore
+from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
+from kvprof.runtime.cache import RowGroup, plain_part
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
-from kvprof.runtime.cohort import Cohort
-from kvprof.runtime.graphs import is_capturing
-from kvprof.runtime.heads import Bundle
-from kvprof.runtime.parts import plain_part
+from kvprof.runtime.tensors import is_capturing
 
-__all__ = ["LevelsKernelLayer", "levelled", "levels_reason"]
+__all__ = ["SegmentKernelLayer", "levelled", "levels_reason"]
 
 # --- Which ways of quantising, and which levels, the kernels over segments know.
 
@@ -152,7 +150,7 @@ class _Doing:
     step: Step
 
 
-class LevelsKernelLayer(KernelLayer):
+class SegmentKernelLayer(KernelLayer):
     """A layer whose tokens are stored in several ways.
 
     Parameters
@@ -173,9 +171,9 @@ class LevelsKernelLayer(KernelLayer):
         self._exact: dict[tuple[torch.device, torch.dtype], Matrices] = {}
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
-    def new_store(self, capacity: int | None) -> LevelStore:
+    def new_store(self, capacity: int | None) -> SegmentStore:
         """Return an empty store; `capacity` is a static cache's, in tokens."""
-        return LevelStore(self.stages, self._formats, self.facts.group, capacity)
+        return SegmentStore(self.stages, self._formats, self.facts.group, capacity)
 
     def run(
         self,
@@ -188,7 +186,7 @@ class LevelsKernelLayer(KernelLayer):
         reach: int | None,
     ) -> Tensor:
         """Store and attend."""
-        assert isinstance(store, LevelStore)
+        assert isinstance(store, SegmentStore)
         batch, _, tokens, _ = query.shape
         total = state.past + tokens - min(state.first)
         layout = store.make_room(batch, max(1, total), reach, query.device, query.dtype)
@@ -209,7 +207,7 @@ class LevelsKernelLayer(KernelLayer):
 
     def _stepped(
         self,
-        store: LevelStore,
+        store: SegmentStore,
         layout: LevelsLayout,
         state: KernelState,
         passing: KernelPass,
@@ -246,7 +244,7 @@ class LevelsKernelLayer(KernelLayer):
                 store.move(source, target, before, after)
         return output.unsqueeze(1)
 
-    def _doing(self, store: LevelStore, layout: LevelsLayout, passing: KernelPass) -> _Doing:
+    def _doing(self, store: SegmentStore, layout: LevelsLayout, passing: KernelPass) -> _Doing:
         with part("schedule"):
             step = self.stages.step(passing.start, passing.hidden, store.capacity)
 
@@ -274,7 +272,7 @@ class LevelsKernelLayer(KernelLayer):
 
     def _prefilled(
         self,
-        store: LevelStore,
+        store: SegmentStore,
         state: KernelState,
         passing: KernelPass,
         states: tuple[Tensor, Tensor, Tensor],
@@ -321,7 +319,7 @@ class LevelsKernelLayer(KernelLayer):
 
     def _cut_old(
         self,
-        store: LevelStore,
+        store: SegmentStore,
         layout: RaggedLayout,
         buffer: Tensor,
         passing: KernelPass,
@@ -374,16 +372,16 @@ class LevelsKernelLayer(KernelLayer):
         state: KernelState,
         total: int,
         bundles: tuple[list[Bundle], list[Bundle]],
-    ) -> list[Cohort]:
+    ) -> list[RowGroup]:
         """Return what a store holds as `kvprof.runtime.layer` keeps it."""
-        assert isinstance(store, LevelStore)
+        assert isinstance(store, SegmentStore)
         seen = state.seen(total)
         if not max(seen):
             return []
         rows = store.rows_between(0, max(seen), seen)
         found = []
         for tokens, members in rows_alike(seen).items():
-            cohort = Cohort(members, tokens)
+            cohort = RowGroup(members, tokens)
             for name, whole, own in zip(("keys", "values"), rows, bundles, strict=True):
                 side = getattr(self.layer, name)
                 begins = [0]

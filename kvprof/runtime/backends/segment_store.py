@@ -15,12 +15,12 @@ from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.storage import SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
-from kvprof.runtime.backends.store import KernelStore, next_capacity
-from kvprof.runtime.graphs import is_capturing
+from kvprof.runtime.backends.state import KernelStore, next_capacity
+from kvprof.runtime.tensors import is_capturing
 
 __all__ = [
     "Format",
-    "LevelStore",
+    "SegmentStore",
     "cut_rows",
     "fill_rows",
     "formats_of",
@@ -163,7 +163,7 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
 _AT_ONCE = 8192
 
 
-class LevelStore(KernelStore):
+class SegmentStore(KernelStore):
     """One layer's segments.
 
     Parameters
@@ -218,7 +218,7 @@ class LevelStore(KernelStore):
     ) -> LevelsLayout:
         """See to it that rows of `tokens` tokens have room; return the layout.
 
-        Parameters and raises as `kvprof.runtime.backends.planes.PlaneStore.make_room`.
+        Parameters and raises as `kvprof.runtime.backends.ragged.PlaneStore.make_room`.
         """
         if self._fixed is not None and tokens > self._fixed:
             raise UsageError(

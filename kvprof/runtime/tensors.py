@@ -1,12 +1,13 @@
 """Splits dimensions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["index_of", "inverse_of", "unflatten"]
+__all__ = ["index_of", "inverse_of", "is_capturing", "uncompiled", "unflatten"]
 
 
 def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -30,3 +31,18 @@ def inverse_of(order: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the index that puts what lies in `order` back into ascending order."""
     with torch.inference_mode(False):
         return torch.tensor(order, device=device).argsort()
+
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what runs on a device now is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def uncompiled(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+    """Mark a function that ``torch.compile`` runs as it is: it keeps count on the host."""
+    marked: Callable[_Given, _Returned] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return marked
