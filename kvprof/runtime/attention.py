@@ -353,9 +353,9 @@ def _side_by_side(outputs: Sequence[Tensor], bundles: Sequence[Bundle]) -> Tenso
     if len(outputs) == 1:
         return outputs[0].permute(0, 3, 1, 2, 4).flatten(2)
     placed = {
-        head: output[:, place]
+        head: output[:, index]
         for bundle, output in zip(bundles, outputs, strict=True)
-        for place, head in enumerate(bundle.kv_heads)
+        for index, head in enumerate(bundle.kv_heads)
     }
     heads = [placed[head].permute(0, 2, 1, 3).flatten(2) for head in sorted(placed)]
     return torch.cat(heads, dim=-1)

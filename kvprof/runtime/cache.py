@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,16 +14,14 @@ from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import Segment, quantises, segments
 from kvprof.models.interface import Rotation
-from kvprof.runtime.backends.state import KernelState, KernelStore
+from kvprof.runtime.backends.state import KernelState, KernelStore, check_room
 from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec
 from kvprof.runtime.rotary import RotaryTable, angles
 from kvprof.runtime.tensors import is_capturing
 
-if TYPE_CHECKING:
-    from kvprof.runtime.session import Compression
-
 __all__ = [
+    "CacheOwner",
     "CompressedCache",
     "CompressedLayer",
     "Part",
@@ -66,11 +64,6 @@ class Part:
             return self.codec.decode(self.stored, self.width, self.dtype)
         with marked("quantise"):
             return self.codec.decode(self.stored, self.width, self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored tensors."""
-        return sum(tensor.nbytes for tensor in self.stored.values())
 
     def cut(self, start: int, stop: int) -> "Part | None":
         """Return tokens `start` … `stop`; None where that would tear a shared scale apart."""
@@ -159,7 +152,7 @@ def picked(parts: Sequence[Part], index: Tensor, codec: Codec, width: int) -> Pa
     parts : sequence of Part
         Oldest first; none whose tokens share scales.
     index : Tensor
-        ``[rows, groups, M]``, ascending places among all the parts' tokens.
+        ``[rows, groups, M]``, ascending, among all the parts' tokens.
     codec : Codec
     width : int
     """
@@ -169,10 +162,10 @@ def picked(parts: Sequence[Part], index: Tensor, codec: Codec, width: int) -> Pa
     else:
         candidates, skipped = _within(parts, int(index.min()), int(index.max()), codec, width)
     whole = _concatenated(candidates) if len(candidates) > 1 else candidates[0]
-    place = (index - skipped).unsqueeze(-1)
+    own = (index - skipped).unsqueeze(-1)
 
     result = {
-        name: tensor.gather(-2, place.expand(*place.shape[:-1], tensor.shape[-1]))
+        name: tensor.gather(-2, own.expand(*own.shape[:-1], tensor.shape[-1]))
         for name, tensor in whole.stored.items()
     }
     return Part(codec, width, index.shape[-1], whole.dtype, result)
@@ -217,7 +210,7 @@ class RowGroup:
         Real tokens of each row so far.
     keys, values : list of list of Part
         Per bundle of head groups, oldest part first.
-    places : Tensor or None
+    positions : Tensor or None
         ``[rows, units, N]`` int32, where each stored token stood in the padded sequence; kept when
         tokens are evicted from under keys that are rebuilt.
     scores, noise : Tensor or None
@@ -233,7 +226,7 @@ class RowGroup:
     seen: int = 0
     keys: list[list[Part]] = field(default_factory=list)
     values: list[list[Part]] = field(default_factory=list)
-    places: Tensor | None = None
+    positions: Tensor | None = None
     scores: Tensor | None = None
     noise: Tensor | None = None
     record: bool = False
@@ -250,7 +243,7 @@ class RowGroup:
             for parts in side:
                 for part in parts:
                     yield from part.stored.values()
-        for tensor in (self.places, self.scores, self.noise):
+        for tensor in (self.positions, self.scores, self.noise):
             if tensor is not None:
                 yield tensor
         yield from self.bases.values()
@@ -273,11 +266,11 @@ class RowGroup:
         self.keys = [cut(parts) for parts in self.keys]
         self.values = [cut(parts) for parts in self.values]
 
-    def selected(self, places: list[int], rows: list[int]) -> "RowGroup":
-        """Return the rows at `places` of this cohort as the rows `rows` of a new batch."""
+    def selected(self, members: list[int], rows: list[int]) -> "RowGroup":
+        """Return some rows, by their number in the group, as the rows `rows` of a new batch."""
 
         def pick(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, torch.tensor(places, device=tensor.device))
+            return tensor.index_select(0, torch.tensor(members, device=tensor.device))
 
         def pick_all(side: list[list[Part]]) -> list[list[Part]]:
             return [[part.mapped(pick) for part in parts] for parts in side]
@@ -291,11 +284,37 @@ class RowGroup:
             keys=pick_all(self.keys),
             values=pick_all(self.values),
             record=self.record,
-            places=pick_one(self.places),
+            positions=pick_one(self.positions),
             scores=pick_one(self.scores),
             noise=pick_one(self.noise),
             bases={key: pick(basis) for key, basis in self.bases.items()},
         )
+
+
+# --- Who makes a cache.
+
+
+class CacheOwner(Protocol):
+    """The context that a cache belongs to, `kvprof.runtime.session.Compression`.
+
+    Attributes
+    ----------
+    plan : Plan
+    active : bool
+        Whether the context is open.
+    """
+
+    plan: Plan
+    active: bool
+
+    def new_kernel_state(self) -> KernelState | None:
+        """Return what a new cache's layers share; None where no layer runs on the kernels."""
+
+    def new_kernel_store(self, index: int, capacity: int | None) -> KernelStore | None:
+        """Return a layer's empty store; None where it does not run on the kernels."""
+
+    def leave_kernels(self, cache: "CompressedCache", reason: str) -> None:
+        """Take a cache off the kernels, with what is in it."""
 
 
 # --- Room reserved in advance for what a layer stores: the static cache.
@@ -321,29 +340,28 @@ class StaticBuffers:
         self._layer = layer
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
-    def take(self, cohorts: list[RowGroup]) -> None:
-        """Move what the cohorts store into the buffers.
+    def take(self, row_groups: list[RowGroup]) -> None:
+        """Move what the groups of rows store into the buffers.
 
         Raises
         ------
         UsageError
             When a sequence has outgrown the capacity.
         """
-        for number, cohort in enumerate(cohorts):
-            if cohort.seen > self.capacity:
-                raise UsageError(
-                    f"the static cache has room for {self.capacity} tokens, not for {cohort.seen}"
-                )
-            kinds = [_kind(self._plan, s) for s in segments(self._plan, self._layer, cohort.seen)]
+        for number, row_group in enumerate(row_groups):
+            check_room(self.capacity, row_group.seen)
+            kinds = [
+                _kind(self._plan, s) for s in segments(self._plan, self._layer, row_group.seen)
+            ]
             for name in ("keys", "values"):
-                side: list[list[Part]] = getattr(cohort, name)
+                side: list[list[Part]] = getattr(row_group, name)
                 for bundle, parts in enumerate(side):
                     side[bundle] = [
-                        self._placed(part, (number, name, bundle, kind))
+                        self._buffered(part, (number, name, bundle, kind))
                         for part, kind in zip(parts, kinds, strict=True)
                     ]
 
-    def _placed(self, part: Part, slot: tuple[int, str, int, _Kind]) -> Part:
+    def _buffered(self, part: Part, slot: tuple[int, str, int, _Kind]) -> Part:
         longest = _longest(self._plan, self._layer, self.capacity)[slot[3]]
         stored = {}
         for name, tensor in part.stored.items():
@@ -389,10 +407,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         What the plan makes of it.
     compression : Compression
         Whose cache this is part of.
-    arena : Arena or None
+    static : StaticBuffers or None
         Room reserved in advance (a static cache).
     planes : KernelStore or None
-        Where the layer runs on the kernels: what it stores, in place of `cohorts`.
+        Where the layer runs on the kernels: what it stores, in place of `row_groups`.
 
     Attributes
     ----------
@@ -406,8 +424,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(
         self,
         layer: LayerPlan,
-        compression: "Compression",
-        arena: StaticBuffers | None,
+        compression: CacheOwner,
+        static: StaticBuffers | None,
         planes: KernelStore | None,
     ) -> None:
         super().__init__()
@@ -416,12 +434,12 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = 0
         self.pending = 0
         self.record_past = False
-        self.cohorts: list[RowGroup] = []
+        self.row_groups: list[RowGroup] = []
         self.planes = planes
         self._lossy = _lossy(compression.plan, layer)
         # Not the cache, whose tensors would then lie there until Python looks for cycles.
         self._compression = compression
-        self._arena = arena
+        self._static = static
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: tensors are made when their widths are known."""
@@ -453,8 +471,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.planes.captured = True
         self.seen += 0 if captured else self.pending
         self.pending = 0
-        if self._arena is not None:
-            self._arena.take(self.cohorts)
+        if self._static is not None:
+            self._static.take(self.row_groups)
 
     def get_seq_length(self) -> int:
         """Return how many tokens were seen, padding and evicted ones included."""
@@ -471,7 +489,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the capacity in tokens, -1 where there is no limit."""
         if self.sliding_window is not None:
             return self.sliding_window
-        return -1 if self._arena is None else self._arena.capacity
+        return -1 if self._static is None else self._static.capacity
 
     def get_max_cache_shape(self) -> int:
         """Return the same, under its older name."""
@@ -480,7 +498,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything."""
         self.seen = self.pending = 0
-        self.cohorts = []
+        self.row_groups = []
         if self.planes is not None:
             self.planes.clear()
 
@@ -489,14 +507,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.planes is not None:
             self.planes.select(index)
         chosen = []
-        for cohort in self.cohorts:
-            where = {row: place for place, row in enumerate(cohort.rows)}
+        for row_group in self.row_groups:
+            where = {row: number for number, row in enumerate(row_group.rows)}
             new = [row for row, old in enumerate(index) if old in where]
             if new:
-                chosen.append(cohort.selected([where[index[row]] for row in new], new))
-        self.cohorts = chosen
-        if self._arena is not None:
-            self._arena.take(self.cohorts)
+                chosen.append(row_group.selected([where[index[row]] for row in new], new))
+        self.row_groups = chosen
+        if self._static is not None:
+            self._static.take(self.row_groups)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams."""
@@ -514,15 +532,15 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _rows(self) -> int:
         if self.planes is not None and self.planes.rows:
             return self.planes.rows
-        return sum(len(cohort.rows) for cohort in self.cohorts)
+        return sum(len(row_group.rows) for row_group in self.row_groups)
 
     def trim(self) -> None:
         """Let go of what was kept in case that a pass is taken back."""
         if self.sliding_window is None:
             return
-        for cohort in self.cohorts:
-            if (over := cohort.stored - (self.sliding_window - 1)) > 0:
-                cohort.kept(over, cohort.stored)
+        for row_group in self.row_groups:
+            if (over := row_group.stored - (self.sliding_window - 1)) > 0:
+                row_group.kept(over, row_group.stored)
 
     @property
     def lossy(self) -> str | None:
@@ -532,7 +550,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def is_croppable(self) -> bool:
         """Whether the newest token can be taken back, or will be after a pass that is recorded."""
-        recording = self.record_past and self._arena is None and self.planes is None
+        recording = self.record_past and self._static is None and self.planes is None
         return self._lossy is None and (recording or self.fixed(1) is None)
 
     def fixed(self, tokens: int) -> str | None:
@@ -544,7 +562,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             lost = tokens > 0 and self.seen > self.sliding_window
         else:
             past = self.sliding_window - 1
-            lost = any(x.stored - tokens < min(x.seen - tokens, past) for x in self.cohorts)
+            lost = any(x.stored - tokens < min(x.seen - tokens, past) for x in self.row_groups)
         return "what came before lies no longer in its sliding window" if lost else None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -569,13 +587,15 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self.seen += tokens_to_remove
         # Rows that have none left begin anew.
-        self.cohorts = [cohort for cohort in self.cohorts if cohort.seen > -tokens_to_remove]
-        for cohort in self.cohorts:
-            cohort.seen += tokens_to_remove
-            cohort.kept(0, cohort.stored + tokens_to_remove)
+        self.row_groups = [
+            row_group for row_group in self.row_groups if row_group.seen > -tokens_to_remove
+        ]
+        for row_group in self.row_groups:
+            row_group.seen += tokens_to_remove
+            row_group.kept(0, row_group.stored + tokens_to_remove)
         self.trim()
-        if self._arena is not None:
-            self._arena.take(self.cohorts)
+        if self._static is not None:
+            self._static.take(self.row_groups)
 
 
 def not_croppable(reason: str) -> str:
@@ -618,19 +638,19 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Why layers that could have are not, or no longer, run on them.
     """
 
-    def __init__(self, compression: "Compression", capacity: int | None = None) -> None:
+    def __init__(self, compression: CacheOwner, capacity: int | None = None) -> None:
         self.compression = compression
         self.capacity = capacity
         self.reach = capacity
-        self.kernels = compression.route.new_state()
+        self.kernels = compression.new_kernel_state()
         self.left: str | None = None
         layers: list[CompressedLayer] = []
         for layer in compression.plan.layers:
-            arena = None
+            static = None
             if capacity is not None:
-                arena = StaticBuffers(compression.plan, layer, capacity)
-            planes = compression.route.new_store(len(layers), capacity)
-            layers.append(CompressedLayer(layer, compression, arena, planes))
+                static = StaticBuffers(compression.plan, layer, capacity)
+            planes = compression.new_kernel_store(len(layers), capacity)
+            layers.append(CompressedLayer(layer, compression, static, planes))
         super().__init__(layers=layers)
         self._tables: list[RotaryTable] = []
         self._table_of: dict[int, int] = {}
@@ -646,7 +666,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         """`nbytes` of each layer."""
         found = []
         for layer in self.layers:
-            total = sum(t.nbytes for cohort in layer.cohorts for t in cohort.tensors())
+            total = sum(t.nbytes for row_group in layer.row_groups for t in row_group.tensors())
             if layer.planes is not None and self.kernels is not None:
                 total += layer.planes.bytes_at(self.kernels.seen(layer.seen))
             found.append(total)
@@ -661,7 +681,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return sum(storage.nbytes() for storage in behind.values())
 
     def _tensors(self) -> list[Tensor]:
-        return [t for layer in self.layers for cohort in layer.cohorts for t in cohort.tensors()]
+        return [
+            t
+            for layer in self.layers
+            for row_group in layer.row_groups
+            for t in row_group.tensors()
+        ]
 
     def begin_pass(self) -> None:
         """Start a forward pass."""
@@ -703,10 +728,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
         self._table_of.clear()
         if self.left is not None:
             # What made the layers leave the kernels was of the sequences that are forgotten.
-            route, self.left = self.compression.route, None
-            self.kernels = route.new_state()
+            self.left = None
+            self.kernels = self.compression.new_kernel_state()
             for index, layer in enumerate(self.layers):
-                layer.planes = route.new_store(index, self.capacity)
+                layer.planes = self.compression.new_kernel_store(index, self.capacity)
         elif self.kernels is not None:
             self.kernels.reset()
 
@@ -731,8 +756,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise UsageError(not_croppable(next(filter(None, reasons))))
         super().crop(tokens_to_remove)
         total = self.get_seq_length()
-        for place, table in enumerate(self._tables):
-            self._tables[place] = RotaryTable(table.cos[:, :total], table.sin[:, :total])
+        for number, table in enumerate(self._tables):
+            self._tables[number] = RotaryTable(table.cos[:, :total], table.sin[:, :total])
         if self.kernels is not None:
             self.kernels.crop(total)
 
@@ -778,15 +803,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.seen += tokens
         most = max(self.kernels.seen(self.get_seq_length()), default=0)
-        if self.capacity is not None and most > self.capacity:
-            raise UsageError(
-                f"the static cache has room for {self.capacity} tokens, not for {most}"
-            )
+        check_room(self.capacity, most)
 
     def _select_tables(self, index: list[int]) -> None:
-        for place, table in enumerate(self._tables):
+        for number, table in enumerate(self._tables):
             rows = torch.tensor(index, device=table.cos.device)
-            self._tables[place] = RotaryTable(table.cos[rows], table.sin[rows])
+            self._tables[number] = RotaryTable(table.cos[rows], table.sin[rows])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams."""
@@ -798,8 +820,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
         super().batch_select_indices(indices)
-        for place, table in enumerate(self._tables):
-            self._tables[place] = RotaryTable(table.cos[indices], table.sin[indices])
+        for number, table in enumerate(self._tables):
+            self._tables[number] = RotaryTable(table.cos[indices], table.sin[indices])
         if self.kernels is not None:
             rows = torch.arange(len(self.kernels.first))
             self.kernels.select(rows[indices.cpu()].tolist())
@@ -807,9 +829,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
         super().batch_repeat_interleave(repeats)
-        for place, table in enumerate(self._tables):
+        for number, table in enumerate(self._tables):
             cos, sin = (x.repeat_interleave(repeats, dim=0) for x in (table.cos, table.sin))
-            self._tables[place] = RotaryTable(cos, sin)
+            self._tables[number] = RotaryTable(cos, sin)
         if self.kernels is not None:
             rows = range(len(self.kernels.first))
             self.kernels.select([row for row in rows for _ in range(repeats)])

@@ -41,7 +41,7 @@ active: dict[int, tuple["Compression", int]] = {}
 def attend(
     compression: "Compression",
     index: int,
-    place: int,
+    module_id: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,7 +55,7 @@ def attend(
     compression : Compression
     index : int
         Which layer.
-    place : int
+    module_id : int
         The identity of its attention module.
     query, key, value, mask, options
         As the attention function got them.
@@ -75,7 +75,7 @@ def attend(
         options.get("s_aux"),
         options.get("scaling"),
         options.get("softcap"),
-        place,
+        module_id,
         compression.widths[index],
     )
     return found
@@ -90,10 +90,10 @@ def _attend(
     sinks: Tensor | None,
     scaling: float | None,
     softcap: float | None,
-    place: int,
+    module_id: int,
     width: int,
 ) -> Tensor:
-    compression, index = active[place]
+    compression, index = active[module_id]
     if compression.cache is not None:
         # The cache layer has set it too, but compiled code does so after its graph has run.
         compression.cache.layers[index].pending = query.shape[2]
@@ -275,8 +275,7 @@ def _attention(
             "kvprof.compressed"
         )
     compression, index = active[id(module)]
-    place = id(module)
-    return attend(compression, index, place, query, key, value, attention_mask, options), None
+    return attend(compression, index, id(module), query, key, value, attention_mask, options), None
 
 
 AttentionInterface.register(_NAME, _attention)
@@ -298,8 +297,8 @@ def _running(session: Compression) -> Iterator[None]:
     """Change the model, and change it back."""
     model, layout = session.loaded.model, session.loaded.layout
     decoder = text_decoder(model)
-    places = {id(model.get_submodule(x.attention)): x.index for x in layout.layers}
-    if any(place in active for place in places):
+    attentions = {id(model.get_submodule(x.attention)): x.index for x in layout.layers}
+    if any(module_id in active for module_id in attentions):
         raise UsageError(f"{layout.architecture} runs compressed already; contexts do not nest")
     modules = folded_modules(session.loaded, session.plan)
     before = decoder.config._attn_implementation
@@ -316,8 +315,8 @@ def _running(session: Compression) -> Iterator[None]:
         _set_attention(decoder, _NAME)
         if decoder.config._attn_implementation != _NAME:
             raise UsageError(f"{layout.architecture} does not let kvprof compute its attention")
-        active.update({place: (session, index) for place, index in places.items()})
-        stack.callback(lambda: [active.pop(place) for place in places])
+        active.update({module_id: (session, index) for module_id, index in attentions.items()})
+        stack.callback(lambda: [active.pop(module_id) for module_id in attentions])
         if session.rebuilds:
             stack.enter_context(watched_rotations(decoder, session.watching))
         hook = decoder.register_forward_pre_hook(session.begin, with_kwargs=True)

@@ -35,7 +35,7 @@ from kvprof.runtime.cache import Part, RowGroup, joined, picked, plain_part
 from kvprof.runtime.clock import part
 from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
-from kvprof.runtime.rotary import RotaryTable, rotated
+from kvprof.runtime.rotary import RotaryTable, rebuilds, rotated
 from kvprof.runtime.tensors import index_of, unflatten
 
 __all__ = ["Keeper", "LayerRuntime", "OwnTokens", "gumbel", "survivors", "token_scores"]
@@ -45,7 +45,7 @@ __all__ = ["Keeper", "LayerRuntime", "OwnTokens", "gumbel", "survivors", "token_
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """A cohort's real tokens of one pass, in one layer.
+    """A row group's real tokens of one pass, in one layer.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class OwnTokens:
         K before RoPE, where the plan needs it.
     visible : Tensor or None
         ``[rows, 1, t, N]`` bool, N stored tokens and the pass's own.
-    place : int
+    position : int
         Where the first of them stands in the padded sequence.
     several : bool
         Whether the pass had more than one token.
@@ -74,7 +74,7 @@ class OwnTokens:
     value: Tensor
     unrotated: Tensor | None
     visible: Tensor | None
-    place: int
+    position: int
     several: bool
     options: dict[str, Any]
     rotation: Rotation | None
@@ -98,8 +98,8 @@ def gumbel(
 ) -> Tensor:
     """Return the standard Gumbel samples of the tokens `start` … `stop` of a sequence.
 
-    They depend on the seed, the layer and the token's place only, so that a sequence is treated the
-    same alone and in a batch.
+    They depend on the seed, the layer and the token's position only, so that a sequence is treated
+    the same alone and in a batch.
 
     Returns
     -------
@@ -151,14 +151,14 @@ def token_scores(
         ``[rows, units, N]`` float32.
     """
     totals = []
-    for place, (first, heads) in enumerate(units):
+    for unit, (first, heads) in enumerate(units):
         if noise is None:
             share = probabilities[:, first : first + heads]
         else:
             low, high = eviction.tau
             tau = (low + (high - low) * progress).view(1, 1, 1, -1, 1)
             scores = logits[:, first : first + heads]
-            samples = noise[:, place].view(noise.shape[0], 1, 1, 1, -1)
+            samples = noise[:, unit].view(noise.shape[0], 1, 1, 1, -1)
             share = torch.softmax((scores + samples) / tau, dim=-1)
         totals.append(share.sum((1, 2, 3)))
     return torch.stack(totals, dim=1)
@@ -167,7 +167,7 @@ def token_scores(
 def survivors(
     eviction: Eviction, seen: int, candidates: int, scores: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Return the places of the tokens that stay.
+    """Return the indices of the tokens that stay.
 
     Parameters
     ----------
@@ -190,8 +190,8 @@ def survivors(
     newest = min(math.floor(eviction.recent_share * count + 1e-9), count - sink)
     if scores is None:
         newest = count - sink
-        places = torch.arange(candidates, device=device)
-        return torch.cat([places[:sink], places[candidates - newest :]]).view(1, 1, -1)
+        every = torch.arange(candidates, device=device)
+        return torch.cat([every[:sink], every[candidates - newest :]]).view(1, 1, -1)
     ranked = scores.clone()
     ranked[..., :sink] = torch.inf
     ranked[..., candidates - newest :] = torch.inf
@@ -245,7 +245,7 @@ class Keeper:
         return self.eviction is not None and self.eviction.kind != "recent"
 
     def units_of(self, bundle: Bundle) -> list[int]:
-        """Return each group's place among what is evicted together."""
+        """Return each group's index among what is evicted together."""
         first_heads = bundle.kv_heads[:: bundle.heads]
         return [
             next(i for i, (first, heads) in enumerate(self.units) if first <= head < first + heads)
@@ -260,50 +260,64 @@ class Keeper:
         return index.index_select(1, index_of(units, index.device))
 
     def scored(
-        self, cohort: RowGroup, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
+        self,
+        row_group: RowGroup,
+        own: OwnTokens,
+        sides: list[KeySide],
+        scoring: Scoring,
+        exact: bool,
     ) -> Scoring:
         """Let the pass add to the scores that decide what is evicted."""
         with marked("evict"):
-            return self._scored(cohort, own, sides, scoring, exact)
+            return self._scored(row_group, own, sides, scoring, exact)
 
     def _scored(
-        self, cohort: RowGroup, own: OwnTokens, sides: list[KeySide], scoring: Scoring, exact: bool
+        self,
+        row_group: RowGroup,
+        own: OwnTokens,
+        sides: list[KeySide],
+        scoring: Scoring,
+        exact: bool,
     ) -> Scoring:
         eviction = self.eviction
         assert eviction is not None
-        rows, units, tokens = len(cohort.rows), len(self.units), own.tokens
+        rows, units, tokens = len(row_group.rows), len(self.units), own.tokens
         device = own.query.device
         fresh = torch.zeros(rows, units, tokens, device=device)
-        cohort.scores = fresh if cohort.scores is None else torch.cat([cohort.scores, fresh], -1)
+        row_group.scores = (
+            fresh if row_group.scores is None else torch.cat([row_group.scores, fresh], -1)
+        )
         if eviction.kind == "keyformer":
-            stop = cohort.seen + tokens
-            drawn = gumbel(eviction, self._index, units, cohort.seen, stop, device)
+            stop = row_group.seen + tokens
+            drawn = gumbel(eviction, self._index, units, row_group.seen, stop, device)
             drawn = drawn.expand(rows, -1, -1)
-            cohort.noise = drawn if cohort.noise is None else torch.cat([cohort.noise, drawn], -1)
-        steps = torch.arange(cohort.seen, cohort.seen + tokens, device=device)
+            row_group.noise = (
+                drawn if row_group.noise is None else torch.cat([row_group.noise, drawn], -1)
+            )
+        steps = torch.arange(row_group.seen, row_group.seen + tokens, device=device)
         progress = (steps / max(1, own.reach - 1)).clamp(max=1)
 
         def add(scores: Tensor, probabilities: Tensor, queries: slice) -> None:
-            assert cohort.scores is not None
+            assert row_group.scores is not None
             with marked("evict"):
-                cohort.scores += token_scores(
-                    eviction, scores, probabilities, cohort.noise, progress[queries], self.units
+                row_group.scores += token_scores(
+                    eviction, scores, probabilities, row_group.noise, progress[queries], self.units
                 )
 
         if eviction.order == "compress_first" or exact or not own.several:
             return replace(scoring, observe=add)
-        exactly = [KeySide(side.bundle, self._exactly(cohort, side, own)) for side in sides]
+        exactly = [KeySide(side.bundle, self._exactly(row_group, side, own)) for side in sides]
         for queries in slices(exactly):
             scores = logits(exactly, scoring, queries)
             add(scores, softmax(scores, scoring.sinks), queries)
         return scoring
 
-    def _exactly(self, cohort: RowGroup, side: KeySide, own: OwnTokens) -> list[KeyBlock]:
+    def _exactly(self, row_group: RowGroup, side: KeySide, own: OwnTokens) -> list[KeyBlock]:
         """Put the pass's own exact keys in place of its compressed ones."""
         copies = side.bundle.copies
         query = side.bundle.by_group(unflatten(own.query, 1, (-1, self._group // copies)))
         keys = own.key if copies == 1 else own.key.repeat_interleave(copies, dim=1)
-        left, blocks = cohort.stored, []
+        left, blocks = row_group.stored, []
         for block in side.blocks:
             if left > 0:
                 blocks.append(KeyBlock(block.query, block.key[..., :left, :]))
@@ -312,7 +326,7 @@ class Keeper:
 
     def store(
         self,
-        cohort: RowGroup,
+        row_group: RowGroup,
         own: OwnTokens,
         keys: list[Bundle],
         key_latents: list[Tensor],
@@ -320,37 +334,43 @@ class Keeper:
         value_latents: list[Tensor],
     ) -> None:
         """Evict, move down levels and quantise, after the pass has attended."""
-        candidates = cohort.stored + own.tokens
-        cohort.seen += own.tokens
+        candidates = row_group.stored + own.tokens
+        row_group.seen += own.tokens
         index = None
         if self.eviction is not None:
             device = own.query.device
             with marked("evict"):
-                index = survivors(self.eviction, cohort.seen, candidates, cohort.scores, device)
-                index = index.expand(len(cohort.rows), len(self.units), -1)
-                self._keep_beside(cohort, own, index, candidates)
+                index = survivors(
+                    self.eviction, row_group.seen, candidates, row_group.scores, device
+                )
+                index = index.expand(len(row_group.rows), len(self.units), -1)
+                self._keep_beside(row_group, own, index, candidates)
         with marked(self._storing):
-            cohort.keys = self._kept(cohort, "keys", cohort.keys, keys, key_latents, index)
-            cohort.values = self._kept(
-                cohort, "values", cohort.values, values, value_latents, index
+            row_group.keys = self._kept(row_group, "keys", row_group.keys, keys, key_latents, index)
+            row_group.values = self._kept(
+                row_group, "values", row_group.values, values, value_latents, index
             )
 
     def _keep_beside(
-        self, cohort: RowGroup, own: OwnTokens, index: Tensor, candidates: int
+        self, row_group: RowGroup, own: OwnTokens, index: Tensor, candidates: int
     ) -> None:
-        if cohort.scores is not None:
-            cohort.scores = cohort.scores.gather(-1, index)
-        if cohort.noise is not None:
-            cohort.noise = cohort.noise.gather(-1, index)
+        if row_group.scores is not None:
+            row_group.scores = row_group.scores.gather(-1, index)
+        if row_group.noise is not None:
+            row_group.noise = row_group.noise.gather(-1, index)
         if self.layer.keys.placement is Placement.PRE_ROPE:
-            fresh = torch.arange(own.place, own.place + own.tokens, device=index.device)
+            fresh = torch.arange(own.position, own.position + own.tokens, device=index.device)
             fresh = fresh.expand(*index.shape[:2], -1).to(torch.int32)
-            every = fresh if cohort.places is None else torch.cat([cohort.places, fresh], dim=-1)
-            cohort.places = every.gather(-1, index)
+            every = (
+                fresh
+                if row_group.positions is None
+                else torch.cat([row_group.positions, fresh], dim=-1)
+            )
+            row_group.positions = every.gather(-1, index)
 
     def _kept(
         self,
-        cohort: RowGroup,
+        row_group: RowGroup,
         side: str,
         old: list[list[Part]],
         bundles: list[Bundle],
@@ -358,11 +378,11 @@ class Keeper:
         index: Tensor | None,
     ) -> list[list[Part]]:
         result = []
-        wanted = segments(self.plan, self.layer, cohort.seen)
-        for place, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
-            parts = [*(old[place] if old else []), plain_part(latent)]
+        wanted = segments(self.plan, self.layer, row_group.seen)
+        for number, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
+            parts = [*(old[number] if old else []), plain_part(latent)]
             candidates = sum(part.tokens for part in parts)
-            if cohort.record and self.layer.sliding_window is not None:
+            if row_group.record and self.layer.sliding_window is not None:
                 wanted = [Segment(0, candidates, wanted[-1].level, quantised=False)]
             dropped = candidates - wanted[-1].stop
             chosen = None if index is None else self._chosen(index, bundle)
@@ -418,35 +438,35 @@ class LayerRuntime:
     @property
     def rebuilds(self) -> bool:
         """Whether keys are stored before RoPE in a layer that has RoPE."""
-        return self.layer.keys.placement is Placement.PRE_ROPE and self.facts.rotary_dim > 0
+        return rebuilds(self.layer, self.facts)
 
     def exact(self, several: bool) -> bool:
         """Whether a pass attends to its own tokens exactly because the plan is lazy (TALE)."""
         return self.plan.lazy and several
 
-    def run(self, cohort: RowGroup, own: OwnTokens) -> Tensor:
+    def run(self, row_group: RowGroup, own: OwnTokens) -> Tensor:
         """Attend and store; returns the heads' outputs side by side, ``[rows, t, Σ_h w_h]``."""
         keys, values = self.bundles(own.query.device, own.query.dtype)
-        first = self.plan.online_bases and cohort.seen == 0
+        first = self.plan.online_bases and row_group.seen == 0
         exact = first or self.exact(own.several)
         if first:
             with part("basis"):
-                self._decompose(cohort, "keys", keys, own.key)
-                self._decompose(cohort, "values", values, own.value)
-        keys = self._with_bases(cohort, "keys", keys)
-        values = self._with_bases(cohort, "values", values)
+                self._decompose(row_group, "keys", keys, own.key)
+                self._decompose(row_group, "values", values, own.value)
+        keys = self._with_bases(row_group, "keys", keys)
+        values = self._with_bases(row_group, "values", values)
         pre = self.layer.keys.placement is Placement.PRE_ROPE
         source = own.unrotated if pre and own.unrotated is not None else self._copied(own.key)
         key_latents = [bundle.latent(source) for bundle in keys]
         value_latents = [bundle.latent(own.value) for bundle in values]
 
         key_sides = [
-            self._key_side(cohort, place, bundle, latent, own, exact)
-            for place, (bundle, latent) in enumerate(zip(keys, key_latents, strict=True))
+            self._key_side(row_group, index, bundle, latent, own, exact)
+            for index, (bundle, latent) in enumerate(zip(keys, key_latents, strict=True))
         ]
         value_sides = [
-            self._value_side(cohort, place, bundle, latent, own, exact)
-            for place, (bundle, latent) in enumerate(zip(values, value_latents, strict=True))
+            self._value_side(row_group, index, bundle, latent, own, exact)
+            for index, (bundle, latent) in enumerate(zip(values, value_latents, strict=True))
         ]
         scoring = Scoring(
             scaling=self._scaling(own.options),
@@ -456,17 +476,17 @@ class LayerRuntime:
             group=self.facts.group,
         )
         if self.keeper.scoring:
-            scoring = self.keeper.scored(cohort, own, key_sides, scoring, exact)
+            scoring = self.keeper.scored(row_group, own, key_sides, scoring, exact)
         output = attend(key_sides, value_sides, scoring, own.query.dtype)
-        self.keeper.store(cohort, own, keys, key_latents, values, value_latents)
+        self.keeper.store(row_group, own, keys, key_latents, values, value_latents)
         return output
 
     # What a pass attends to.
 
     def _key_side(
         self,
-        cohort: RowGroup,
-        place: int,
+        row_group: RowGroup,
+        index: int,
         bundle: Bundle,
         latent: Tensor,
         own: OwnTokens,
@@ -475,14 +495,14 @@ class LayerRuntime:
         query = bundle.by_group(
             unflatten(own.query, 1, (-1, self.facts.group // self.layer.key_copies))
         )
-        stored = [kept.rows() for kept in cohort.keys[place]] if cohort.keys else []
-        latents = [*stored, *([] if exact else self._by_level(cohort, bundle, latent))]
+        stored = [kept.rows() for kept in row_group.keys[index]] if row_group.keys else []
+        latents = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
         own_block = KeyBlock(query, bundle.by_group(self._copied(own.key)))
         if self.rebuilds or bundle.online or not bundle.projected:
             heads = [bundle.rebuilt(rows) for rows in latents]
             if self.rebuilds and heads:
                 with part("decompress"):
-                    heads = [self._rotated(cohort, bundle, torch.cat(heads, dim=3), own)]
+                    heads = [self._rotated(row_group, bundle, torch.cat(heads, dim=3), own)]
             blocks = [KeyBlock(query, head) for head in heads]
         else:
             turned = query
@@ -500,15 +520,15 @@ class LayerRuntime:
 
     def _value_side(
         self,
-        cohort: RowGroup,
-        place: int,
+        row_group: RowGroup,
+        index: int,
         bundle: Bundle,
         latent: Tensor,
         own: OwnTokens,
         exact: bool,
     ) -> ValueSide:
-        stored = [kept.rows() for kept in cohort.values[place]] if cohort.values else []
-        blocks = [*stored, *([] if exact else self._by_level(cohort, bundle, latent))]
+        stored = [kept.rows() for kept in row_group.values[index]] if row_group.values else []
+        blocks = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
         if bundle.online or not bundle.projected:
             blocks = [bundle.rebuilt(rows) for rows in blocks]
         if exact:
@@ -516,16 +536,16 @@ class LayerRuntime:
         folded = self.layer.values.fold_up and bundle.projected and not exact
         return ValueSide(bundle, blocks, in_latents=folded)
 
-    def _by_level(self, cohort: RowGroup, bundle: Bundle, latent: Tensor) -> list[Tensor]:
+    def _by_level(self, row_group: RowGroup, bundle: Bundle, latent: Tensor) -> list[Tensor]:
         """Cut a pass's own latents to the ranks that their levels have after the pass."""
         tokens = latent.shape[2]
         if self.layer.sliding_window is not None or len(set(bundle.ranks)) == 1:
             return [latent]
         # Levels before eviction: which tokens it takes is known only after the pass.
-        sink, total = self.plan.levels.sink, cohort.seen + tokens
+        sink, total = self.plan.levels.sink, row_group.seen + tokens
         ends = level_ends(self.plan.levels, max(0, total - sink))
         bounds = [*(min(sink, total) + end for end in ends)]
-        cuts, start = [], cohort.seen
+        cuts, start = [], row_group.seen
         if start < min(sink, total):
             cuts.append((start, min(sink, total), bundle.ranks[-1]))
             start = min(sink, total)
@@ -533,23 +553,23 @@ class LayerRuntime:
             if end > start:
                 cuts.append((start, end, rank))
                 start = end
-        return [latent[:, :, a - cohort.seen : b - cohort.seen, :r] for a, b, r in cuts]
+        return [latent[:, :, a - row_group.seen : b - row_group.seen, :r] for a, b, r in cuts]
 
-    def _rotated(self, cohort: RowGroup, bundle: Bundle, keys: Tensor, own: OwnTokens) -> Tensor:
+    def _rotated(self, row_group: RowGroup, bundle: Bundle, keys: Tensor, own: OwnTokens) -> Tensor:
         assert own.rotation is not None
         assert own.angles is not None
         assert self.facts.rotary_offset is not None  # check_fits has seen to it
-        rows = index_of(tuple(cohort.rows), keys.device)
+        rows = index_of(tuple(row_group.rows), keys.device)
         tokens, groups = keys.shape[3], bundle.groups
-        stored = cohort.stored
-        fresh = torch.arange(own.place, own.place + tokens - stored, device=keys.device)
-        if cohort.places is None:
-            old = torch.arange(own.place - stored, own.place, device=keys.device)
-            places = torch.cat([old, fresh]).expand(len(cohort.rows), groups, -1)
+        stored = row_group.stored
+        fresh = torch.arange(own.position, own.position + tokens - stored, device=keys.device)
+        if row_group.positions is None:
+            old = torch.arange(own.position - stored, own.position, device=keys.device)
+            positions = torch.cat([old, fresh]).expand(len(row_group.rows), groups, -1)
         else:
-            old = cohort.places[:, self.keeper.units_of(bundle)].long()
-            places = torch.cat([old, fresh.expand(*old.shape[:2], -1)], dim=-1)
-        cos, sin = own.angles.at(rows, places)
+            old = row_group.positions[:, self.keeper.units_of(bundle)].long()
+            positions = torch.cat([old, fresh.expand(*old.shape[:2], -1)], dim=-1)
+        cos, sin = own.angles.at(rows, positions)
         return rotated(
             own.rotation, keys, cos, sin, self.facts.rotary_offset, self.facts.rotary_transposed
         )
@@ -561,20 +581,20 @@ class LayerRuntime:
     # The strawman's bases.
 
     def _decompose(
-        self, cohort: RowGroup, side: str, bundles: list[Bundle], states: Tensor
+        self, row_group: RowGroup, side: str, bundles: list[Bundle], states: Tensor
     ) -> None:
-        for place, bundle in enumerate(bundles):
+        for index, bundle in enumerate(bundles):
             if bundle.online:
                 rows = bundle.joined(states).double()
                 basis = eigenbasis(rows.mT @ rows)[1][..., : bundle.ranks[-1]]
-                cohort.bases[side, place] = basis.to(states.dtype).contiguous()
+                row_group.bases[side, index] = basis.to(states.dtype).contiguous()
 
-    def _with_bases(self, cohort: RowGroup, side: str, bundles: list[Bundle]) -> list[Bundle]:
+    def _with_bases(self, row_group: RowGroup, side: str, bundles: list[Bundle]) -> list[Bundle]:
         return [
-            replace(bundle, down=cohort.bases[side, place], up=cohort.bases[side, place])
+            replace(bundle, down=row_group.bases[side, index], up=row_group.bases[side, index])
             if bundle.online
             else bundle
-            for place, bundle in enumerate(bundles)
+            for index, bundle in enumerate(bundles)
         ]
 
     def bundles(

@@ -6,10 +6,17 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.methods.plan import LayerPlan, Placement
 from kvprof.models.interface import Rotation
+from kvprof.models.layout import LayerLayout
 from kvprof.runtime.tensors import unflatten
 
-__all__ = ["RotaryTable", "angles", "rotated"]
+__all__ = ["RotaryTable", "angles", "rebuilds", "rotated"]
+
+
+def rebuilds(layer: LayerPlan, facts: LayerLayout) -> bool:
+    """Whether keys are stored before RoPE, in a layer that has it, and rebuilt at every use."""
+    return layer.keys.placement is Placement.PRE_ROPE and facts.rotary_dim > 0
 
 
 @dataclass
@@ -29,14 +36,14 @@ class RotaryTable:
         cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
         return RotaryTable(torch.cat([self.cos, cos], 1), torch.cat([self.sin, sin], 1))
 
-    def at(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Look up tokens.
 
         Parameters
         ----------
         rows : Tensor
             ``[rows]``, in the batch.
-        places : Tensor
+        positions : Tensor
             ``[rows, groups, N]``, in the sequence as the model saw it, padding included.
 
         Returns
@@ -45,7 +52,7 @@ class RotaryTable:
             ``[rows, groups, N, rotary width]``.
         """
         index = rows.view(-1, 1, 1)
-        return self.cos[index, places], self.sin[index, places]
+        return self.cos[index, positions], self.sin[index, positions]
 
 
 def angles(rotation: Rotation, batch: int) -> RotaryTable:
@@ -88,9 +95,9 @@ def rotated(
     names = ("q", "k", "cos", "sin")
     args = [tables[n] for n, _ in zip(names, rotation.args, strict=False)] + [*rotation.args[4:]]
     kwargs = {name: tables.get(name, value) for name, value in rotation.kwargs.items()}
-    turned: Tensor = rotation.function(*args, **kwargs)[1]
-    turned = turned.transpose(1, 2) if transposed else turned
-    result = flat.clone() if width != flat.shape[-1] else turned
+    own: Tensor = rotation.function(*args, **kwargs)[1]
+    own = own.transpose(1, 2) if transposed else own
+    result = flat.clone() if width != flat.shape[-1] else own
     if width != flat.shape[-1]:
-        result[..., offset : offset + width] = turned
+        result[..., offset : offset + width] = own
     return unflatten(result.to(keys.dtype), 0, keys.shape[:2])

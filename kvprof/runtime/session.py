@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,25 @@ from kvprof.methods.plan import Plan
 from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.backends.route import KernelRoute
+from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.cache import CompressedCache, RowGroup
 from kvprof.runtime.clock import part
 from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.layer import LayerRuntime, OwnTokens
 from kvprof.runtime.masks import mask_facts, visible_keys
-from kvprof.runtime.tensors import index_of, uncompiled
+from kvprof.runtime.tensors import index_of
 
 __all__ = ["Compression"]
+
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+def _uncompiled(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+    """Mark a function that ``torch.compile`` runs as it is: it keeps count on the host."""
+    marked: Callable[_Given, _Returned] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return marked
 
 
 class Compression:
@@ -83,6 +94,14 @@ class Compression:
         """Whether keys are rebuilt before RoPE somewhere."""
         return any(layer.rebuilds for layer in self._layers)
 
+    def new_kernel_state(self) -> KernelState | None:
+        """Return what a new cache's layers share; None where no layer runs on the kernels."""
+        return KernelState() if self.route.used else None
+
+    def new_kernel_store(self, index: int, capacity: int | None) -> KernelStore | None:
+        """Return a layer's empty store; None where it does not run on the kernels."""
+        return self.route.new_store(index, capacity)
+
     def leave_kernels(self, cache: CompressedCache, reason: str) -> None:
         """Take a cache off the kernels, with what is in it.
 
@@ -107,7 +126,7 @@ class Compression:
 
     # Forward passes.
 
-    @uncompiled
+    @_uncompiled
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the decoder's forward: see to the cache and to where real tokens begin."""
         bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
@@ -155,7 +174,7 @@ class Compression:
                 "this context's new_cache()"
             )
 
-    @uncompiled
+    @_uncompiled
     def end(self, module: nn.Module, args: Any, result: Any) -> Any:
         """After it: make sure that every layer attended through the cache."""
         missing = [x.facts.index for x in self._layers if x.facts.index not in self._fired]
@@ -170,7 +189,7 @@ class Compression:
             return replace(result, past_key_values=None)
         return result[:1] if self._lent else result
 
-    @uncompiled
+    @_uncompiled
     @torch.no_grad()
     def attend(
         self,
@@ -225,21 +244,23 @@ class Compression:
             with part("decompress"):
                 table = cache.angles(index, rotation, batch)
         store.trim()
-        self._regroup(store.cohorts, store.seen)
+        self._regroup(store.row_groups, store.seen)
         output: Tensor | None = None
-        for cohort in store.cohorts:
-            cohort.record = store.record_past
-            hidden = max(0, self._starts[cohort.rows[0]] - store.seen) if not cohort.seen else 0
+        for row_group in store.row_groups:
+            row_group.record = store.record_past
+            hidden = (
+                max(0, self._starts[row_group.rows[0]] - store.seen) if not row_group.seen else 0
+            )
             if hidden >= tokens:
                 continue
-            whole = len(cohort.rows) == batch and cohort.rows == list(range(batch))
-            rows = slice(None) if whole else index_of(tuple(cohort.rows), query.device)
+            whole = len(row_group.rows) == batch and row_group.rows == list(range(batch))
+            rows = slice(None) if whole else index_of(tuple(row_group.rows), query.device)
 
             def own(states: Tensor | None, rows: Any = rows, hidden: int = hidden) -> Any:
                 return None if states is None else states[rows][:, :, hidden:]
 
             result = runtime.run(
-                cohort,
+                row_group,
                 OwnTokens(
                     own(query),
                     own(key),
@@ -247,7 +268,7 @@ class Compression:
                     own(unrotated),
                     visible_keys(
                         own(mask.expand(batch, -1, -1, -1)) if mask is not None else None,
-                        cohort.stored,
+                        row_group.stored,
                         tokens - hidden,
                     ),
                     store.seen + hidden,
@@ -287,15 +308,15 @@ class Compression:
         self.watching.rotations.clear()
         return rotation
 
-    def _regroup(self, cohorts: list[RowGroup], past: int) -> None:
+    def _regroup(self, row_groups: list[RowGroup], past: int) -> None:
         """Put rows that have no real token yet together with those that start where they do."""
-        begun = [cohort for cohort in cohorts if cohort.seen]
-        placed = {row for cohort in begun for row in cohort.rows}
+        begun = [row_group for row_group in row_groups if row_group.seen]
+        placed = {row for row_group in begun for row in row_group.rows}
         groups: dict[int, list[int]] = {}
         for row, start in enumerate(self._starts):
             if row not in placed:
                 groups.setdefault(max(start, past), []).append(row)
-        cohorts[:] = [*begun, *(RowGroup(rows) for rows in groups.values())]
+        row_groups[:] = [*begun, *(RowGroup(rows) for rows in groups.values())]
 
     # Generation.
 

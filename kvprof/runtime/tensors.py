@@ -1,13 +1,12 @@
-"""Splits dimensions."""
+"""What the runtime asks of tensors and their device, whichever layer asks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["index_of", "inverse_of", "is_capturing", "uncompiled", "unflatten"]
+__all__ = ["index_of", "inverse_of", "is_capturing", "unflatten"]
 
 
 def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -20,10 +19,10 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def index_of(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return `places` as an index on `device`, ``[len(places)]`` int64; not to be written to."""
+def index_of(indices: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `indices` as an index on `device`, ``[len(indices)]`` int64; not to be written to."""
     with torch.inference_mode(False):
-        return torch.tensor(places, device=device)
+        return torch.tensor(indices, device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -33,16 +32,6 @@ def inverse_of(order: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(order, device=device).argsort()
 
 
-_Given = ParamSpec("_Given")
-_Returned = TypeVar("_Returned")
-
-
 def is_capturing(device: torch.device) -> bool:
     """Whether what runs on a device now is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def uncompiled(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
-    """Mark a function that ``torch.compile`` runs as it is: it keeps count on the host."""
-    marked: Callable[_Given, _Returned] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return marked

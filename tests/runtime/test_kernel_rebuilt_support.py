@@ -13,14 +13,15 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from kvprof.errors import UsageError
-from kvprof.methods.plan import Placement
+from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Eviction, Levels
-from kvprof.runtime.backends.rebuilt_tables import (
+from kvprof.models.load import LoadedModel
+from kvprof.runtime.backends.layer import LayerSpec
+from kvprof.runtime.backends.rebuilt import (
+    RebuiltKernelLayer,
     RotaryForm,
     rotary_form,
-    rotary_reasons,
-    shared_reason,
 )
 from kvprof.runtime.backends.route import kernel_reasons
 from kvprof.runtime.compressed import compressed
@@ -50,7 +51,7 @@ def test_the_form_of_a_models_rotary_function_is_found(file: Any) -> None:
     wanted = keys.clone()
     wanted[..., :16] = function(keys[..., :16], keys[..., :16], whole.cos(), whole.sin())[1]
     cos, sin = (form.pairs(own)[:, None] for own in (whole.cos(), whole.sin()))
-    assert torch.allclose(form.turned(keys, cos, sin), wanted, atol=1e-6)
+    assert torch.allclose(form.rotated(keys, cos, sin), wanted, atol=1e-6)
 
 
 def _permuted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,10 @@ def _complex(q: Tensor, k: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]
     return q, k
 
 
+def reasons(model: LoadedModel, plan: Plan) -> list[str | None]:
+    return kernel_reasons(plan, model.layout, CPU, torch.float32, model)
+
+
 def test_other_forms_are_none() -> None:
     assert rotary_form(_permuted, 16, False) is None
     assert rotary_form(_complex, 16, False) is None
@@ -72,9 +77,9 @@ def test_other_forms_are_none() -> None:
 def test_a_model_with_such_a_form_stays_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded("Llama", head_dim=32)
     plan = make_plan(model, placement=Placement.PRE_ROPE)
-    assert rotary_reasons(model, plan) == [None] * 3
+    assert reasons(model, plan) == [None] * 3
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", _permuted_once)
-    assert all("in a form that the kernels" in str(x) for x in rotary_reasons(model, plan))
+    assert all("in a form that the kernels" in str(x) for x in reasons(model, plan))
     with compressed(model, plan, "auto") as session, torch.inference_mode():
         session.route.least_tokens = 0
         found = model.model(token_ids(1, 5), past_key_values=session.new_cache()).logits
@@ -85,7 +90,7 @@ def test_a_model_with_such_a_form_stays_on_torch(monkeypatch: pytest.MonkeyPatch
     ):
         pass
     # Where nothing is rebuilt it does not matter.
-    assert rotary_reasons(model, make_plan(model)) == [None] * 3
+    assert reasons(model, make_plan(model)) == [None] * 3
 
 
 def _permuted_once(
@@ -138,8 +143,8 @@ def test_shapes_that_cannot_run_are_named() -> None:
         ({"rotary_offset": 16}, "from column 16 on"),
         ({"qk_head_dim": 24}, "keys are 24 wide"),
     ):
-        assert reason in str(shared_reason(plan, layer, replace(facts, **changed)))
-    assert shared_reason(plan, layer, facts) is None
+        spec = LayerSpec(plan, layer, replace(facts, **changed), CPU, torch.float32)
+        assert reason in str(RebuiltKernelLayer.why_not(spec))
     assert kernel_reasons(plan, model.layout, CPU, torch.float32) == [None] * 3
     wide = loaded("Llama", num_attention_heads=4, num_key_value_heads=4, head_dim=160)
     joint = make_plan(wide, placement=Placement.PRE_ROPE, heads=4, ranks=lambda *a: (576,))

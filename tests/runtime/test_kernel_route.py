@@ -10,7 +10,8 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import kivi, kvquant
 from kvprof.methods.storage import Eviction, Levels
-from kvprof.runtime.backends.route import kernel_reasons, runs_on_kernels
+from kvprof.runtime.backends.layer import LayerSpec
+from kvprof.runtime.backends.route import kernel_reasons, why_not
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
@@ -59,10 +60,10 @@ def test_machines_and_dtypes_without_kernels_are_named() -> None:
         (torch.device("mps"), torch.float16, "none for mps"),
         (CPU, torch.float64, "not in float64"),
     ):
-        assert reason in str(runs_on_kernels(plan, layer, facts, device, dtype))
-    assert runs_on_kernels(plan, layer, facts, CPU, torch.bfloat16) is None
+        assert reason in str(why_not(LayerSpec(plan, layer, facts, device, dtype)))
+    assert why_not(LayerSpec(plan, layer, facts, CPU, torch.bfloat16)) is None
     alibi = replace(facts, position="alibi")
-    assert "ALiBi" in str(runs_on_kernels(plan, layer, alibi, CPU, torch.float32))
+    assert "ALiBi" in str(why_not(LayerSpec(plan, layer, alibi, CPU, torch.float32)))
 
 
 def test_levels_and_eviction_stop_at_a_sliding_window() -> None:
@@ -90,7 +91,7 @@ def test_layers_on_the_kernels_run_beside_layers_that_are_not() -> None:
             for step in range(4):
                 found.append(model.model(token_ids(2, 1, seed=step), past_key_values=cache).logits)
             assert any(layer.planes is not None for layer in cache.layers) == mixed
-            assert any(layer.cohorts for layer in cache.layers)
+            assert any(layer.row_groups for layer in cache.layers)
             outputs.append((torch.cat(found, 1), cache.nbytes))
     (wanted, nbytes), (found_, stored) = outputs
     assert (found_ - wanted).norm() / wanted.norm() < 1e-5

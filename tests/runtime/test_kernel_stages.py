@@ -33,7 +33,7 @@ def test_steps_lead_where_the_tables_say(own: Stages, tokens: int) -> None:
             assert (int(source) == NOWHERE) == (int(target) == NOWHERE)
             if int(source) != NOWHERE:
                 held[after][int(target)] = held[before][int(source)]
-        segments, slots = own.places(0, token + 1, token + 1)
+        segments, slots = own.slots_of(0, token + 1, token + 1)
         found = [held[n][slot] for n, slot in zip(segments, slots, strict=True)]
         assert found == list(range(token + 1))
         counts = own.counts(token + 1)

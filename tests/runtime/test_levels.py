@@ -70,7 +70,7 @@ class Appends(RuleBasedStateMachine):
         self.quantised = quantised
         self.group = plan.layers[0].values.groups[0]
         self.runtime = LayerRuntime(plan, 0, model.layout.layers[0])
-        self.cohort = RowGroup([0, 1])
+        self.row_group = RowGroup([0, 1])
         self.values = torch.zeros(2, 2, 0, 16)
 
     @rule(tokens=st.sampled_from([1, 1, 1, 2, 7, 19]))
@@ -79,20 +79,20 @@ class Appends(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(seed)
         q = torch.randn(2, 4, tokens, 16, generator=generator)
         k, v = (torch.randn(2, 2, tokens, 16, generator=generator) for _ in range(2))
-        past = self.cohort.stored
+        past = self.row_group.stored
         visible = torch.ones(tokens, past + tokens).tril(past).bool().expand(2, 1, -1, -1)
         own = OwnTokens(q, k, v, None, visible, past, tokens > 1, {}, None, None, 128)
-        output = self.runtime.run(self.cohort, own)
+        output = self.runtime.run(self.row_group, own)
         assert output.isfinite().all()
         self.values = torch.cat([self.values, v], dim=2)
 
     @invariant()
     def levels_are_the_rules(self) -> None:
-        if not hasattr(self, "cohort") or not self.cohort.values:
+        if not hasattr(self, "row_group") or not self.row_group.values:
             return
         seen = self.values.shape[2]
         expected = rule_from_scratch(seen, self.sink, self.shares, self.batch)
-        parts = self.cohort.values[0]
+        parts = self.row_group.values[0]
         assert sum(part.tokens for part in parts) == seen
         latents = self.latents()
         place = 0

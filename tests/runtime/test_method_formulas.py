@@ -20,7 +20,8 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.registry import METHODS, plan_family
-from kvprof.runtime.backends.route import runs_on_kernels
+from kvprof.runtime.backends.layer import LayerSpec
+from kvprof.runtime.backends.route import why_not
 from kvprof.runtime.compressed import compressed
 from tests.methods.models import FINE
 from tests.models.tiny import token_ids
@@ -162,7 +163,7 @@ def test_a_key_per_query_head_is_counted_stored_and_kept_from_the_kernels(tmp_pa
         cache = session.new_cache()
         model.model(ids, past_key_values=cache)
         assert cache.nbytes == 2 * bytes_at(plan, LENGTH, itemsize=8).total
-    reason = runs_on_kernels(plan, plan.layers[0], facts, torch.device("cpu"), torch.float32)
+    reason = why_not(LayerSpec(plan, plan.layers[0], facts, torch.device("cpu"), torch.float32))
     assert reason is not None
     assert "each query head stores a key of its own" in reason
     save_plan(plan, tmp_path / "literal.safetensors")

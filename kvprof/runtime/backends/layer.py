@@ -1,18 +1,25 @@
 """What every way to run an attention layer on kvprof's kernels shares.
 
-The order differs from `kvprof.runtime.layer`'s, which attends first: a pass's own tokens are stored
-as they are attended to, so one store serves both.
+A way to store tokens is one subclass of `KernelLayer`: it says whether a plan asks for it
+(`stores`), why it cannot run (`why_not`), makes the store, and runs.
+`kvprof.runtime.backends.route` holds the list of them. The order differs from
+`kvprof.runtime.layer`'s, which attends first: a pass's own tokens are stored as they are attended
+to, so one store serves both.
 """
 
+import importlib.util
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import RaggedLayout
-from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, ValuePlan
+from kvprof.kernels.planes import LARGEST_GROUP, STEP, RaggedLayout
+from kvprof.kernels.project.bases import BasisSet, basis_set
+from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Plan
+from kvprof.methods.tokens import quantises
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
@@ -20,14 +27,131 @@ from kvprof.runtime.cache import RowGroup
 from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import unflatten
 
-__all__ = ["KernelLayer", "Matrices", "Ups", "cut", "exact_matrices", "matrices_of"]
+__all__ = [
+    "KernelLayer",
+    "LayerSpec",
+    "Matrices",
+    "ages",
+    "by_head",
+    "cut",
+    "exact_matrices",
+    "matrices_of",
+    "prefilled",
+    "refused_width",
+]
+
+# --- A layer that is to run, and what no way to store tokens on the kernels can do.
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST = 256
+_OLDEST = (8, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """A layer of a plan, and where and in what it is to run.
+
+    Attributes
+    ----------
+    plan : Plan
+    layer : LayerPlan
+        One of its layers.
+    facts : LayerLayout
+        The model's layer.
+    device : torch.device
+    dtype : torch.dtype
+    rotations : callable or None
+        Gives the rotary functions that the model may call in it; None where the model is not there
+        to be asked.
+    """
+
+    plan: Plan
+    layer: LayerPlan
+    facts: LayerLayout
+    device: torch.device
+    dtype: torch.dtype
+    rotations: Callable[[], Sequence[Callable[..., Any]]] | None = None
+
+    @property
+    def groups(self) -> tuple[HeadGroup, ...]:
+        """The layer's head groups, of the keys and then of the values."""
+        return (*self.layer.keys.groups, *self.layer.values.groups)
+
+
+def ages(spec: LayerSpec) -> bool:
+    """Whether a layer's tokens are not all stored alike at full precision."""
+    if quantises(spec.plan, spec.layer):
+        return True
+    uneven = any(len(set(group.ranks)) > 1 for group in spec.groups)
+    return spec.layer.sliding_window is None and uneven
+
+
+def refused_width(spec: LayerSpec) -> str | None:
+    """Return which head's width no plane has; None where there is none."""
+    for name, side in (("keys", spec.layer.keys), ("values", spec.layer.values)):
+        for group in side.groups:
+            if group.rank % STEP or group.rank > _WIDEST:
+                return (
+                    f"KV head {group.first} keeps {group.rank} columns of its {name}, and widths "
+                    f"are multiples of {STEP} to {_WIDEST}"
+                )
+    return None
+
+
+def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type not in ("cuda", "cpu"):
+        return f"there are kernels for CUDA and the CPU, none for {device.type}"
+    if dtype not in _DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"the kernels compute in bfloat16, float16 or float32, not in {name}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        return None
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        return (
+            f"the kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (A100) or newer, and "
+            f"this GPU has {capability[0]}.{capability[1]}"
+        )
+    return None
+
+
+def _planned(spec: LayerSpec) -> str | None:
+    """Say what of the plan no kernel knows.
+
+    What a plan says of all layers counts only where it touches this one: levels and eviction stop
+    at a sliding window.
+    """
+    if spec.layer.keys.per_query_head:
+        return "each query head stores a key of its own, and the kernels share one per KV head"
+    if spec.plan.online_bases:
+        return "bases are found online, per sequence"
+    if spec.plan.lazy and not ages(spec):
+        return "a lazy prefill attends exactly and compresses afterwards"
+    if spec.plan.eviction is not None and spec.layer.sliding_window is None:
+        return "tokens are evicted"
+    return None
+
+
+def _modelled(facts: LayerLayout) -> str | None:
+    if facts.position == "alibi":
+        return "ALiBi adds to the scores"
+    if facts.masked:
+        return "its mask hides more than what is later or out of its sliding window"
+    if facts.group > LARGEST_GROUP:
+        return f"{facts.group} query heads share a KV head, more than {LARGEST_GROUP}"
+    return None
+
 
 # --- A layer's bases, laid out as the kernels and what comes behind them take them.
 
 
 @dataclass(frozen=True, eq=False)
 class Ups:
-    """Heads of one rank, whose outputs are turned back together.
+    """KV heads of one rank, whose outputs become heads again together.
 
     Attributes
     ----------
@@ -43,15 +167,17 @@ class Ups:
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """A layer's bases as the kernels take them.
+    """A layer's bases as the kernels take them, per group of the n KV heads that share a latent.
 
     Attributes
     ----------
-    queries, keys : BasisSet
-        A head that is stored as it is, or that a folded projection has turned already, has columns
-        of the identity.
+    queries : BasisSet
+        ``[d, r]`` per KV head.
+    keys : BasisSet
+        ``[depth, r]`` per group. A head that is stored as it is, or that a folded projection has
+        compressed already, has columns of the identity.
     values : BasisSet or None
-        None where values come as they are to be stored.
+        ``[n * d, r]`` per group; None where values come as they are to be stored.
     columns : Tensor or None
         The columns of a folded projection's output that are latents; None for all.
     ups : list of Ups
@@ -60,16 +186,21 @@ class Matrices:
         From the heads of all `ups`, one after another, to those of the model.
     """
 
-    queries: Any
-    keys: Any
-    values: Any
+    queries: BasisSet
+    keys: BasisSet
+    values: BasisSet | None
     columns: Tensor | None
     ups: list[Ups]
     order: Tensor | None
 
 
 def matrices_of(
-    layer: LayerPlan, facts: LayerLayout, device: torch.device, dtype: torch.dtype
+    layer: LayerPlan,
+    facts: LayerLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    narrow: bool = False,
 ) -> Matrices:
     """Return a layer's matrices, where and in what the layer runs.
 
@@ -79,12 +210,14 @@ def matrices_of(
     facts : LayerLayout
         The model's layer.
     device, dtype
+    narrow : bool
+        Where W_K is folded, let `Matrices.keys` meet those columns of a group alone that hold
+        latents in some group.
     """
-    from kvprof.kernels.project.bases import basis_set
-
     keys, values = layer.keys, layer.values
-    downs = [_down(group, keys.fold_down) for group in keys.groups]
-    ups = [_up(group, keys) for group in keys.groups]
+    depth = keys.groups[0].width
+    if narrow and keys.fold_down:
+        depth = max(group.rank for group in keys.groups)
     value_bases = columns = None
     if values.projected and not values.fold_down:
         value_bases = basis_set(
@@ -98,10 +231,16 @@ def matrices_of(
     found: list[Ups] = []
     order = None
     if values.projected and not values.fold_up:
-        found, order = _turned_back(values, facts.group, device, dtype)
+        found, order = _value_ups(values.groups, facts.group, device, dtype)
     return Matrices(
-        queries=basis_set(ups, dtype=dtype, device=device),
-        keys=basis_set(downs, dtype=dtype, device=device),
+        queries=basis_set(
+            [up for group in keys.groups for up in _met(group, keys)], dtype=dtype, device=device
+        ),
+        keys=basis_set(
+            [_down(group, keys.fold_down)[:depth] for group in keys.groups],
+            dtype=dtype,
+            device=device,
+        ),
         values=value_bases,
         columns=columns,
         ups=found,
@@ -111,8 +250,6 @@ def matrices_of(
 
 def exact_matrices(facts: LayerLayout, device: torch.device, dtype: torch.dtype) -> Matrices:
     """Return what stores heads as they are."""
-    from kvprof.kernels.project.bases import basis_set
-
     keys, values = (
         basis_set([torch.eye(width)] * facts.num_kv_heads, dtype=dtype, device=device)
         for width in (facts.qk_head_dim, facts.v_head_dim)
@@ -120,65 +257,102 @@ def exact_matrices(facts: LayerLayout, device: torch.device, dtype: torch.dtype)
     return Matrices(queries=keys, keys=keys, values=values, columns=None, ups=[], order=None)
 
 
-def _turned_back(
-    values: ValuePlan, query_heads: int, device: torch.device, dtype: torch.dtype
+def _value_ups(
+    groups: Sequence[HeadGroup], query_heads: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Ups], Tensor | None]:
-    begins, ranks = [0], dict[int, list[HeadGroup]]()
-    for group in values.groups:
-        begins.append(begins[-1] + query_heads * group.rank)
-        ranks.setdefault(group.rank, []).append(group)
+    # Per rank: each KV head, its columns in a row of outputs, and its matrix.
+    ranks: dict[int, list[tuple[int, range, Tensor]]] = {}
+    begin = 0
+    for group in groups:
+        for head, up in enumerate(by_head(group), group.first):
+            end = begin + query_heads * group.rank
+            ranks.setdefault(group.rank, []).append((head, range(begin, end), up.T))
+            begin = end
     found = []
     for members in ranks.values():
-        columns = [c for g in members for c in range(begins[g.first], begins[g.first + 1])]
-        matrices = [_eye(g).T if g.up is None else g.up.T for g in members]
-        up = torch.stack(matrices).to(device, dtype)
+        columns = [column for _, own, _ in members for column in own]
+        up = torch.stack([matrix for _, _, matrix in members]).to(device, dtype)
         found.append(Ups(torch.tensor(columns, device=device), up))
     if len(found) == 1:
         return found, None
-    order = torch.tensor([g.first for members in ranks.values() for g in members])
+    order = torch.tensor([head for members in ranks.values() for head, _, _ in members])
     return found, order.argsort().to(device)
 
 
-def _eye(group: HeadGroup) -> Tensor:
-    return torch.eye(group.head_dim)[:, : group.rank]
+def _eye(height: int, width: int) -> Tensor:
+    return torch.eye(max(height, width))[:height, :width]
 
 
 def _down(group: HeadGroup, folded: bool) -> Tensor:
-    """Return what a head is multiplied with before it is stored."""
-    return _eye(group) if folded or group.down is None else group.down
+    """Return what a group's heads, side by side, are multiplied with before they are stored."""
+    return _eye(group.width, group.rank) if folded or group.down is None else group.down
 
 
-def _up(group: HeadGroup, keys: KeyPlan) -> Tensor:
-    """Return what a query is multiplied with."""
-    if keys.placement is Placement.NONE or keys.fold_up or group.up is None:
-        return _eye(group)
-    return group.up
+def by_head(group: HeadGroup) -> tuple[Tensor, ...]:
+    """Return what turns a group's latent into each of its heads, ``[d, r]``."""
+    up = _eye(group.width, group.rank) if group.up is None else group.up
+    return up.view(group.heads, -1, group.rank).unbind()
+
+
+def _met(group: HeadGroup, keys: KeyPlan) -> Sequence[Tensor]:
+    """Return what the queries of each of a group's KV heads are multiplied with, ``[d, r]``."""
+    if keys.fold_up:
+        return [_eye(group.head_dim, group.rank)] * group.heads
+    return by_head(group)
+
+
+# --- A way to store tokens.
 
 
 class KernelLayer(ABC):
-    """Executes one layer of a plan on the kernels.
+    """Executes one layer of a plan on the kernels: one way to store its tokens.
 
     Parameters
     ----------
+    plan : Plan
     layer : LayerPlan
+        One of its layers, for which `stores` holds and `why_not` knows no reason.
     facts : LayerLayout
         The model's layer.
     """
 
-    def __init__(self, layer: LayerPlan, facts: LayerLayout) -> None:
+    #: Whether keys are compressed apart from queries, which then need not be as wide.
+    narrow = False
+
+    def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
+        self.plan = plan
         self.layer = layer
         self.facts = facts
         # A layer that is stored as it is has nothing compressed, however its tokens are written.
         sides = (*layer.keys.groups, *layer.values.groups)
         self._storing = "attention" if all(group.identity for group in sides) else "compress"
-        self._turns = layer.values.projected and not layer.values.fold_up
+        self._decompresses = layer.values.projected and not layer.values.fold_up
         self._matrices: dict[tuple[torch.device, torch.dtype], Matrices] = {}
+
+    @classmethod
+    @abstractmethod
+    def stores(cls, spec: LayerSpec) -> bool:
+        """Return whether a plan asks for this way to store a layer's tokens."""
+
+    @classmethod
+    def why_not(cls, spec: LayerSpec) -> str | None:
+        """Return why a layer that is stored this way cannot run; None where it can."""
+        return (
+            _machine(spec.device, spec.dtype)
+            or _planned(spec)
+            or cls._own_reason(spec)
+            or _modelled(spec.facts)
+        )
+
+    @classmethod
+    def _own_reason(cls, spec: LayerSpec) -> str | None:
+        """Return what of a layer this way to store tokens alone cannot do."""
+        return None
 
     @abstractmethod
     def new_store(self, capacity: int | None) -> KernelStore:
         """Return an empty store; `capacity` is a static cache's, in tokens."""
 
-    @abstractmethod
     def run(
         self,
         store: KernelStore,
@@ -209,9 +383,43 @@ class KernelLayer(ABC):
         UsageError
             When a static cache is too small.
         """
+        batch, _, tokens, _ = query.shape
+        most = max(1, state.past + tokens - min(state.first))
+        store.make_room(batch, most, reach, query.device, query.dtype)
+        passing = state.on(query.device)
+        output = self._attended(store, state, passing, (query, key, value), self._scoring(options))
+        if self._decompresses and not (self.plan.lazy and tokens > 1):
+            with part("decompress"):
+                output = self._in_heads(output)
+        if passing.hidden is not None:
+            output = output.masked_fill(passing.padding(), 0)
+        return output
 
     @abstractmethod
-    def cohorts(
+    def _attended(
+        self,
+        store: Any,
+        state: KernelState,
+        passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor],
+        scoring: dict[str, Any],
+    ) -> Tensor:
+        """Store and attend, as `run` does; latents stay latents.
+
+        Parameters
+        ----------
+        store : KernelStore
+            That `new_store` made, with room for the pass.
+        state : KernelState
+        passing : KernelPass
+        states : tuple of Tensor
+            Queries, keys and values.
+        scoring : dict
+            Scaling, soft-cap and sinks.
+        """
+
+    @abstractmethod
+    def row_groups(
         self,
         store: KernelStore,
         state: KernelState,
@@ -248,7 +456,7 @@ class KernelLayer(ABC):
         if matrices is None:
             matrices = self._prepared(query.device, query.dtype)
         with part(self._storing):
-            values = _as_stored(value, matrices)
+            values = _as_stored(value, matrices, layout.heads)
             projected: Tensor = project_step(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
@@ -278,8 +486,9 @@ class KernelLayer(ABC):
         matrices = self._prepared(key.device, key.dtype)
         with part(self._storing):
             where = (layout, buffer, start)
-            step.project_keys(key.transpose(1, 2), matrices.keys, *where, valid=passing.hidden)
-            values = _as_stored(value, matrices)
+            keys = _by_latent(key, layout.heads)[..., : matrices.keys.depth]
+            step.project_keys(keys, matrices.keys, *where, valid=passing.hidden)
+            values = _as_stored(value, matrices, layout.heads)
             if matrices.values is None:
                 step.store_values(values, *where, valid=passing.hidden)
             else:
@@ -296,7 +505,7 @@ class KernelLayer(ABC):
         }
 
     def _in_heads(self, output: Tensor) -> Tensor:
-        """Turn latents back into heads, which no projection does behind the attention."""
+        """Turn latents into heads again, which no projection does behind the attention."""
         matrices = self._prepared(output.device, output.dtype)
         group, turned = self.facts.group, []
         for ups in matrices.ups:
@@ -316,16 +525,23 @@ class KernelLayer(ABC):
         if key not in self._matrices:
             # Not as inference tensors: they outlive the mode they were made in.
             with torch.inference_mode(False):
-                self._matrices[key] = matrices_of(self.layer, self.facts, device, dtype)
+                self._matrices[key] = matrices_of(
+                    self.layer, self.facts, device, dtype, narrow=self.narrow
+                )
         return self._matrices[key]
 
 
-def _as_stored(value: Tensor, matrices: Matrices) -> Tensor:
+def _by_latent(states: Tensor, latents: int) -> Tensor:
+    """Lay the heads that share a latent side by side: ``[batch, t, latents, n * d]``."""
+    states = states.transpose(1, 2)
+    return states if states.shape[2] == latents else unflatten(states.flatten(2), -1, (latents, -1))
+
+
+def _as_stored(value: Tensor, matrices: Matrices, latents: int) -> Tensor:
     """Return values as the kernels take them: heads to be projected, or latents side by side."""
-    values = value.transpose(1, 2)
     if matrices.values is not None:
-        return values
-    values = values.flatten(2)
+        return _by_latent(value, latents)
+    values = value.transpose(1, 2).flatten(2)
     return values if matrices.columns is None else values.index_select(-1, matrices.columns)
 
 
@@ -334,3 +550,44 @@ def cut(step: Any, lengths: Tensor) -> Any:
     with part("schedule"):
         schedule: Any = step.cut(lengths)
     return schedule
+
+
+def prefilled(
+    query: Tensor,
+    buffer: Tensor,
+    layout: RaggedLayout,
+    lengths: Tensor,
+    host_lengths: list[int],
+    scoring: dict[str, Any],
+    window: int | None = None,
+) -> Tensor:
+    """Attend with several tokens to planes that hold them too.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[batch, t, Σ_g G·dk_g]``.
+    buffer, layout
+        The planes.
+    lengths : Tensor
+        ``[batch]`` int32: tokens of each row there.
+    host_lengths : list of int
+        The same, known to the host.
+    scoring : dict
+        Scaling, soft-cap and sinks.
+    window : int or None
+    """
+    from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
+
+    output: Tensor = prefill(
+        query,
+        buffer,
+        layout,
+        lengths,
+        window=window or 0,
+        **scoring,
+        # Every layer of unlike widths would measure for itself, which takes many prefills.
+        path="quick",
+        host_lengths=host_lengths if min(host_lengths) else None,
+    )
+    return output

@@ -1,4 +1,10 @@
-"""An attention layer whose tokens are stored alike, on kvprof's kernels."""
+"""An attention layer whose tokens are stored alike, on kvprof's kernels.
+
+Each row is as long as its own tokens. Token i of a row, counted from its first real one, lies in
+slot i, or in a layer with a sliding window of W tokens in slot i mod W: a ring, which after every
+step holds exactly the W tokens that the step's query sees, in an order that attention does not care
+about. Padding is stored nowhere.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,19 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.runtime.attention import Bundle
-from kvprof.runtime.backends.layer import KernelLayer, cut
-from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore, next_capacity
+from kvprof.runtime.backends.layer import (
+    KernelLayer,
+    LayerSpec,
+    cut,
+    prefilled,
+    refused_width,
+)
+from kvprof.runtime.backends.state import (
+    KernelPass,
+    KernelState,
+    KernelStore,
+    check_room,
+    next_capacity,
+)
 from kvprof.runtime.cache import RowGroup, plain_part
-from kvprof.runtime.clock import part
-from kvprof.runtime.tensors import is_capturing
 
-__all__ = ["PlaneStore", "RaggedKernelLayer", "plane_row_groups", "planes_of", "rows_alike"]
+__all__ = ["PlaneKernelLayer", "PlaneStore", "RaggedKernelLayer", "planes_of", "rows_alike"]
 
-# --- What a layer stores for the kernels: planes for all rows, each row as long as its own
-# tokens.
+# --- What a layer stores: planes for all rows.
 
 
 def planes_of(layout: RaggedLayout, buffer: Tensor) -> Iterator[Tensor]:
@@ -56,11 +70,10 @@ class PlaneStore(KernelStore):
         window: int | None,
         capacity: int | None,
     ) -> None:
-        super().__init__()
+        super().__init__(capacity)
         self.window = window
         self.layout: RaggedLayout | None = None
         self._widths = (key_widths, value_widths, group)
-        self._fixed = capacity
 
     @property
     def rows(self) -> int:
@@ -79,39 +92,15 @@ class PlaneStore(KernelStore):
     def make_room(
         self, batch: int, tokens: int, reach: int | None, device: torch.device, dtype: torch.dtype
     ) -> RaggedLayout:
-        """See to it that every row has slots for its first `tokens` tokens; return the layout.
-
-        Parameters
-        ----------
-        batch : int
-        tokens : int
-            Most that a row may have had after the pass.
-        reach : int or None
-            Longest sequence that is to come, where it is known.
-        device, dtype
-            Of the states.
-
-        Raises
-        ------
-        UsageError
-            When a static cache is too small, or room is wanted while a CUDA graph is captured.
-        """
-        if self._fixed is not None and tokens > self._fixed:
-            raise UsageError(
-                f"the static cache has room for {self._fixed} tokens, not for {tokens}"
-            )
+        """See to it that every row has slots for its first `tokens` tokens; return the layout."""
+        check_room(self._fixed, tokens)
         if self.layout is not None and self.layout.batch != batch:
             self.layout = None  # a static cache that was emptied for another batch
         wanted = tokens if self.window is None else min(tokens, self.window)
         if self.layout is not None and self.layout.capacity >= wanted:
             return self.layout
-        if is_capturing(device):
-            raise UsageError(
-                "a CUDA graph cannot make room in a cache; capture a step of a static cache "
-                "(new_cache(capacity=...)) that has run once before"
-            )
+        self._may_grow(device)
         layout = self.layout_for(batch, self._next_capacity(wanted, reach))
-        self._may_move()
         # Not as inference tensors: a cache outlives the mode it was made in.
         with torch.inference_mode(False):
             buffer = torch.empty(layout.elements, dtype=dtype, device=device)
@@ -205,10 +194,10 @@ class PlaneStore(KernelStore):
         # The newest token that belongs in each slot; a slot that has none gets anything.
         tokens = newest - (newest - slots) % self.window
         first = (start.long() - start.clamp(max=self.window - 1))[:, None]
-        places = (tokens - first).clamp(0, layout.capacity - 1)
+        where = (tokens - first).clamp(0, layout.capacity - 1)
         filled = planes_of(layout, buffer)
         for ring, plane in zip(planes_of(self.layout, self.buffer), filled, strict=True):
-            ring.copy_(_picked(plane, places))
+            ring.copy_(_picked(plane, where))
 
     def head_rows(self, head: int, row: int, seen: int) -> tuple[Tensor, Tensor]:
         """Return a head's stored keys and values of one row in order, ``[stored, width]`` each.
@@ -228,12 +217,9 @@ class PlaneStore(KernelStore):
         return found[0], found[1]
 
 
-def _picked(plane: Tensor, places: Tensor) -> Tensor:
-    """Take tokens ``places [batch, N]`` out of ``[batch, capacity, chunk]``."""
-    return plane.gather(1, places[..., None].expand(-1, -1, plane.shape[-1]))
-
-
-# --- What the kernels have stored, as the layers that run on torch keep it.
+def _picked(plane: Tensor, slots: Tensor) -> Tensor:
+    """Take tokens ``slots [batch, N]`` out of ``[batch, capacity, chunk]``."""
+    return plane.gather(1, slots[..., None].expand(-1, -1, plane.shape[-1]))
 
 
 def rows_alike(seen: Sequence[int]) -> dict[int, list[int]]:
@@ -251,97 +237,91 @@ def rows_alike(seen: Sequence[int]) -> dict[int, list[int]]:
     return together
 
 
-def plane_row_groups(
-    store: PlaneStore, seen: Sequence[int], bundles: tuple[list[Bundle], list[Bundle]], heads: int
-) -> list[RowGroup]:
-    """Return planes as cohorts of rows.
-
-    Parameters
-    ----------
-    store : PlaneStore
-    seen : sequence of int
-        Tokens of each row.
-    bundles : pair of list of Bundle
-        Of the keys and of the values.
-    heads : int
-        KV heads that share a latent, which is one of the store's heads.
-    """
-    found = []
-    for tokens, rows in rows_alike(seen).items():
-        cohort = RowGroup(rows, tokens)
-        latents = [
-            [store.head_rows(number, row, tokens) for row in rows] for number in range(store.heads)
-        ]
-        for place, kept in enumerate((cohort.keys, cohort.values)):
-            for bundle in bundles[place]:
-                numbers = [head // heads for head in bundle.kv_heads[::heads]]
-                own = [torch.stack([pair[place] for pair in latents[n]]) for n in numbers]
-                kept.append([plain_part(torch.stack(own, dim=1))])
-        found.append(cohort)
-    return found
-
-
-class RaggedKernelLayer(KernelLayer):
+class PlaneKernelLayer(KernelLayer):
     """A layer whose tokens are all stored alike, at full precision."""
+
+    @property
+    def heads(self) -> int:
+        """KV heads that share a latent, n; as many in every group of the keys and of the values."""
+        return self.layer.keys.groups[0].heads
 
     def new_store(self, capacity: int | None) -> PlaneStore:
         """Return an empty store; `capacity` is a static cache's, in tokens."""
         return PlaneStore(
             tuple(group.rank for group in self.layer.keys.groups),
             tuple(group.rank for group in self.layer.values.groups),
-            self.facts.group,
+            self.heads * self.facts.group,
             self.layer.sliding_window,
             capacity,
         )
 
-    def run(
+    def row_groups(
         self,
         store: KernelStore,
         state: KernelState,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-        reach: int | None,
-    ) -> Tensor:
-        """Store and attend."""
+        total: int,
+        bundles: tuple[list[Bundle], list[Bundle]],
+    ) -> list[RowGroup]:
+        """Return what a store holds as `kvprof.runtime.layer` keeps it."""
         assert isinstance(store, PlaneStore)
-        batch, _, tokens, _ = query.shape
-        window = self.layer.sliding_window
-        total = state.past + tokens - min(state.first)
-        layout = store.make_room(batch, max(1, total), reach, query.device, query.dtype)
-        passing = state.on(query.device)
-        scoring = self._scoring(options)
-        if tokens == 1:
-            projected = self._projected(
-                layout, store.buffer, passing.slots(window), passing, query, key, value
-            )
-            step = state.step(layout, query.device, window)
-            schedule = passing.once((layout, window), lambda: cut(step, passing.lengths(window)))
-            output: Tensor = step.run(projected[:, 0], store.buffer, schedule, **scoring)
-            output = output.unsqueeze(1)
-        else:
-            output = self._prefilled(store, layout, passing, state, (query, key, value), scoring)
-        if self._turns:
-            with part("decompress"):
-                output = self._in_heads(output)
-        if passing.hidden is not None:
-            output = output.masked_fill(passing.padding(), 0)
-        return output
+        found = []
+        for tokens, rows in rows_alike(state.seen(total)).items():
+            group = RowGroup(rows, tokens)
+            latents = [
+                [store.head_rows(number, row, tokens) for row in rows]
+                for number in range(store.heads)
+            ]
+            for side, kept in enumerate((group.keys, group.values)):
+                for bundle in bundles[side]:
+                    numbers = [head // self.heads for head in bundle.kv_heads[:: self.heads]]
+                    own = [torch.stack([pair[side] for pair in latents[n]]) for n in numbers]
+                    kept.append([plain_part(torch.stack(own, dim=1))])
+            found.append(group)
+        return found
+
+
+class RaggedKernelLayer(PlaneKernelLayer):
+    """A layer whose heads each have planes of their own width, or a ring in a sliding window."""
+
+    @classmethod
+    def stores(cls, spec: LayerSpec) -> bool:
+        """Take every layer that nothing more special takes."""
+        return True
+
+    @classmethod
+    def why_not(cls, spec: LayerSpec) -> str | None:
+        """Return why a layer that is stored this way cannot run; None where it can."""
+        return super().why_not(spec) or refused_width(spec)
+
+    def _attended(
+        self,
+        store: PlaneStore,
+        state: KernelState,
+        passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor],
+        scoring: dict[str, Any],
+    ) -> Tensor:
+        if passing.tokens > 1:
+            return self._prefilled(store, state, passing, states, scoring)
+        layout, window = store.layout, self.layer.sliding_window
+        assert layout is not None
+        projected = self._projected(layout, store.buffer, passing.slots(window), passing, *states)
+        step = state.step(layout, projected.device, window)
+        schedule = passing.once((layout, window), lambda: cut(step, passing.lengths(window)))
+        output: Tensor = step.run(projected[:, 0], store.buffer, schedule, **scoring)
+        return output.unsqueeze(1)
 
     def _prefilled(
         self,
         store: PlaneStore,
-        layout: RaggedLayout,
-        passing: KernelPass,
         state: KernelState,
+        passing: KernelPass,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
         """Store and attend to several tokens."""
-        from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
-
-        window, tokens = self.layer.sliding_window, passing.tokens
+        layout, window, tokens = store.layout, self.layer.sliding_window, passing.tokens
+        assert layout is not None
         buffer, start, lengths = store.buffer, passing.start, passing.after
         seen = state.seen(state.past)
         fresh = [b - a for a, b in zip(seen, state.seen(state.past + tokens), strict=True)]
@@ -356,28 +336,7 @@ class RaggedKernelLayer(KernelLayer):
             seen = [min(old, window - 1) for old in seen]
         host_lengths = [old + new for old, new in zip(seen, fresh, strict=True)]
         projected = self._projected(layout, buffer, start, passing, *states)
-        output: Tensor = prefill(
-            projected,
-            buffer,
-            layout,
-            lengths,
-            window=window or 0,
-            **scoring,
-            # Every layer of unlike widths would measure for itself, which takes many prefills.
-            path="quick",
-            host_lengths=host_lengths if min(host_lengths) else None,
-        )
+        output = prefilled(projected, buffer, layout, lengths, host_lengths, scoring, window)
         if window is not None:
             store.roll(layout, buffer, passing.start, passing.after)
         return output
-
-    def cohorts(
-        self,
-        store: KernelStore,
-        state: KernelState,
-        total: int,
-        bundles: tuple[list[Bundle], list[Bundle]],
-    ) -> list[RowGroup]:
-        """Return what a store holds as `kvprof.runtime.layer` keeps it."""
-        assert isinstance(store, PlaneStore)
-        return plane_row_groups(store, state.seen(total), bundles, heads=1)

@@ -1,331 +1,240 @@
-"""An attention layer whose keys are rebuilt before RoPE (Palu), on kvprof's kernels.
+"""Attention layers whose KV heads share latents (Palu), on kvprof's kernels.
+
+Queries meet the latents, or keys are rebuilt from them before RoPE.
 
 A decoding step rebuilds, rotates and multiplies in one kernel (`kvprof.kernels.reconstruct`). A
 prompt's keys are rebuilt once, into planes that last as long as its attention: a kernel that
 rebuilt them for every block of queries would do so hundreds of times.
 """
 
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprof.errors import FailedError
-from kvprof.kernels.planes import RaggedLayout, chunks
-from kvprof.methods.plan import HeadGroup, LayerPlan
-from kvprof.models.interface import Rotation, before_rotation
+from kvprof.errors import FailedError, UsageError
+from kvprof.kernels.planes import LARGEST_GROUP, STEP, RaggedLayout, chunks
+from kvprof.kernels.reconstruct.form import halves
+from kvprof.methods.plan import LayerPlan, Plan
+from kvprof.methods.tokens import quantises
+from kvprof.models.interface import (
+    Rotation,
+    before_rotation,
+    text_decoder,
+    wrapped_rotations,
+)
 from kvprof.models.layout import LayerLayout
-from kvprof.runtime.attention import Bundle
-from kvprof.runtime.backends.layer import KernelLayer
-from kvprof.runtime.backends.ragged import PlaneStore, plane_row_groups
-from kvprof.runtime.backends.rebuilt_tables import RotaryForm, SlotTable, rotary_form
-from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
-from kvprof.runtime.cache import RowGroup
+from kvprof.models.load import LoadedModel
+from kvprof.runtime.backends.layer import LayerSpec, by_head, cut, prefilled
+from kvprof.runtime.backends.ragged import PlaneKernelLayer, PlaneStore
+from kvprof.runtime.backends.state import KernelPass, KernelState, SlotTable
 from kvprof.runtime.clock import part
-from kvprof.runtime.rotary import angles
+from kvprof.runtime.rotary import angles, rebuilds
 from kvprof.runtime.tensors import is_capturing, unflatten
 
 __all__ = [
     "FoldedKernelLayer",
     "LatentKernelLayer",
-    "LatentMatrices",
     "RebuiltKernelLayer",
-    "latent_matrices",
-    "prefilled",
+    "RotaryForm",
+    "rotary_form",
+    "rotary_functions",
 ]
 
-# --- The bases of latents that KV heads share, laid out as the kernels take them.
+# --- How a model's rotary function pairs columns and reads its tables, as the kernels have to
+# know it.
 
 
-@dataclass(frozen=True, eq=False)
-class LatentMatrices:
-    """A layer's bases, per group of KV heads.
+_UNKNOWN = "keys are rotated in a form that the kernels do not know"
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """How a rotary function works.
 
     Attributes
     ----------
-    depth : int
-        How many of a group's columns meet `keys`: where W_K is folded, only those that hold latents
-        in some group.
-    keys : BasisSet
-        ``[depth, r_k]`` per group.
-    key_ups : list of Tensor
-        ``[n * d, r_k]`` per group.
-    queries : BasisSet
-        ``[d, r_k]`` per KV head, for queries that meet latents.
-    values : BasisSet or None
-        ``[n * d, r_v]`` per group; None where values come as they are to be stored.
-    columns : Tensor or None
-        The columns of a folded W_V's output that are latents; None for all.
-    value_ups : list of Tensor
-        ``[n, r_v, d]`` per group.
+    width : int
+        Columns that turn, the first of a head.
+    interleaved : bool
+        Whether neighbours are pairs (GLM, Cohere), and not column i and ``width / 2 + i``.
+    stride : int
+        Pair i's angle is in column ``i * stride`` of a table.
     """
 
-    depth: int
-    keys: Any
-    key_ups: list[Tensor]
-    queries: Any
-    values: Any
-    columns: Tensor | None
-    value_ups: list[Tensor]
+    width: int
+    interleaved: bool
+    stride: int
+
+    def pairs(self, table: Tensor) -> Tensor:
+        """Return a table's columns with one angle per pair, ``[..., width / 2]``: a view."""
+        return table[..., : self.width // 2 * self.stride : self.stride]
+
+    def rotated(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate ``[..., d]`` by angles ``[..., width / 2]``."""
+        first, second = halves(self.width, self.interleaved)
+        one, other = keys[..., first], keys[..., second]
+        result = keys.clone()
+        result[..., first] = one * cos - other * sin
+        result[..., second] = other * cos + one * sin
+        return result
 
 
-def latent_matrices(
-    layer: LayerPlan, facts: LayerLayout, device: torch.device, dtype: torch.dtype
-) -> LatentMatrices:
-    """Return a layer's matrices, where and in what the layer runs.
+@lru_cache(maxsize=64)
+def rotary_form(function: Callable[..., Any], width: int, transposed: bool) -> RotaryForm | None:
+    """Find out how a function ``f(q, k, cos, sin)`` works; None where no kernel knows it.
 
     Parameters
     ----------
-    layer : LayerPlan
-        With as many KV heads in every group of the keys and of the values.
-    facts : LayerLayout
-        The model's layer.
-    device, dtype
+    function : callable
+    width : int
+        Columns that it turns.
+    transposed : bool
+        Whether it sees ``[B, T, heads, width]``.
     """
-    from kvprof.kernels.project.bases import basis_set
-
-    keys, values = layer.keys, layer.values
-    depth = max(group.rank for group in keys.groups) if keys.fold_down else keys.groups[0].width
-    downs = [
-        torch.eye(depth)[:, : group.rank] if keys.fold_down else _down(group)
-        for group in keys.groups
-    ]
-    key_ups = [_up(group) for group in keys.groups]
-    met = [
-        _eye(facts.qk_head_dim, group.rank) if keys.fold_up else head
-        for group, up in zip(keys.groups, key_ups, strict=True)
-        for head in up.view(group.heads, -1, group.rank)
-    ]
-    value_bases = columns = None
-    if values.projected and not values.fold_down:
-        value_bases = basis_set([_down(g) for g in values.groups], dtype=dtype, device=device)
-    elif values.projected:
-        columns = torch.tensor(
-            [g.first * g.head_dim + c for g in values.groups for c in range(g.rank)], device=device
-        )
-    return LatentMatrices(
-        depth=depth,
-        keys=basis_set(downs, dtype=dtype, device=device),
-        key_ups=[up.to(device, dtype) for up in key_ups],
-        queries=basis_set(met, dtype=dtype, device=device),
-        values=value_bases,
-        columns=columns,
-        value_ups=[
-            _up(group).view(group.heads, -1, group.rank).mT.to(device, dtype)
-            for group in values.groups
-        ],
-    )
+    generator = torch.Generator().manual_seed(0)
+    angles = 6 * torch.rand(1, 3, width // 2, generator=generator, dtype=torch.float64)
+    keys = torch.randn(1, 1, 3, width, generator=generator, dtype=torch.float64)
+    for whole, stride in ((_twice, 1), (_doubled, 2), (_once, 1)):
+        cos, sin = whole(angles.cos()), whole(angles.sin())
+        given = keys.transpose(1, 2) if transposed else keys
+        try:
+            found = function(given, given, cos, sin)[1]
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            continue  # a function of other arguments, or a table of another width
+        if not isinstance(found, Tensor) or found.shape != given.shape:
+            continue
+        found = found.transpose(1, 2) if transposed else found
+        for interleaved in (False, True):
+            form = RotaryForm(width, interleaved, stride)
+            wanted = form.rotated(keys, form.pairs(cos), form.pairs(sin))
+            # Some functions compute in float32 whatever they get.
+            if torch.allclose(found.double(), wanted, atol=1e-4):
+                return form
+    return None
 
 
-def _eye(height: int, width: int) -> Tensor:
-    return torch.eye(max(height, width))[:height, :width]
+def _twice(angles: Tensor) -> Tensor:
+    return torch.cat([angles, angles], dim=-1)
 
 
-def _down(group: HeadGroup) -> Tensor:
-    return _eye(group.width, group.rank) if group.down is None else group.down
+def _doubled(angles: Tensor) -> Tensor:
+    return angles.repeat_interleave(2, dim=-1)
 
 
-def _up(group: HeadGroup) -> Tensor:
-    return _eye(group.width, group.rank) if group.up is None else group.up
+def _once(angles: Tensor) -> Tensor:
+    return angles
 
 
-# --- An attention layer whose KV heads share latents, on kvprof's kernels: store, attend, turn
-# back.
+def rotary_functions(loaded: LoadedModel) -> tuple[Callable[..., Any], ...]:
+    """Return the rotary functions that a model's attention may call."""
+    functions: list[Callable[..., Any]] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        # Another context may be watching the same function.
+        functions.append(unwrap(function))
+        return function
+
+    with wrapped_rotations(text_decoder(loaded.model), noted):
+        pass
+    return tuple(functions)
 
 
-class LatentKernelLayer(KernelLayer):
+# --- Latents that KV heads share: never rebuilt, or rebuilt from before RoPE.
+
+
+class LatentKernelLayer(PlaneKernelLayer):
     """A layer whose tokens are stored alike, at full precision, as latents of groups of KV heads.
 
     All groups of the keys and of the values have as many heads.
     """
 
-    def __init__(self, layer: LayerPlan, facts: LayerLayout) -> None:
-        super().__init__(layer, facts)
-        self._latent_matrices: dict[tuple[torch.device, torch.dtype], LatentMatrices] = {}
+    narrow = True
+    #: What a plan asks for, as a refusal says it.
+    what: str
 
-    @property
-    def heads(self) -> int:
-        """KV heads that share a latent, n."""
-        return self.layer.keys.groups[0].heads
+    @classmethod
+    def _own_reason(cls, spec: LayerSpec) -> str | None:
+        what, group = cls.what, spec.facts.group
+        if spec.layer.sliding_window is not None:
+            return f"{what} in a sliding window"
+        if quantises(spec.plan, spec.layer):
+            return f"{what} and latents are quantised"
+        if any(len(set(own.ranks)) > 1 for own in spec.groups):
+            return f"{what} and tokens are stored at several ranks (levels)"
+        sizes = sorted({own.heads for own in spec.groups})
+        if len(sizes) > 1:
+            return (
+                f"latents are shared by {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} KV "
+                "heads, and the kernels want the same number in all keys and values of a layer"
+            )
+        if sizes[0] * group > LARGEST_GROUP:
+            return f"{sizes[0] * group} query heads share a latent, more than {LARGEST_GROUP}"
+        for name, side in (("keys", spec.layer.keys), ("values", spec.layer.values)):
+            for own in side.groups:
+                if not _runs(own.rank):
+                    return (
+                        f"KV head {own.first} keeps {own.rank} columns of its {name}, and widths "
+                        f"are multiples of {STEP} to 256 and of {2 * STEP} to 512"
+                    )
+        return None
 
-    def new_store(self, capacity: int | None) -> PlaneStore:
-        """Return an empty store; `capacity` is a static cache's, in tokens."""
-        return PlaneStore(
-            tuple(group.rank for group in self.layer.keys.groups),
-            tuple(group.rank for group in self.layer.values.groups),
-            self.heads * self.facts.group,
-            None,
-            capacity,
-        )
-
-    def run(
-        self,
-        store: KernelStore,
-        state: KernelState,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-        reach: int | None,
-    ) -> Tensor:
-        """Store and attend."""
-        assert isinstance(store, PlaneStore)
-        batch, _, tokens, _ = query.shape
-        most = max(1, state.past + tokens - min(state.first))
-        layout = store.make_room(batch, most, reach, query.device, query.dtype)
-        passing = state.on(query.device)
-        stored = self._stored_keys(state, query, key)
-        self._store(layout, store.buffer, passing, stored, value)
-        output = self._attended(layout, store.buffer, state, passing, query, self._scoring(options))
-        if self._turns:
-            with part("decompress"):
-                output = self._in_heads(output)
-        if passing.hidden is not None:
-            output = output.masked_fill(passing.padding(), 0)
-        return output
-
-    def _stored_keys(self, state: KernelState, query: Tensor, key: Tensor) -> Tensor:
-        """Return the keys that are to be compressed, ``[batch, KV heads, t, d]``."""
-        return key
-
-    @abstractmethod
-    def _attended(
-        self,
-        layout: RaggedLayout,
-        buffer: Tensor,
-        state: KernelState,
-        passing: KernelPass,
-        query: Tensor,
-        scoring: dict[str, Any],
-    ) -> Tensor:
-        """Attend to what is stored, the pass's own tokens included: ``[batch, t, Σ_h r_h]``."""
-
-    def _store(
-        self, layout: RaggedLayout, buffer: Tensor, passing: KernelPass, key: Tensor, value: Tensor
-    ) -> None:
-        from kvprof.kernels.project import step  # Triton is for Linux only
-
-        matrices = self._latents(key.device, key.dtype)
-        groups, start, hidden = layout.heads, passing.start, passing.hidden
-        with part(self._storing):
-            keys = unflatten(key.transpose(1, 2).flatten(2), -1, (groups, -1))
-            keys = keys[..., : matrices.depth]
-            step.project_keys(keys, matrices.keys, layout, buffer, start, valid=hidden)
-            values = value.transpose(1, 2).flatten(2)
-            if matrices.values is not None:
-                values = unflatten(values, -1, (groups, -1))
-                step.project_values(values, matrices.values, layout, buffer, start, valid=hidden)
-                return
-            if matrices.columns is not None:
-                values = values.index_select(-1, matrices.columns)
-            step.store_values(values, layout, buffer, start, valid=hidden)
-
-    def _in_heads(self, output: Tensor) -> Tensor:
-        """Turn latents back into heads, which no projection does behind the attention."""
-        matrices = self._latents(output.device, output.dtype)
-        group, turned = self.facts.group, []
-        widths = [len(up) * group * up.shape[1] for up in matrices.value_ups]
-        for own, up in zip(torch.split(output, widths, dim=-1), matrices.value_ups, strict=True):
-            heads, rank, width = up.shape
-            latents = unflatten(own, -1, (heads, group, rank)).permute(2, 0, 1, 3, 4)
-            flat = latents.reshape(heads, -1, rank) @ up
-            shape = (heads, *output.shape[:2], group * width)
-            turned.append(flat.view(shape).permute(1, 2, 0, 3).flatten(2))
-        return torch.cat(turned, dim=-1)
-
-    def _latents(self, device: torch.device, dtype: torch.dtype) -> LatentMatrices:
-        key = device, dtype
-        if key not in self._latent_matrices:
-            # Not as inference tensors: they outlive the mode they were made in.
-            with torch.inference_mode(False):
-                self._latent_matrices[key] = latent_matrices(self.layer, self.facts, device, dtype)
-        return self._latent_matrices[key]
-
-    def cohorts(
-        self,
-        store: KernelStore,
-        state: KernelState,
-        total: int,
-        bundles: tuple[list[Bundle], list[Bundle]],
-    ) -> list[RowGroup]:
-        """Return what a store holds as `kvprof.runtime.layer` keeps it."""
-        assert isinstance(store, PlaneStore)
-        return plane_row_groups(store, state.seen(total), bundles, self.heads)
+    def _shared(self, scoring: dict[str, Any], layout: RaggedLayout) -> dict[str, Any]:
+        """Return sinks by latent, as the kernels over these planes take them."""
+        sinks = scoring["sinks"]
+        if sinks is None:
+            return scoring
+        return {**scoring, "sinks": sinks.reshape(layout.heads, layout.group)}
 
 
-def prefilled(
-    query: Tensor,
-    buffer: Tensor,
-    layout: RaggedLayout,
-    state: KernelState,
-    passing: KernelPass,
-    scoring: dict[str, Any],
-) -> Tensor:
-    """Attend with several tokens to planes that hold every token of every row, theirs included.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``[batch, t, Σ_g G·dk_g]``.
-    buffer, layout
-        The planes.
-    state : KernelState
-    passing : KernelPass
-    scoring : dict
-        Scaling, soft-cap and sinks.
-    """
-    from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
-
-    lengths = state.seen(state.past + passing.tokens)
-    output: Tensor = prefill(
-        query,
-        buffer,
-        layout,
-        passing.after,
-        **scoring,
-        path="quick",  # as in kvprof.runtime.backends.ragged
-        host_lengths=lengths if min(lengths) else None,
-    )
-    return output
-
-
-# --- Latents that KV heads share and that queries meet as they are, on kvprof's kernels.
+def _runs(width: int) -> bool:
+    try:
+        chunks(width)
+    except UsageError:
+        return False
+    return True
 
 
 class FoldedKernelLayer(LatentKernelLayer):
-    """A layer whose shared latents are never rebuilt."""
+    """A layer whose shared latents are met by queries as they are, and never rebuilt."""
+
+    what = "heads share latents"
+
+    @classmethod
+    def stores(cls, spec: LayerSpec) -> bool:
+        """Whether KV heads share latents."""
+        return any(group.heads > 1 for group in spec.groups)
 
     def _attended(
         self,
-        layout: RaggedLayout,
-        buffer: Tensor,
+        store: PlaneStore,
         state: KernelState,
         passing: KernelPass,
-        query: Tensor,
+        states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
         from kvprof.kernels.project.step import project_queries  # Triton is for Linux only
 
-        if scoring["sinks"] is not None:
-            scoring = {**scoring, "sinks": scoring["sinks"].reshape(layout.heads, layout.group)}
-        matrices = self._latents(query.device, query.dtype)
+        query, layout, buffer = states[0], store.layout, store.buffer
+        assert layout is not None
+        self._kept(layout, buffer, passing.start, passing, *states[1:])
+        scoring = self._shared(scoring, layout)
+        queries = self._prepared(query.device, query.dtype).queries
         # Every KV head has rows of its own in its group's matrix.
-        widths = matrices.queries.widths
-        by_head = RaggedLayout(widths, widths, self.facts.group, layout.batch, layout.capacity)
+        widths = queries.widths
+        each = RaggedLayout(widths, widths, self.facts.group, layout.batch, layout.capacity)
         with part(self._storing):
-            turned = project_queries(query.transpose(1, 2), matrices.queries, by_head)
+            projected = project_queries(query.transpose(1, 2), queries, each)
         if passing.tokens > 1:
-            return prefilled(turned, buffer, layout, state, passing, scoring)
+            lengths = state.seen(state.past + passing.tokens)
+            return prefilled(projected, buffer, layout, passing.after, lengths, scoring)
         step = state.step(layout, query.device, None)
-
-        def cut() -> Any:
-            with part("schedule"):
-                return step.cut(passing.lengths(None))
-
-        schedule = passing.once((layout, None), cut)
-        output: Tensor = step.run(turned[:, 0], buffer, schedule, **scoring)
+        schedule = passing.once((layout, None), lambda: cut(step, passing.lengths(None)))
+        output: Tensor = step.run(projected[:, 0], buffer, schedule, **scoring)
         return output.unsqueeze(1)
 
 
@@ -338,30 +247,61 @@ _LOOKED_AT, _FAR = 64, 0.05
 class RebuiltKernelLayer(LatentKernelLayer):
     """A layer whose latents are from before RoPE."""
 
-    def __init__(self, layer: LayerPlan, facts: LayerLayout) -> None:
-        super().__init__(layer, facts)
+    what = "keys are rebuilt before RoPE"
+
+    def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
+        super().__init__(plan, layer, facts)
         self._steps: dict[tuple[torch.device, torch.dtype], Any] = {}
+        self._key_ups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
-    def _stored_keys(self, state: KernelState, query: Tensor, key: Tensor) -> Tensor:
-        rotation, facts = self._rotation(state), self.facts
-        assert facts.rotary_offset is not None  # the support table has seen to it
-        return before_rotation(rotation, query, key, facts.rotary_offset, facts.rotary_transposed)[
-            1
-        ]
+    @classmethod
+    def stores(cls, spec: LayerSpec) -> bool:
+        """Whether keys are stored before RoPE, in a layer that has it."""
+        return rebuilds(spec.layer, spec.facts)
 
-    def _rotation(self, state: KernelState) -> Rotation:
-        assert state.rotation is not None  # the session gives it to every layer that rebuilds
-        return state.rotation
+    @classmethod
+    def why_not(cls, spec: LayerSpec) -> str | None:
+        """Return why a layer that is stored this way cannot run; None where it can."""
+        return super().why_not(spec) or _unknown_form(spec)
+
+    @classmethod
+    def _own_reason(cls, spec: LayerSpec) -> str | None:
+        facts = spec.facts
+        if (reason := super()._own_reason(spec)) is not None:
+            return reason
+        if not _runs(facts.qk_head_dim):
+            return f"keys are {facts.qk_head_dim} wide, and kernels rebuild multiples of {STEP}"
+        if facts.rotary_offset != 0 or facts.rotary_dim % 2:
+            return (
+                f"RoPE turns {facts.rotary_dim} columns from column {facts.rotary_offset} on, and "
+                "the kernels an even number of a head's first ones"
+            )
+        return None
+
+    def _ups(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """Return what turns each group's latent into its keys, ``[n * d, r]``."""
+        key = device, dtype
+        if key not in self._key_ups:
+            with torch.inference_mode(False):
+                self._key_ups[key] = [
+                    torch.cat(by_head(group)).to(device, dtype) for group in self.layer.keys.groups
+                ]
+        return self._key_ups[key]
 
     def _attended(
         self,
-        layout: RaggedLayout,
-        buffer: Tensor,
+        store: PlaneStore,
         state: KernelState,
         passing: KernelPass,
-        query: Tensor,
+        states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
+        layout, buffer = store.layout, store.buffer
+        assert layout is not None
+        query, key, value = states
+        self._kept(
+            layout, buffer, passing.start, passing, self._before_rotation(state, query, key), value
+        )
         rotation = self._rotation(state)
         form = self._form(rotation)
         aligned = len(set(state.first)) == 1
@@ -375,8 +315,9 @@ class RebuiltKernelLayer(LatentKernelLayer):
         if passing.tokens > 1:
             with part("decompress"):
                 whole, planes = self._rebuilt(layout, buffer, state, passing, form, table)
-            turned = query.transpose(1, 2).flatten(2)
-            return prefilled(turned, planes, whole, state, passing, scoring)
+            lengths = state.seen(state.past + passing.tokens)
+            whole_query = query.transpose(1, 2).flatten(2)
+            return prefilled(whole_query, planes, whole, passing.after, lengths, scoring)
         device, dtype = query.device, query.dtype
         # Kept by the cache: a graph of its steps reads their tables.
         step = state.prepared(
@@ -384,20 +325,32 @@ class RebuiltKernelLayer(LatentKernelLayer):
             layout,
             lambda: self._step(layout, form, device, dtype),
         )
-
-        def cut() -> Any:
-            with part("schedule"):
-                return step.cut(passing.lengths(None))
-
         # Layers of the same widths and heads share it, though not their matrices.
-        schedule = passing.once((layout, self.heads, self.facts.qk_head_dim, "rebuilt"), cut)
-        sinks = scoring["sinks"]
-        if sinks is not None:
-            scoring = {**scoring, "sinks": sinks.reshape(layout.heads, layout.group)}
-        turned = query.transpose(1, 2).flatten(1)
+        schedule = passing.once(
+            (layout, self.heads, self.facts.qk_head_dim, "rebuilt"),
+            lambda: cut(step, passing.lengths(None)),
+        )
         cos, sin = (form.pairs(own) for own in table.served())
-        output: Tensor = step.run(turned, buffer, schedule, cos, sin, **scoring)
+        output: Tensor = step.run(
+            query.transpose(1, 2).flatten(1),
+            buffer,
+            schedule,
+            cos,
+            sin,
+            **self._shared(scoring, layout),
+        )
         return output.unsqueeze(1)
+
+    def _before_rotation(self, state: KernelState, query: Tensor, key: Tensor) -> Tensor:
+        rotation, facts = self._rotation(state), self.facts
+        assert facts.rotary_offset is not None  # why_not has seen to it
+        return before_rotation(rotation, query, key, facts.rotary_offset, facts.rotary_transposed)[
+            1
+        ]
+
+    def _rotation(self, state: KernelState) -> Rotation:
+        assert state.rotation is not None  # the session gives it to every layer that rebuilds
+        return state.rotation
 
     def _form(self, rotation: Rotation) -> RotaryForm:
         facts = self.facts
@@ -419,7 +372,7 @@ class RebuiltKernelLayer(LatentKernelLayer):
         )
         tables = angles(rotation, -1)
         cos, sin = (form.pairs(table)[:, None, -_LOOKED_AT:] for table in (tables.cos, tables.sin))
-        apart = (form.turned(before, cos, sin) - after).float().norm()
+        apart = (form.rotated(before, cos, sin) - after).float().norm()
         if not bool(apart <= _FAR * after.float().norm()):
             raise FailedError(
                 f"layer {self.facts.index}: the model rotates its keys by other angles than the "
@@ -442,7 +395,7 @@ class RebuiltKernelLayer(LatentKernelLayer):
         whole = RaggedLayout((width,) * len(widths), widths, self.facts.group, layout.batch, tokens)
         planes = buffer.new_empty(whole.elements)
         cos, sin = (form.pairs(own)[:, :tokens, None] for own in (table.cos, table.sin))
-        for group, up in enumerate(self._latents(buffer.device, buffer.dtype).key_ups):
+        for group, up in enumerate(self._ups(buffer.device, buffer.dtype)):
             keys, values = layout.planes(buffer, group)
             own = [whole.planes(planes, group * heads + head) for head in range(heads)]
             for _, copies in own:
@@ -451,9 +404,11 @@ class RebuiltKernelLayer(LatentKernelLayer):
             for start in range(0, tokens, _BLOCK):
                 at = slice(start, min(start + _BLOCK, tokens))
                 joined = torch.cat([plane[:, at] for plane in keys], dim=-1) @ up.mT
-                turned = form.turned(unflatten(joined, -1, (heads, width)), cos[:, at], sin[:, at])
+                rotated = form.rotated(
+                    unflatten(joined, -1, (heads, width)), cos[:, at], sin[:, at]
+                )
                 for head, (rebuilt, _) in enumerate(own):
-                    columns = torch.split(turned[:, :, head], list(chunks(width)), dim=-1)
+                    columns = torch.split(rotated[:, :, head], list(chunks(width)), dim=-1)
                     for plane, chunk in zip(rebuilt, columns, strict=True):
                         plane[:, at] = chunk
         return whole, planes
@@ -470,7 +425,7 @@ class RebuiltKernelLayer(LatentKernelLayer):
             if known is None:
                 known = reconstruct_step(
                     layout,
-                    self._latents(device, dtype).key_ups,
+                    self._ups(device, dtype),
                     self.facts.qk_head_dim,
                     self.heads,
                     device,
@@ -484,3 +439,16 @@ class RebuiltKernelLayer(LatentKernelLayer):
                 return known
             made = replace(known.form, batch=layout.batch, capacity=layout.capacity)
             return replace(known, form=made, groups=made.table().to(device))
+
+
+def _unknown_form(spec: LayerSpec) -> str | None:
+    """Say whether keys may be rotated in a form that the kernels do not know."""
+    if spec.rotations is None:
+        return None
+    # Which of several functions a layer calls is known only when it does.
+    facts = spec.facts
+    forms = {
+        rotary_form(function, facts.rotary_dim, facts.rotary_transposed)
+        for function in spec.rotations()
+    }
+    return None if len(forms) == 1 and None not in forms else _UNKNOWN

@@ -1,70 +1,50 @@
 """Decides, layer by layer and pass by pass, what runs on kvprof's kernels and what on torch."""
 
-import importlib.util
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.kernels.planes import LARGEST_GROUP, STEP
-from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
+from kvprof.methods.plan import Plan
 from kvprof.models.interface import Rotation
-from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel
-from kvprof.runtime.backends.layer import KernelLayer
+from kvprof.runtime.backends.layer import KernelLayer, LayerSpec
 from kvprof.runtime.backends.ragged import RaggedKernelLayer
-from kvprof.runtime.backends.rebuilt import FoldedKernelLayer, RebuiltKernelLayer
-from kvprof.runtime.backends.rebuilt_tables import rebuilds, rotary_reasons, shared_reason, shares
-from kvprof.runtime.backends.segments import SegmentKernelLayer, levelled, levels_reason
-from kvprof.runtime.backends.state import KernelState, KernelStore
+from kvprof.runtime.backends.rebuilt import (
+    FoldedKernelLayer,
+    RebuiltKernelLayer,
+    rotary_functions,
+)
+from kvprof.runtime.backends.segments import SegmentKernelLayer
+from kvprof.runtime.backends.state import KernelStore
+from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
+from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.masks import MaskFacts, masks
-
-if TYPE_CHECKING:
-    from kvprof.runtime.cache import CompressedCache
-    from kvprof.runtime.layer import LayerRuntime
 
 __all__ = [
     "CHOICES",
+    "STORAGES",
     "KernelRoute",
     "choice",
-    "kernel_layer_of",
     "kernel_reasons",
-    "runs_on_kernels",
+    "storage_of",
+    "why_not",
 ]
 
-
-def kernel_layer_of(plan: Plan, layer: LayerPlan, facts: LayerLayout) -> KernelLayer:
-    """Return what runs a layer that `kvprof.runtime.backends.route` finds fit.
-
-    Parameters
-    ----------
-    plan : Plan
-    layer : LayerPlan
-        One of its layers.
-    facts : LayerLayout
-        The model's layer.
-    """
-    if rebuilds(layer, facts):
-        return RebuiltKernelLayer(layer, facts)
-    if shares(layer):
-        return FoldedKernelLayer(layer, facts)
-    if levelled(plan, layer):
-        return SegmentKernelLayer(plan, layer, facts)
-    return RaggedKernelLayer(layer, facts)
-
-
-# --- Which layers of a plan run on kvprof's kernels, and why the others do not.
-
+#: The ways to store tokens, tried in order: from the most special to the one that takes the rest.
+STORAGES: tuple[type[KernelLayer], ...] = (
+    RebuiltKernelLayer,
+    FoldedKernelLayer,
+    SegmentKernelLayer,
+    RaggedKernelLayer,
+)
 
 CHOICES = ("auto", "on", "off")
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WIDEST = 256
-_OLDEST = (8, 0)
 
 
 def choice(wanted: str | None) -> str:
@@ -88,102 +68,39 @@ def choice(wanted: str | None) -> str:
     return found
 
 
-def runs_on_kernels(
-    plan: Plan, layer: LayerPlan, facts: LayerLayout, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """Return why a layer cannot run on the kernels; None where it can.
+def storage_of(spec: LayerSpec) -> type[KernelLayer]:
+    """Return the way to store tokens that a plan asks for in a layer."""
+    return next(storage for storage in STORAGES if storage.stores(spec))
 
-    What a plan says of all layers counts only where it touches this one: levels and eviction stop
-    at a sliding window.
+
+def why_not(spec: LayerSpec) -> str | None:
+    """Return why a layer cannot run on the kernels; None where it can."""
+    return storage_of(spec).why_not(spec)
+
+
+def kernel_reasons(
+    plan: Plan,
+    layout: ModelLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    loaded: LoadedModel | None = None,
+) -> list[str | None]:
+    """Return `why_not` of every layer.
 
     Parameters
     ----------
     plan : Plan
-    layer : LayerPlan
-        One of its layers.
-    facts : LayerLayout
-        The model's layer.
-    device : torch.device
-        Where the layer runs.
-    dtype : torch.dtype
-        That it runs in.
+    layout : ModelLayout
+    device, dtype
+        Where and in what the layers run.
+    loaded : LoadedModel, optional
+        The model itself, which is asked for its rotary functions where keys are rebuilt.
     """
-    reason = _machine(device, dtype)
-    if reason is None:
-        reason = _stored(plan, layer)
-    if reason is None and (rebuilds(layer, facts) or shares(layer)):
-        reason = shared_reason(plan, layer, facts)
-    elif reason is None and levelled(plan, layer):
-        reason = levels_reason(plan, layer, facts, device, dtype)
-    if reason is None:
-        reason = _shapes(layer, facts)
-    return reason
-
-
-def kernel_reasons(
-    plan: Plan, layout: ModelLayout, device: torch.device, dtype: torch.dtype
-) -> list[str | None]:
-    """Return `runs_on_kernels` of every layer."""
+    rotations = None if loaded is None else lru_cache(partial(rotary_functions, loaded))
     return [
-        runs_on_kernels(plan, layer, facts, device, dtype)
+        why_not(LayerSpec(plan, layer, facts, device, dtype, rotations))
         for layer, facts in zip(plan.layers, layout.layers, strict=True)
     ]
-
-
-def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type not in ("cuda", "cpu"):
-        return f"there are kernels for CUDA and the CPU, none for {device.type}"
-    if dtype not in _DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        return f"the kernels compute in bfloat16, float16 or float32, not in {name}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if device.type == "cpu":
-        return None
-    if torch.version.hip is not None:
-        return "the kernels are for NVIDIA GPUs"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _OLDEST:
-        return (
-            f"the kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (A100) or newer, and "
-            f"this GPU has {capability[0]}.{capability[1]}"
-        )
-    return None
-
-
-def _stored(plan: Plan, layer: LayerPlan) -> str | None:
-    """Say what of the way to store tokens the kernels do not know."""
-    if layer.keys.per_query_head:
-        return "each query head stores a key of its own, and the kernels share one per KV head"
-    if plan.online_bases:
-        return "bases are found online, per sequence"
-    if plan.lazy and not levelled(plan, layer):
-        return "a lazy prefill attends exactly and compresses afterwards"
-    if plan.eviction is not None and layer.sliding_window is None:
-        return "tokens are evicted"
-    return None
-
-
-def _shapes(layer: LayerPlan, facts: LayerLayout) -> str | None:
-    if facts.position == "alibi":
-        return "ALiBi adds to the scores"
-    if facts.masked:
-        return "its mask hides more than what is later or out of its sliding window"
-    if facts.group > LARGEST_GROUP:
-        return f"{facts.group} query heads share a KV head, more than {LARGEST_GROUP}"
-    if rebuilds(layer, facts) or shares(layer):
-        return None  # with widths of their own
-    return _groups("keys", layer.keys.groups) or _groups("values", layer.values.groups)
-
-
-def _groups(name: str, groups: Sequence[HeadGroup]) -> str | None:
-    for group in groups:
-        if group.rank % STEP or group.rank > _WIDEST:
-            return (
-                f"KV head {group.first} keeps {group.rank} columns of its {name}, and widths are "
-                f"multiples of {STEP} to {_WIDEST}"
-            )
-    return None
 
 
 # Measured on two shared cores of an EPYC, one layer of Llama-3.1-8B's shape, batch 1, one and two
@@ -234,14 +151,9 @@ class KernelRoute:
         self._facts = loaded.layout.layers
         self._patterns = _patterns(loaded)
         device, dtype = loaded.device, loaded.dtype
+        asked = kernel_reasons(plan, loaded.layout, device, dtype, loaded)
         self.reasons: list[str | None] = [
-            pattern or reason or turning
-            for pattern, reason, turning in zip(
-                self._patterns,
-                kernel_reasons(plan, loaded.layout, device, dtype),
-                rotary_reasons(loaded, plan),
-                strict=True,
-            )
+            pattern or reason for pattern, reason in zip(self._patterns, asked, strict=True)
         ]
         if self.wanted == "off":
             self.reasons = ["the kernels are switched off"] * len(self._facts)
@@ -255,8 +167,10 @@ class KernelRoute:
             for index, reason in enumerate(self.reasons):
                 self._refuse(index, reason)
         self._layers = [
-            None if reason is not None else kernel_layer_of(plan, layer, facts)
-            for layer, facts, reason in zip(plan.layers, self._facts, self.reasons, strict=True)
+            None
+            if reason is not None
+            else storage_of(self._spec(index, device, dtype))(plan, plan.layers[index], facts)
+            for index, (facts, reason) in enumerate(zip(self._facts, self.reasons, strict=True))
         ]
         self._at: dict[tuple[int, torch.device, torch.dtype], str | None] = {}
 
@@ -273,10 +187,6 @@ class KernelRoute:
         """Whether any layer runs on the kernels."""
         return any(layer is not None for layer in self._layers)
 
-    def new_state(self) -> KernelState | None:
-        """Return what a new cache's layers share; None where no layer runs on the kernels."""
-        return KernelState() if self.used else None
-
     def new_store(self, index: int, capacity: int | None) -> KernelStore | None:
         """Return a layer's empty store; None where it does not run on the kernels."""
         layer = self._layers[index]
@@ -284,11 +194,11 @@ class KernelRoute:
 
     def begin(
         self,
-        cache: "CompressedCache",
+        cache: CompressedCache,
         mask: MaskFacts,
         past: int,
         tokens: int,
-        runtimes: list["LayerRuntime"],
+        runtimes: list[LayerRuntime],
     ) -> None:
         """Begin a forward pass.
 
@@ -326,7 +236,7 @@ class KernelRoute:
         state.begin(mask.starts, past, tokens)
         masks.needed = not all(layer is not None for layer in self._layers)
 
-    def end(self, cache: "CompressedCache") -> None:
+    def end(self, cache: CompressedCache) -> None:
         """End a forward pass."""
         masks.needed = True
         if cache.kernels is not None:
@@ -336,7 +246,7 @@ class KernelRoute:
     def run(
         self,
         index: int,
-        cache: "CompressedCache",
+        cache: CompressedCache,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -386,12 +296,14 @@ class KernelRoute:
         """Return why a layer cannot run on what it turns out to run on."""
         key = index, device, dtype
         if key not in self._at:
-            layer, facts = self._plan.layers[index], self._facts[index]
-            self._at[key] = runs_on_kernels(self._plan, layer, facts, device, dtype)
+            self._at[key] = why_not(self._spec(index, device, dtype))
         return self._at[key]
 
+    def _spec(self, index: int, device: torch.device, dtype: torch.dtype) -> LayerSpec:
+        return LayerSpec(self._plan, self._plan.layers[index], self._facts[index], device, dtype)
+
     def leave(
-        self, cache: "CompressedCache", past: int, runtimes: list["LayerRuntime"], reason: str
+        self, cache: CompressedCache, past: int, runtimes: list[LayerRuntime], reason: str
     ) -> None:
         """Hand what the kernels have stored over to the layers that run on torch.
 
@@ -408,7 +320,7 @@ class KernelRoute:
             if layer is not None and store.planes is not None and store.planes.rows:
                 buffer = store.planes.buffer
                 bundles = runtime.bundles(buffer.device, buffer.dtype)
-                store.cohorts = layer.cohorts(store.planes, cache.kernels, past, bundles)
+                store.row_groups = layer.row_groups(store.planes, cache.kernels, past, bundles)
             store.planes = None
         cache.kernels, cache.left = None, reason
 

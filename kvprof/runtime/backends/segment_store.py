@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprof.errors import UsageError
 from kvprof.kernels.levels.append import Addresses, addresses_of, read, write
 from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
@@ -15,8 +14,7 @@ from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.storage import SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
-from kvprof.runtime.backends.state import KernelStore, next_capacity
-from kvprof.runtime.tensors import is_capturing
+from kvprof.runtime.backends.state import KernelStore, check_room, next_capacity
 
 __all__ = [
     "Format",
@@ -184,18 +182,15 @@ class SegmentStore(KernelStore):
         Tokens of a row that there is room for.
     """
 
-    exact = False
-
     def __init__(
         self, stages: Stages, formats: Sequence[Format], group: int, capacity: int | None
     ) -> None:
-        super().__init__()
+        super().__init__(capacity)
         self.stages = stages
         self.formats = list(formats)
         self.layout: LevelsLayout | None = None
         self.capacity = 0
         self._group = group
-        self._fixed = capacity
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...], torch.device], Tensor] = {}
 
     @property
@@ -216,26 +211,15 @@ class SegmentStore(KernelStore):
     def make_room(
         self, batch: int, tokens: int, reach: int | None, device: torch.device, dtype: torch.dtype
     ) -> LevelsLayout:
-        """See to it that rows of `tokens` tokens have room; return the layout.
-
-        Parameters and raises as `kvprof.runtime.backends.ragged.PlaneStore.make_room`.
-        """
-        if self._fixed is not None and tokens > self._fixed:
-            raise UsageError(
-                f"the static cache has room for {self._fixed} tokens, not for {tokens}"
-            )
+        """See to it that rows of `tokens` tokens have room; return the layout."""
+        check_room(self._fixed, tokens)
         if self.layout is not None and self.layout.batch != batch:
             self.layout, self.capacity = None, 0
         if self.layout is not None and self.capacity >= tokens:
             return self.layout
-        if is_capturing(device):
-            raise UsageError(
-                "a CUDA graph cannot make room in a cache; capture a step of a static cache "
-                "(new_cache(capacity=...)) that has run once before"
-            )
+        self._may_grow(device)
         capacity = self._fixed or next_capacity(self.capacity, tokens, reach)
         layout = self._layout_for(batch, capacity, dtype)
-        self._may_move()
         with torch.inference_mode(False):
             buffer = layout.empty(device)
         if self.layout is not None:
@@ -295,8 +279,8 @@ class SegmentStore(KernelStore):
         for row, total in enumerate(totals):
             last = min(stop, total)
             if last > first:
-                segments, places = self.stages.places(first, last, total)
-                slots[segments, row, np.arange(last - first)] = places
+                segments, own = self.stages.slots_of(first, last, total)
+                slots[segments, row, np.arange(last - first)] = own
         device = self.buffer.device
         return [
             torch.from_numpy(own).to(device) if own.max(initial=NOWHERE) >= 0 else None

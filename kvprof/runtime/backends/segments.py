@@ -16,10 +16,19 @@ from kvprof.kernels.levels.append import Addresses, addresses_of, write
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.planes import STEP, RaggedLayout
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan, Quantiser
-from kvprof.methods.tokens import quantises, segments
+from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
-from kvprof.runtime.backends.layer import KernelLayer, Matrices, cut, exact_matrices
+from kvprof.runtime.backends.layer import (
+    KernelLayer,
+    LayerSpec,
+    Matrices,
+    ages,
+    cut,
+    exact_matrices,
+    prefilled,
+    refused_width,
+)
 from kvprof.runtime.backends.ragged import rows_alike
 from kvprof.runtime.backends.segment_store import (
     SegmentStore,
@@ -36,49 +45,12 @@ from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.tensors import is_capturing
 
-__all__ = ["SegmentKernelLayer", "levelled", "levels_reason"]
+__all__ = ["SegmentKernelLayer"]
 
 # --- Which ways of quantising, and which levels, the kernels over segments know.
 
 
 _BITS = {2, 3, 4, 8}
-
-
-def levelled(plan: Plan, layer: LayerPlan) -> bool:
-    """Return whether a layer's tokens are not all stored alike at full precision."""
-    if layer.sliding_window is not None:
-        return quantises(plan, layer)
-    groups = (*layer.keys.groups, *layer.values.groups)
-    return quantises(plan, layer) or any(len(set(group.ranks)) > 1 for group in groups)
-
-
-def levels_reason(
-    plan: Plan, layer: LayerPlan, facts: LayerLayout, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """Return why a layer's tokens cannot be stored in segments; None where they can.
-
-    Parameters
-    ----------
-    plan : Plan
-    layer : LayerPlan
-        One of its layers, for which `levelled` holds.
-    facts : LayerLayout
-        The model's layer.
-    device, dtype
-        Where and in what the layer runs.
-    """
-    if layer.sliding_window is not None:
-        return "latents within a sliding window are quantised"
-    if plan.eviction is not None:
-        return "tokens are evicted"
-    if device.type == "cuda" and dtype == torch.float32:
-        return "quantised tokens and levels run in bfloat16 or float16 on a GPU"
-    reason = _levels(plan) or (_quantiser(plan.quantiser) if plan.quantiser else None)
-    if reason is None and plan.lazy:
-        widths = facts.qk_head_dim, facts.v_head_dim
-        if any(width % STEP for width in widths):
-            reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
-    return reason or _ranks((*layer.keys.groups, *layer.values.groups))
 
 
 def _levels(plan: Plan) -> str | None:
@@ -163,57 +135,65 @@ class SegmentKernelLayer(KernelLayer):
     """
 
     def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
-        super().__init__(layer, facts)
-        self.plan = plan
+        super().__init__(plan, layer, facts)
         self.stages = stages_of(plan)
         self._formats = formats_of(plan, layer)
         self._moving = "quantise" if plan.quantiser is not None else "compress"
         self._exact: dict[tuple[torch.device, torch.dtype], Matrices] = {}
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
+    @classmethod
+    def stores(cls, spec: LayerSpec) -> bool:
+        """Whether a layer's tokens are not all stored alike at full precision."""
+        return ages(spec)
+
+    @classmethod
+    def why_not(cls, spec: LayerSpec) -> str | None:
+        """Return why a layer that is stored this way cannot run; None where it can."""
+        return super().why_not(spec) or refused_width(spec)
+
+    @classmethod
+    def _own_reason(cls, spec: LayerSpec) -> str | None:
+        plan = spec.plan
+        if spec.layer.sliding_window is not None:
+            return "latents within a sliding window are quantised"
+        if spec.device.type == "cuda" and spec.dtype == torch.float32:
+            return "quantised tokens and levels run in bfloat16 or float16 on a GPU"
+        reason = _levels(plan) or (_quantiser(plan.quantiser) if plan.quantiser else None)
+        if reason is None and plan.lazy:
+            widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
+            if any(width % STEP for width in widths):
+                reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
+        return reason or _ranks(spec.groups)
+
     def new_store(self, capacity: int | None) -> SegmentStore:
         """Return an empty store; `capacity` is a static cache's, in tokens."""
         return SegmentStore(self.stages, self._formats, self.facts.group, capacity)
 
-    def run(
+    def _attended(
         self,
-        store: KernelStore,
+        store: SegmentStore,
         state: KernelState,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-        reach: int | None,
+        passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor],
+        scoring: dict[str, Any],
     ) -> Tensor:
-        """Store and attend."""
-        assert isinstance(store, SegmentStore)
-        batch, _, tokens, _ = query.shape
-        total = state.past + tokens - min(state.first)
-        layout = store.make_room(batch, max(1, total), reach, query.device, query.dtype)
-        passing = state.on(query.device)
-        scoring = self._scoring(options)
-        if tokens == 1:
-            output = self._stepped(store, layout, state, passing, (query, key, value), scoring)
-        else:
-            output = self._prefilled(store, state, passing, (query, key, value), scoring)
-        if self._turns and not (tokens > 1 and self.plan.lazy):
-            with part("decompress"):
-                output = self._in_heads(output)
-        if passing.hidden is not None:
-            output = output.masked_fill(passing.padding(), 0)
-        return output
+        if passing.tokens > 1:
+            return self._prefilled(store, state, passing, states, scoring)
+        return self._stepped(store, state, passing, states, scoring)
 
     # A decoding step.
 
     def _stepped(
         self,
         store: SegmentStore,
-        layout: LevelsLayout,
         state: KernelState,
         passing: KernelPass,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
+        layout = store.layout
+        assert layout is not None
         doing = passing.once((layout, self.stages), lambda: self._doing(store, layout, passing))
         own = self._dense(layout.batch, 1)
         buffer = states[0].new_empty(own.elements)
@@ -279,8 +259,6 @@ class SegmentKernelLayer(KernelLayer):
         scoring: dict[str, Any],
     ) -> Tensor:
         """Attend to what is stored and to the pass's own tokens, then store these."""
-        from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
-
         old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
         past, total = max(old), max(1, *new)
         layout = self._dense(len(old), total)
@@ -302,15 +280,7 @@ class SegmentKernelLayer(KernelLayer):
             projected = self._projected(layout, buffer, passing.start, passing, *states)
             if self.stages.two:
                 self._cut_old(store, layout, buffer, passing, old, new)
-        output: Tensor = prefill(
-            projected,
-            space,
-            heads,
-            passing.after,
-            **scoring,
-            path="quick",
-            host_lengths=new if min(new) else None,
-        )
+        output = prefilled(projected, space, heads, passing.after, new, scoring)
         with part(self._moving):
             first = min(old)
             rows = rows_of(layout, buffer, first, max(new))
@@ -366,7 +336,7 @@ class SegmentKernelLayer(KernelLayer):
 
     # Back to torch.
 
-    def cohorts(
+    def row_groups(
         self,
         store: KernelStore,
         state: KernelState,
@@ -381,18 +351,18 @@ class SegmentKernelLayer(KernelLayer):
         rows = store.rows_between(0, max(seen), seen)
         found = []
         for tokens, members in rows_alike(seen).items():
-            cohort = RowGroup(members, tokens)
+            row_group = RowGroup(members, tokens)
             for name, whole, own in zip(("keys", "values"), rows, bundles, strict=True):
                 side = getattr(self.layer, name)
                 begins = [0]
                 for group in side.groups:
                     begins.append(begins[-1] + group.rank)
-                kept = getattr(cohort, name)
+                kept = getattr(row_group, name)
                 for bundle in own:
                     heads = [slice(begins[head], begins[head + 1]) for head in bundle.kv_heads]
                     latents = [whole[members, :tokens, columns] for columns in heads]
                     kept.append(self._parts(torch.stack(latents, dim=1), bundle, name, tokens))
-            found.append(cohort)
+            found.append(row_group)
         return found
 
     def _parts(self, latents: Tensor, bundle: Bundle, side: str, tokens: int) -> list[Any]:

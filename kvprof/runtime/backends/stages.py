@@ -120,8 +120,8 @@ class Stages:
         # Rounded up, so that a growing cache does not ask anew at every length.
         return _tables(self, 1 << max(6, (tokens + 1).bit_length()))
 
-    def places(self, start: int, stop: int, total: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where tokens `start` … `stop` of a row lie after `total`: segments and slots."""
+    def slots_of(self, start: int, stop: int, total: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the segments and slots of tokens `start` … `stop` of a row after `total`."""
         tokens = np.arange(start, stop)
         age = tokens - self.levels.sink  # behind the sinks
         rest = max(0, total - self.levels.sink)
