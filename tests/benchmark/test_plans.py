@@ -8,7 +8,13 @@ import torch
 
 from kvprof.benchmark.case import Place
 from kvprof.benchmark.cases import build_case
-from kvprof.benchmark.methods import make_methods, parse_method, stored_parts, stored_plan
+from kvprof.benchmark.methods import (
+    make_methods,
+    method_widths,
+    parse_method,
+    stored_parts,
+    stored_plan,
+)
 from kvprof.benchmark.shapes import Rope, Shape, layout_of, load_shape
 from kvprof.benchmark.timing import sampler
 from kvprof.errors import UsageError
@@ -20,7 +26,6 @@ from kvprof.methods.registry import plan_family
 from kvprof.records.files import read_result
 from tests.benchmark.folder import save_config
 from tests.commands.running import kvprof
-from tests.methods.models import FINE, inputs
 
 CPU = torch.device("cpu")
 SMALL = Shape("small", "here", 2, 512, 8, 4, 64, Rope("default", 1e4), 4096, 0.125)
@@ -35,14 +40,6 @@ def made(*names, shape=SMALL, plans=None, model="Llama-3.1-8B", rate=0.5):
 
 def placed(shape=SMALL, seq=256):
     return Place(shape, "decode", 2, seq, torch.float32, CPU, seed=3)
-
-
-def shape_like(given):
-    first = given.layout.layers[0]
-    return Shape(
-        "tiny", "here", len(given.layout.layers), given.layout.hidden_size, first.num_heads,
-        first.num_kv_heads, first.qk_head_dim, Rope("default", 1e4), 128, first.scaling,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -101,26 +98,25 @@ def test_every_method_of_plan_is_known_here_with_its_options():
         parse_method("kqq")
 
 
-@pytest.mark.parametrize("name", ["fdc", "palu", "tale", "fdc-4bit", "tale+kivi", "fdc+h2o"])
+@pytest.mark.parametrize("name", ["fdc", "palu", "tale", "fdc-4bit", "palu-4bit", "fdc+h2o"])
 def test_a_saved_plan_is_timed_by_its_own_widths_or_refused(name, tmp_path):
-    given = inputs("Llama")
-    shape = shape_like(given)
-    fine = {**FINE, "grid": 16, "minimum": 16}
-    plan = plan_at(plan_family(name, given, **fine), 0.5)
+    named = parse_method(name)
+    own = method_widths(named, SMALL, 0.5)
+    plan = stored_plan(named, SMALL, own)
     save_plan(plan, tmp_path / "my.plan")
-    asked = {"plans": {"my.plan": str(tmp_path / "my.plan")}, "shape": shape}
-    refused = {"tale+kivi": "32 at a time", "fdc+h2o": "evicted"}.get(name)
+    plans = {"my.plan": str(tmp_path / "my.plan")}
+    refused = {"palu-4bit": "latents are quantised", "fdc+h2o": "evicted"}.get(name)
     if refused:
-        with pytest.raises(UsageError, match=refused):
-            made("my.plan", **asked)
+        with pytest.raises(UsageError, match=rf"^my\.plan: no kernel can run it: .*{refused}"):
+            made("my.plan", plans=plans)
         return
-    ((method, widths),) = made("my.plan", **asked)
-    built = build_case(method, placed(shape), widths, None)
+    ((method, widths),) = made("my.plan", plans=plans)
+    assert (widths.keys, widths.values) == (own.keys, own.values)
+    built = build_case(method, placed(), widths, None)
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5
-    counted = bytes_at(plan, 256, itemsize=4, batch=2).total / len(plan.layers)
-    assert built.cache_bytes == pytest.approx(counted, rel=0.35)
+    assert built.cache_bytes == build_case(named, placed(), own, None).cache_bytes
     with pytest.raises(UsageError, match=r"--plan my\.plan: a plan for"):
-        made("my.plan", plans=asked["plans"], shape=replace(SMALL, head_dim=32))
+        made("my.plan", plans=plans, shape=replace(SMALL, head_dim=32))
 
 
 def test_a_shape_is_laid_out_as_a_model():
