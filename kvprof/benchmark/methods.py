@@ -56,7 +56,8 @@ from kvprof.methods.tokens import quantises, segments
 from kvprof.models.load import load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.options import Progress, silent
-from kvprof.runtime.backends.route import runs_on_kernels
+from kvprof.runtime.backends.layer import LayerSpec
+from kvprof.runtime.backends.route import why_not
 
 __all__ = [
     "KINDS",
@@ -643,6 +644,6 @@ def _refuse(
     if method.kind == "palu-folded":
         return  # the benchmark's own: latents that no model with RoPE could fold
     facts = replace(layout_of(shape).layers[0], sliding_window=None)
-    reason = runs_on_kernels(plan, measured_layer(plan), facts, device, dtype)
+    reason = why_not(LayerSpec(plan, measured_layer(plan), facts, device, dtype))
     if reason is not None:
         raise UsageError(f"{method.name}: no kernel can run it: {reason}")

@@ -165,8 +165,13 @@ def make_plans(
     for name, options in named.values():
         calibrator.expect(name, **options)
     plans = {
-        method: load_plan(
-            Path(files[method]).expanduser(), fingerprint=loaded.fingerprint, layout=loaded.layout
+        method: replace(
+            load_plan(
+                Path(files[method]).expanduser(),
+                fingerprint=loaded.fingerprint,
+                layout=loaded.layout,
+            ),
+            method=method,  # a case has its file's name
         )
         for method in methods
         if method in files
