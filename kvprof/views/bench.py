@@ -29,9 +29,9 @@ from kvprof.views.bench_data import (
 from kvprof.views.bench_data import context_curves as curves
 from kvprof.views.bench_figure import figure, sweeps
 from kvprof.views.numbers import MISSING, count, number, percent, signed_percent
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
+from kvprof.views.page import bullets, framed, heading, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot
-from kvprof.views.tables import Column, DataTable, key_values
+from kvprof.views.tables import Column, DataTable
 
 __all__ = [
     "RankedTable",
@@ -575,13 +575,9 @@ def report(
     colour : bool
         False leaves out every escape code.
     """
-    parts: list[RenderableType] = []
-    if not result["complete"]:
-        parts += [incomplete_note(), Text()]
     found = groups(result)
-    parts.append(paragraph(_answer(found), "bold"))
-    if not result["complete"] and (left := _unmeasured(result["inputs"], found)):
-        parts.append(paragraph(left, "yellow"))
+    left = "" if result["complete"] else _unmeasured(result["inputs"], found)
+    parts: list[RenderableType] = []
     for group in found:
         parts += _measured(group, result["data"]["shape"], result["data"]["bandwidth"]["tb_per_s"])
     if lines := _absent(found):
@@ -590,13 +586,16 @@ def report(
         parts += [Text(), _sweep(members)]
     parts += [Text(), *_roofline(result, found)]
     parts += _schedules(result)
-    parts += [heading("How to read this"), bullets(_notes(result))]
-    parts += [heading("Measured with"), key_values(_provenance(result))]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    if not result["complete"]:
-        parts += [Text(), incomplete_note()]
-    return Fitted(Together(*parts), width=width, colour=colour)
+    return framed(
+        result,
+        parts,
+        answer=_answer(found),
+        cautions=[left] if left else (),
+        notes=_notes(result),
+        measured_with=_provenance(result),
+        width=width,
+        colour=colour,
+    )
 
 
 def _answer(found: list[Group]) -> str:
@@ -760,11 +759,11 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     return [*notes, _SPEEDUP, _ERROR]
 
 
-def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
+def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
     inputs, data, environment = result["inputs"], result["data"], result["environment"]
     ranks = data["ranks"]
     packages = environment.get("packages", {})
-    shown = {
+    return {
         "shape": _shape(data["shape"]),
         "ranks": f"{ranks['source']}: keys {widths({'keys': ranks['keys'], 'values': []})}, "
         f"values {widths({'keys': [], 'values': ranks['values']})}"
@@ -774,9 +773,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
         "torch": packages.get("torch"),
         "Triton": packages.get("triton"),
         "seed": inputs["seed"],
-        "written": result.get("created"),
     }
-    return {key: str(value) for key, value in shown.items() if value is not None}
 
 
 def _shape(shape: Mapping[str, Any]) -> str:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.sizes import format_bytes
 from kvprof.views.numbers import MISSING, count, duration, number, percent, signed_percent
-from kvprof.views.page import Fitted, bullets, heading, paragraph
+from kvprof.views.page import bullets, framed, heading, paragraph
 from kvprof.views.tables import Column, DataTable, key_values
 
 __all__ = ["report", "run_letters"]
@@ -75,7 +75,7 @@ def report(
     """
     data = result["data"]
     letters = run_letters(len(data["runs"]))
-    parts: list[RenderableType] = [paragraph(_answer(data, letters), "bold"), Text()]
+    parts: list[RenderableType] = [Text()]
     parts += [paragraph(line, "dim") for line in _noise(data, letters)]
     parts.append(
         key_values(
@@ -100,10 +100,15 @@ def report(
         parts += [Text(), paragraph("The environments are the same.", "dim")]
     if data["unmatched"]:
         parts += _unmatched(data, letters)
-    parts += [heading("How to read this"), bullets(_reading(data))]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    return Fitted(Group(*parts), width=width, colour=colour)
+    return framed(
+        result,
+        parts,
+        answer=_answer(data, letters),
+        notes=_reading(data),
+        repeated=False,
+        width=width,
+        colour=colour,
+    )
 
 
 def _reading(data: Mapping[str, Any]) -> list[str]:

@@ -1,28 +1,34 @@
 """The report of ``kvprof doctor``."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 
 from kvprof.sizes import format_bytes
 from kvprof.views.numbers import MISSING, number
-from kvprof.views.page import bullets, heading, paragraph
+from kvprof.views.page import bullets, framed, heading
 from kvprof.views.tables import Column, DataTable, key_values
 
 __all__ = ["report"]
 
 
-def report(result: dict[str, Any]) -> RenderableType:
-    """Return what the machine has and what each command can do, for a terminal.
+def report(
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+) -> RenderableType:
+    """Return what the machine has and what each command can do.
 
     Parameters
     ----------
-    result : dict
-        Of kind ``doctor``.
+    result : mapping
+        A result of kind ``doctor``.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
     """
     data = result["data"]
-    return Group(
-        paragraph(_verdict(data), style="bold"),
+    parts = [
         heading("Machine"),
         key_values(_machine(result)),
         heading("Commands"),
@@ -30,7 +36,10 @@ def report(result: dict[str, Any]) -> RenderableType:
         heading("Packages"),
         _packages(data["packages"]),
         *_advice(data),
-    )
+    ]
+    # The command says its warnings while it looks; they are no part of the report.
+    found = {**result, "warnings": ()}
+    return framed(found, parts, answer=_verdict(data), width=width, colour=colour)
 
 
 def _verdict(data: dict[str, Any]) -> str:
@@ -44,7 +53,7 @@ def _verdict(data: dict[str, Any]) -> str:
     return f"Usable {where}: {ready} of {len(data['commands'])} commands are ready."
 
 
-def _machine(result: dict[str, Any]) -> dict[str, str]:
+def _machine(result: Mapping[str, Any]) -> dict[str, str]:
     environment, data = result["environment"], result["data"]
     cpu = environment["cpu"]
     memory = data["memory"]

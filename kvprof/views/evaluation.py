@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from kvprof.views.figure import new_figure, point_style
 from kvprof.views.numbers import MISSING, number, percent
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
-from kvprof.views.tables import Column, DataTable, key_values
+from kvprof.views.page import framed, heading, paragraph, tidy_csv
+from kvprof.views.tables import Column, DataTable
 
 __all__ = [
     "COLUMNS",
@@ -502,14 +502,7 @@ def report(
     data = result["data"]
     evaluations = data["evaluations"]
     parts: list[RenderableType] = []
-    if not result["complete"]:
-        parts += [incomplete_note(), Text()]
     if evaluations:
-        parts += [paragraph(_answer(evaluations, data["dtype"]), "bold")]
-        if not result["complete"] and (left := _unmeasured(result["inputs"], evaluations)):
-            parts.append(paragraph(f"Not measured: {', '.join(left)}.", "yellow"))
-        if apart := _apart(evaluations):
-            parts.append(paragraph(apart, "yellow"))
         parts += [Text(), main_table(evaluations, data["dtype"])]
         by_source = source_table(evaluations)
         if by_source is not None:
@@ -520,14 +513,16 @@ def report(
         parts += [heading("lm-evaluation-harness"), harness_table(data["harness"]["rows"])]
         protocol = data["harness"]["protocol"]
         parts += [paragraph(f"By its own protocol, not the one above ({protocol}).", "dim")]
-    if evaluations:
-        parts += [heading("How to read this"), bullets(_notes(result))]
-    parts += [heading("Measured with"), key_values(_provenance(result))]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    if not result["complete"]:
-        parts += [Text(), incomplete_note()]
-    return Fitted(Group(*parts), width=width, colour=colour)
+    return framed(
+        result,
+        parts,
+        answer=_answer(evaluations, data["dtype"]) if evaluations else "",
+        cautions=_cautions(result),
+        notes=_notes(result) if evaluations else (),
+        measured_with=_provenance(result),
+        width=width,
+        colour=colour,
+    )
 
 
 def _asked(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -549,6 +544,15 @@ def _answer(evaluations: Sequence[Mapping[str, Any]], dtype: str) -> str:
         saved = f"saves {percent(one['rate'])} of the cache's bytes at full width in {dtype}"
         sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}.")
     return " ".join(sentences)
+
+
+def _cautions(result: Mapping[str, Any]) -> list[str]:
+    evaluations = result["data"]["evaluations"]
+    if not evaluations:
+        return []
+    left = [] if result["complete"] else _unmeasured(result["inputs"], evaluations)
+    apart = apart_note(_calibrated(evaluations))
+    return [f"Not measured: {', '.join(left)}."] * bool(left) + ([apart] if apart else [])
 
 
 def _unmeasured(inputs: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -582,10 +586,6 @@ def apart_note(calibrated: Mapping[str, Mapping[str, Any]]) -> str | None:
         f"Not calibrated on the same tokens: {'; '.join(parts)}. A difference between them may be "
         "the tokens'; --calibrate gives all the same."
     )
-
-
-def _apart(evaluations: Sequence[Mapping[str, Any]]) -> str | None:
-    return apart_note(_calibrated(evaluations))
 
 
 def _calibrated(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -630,12 +630,12 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the figures depend on, in words; what the result does not name is left out."""
+def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the figures depend on, in words; None for what the result does not name."""
     inputs, evaluations = result["inputs"], result["data"]["evaluations"]
     calibrated = _calibrated(evaluations)
     tokens = max((one["decoded_tokens"] for one in evaluations), default=0)
-    shown = {
+    return {
         "model": inputs["model"],
         "fingerprint": inputs["fingerprint"],
         "protocol": _PROTOCOLS[inputs["protocol"]],
@@ -648,9 +648,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
         "plan": inputs["plan"],
         "dtype": f"{inputs['dtype']} on {inputs['device']}",
         "seconds": ", ".join(f"{one['method']} {one['seconds']:.0f}" for one in evaluations),
-        "written": result.get("created"),
     }
-    return {key: str(value) for key, value in shown.items() if value is not None}
 
 
 def _calibration(method: str, found: Mapping[str, Any]) -> str:

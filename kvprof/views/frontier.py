@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.views.evaluation import SplitTable, apart_note
 from kvprof.views.figure import draw_curves, new_figure
 from kvprof.views.numbers import MISSING, count, number
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
+from kvprof.views.page import bullets, framed, heading, tidy_csv
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.tables import Column, DataTable, key_values
+from kvprof.views.tables import Column, DataTable
 
 __all__ = [
     "METRIC_NAMES",
@@ -488,13 +488,7 @@ def report(
         False leaves out every escape code.
     """
     data = result["data"]
-    parts: list[RenderableType] = []
-    if not result["complete"]:
-        parts += [incomplete_note(), Text()]
-    parts.append(paragraph(_answer(result), "bold"))
-    if apart := apart_note(result["inputs"].get("calibration", {})):
-        parts.append(paragraph(apart, "yellow"))
-    parts += [Text(), main_table(result)]
+    parts: list[RenderableType] = [Text(), main_table(result)]
     if lines := _reasons(result):
         parts += [Text(), bullets(lines)]
     by_source = source_table(result)
@@ -504,13 +498,17 @@ def report(
     notes = [_RATE.format(base=base_name(result), context=data["context"]), _INTERVAL]
     if any(method["max_rate_interval"] is not None for method in data["methods"]):
         notes.append(_WITHIN)
-    parts += [heading("How to read this"), bullets([*notes, *_apart(result)])]
-    parts += [heading("Measured with"), key_values(_provenance(result))]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    if not result["complete"]:
-        parts += [Text(), incomplete_note()]
-    return Fitted(Group(*parts), width=width, colour=colour)
+    apart = apart_note(result["inputs"].get("calibration", {}))
+    return framed(
+        result,
+        parts,
+        answer=_answer(result),
+        cautions=[apart] if apart else (),
+        notes=[*notes, *_apart(result)],
+        measured_with=_provenance(result),
+        width=width,
+        colour=colour,
+    )
 
 
 def _answer(result: Mapping[str, Any]) -> str:
@@ -632,8 +630,8 @@ def _apart(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the figures depend on, in words; what the result does not name is left out."""
+def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the figures depend on, in words; None for what the result does not name."""
     inputs, data = result["inputs"], result["data"]
     base = data["baseline"]
     whole = [f"accuracy {base['accuracy']:.4f}", f"perplexity {base['perplexity']:.4g}"]
@@ -641,19 +639,17 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
         f"{name.replace('_', ' ')} {task['accuracy']:.3f}" for name, task in base["tasks"].items()
     ]
     tested = sum(len(method["points"]) for method in data["methods"])
-    shown = {
+    return {
         "model": inputs["model"],
         "fingerprint": inputs["fingerprint"],
         "uncompressed": ", ".join(whole),
         "text": _text(inputs, base.get("decoded_tokens", 0)),
         "tasks": _tasks(inputs),
         "protocol": _PROTOCOLS.get(inputs.get("protocol", "")),
-        "calibration": _calibration(inputs.get("calibration", {})),
+        "calibration": _calibration(inputs.get("calibration", {})) or None,
         "evaluations": f"{tested}, at most {inputs.get('points', '?')} per method",
         "dtype": f"{data['dtype']} on {inputs['device']}" if inputs.get("device") else None,
-        "written": result.get("created"),
     }
-    return {key: str(value) for key, value in shown.items() if value}
 
 
 _PROTOCOLS = {

@@ -1,4 +1,4 @@
-"""What ``kvprof generate`` says beside the text: its cache, and where the text departs."""
+"""The report of ``kvprof generate``: the text, its cache, and where the text departs."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -9,10 +9,10 @@ from rich.text import Text
 
 from kvprof.sizes import format_bytes
 from kvprof.views.numbers import number
-from kvprof.views.page import Fitted, flow, heading, paragraph, wrap
+from kvprof.views.page import Fitted, flow, framed, heading, paragraph, wrap
 from kvprof.views.tables import Column, DataTable
 
-__all__ = ["cache_line", "report"]
+__all__ = ["cache_line", "comparison", "report"]
 
 _WIDE = 100  # columns from which on two texts are put side by side
 _GAP = 4
@@ -41,6 +41,28 @@ def cache_line(result: Mapping[str, Any]) -> str:
 
 
 def report(
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+) -> RenderableType:
+    """Return the text that was streamed when it was written, and what was said after it.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``generate``.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    """
+    data = result["data"]
+    parts: list[RenderableType] = [paragraph(data["text"])]
+    if data["difference"] is not None:
+        parts.append(comparison(result))
+    parts += [Text(), paragraph(cache_line(result), "dim")]
+    return framed(result, parts, repeated=False, width=width, colour=colour)
+
+
+def comparison(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
     """Return the comparison with the uncompressed model's text, as ``--diff`` shows it.

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.sizes import format_bytes
 from kvprof.views.numbers import MISSING, duration, number, percent
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.page import framed
 from kvprof.views.tables import Column, DataTable, key_values
 
 __all__ = ["csv_of", "figure_of", "flat_tables", "loose_parts", "report"]
@@ -107,9 +107,12 @@ def _cell(key: str, value: Any) -> str:
 _MODULES = {
     "bench": "bench",
     "compare": "compare",
+    "doctor": "doctor",
     "eval": "evaluation",
     "frontier": "frontier",
+    "generate": "generation",
     "jct": "jct",
+    "plan": "plan",
     "recipe": "recipe",
     "spectrum": "spectrum",
     "stability": "stability",
@@ -130,11 +133,9 @@ def report(
     colour : bool
         False leaves out every escape code.
     """
-    own = {"plan": _plan, "generate": _generate, "doctor": _doctor, "benchmark": _benchmark}
-    kind = result["kind"]
-    if kind in own:
-        return Fitted(own[kind](result), width=width, colour=colour)
-    made: RenderableType = _module(kind).report(result, width, colour=colour)
+    if result["kind"] == "benchmark":
+        return _benchmark(result, width, colour)
+    made: RenderableType = _module(result["kind"]).report(result, width, colour=colour)
     return made
 
 
@@ -158,52 +159,17 @@ def _module(kind: str) -> Any:
     return import_module(f"kvprof.views.{_MODULES[kind]}")
 
 
-def _plan(result: Mapping[str, Any]) -> RenderableType:
-    from kvprof.views.plan import report as plan_report
-
-    return plan_report(result)
-
-
-def _doctor(result: Mapping[str, Any]) -> RenderableType:
-    from kvprof.views.doctor import report as doctor_report
-
-    return doctor_report(dict(result))
-
-
-def _generate(result: Mapping[str, Any]) -> RenderableType:
-    """Return the text that was streamed when it was written, and what was said after it."""
-    from kvprof.views.generation import cache_line
-    from kvprof.views.generation import report as comparison
-
-    data = result["data"]
-    parts: list[RenderableType] = [] if result["complete"] else [incomplete_note(), Text()]
-    parts.append(paragraph(data["text"]))
-    if data["difference"] is not None:
-        parts.append(comparison(result))
-    parts += [Text(), paragraph(cache_line(result), "dim")]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    return Group(*parts)
-
-
-def _benchmark(result: Mapping[str, Any]) -> RenderableType:
+def _benchmark(result: Mapping[str, Any], width: int | None, colour: bool) -> RenderableType:
     """Return the figures of a program in ``benchmarks/``, each of which has its own."""
-    parts: list[RenderableType] = [
-        paragraph(f"benchmarks/{result['inputs']['benchmark']}.py", "bold"),
-        *loose_parts(result["data"]),
-        heading("Measured with"),
-        key_values({key: str(value) for key, value in _machine(result).items()}),
-    ]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    return Group(*parts)
-
-
-def _machine(result: Mapping[str, Any]) -> dict[str, Any]:
     environment = result["environment"]
-    gpus = [gpu["name"] for gpu in environment["gpus"]]
-    return {
-        "cpu": f"{environment['cpu']['model']}, {environment['cpu']['threads']} threads",
-        **({"gpus": ", ".join(gpus)} if gpus else {}),
-        "written": result["created"],
-    }
+    return framed(
+        result,
+        loose_parts(result["data"]),
+        answer=f"benchmarks/{result['inputs']['benchmark']}.py",
+        measured_with={
+            "cpu": f"{environment['cpu']['model']}, {environment['cpu']['threads']} threads",
+            "gpus": ", ".join(gpu["name"] for gpu in environment["gpus"]) or None,
+        },
+        width=width,
+        colour=colour,
+    )

@@ -16,18 +16,22 @@ from rich.text import Text
 
 from kvprof.console import PrintableConsole
 from kvprof.printable import printable
+from kvprof.views.tables import key_values
 
 __all__ = [
     "Bullet",
     "Fitted",
     "bullets",
     "flow",
+    "framed",
     "heading",
+    "how_to_read",
     "incomplete_note",
     "paragraph",
     "render_text",
     "tidy_csv",
     "to_ascii",
+    "warned",
     "wrap",
 ]
 
@@ -100,15 +104,6 @@ def paragraph(text: str, style: str = "") -> Text:
     return Text(text, style=style, overflow="fold")
 
 
-def incomplete_note() -> Text:
-    """Return the loud line of a result whose run stopped before its end."""
-    return paragraph(
-        "INCOMPLETE: the run stopped before its end; these figures cover what was measured "
-        "until then.",
-        "bold red",
-    )
-
-
 def bullets(lines: Iterable[str], style: str = "") -> RenderableType:
     """Return each line as a paragraph of its own, the wrapped rest indented."""
     return Group(*(Bullet(Text(line, style=style, overflow="fold")) for line in lines))
@@ -159,6 +154,95 @@ class Bullet:
         lines = self.text.wrap(console, max(1, options.max_width - 2), overflow="fold")
         for index, line in enumerate(lines):
             yield Text("- " if index == 0 else "  ") + line
+
+
+# --- The frame that every kind's report stands in.
+
+
+_INCOMPLETE = (
+    "INCOMPLETE: the run stopped before its end; these figures cover what was measured until then."
+)
+
+
+def incomplete_note() -> Text:
+    """Return the loud line of a result whose run stopped before its end."""
+    return paragraph(_INCOMPLETE, "bold red")
+
+
+def framed(
+    result: Mapping[str, Any],
+    body: Iterable[RenderableType],
+    *,
+    answer: str = "",
+    cautions: Iterable[str] = (),
+    notes: Iterable[str] = (),
+    measured_with: Mapping[str, Any] | None = None,
+    why: str = "",
+    spaced: bool = True,
+    repeated: bool = True,
+    width: int | None = None,
+    colour: bool = True,
+) -> "Fitted":
+    """Return a report: its head, what a kind has of its own, and its tail.
+
+    From top to bottom: that the run stopped, where it did; the answer; what limits it; the body;
+    how to read it; what it was measured with, and when; warnings; and again that the run stopped.
+
+    Parameters
+    ----------
+    result : mapping
+        Of any kind.
+    body : iterable of RenderableType
+        What only this kind has.
+    answer : str
+        What the result says, in a sentence or two.
+    cautions : iterable of str
+        Of an answer that does not cover all that a reader would expect.
+    notes : iterable of str
+        How to read the body.
+    measured_with : mapping, optional
+        What the figures depend on, by name; None is left out. Without a mapping there is no such
+        part.
+    why : str
+        Why the run stopped, where more is known than that it did.
+    spaced : bool
+        Set the first note off by an empty line; one is enough where the body begins with a heading.
+    repeated : bool
+        Say at the end as well that the run stopped, for reports longer than a screen.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    """
+    stopped = [] if result["complete"] else [incomplete_note()]
+    parts: list[RenderableType] = [*stopped]
+    if stopped:
+        parts += [paragraph(why)] * bool(why) + [Text()] * spaced
+    if answer:
+        parts.append(paragraph(answer, "bold"))
+    parts += [paragraph(line, "yellow") for line in cautions]
+    parts += body
+    parts += how_to_read(notes)
+    if measured_with is not None:
+        known = {**measured_with, "written": result.get("created")}
+        pairs = {name: str(value) for name, value in known.items() if value is not None}
+        parts += [heading("Measured with"), key_values(pairs)]
+    parts += warned(result)
+    if stopped and repeated:
+        parts += [Text(), *stopped]
+    return Fitted(Group(*parts), width=width, colour=colour)
+
+
+def how_to_read(notes: Iterable[str]) -> list[RenderableType]:
+    """Return the part that says what the words of a report mean; nothing without a note."""
+    lines = list(notes)
+    return [heading("How to read this"), bullets(lines)] if lines else []
+
+
+def warned(result: Mapping[str, Any]) -> list[RenderableType]:
+    """Return a result's warnings as a report's part; nothing without one."""
+    warnings = result["warnings"]
+    return [heading("Warnings"), bullets(warnings, "yellow")] if warnings else []
 
 
 # Text.wrap asks a console for nothing but the styles that a markup names.

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.sizes import format_bytes, format_count
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import MISSING, number, percent, span
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.page import bullets, framed, heading, paragraph
 from kvprof.views.tables import Column, DataTable, key_values
 
 __all__ = ["fit_parts", "report", "summary"]
@@ -177,17 +177,13 @@ def report(
     """
     data = result["data"]
     parts: list[RenderableType] = []
-    if not result["complete"]:
-        parts.append(incomplete_note())
     if data["fit"] is not None:
         parts += fit_parts(result)
     if data["plan"] is not None:
         parts += _plan_parts(result, describe=describe)
     if data["comparison"] is not None:
         parts += _comparison_parts(data["plan"], data["comparison"])
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    return Fitted(Group(*parts), width=width, colour=colour)
+    return framed(result, parts, spaced=False, repeated=False, width=width, colour=colour)
 
 
 def summary(result: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvprof.views.figure import new_figure
 from kvprof.views.numbers import MISSING, axis_number, duration, interval, number
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.page import bullets, framed, heading, paragraph, warned
 from kvprof.views.tables import Column, DataTable
 
 __all__ = [
@@ -399,9 +399,7 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
         parts += [heading(paper), _overview(own)]
         for entry in own:
             parts += _entry(entry)
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"])]
-    return Group(*parts)
+    return Group(*parts, *warned(result))
 
 
 def _run(entry: Entry) -> tuple[str | None, str | None]:
@@ -535,8 +533,7 @@ def report(
         False leaves out every escape code.
     """
     entries = result["data"]["entries"]
-    parts: list[RenderableType] = [] if result["complete"] else [incomplete_note(), Text()]
-    parts += [paragraph(answer(result["data"]), "bold"), Text(), _table(entries)]
+    parts: list[RenderableType] = [Text(), _table(entries)]
     for title, verdict in (
         ("Not reproduced", VERDICT_ORDER[2]),
         ("In direction only", VERDICT_ORDER[1]),
@@ -552,10 +549,15 @@ def report(
     if found := list(paper_notes(entries)):
         parts += [heading("Papers' own settings, and what of them is not the paper's")]
         parts.append(bullets(found))
-    parts += [heading("How to read this"), bullets(_READ)]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    return Fitted(Group(*parts), width=width, colour=colour)
+    return framed(
+        result,
+        parts,
+        answer=answer(result["data"]),
+        notes=_READ,
+        repeated=False,
+        width=width,
+        colour=colour,
+    )
 
 
 def paper_notes(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:

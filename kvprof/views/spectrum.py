@@ -5,16 +5,16 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.errors import UsageError
 from kvprof.views.figure import draw_curves, draw_map, new_figure
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import number, percent, span
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
+from kvprof.views.page import framed, heading, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.tables import Column, DataTable, key_values
+from kvprof.views.tables import Column, DataTable
 
 __all__ = [
     "COLUMNS",
@@ -430,10 +430,7 @@ def report(
         When `removal_rate` is not in the result.
     """
     chosen = chosen_removal(result, removal_rate)
-    parts: list[RenderableType] = []
-    if not result["complete"]:
-        parts.append(incomplete_note())
-    parts.append(paragraph(summary(result, removal_rate)))
+    parts: list[RenderableType] = [paragraph(summary(result, removal_rate))]
     parts += [paragraph(f"Note: {label}.", "bold") for label in result["inputs"].get("labels", ())]
     if chosen is not None:
         parts += [heading("Removal rates"), _removal_table(result)]
@@ -446,12 +443,14 @@ def report(
         parts += [Text(), _plot(result)]
     if chosen is not None:
         parts += _heat_maps(chosen, stated=removal_rate is not None)
-    parts += [heading("Measured with"), key_values(_provenance(result))]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    if not result["complete"]:
-        parts += [Text(), incomplete_note()]
-    return Fitted(Group(*parts), width=width, colour=colour)
+    return framed(
+        result,
+        parts,
+        measured_with=_provenance(result),
+        spaced=False,
+        width=width,
+        colour=colour,
+    )
 
 
 def summary(result: Mapping[str, Any], removal_rate: float | None = None) -> str:
@@ -629,8 +628,8 @@ def _heat_maps(chosen: Mapping[str, Any], *, stated: bool) -> list[RenderableTyp
     return parts
 
 
-def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the figures depend on, in words; what the result does not name is left out."""
+def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the figures depend on, in words; None for what the result does not name."""
     inputs = result["inputs"]
     layers = f"{inputs['layers']} layer{'s' if inputs['layers'] != 1 else ''}"
     heads = f"{layers}, {inputs['num_kv_heads']} KV heads of {inputs['head_dim']}"
@@ -648,9 +647,8 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
         "weight of V": _value_weight(inputs),
         "qk": "C_q + G·C_k, paired per query head" if inputs.get("paired") else None,
         "default tokens": inputs.get("default_tokens_source"),
-        "written": result.get("created"),
     }
-    return {key: str(value) for key, value in shown.items() if value is not None and value != ""}
+    return {name: None if value == "" else value for name, value in shown.items()}
 
 
 def _value_weight(inputs: Mapping[str, Any]) -> str | None:

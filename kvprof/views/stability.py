@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import MISSING, count, number, percent
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph
+from kvprof.views.page import bullets, framed, heading, how_to_read, paragraph
 from kvprof.views.plot import LinePlot
 from kvprof.views.spectrum import PAIR_NAMES, rate_text
 from kvprof.views.stability_data import (
@@ -30,7 +30,7 @@ from kvprof.views.stability_data import (
     worst,
 )
 from kvprof.views.stability_figure import figure, series, spans_decades
-from kvprof.views.tables import Column, DataTable, claims_table, key_values
+from kvprof.views.tables import Column, DataTable, claims_table
 
 __all__ = [
     "advice",
@@ -442,18 +442,16 @@ def report(
     """
     data = result["data"]
     pairs = curves_of(result)
+    answer, *evidence = verdict(result, pairs)
     parts: list[RenderableType] = []
-    if not result["complete"]:
-        parts += [incomplete_note(), Text()]
-    for index, text in enumerate(verdict(result, pairs)):
-        parts += [Text()] if index else []
-        parts.append(paragraph(text, "" if index else "bold"))
+    for text in evidence:
+        parts += [Text(), paragraph(text)]
     if pairs:
         parts += [heading("What the papers claim"), claims_part(data["claims"])]
     for pair, curves in pairs.items():
         parts += _pair_part(result, pair, curves)
     if pairs:
-        parts += [heading("How to read this"), bullets((_RATIO, _SUBSPACE, _PRICE, _SPREAD))]
+        parts += how_to_read((_RATIO, _SUBSPACE, _PRICE, _SPREAD))
     for pair, curves in pairs.items():
         parts += _plots(result, pair, curves)
     for pair, curves in pairs.items():
@@ -465,12 +463,14 @@ def report(
         parts += [paragraph("Cost: extra lost energy, averaged over the datasets.", "dim")]
     if data.get("lengths"):
         parts += [heading("Length of the sequences"), lengths_table(data["lengths"])]
-    parts += [heading("Measured with"), key_values(_provenance(result, pairs))]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    if not result["complete"]:
-        parts += [Text(), incomplete_note()]
-    return Fitted(Group(*parts), width=width, colour=colour)
+    return framed(
+        result,
+        parts,
+        answer=answer,
+        measured_with=_provenance(result, pairs),
+        width=width,
+        colour=colour,
+    )
 
 
 def _pair_part(
@@ -537,14 +537,14 @@ def _heat_map(
     return [Text(), shown]
 
 
-def _provenance(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]]) -> dict[str, str]:
-    """Return what the figures depend on, in words; what the result does not name is left out."""
+def _provenance(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
+    """Return what the figures depend on, in words; None for what the result does not name."""
     inputs = result["inputs"]
     seeds = [str(seed) for seed in inputs["seeds"] if seed is not None]
     removal = ", ".join(f"{100 * rate:.6g} %" for rate in inputs["removal"])
     compared = [curve for curves in pairs.values() for curve in datasets(curves)]
     counts = sorted({tokens for curve in compared for tokens in curve.counts})
-    shown = {
+    return {
         "model": inputs["model"] or "none loaded, saved moments",
         "fingerprint": inputs["fingerprint"],
         "source": f"{inputs['source']}, {', '.join(map(count, counts)) or 'no'} tokens in "
@@ -555,6 +555,4 @@ def _provenance(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]])
         "ranks": ", ".join(map(str, dict.fromkeys(inputs["ranks"]))) or None,
         "removal rates": f"{removal}, of the dataset's own spectrum" if removal else None,
         "dtype": f"{inputs['dtype']} on {inputs['device']}" if inputs["dtype"] else None,
-        "written": result.get("created"),
     }
-    return {key: str(value) for key, value in shown.items() if value is not None}

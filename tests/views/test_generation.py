@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.views.generation import cache_line, report
+from kvprof.views.generation import cache_line, comparison
 from kvprof.views.page import render_text
 
 LONG = "The pages of a process are found through tables that the kernel keeps. " * 9
@@ -49,7 +49,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 99, 100, 120, 200])
 def test_no_line_is_too_wide_and_no_word_is_lost(width: int) -> None:
-    text = render_text(report(result()), width)
+    text = render_text(comparison(result()), width)
     assert max(map(len, text.splitlines())) <= width
     assert text.count("left") == 30 + 1
     assert text.count("right") == 25 + 1
@@ -57,18 +57,18 @@ def test_no_line_is_too_wide_and_no_word_is_lost(width: int) -> None:
 
 def test_wide_reports_put_the_texts_side_by_side() -> None:
     def line_of(width: int, words: str) -> int:
-        lines = render_text(report(result()), width).splitlines()
+        lines = render_text(comparison(result()), width).splitlines()
         return next(i for i, line in enumerate(lines) if words in line)
 
     assert line_of(120, "compressed goes on") == line_of(120, "uncompressed goes on")
     assert (
         "uncompressed"
-        not in render_text(report(result()), 80).splitlines()[line_of(80, "compressed goes on")]
+        not in render_text(comparison(result()), 80).splitlines()[line_of(80, "compressed goes on")]
     )
 
 
 def test_figures_of_the_departure() -> None:
-    text = render_text(report(result()), 200)
+    text = render_text(comparison(result()), 200)
     assert "departs at new token 3 of 3; the 2 before it are the same" in text
     assert "0.0843 nats a step on average, 0.250 at most" in " ".join(text.split())
     rows = [line.split() for line in text.splitlines() if line.startswith(("comp", "uncomp"))]
@@ -80,16 +80,18 @@ def test_figures_of_the_departure() -> None:
 
 
 def test_texts_that_are_the_same() -> None:
-    text = render_text(report(result(position=None, compressed_token=None, full_token=None)), 80)
+    text = render_text(
+        comparison(result(position=None, compressed_token=None, full_token=None)), 80
+    )
     assert "All 3 new tokens are the uncompressed model's own." in text
     assert "goes on" not in text
-    first = render_text(report(result(position=0, common_text="", kl=[0.5])), 80)
+    first = render_text(comparison(result(position=0, common_text="", kl=[0.5])), 80)
     assert "departs at the first of 3 new tokens" in first
 
 
 def test_of_many_steps_the_largest_and_the_last_are_shown() -> None:
     kl = [0.001 * (step % 50) for step in range(100)] + [0.0]
-    text = render_text(report(result(kl=kl)), 80)
+    text = render_text(comparison(result(kl=kl)), 80)
     assert "the largest of 101, and the last" in text
     assert " 50: 0.049" in text
     assert "101: 0" in text
