@@ -6,7 +6,6 @@ from math import floor, log10
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.console import Group as Together
 from rich.text import Text
 
 from kvprof.records.cases import Account, accounts, ordered_parts
@@ -37,9 +36,9 @@ from kvprof.views.numbers import (
     span,
     unit_of,
 )
-from kvprof.views.page import Fitted, bullets, heading, incomplete_note, paragraph, tidy_csv
+from kvprof.views.page import bullets, framed, heading, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.tables import Column, DataTable, key_values
+from kvprof.views.tables import Column, DataTable
 
 __all__ = [
     "PartTable",
@@ -488,7 +487,7 @@ def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
     return f" ({', '.join(case['case'] for case in own)})"
 
 
-def provenance(result: Mapping[str, Any]) -> dict[str, str]:
+def provenance(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was measured with what.
 
     Parameters
@@ -506,7 +505,7 @@ def provenance(result: Mapping[str, Any]) -> dict[str, str]:
     if device.startswith("cuda") and gpus:
         index = int(device.partition(":")[2] or 0)
         machine = f"{gpus[min(index, len(gpus) - 1)]['name']} ({device})"
-    shown = {
+    return {
         "shape": ", ".join(
             [
                 str(shape["name"]),
@@ -526,9 +525,7 @@ def provenance(result: Mapping[str, Any]) -> dict[str, str]:
         "dtype": inputs.get("dtype"),
         "torch": packages.get("torch"),
         "seed": inputs.get("seed"),
-        "written": result.get("created"),
     }
-    return {key: str(value) for key, value in shown.items() if value is not None}
 
 
 # --- A ``jct`` result as one tidy table.
@@ -691,14 +688,7 @@ def report(
     """
     data = result["data"]
     parts: list[RenderableType] = []
-    if not result["complete"]:
-        parts += [
-            incomplete_note(),
-            paragraph(f"{_sentence(result['incomplete_reason'])}."),
-            Text(),
-        ]
     found, shown = groups(result), detailed(result)
-    parts.append(paragraph(_answer(shown), "bold"))
     known = accounts(data)
     for sweep in sweeps(result):
         parts += _swept(sweep, known)
@@ -724,13 +714,16 @@ def report(
         ]
     if table := telemetry_table(data["telemetry"]):
         parts += [heading("Telemetry"), table, *throttled(data["telemetry"])]
-    parts += [heading("How to read this"), bullets(notes(result))]
-    parts += [heading("Measured with"), key_values(provenance(result))]
-    if result["warnings"]:
-        parts += [heading("Warnings"), bullets(result["warnings"], "yellow")]
-    if not result["complete"]:
-        parts += [Text(), incomplete_note()]
-    return Fitted(Together(*parts), width=width, colour=colour)
+    return framed(
+        result,
+        parts,
+        answer=_answer(shown),
+        notes=notes(result),
+        measured_with=provenance(result),
+        why="" if result["complete"] else f"{_sentence(result['incomplete_reason'])}.",
+        width=width,
+        colour=colour,
+    )
 
 
 def _answer(shown: list[Group]) -> str:

@@ -26,7 +26,6 @@ __all__ = [
     "framed",
     "heading",
     "how_to_read",
-    "incomplete_note",
     "paragraph",
     "render_text",
     "tidy_csv",
@@ -164,11 +163,6 @@ _INCOMPLETE = (
 )
 
 
-def incomplete_note() -> Text:
-    """Return the loud line of a result whose run stopped before its end."""
-    return paragraph(_INCOMPLETE, "bold red")
-
-
 def framed(
     result: Mapping[str, Any],
     body: Iterable[RenderableType],
@@ -214,7 +208,7 @@ def framed(
     colour : bool
         False leaves out every escape code.
     """
-    stopped = [] if result["complete"] else [incomplete_note()]
+    stopped = [] if result["complete"] else [paragraph(_INCOMPLETE, "bold red")]
     parts: list[RenderableType] = [*stopped]
     if stopped:
         parts += [paragraph(why)] * bool(why) + [Text()] * spaced
