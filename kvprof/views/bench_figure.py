@@ -1,6 +1,7 @@
 """The figure of a bench result: time against context by phase and batch, and the roofline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvprof.views.bench_data import (
     roofs,
     scaled,
 )
-from kvprof.views.figure import draw_curves, new_figure
+from kvprof.views.figure import draw_curves, panel_figure, titled
 
 __all__ = ["figure", "sweeps"]
 
@@ -53,30 +54,31 @@ def figure(result: Mapping[str, Any]) -> Any:
         When matplotlib is not installed.
     """
     swept = sweeps(result)
-    panels = len(swept) + 1
-    columns = min(_ROW, panels)
-    lines = -(-panels // columns)
-    drawing = new_figure(_PANEL[0] * columns + (1.2 if panels == 1 else 0.0), _PANEL[1] * lines)
-    axes = list(drawing.subplots(lines, columns, squeeze=False).flat)
-    for place, members in zip(axes, swept, strict=False):
-        draw_curves(
-            place,
-            context_curves(members),
-            title=f"{members[0].phase}, batch {members[0].batch}",
-            x_label="context (tokens)",
-            y_label="time (ms)",
-            log_x=True,
-            log_y=True,
-        )
-    _roofline(axes[len(swept)], result)
-    for place in axes[panels:]:
-        place.remove()
-    unfinished = "" if result["complete"] else " (incomplete)"
-    drawing.suptitle(f"{result['data']['shape']['name']}{unfinished}", fontsize="medium")
-    return drawing
+    return panel_figure(
+        [
+            *(partial(_draw_times, members=members) for members in swept),
+            partial(_draw_roofline, result=result),
+        ],
+        _PANEL,
+        columns=_ROW,
+        margin=(0.0 if swept else 1.2, 0.0),
+        title=titled(result, result["data"]["shape"]["name"]),
+    )
 
 
-def _roofline(axes: Any, result: Mapping[str, Any]) -> None:
+def _draw_times(axes: Any, members: Sequence[Group]) -> None:
+    draw_curves(
+        axes,
+        context_curves(members),
+        title=f"{members[0].phase}, batch {members[0].batch}",
+        x_label="context (tokens)",
+        y_label="time (ms)",
+        log_x=True,
+        log_y=True,
+    )
+
+
+def _draw_roofline(axes: Any, result: Mapping[str, Any]) -> None:
     points = roofline_points(result)
     factor, unit = roofline_unit(points)
     draw_curves(

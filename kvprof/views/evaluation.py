@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from kvprof.views.figure import new_figure, point_style
+from kvprof.views.figure import draw_reference, label_axes, new_figure, point_style, titled
 from kvprof.views.numbers import MISSING, number, percent
 from kvprof.views.page import framed, heading, paragraph, tidy_csv
 from kvprof.views.tables import Column, DataTable
@@ -439,18 +439,14 @@ def figure(result: Mapping[str, Any]) -> Any:
             label=method,
             **point_style(index),
         )
-    axes.axhline(1.0, color="#555555", linewidth=0.8, linestyle=":")
-    unfinished = "" if result["complete"] else " (incomplete)"
-    axes.set_title(
-        f"{result['inputs'].get('model', '')}{unfinished}", fontsize="medium", parse_math=False
+    draw_reference(axes, 1.0)
+    label_axes(
+        axes,
+        titled(result, str(result["inputs"].get("model", ""))),
+        "KV compression rate (bytes, everything counted)",
+        "kept of the uncompressed model's accuracy",
+        legend=bool(methods),
     )
-    axes.set_xlabel("KV compression rate (bytes, everything counted)")
-    axes.set_ylabel("kept of the uncompressed model's accuracy")
-    axes.grid(visible=True, linewidth=0.3, alpha=0.6)
-    if methods:
-        legend = axes.legend(fontsize="small", frameon=False)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
     return drawing
 
 

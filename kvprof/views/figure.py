@@ -5,7 +5,7 @@ it (pyplot, backends, rcParams) is touched.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,14 @@ __all__ = [
     "curves_figure",
     "draw_curves",
     "draw_map",
+    "draw_reference",
     "figure_bytes",
+    "label_axes",
     "new_figure",
+    "outer_legend",
+    "panel_figure",
     "point_style",
+    "titled",
 ]
 
 FORMATS = ("svg", "png")
@@ -32,6 +37,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = "o^sDvPX*"
 _LONGEST = 300  # characters of one text
+_REFERENCE = "#555555"  # of what curves are held against
 _FEW = 24  # points up to which each one gets a marker
 _ANNOTATED = (16, 16)  # largest map whose cells carry their figure
 
@@ -59,6 +65,65 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def panel_figure(
+    draws: Sequence[Callable[[Any], None]],
+    panel: tuple[float, float],
+    *,
+    columns: int,
+    margin: tuple[float, float] = (0.0, 0.0),
+    title: str = "",
+) -> Any:
+    """Return a figure of panels of one size, line by line.
+
+    Parameters
+    ----------
+    draws : sequence of callable
+        Each draws on the axes that it is given.
+    panel : (float, float)
+        Width and height of one, in inches.
+    columns : int
+        Panels side by side, at most.
+    margin : (float, float)
+        Width and height beside and below all panels, in inches, for a legend.
+    title : str
+        Above all of them.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    columns = min(columns, max(1, len(draws)))
+    lines = max(1, -(-len(draws) // columns))
+    figure = new_figure(panel[0] * columns + margin[0], panel[1] * lines + margin[1])
+    every = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for draw, axes in zip(draws, every, strict=False):
+        draw(axes)
+    for axes in every[len(draws) :]:
+        axes.remove()
+    if title:
+        figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def titled(result: Mapping[str, Any], title: str) -> str:
+    """Return the title of a result's figure, which says where the run stopped before its end."""
+    return title if result["complete"] else f"{title} (incomplete)"
+
+
+def outer_legend(figure: Any, handles: Mapping[str, Any], columns: int) -> None:
+    """Put one legend of all panels below them; `handles` are what was drawn, by its label."""
+    if handles:
+        figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=min(columns, len(handles)),
+            fontsize="small",
+            frameon=False,
+        )
 
 
 def figure_bytes(figure: Any, fmt: str, *, dpi: int = 200) -> bytes:
@@ -175,12 +240,33 @@ def draw_curves(
             ticks = log2_ticks(every, at_most=8).ticks
             axes.set_xticks([2.0**place for place, _ in ticks], [text for _, text in ticks])
             axes.set_xticks([], minor=True)
+    label_axes(axes, title, x_label, y_label, legend=bool(series))
+
+
+def label_axes(axes: Any, title: str, x_label: str, y_label: str, *, legend: bool) -> None:
+    """Write what a plot and its axes are called, with a faint grid and, if wanted, a legend."""
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(visible=True, linewidth=0.3, alpha=0.6)
-    if series:
+    if legend:
         axes.legend(fontsize="small", frameon=False)
+
+
+def draw_reference(axes: Any, y: float, label: str = "") -> None:
+    """Draw a dotted line across the axes at `y`, with a word at its right end."""
+    axes.axhline(y, color=_REFERENCE, linewidth=0.8, linestyle=":")
+    if label:
+        axes.text(
+            1.0,
+            y,
+            f"{label} ",
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize="small",
+            color=_REFERENCE,
+        )
 
 
 def point_style(index: int) -> dict[str, Any]:

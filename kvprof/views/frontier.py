@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.views.evaluation import SplitTable, apart_note
-from kvprof.views.figure import draw_curves, new_figure
+from kvprof.views.figure import draw_curves, draw_reference, new_figure, titled
 from kvprof.views.numbers import MISSING, count, number
 from kvprof.views.page import bullets, framed, heading, tidy_csv
 from kvprof.views.plot import LinePlot, Series
@@ -429,25 +429,14 @@ def figure(result: Mapping[str, Any]) -> Any:
     data = result["data"]
     drawing = new_figure(6.4, 4.2)
     axes = drawing.subplots()
-    unfinished = "" if result["complete"] else " (incomplete)"
     draw_curves(
         axes,
         curves(result),
-        title=f"{result['inputs']['model']} at {data['context']:,} tokens{unfinished}",
+        title=titled(result, f"{result['inputs']['model']} at {data['context']:,} tokens"),
         x_label="KV compression rate (bytes, everything counted)",
         y_label=f"share of the baseline's {metric_name(data['metric'])}",
     )
-    axes.axhline(data["target"], color="#555555", linewidth=0.8, linestyle=":")
-    axes.text(
-        1.0,
-        data["target"],
-        f"{data['target']:g} ",
-        transform=axes.get_yaxis_transform(),
-        ha="right",
-        va="bottom",
-        fontsize="small",
-        color="#555555",
-    )
+    draw_reference(axes, data["target"], f"{data['target']:g}")
     floor = lowest_drawn(result)
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, data["target"])))

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.errors import UsageError
-from kvprof.views.figure import draw_curves, draw_map, new_figure
+from kvprof.views.figure import draw_curves, draw_map, new_figure, titled
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import number, percent, span
 from kvprof.views.page import framed, heading, paragraph, tidy_csv
@@ -375,9 +375,8 @@ def figure(result: Mapping[str, Any], *, removal_rate: float | None = None) -> A
 
 def _title(result: Mapping[str, Any]) -> str:
     inputs = result["inputs"]
-    unfinished = "" if result["complete"] else " (incomplete)"
     source = inputs.get("source_description") or f"{inputs['tokens']:,} tokens, {inputs['source']}"
-    return f"{inputs['model']}, {source}{unfinished}"
+    return titled(result, f"{inputs['model']}, {source}")
 
 
 def _curve(name: str, pair: Mapping[str, Any]) -> Series:

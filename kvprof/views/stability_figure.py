@@ -1,17 +1,17 @@
 """The figure of a stability result: each measure against the number of tokens, pair by pair."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from kvprof.views.figure import draw_curves, new_figure
+from kvprof.views.figure import draw_curves, outer_legend, panel_figure, titled
 from kvprof.views.plot import Series
 from kvprof.views.stability_data import Curve, cost_rank, curves_of, error_key
 
 __all__ = ["figure", "series", "spans_decades"]
 
 _PANEL = (3.0, 2.7)  # inches
+_MEASURES = 4  # of a pair, side by side
 _NOTHING = 1e-9
 _ROUNDING = 1e-6
 _DECADES = 20.0
@@ -84,51 +84,48 @@ def figure(result: Mapping[str, Any]) -> Any:
         When matplotlib is not installed.
     """
     pairs = curves_of(result)
-    drawing = new_figure(4 * _PANEL[0], _PANEL[1] * max(1, len(pairs)) + 0.7)
-    axes = np.atleast_2d(drawing.subplots(max(1, len(pairs)), 4))
-    handles: dict[str, Any] = {}
-    for line, (pair, curves) in zip(axes, pairs.items(), strict=False):
+    draws: list[Callable[[Any], None]] = []
+    for pair, curves in pairs.items():
         error = error_key(pair)
         rank = cost_rank(result, pair)
         at = "" if rank is None else f", rank {rank}"
-        panels = (
+        measures = (
             ("ratio_sign_aligned", f"{pair}: ratio δ/ε", "ratio, signs aligned", 1.0),
             ("subspace_distance", f"{pair}: subspaces{at}", "subspace distance", 1.0),
             ("extra_energy_loss", f"{pair}: lost energy{at}", "extra lost energy (%)", 100.0),
             (error, f"{pair}: {error.split('_')[1]}s{at}", f"{error.replace('_', ' ')} (%)", 100.0),
         )
-        for place, (key, title, y_label, scale) in zip(line, panels, strict=True):
-            drawn = series(curves, key, scale)
-            draw_curves(
-                place,
-                drawn,
+        draws += [
+            partial(
+                draw_curves,
+                series=(drawn := series(curves, key, scale)),
                 title=title,
                 x_label="tokens",
                 y_label=y_label,
                 log_x=True,
                 log_y=spans_decades(drawn),
             )
-            # One legend for all: eight of them would hide the curves.
-            handles |= {
-                label: handle
-                for handle, label in zip(*place.get_legend_handles_labels(), strict=True)
-            }
-            place.get_legend().remove()
-    drawing.suptitle(_title(result), fontsize="medium")
-    if handles:
-        drawing.legend(
-            list(handles.values()),
-            list(handles),
-            loc="outside lower center",
-            ncols=min(4, len(handles)),
-            fontsize="small",
-            frameon=False,
-        )
+            for key, title, y_label, scale in measures
+        ]
+    drawing = panel_figure(
+        draws or [lambda axes: None] * _MEASURES,  # nothing compared: empty panels say so
+        _PANEL,
+        columns=_MEASURES,
+        margin=(0.0, 0.7),
+        title=_title(result),
+    )
+    # One legend for all: eight of them would hide the curves.
+    handles: dict[str, Any] = {}
+    for axes in drawing.axes:
+        drawn_here, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn_here, strict=True))
+        if axes.get_legend() is not None:
+            axes.get_legend().remove()
+    outer_legend(drawing, handles, _MEASURES)
     return drawing
 
 
 def _title(result: Mapping[str, Any]) -> str:
     inputs = result["inputs"]
-    unfinished = "" if result["complete"] else " (incomplete)"
     model = inputs["model"] or f"model {inputs['fingerprint']}"
-    return f"{model}: the basis from {inputs['source']} against each dataset's own{unfinished}"
+    return titled(result, f"{model}: the basis from {inputs['source']} against each dataset's own")
