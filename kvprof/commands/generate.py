@@ -207,7 +207,7 @@ def generate(
 
         def report(result: dict[str, Any], width: int, colour: bool) -> Any:
             differs = result["data"]["difference"] is not None
-            shown = [view.report(result, width, colour=colour)] if differs else []
+            shown = [view.comparison(result, width, colour=colour)] if differs else []
             if unheard is not None:  # the text was not read as it was written
                 shown.insert(0, Text(result["data"]["text"]))
             return Group(*shown) if shown else None

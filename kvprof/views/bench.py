@@ -1,14 +1,12 @@
 """The report of ``kvprof bench``: is the smaller cache faster here, and how near the limit?"""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.console import Group as Together
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.sizes import format_bytes
@@ -29,21 +27,16 @@ from kvprof.views.bench_data import (
     scaled,
     widths,
 )
-from kvprof.views.bench_data import context_curves as curves
 from kvprof.views.figure import draw_curves, panel_figure, titled
-from kvprof.views.numbers import MISSING, count, number, percent, signed_percent
-from kvprof.views.page import bullets, framed, heading, paragraph, tidy_csv
+from kvprof.views.multiprocessors import Timelines, longest
+from kvprof.views.numbers import MISSING, count, number, rate_in_bytes, signed_percent
+from kvprof.views.page import bullets, ends, framed, heading, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot
-from kvprof.views.tables import Column, DataTable
+from kvprof.views.tables import Column, DataTable, Ranked, RankedTable, columns
 
 __all__ = [
-    "RankedTable",
-    "Strips",
-    "at_once",
     "baseline_table",
-    "busy_shares",
     "figure",
-    "longest",
     "method_table",
     "report",
     "schedule_table",
@@ -67,8 +60,8 @@ def sweeps(result: Mapping[str, Any]) -> list[list[Group]]:
     result : mapping
         Of ``kvprof bench``.
     """
-    by_place = groupby(groups(result), key=lambda group: (group.phase, group.batch))
-    members = [[group for group in found if group.rows] for _, found in by_place]
+    by_batch = groupby(groups(result), key=lambda group: (group.phase, group.batch))
+    members = [[group for group in found if group.rows] for _, found in by_batch]
     return [found for found in members if len(found) > 1]
 
 
@@ -141,196 +134,12 @@ def _draw_roofline(axes: Any, result: Mapping[str, Any]) -> None:
         )
 
 
-# --- What each multiprocessor did during a step: a strip per SM, as high as work was running on
-# it.
-
-
-_BARS = " ▁▂▃▄▅▆▇█"
-_ASCII_BARS = " .:-=+*#@"
-_LEAST_SLOTS = 8
-_FULL = 0.995  # of a slot; what rounding takes from a busy one is no gap
-
-
-@dataclass(frozen=True)
-class _Strip:
-    name: str
-    items: Sequence[tuple[float, float]]
-    done: float
-    processors: int = 1
-
-
-@dataclass(frozen=True)
-class Strips:
-    """Rich renderable of one schedule's strips.
-
-    Attributes
-    ----------
-    strips : sequence of (sm, start, stop)
-        One entry per piece of work, in any unit of time.
-    title : str
-        Above them.
-    until : float or None
-        Length of the time axis in that unit, so that schedules can be held against each other;
-        None ends it with the last piece.
-    """
-
-    strips: Sequence[Sequence[float]]
-    title: str
-    until: float | None = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.title, style="bold", overflow="fold")
-        pieces = [entry for entry in self.strips if all(map(math.isfinite, entry))]
-        if not pieces:
-            yield Text("no piece of work was recorded")
-            return
-        begin = min(start for _, start, _ in pieces)
-        own = max(stop for _, _, stop in pieces) - begin
-        until = max(self.until or 0.0, own)
-        by_sm: dict[int, list[tuple[float, float]]] = {}
-        for sm, start, stop in pieces:
-            by_sm.setdefault(int(sm), []).append((start - begin, stop - begin))
-        most = max(at_once(items) for items in by_sm.values())
-        rows = _chosen(by_sm)
-        gutter = max(len(row.name) for row in rows) + 1
-        slots = options.max_width - gutter - len("100.0 %") - 2
-        bars = _ASCII_BARS if options.ascii_only else _BARS
-        for row in rows:
-            share = percent(row.done / own if own > 0 else None)
-            if slots < _LEAST_SLOTS:
-                yield Text(f"{row.name}: {share}", overflow="fold")
-                continue
-            line = Text(f"{row.name:<{gutter}}")
-            drawn = busy_shares(row.items, until, slots, row.processors * most)
-            line.append("".join(_bar(value, bars) for value in drawn), style="cyan")
-            line.append(f" {share:>{len('100.0 %')}}")
-            yield line
-
-
-def at_once(items: Sequence[tuple[float, float]]) -> int:
-    """Return the largest number of pieces that run at the same time; at least 1.
-
-    Parameters
-    ----------
-    items : sequence of (start, stop)
-    """
-    # At the same moment an end comes before a start: one piece follows the other.
-    moments = sorted([(stop, -1) for _, stop in items] + [(start, 1) for start, _ in items])
-    most = running = 0
-    for _, change in moments:
-        running += change
-        most = max(most, running)
-    return max(1, most)
-
-
-def busy_shares(
-    items: Sequence[tuple[float, float]], until: float, slots: int, places: int = 1
-) -> list[float]:
-    """Return the share of each of `slots` equal times from 0 to `until` that was spent at work.
-
-    Parameters
-    ----------
-    items : sequence of (start, stop)
-    until : float
-    slots : int
-    places : int
-        How many pieces there is room for at once.
-    """
-    if until <= 0:
-        return [0.0] * slots
-    length = until / slots
-    busy = [0.0] * slots
-    for start, stop in items:
-        first = min(slots - 1, max(0, int(start / length)))
-        last = min(slots - 1, max(0, int(stop / length)))
-        for slot in range(first, last + 1):
-            inside = min(stop, (slot + 1) * length) - max(start, slot * length)
-            busy[slot] += max(0.0, inside)
-    return [min(1.0, value / length / places) for value in busy]
-
-
-def _chosen(by_sm: Mapping[int, Sequence[tuple[float, float]]]) -> list[_Strip]:
-    """Return the first, the median and the last SM to be done, and all of them together."""
-    done = {sm: max(stop for _, stop in items) for sm, items in by_sm.items()}
-    order = sorted(by_sm, key=lambda sm: (done[sm], sm))
-    named = {order[0]: "least loaded"}
-    if len(order) > 2:
-        named[order[len(order) // 2]] = "median"
-    named[order[-1]] = "most loaded"
-    rows = [_Strip(f"SM {sm}, {words}", by_sm[sm], done[sm]) for sm, words in named.items()]
-    if len(order) > 1:
-        every = [piece for sm in order for piece in by_sm[sm]]
-        mean = sum(done.values()) / len(order)
-        rows.append(_Strip(f"all {len(order)} with work", every, mean, len(order)))
-    return rows
-
-
-def _bar(share: float, bars: Sequence[str]) -> str:
-    if share >= _FULL:
-        return bars[-1]
-    if share <= 1 - _FULL:
-        return bars[0]
-    # Never the empty one for some work, never the full one for less than all.
-    return bars[1 + min(len(bars) - 3, int(share * (len(bars) - 2)))]
-
-
-def longest(entries: Sequence[Mapping[str, Any]]) -> float:
-    """Return the longest makespan of several schedules' strips; 0 without any."""
-    spans = [
-        max(stop for _, _, stop in entry["strips"]) - min(start for _, start, _ in entry["strips"])
-        for entry in entries
-        if entry["strips"]
-    ]
-    return max(spans, default=0.0)
-
-
 # --- The tables of a bench report: methods, the full-width kernels they have to beat,
 # schedules.
 
 
-_GAP = 2  # columns between two columns of a DataTable
 _BASELINES = 4  # in a table; torch alone has a dozen forms
 _SECONDS_FROM = 10.0  # a table whose times reach this many seconds is not written in milliseconds
-
-
-@dataclass(frozen=True)
-class _Ranked:
-    """A column, what it holds, and how early it goes when room is short (0: never)."""
-
-    column: Column
-    cells: Sequence[str]
-    goes: int = 0
-
-
-class RankedTable:
-    """A table that leaves out its least important columns where it is too wide, and says which.
-
-    Parameters
-    ----------
-    columns : sequence of _Ranked
-        The first one names the row.
-    """
-
-    def __init__(self, columns: Sequence[_Ranked]) -> None:
-        # A column without a single figure tells nothing.
-        self._columns = [
-            one for one in columns if not one.goes or any(cell != MISSING for cell in one.cells)
-        ]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = list(self._columns)
-        dropped: list[str] = []
-        while _least(shown) > options.max_width and any(one.goes for one in shown):
-            least = max(shown, key=lambda one: one.goes)
-            shown.remove(least)
-            dropped.append(least.column.title)
-        yield DataTable(
-            [one.column for one in shown],
-            list(zip(*(one.cells for one in shown), strict=True)),
-        )
-        if dropped:
-            names = ", ".join(name for name in reversed(dropped))
-            yield Text(f"no room for: {names} (--csv has them)", style="dim", overflow="fold")
 
 
 def method_table(
@@ -358,34 +167,32 @@ def method_table(
     ]
     baselines = list(dict.fromkeys(row["baseline"] for row in rows if row["baseline"]))
     columns = [
-        _Ranked(Column("method", words=True), [row["method"] for row in rows]),
-        _Ranked(Column("rate"), [_rate(row["rate"]) for row in rows]),
-        _Ranked(Column("width (range)"), kept, 1),
-        _Ranked(Column(f"time ({unit})"), [_scaled(value, scale) for value in medians]),
-        _Ranked(
-            Column("95 % interval"), [_span(row["seconds_interval"], scale) for row in rows], 3
-        ),
+        Ranked(Column("method", words=True), [row["method"] for row in rows]),
+        Ranked(Column("rate"), [rate_in_bytes(finite(row["rate"])) for row in rows]),
+        Ranked(Column("width (range)"), kept, 1),
+        Ranked(Column(f"time ({unit})"), [_scaled(value, scale) for value in medians]),
+        Ranked(Column("95 % interval"), [_span(row["seconds_interval"], scale) for row in rows], 3),
         *_reached(group, tb_per_s),
         # Where it moved, the row's time alone would belie the speed-up.
-        _Ranked(
+        Ranked(
             Column(f"beside ({unit})"),
             [_beside(group, row, scale) for row in rows],
             0 if any(drift(group, row) for row in rows) else 2,
         ),
-        _Ranked(Column("speed-up"), [speedup_words(row) for row in rows]),
-        _Ranked(Column("error"), [number(finite(row["error"]), 2) for row in rows], 6),
-        _Ranked(Column("cache"), [_bytes(row["cache_bytes"]) for row in rows], 7),
+        Ranked(Column("speed-up"), [speedup_words(row) for row in rows]),
+        Ranked(Column("error"), [number(finite(row["error"]), 2) for row in rows], 6),
+        Ranked(Column("cache"), [_bytes(row["cache_bytes"]) for row in rows], 7),
     ]
     if len(group.schedules) > 1:
         cells = [row["schedule"] or MISSING for row in rows]
-        columns.insert(1, _Ranked(Column("schedule", words=True), cells))
+        columns.insert(1, Ranked(Column("schedule", words=True), cells))
     if len(baselines) > 1:
         cells = [row["baseline"] or MISSING for row in rows]
-        columns.append(_Ranked(Column("against", words=True), cells))
+        columns.append(Ranked(Column("against", words=True), cells))
     return RankedTable(columns)
 
 
-def _reached(group: Group, tb_per_s: float | None) -> list[_Ranked]:
+def _reached(group: Group, tb_per_s: float | None) -> list[Ranked]:
     """Return the columns that a reader holds against the hardware.
 
     Decode is bound by memory; prefill by arithmetic, where the share of the bandwidth says nothing.
@@ -395,13 +202,13 @@ def _reached(group: Group, tb_per_s: float | None) -> list[_Ranked]:
         tera = [None if one is None else one / 1e12 for one in done]
         factor, unit = rate_unit(tera, "FLOP")
         return [
-            _Ranked(Column(unit), [number(None if one is None else one * factor) for one in tera])
+            Ranked(Column(unit), [number(None if one is None else one * factor) for one in tera])
         ]
     own = [finite(row["tb_per_s"]) for row in group.rows]
     factor, unit = rate_unit([tb_per_s, *own])
     return [
-        _Ranked(Column(unit), [MISSING if one is None else number(one * factor) for one in own], 4),
-        _Ranked(Column("share (%)"), [_percent(row["bandwidth_share"]) for row in group.rows], 1),
+        Ranked(Column(unit), [MISSING if one is None else number(one * factor) for one in own], 4),
+        Ranked(Column("share (%)"), [_percent(row["bandwidth_share"]) for row in group.rows], 1),
     ]
 
 
@@ -433,17 +240,13 @@ def baseline_table(group: Group) -> Together | None:
     if not known:
         return None
     scale, unit = _unit([seconds for seconds, _ in known[:_BASELINES]])
-    columns = [
-        Column("full width, by", words=True),
-        Column(f"time ({unit})"),
-        Column("against the best"),
-    ]
+    heads = columns("full width, by", figures=(f"time ({unit})", "against the best"))
     best = known[0][0]
     rows = [
         [name, _time(seconds * scale), _times(best / seconds)]
         for seconds, name in known[:_BASELINES]
     ]
-    parts: list[RenderableType] = [DataTable(columns, rows)]
+    parts: list[RenderableType] = [DataTable(heads, rows)]
     if slower := known[_BASELINES:]:
         named = ", ".join(f"{name} {_times(best / seconds)}" for seconds, name in slower)
         parts.append(Text(f"slower: {named}", style="dim", overflow="fold"))
@@ -467,18 +270,7 @@ def schedule_table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
         )
         for entry in entries
     ]
-    columns = (
-        Column("schedule", words=True),
-        Column("of", words=True),
-        Column("predicted"),
-        Column("measured"),
-    )
-    return DataTable(columns, rows)
-
-
-def _least(columns: Sequence[_Ranked]) -> int:
-    sizes = [one.column.least_width(one.cells) for one in columns]
-    return sum(sizes) + _GAP * (len(sizes) - 1)
+    return DataTable(columns("schedule", "of", figures=("predicted", "measured")), rows)
 
 
 def _unit(seconds: Sequence[float | None]) -> tuple[float, str]:
@@ -499,14 +291,6 @@ def _span(bounds: Sequence[float | None] | None, scale: float) -> str:
     ends = [finite(end) for end in bounds or ()]
     known = [end * scale for end in ends if end is not None]
     return f"{_time(known[0])}–{_time(known[1])}" if len(known) == 2 else MISSING
-
-
-def _rate(value: float | None) -> str:
-    known = finite(value)
-    if known is None:
-        return MISSING
-    # A rate that is 0 in bytes must not print as -0.000.
-    return f"{known:.3f}" if abs(known) >= 5e-4 else "0"
 
 
 def _percent(value: float | None) -> str:
@@ -532,7 +316,7 @@ def _bytes(value: float | None) -> str:
 # --- A bench result as one tidy table: the methods' rows and the full-width kernels'.
 
 
-_PLACE = ("method", "phase", "batch", "seq", "dtype", "schedule")
+_STEP = ("method", "phase", "batch", "seq", "dtype", "schedule")
 _FIGURES = (
     "bytes_moved",
     "cache_bytes",
@@ -567,7 +351,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
     """
     columns = (
         "kind",
-        *_PLACE,
+        *_STEP,
         "rate",
         *_WIDTHS,
         "seconds",
@@ -582,18 +366,14 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
 def _rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for row in result["data"]["rows"]:
-        low, high = row["seconds_interval"] or (None, None)
-        slowest, fastest = row.get("speedup_interval") or (None, None)
         yield {
             "kind": "method",
-            **{key: row.get(key) for key in (*_PLACE, "rate", *_FIGURES)},
-            "speedup_low": slowest,
-            "speedup_high": fastest,
+            **{key: row.get(key) for key in (*_STEP, "rate", *_FIGURES)},
+            **ends("speedup", row.get("speedup_interval")),
             "baseline_seconds": beside_seconds(row),
             **_widths(row["ranks"]),
             "seconds": median_seconds(row),
-            "seconds_low": low,
-            "seconds_high": high,
+            **ends("seconds", row["seconds_interval"]),
             "samples": len(row["seconds"] or ()),
         }
     for row in result["data"]["baselines"]:
@@ -647,7 +427,7 @@ _ERROR = (
     "Error: of the output, on a sample of its heads, against the same computation in float64 "
     "(relative Frobenius norm). What compression itself costs is the question of kvprof eval."
 )
-_STRIP = (
+_TIMELINE = (
     "A strip runs from the step's start to the end of the slowest schedule, as high as pieces of "
     "work run at once on the SM (full height: the most on any). Behind it, when the SM's last "
     "piece ends, as a share of the schedule's own step."
@@ -758,23 +538,23 @@ def _measured(
 
 def _absent(found: list[Group]) -> list[str]:
     """Say which full-width kernels did not run and why, each reason once."""
-    where: dict[tuple[str, str], list[str]] = {}
+    found_at: dict[tuple[str, str], list[str]] = {}
     tried: dict[str, int] = {}
     for group in found:
         for row in group.baselines:
             tried[row["name"]] = tried.get(row["name"], 0) + 1
             if row["reason"]:
-                place = f"{group.phase} at batch {group.batch}, {count(group.seq)}"
-                where.setdefault((row["name"], row["reason"]), []).append(place)
+                where = f"{group.phase} at batch {group.batch}, {count(group.seq)}"
+                found_at.setdefault((row["name"], row["reason"]), []).append(where)
     return [
-        f"{name}: {reason}" + (f" ({'; '.join(places)})" if len(places) < tried[name] else "")
-        for (name, reason), places in where.items()
+        f"{name}: {reason}" + (f" ({'; '.join(ran)})" if len(ran) < tried[name] else "")
+        for (name, reason), ran in found_at.items()
     ]
 
 
 def _sweep(members: list[Group]) -> LinePlot:
     return LinePlot(
-        curves(members),
+        context_curves(members),
         f"{members[0].phase.capitalize()}, batch {members[0].batch}: time against context",
         "context in tokens",
         "ms",
@@ -815,22 +595,22 @@ def _schedules(result: Mapping[str, Any]) -> list[RenderableType]:
         heading("Schedules: makespan over the mean of all SMs"),
         schedule_table(entries),
     ]
-    places = dict.fromkeys((entry["phase"], entry["batch"], entry["seq"]) for entry in entries)
+    steps = dict.fromkeys((entry["phase"], entry["batch"], entry["seq"]) for entry in entries)
     drawn = False
-    for place in places:
+    for step in steps:
         members = [
             entry
             for entry in entries
-            if (entry["phase"], entry["batch"], entry["seq"]) == place and entry["strips"]
+            if (entry["phase"], entry["batch"], entry["seq"]) == step and entry["strips"]
         ]
         until = longest(members)
         for entry in members:
-            phase, batch, seq = place
+            phase, batch, seq = step
             title = f"{entry['schedule']} ({phase}, batch {batch}, {count(seq)} tokens)"
-            parts += [Text(), Strips(entry["strips"], title, until)]
+            parts += [Text(), Timelines(entry["strips"], title, until)]
             drawn = True
     if drawn:
-        parts += [Text(), paragraph(_STRIP, "dim")]
+        parts += [Text(), paragraph(_TIMELINE, "dim")]
     return parts
 
 

@@ -92,7 +92,7 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
             group = found.setdefault(key, Group(*key, [], []))
             getattr(group, name).append(row)
     # Contexts of one phase and batch stand together, however the run took them.
-    order = {key[:2]: place for place, key in reversed(list(enumerate(found)))}
+    order = {key[:2]: index for index, key in reversed(list(enumerate(found)))}
     return sorted(found.values(), key=lambda group: (order[group.phase, group.batch], group.seq))
 
 
@@ -285,10 +285,10 @@ def roofs(points: Iterable[Series], data: Row) -> list[Series]:
 def _apart(name: str, points: Sequence[tuple[float, float]]) -> Series:
     x: list[float] = []
     y: list[float | None] = []
-    for place, value in points:
+    for intensity, rate in points:
         if x:
-            x.append(place)
+            x.append(intensity)
             y.append(None)
-        x.append(place)
-        y.append(value)
+        x.append(intensity)
+        y.append(rate)
     return Series(name, x, y)

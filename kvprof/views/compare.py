@@ -18,10 +18,15 @@ __all__ = ["report", "run_letters"]
 _SHOWN = 40  # rows of a table; the others are in the JSON
 _LISTED = 12
 _VERDICTS = {
-    "better": "better", "worse": "worse", "changed": "changed", "not certain": "not certain",
-    "same": "the same", "better?": "better without an interval",
-    "worse?": "worse without an interval", "changed?": "changed without an interval",
-}  # fmt: skip
+    "better": "better",
+    "worse": "worse",
+    "changed": "changed",
+    "not certain": "not certain",
+    "same": "the same",
+    "better?": "better without an interval",
+    "worse?": "worse without an interval",
+    "changed?": "changed without an interval",
+}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _UNSEEN = 5e-4  # a change that is written as 0.0 %
 _COUNTS = ("seq", "tokens", "context", "seq_len_source", "seq_len_target")
@@ -128,7 +133,9 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
     for index, letter in enumerate(letters[1:]):
         changes = [row["changes"][index] for row in data["rows"] if row["headline"]]
         words = [_verdict(change) for change in changes if change is not None]
-        said = [f"{words.count(word)} {told}" for word, told in _VERDICTS.items() if word in words]
+        said = [
+            f"{words.count(word)} {written}" for word, written in _VERDICTS.items() if word in words
+        ]
         lines.append(f"{letter} against {letters[0]}: {', '.join(said) or 'nothing in common'}.")
     if data["fail_over"] is not None:
         judged = [
@@ -190,8 +197,8 @@ def _table(
         return [heading(title), paragraph(f"{said} --all lists them.", "dim")]
     if len(rows) > _SHOWN and not whole:
         # Those that changed most, in their own order.
-        most = sorted(range(len(rows)), key=lambda place: -_largest(rows[place]))[:_SHOWN]
-        shown = [rows[place] for place in sorted(most)]
+        most = sorted(range(len(rows)), key=lambda index: -_largest(rows[index]))[:_SHOWN]
+        shown = [rows[index] for index in sorted(most)]
     several = len(letters) > 2
     columns = [Column("of", words=True), Column("figure", words=True)]
     columns += [Column(letter) for letter in letters]
@@ -211,9 +218,9 @@ def _table(
     # A column that tells nothing costs room that the others need.
     names = {line[1] for line in cells}
     kept = [
-        place
-        for place, column in enumerate(columns)
-        if (column.title != "95 % interval" or any(line[place] != MISSING for line in cells))
+        index
+        for index, column in enumerate(columns)
+        if (column.title != "95 % interval" or any(line[index] != MISSING for line in cells))
         and (column.title != "figure" or len(names) > 1)
     ]
     parts: list[RenderableType] = [
@@ -316,17 +323,17 @@ def _shown(value: Any) -> str:
 def _unmatched(data: Mapping[str, Any], letters: Sequence[str]) -> list[RenderableType]:
     named = {run["name"]: letter for run, letter in zip(data["runs"], letters, strict=True)}
     common = {_first(row["key"]) for row in data["rows"]}
-    places: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], int] = {}
     for entry in data["unmatched"]:
         held = " and ".join(named[name] for name in entry["in"])
         key = entry["key"]
         # Of a method or a case that is missing altogether, its name says all.
         whole = _first(key) not in common
-        place = _of(key, list(key)[:1]) if whole else f"{_of(key, list(key))}: {entry['figure']}"
-        places[place, held] = places.get((place, held), 0) + 1
+        which = _of(key, list(key)[:1]) if whole else f"{_of(key, list(key))}: {entry['figure']}"
+        found[which, held] = found.get((which, held), 0) + 1
     lines = [
-        f"only in {held}: {place}" + (f" ({figures} figures)" if figures > 1 else "")
-        for (place, held), figures in places.items()
+        f"only in {held}: {which}" + (f" ({figures} figures)" if figures > 1 else "")
+        for (which, held), figures in found.items()
     ]
     parts: list[RenderableType] = [heading("Without a counterpart"), bullets(lines[:_LISTED])]
     if len(lines) > _LISTED:

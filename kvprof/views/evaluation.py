@@ -3,17 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.views.figure import draw_reference, label_axes, new_figure, point_style, titled
-from kvprof.views.numbers import MISSING, number, percent
-from kvprof.views.page import framed, heading, paragraph, tidy_csv
-from kvprof.views.tables import Column, DataTable
+from kvprof.views.numbers import MISSING, number, percent, rate_in_bytes
+from kvprof.views.page import ends, framed, heading, paragraph, tidy_csv
+from kvprof.views.tables import DataTable, SplitTable, columns
 
 __all__ = [
     "COLUMNS",
-    "SplitTable",
     "apart_note",
     "depth_table",
     "figure",
@@ -30,59 +29,10 @@ __all__ = [
 # --- The tables of ``kvprof eval``: what each method keeps, by text, by task, token by token.
 
 
-_GAP = 2  # columns between two columns of a DataTable
 _BEFORE = 24  # characters of text in front of a worst token
 _SHOWN = 5  # worst tokens of a method
 
 Evaluation = Mapping[str, Any]
-
-
-class SplitTable:
-    """One table where it fits; else as many as it takes, each with the names of the rows.
-
-    Parameters
-    ----------
-    columns : sequence of Column
-        The first one names the row.
-    rows : sequence of sequence of str
-    groups : sequence of int
-        How many columns after the first, and after each group, belong together.
-    """
-
-    def __init__(
-        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], groups: Sequence[int]
-    ) -> None:
-        self._columns = columns
-        self._rows = rows
-        self._groups = groups
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for place, part in enumerate(self._parts(options.max_width)):
-            if place:
-                yield Text()
-            yield DataTable(
-                [self._columns[index] for index in part],
-                [[row[index] for index in part] for row in self._rows],
-            )
-
-    def _parts(self, room: int) -> list[list[int]]:
-        """Put groups of columns next to each other as long as they fit."""
-        least = [
-            column.least_width([row[index] for row in self._rows])
-            for index, column in enumerate(self._columns)
-        ]
-        parts: list[list[int]] = [[0]]
-        start = 1
-        for size in self._groups:
-            group = list(range(start, start + size))
-            start += size
-            wider = [*parts[-1], *group]
-            fits = sum(least[index] + _GAP for index in wider) - _GAP <= room
-            if fits or len(parts[-1]) == 1:
-                parts[-1] = wider
-            else:
-                parts.append([0, *group])
-        return parts
 
 
 def interval_text(bounds: Sequence[float | None] | None, decimals: int = 1) -> str:
@@ -100,22 +50,16 @@ def task_columns(evaluations: Sequence[Evaluation]) -> list[str]:
 def main_table(evaluations: Sequence[Evaluation], dtype: str) -> SplitTable:
     """Return one row per method with every average; rates are of full width in `dtype`."""
     tasks = task_columns(evaluations)
-    columns = [
-        Column("method", words=True),
-        Column(f"rate of {dtype}"),
-        Column("bytes per token"),
-        Column("accuracy"),
-        Column("kept (%)"),
-        Column("95 % interval"),
-        Column("perplexity"),
-        Column("KL mean"),
-        Column("KL worst"),
-        *(Column(task.replace("_", " ")) for task in tasks),
-    ]
+    figures = (
+        *(f"rate of {dtype}", "bytes per token"),
+        *("accuracy", "kept (%)", "95 % interval"),
+        *("perplexity", "KL mean", "KL worst"),
+        *(task.replace("_", " ") for task in tasks),
+    )
     rows = [
         (
             one["method"],
-            _rate(one["rate"]),
+            rate_in_bytes(one["rate"]),
             f"{one['bytes_per_token']:,.0f}",
             percent(one["accuracy"]).removesuffix(" %"),
             percent(one["relative_accuracy"]).removesuffix(" %"),
@@ -127,7 +71,8 @@ def main_table(evaluations: Sequence[Evaluation], dtype: str) -> SplitTable:
         )
         for one in evaluations
     ]
-    return SplitTable(columns, rows, (2, 3, 3, len(tasks)) if tasks else (2, 3, 3))
+    groups = (2, 3, 3, len(tasks)) if tasks else (2, 3, 3)
+    return SplitTable(columns("method", figures=figures), rows, groups)
 
 
 def source_table(evaluations: Sequence[Evaluation]) -> DataTable | None:
@@ -149,16 +94,8 @@ def source_table(evaluations: Sequence[Evaluation]) -> DataTable | None:
         for name in names
         if (found := one["sources"].get(name)) is not None
     ]
-    columns = (
-        Column("method and text", words=True),
-        Column("accuracy"),
-        Column("kept (%)"),
-        Column("95 % interval"),
-        Column("perplexity"),
-        Column("KL mean"),
-        Column("tokens"),
-    )
-    return DataTable(columns, rows)
+    figures = ("accuracy", "kept (%)", "95 % interval", "perplexity", "KL mean", "tokens")
+    return DataTable(columns("method and text", figures=figures), rows)
 
 
 def depth_table(evaluations: Sequence[Evaluation], by: str) -> DataTable | None:
@@ -186,7 +123,7 @@ def depth_table(evaluations: Sequence[Evaluation], by: str) -> DataTable | None:
             cells.append(f"{right:.0f}/{items}" if items else MISSING)
         rows.append((one["method"], *cells))
     title = {"by_depth": "right answers, by depth", "by_length": "by length in tokens"}[by]
-    return DataTable([Column(title, words=True), *map(Column, values)], rows)
+    return DataTable(columns(title, figures=values), rows)
 
 
 def worst_table(evaluation: Evaluation) -> DataTable | None:
@@ -204,14 +141,9 @@ def worst_table(evaluation: Evaluation) -> DataTable | None:
     ]
     if not rows:
         return None
-    columns = (
-        Column("text, then the token", words=True),
-        Column("where", words=True),
-        Column("KL"),
-        Column("p uncompressed"),
-        Column("p compressed"),
-    )
-    return DataTable(columns, rows, title=f"{evaluation['method']}: tokens that diverge most")
+    figures = ("KL", "p uncompressed", "p compressed")
+    heads = columns("text, then the token", "where", figures=figures)
+    return DataTable(heads, rows, title=f"{evaluation['method']}: tokens that diverge most")
 
 
 def harness_table(rows: Sequence[Mapping[str, Any]]) -> DataTable:
@@ -223,18 +155,13 @@ def harness_table(rows: Sequence[Mapping[str, Any]]) -> DataTable:
         (f"{task}, {metric}", *(_harness(found.get((task, metric, name))) for name in methods))
         for task, metric in names
     ]
-    return DataTable([Column("task and metric", words=True), *map(Column, methods)], cells)
+    return DataTable(columns("task and metric", figures=methods), cells)
 
 
 def _harness(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return MISSING
     return number(row["value"]) + (f" ±{number(row['stderr'], 2)}" if row["stderr"] else "")
-
-
-def _rate(value: float) -> str:
-    # A rate that is 0 in bytes must not print as -0.000.
-    return f"{value:.3f}" if abs(value) >= 5e-4 else "0"
 
 
 def _task(evaluation: Evaluation, task: str) -> str:
@@ -326,7 +253,7 @@ def _text_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         **every,
         "metric": "relative_accuracy",
         "value": one["relative_accuracy"],
-        **_ends(one["relative_accuracy_interval"]),
+        **ends("", one["relative_accuracy_interval"]),
     }
     yield {
         **every,
@@ -338,7 +265,7 @@ def _text_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         **every,
         "metric": "perplexity_ratio",
         "value": one["perplexity_ratio"],
-        **_ends(one["perplexity_ratio_interval"]),
+        **ends("", one["perplexity_ratio_interval"]),
     }
     for name, value in one["kl"].items():
         yield {**every, "metric": f"kl_{name}", "value": value}
@@ -354,7 +281,7 @@ def _text_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             **own,
             "metric": "relative_accuracy",
             "value": found["relative_accuracy"],
-            **_ends(found["interval"]),
+            **ends("", found["interval"]),
         }
         yield {
             **own,
@@ -375,7 +302,7 @@ def _task_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "metric": "difference",
             "value": difference,
             "count": found["items"],
-            **_ends(found["difference_interval"]),
+            **ends("", found["difference_interval"]),
         }
         for by in ("depth", "length"):
             for value, share in found[f"by_{by}"].items():
@@ -389,10 +316,6 @@ def _share(found: Mapping[str, Any]) -> dict[str, Any]:
         "baseline": found["baseline"],
         "count": found["items"],
     }
-
-
-def _ends(interval: Any) -> dict[str, Any]:
-    return {} if interval is None else dict(zip(("low", "high"), interval, strict=True))
 
 
 # --- The figure of an evaluation: the share of its accuracy that each method keeps, by its
@@ -598,8 +521,8 @@ def _task_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]
     if not shown:
         return []
     parts: list[RenderableType] = [heading("Tasks by depth and length")]
-    for place, table in enumerate(shown):
-        parts += [Text(), table] if place else [table]
+    for index, table in enumerate(shown):
+        parts += [Text(), table] if index else [table]
     return parts
 
 
@@ -607,8 +530,8 @@ def _worst_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType
     tables = [worst_table(one) for one in _asked(evaluations)]
     shown = [table for table in tables if table is not None]
     parts: list[RenderableType] = [heading("Worst tokens")] if shown else []
-    for place, table in enumerate(shown):
-        parts += [Text(), table] if place else [table]
+    for index, table in enumerate(shown):
+        parts += [Text(), table] if index else [table]
     return parts
 
 

@@ -33,8 +33,8 @@ __all__ = [
     "Pairs",
     "Paragraph",
     "Plot",
+    "Ratios",
     "Rows",
-    "Strips",
     "blocks_of",
     "page_html",
     "page_markdown",
@@ -104,7 +104,7 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Strips:
+class Ratios:
     """What was measured beside what was published."""
 
     beside: Beside
@@ -117,7 +117,7 @@ class Drawing:
     text: str
 
 
-Block = Heading | Paragraph | Bullets | Rows | Pairs | Plot | Bars | Strips | Drawing
+Block = Heading | Paragraph | Bullets | Rows | Pairs | Plot | Bars | Ratios | Drawing
 
 
 def blocks_of(report: RenderableType) -> list[Block]:
@@ -163,7 +163,7 @@ def _blocks(part: RenderableType) -> Iterator[Block]:
     elif isinstance(part, StackedBars):
         yield Bars(part)
     elif isinstance(part, Beside):
-        yield Strips(part)
+        yield Ratios(part)
     elif isinstance(part, Table) and not part.show_header and len(part.columns) == 2:
         names, values = (list(column.cells) for column in part.columns)
         yield Pairs([(str(n), str(v)) for n, v in zip(names, values, strict=True)])
@@ -280,7 +280,7 @@ def page_html(
     """
     blocks = blocks_of(content)
     body = [list(_html(block)) for block in blocks]
-    if figure is not None and not any(isinstance(one, Plot | Bars | Strips) for one in blocks):
+    if figure is not None and not any(isinstance(one, Plot | Bars | Ratios) for one in blocks):
         first = next((i for i, one in enumerate(blocks) if isinstance(one, Rows)), None)
         if first is not None:  # without a row there is nothing to draw
             body[first].append(_figure(figure(), ""))
@@ -337,7 +337,7 @@ def _html(block: Block) -> Iterator[str]:
             yield _figure(drawn, plot.title)
         case Bars(bars):
             yield _figure(bars_figure(bars), bars.title)
-        case Strips(beside):
+        case Ratios(beside):
             yield _figure(beside_figure(beside), beside.title)
         case Drawing(text):
             yield f"<pre>{_escaped(text)}</pre>"
@@ -407,7 +407,7 @@ def _lines(block: Block) -> Iterator[str]:
             yield from _table(columns, words, rows)
         case Pairs(pairs):
             yield from _table(["", ""], [True, True], pairs)
-        case Plot(drawn) | Bars(drawn) | Strips(drawn):
+        case Plot(drawn) | Bars(drawn) | Ratios(drawn):
             yield from _fenced(render_text(drawn, _WIDTH))
         case Drawing(text):
             yield from _fenced(text)

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.views.evaluation import SplitTable, apart_note
+from kvprof.views.evaluation import apart_note
 from kvprof.views.figure import draw_curves, draw_reference, new_figure, titled
-from kvprof.views.numbers import MISSING, count, number
-from kvprof.views.page import bullets, framed, heading, tidy_csv
+from kvprof.views.numbers import MISSING, count, number, rate_in_bytes
+from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.tables import Column, DataTable
+from kvprof.views.tables import DataTable, SplitTable, columns
 
 __all__ = [
     "METRIC_NAMES",
@@ -223,10 +223,7 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
         "mean KL",
     )
     answers = [task.replace("_", " ") for task in tasks]
-    columns = [
-        Column("method", words=True),
-        *(Column(title) for title in (*saved, *kept, *answers)),
-    ]
+    heads = columns("method", figures=(*saved, *kept, *answers))
     rows = []
     for method in ranked(result):
         point = best_point(method)
@@ -235,12 +232,12 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
             point, rate = _uncompressed(result), 0.0
         if point is None:
             known = "none" if method["points"] else "not measured"
-            rows.append([method["label"], known, *[MISSING] * (len(columns) - 2)])
+            rows.append([method["label"], known, *[MISSING] * (len(heads) - 2)])
             continue
         rows.append(
             [
                 method["label"],
-                _rate(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
+                rate_in_bytes(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
                 _within(method),
                 f"{point['compression_ratio']:.2f}",
                 MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
@@ -252,7 +249,7 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
                 *(_task(point, task) for task in tasks),
             ]
         )
-    return SplitTable(columns, rows, (len(saved), len(kept), len(answers)))
+    return SplitTable(heads, rows, (len(saved), len(kept), len(answers)))
 
 
 def source_table(result: Mapping[str, Any]) -> DataTable | None:
@@ -277,8 +274,7 @@ def source_table(result: Mapping[str, Any]) -> DataTable | None:
             bounds = None if found is None else found.get("interval")
             cells.append(f"{share} {_interval(bounds)}" if bounds else share)
         rows.append(cells)
-    columns = [Column("share of accuracy", words=True), *(Column(name) for name in names)]
-    return DataTable(columns, rows)
+    return DataTable(columns("share of accuracy", figures=names), rows)
 
 
 def _uncompressed(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -295,17 +291,12 @@ def _uncompressed(result: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _rate(value: float) -> str:
-    # A rate that is 0 in bytes must not print as -0.000.
-    return f"{value + 0.0:.3f}" if abs(value) >= 5e-4 else "0"
-
-
 def _within(method: Mapping[str, Any]) -> str:
     bounds = method["max_rate_interval"]
     if bounds is None or len(method["points"]) == 1:
         return MISSING
-    low = "below" if bounds[0] is None else _rate(bounds[0])
-    high = "above" if bounds[1] is None else _rate(bounds[1])
+    low = "below" if bounds[0] is None else rate_in_bytes(bounds[0])
+    high = "above" if bounds[1] is None else rate_in_bytes(bounds[1])
     if bounds[0] is None:
         return MISSING if bounds[1] is None else f"under {high}"
     return f"over {low}" if bounds[1] is None else f"{low}–{high}"
@@ -376,8 +367,6 @@ def _rows(result: Mapping[str, Any], tasks: list[str]) -> Iterator[dict[str, Any
     common = {key: data[key] for key in ("target", "metric", "context", "dtype")}
     for method in data["methods"]:
         for point in method["points"]:
-            share = point["share_interval"] or (None, None)
-            relative = point.get("relative_accuracy_interval") or (None, None)
             row = {
                 "label": method["label"],
                 "method": method["method"],
@@ -387,10 +376,8 @@ def _rows(result: Mapping[str, Any], tasks: list[str]) -> Iterator[dict[str, Any
                 "rate_asked": point.get("rate_asked"),
                 "max_rate": point["rate"] == method["max_rate"],
                 **{key: point.get(key) for key in (*_FIGURES, *_QUALITY)},
-                "share_low": share[0],
-                "share_high": share[1],
-                "relative_accuracy_low": relative[0],
-                "relative_accuracy_high": relative[1],
+                **ends("share", point["share_interval"]),
+                **ends("relative_accuracy", point.get("relative_accuracy_interval")),
                 "perplexity": point["perplexity"],
                 "baseline_perplexity": data["baseline"]["perplexity"],
                 **{f"kl_{part}": point.get("kl", {}).get(part) for part in _KL},

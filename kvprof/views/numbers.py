@@ -15,6 +15,7 @@ __all__ = [
     "interval",
     "number",
     "percent",
+    "rate_in_bytes",
     "shared",
     "signed_percent",
     "span",
@@ -59,6 +60,13 @@ def percent(value: float | None, decimals: int = 1) -> str:
     if value is None or math.isnan(value):
         return MISSING
     return f"{100 * value:.{decimals}f} %"
+
+
+def rate_in_bytes(value: float | None) -> str:
+    """Write a compression rate: ``0.497``; one that is 0 in bytes must not print as -0.000."""
+    if value is None:
+        return MISSING
+    return f"{value:.3f}" if abs(value) >= 5e-4 else "0"
 
 
 def axis_number(value: float) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "Bullet",
     "Fitted",
     "bullets",
+    "ends",
     "flow",
     "framed",
     "heading",
@@ -63,6 +64,13 @@ def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     writer.writerow({name: _cell(name) for name in columns})
     writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     return out.getvalue()
+
+
+def ends(name: str, bounds: Sequence[Any] | None) -> dict[str, Any]:
+    """Return an interval as the columns ``<name>_low`` and ``<name>_high``; empty without one."""
+    before = f"{name}_" if name else ""
+    low, high = bounds or (None, None)
+    return {f"{before}low": low, f"{before}high": high}
 
 
 def _cell(value: Any) -> Any:

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from kvprof.sizes import format_bytes, format_count
-from kvprof.views.heatmap import HeatMap
+from kvprof.views.heatmap import rank_maps
 from kvprof.views.numbers import MISSING, number, percent, span
 from kvprof.views.page import bullets, framed, heading, paragraph
 from kvprof.views.tables import Column, DataTable, key_values
@@ -94,8 +93,8 @@ def _table(fit: Mapping[str, Any], titles: Sequence[str], cells: Any) -> Rendera
 
 
 def _source(row: Mapping[str, Any]) -> str:
-    doubt = " ?" if row.get("rate_sure") is False else ""
-    return f"{_SOURCES[row['rate_from']]}{doubt}"
+    unsure = " ?" if row.get("rate_sure") is False else ""
+    return f"{_SOURCES[row['rate_from']]}{unsure}"
 
 
 def _tokens(entry: Mapping[str, Any]) -> str:
@@ -146,11 +145,16 @@ def _legend(fit: Mapping[str, Any]) -> str:
 
 
 _PARTS = {
-    "keys": "keys", "values": "values", "scales": "scales", "zeros": "zero points",
-    "outliers": "outliers", "window": "window at full precision",
-    "sinks": "sinks at full precision", "eviction": "kept for eviction",
+    "keys": "keys",
+    "values": "values",
+    "scales": "scales",
+    "zeros": "zero points",
+    "outliers": "outliers",
+    "window": "window at full precision",
+    "sinks": "sinks at full precision",
+    "eviction": "kept for eviction",
     "bases": "bases of each sequence",
-}  # fmt: skip
+}
 _SHOWN_DIFFERENCES = 20
 _LONGEST_VALUE = 48
 
@@ -297,30 +301,30 @@ def _ranks_note(plan: Mapping[str, Any]) -> str:
 
 def _work(plan: Mapping[str, Any]) -> dict[str, str]:
     weights = plan["weights"]
-    told = {
+    shown = {
         "folded": _listed(plan["folded"]) or "nothing",
         "online": _listed(plan["online"]) or "nothing",
     }
     if weights is None:
-        return {**told, "extra weights": f"{MISSING} (name the MODEL to have them counted)"}
+        return {**shown, "extra weights": f"{MISSING} (name the MODEL to have them counted)"}
     named = {
         "run online": weights["online"],
         "folded": weights["folded"],
         "W_O kept twice": weights["kept_twice"],
     }
     extra = ", ".join(f"{name} {_signed(size)}" for name, size in named.items() if size)
-    told["extra weights"] = f"{_signed(weights['total'])}{f' ({extra})' if extra else ''}"
+    shown["extra weights"] = f"{_signed(weights['total'])}{f' ({extra})' if extra else ''}"
     if weights["running"] != weights["total"]:
-        told["in memory"] = (
+        shown["in memory"] = (
             f"{_signed(weights['running'])}: folded input projections keep their width"
         )
-    return told
+    return shown
 
 
-def _listed(places: Mapping[str, int]) -> str:
+def _listed(layers_of: Mapping[str, int]) -> str:
     """Say in how many layers, once for adjacent entries that share the number."""
     groups: list[tuple[int, list[str]]] = []
-    for name, layers in places.items():
+    for name, layers in layers_of.items():
         if groups and groups[-1][0] == layers:
             groups[-1][1].append(name)
         else:
@@ -337,22 +341,12 @@ def _signed(size: int) -> str:
 
 def _heat_maps(plan: Mapping[str, Any]) -> list[RenderableType]:
     ranks = _stored_ranks(plan)
-    known = [rank for side in ranks.values() for layer in side for rank in layer]
     of = " of old tokens" if plan["levels"] else ""
-    parts: list[RenderableType] = []
-    for side in ("keys", "values"):
-        parts += [
-            Text(),
-            HeatMap(
-                ranks[side],
-                f"Rank of {side}{of} by layer and group of heads",
-                low=min(known),
-                high=max(known),
-                write=lambda value: f"{value:.0f}",
-                columns="group of KV heads",
-            ),
-        ]
-    return parts
+    titled = {
+        f"Rank of {side}{of} by layer and group of heads": ranks[side]
+        for side in ("keys", "values")
+    }
+    return rank_maps(titled, columns="group of KV heads")
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from kvprof.views.tables import Column, DataTable
 __all__ = [
     "VERDICT_ORDER",
     "Beside",
-    "Strip",
+    "Ratio",
     "answer",
     "beside_figure",
     "check_words",
@@ -31,8 +31,8 @@ __all__ = [
     "measured_words",
     "paper_notes",
     "published_words",
+    "ratios_of",
     "report",
-    "strips_of",
     "verdict_words",
 ]
 
@@ -110,11 +110,11 @@ def verdict_words(entry: Mapping[str, Any]) -> str:
     return f"{entry['verdict']}, by construction" if made else str(entry["verdict"])
 
 
-# --- What was measured beside what was published: a strip per line of a verdict, all on one
+# --- What was measured beside what was published: a ratio per line of a verdict, all on one
 # axis.
 
 
-_LEAST = 24  # columns of a strip
+_LEAST = 24  # columns of a ratio
 _MOST_LABEL = 28
 _NEAR = 1.25
 _LEAST_SPAN = 1.1  # the axis reaches at least from 1 / this to this
@@ -124,7 +124,7 @@ _MARKS = {True: "o", False: "X", None: "s"}
 
 
 @dataclass(frozen=True)
-class Strip:
+class Ratio:
     """A line of a verdict, over its reference.
 
     Attributes
@@ -150,8 +150,8 @@ class Strip:
     stated: bool
 
 
-def strips_of(entry: Mapping[str, Any]) -> list[Strip]:
-    """Return the strips of an entry; a line with nothing to be held against has none."""
+def ratios_of(entry: Mapping[str, Any]) -> list[Ratio]:
+    """Return the ratios of an entry; a line with nothing to be held against has none."""
     known = {one["id"]: one for one in entry["published"]}
     found = []
     for line in entry["lines"]:
@@ -168,7 +168,7 @@ def strips_of(entry: Mapping[str, Any]) -> list[Strip]:
             continue
         bounds = line["interval"]
         found.append(
-            Strip(
+            Ratio(
                 line["measure"],
                 ends[0] / middle,
                 ends[1] / middle,
@@ -201,31 +201,31 @@ def _comparable(one: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
     )
 
 
-def _span(strips: Sequence[Strip]) -> float:
+def _span(ratios: Sequence[Ratio]) -> float:
     """Return how far the axis reaches from 1 to either side, as a factor."""
-    values = [v for s in strips for v in (s.low, s.high, s.value, *(s.interval or ()))]
+    values = [v for s in ratios for v in (s.low, s.high, s.value, *(s.interval or ()))]
     return max(_LEAST_SPAN, float(max(max(v, 1 / v) for v in values) ** 1.1))
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Rich renderable of strips.
+    """Rich renderable of ratios.
 
     Attributes
     ----------
-    strips : sequence of Strip
+    ratios : sequence of Ratio
     title : str
     """
 
-    strips: Sequence[Strip]
+    ratios: Sequence[Ratio]
     title: str = "Measured over claimed (1 is what the paper says, or the recipe asks for)"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        span = _span(self.strips)
-        label = min(_MOST_LABEL, max(len(one.label) for one in self.strips))
+        span = _span(self.ratios)
+        label = min(_MOST_LABEL, max(len(one.label) for one in self.ratios))
         width = max(_LEAST, options.max_width - label - 14)
         yield Text(self.title, style="bold", overflow="fold")
-        for one in self.strips:
+        for one in self.ratios:
             line = Text(f"{one.label[:label]:<{label}} ")
             line.append(_drawn(one, span, width, ascii_only=options.ascii_only))
             line.append(f" {number(one.value)}{_SAID[one.holds]}")
@@ -238,7 +238,7 @@ class Beside:
         yield Text(f"{signs}, | the recipe's limit", style="dim", overflow="fold")
 
 
-def _drawn(one: Strip, span: float, width: int, *, ascii_only: bool) -> str:
+def _drawn(one: Ratio, span: float, width: int, *, ascii_only: bool) -> str:
     marks = "-=o*" if ascii_only else "·━◇●"
     reference = marks[2] if one.stated else "|"
 
@@ -248,8 +248,8 @@ def _drawn(one: Strip, span: float, width: int, *, ascii_only: bool) -> str:
 
     cells = [marks[0]] * width
     if one.interval is not None:
-        for place in range(column(one.interval[0]), column(one.interval[1]) + 1):
-            cells[place] = marks[1]
+        for cell in range(column(one.interval[0]), column(one.interval[1]) + 1):
+            cells[cell] = marks[1]
     for end in (one.low, one.high):
         cells[column(end)] = reference
     cells[column(one.value)] = marks[3]
@@ -257,17 +257,17 @@ def _drawn(one: Strip, span: float, width: int, *, ascii_only: bool) -> str:
 
 
 def beside_figure(beside: Beside) -> Any:
-    """Return the strips as a matplotlib figure.
+    """Return the ratios as a matplotlib figure.
 
     Raises
     ------
     LackingError
         When matplotlib is not installed.
     """
-    strips = beside.strips
-    figure = new_figure(6.4, 0.9 + 0.32 * len(strips))
+    ratios = beside.ratios
+    figure = new_figure(6.4, 0.9 + 0.32 * len(ratios))
     axes = figure.subplots()
-    for row, one in enumerate(strips):
+    for row, one in enumerate(ratios):
         axes.plot([one.low, one.high], [row, row], color="#999999", linewidth=5, alpha=0.5)
         axes.plot(
             [one.low, one.high],
@@ -280,15 +280,15 @@ def beside_figure(beside: Beside) -> Any:
         if one.interval is not None:
             axes.plot(one.interval, [row, row], color=_COLOURS[one.holds], linewidth=1.6)
         axes.plot([one.value], [row], _MARKS[one.holds], color=_COLOURS[one.holds], markersize=6)
-    span = _span(strips)
+    span = _span(ratios)
     axes.axvline(1.0, color="#999999", linewidth=0.6)
     axes.set_xscale("log")
     axes.set_xlim(1 / span, span)
     ticks = _ticks(span)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_ylim(len(strips) - 0.5, -0.5)
-    axes.set_yticks(range(len(strips)), [one.label for one in strips])
+    axes.set_ylim(len(ratios) - 0.5, -0.5)
+    axes.set_yticks(range(len(ratios)), [one.label for one in ratios])
     axes.set_xlabel(
         "measured / claimed (diamond: published, half-filled: limit; cross: fails, square: open)"
     )
@@ -334,11 +334,11 @@ def lines(recipes: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
     """
     rows = [_TITLES, *(_row(one) for one in recipes)]
     # A claim has what the others leave; of an item and its paper the beginning says which it is.
-    widest = [max(len(row[place]) for row in rows) for place in range(3)]
+    widest = [max(len(row[index]) for row in rows) for index in range(3)]
     widest[1] = min(widest[1], max(len("FDC, Table 10"), width // 5))
     shown = []
-    for place, row in enumerate(rows):
-        line = Text(no_wrap=True, style="bold" if not place else "")
+    for index, row in enumerate(rows):
+        line = Text(no_wrap=True, style="bold" if not index else "")
         for words, columns in zip(row, widest, strict=False):
             cell = Text(words, end="")
             cell.truncate(columns, overflow="ellipsis", pad=True)
@@ -387,7 +387,7 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
         bullets(_runs(ordered)),
         _counts(ordered),
     ]
-    place = {name: i for i, name in enumerate(dict.fromkeys(e["recipe"] for e in ordered))}
+    order = {name: i for i, name in enumerate(dict.fromkeys(e["recipe"] for e in ordered))}
     if notes := list(paper_notes(ordered)):
         parts += [
             paragraph("Methods named :paper run at the paper's own setting. Not the paper's is:"),
@@ -395,7 +395,7 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
         ]
     for paper in dict.fromkeys(entry["paper"] for entry in ordered):
         own = [entry for entry in ordered if entry["paper"] == paper]
-        own.sort(key=lambda entry: place[entry["recipe"]])
+        own.sort(key=lambda entry: order[entry["recipe"]])
         parts += [heading(paper), _overview(own)]
         for entry in own:
             parts += _entry(entry)
@@ -452,9 +452,9 @@ def _entry(entry: Entry) -> Iterator[RenderableType]:
         yield bullets(entry["reasons"])
     if entry["lines"]:
         yield _lines(entry)
-    if strips := strips_of(entry):
+    if ratios := ratios_of(entry):
         yield Text()
-        yield Beside(strips)
+        yield Beside(ratios)
     if entry["published"]:
         yield _published(entry["published"])
     if entry["cells"]:
@@ -562,13 +562,13 @@ def report(
 
 def paper_notes(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what differs from each paper's own setting that these entries ran, each once."""
-    told = {
+    differing = {
         paper["name"]: paper["differs"]
         for entry in entries
         if entry["lines"]
         for paper in entry.get("papers", ())
     }
-    for name, differs in told.items():
+    for name, differs in differing.items():
         yield f"{name}: {' '.join(differs) or 'nothing is known to differ.'}"
 
 

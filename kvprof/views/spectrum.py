@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvprof.errors import UsageError
 from kvprof.views.figure import draw_curves, draw_map, new_figure, titled
-from kvprof.views.heatmap import HeatMap
+from kvprof.views.heatmap import rank_maps
 from kvprof.views.numbers import number, percent, span
 from kvprof.views.page import framed, heading, paragraph, tidy_csv
 from kvprof.views.plot import LinePlot, Series
@@ -273,15 +273,15 @@ def _pair_rows(pairs: Mapping[str, Any], *, which: str = "kv_head") -> Iterator[
         for dim, value in enumerate(pair["mean"], start=1):
             yield {"kind": "mean", "pair": name, "dim": dim, "singular_value": value}
         for layer, heads in enumerate(pair["singular_values"]):
-            for place, values in enumerate(heads):
-                head = {"pair": name, "layer": layer, which: place}
-                effective = pair["effective_rank"][layer][place]
-                yield {"kind": "head", **head, "effective_rank": effective}
-                energies = pair["energy_kept"][layer][place]
+            for head, values in enumerate(heads):
+                at = {"pair": name, "layer": layer, which: head}
+                effective = pair["effective_rank"][layer][head]
+                yield {"kind": "head", **at, "effective_rank": effective}
+                energies = pair["energy_kept"][layer][head]
                 for dim, (value, energy) in enumerate(zip(values, energies, strict=True), start=1):
                     yield {
                         "kind": "value",
-                        **head,
+                        **at,
                         "dim": dim,
                         "singular_value": value,
                         "energy_kept": energy,
@@ -609,22 +609,14 @@ def _plot(result: Mapping[str, Any]) -> RenderableType:
 
 
 def _heat_maps(chosen: Mapping[str, Any], *, stated: bool) -> list[RenderableType]:
-    every = flat(chosen["ranks_qk"]) + flat(chosen["ranks_vo"])
     why = "" if stated else f" (dim_rate {chosen['dim_rate']:.2f}, nearest {SHOWN_DIM_RATE:g})"
     at = f"at removal rate {rate_text(chosen['removal_rate'])}{why}"
-    parts: list[RenderableType] = []
-    for pair in ("qk", "vo"):
-        parts += [
-            Text(),
-            HeatMap(
-                chosen[f"ranks_{pair}"],
-                f"Rank of {pair} by layer and head, {at}",
-                low=min(every),
-                high=max(every),
-                write=lambda value: f"{value:.0f}",
-            ),
-        ]
-    return parts
+    return rank_maps(
+        {
+            f"Rank of {pair} by layer and head, {at}": chosen[f"ranks_{pair}"]
+            for pair in ("qk", "vo")
+        }
+    )
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprof.views.numbers import MISSING, number
-from kvprof.views.page import tidy_csv
+from kvprof.views.page import ends, tidy_csv
 
 __all__ = [
     "COLUMNS",
@@ -181,16 +181,16 @@ def head_costs(curve: Curve, rank: int | None, tokens: int) -> list[list[float |
             continue
         if rank is not None and row["rank"] > rank:
             continue
-        place = row["layer"], row["kv_head"]
-        if place not in chosen or row["rank"] > chosen[place][0]:
-            chosen[place] = row["rank"], {}
-        if row["rank"] == chosen[place][0]:
-            chosen[place][1][row["seed"]] = value
+        head = row["layer"], row["kv_head"]
+        if head not in chosen or row["rank"] > chosen[head][0]:
+            chosen[head] = row["rank"], {}
+        if row["rank"] == chosen[head][0]:
+            chosen[head][1][row["seed"]] = value
     if not chosen:
         return []
     values: list[list[float | None]] = [[] for _ in range(max(layer for layer, _ in chosen) + 1)]
-    for (layer, head), (_, seeds) in sorted(chosen.items()):
-        values[layer] += [None] * (head - len(values[layer]))
+    for (layer, kv_head), (_, seeds) in sorted(chosen.items()):
+        values[layer] += [None] * (kv_head - len(values[layer]))
         values[layer].append(sum(seeds.values()) / len(seeds))
     return values
 
@@ -305,6 +305,6 @@ def _rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         line = {key: row[key] for key in _KEYS} | {_OWN: row.get(_OWN)}
         if row["layer"] is None:
             line["heads_and_seeds"] = row.get("heads_and_seeds")
-            for figure, (low, high) in row.get("spread", {}).items():
-                line[f"{figure}_low"], line[f"{figure}_high"] = low, high
+            for figure, bounds in row.get("spread", {}).items():
+                line |= ends(figure, bounds)
         yield line

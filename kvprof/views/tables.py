@@ -1,6 +1,6 @@
 """Tables that stay readable in a narrow terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,17 @@ from rich.text import Text
 
 from kvprof.views.numbers import MISSING, interval, number
 
-__all__ = ["Column", "DataTable", "claims_table", "key_values"]
+__all__ = [
+    "Column",
+    "DataTable",
+    "Ranked",
+    "RankedTable",
+    "SplitTable",
+    "claims_table",
+    "columns",
+    "key_values",
+    "least_width",
+]
 
 _GAP = 2  # columns between two columns
 _LEAST_WORDS = 10  # columns that running text needs to be read
@@ -40,6 +50,17 @@ class Column:
         longest = max((len(piece) for piece in pieces), default=1)
         widest = max((len(cell) for cell in (self.title, *cells)), default=1)
         return max(longest, min(_LEAST_WORDS, widest)) if self.words else longest
+
+
+def columns(*words: str, figures: Iterable[str] = ()) -> list[Column]:
+    """Return columns by their titles: those of words, then those of figures."""
+    return [*(Column(title, words=True) for title in words), *map(Column, figures)]
+
+
+def least_width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
+    """Return the columns below which a `DataTable` with these cells of each column breaks."""
+    least = [one.least_width(own) for one, own in zip(columns, cells, strict=True)]
+    return sum(least) + _GAP * (len(least) - 1)
 
 
 class DataTable:
@@ -118,6 +139,97 @@ class DataTable:
                 yield Text(f"{column.title}: {cell}", overflow="fold")
 
 
+class SplitTable:
+    """One table where it fits; else as many as it takes, each with the names of the rows.
+
+    Parameters
+    ----------
+    columns : sequence of Column
+        The first one names the row.
+    rows : sequence of sequence of str
+    groups : sequence of int
+        How many columns after the first, and after each group, belong together.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], groups: Sequence[int]
+    ) -> None:
+        self._columns = columns
+        self._rows = rows
+        self._groups = groups
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for index, part in enumerate(self._parts(options.max_width)):
+            if index:
+                yield Text()
+            yield DataTable(
+                [self._columns[index] for index in part],
+                [[row[index] for index in part] for row in self._rows],
+            )
+
+    def _parts(self, room: int) -> list[list[int]]:
+        """Put groups of columns next to each other as long as they fit."""
+        parts: list[list[int]] = [[0]]
+        start = 1
+        for size in self._groups:
+            group = list(range(start, start + size))
+            start += size
+            wider = [*parts[-1], *group]
+            least = least_width(
+                [self._columns[index] for index in wider],
+                [[row[index] for row in self._rows] for index in wider],
+            )
+            if least <= room or len(parts[-1]) == 1:
+                parts[-1] = wider
+            else:
+                parts.append([0, *group])
+        return parts
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A column, what it holds, and how early it goes when room is short (0: never)."""
+
+    column: Column
+    cells: Sequence[str]
+    goes: int = 0
+
+
+def _least_ranked(ranked: Sequence[Ranked]) -> int:
+    return least_width([one.column for one in ranked], [one.cells for one in ranked])
+
+
+class RankedTable:
+    """A table that leaves out its least important columns where it is too wide, and says which.
+
+    Parameters
+    ----------
+    ranked : sequence of Ranked
+        The first one names the row.
+    """
+
+    def __init__(self, ranked: Sequence[Ranked]) -> None:
+        # A column without a single figure tells nothing.
+        self._ranked = [
+            one for one in ranked if not one.goes or any(cell != MISSING for cell in one.cells)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = list(self._ranked)
+        dropped: list[str] = []
+        while any(one.goes for one in shown) and _least_ranked(shown) > options.max_width:
+            least = max(shown, key=lambda one: one.goes)
+            shown.remove(least)
+            dropped.append(least.column.title)
+        yield DataTable(
+            [one.column for one in shown],
+            list(zip(*(one.cells for one in shown), strict=True)),
+        )
+        if dropped:
+            names = ", ".join(name for name in reversed(dropped))
+            yield Text(f"no room for: {names} (--csv has them)", style="dim", overflow="fold")
+
+
 def key_values(pairs: Mapping[str, str]) -> RenderableType:
     """Return names and what they stand for, the names aligned."""
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -148,13 +260,8 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, title: str = "Claims") 
         )
         for claim in claims
     ]
-    columns = (
-        Column("claim", words=True),
-        Column("threshold", words=True),
-        Column("measured", words=True),
-        Column("verdict", words=True),
-    )
-    return DataTable(columns, rows, title=title, lines=True)
+    heads = columns("claim", "threshold", "measured", "verdict")
+    return DataTable(heads, rows, title=title, lines=True)
 
 
 def _figure(value: float | str | None, bounds: Sequence[float] | None = None) -> str:

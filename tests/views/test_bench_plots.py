@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from kvprof.records.schema import validate_result
-from kvprof.views.bench import Strips, at_once, busy_shares, figure, to_csv
+from kvprof.views.bench import figure, to_csv
 from kvprof.views.bench_data import context_curves, groups, roofline_points, roofs
 from kvprof.views.figure import figure_bytes
+from kvprof.views.multiprocessors import Timelines, at_once, busy_shares
 from kvprof.views.page import render_text
 from tests.views.synthetic_bench import (
     ARITHMETIC,
@@ -161,19 +162,19 @@ def test_nothing_measured_is_still_a_report() -> None:
     assert to_csv(result).count("\n") == 1
 
 
-# --- strips -----------------------------------------------------------------------------------
+# --- timelines --------------------------------------------------------------------------------
 
 
 def test_the_busy_share_of_a_slot_is_the_time_at_work_in_it() -> None:
     shares = busy_shares([(0.0, 1.5), (3.0, 3.25)], 4.0, 4)
     assert shares == pytest.approx([1.0, 0.5, 0.0, 0.25])
-    assert busy_shares([(0.0, 4.0), (0.0, 2.0)], 4.0, 2, places=2) == pytest.approx([1.0, 0.5])
+    assert busy_shares([(0.0, 4.0), (0.0, 2.0)], 4.0, 2, room=2) == pytest.approx([1.0, 0.5])
     assert busy_shares([], 0.0, 3) == [0.0] * 3
 
 
 def test_the_strips_are_the_least_the_median_and_the_most_loaded_sm() -> None:
     pieces = [[sm, 10.0, 11.0 + sm] for sm in (4, 0, 3, 1, 2)]
-    lines = render_text(Strips(pieces, "equal"), 60).splitlines()
+    lines = render_text(Timelines(pieces, "equal"), 60).splitlines()
     assert lines[0] == "equal"
     assert [line.split(",")[0] for line in lines[1:4]] == ["SM 0", "SM 2", "SM 4"]
     assert lines[3].endswith("100.0 %")
@@ -188,7 +189,7 @@ def test_pieces_side_by_side_make_a_strip_higher_not_longer() -> None:
     pieces = [[0, 0.0, 4.0], [0, 0.0, 2.0], [1, 0.0, 2.0], [1, 2.0, 5.0]]
     assert at_once([(0.0, 4.0), (0.0, 2.0)]) == 2
     assert at_once([(0.0, 2.0), (2.0, 5.0)]) == 1
-    lines = render_text(Strips(pieces, "equal"), 80).splitlines()
+    lines = render_text(Timelines(pieces, "equal"), 80).splitlines()
     assert lines[1].startswith("SM 0, least loaded")
     assert lines[1].endswith("80.0 %")
     assert lines[2].startswith("SM 1, most loaded")
@@ -199,8 +200,8 @@ def test_pieces_side_by_side_make_a_strip_higher_not_longer() -> None:
 
 
 def test_a_shorter_schedule_ends_before_the_axis_does() -> None:
-    alone = render_text(Strips([[0, 0.0, 1.0]], "x"), 60).splitlines()[1]
-    beside = render_text(Strips([[0, 0.0, 1.0]], "x", until=2.0), 60).splitlines()[1]
+    alone = render_text(Timelines([[0, 0.0, 1.0]], "x"), 60).splitlines()[1]
+    beside = render_text(Timelines([[0, 0.0, 1.0]], "x", until=2.0), 60).splitlines()[1]
     assert beside.count("█") * 2 == pytest.approx(alone.count("█"), abs=1)
     assert beside.endswith("100.0 %")
 
@@ -222,7 +223,7 @@ def test_all_schedules_are_reported_with_prediction_and_measurement() -> None:
 @pytest.mark.parametrize("width", [12, 24, 40])
 def test_strips_fit_where_there_is_hardly_room(width: int) -> None:
     pieces = bench_result(**CUTS)["data"]["schedules"][0]["strips"]
-    lines = render_text(Strips(pieces, "equal"), width).splitlines()
+    lines = render_text(Timelines(pieces, "equal"), width).splitlines()
     assert max(map(len, lines)) <= width
 
 

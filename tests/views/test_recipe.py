@@ -5,7 +5,7 @@ import pytest
 from kvprof.reproduction.ledger import ledger_data
 from kvprof.views.export import page_html, page_markdown
 from kvprof.views.page import render_text
-from kvprof.views.recipe import ledger, report, strips_of, verdict_words
+from kvprof.views.recipe import ledger, ratios_of, report, verdict_words
 from tests.views.synthetic_recipe import recipe_entry, recipe_result
 
 RESULT = recipe_result()
@@ -30,12 +30,12 @@ def test_the_wide_table_says_what_must_hold_with_the_tolerance() -> None:
     assert "open: limit inside the interval" in flat
 
 
-def test_a_strip_is_over_what_was_published() -> None:
-    (strip,) = strips_of(recipe_entry("a", "reproduced"))
-    assert strip.value == pytest.approx(0.97 / 0.95)
-    assert (strip.low, strip.high) == (1, 1)
-    assert strip.interval == pytest.approx((0.95 / 0.95, 0.99 / 0.95))
-    ranged, limit = strips_of(RESULT["data"]["entries"][1])
+def test_a_ratio_is_over_what_was_published() -> None:
+    (ratio,) = ratios_of(recipe_entry("a", "reproduced"))
+    assert ratio.value == pytest.approx(0.97 / 0.95)
+    assert (ratio.low, ratio.high) == (1, 1)
+    assert ratio.interval == pytest.approx((0.95 / 0.95, 0.99 / 0.95))
+    ranged, limit = ratios_of(RESULT["data"]["entries"][1])
     assert (ranged.low, ranged.high) == pytest.approx((0.93 / 0.95, 0.97 / 0.95))
     assert (limit.stated, limit.high / limit.low) == (False, 2)
 
@@ -61,14 +61,14 @@ def test_what_holds_by_construction_is_told_from_a_finding() -> None:
 def test_a_published_number_in_another_unit_is_no_reference() -> None:
     line = recipe_entry("a", "reproduced")["lines"][0]
     percent = {**recipe_entry("a", "reproduced")["published"][0], "value": 81.9}
-    (strip,) = strips_of(recipe_entry("a", "reproduced", published=[percent]))
-    assert not strip.stated
-    assert strip.value == pytest.approx(line["measured"] / line["limit"][0])
+    (ratio,) = ratios_of(recipe_entry("a", "reproduced", published=[percent]))
+    assert not ratio.stated
+    assert ratio.value == pytest.approx(line["measured"] / line["limit"][0])
 
 
-def test_what_has_no_ratio_has_no_strip() -> None:
+def test_what_has_no_ratio_has_none_drawn() -> None:
     line = {**recipe_entry("a", "reproduced")["lines"][0], "measured": -1.0}
-    assert strips_of(recipe_entry("a", "reproduced", lines=[line])) == []
+    assert ratios_of(recipe_entry("a", "reproduced", lines=[line])) == []
 
 
 def test_the_ledger_as_pages() -> None:
