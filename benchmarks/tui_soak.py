@@ -29,8 +29,7 @@ from kvprof.records.files import write_result
 from kvprof.records.journal import Journal
 from kvprof.records.result import build_result
 from kvprof.tui.app import LiveApp
-from kvprof.tui.keys import SCREENS
-from kvprof.tui.screens.base import RunScreen
+from kvprof.tui.frame import SCREENS, RunScreen
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Live
 from kvprof.tui.state import RunState

@@ -27,9 +27,9 @@ from kvprof.leash import Leash
 from kvprof.records.events import CaseStarted, Preview
 from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, what_was_read
 from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
-from kvprof.tui.from_result import state_of
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Live, NoEvents, Replay
+from kvprof.tui.state import state_of
 from kvprof.tui.worker import MESSAGES_NAME, PROGRAM, REPORT_NAME, Worker
 from kvprof.views.kinds import report
 

@@ -21,20 +21,17 @@ from textual.widgets import Input
 
 from kvprof.errors import ExitCode, KvprofError
 from kvprof.printable import printable
-from kvprof.tui.choice import Choice
-from kvprof.tui.keys import KEYS, SCREENS
-from kvprof.tui.layer_rows import COLUMNS
-from kvprof.tui.palette import Ink
-from kvprof.tui.saving import recorded_result, save_new
-from kvprof.tui.screens.base import HelpScreen, QuitScreen, RunScreen
-from kvprof.tui.screens.pages import (
+from kvprof.tui.figures import COLUMNS, Choice
+from kvprof.tui.frame import KEYS, SCREENS, HelpScreen, QuitScreen, RunScreen
+from kvprof.tui.pages import (
     BalanceScreen,
     CacheScreen,
     LayersScreen,
     LogScreen,
     OverviewScreen,
 )
-from kvprof.tui.session import Session
+from kvprof.tui.session import Session, recorded_result, save_new
+from kvprof.views.jct_bars import Ink
 
 __all__ = ["LiveApp"]
 

@@ -1,27 +1,318 @@
-"""What the screens draw of a run's state, before anything is drawn: bars, shares, curves."""
+"""What the screens show of a run's state, before it is drawn: what was chosen, rows, words."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvprof.records.cases import ordered_parts
 from kvprof.records.events import Balance
-from kvprof.tui.choice import Choice
+from kvprof.sizes import format_bytes
 from kvprof.tui.state import CaseState, RunState
+from kvprof.views.numbers import MISSING, change, count, duration
 
 __all__ = [
-    "Bar",
+    "COLUMNS",
+    "Choice",
+    "LayerFilter",
+    "LayerRow",
+    "MethodBar",
     "Strip",
     "bars",
+    "clock",
+    "difference",
+    "duration",
+    "layer_rows",
     "nice_scale",
     "part_rows",
+    "request_words",
+    "share",
+    "size",
     "strips",
     "tbt_curve",
 ]
 
+# --- Figures as the screens write them: short, with their unit, readable at a glance.
+
+
+def share(value: float | None) -> str:
+    """Write a share without digits that nobody reads: ``34 %``, ``0.4 %``."""
+    if value is None:
+        return MISSING
+    size = abs(value) * 100
+    text = f"{size:.0f}" if size >= 9.95 else f"{size:.1f}"
+    return f"−{text} %" if value < 0 and float(text) else f"{text} %"
+
+
+def difference(value: float | None, base: float | None) -> str:
+    """Write how `value` differs from `base`: ``−34 %``, ``+2.1 %``, ``same``."""
+    by = change(value, base)
+    if by is None:
+        return MISSING
+    text = share(by)
+    if float(text.removeprefix("−").removesuffix(" %")) == 0:
+        return "same"
+    return text if by < 0 else f"+{text}"
+
+
+def size(nbytes: float | None) -> str:
+    """Write bytes with a binary prefix."""
+    return MISSING if nbytes is None else format_bytes(nbytes)
+
+
+def clock(seconds: float) -> str:
+    """Write a time of the run: ``02:31``, ``1:02:31``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def request_words(request: tuple[int, int, int]) -> str:
+    """Write a request: ``batch 1 · 2k in · 64 out``."""
+    batch, inputs, outputs = request
+    return f"batch {batch} · {count(inputs)} in · {count(outputs)} out"
+
+
+# --- The table of layers: its rows, their order, and which of them a filter lets through.
+
+
+#: Columns in the order of the table, each with what it is called in a filter.
+COLUMNS = {"layer": "layer", "ms": "ms", "bytes": "bytes", "K": "k", "V": "v", "error": "error"}
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq,
+}  # fmt: skip
+_COMPARISON = re.compile(r"([a-zA-Z]+)\s*(<=|>=|<|>|=)\s*([0-9][0-9.eE+-]*)")
+_RANGE = re.compile(r"([0-9]{1,5})(?:\s*[-–]\s*([0-9]{1,5}))?")
+_HOW = "write layers (0-7, 12) or a comparison (error>0.01, k<64, ms>=2, bytes>1e6)"
+
 
 @dataclass(frozen=True)
-class Bar:
+class LayerRow:
+    """One layer's figures; None was not measured.
+
+    Attributes
+    ----------
+    layer : int
+    seconds : float or None
+    nbytes : int or None
+    key_ranks, value_ranks : list of float
+        Per KV head.
+    error : float or None
+    """
+
+    layer: int
+    seconds: float | None
+    nbytes: int | None
+    key_ranks: list[float]
+    value_ranks: list[float]
+    error: float | None
+
+    def figure(self, column: str) -> float | None:
+        """Return what a column sorts and filters by; ranks by their mean."""
+        match column:
+            case "ms":
+                return self.seconds * 1e3 if self.seconds is not None else None
+            case "bytes":
+                return self.nbytes
+            case "K":
+                return _mean(self.key_ranks)
+            case "V":
+                return _mean(self.value_ranks)
+            case "error":
+                return self.error
+        return self.layer
+
+
+@dataclass(frozen=True)
+class LayerFilter:
+    """Which layers to show.
+
+    Attributes
+    ----------
+    text : str
+        As it was written; empty shows all.
+    ranges : tuple of (first, last)
+        Layers, ends included; any of them lets a row through. Empty is no condition.
+    comparisons : tuple of (column, sign, value)
+        Every one of them must hold; what was not measured holds none.
+    """
+
+    text: str = ""
+    ranges: tuple[tuple[int, int], ...] = ()
+    comparisons: tuple[tuple[str, str, float], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "LayerFilter":
+        """Read a filter: ``0-7,12``, ``error>0.01``, or both, joined by commas.
+
+        Raises
+        ------
+        ValueError
+            When an entry is neither, with what to write.
+        """
+        ranges, comparisons = [], []
+        called = {name: column for column, name in COLUMNS.items()}
+        for entry in filter(None, (part.strip() for part in text.split(","))):
+            if match := _RANGE.fullmatch(entry):
+                first = int(match[1])
+                ranges.append((first, int(match[2] or first)))
+            elif (match := _COMPARISON.fullmatch(entry)) and match[1].lower() in called:
+                value = _number(match[3])
+                if value is None:
+                    raise ValueError(f"{match[3]!r} is no number: {_HOW}")
+                comparisons.append((called[match[1].lower()], match[2], value))
+            else:
+                raise ValueError(f"{entry!r} is no filter: {_HOW}")
+        return cls(text.strip(), tuple(ranges), tuple(comparisons))
+
+    def lets(self, row: LayerRow) -> bool:
+        """Tell whether a row is shown."""
+        if self.ranges and not any(first <= row.layer <= last for first, last in self.ranges):
+            return False
+        for column, sign, value in self.comparisons:
+            figure = row.figure(column)
+            if figure is None or not _OPERATORS[sign](figure, value):
+                return False
+        return True
+
+
+def layer_rows(
+    case: CaseState, *, sort: str, descending: bool, shown: LayerFilter
+) -> list[LayerRow]:
+    """Return the rows of a case in order; what was not measured comes last either way."""
+    rows = [
+        LayerRow(
+            number, layer.seconds, layer.nbytes, layer.key_ranks, layer.value_ranks, layer.error
+        )
+        for number, layer in sorted(case.layers.items())
+    ]
+    rows = [row for row in rows if shown.lets(row)]
+    sign = -1 if descending else 1
+
+    def key(row: LayerRow) -> tuple[bool, float]:
+        figure = row.figure(sort)
+        return (True, 0.0) if figure is None else (False, sign * figure)
+
+    return sorted(rows, key=key)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# --- What the person at the screen has chosen to look at; nothing of it changes the
+# measurement.
+
+
+Request = tuple[int, int, int]
+
+
+@dataclass
+class Choice:
+    """The chosen request, method, baseline, order and filter; None leaves it to the run.
+
+    Attributes
+    ----------
+    request : tuple or None
+        None follows what is being measured.
+    method : str or None
+        None follows what is being measured.
+    baseline : str or None
+        None is the run's own.
+    sort, descending : str, bool
+        Column of the table of layers, and its direction.
+    layers : LayerFilter
+    parts_by_size, processors_by_load : bool
+        Order of the parts and of the multiprocessors; otherwise as they are numbered.
+    small_parts : bool
+        Whether parts of little time have rows of their own.
+    """
+
+    request: Request | None = None
+    method: str | None = None
+    baseline: str | None = None
+    sort: str = "layer"
+    descending: bool = False
+    layers: LayerFilter = field(default_factory=LayerFilter)
+    parts_by_size: bool = False
+    processors_by_load: bool = False
+    small_parts: bool = False
+
+    def shown_request(self, state: RunState) -> Request | None:
+        """Return the request on the screen."""
+        requests = state.requests()
+        if self.request in requests:
+            return self.request
+        return requests[-1] if requests else None
+
+    def shown_cases(self, state: RunState) -> list[CaseState]:
+        """Return the cases on the screen: every method at one request."""
+        request = self.shown_request(state)
+        return state.cases_of(request) if request is not None else []
+
+    def shown_case(self, state: RunState) -> CaseState | None:
+        """Return the chosen case, or the one that is being measured, or the last one."""
+        cases = self.shown_cases(state)
+        for case in cases:
+            if case.method == self.method:
+                return case
+        return cases[-1] if cases else None
+
+    def baseline_method(self, state: RunState) -> str | None:
+        """Return the method that others are held against."""
+        if self.baseline is not None:
+            return self.baseline
+        return state.run.baseline if state.run is not None else None
+
+    def baseline_case(self, state: RunState) -> CaseState | None:
+        """Return the baseline at the shown request; None where it was not measured."""
+        wanted = self.baseline_method(state)
+        return next((c for c in self.shown_cases(state) if c.method == wanted), None)
+
+    def next_method(self, state: RunState) -> str | None:
+        """Choose the next method of the shown request, and return it."""
+        case = self.shown_case(state)
+        methods = [c.method for c in self.shown_cases(state)]
+        self.method = _after(methods, case.method if case is not None else None)
+        return self.method
+
+    def next_baseline(self, state: RunState) -> str | None:
+        """Choose the next method as the baseline, and return it."""
+        methods = [c.method for c in self.shown_cases(state)]
+        self.baseline = _after(methods, self.baseline_method(state))
+        return self.baseline
+
+    def move_request(self, state: RunState, by: int) -> Request | None:
+        """Choose the request before or after the shown one, and return it."""
+        requests, shown = state.requests(), self.shown_request(state)
+        if shown is None:
+            return None
+        self.request = requests[(requests.index(shown) + by) % len(requests)]
+        return self.request
+
+
+def _after(names: list[str], name: str | None) -> str | None:
+    """Return the name that follows `name` in a circle; the first where it is not among them."""
+    if not names:
+        return None
+    return names[(names.index(name) + 1) % len(names)] if name in names else names[0]
+
+
+# --- Bars, rows of parts, curves and strips of the shown cases.
+
+
+@dataclass(frozen=True)
+class MethodBar:
     """One method's job completion time in parts.
 
     Attributes
@@ -49,7 +340,7 @@ class Bar:
         return self.case.finished is not None
 
 
-def bars(state: RunState, choice: Choice) -> list[Bar]:
+def bars(state: RunState, choice: Choice) -> list[MethodBar]:
     """Return a bar for every method at the shown request, in the order of measuring."""
     chosen, base = choice.shown_case(state), choice.baseline_case(state)
     wall = base.jct_seconds() if base is not None and base.finished is not None else None
@@ -57,7 +348,7 @@ def bars(state: RunState, choice: Choice) -> list[Bar]:
     for case in choice.shown_cases(state):
         against = wall if case.finished is not None and case is not base else None
         made.append(
-            Bar(
+            MethodBar(
                 case,
                 case.account.stack(),
                 case.jct_seconds(),

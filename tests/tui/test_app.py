@@ -8,7 +8,7 @@ from textual.events import Resize
 
 from kvprof.records.files import read_result
 from kvprof.records.fold import result_of
-from kvprof.tui.keys import KEYS, SCREENS
+from kvprof.tui.frame import KEYS, SCREENS
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Replay
 from tests.records.streams import stream, write

@@ -8,20 +8,22 @@ import pytest
 from rich.console import Console
 
 from kvprof.records.events import PARTS, Balance, CaseStarted, MemorySample, TelemetrySample
-from kvprof.tui.choice import Choice
-from kvprof.tui.drawings.balance import Strips
-from kvprof.tui.drawings.bars import Bars
-from kvprof.tui.drawings.cache import CacheBars, Levels
-from kvprof.tui.drawings.flat import text_lines
-from kvprof.tui.drawings.layers import LayerTable, layer_head
-from kvprof.tui.drawings.parts import PartTable
-from kvprof.tui.drawings.telemetry import Telemetry, spark
-from kvprof.tui.figures import bars, part_rows, strips
-from kvprof.tui.keys import KEYS, SCREENS, footer, tabs
-from kvprof.tui.layer_rows import LayerFilter, layer_rows
-from kvprof.tui.palette import Ink, fill
+from kvprof.tui.drawings import (
+    Bars,
+    CacheBars,
+    LayerTable,
+    Levels,
+    PartTable,
+    Strips,
+    Telemetry,
+    layer_head,
+    spark,
+)
+from kvprof.tui.figures import Choice, LayerFilter, bars, layer_rows, part_rows, strips
+from kvprof.tui.frame import KEYS, SCREENS, footer, tabs, text_lines
 from kvprof.tui.state import RunState
 from kvprof.views.heatmap import HeatMap
+from kvprof.views.jct_bars import Ink, fill
 from tests.records.streams import stream
 
 WIDTHS = (60, 80, 120, 200)

@@ -4,10 +4,17 @@ import pytest
 
 from kvprof.records.cases import UNTIMED
 from kvprof.records.events import Balance, CaseStarted, PartSample, StepFinished
-from kvprof.tui.choice import Choice
-from kvprof.tui.figures import bars, nice_scale, part_rows, strips, tbt_curve
+from kvprof.tui.figures import (
+    Choice,
+    bars,
+    difference,
+    nice_scale,
+    part_rows,
+    share,
+    strips,
+    tbt_curve,
+)
 from kvprof.tui.state import RunState
-from kvprof.tui.words import difference, share
 from tests.records.streams import stream
 
 

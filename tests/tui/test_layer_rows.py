@@ -1,7 +1,7 @@
 import pytest
 
 from kvprof.records.events import CaseStarted, LayerMeasured, PartSample
-from kvprof.tui.layer_rows import COLUMNS, LayerFilter, layer_rows
+from kvprof.tui.figures import COLUMNS, LayerFilter, layer_rows
 from kvprof.tui.state import RunState
 
 

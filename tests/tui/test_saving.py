@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvprof.errors import FailedError
-from kvprof.tui.saving import recorded_result, save_new
+from kvprof.tui.session import recorded_result, save_new
 from tests.records.streams import stream, write
 
 

@@ -7,9 +7,9 @@ import pytest
 from kvprof.records.events import Warned
 from kvprof.records.files import read_result
 from kvprof.records.fold import result_of
-from kvprof.tui.from_result import state_of
 from kvprof.tui.session import Session
 from kvprof.tui.sources import NoEvents
+from kvprof.tui.state import state_of
 from tests.records.streams import stream
 from tests.tui.running import keys, press, recorded, settle, show, text, until, whole_text
 

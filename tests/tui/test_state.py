@@ -15,8 +15,7 @@ from kvprof.records.events import (
     Warned,
 )
 from kvprof.records.fold import fold, result_of
-from kvprof.tui.from_result import state_of
-from kvprof.tui.state import LOG_LINES, RunState
+from kvprof.tui.state import LOG_LINES, RunState, state_of
 from tests.records.streams import case_name, cuts, stream, whole_first
 
 
@@ -177,7 +176,7 @@ def test_a_hundred_thousand_events_leave_bounded_memory():
 
 def test_the_state_knows_no_screen():
     source = Path("kvprof/tui")
-    for name in ("state", "choice", "figures", "layer_rows", "thinned", "session"):
+    for name in ("state", "figures", "drawings", "session"):
         assert "textual" not in (source / f"{name}.py").read_text()
 
 

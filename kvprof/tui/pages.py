@@ -1,4 +1,4 @@
-"""Overview: where the time of a request goes, per method; time between tokens; the machine."""
+"""The five screens: overview, layers, cache, balance and log."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,32 @@ from textual.containers import Container, Vertical, VerticalScroll
 from textual.events import Resize
 from textual.widgets import Input, RichLog, Static
 
-from kvprof.tui.drawings.balance import Strips
-from kvprof.tui.drawings.bars import PROVISIONAL, Bars
-from kvprof.tui.drawings.cache import CacheBars, Levels
-from kvprof.tui.drawings.layers import LayerTable, layer_head
-from kvprof.tui.drawings.parts import PartTable, table_width
-from kvprof.tui.drawings.telemetry import Telemetry
-from kvprof.tui.figures import bars, part_rows, strips, tbt_curve
-from kvprof.tui.layer_rows import LayerFilter, LayerRow, layer_rows
-from kvprof.tui.screens.base import RunScreen
+from kvprof.tui.drawings import (
+    PROVISIONAL,
+    Bars,
+    CacheBars,
+    LayerTable,
+    Levels,
+    PartTable,
+    Strips,
+    Telemetry,
+    layer_head,
+    table_width,
+)
+from kvprof.tui.figures import (
+    LayerFilter,
+    LayerRow,
+    bars,
+    clock,
+    layer_rows,
+    part_rows,
+    request_words,
+    share,
+    strips,
+    tbt_curve,
+)
+from kvprof.tui.frame import RunScreen
 from kvprof.tui.state import LOG_LINES, CaseState, LogLine
-from kvprof.tui.words import clock, request_words, share
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.jct_data import byte_unit, peak_name
 from kvprof.views.page import bullets, wrap

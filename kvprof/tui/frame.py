@@ -1,10 +1,12 @@
-"""What every screen has: tabs, status, keys, and a line where there is too little room."""
+"""What every screen has: tabs, status, keys, the help, and the question before leaving."""
 
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
@@ -14,14 +16,176 @@ from textual.events import Click, Resize
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
-from kvprof.tui.drawings.flat import text_lines
-from kvprof.tui.keys import KEYS, footer, tabs
 from kvprof.views.page import bullets
 
 if TYPE_CHECKING:
     from kvprof.tui.app import LiveApp
 
-__all__ = ["LEAST_COLUMNS", "LEAST_ROWS", "HelpScreen", "QuitScreen", "RunScreen"]
+__all__ = [
+    "KEYS",
+    "LEAST_COLUMNS",
+    "LEAST_ROWS",
+    "SCREENS",
+    "HelpScreen",
+    "Key",
+    "QuitScreen",
+    "RunScreen",
+    "footer",
+    "tabs",
+    "text_lines",
+]
+
+# --- Rich renderables that consist of lines of text, as those lines.
+
+
+def text_lines(content: RenderableType, console: Console, width: int) -> list[Text]:
+    """Return what `content` draws as lines, which Textual paints faster than any other renderable.
+
+    Parameters
+    ----------
+    content : RenderableType
+        Text, a group, or what yields such; nothing else is drawn by the views.
+    console : Console
+    width : int
+        Columns.
+
+    Raises
+    ------
+    TypeError
+        When it draws something else.
+    """
+    if isinstance(content, str):
+        content = Text(content)
+    if isinstance(content, Text):
+        return list(content.split("\n", allow_blank=True))
+    if isinstance(content, Group):
+        return [line for one in content.renderables for line in text_lines(one, console, width)]
+    draw = getattr(content, "__rich_console__", None)
+    if draw is None:
+        raise TypeError(f"a {type(content).__name__} is no text")
+    options = console.options.update(width=width)
+    return [line for one in draw(console, options) for line in text_lines(one, console, width)]
+
+
+# --- The keys of the view: what they are called, what they do, and where they are shown.
+
+
+#: Name of a screen to its title, in the order of the keys 1 to 5.
+SCREENS = {
+    "overview": "Overview",
+    "layers": "Layers",
+    "balance": "Balance",
+    "cache": "Cache",
+    "log": "Log",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes
+    ----------
+    key : str
+        As Textual calls it.
+    sign : str
+        As a person calls it.
+    word : str
+        In the footer; empty leaves it out.
+    action : str
+        Of the app.
+    help : str
+    screens : tuple of str
+        Where the footer shows it; empty is everywhere.
+    """
+
+    key: str
+    sign: str
+    word: str
+    action: str
+    help: str
+    screens: tuple[str, ...] = ()
+
+
+#: In the order of the footer.
+KEYS = (
+    Key("m", "m", "method", "method", "the next method (Layers, Balance, Cache show it)"),
+    Key("b", "b", "baseline", "baseline", "hold the others against the next method"),
+    Key("n", "n", "request", "request(1)", "the next batch and lengths (N: the one before)"),
+    Key(
+        "s",
+        "s",
+        "sort",
+        "sort",
+        "parts by size, layers by the next column, SMs by load",
+        ("overview", "layers", "balance"),
+    ),
+    Key(
+        "p",
+        "p",
+        "small parts",
+        "small_parts",
+        "open or fold the parts of little time",
+        ("overview",),
+    ),
+    Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or error>0.01", ("layers",)),
+    Key("space", "space", "pause", "pause", "hold the view still; the measurement goes on"),
+    Key("end", "End", "jump", "jump", "play the rest of a replay at once"),
+    Key("x", "x", "save svg", "save_svg", "save this screen as an SVG file"),
+    Key("e", "e", "export", "export", "write the result, as far as it is measured"),
+    Key("question_mark", "?", "help", "help", "this page"),
+    Key("q", "q", "quit", "leave", "leave; asks while a measurement of its own is running"),
+)
+
+
+def tabs(active: str) -> Text:
+    """Return the line of screens; the active one is in brackets.
+
+    What can be clicked carries the action of the app under ``press`` in its meta data.
+    """
+    line = Text("kvprof ", no_wrap=True, style="bold")
+    for number, (name, title) in enumerate(SCREENS.items(), 1):
+        chosen = name == active
+        word = Text(f"[{number} {title}]" if chosen else f" {number} {title} ")
+        word.stylize(Style(bold=True, reverse=True) if chosen else "")
+        word.apply_meta({"press": f"show({name!r})"})
+        line.append_text(word)
+    return line
+
+
+def footer(screen: str, *, hidden: frozenset[str], words: dict[str, str], width: int) -> Text:
+    """Return the keys that do something here, on as many lines as they need.
+
+    Parameters
+    ----------
+    screen : str
+    hidden : frozenset of str
+        Keys that do nothing now.
+    words : dict of str
+        Another word for a key, for example what a second press does.
+    width : int
+        Columns.
+    """
+    entries = [Text.assemble(("1–5", "bold"), " screens")]
+    for key in KEYS:
+        if not key.word or key.key in hidden or (key.screens and screen not in key.screens):
+            continue
+        entry = Text.assemble((key.sign, "bold"), f" {words.get(key.key, key.word)}")
+        call = key.action if "(" in key.action else f"{key.action}()"
+        entry.apply_meta({"press": call})
+        entries.append(entry)
+    lines: list[Text] = []
+    for entry in entries:
+        if lines and lines[-1].cell_len + 2 + entry.cell_len <= width:
+            lines[-1].append("  ")
+            lines[-1].append_text(entry)
+        else:
+            lines.append(entry)
+    return Text("\n").join(lines)
+
+
+# --- What every screen has: tabs, status, keys, and a line where there is too little room.
+
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 12
 _SHORT = 30  # rows below which no line stays empty for its looks
@@ -34,7 +198,7 @@ class RunScreen(Screen[None]):
     which draws only what has changed.
     """
 
-    #: Name of the screen, as `kvprof.tui.keys.SCREENS` has it.
+    #: Name of the screen, as `SCREENS` has it.
     called: ClassVar[str] = ""
     #: Columns from which on `-wide` is set.
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (115, "-wide")]  # noqa: RUF012 - as Textual has it

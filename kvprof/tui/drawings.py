@@ -1,0 +1,599 @@
+"""What the screens draw, as Rich renderables that ask the console for its width."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
+from rich.text import Text
+
+from kvprof.tui.figures import (
+    COLUMNS,
+    LayerRow,
+    MethodBar,
+    Strip,
+    difference,
+    duration,
+    nice_scale,
+    share,
+    size,
+)
+from kvprof.tui.state import CaseState, DeviceState
+from kvprof.views.jct_bars import SERIES, Bar, Ink, columns, fill, strip_scales
+from kvprof.views.numbers import MISSING, count, number, span
+
+__all__ = [
+    "PROVISIONAL",
+    "TABLE_WIDTH",
+    "Bars",
+    "CacheBars",
+    "LayerTable",
+    "Levels",
+    "PartTable",
+    "Strips",
+    "Telemetry",
+    "layer_head",
+    "short",
+    "spark",
+    "table_width",
+]
+
+# --- Stacked bars: a method's job completion time in parts, on a scale that all methods share.
+
+
+#: In front of what the first, short pass says.
+PROVISIONAL = "≈"
+
+_LONGEST_NAME = 18
+_LEAST_BAR = 12
+_ROOM_FOR_NAME = 4  # columns of fill that stay beside a part's name inside its segment
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Rich renderable of a bar per method, with its time and its difference from the baseline.
+
+    Attributes
+    ----------
+    bars : sequence of Bar
+    ink : Ink
+    airy : bool
+        Leave a line between two bars.
+    """
+
+    bars: Sequence[MethodBar]
+    ink: Ink
+    airy: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.bars:
+            yield Text("nothing was measured yet", style="italic")
+            return
+        names = [short(bar.case.method) for bar in self.bars]
+        ends = [self._end(bar) for bar in self.bars]
+        left = max(len(name) for name in names) + 3
+        right = max(end.cell_len for end in ends) + 1
+        longest = max(max(bar.seconds, sum(bar.parts.values())) for bar in self.bars)
+        scale = nice_scale(longest)
+        width = options.max_width - left - right
+        beside = width >= _LEAST_BAR
+        if not beside:  # the words go on a line of their own
+            width = options.max_width - 2
+        for index, (bar, name, end) in enumerate(zip(self.bars, names, ends, strict=True)):
+            if index and self.airy:
+                yield Text()
+            line = Text(f"{'›' if bar.chosen else ' '} {name:<{left - 3}} ", no_wrap=True)
+            line.stylize("bold" if bar.chosen else "", 0)
+            drawn = self._bar(bar, scale, width)
+            if beside:
+                line.append_text(drawn)
+                line.append(" " * (1 + right - 1 - end.cell_len))
+                line.append_text(end)
+            else:
+                line.append_text(end)
+                line = Text("\n").join([line, Text("  ").append_text(drawn)])
+            line.apply_meta({"press": f"method({bar.case.method!r})"})
+            yield line
+        if longest > 0:
+            yield _axis(scale, width, left if beside else 2)
+
+    def _bar(self, bar: MethodBar, scale: float, width: int) -> Text:
+        drawn = Text(no_wrap=True)
+        for part, length in columns(Bar("", bar.parts), scale, width):
+            drawn.append_text(self._segment(part, length))
+        drawn.append(" " * (width - drawn.cell_len))
+        return drawn
+
+    def _segment(self, part: str, columns: int) -> Text:
+        style = Style.parse(self.ink.part(part) or "none")
+        sign = fill(part)
+        if columns < len(part) + 2 + _ROOM_FOR_NAME:
+            return Text(sign * columns, style=style)
+        before = (columns - len(part) - 2) // 2
+        after = columns - len(part) - 2 - before
+        return Text.assemble(
+            (sign * before, style), (f" {part} ", style + Style(bold=True)), (sign * after, style)
+        )
+
+    def _end(self, bar: MethodBar) -> Text:
+        text = Text(f"{duration(bar.seconds):>8}")
+        if bar.case.provisional:
+            return Text(f"{PROVISIONAL + duration(bar.seconds):>8} provisional")
+        if not bar.measured:
+            return text.append(" so far")
+        if bar.is_baseline:
+            text.append(" baseline")
+        elif bar.baseline is not None:
+            words = difference(bar.seconds, bar.baseline)
+            style = self.ink.good() if bar.seconds < bar.baseline else self.ink.bad()
+            text.append(f" {words:>8}", style=style)
+        if (misfit := bar.case.account.misfit()) is not None:
+            text.append(f" ! {misfit}", style=self.ink.warn())
+        return text
+
+
+def short(name: str, longest: int = _LONGEST_NAME) -> str:
+    """Cut a name that is too long for a column, and show that it was."""
+    return name if len(name) <= longest else name[: longest - 1] + "…"
+
+
+def _axis(scale: float, width: int, left: int) -> Text:
+    line = Text(" " * left, style="dim", no_wrap=True)
+    middle, end = f"┴ {duration(scale / 2)}", f"{duration(scale)} ┘"
+    drawn = "└ 0".ljust(width // 2)
+    if width // 2 + len(middle) + 2 + len(end) <= width:
+        drawn += middle
+    return line.append(drawn.ljust(width - len(end)) + end)
+
+
+# --- The table of parts: every part's time and share for each method, then the request's own
+# times.
+
+
+_FIGURE = 18  # columns of a method: time, share, and what keeps them apart
+_TOTALS: tuple[tuple[str, Callable[[CaseState], float | None]], ...] = (
+    ("first token", CaseState.ttft_seconds),
+    ("between tokens", CaseState.tbt_seconds),
+    ("completion", lambda case: case.jct_seconds() if case.finished is not None else None),
+)
+
+
+@dataclass(frozen=True)
+class PartTable:
+    """Rich renderable of the parts of every method that there is room for.
+
+    Attributes
+    ----------
+    cases : sequence of CaseState
+    rows : sequence of (part, seconds per case)
+    baseline : CaseState or None
+        What the request's times are held against.
+    chosen : CaseState or None
+    ink : Ink
+    small : float or None
+        Parts below this share of every shown method stand in one row; None keeps all apart.
+    """
+
+    cases: Sequence[CaseState]
+    rows: Sequence[tuple[str, list[float | None]]]
+    baseline: CaseState | None
+    chosen: CaseState | None
+    ink: Ink
+    small: float | None = 0.01
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.cases:
+            return
+        label = _label([part for part, _ in self.rows])
+        columns = self._columns(max(1, (options.max_width - label) // _FIGURE))
+        head = Text(f"{'  part':<{label}}", style="bold", no_wrap=True)
+        for index in columns:
+            case = self.cases[index]
+            sign = PROVISIONAL * case.provisional
+            name = short(case.method, _FIGURE - 2 - len(sign))
+            head.append(f"{sign + name:>{_FIGURE}}")
+        yield head
+        small: list[list[float | None]] = []
+        for part, seconds in self.rows:
+            if (
+                self.small is not None
+                and part != "unattributed"
+                and all(
+                    (seconds[index] or 0.0) <= self.small * self.cases[index].jct_seconds()
+                    for index in columns
+                )
+            ):
+                small.append(seconds)
+                continue
+            line = Text(no_wrap=True)
+            line.append(fill(part), style=self.ink.part(part))
+            line.append(f" {part:<{label - 2}}")
+            yield self._figures(line, columns, seconds)
+        if small:
+            sums = [sum(column[i] or 0.0 for column in small) for i in range(len(self.cases))]
+            word = f"{len(small)} small part{'s' if len(small) > 1 else ''}"
+            line = Text(f"▸ {word:<{label - 2}}", no_wrap=True)
+            line.apply_meta({"press": "small_parts()"})
+            yield self._figures(line, columns, sums)
+        yield Text("  " + "─" * (label + _FIGURE * len(columns) - 2), style="dim", no_wrap=True)
+        for name, figure in _TOTALS:
+            yield self._total(name, figure, label, columns)
+        if left := len(self.cases) - len(columns):
+            yield Text(f"  {left} more: m shows the next method", style="dim", overflow="fold")
+
+    def _columns(self, fitting: int) -> list[int]:
+        """Return which cases to show: all, or the baseline, the chosen one and its neighbours."""
+        everything = range(len(self.cases))
+        if fitting >= len(self.cases):
+            return list(everything)
+
+        def rank(index: int) -> tuple[bool, bool, int]:
+            case = self.cases[index]
+            return case is not self.chosen, case is not self.baseline, index
+
+        return sorted(sorted(everything, key=rank)[:fitting])
+
+    def _figures(
+        self,
+        line: Text,
+        columns: Sequence[int],
+        seconds: Sequence[float | None],
+    ) -> Text:
+        for index in columns:
+            value = seconds[index]
+            found = None if value is None else self.cases[index].account.share(value)
+            part = "" if found is None else share(found)
+            line.append(f"{duration(value):>{_FIGURE - 7}}")
+            line.append(f"{part:>7}")
+        return line
+
+    def _total(
+        self,
+        name: str,
+        figure: Callable[[CaseState], float | None],
+        label: int,
+        columns: Sequence[int],
+    ) -> Text:
+        line = Text(f"  {name:<{label - 2}}", no_wrap=True)
+        base = self.baseline
+        done = base is not None and base.finished is not None
+        against = figure(base) if base is not None and done else None
+        for index in columns:
+            case = self.cases[index]
+            value = figure(case)
+            # Until it has finished: of one run of the request, or of the short pass.
+            known = "bold" if case.finished is not None else ""
+            line.append(f"{duration(value):>{_FIGURE - 7}}", style=known)
+            if case is base or case.finished is None or value is None or against is None:
+                line.append(" " * 7)
+                continue
+            words = difference(value, against)
+            better = value < against
+            line.append(f"{words:>7}", style=self.ink.good() if better else self.ink.bad())
+        return line
+
+
+def table_width(parts: Sequence[str], cases: int) -> int:
+    """Return the columns of a table of these parts for so many cases."""
+    return _label(parts) + _FIGURE * cases
+
+
+def _label(parts: Sequence[str]) -> int:
+    return 2 + max(len(part) for part in ("between tokens", *parts))
+
+
+# --- Multiprocessors as strips of bars: what a schedule gave each of them, and what they took.
+
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_STRIP_GUTTER = 11
+_WIDEST = 3  # columns of a multiprocessor where there are few
+_STRIP_ROWS = 3  # lines of a bar: an imbalance of a few per cent must show
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Rich renderable of schedules, one column per multiprocessor.
+
+    They share a scale, but for those that it would leave flat.
+
+    Attributes
+    ----------
+    strips : sequence of Strip
+    by_load : bool
+        Sort the multiprocessors by their load instead of by their number.
+    """
+
+    strips: Sequence[Strip]
+    by_load: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        scales = strip_scales([strip.highest() for strip in self.strips])
+        order = "by load" if self.by_load else "by number"
+        for index, (strip, scale) in enumerate(zip(self.strips, scales, strict=True)):
+            if index:
+                yield Text()
+            head = Text(no_wrap=True, overflow="ellipsis")
+            head.append(f"{strip.schedule}", style="bold")
+            count = len(strip.predicted)
+            head.append(f" · {strip.phase} · {count} multiprocessors {order}")
+            if len(set(scales)) > 1:
+                head.append(f" · a full column is {number(scale)}×")
+            yield head
+            for name, values in (("predicted", strip.predicted), ("measured", strip.measured)):
+                yield from self._strip(name, values, scale, options.max_width)
+
+    def _strip(self, name: str, values: list[float], highest: float, width: int) -> RenderResult:
+        if not values:
+            yield Text(f"  {name}: no", style="dim")
+            return
+        most = max(range(len(values)), key=values.__getitem__)
+        words = f"  {name}: at most {number(values[most])}× the mean (SM {most})"
+        idle = sum(1 for value in values if value == 0)
+        yield Text(words + (f", {idle} idle" if idle else ""), overflow="fold")
+        drawn = sorted(values, reverse=True) if self.by_load else values
+        room = max(8, width - _STRIP_GUTTER)
+        columns = max(1, min(_WIDEST, room // len(drawn)))
+        # Lines of equal length, so that the last one is no stub.
+        per_line = math.ceil(len(drawn) / math.ceil(len(drawn) / room))
+        for first in range(0, len(drawn), per_line):
+            yield from self._rows(drawn[first : first + per_line], first, highest, columns)
+
+    def _rows(self, values: list[float], first: int, highest: float, columns: int) -> RenderResult:
+        levels = [
+            round(value / highest * 8 * _STRIP_ROWS) if highest > 0 else 0 for value in values
+        ]
+        for row in reversed(range(_STRIP_ROWS)):
+            label = "" if row else f"{'rank' if self.by_load else 'SM'} {first}"
+            line = Text(no_wrap=True)
+            line.append(f"{label:>{_STRIP_GUTTER - 1}} ", style="dim")
+            bars = "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] * columns for level in levels)
+            line.append(bars)
+            yield line
+
+
+# --- Bytes of the cache: stored, reserved and at most on the device, against full width;
+# levels.
+
+
+_CACHE_BAR = 40
+_LEAST = 8
+
+
+@dataclass(frozen=True)
+class CacheBars:
+    """Rich renderable of every method's bytes at its newest context.
+
+    Attributes
+    ----------
+    cases : sequence of CaseState
+    chosen : CaseState or None
+    peak : str
+        What the most memory is of, as `kvprof.views.jct_data.peak_name` has it.
+    """
+
+    cases: Sequence[CaseState]
+    chosen: CaseState | None
+    peak: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        known = [case for case in self.cases if case.memory.last is not None]
+        if not known:
+            yield Text("no bytes were measured yet", style="italic")
+            return
+        highest = max(
+            max(m.logical, m.allocated, m.full_width)
+            for m in (case.memory.last for case in known)
+            if m is not None
+        )
+        for case in known:
+            yield from self._case(case, highest, options.max_width)
+
+    def _case(self, case: CaseState, highest: int, width: int) -> RenderResult:
+        newest = case.memory.last
+        assert newest is not None
+        chosen = case is self.chosen
+        head = Text(f"{'›' if chosen else ' '} {short(case.method)}", no_wrap=True)
+        head.stylize("bold")
+        head.append(f" · at {count(newest.context)} tokens", style="not bold")
+        if case.peak is not None:
+            head.append(f" · {self.peak} {size(case.peak)}", style="not bold")
+        head.apply_meta({"press": f"method({case.method!r})"})
+        yield head
+        rows = (
+            ("logical", newest.logical, "█"),
+            ("allocated", newest.allocated, "▒"),
+            ("full width", newest.full_width, "░"),
+        )
+        room = min(_CACHE_BAR if width < 110 else 2 * _CACHE_BAR, width - 36)
+        for name, nbytes, sign in rows:
+            line = Text(f"    {name:<11}", no_wrap=True)
+            if room >= _LEAST:
+                length = round(nbytes / highest * room) if highest > 0 else 0
+                line.append((sign * length).ljust(room))
+            line.append(f" {size(nbytes):>10}")
+            if name != "full width" and newest.full_width > 0:
+                line.append(f"  {share(nbytes / newest.full_width):>6}")
+            yield line
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Rich renderable of the tokens that lie on each level of a cache.
+
+    Attributes
+    ----------
+    method : str
+    levels : mapping of str to int
+    """
+
+    method: str
+    levels: Mapping[str, int]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        total = sum(self.levels.values())
+        yield Text(f"{self.method}: tokens by level", style="bold", overflow="fold")
+        if total <= 0:
+            yield Text("no token is on a level yet", style="italic")
+            return
+        stacked = Text("  ", no_wrap=True)
+        signs = {name: index % len(SERIES) for index, name in enumerate(self.levels)}
+        width = min(2 * _CACHE_BAR, options.max_width - 4)
+        for name, length in columns(Bar("", self.levels), total, width):
+            stacked.append(SERIES[signs[name]] * length)
+        yield stacked
+        widest = max(len(name) for name in self.levels)
+        for name, tokens in self.levels.items():
+            line = Text("  ", no_wrap=True, overflow="ellipsis")
+            line.append(SERIES[signs[name]])
+            line.append(f" {name:<{widest}} {count(tokens):>9} tokens {share(tokens / total):>6}")
+            yield line
+
+
+# --- The table of layers as lines of text, and what stands above its columns.
+
+
+_TITLES = {
+    "layer": "layer",
+    "ms": "ms",
+    "bytes": "bytes",
+    "K": "K rank",
+    "V": "V rank",
+    "error": "error",
+}
+_WIDTHS = {"layer": 7, "ms": 9, "bytes": 11, "K": 14, "V": 14, "error": 9}
+_BAR = 10  # columns of a layer's time as a bar, where there is room
+
+#: Columns of the table without its bars.
+TABLE_WIDTH = sum(_WIDTHS.values())
+
+
+def layer_head(sort: str, descending: bool) -> Text:
+    """Return the titles; a click on one sorts by it, and an arrow shows the order."""
+    line = Text(no_wrap=True)
+    for name in COLUMNS:
+        arrow = (" ▼" if descending else " ▲") if name == sort else ""
+        title = Text(f"{_TITLES[name]}{arrow}".rjust(_WIDTHS[name]), style="bold")
+        title.apply_meta({"press": f"sort_by({name!r})"})
+        line.append_text(title)
+    return line
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """Rich renderable of the rows, each with a bar of its time beside it where there is room.
+
+    Attributes
+    ----------
+    rows : sequence of LayerRow
+    """
+
+    rows: Sequence[LayerRow]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        most = max((row.seconds or 0.0 for row in self.rows), default=0.0)
+        room = min(_BAR, options.max_width - TABLE_WIDTH - 2)
+        lines = Text(no_wrap=True)
+        for index, row in enumerate(self.rows):
+            lines.append("\n" * (index > 0) + _layer_words(row))
+            if room > 0 and most > 0:
+                lines.append("  " + "━" * round((row.seconds or 0.0) / most * room))
+        yield lines
+
+
+def _layer_words(row: LayerRow) -> str:
+    texts = {
+        "layer": str(row.layer),
+        "ms": number(row.figure("ms")),
+        "bytes": size(row.nbytes),
+        "K": _rank(row.key_ranks),
+        "V": _rank(row.value_ranks),
+        "error": number(row.error),
+    }
+    return "".join(text.rjust(_WIDTHS[name]) for name, text in texts.items())
+
+
+def _rank(values: list[float]) -> str:
+    """Write the mean of the heads and their range: ``48 (40–56)``."""
+    if not values:
+        return MISSING
+    mean = f"{sum(values) / len(values):.0f}"
+    return mean if min(values) == max(values) else f"{mean} ({span(values)})"
+
+
+# --- A line per device: clocks, power, temperature, memory, load, and whether it was slowed
+# down.
+
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK = 16  # columns of the history
+_WRITTEN: dict[str, Callable[[float], str]] = {
+    "utilisation": lambda value: f"{100 * value:.0f} % busy",
+    "load": lambda value: f"{100 * value:.0f} % of its threads",  # in older records
+    "power_w": lambda value: f"{value:.0f} W",
+    "temperature_c": lambda value: f"{value:.0f} °C",
+    "sm_mhz": lambda value: f"SM {value:,.0f} MHz",
+    "memory_mhz": lambda value: f"memory {value:,.0f} MHz",
+    "memory_bytes": lambda value: f"{size(value)} used",
+}
+# What the history shows: the first that is there.
+_HISTORY = {"power_w": "power", "utilisation": "busy", "load": "busy", "memory_bytes": "memory"}
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """Rich renderable of the newest samples.
+
+    Attributes
+    ----------
+    devices : mapping of str to DeviceState
+    ink : Ink
+    """
+
+    devices: Mapping[str, DeviceState]
+    ink: Ink
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.devices:
+            yield Text("no telemetry yet", style="dim")
+        for name, device in self.devices.items():
+            yield self._line(name, device, options.max_width)
+
+    def _line(self, name: str, device: DeviceState, width: int) -> Text:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{name:<6}", style="bold")
+        if device.throttled:
+            line.append(f" ▼ slowed down: {', '.join(device.throttled)}", style=self.ink.bad())
+        words = [
+            write(device.latest[key]) for key, write in _WRITTEN.items() if key in device.latest
+        ]
+        if name == "cpu":  # the one busy of the machine, the other of the measurement
+            words = [
+                word.replace("% busy", "% of all cores busy").replace("used", "in this process")
+                for word in words
+            ]
+        for index, word in enumerate(words):
+            text = f"{' ·' if index or device.throttled else ''} {word}"
+            if line.cell_len + len(text) > width:
+                break
+            line.append(text)
+        shown = next((key for key in _HISTORY if key in device.latest), None)
+        if shown is not None:
+            values = [values[shown] for _, values in device.history if shown in values]
+            drawn = f"  {_HISTORY[shown]} {spark(values, _SPARK)}"
+            if line.cell_len + len(drawn) <= width:
+                line.append(drawn)
+        return line
+
+
+def spark(values: list[float], width: int) -> str:
+    """Return the newest `width` values as bars from their lowest to their highest."""
+    newest = values[-width:]
+    if not newest:
+        return ""
+    low, high = min(newest), max(newest)
+    if high <= low:
+        return _SPARKS[3] * len(newest)
+    steps = len(_SPARKS) - 1
+    return "".join(_SPARKS[round((value - low) / (high - low) * steps)] for value in newest)

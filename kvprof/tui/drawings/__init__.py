@@ -1,1 +1,0 @@
-"""What the screens draw, as Rich renderables that ask the console for its width."""

@@ -1,1 +1,0 @@
-"""The screens of the live view, one per file; each draws the state and changes nothing."""
