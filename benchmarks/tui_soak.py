@@ -158,7 +158,7 @@ def cost_of_events(made: Sequence[Event]) -> list[float]:
     costs = []
     for first in range(0, tenth * 10, tenth):
         start = time.perf_counter()
-        state.apply_all(made[first : first + tenth])
+        state.add_all(made[first : first + tenth])
         costs.append((time.perf_counter() - start) / tenth)
     return costs
 

@@ -32,7 +32,7 @@ async def picture(
     while events := session.source.poll(1000):
         for event in events:
             if event.time <= until:
-                state.apply(event)
+                state.add(event)
     session.caught_up = True
     # The record lies on disk; the picture is of the moment when it was being written.
     session.source.age = lambda: 0.0  # type: ignore[method-assign]

@@ -4,14 +4,14 @@
 all ask it, so that they cannot say different things of one run.
 """
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvprof.records.events import (
-    PARTS,
     Balance,
     CaseFinished,
     CaseStarted,
@@ -21,17 +21,17 @@ from kvprof.records.events import (
     PartSample,
     StepFinished,
 )
+from kvprof.records.parts import CACHE_PARTS, PARTS, UNATTRIBUTED, UNTIMED, ordered_parts
 
 __all__ = [
-    "CACHE_PARTS",
     "MOST_UNATTRIBUTED",
-    "UNTIMED",
     "Account",
     "Case",
+    "Layer",
+    "Series",
     "accounts",
     "case_row",
     "layer_rows",
-    "ordered_parts",
     "part_rows",
     "quantile",
     "step_rows",
@@ -39,22 +39,7 @@ __all__ = [
 
 #: Share of a request's time by which its parts may miss it, either way, before it is a doubt.
 MOST_UNATTRIBUTED = 0.1
-#: Stands among a bar's parts for time that was measured and cannot be shown in parts.
-UNTIMED = "not in parts"
 _NOTED = 0.02  # of a request's time: parts that miss it by more are told beside its bar
-_UNNAMED = "unattributed"
-
-#: Parts that work on the cache: what a layer's own time is the sum of.
-CACHE_PARTS = (
-    "attention",
-    "decompress",
-    "compress",
-    "quantise",
-    "evict",
-    "basis",
-    "merge",
-    "schedule",
-)
 
 
 def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float | None:
@@ -80,12 +65,6 @@ def quantile(values: Sequence[float], weights: Sequence[float], share: float) ->
         if below >= wanted * (1 - 1e-12):
             return value
     return ordered[-1][0]
-
-
-def ordered_parts(names: Iterable[str]) -> list[str]:
-    """Return parts in the order in which tables and bars show them, each once."""
-    known = set(names)
-    return [*(part for part in PARTS if part in known), *sorted(known - set(PARTS))]
 
 
 @dataclass
@@ -148,7 +127,7 @@ class Account:
         named = self._named()
         for phase, wall in (self.walls or {}).items():
             if wall or phase in named:
-                costs[phase, _UNNAMED] = wall - named.get(phase, 0.0)
+                costs[phase, UNATTRIBUTED] = wall - named.get(phase, 0.0)
         order = {part: place for place, part in enumerate(PARTS)}
         ranked = sorted(
             costs, key=lambda key: (key[0] != "prefill", order.get(key[1], len(order)), key[1])
@@ -260,7 +239,7 @@ def accounts(data: Mapping[str, Any]) -> dict[str, Account]:
             if case["decode_seconds"] is not None:
                 own.walls["decode"] = case["decode_seconds"]
     for row in data["parts"]:
-        if row["case"] in found and row["part"] != _UNNAMED:
+        if row["case"] in found and row["part"] != UNATTRIBUTED:
             found[row["case"]].add_part(row["phase"], row["part"], row["seconds"])
     for row in data["steps"]:
         if row["case"] in found:
@@ -268,38 +247,136 @@ def accounts(data: Mapping[str, Any]) -> dict[str, Account]:
     return found
 
 
-@dataclass
-class Case:
-    """What the events of one case add up to so far."""
+_Row = TypeVar("_Row")
 
-    started: CaseStarted
-    finished: CaseFinished | None = None
-    account: Account = field(default_factory=Account)
-    layer_seconds: dict[int, float] = field(default_factory=dict)
-    measured: dict[int, LayerMeasured] = field(default_factory=dict)
-    steps: list[StepFinished] = field(default_factory=list)
-    memory: list[MemorySample] = field(default_factory=list)
-    balance: list[Balance] = field(default_factory=list)
+
+class Series(Generic[_Row]):
+    """Rows in the order in which they came: all of them, or so many that memory stays bounded.
+
+    A bounded series keeps every row up to `most`, then every second one, then every fourth. Adding
+    costs the same however long it is (amortised).
+
+    Parameters
+    ----------
+    most : int or None
+        Rows to hold, 2 or more; None holds all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = math.inf if most is None else most
+        self._rows: list[_Row] = []
+        self._last: _Row | None = None
+        self.stride = 1
+        self.count = 0
+
+    def add(self, row: _Row) -> None:
+        """Append a row."""
+        if self.count % self.stride == 0:
+            self._rows.append(row)
+            if len(self._rows) >= self._most:
+                self._rows = self._rows[::2]
+                self.stride *= 2
+        self.count += 1
+        self._last = row
+
+    @property
+    def last(self) -> _Row | None:
+        """The newest row, kept or not."""
+        return self._last
+
+    def __iter__(self) -> Iterator[_Row]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+@dataclass
+class Layer:
+    """What is known of one layer of a case.
+
+    Attributes
+    ----------
+    key_ranks, value_ranks
+        Per KV head, as the case's first event states them: a list of numbers, None, or whatever a
+        strange record holds.
+    nbytes : int or None
+        Of its cache.
+    error : float or None
+        Relative Frobenius error of its attention.
+    seconds : float or None
+        What its attention and the method's own work on it cost the request; None where no part was
+        timed by layer.
+    """
+
+    key_ranks: Any = None
+    value_ranks: Any = None
+    nbytes: int | None = None
+    error: float | None = None
+    seconds: float | None = None
+
+
+class Case:
+    """What the events of one case add up to so far.
+
+    Parameters
+    ----------
+    started : CaseStarted
+    most : int or None
+        Rows that a series of it holds; None holds all, as a result needs it.
+
+    Attributes
+    ----------
+    started : CaseStarted
+    finished : CaseFinished or None
+    measured : Account
+        Where the time of the request went so far.
+    layers : dict of int to Layer
+        Those that were stated, timed or measured.
+    steps : Series of StepFinished
+    memory : Series of MemorySample
+    balance : Series of Balance
+    """
+
+    def __init__(self, started: CaseStarted, most: int | None = None) -> None:
+        self.started = started
+        self.finished: CaseFinished | None = None
+        self.measured = Account()
+        self.layers: dict[int, Layer] = {}
+        self.steps: Series[StepFinished] = Series(most)
+        self.memory: Series[MemorySample] = Series(most)
+        self.balance: Series[Balance] = Series(most)
+        for stated in started.layers:
+            if isinstance(number := stated.get("layer"), int):
+                self.layers[number] = Layer(
+                    stated.get("key_ranks"), stated.get("value_ranks"), stated.get("nbytes")
+                )
 
     def add(self, event: Event) -> None:
         """Take the next event of this case."""
         if isinstance(event, PartSample | StepFinished | CaseFinished):
-            self.account.add(event)
+            self.measured.add(event)
         match event:
             case PartSample():
                 if event.layer is not None and event.part in CACHE_PARTS:
-                    known = self.layer_seconds.get(event.layer, 0.0)
-                    self.layer_seconds[event.layer] = known + event.seconds * event.weight
+                    layer = self.layers.setdefault(event.layer, Layer())
+                    layer.seconds = (layer.seconds or 0.0) + event.seconds * event.weight
             case StepFinished():
-                self.steps.append(event)
+                self.steps.add(event)
             case LayerMeasured():
-                self.measured[event.layer] = event
+                layer = self.layers.setdefault(event.layer, Layer())
+                layer.error, layer.nbytes = event.error, event.nbytes
             case MemorySample():
-                self.memory.append(event)
+                self.memory.add(event)
             case Balance():
-                self.balance.append(event)
+                self.balance.add(event)
             case CaseFinished():
                 self.finished = event
+
+    @property
+    def account(self) -> Account:
+        """Where the time of the request went."""
+        return self.measured
 
     @property
     def instrumented(self) -> float | None:
@@ -309,15 +386,22 @@ class Case:
             return None
         return done.instrumented_prefill_seconds + (done.instrumented_decode_seconds or 0.0)
 
+    def overhead(self) -> float | None:
+        """Return what instrumentation added, as a share of the uninstrumented wall time."""
+        with_it, without = self.instrumented, self.measured.jct
+        return with_it / without - 1 if with_it and without else None
+
+    def tbt_seconds(self, share: float = 0.5) -> float | None:
+        """Return the time between tokens that `share` of the decode steps so far do not exceed."""
+        decode = [step for step in self.steps if step.phase == "decode"]
+        return quantile([step.seconds for step in decode], [step.weight for step in decode], share)
+
 
 def case_row(case: Case) -> dict[str, Any]:
     """Return the case's row of ``data.cases``."""
     started, done, account = case.started, case.finished, case.account
-    decode = [step for step in case.steps if step.phase == "decode"]
-    seconds, weights = [step.seconds for step in decode], [step.weight for step in decode]
     tokens = started.batch * started.output_len
     energy = done.energy_joules if done is not None else None
-    instrumented = case.instrumented
     prefill = done.prefill_interval if done is not None else None
     decoding = done.decode_interval if done is not None else None
     # A neighbour that is there for one phase is there for the other: ends add up.
@@ -337,10 +421,10 @@ def case_row(case: Case) -> dict[str, Any]:
         "ttft_seconds_interval": prefill,
         "decode_seconds": done.decode_seconds if done is not None else None,
         "decode_seconds_interval": decoding,
-        "tbt_seconds": quantile(seconds, weights, 0.5),
-        "tbt_p99_seconds": quantile(seconds, weights, 0.99),
-        "instrumented_seconds": instrumented,
-        "overhead": instrumented / account.jct - 1 if instrumented and account.jct else None,
+        "tbt_seconds": case.tbt_seconds(),
+        "tbt_p99_seconds": case.tbt_seconds(0.99),
+        "instrumented_seconds": case.instrumented,
+        "overhead": case.overhead(),
         "decode_overhead": _decode_overhead(done),
         "measured_seconds": account.seconds,
         "unattributed_share": account.unattributed_share(),
@@ -391,18 +475,5 @@ def step_rows(case: Case) -> Iterable[dict[str, Any]]:
 
 def layer_rows(case: Case) -> Iterable[dict[str, Any]]:
     """Return the case's rows of ``data.layers``: what was said of each layer, and measured."""
-    described = {
-        one["layer"]: one for one in case.started.layers if isinstance(one.get("layer"), int)
-    }
-    for layer in sorted({*described, *case.measured, *case.layer_seconds}):
-        stated = described.get(layer, {})
-        measured = case.measured.get(layer)
-        yield {
-            "case": case.started.case,
-            "layer": layer,
-            "key_ranks": stated.get("key_ranks"),
-            "value_ranks": stated.get("value_ranks"),
-            "nbytes": measured.nbytes if measured is not None else stated.get("nbytes"),
-            "error": measured.error if measured is not None else None,
-            "seconds": case.layer_seconds.get(layer),
-        }
+    for number, layer in sorted(case.layers.items()):
+        yield {"case": case.started.case, "layer": number, **vars(layer)}

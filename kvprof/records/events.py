@@ -13,7 +13,6 @@ from kvprof.records.result import to_plain
 
 __all__ = [
     "EVENTS",
-    "PARTS",
     "PHASES",
     "Balance",
     "CaseFinished",
@@ -36,30 +35,6 @@ __all__ = [
 #: Written into every run's first event. The number grows when an older kvprof would misread it;
 #: 2 added `Preview` and `Progress`.
 EVENTS = "kvprof-events/2"
-
-#: Parts of job completion time, in the order in which tables and bars show them.
-PARTS = (
-    "attention",
-    "decompress",
-    "compress",
-    "quantise",
-    "evict",
-    "basis",
-    "merge",
-    "schedule",
-    "embedding",
-    "norm",
-    "qkv_proj",
-    "rope",
-    "o_proj",
-    "mlp",
-    "head",
-    "sampling",
-    "communication",
-    "host",
-    "unattributed",
-)
-
 
 #: Phases of a request.
 PHASES = ("prefill", "decode")
@@ -151,7 +126,8 @@ class Preview(Event):
     case, method : str
     batch, input_len, output_len : int
     prefill, decode : dict of float
-        Seconds of the request by part, of `PARTS`; empty where the pass has not come so far.
+        Seconds of the request by part, of `kvprof.records.parts.PARTS`; empty where the pass has
+        not come so far.
     """
 
     type: ClassVar[str] = "preview"
@@ -202,7 +178,7 @@ class PartSample(Event):
     case, phase : str
         The phase is ``prefill`` or ``decode``.
     part : str
-        One of `PARTS`.
+        One of `kvprof.records.parts.PARTS`.
     seconds : float
         Of one occurrence.
     step : int
@@ -377,13 +353,7 @@ class RunFinished(Event):
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-_TYPES: dict[str, type[Event]] = {
-    kind.type: kind
-    for kind in (
-        RunStarted, CaseStarted, Preview, Progress, PartSample, StepFinished, LayerMeasured,
-        MemorySample, Balance, TelemetrySample, Warned, CaseFinished, RunFinished,
-    )
-}  # fmt: skip
+_TYPES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses__()}
 
 
 def event_line(event: Event) -> dict[str, Any]:

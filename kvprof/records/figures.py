@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvprof.records.cases import CACHE_PARTS
+from kvprof.records.parts import SHARED_PARTS
 
 __all__ = ["Figure", "figures_of", "interval_of_share"]
 
@@ -16,8 +16,6 @@ Key = tuple[tuple[str, Any], ...]
 _LEAST_SAMPLES = 5
 _LARGE = 0.02  # of a request's time: a part below it is mostly noise
 _Z = 1.959964  # 95 % of a normal distribution
-#: Parts of a request that are the same with every method or belong to the machine alone.
-_NOT_SHARED = (*CACHE_PARTS, "communication", "host", "unattributed")
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def _bench(data: Row) -> Iterator[Figure]:
 def _jct(data: Row) -> Iterator[Figure]:
     shared: dict[tuple[str, str], float] = {}
     for row in data["parts"]:
-        if row["part"] not in _NOT_SHARED:
+        if row["part"] in SHARED_PARTS:
             of = row["case"], row["phase"]
             shared[of] = shared.get(of, 0.0) + row["seconds"]
     for case in data["cases"]:
@@ -183,7 +181,7 @@ def _jct(data: Row) -> Iterator[Figure]:
     for row in data["parts"]:
         key = _key(row, ("case", "phase", "part"))
         large = row["seconds"] > _LARGE * whole[row["case"]]
-        control = large and row["part"] not in _NOT_SHARED
+        control = large and row["part"] in SHARED_PARTS
         yield from _given(row, "seconds", key, "lower", control=control)
 
 

@@ -1,12 +1,12 @@
 """Events of a run into its result: pure functions, the same for a live view and a file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvprof.errors import FailedError
-from kvprof.records.cases import Case, case_row, layer_rows, part_rows, step_rows
+from kvprof.records.cases import Case, Series, case_row, layer_rows, part_rows, step_rows
 from kvprof.records.events import (
     CaseStarted,
     Event,
@@ -21,6 +21,7 @@ from kvprof.records.result import build_result
 
 __all__ = ["Fold", "fold", "result_of"]
 
+_Case = TypeVar("_Case", bound=Case)
 _SERIES = 1000  # telemetry samples that a result keeps per device
 _RUNNING = "the record ends before the run does: it was killed, or is still running"
 
@@ -33,9 +34,8 @@ def fold(events: Iterable[Event]) -> dict[str, Any]:
     events : iterable of Event
         In the order of the journal, from the run's start; they may end anywhere.
     """
-    folding = Fold()
-    for event in events:
-        folding.add(event)
+    folding = Fold(Case)
+    folding.add_all(events)
     return folding.data()
 
 
@@ -54,51 +54,74 @@ def result_of(events: Iterable[Event], *, damage: str | None = None) -> dict[str
     FailedError
         When there is no event that says what was run.
     """
-    folding = Fold()
-    for event in events:
-        folding.add(event)
+    folding = Fold(Case)
+    folding.add_all(events)
     return folding.result(damage)
 
 
-class Fold:
-    """Takes events one by one; what it returns depends on nothing but them."""
+class Fold(Generic[_Case]):
+    """Takes events one by one; what it holds and returns depends on nothing but them.
 
-    def __init__(self) -> None:
-        self.started: RunStarted | None = None
-        self._ended: RunFinished | None = None
-        self._cases: dict[str, Case] = {}
-        self._telemetry: dict[str, list[TelemetrySample]] = {}
-        self._warnings: list[str] = []
+    The live view's state is one as well, with what only those who look on want to know.
+
+    Parameters
+    ----------
+    begin : callable
+        Makes a case of its first event.
+
+    Attributes
+    ----------
+    run : RunStarted or None
+    end : RunFinished or None
+    cases : dict of str to Case
+        In the order in which they were started.
+    devices : dict of str to Series of TelemetrySample
+    warnings : list of str
+        Each with the case that it is of.
+    """
+
+    def __init__(self, begin: Callable[[CaseStarted], _Case]) -> None:
+        self._begin = begin
+        self.run: RunStarted | None = None
+        self.end: RunFinished | None = None
+        self.cases: dict[str, _Case] = {}
+        self.devices: dict[str, Series[TelemetrySample]] = {}
+        self.warnings: list[str] = []
 
     def add(self, event: Event) -> None:
         """Take the next event of the journal."""
         match event:
             case RunStarted():
-                self.started = event
+                self.run = event
             case RunFinished():
-                self._ended = event
+                self.end = event
             case Preview() | Progress():
                 pass  # for who looks on: nothing of a result
             case CaseStarted():
-                self._cases[event.case] = Case(event)
+                self.cases[event.case] = self._begin(event)
             case TelemetrySample():
-                self._telemetry.setdefault(event.device, []).append(event)
+                self.devices.setdefault(event.device, Series()).add(event)
             case Warned():
                 where = "" if event.case is None else f"{event.case}: "
-                self._warnings.append(where + event.message)
+                self.warnings.append(where + event.message)
             case _:
-                self._cases[getattr(event, "case")].add(event)  # noqa: B009 - only cases' are left
+                self.cases[getattr(event, "case")].add(event)  # noqa: B009 - only cases' are left
+
+    def add_all(self, events: Iterable[Event]) -> None:
+        """Take several events."""
+        for event in events:
+            self.add(event)
 
     def data(self) -> dict[str, Any]:
         """Return the `data` of the result; see ``schema/jct.json``."""
-        cases = list(self._cases.values())
-        extra = self._ended.extra if self._ended is not None else {}
+        cases = list(self.cases.values())
+        extra = self.end.extra if self.end is not None else {}
         return {
             **dict.fromkeys(("requests", "capacity", "check")),
             **extra,
-            "mode": self.started.mode if self.started else None,
-            "shape": self.started.shape if self.started else {},
-            "baseline": self.started.baseline if self.started else None,
+            "mode": self.run.mode if self.run else None,
+            "shape": self.run.shape if self.run else {},
+            "baseline": self.run.baseline if self.run else None,
             "cases": [case_row(case) for case in cases],
             "parts": [row for case in cases for row in part_rows(case)],
             "steps": [row for case in cases for row in step_rows(case)],
@@ -128,13 +151,13 @@ class Fold:
                 for one in case.balance
             ],
             "telemetry": {
-                device: _telemetry(samples) for device, samples in self._telemetry.items()
+                device: _telemetry(list(samples)) for device, samples in self.devices.items()
             },
         }
 
     def result(self, damage: str | None = None) -> dict[str, Any]:
         """Return the whole result; see `result_of`."""
-        started, ended = self.started, self._ended
+        started, ended = self.run, self.end
         if started is None:
             raise FailedError("the record holds no event yet; look again when the run has started")
         try:
@@ -155,7 +178,7 @@ class Fold:
             environment=started.environment,
             inputs=started.inputs,
             data=self.data(),
-            warnings=[*self._warnings, *self._doubts()],
+            warnings=[*self.warnings, *self._doubts()],
             complete=complete,
             created=created,
             incomplete_reason=reason,
@@ -163,7 +186,7 @@ class Fold:
         return result | {"kvprof_version": started.kvprof_version}
 
     def _doubts(self) -> list[str]:
-        said = [(name, case.account.doubt()) for name, case in self._cases.items()]
+        said = [(name, case.account.doubt()) for name, case in self.cases.items()]
         return [f"{name}: {doubt}" for name, doubt in said if doubt is not None]
 
 

@@ -1,7 +1,7 @@
 """Marks in the runtime that say what a stretch of work is for, and clocks that time the stretches.
 
 The runtime writes ``with part("compress"): …`` around what belongs to a part of job completion time
-(`kvprof.records.events.PARTS`). Without a clock that does nothing, and inside code that is being
+(`kvprof.records.parts.PARTS`). Without a clock that does nothing, and inside code that is being
 compiled it is left out. Marks nest, and times are exclusive: what an inner part takes is not also
 the outer part's. An inner part that names no layer belongs to the outer part's layer.
 
@@ -41,7 +41,7 @@ def part(name: str, layer: int | None = None) -> AbstractContextManager[None]:
     Parameters
     ----------
     name : str
-        One of `kvprof.records.events.PARTS`.
+        One of `kvprof.records.parts.PARTS`.
     layer : int, optional
         By default that of the mark around it.
     """

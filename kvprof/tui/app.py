@@ -152,8 +152,7 @@ class LiveApp(App[int]):
             name = str(run.shape.get("name", "")) or str(run.inputs.get("model", ""))
             words += [name] if name else []
             words += [f"{run.mode} run"] if run.mode else []
-        if self.session.state.warnings:
-            count = self.session.state.warnings
+        if count := len(self.session.state.warnings):
             status = f"! {count} warning{'s' if count > 1 else ''}: key 5 · {status}"
         left = Text(" · ".join(words), no_wrap=True, overflow="ellipsis")
         left.truncate(max(0, width - len(status) - 2), overflow="ellipsis")

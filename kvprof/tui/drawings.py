@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.style import Style
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from kvprof.records.cases import Series
+from kvprof.records.events import TelemetrySample
+from kvprof.records.parts import UNATTRIBUTED, part_of
 from kvprof.tui.figures import (
     COLUMNS,
     LayerRow,
@@ -19,14 +21,22 @@ from kvprof.tui.figures import (
     share,
     size,
 )
-from kvprof.tui.state import CaseState, DeviceState
-from kvprof.views.jct_bars import SERIES, Bar, Ink, columns, fill, strip_scales
+from kvprof.tui.state import CaseState
+from kvprof.views.jct_bars import (
+    BARS,
+    SERIES,
+    Bar,
+    Ink,
+    StackedBars,
+    columns,
+    load_columns,
+    strip_scales,
+)
 from kvprof.views.numbers import MISSING, count, number, span
 
 __all__ = [
     "PROVISIONAL",
     "TABLE_WIDTH",
-    "Bars",
     "CacheBars",
     "LayerTable",
     "Levels",
@@ -36,6 +46,7 @@ __all__ = [
     "layer_head",
     "short",
     "spark",
+    "stacked_bars",
     "table_width",
 ]
 
@@ -46,105 +57,53 @@ __all__ = [
 PROVISIONAL = "≈"
 
 _LONGEST_NAME = 18
-_LEAST_BAR = 12
-_ROOM_FOR_NAME = 4  # columns of fill that stay beside a part's name inside its segment
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Rich renderable of a bar per method, with its time and its difference from the baseline.
+def stacked_bars(bars: Sequence[MethodBar], ink: Ink, airy: bool = False) -> RenderableType:
+    """Return a bar per method, with its time and its difference from the baseline.
 
-    Attributes
+    Parameters
     ----------
-    bars : sequence of Bar
+    bars : sequence of MethodBar
     ink : Ink
     airy : bool
         Leave a line between two bars.
     """
-
-    bars: Sequence[MethodBar]
-    ink: Ink
-    airy: bool = False
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self.bars:
-            yield Text("nothing was measured yet", style="italic")
-            return
-        names = [short(bar.case.method) for bar in self.bars]
-        ends = [self._end(bar) for bar in self.bars]
-        left = max(len(name) for name in names) + 3
-        right = max(end.cell_len for end in ends) + 1
-        longest = max(max(bar.seconds, sum(bar.parts.values())) for bar in self.bars)
-        scale = nice_scale(longest)
-        width = options.max_width - left - right
-        beside = width >= _LEAST_BAR
-        if not beside:  # the words go on a line of their own
-            width = options.max_width - 2
-        for index, (bar, name, end) in enumerate(zip(self.bars, names, ends, strict=True)):
-            if index and self.airy:
-                yield Text()
-            line = Text(f"{'›' if bar.chosen else ' '} {name:<{left - 3}} ", no_wrap=True)
-            line.stylize("bold" if bar.chosen else "", 0)
-            drawn = self._bar(bar, scale, width)
-            if beside:
-                line.append_text(drawn)
-                line.append(" " * (1 + right - 1 - end.cell_len))
-                line.append_text(end)
-            else:
-                line.append_text(end)
-                line = Text("\n").join([line, Text("  ").append_text(drawn)])
-            line.apply_meta({"press": f"method({bar.case.method!r})"})
-            yield line
-        if longest > 0:
-            yield _axis(scale, width, left if beside else 2)
-
-    def _bar(self, bar: MethodBar, scale: float, width: int) -> Text:
-        drawn = Text(no_wrap=True)
-        for part, length in columns(Bar("", bar.parts), scale, width):
-            drawn.append_text(self._segment(part, length))
-        drawn.append(" " * (width - drawn.cell_len))
-        return drawn
-
-    def _segment(self, part: str, columns: int) -> Text:
-        style = Style.parse(self.ink.part(part) or "none")
-        sign = fill(part)
-        if columns < len(part) + 2 + _ROOM_FOR_NAME:
-            return Text(sign * columns, style=style)
-        before = (columns - len(part) - 2) // 2
-        after = columns - len(part) - 2 - before
-        return Text.assemble(
-            (sign * before, style), (f" {part} ", style + Style(bold=True)), (sign * after, style)
+    if not bars:
+        return Text("nothing was measured yet", style="italic")
+    drawn = [
+        Bar(
+            f"{'›' if bar.chosen else ' '} {short(bar.case.method)}",
+            bar.parts,
+            _end(bar, ink),
+            bar.chosen,
+            f"method({bar.case.method!r})",
         )
+        for bar in bars
+    ]
+    longest = max(max(bar.seconds, sum(bar.parts.values())) for bar in bars)
+    return StackedBars(drawn, scale=nice_scale(longest), ink=ink, airy=airy)
 
-    def _end(self, bar: MethodBar) -> Text:
-        text = Text(f"{duration(bar.seconds):>8}")
-        if bar.case.provisional:
-            return Text(f"{PROVISIONAL + duration(bar.seconds):>8} provisional")
-        if not bar.measured:
-            return text.append(" so far")
-        if bar.is_baseline:
-            text.append(" baseline")
-        elif bar.baseline is not None:
-            words = difference(bar.seconds, bar.baseline)
-            style = self.ink.good() if bar.seconds < bar.baseline else self.ink.bad()
-            text.append(f" {words:>8}", style=style)
-        if (misfit := bar.case.account.misfit()) is not None:
-            text.append(f" ! {misfit}", style=self.ink.warn())
-        return text
+
+def _end(bar: MethodBar, ink: Ink) -> Text:
+    text = Text(f"{duration(bar.seconds):>8}")
+    if bar.case.provisional:
+        return Text(f"{PROVISIONAL + duration(bar.seconds):>8} provisional")
+    if not bar.measured:
+        return text.append(" so far")
+    if bar.is_baseline:
+        text.append(" baseline")
+    elif bar.baseline is not None:
+        words = difference(bar.seconds, bar.baseline)
+        text.append(f" {words:>8}", ink.good() if bar.seconds < bar.baseline else ink.bad())
+    if (misfit := bar.case.account.misfit()) is not None:
+        text.append(f" ! {misfit}", style=ink.warn())
+    return text
 
 
 def short(name: str, longest: int = _LONGEST_NAME) -> str:
     """Cut a name that is too long for a column, and show that it was."""
     return name if len(name) <= longest else name[: longest - 1] + "…"
-
-
-def _axis(scale: float, width: int, left: int) -> Text:
-    line = Text(" " * left, style="dim", no_wrap=True)
-    middle, end = f"┴ {duration(scale / 2)}", f"{duration(scale)} ┘"
-    drawn = "└ 0".ljust(width // 2)
-    if width // 2 + len(middle) + 2 + len(end) <= width:
-        drawn += middle
-    return line.append(drawn.ljust(width - len(end)) + end)
 
 
 # --- The table of parts: every part's time and share for each method, then the request's own
@@ -155,7 +114,7 @@ _FIGURE = 18  # columns of a method: time, share, and what keeps them apart
 _TOTALS: tuple[tuple[str, Callable[[CaseState], float | None]], ...] = (
     ("first token", CaseState.ttft_seconds),
     ("between tokens", CaseState.tbt_seconds),
-    ("completion", lambda case: case.jct_seconds() if case.finished is not None else None),
+    ("completion", lambda case: case.account.seconds if case.finished is not None else None),
 )
 
 
@@ -198,16 +157,16 @@ class PartTable:
         for part, seconds in self.rows:
             if (
                 self.small is not None
-                and part != "unattributed"
+                and part != UNATTRIBUTED
                 and all(
-                    (seconds[index] or 0.0) <= self.small * self.cases[index].jct_seconds()
+                    (seconds[index] or 0.0) <= self.small * self.cases[index].account.seconds
                     for index in columns
                 )
             ):
                 small.append(seconds)
                 continue
             line = Text(no_wrap=True)
-            line.append(fill(part), style=self.ink.part(part))
+            line.append(part_of(part).fill, style=self.ink.part(part))
             line.append(f" {part:<{label - 2}}")
             yield self._figures(line, columns, seconds)
         if small:
@@ -286,7 +245,6 @@ def _label(parts: Sequence[str]) -> int:
 # --- Multiprocessors as strips of bars: what a schedule gave each of them, and what they took.
 
 
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STRIP_GUTTER = 11
 _WIDEST = 3  # columns of a multiprocessor where there are few
 _STRIP_ROWS = 3  # lines of a bar: an imbalance of a few per cent must show
@@ -341,15 +299,11 @@ class Strips:
             yield from self._rows(drawn[first : first + per_line], first, highest, columns)
 
     def _rows(self, values: list[float], first: int, highest: float, columns: int) -> RenderResult:
-        levels = [
-            round(value / highest * 8 * _STRIP_ROWS) if highest > 0 else 0 for value in values
-        ]
-        for row in reversed(range(_STRIP_ROWS)):
-            label = "" if row else f"{'rank' if self.by_load else 'SM'} {first}"
+        for row, bars in enumerate(load_columns(values, highest, _STRIP_ROWS), 1):
+            label = f"{'rank' if self.by_load else 'SM'} {first}" if row == _STRIP_ROWS else ""
             line = Text(no_wrap=True)
             line.append(f"{label:>{_STRIP_GUTTER - 1}} ", style="dim")
-            bars = "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] * columns for level in levels)
-            line.append(bars)
+            line.append("".join(sign * columns for sign in bars))
             yield line
 
 
@@ -526,7 +480,6 @@ def _rank(values: list[float]) -> str:
 # down.
 
 
-_SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK = 16  # columns of the history
 _WRITTEN: dict[str, Callable[[float], str]] = {
     "utilisation": lambda value: f"{100 * value:.0f} % busy",
@@ -547,11 +500,11 @@ class Telemetry:
 
     Attributes
     ----------
-    devices : mapping of str to DeviceState
+    devices : mapping of str to Series of TelemetrySample
     ink : Ink
     """
 
-    devices: Mapping[str, DeviceState]
+    devices: Mapping[str, Series[TelemetrySample]]
     ink: Ink
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -560,13 +513,15 @@ class Telemetry:
         for name, device in self.devices.items():
             yield self._line(name, device, options.max_width)
 
-    def _line(self, name: str, device: DeviceState, width: int) -> Text:
+    def _line(self, name: str, device: Series[TelemetrySample], width: int) -> Text:
+        newest = device.last
+        assert newest is not None
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{name:<6}", style="bold")
-        if device.throttled:
-            line.append(f" ▼ slowed down: {', '.join(device.throttled)}", style=self.ink.bad())
+        if newest.throttled:
+            line.append(f" ▼ slowed down: {', '.join(newest.throttled)}", style=self.ink.bad())
         words = [
-            write(device.latest[key]) for key, write in _WRITTEN.items() if key in device.latest
+            write(newest.values[key]) for key, write in _WRITTEN.items() if key in newest.values
         ]
         if name == "cpu":  # the one busy of the machine, the other of the measurement
             words = [
@@ -574,13 +529,13 @@ class Telemetry:
                 for word in words
             ]
         for index, word in enumerate(words):
-            text = f"{' ·' if index or device.throttled else ''} {word}"
+            text = f"{' ·' if index or newest.throttled else ''} {word}"
             if line.cell_len + len(text) > width:
                 break
             line.append(text)
-        shown = next((key for key in _HISTORY if key in device.latest), None)
+        shown = next((key for key in _HISTORY if key in newest.values), None)
         if shown is not None:
-            values = [values[shown] for _, values in device.history if shown in values]
+            values = [one.values[shown] for one in device if shown in one.values]
             drawn = f"  {_HISTORY[shown]} {spark(values, _SPARK)}"
             if line.cell_len + len(drawn) <= width:
                 line.append(drawn)
@@ -594,6 +549,6 @@ def spark(values: list[float], width: int) -> str:
         return ""
     low, high = min(newest), max(newest)
     if high <= low:
-        return _SPARKS[3] * len(newest)
-    steps = len(_SPARKS) - 1
-    return "".join(_SPARKS[round((value - low) / (high - low) * steps)] for value in newest)
+        return BARS[4] * len(newest)
+    steps = len(BARS) - 2  # an empty column would be no value
+    return "".join(BARS[1 + round((value - low) / (high - low) * steps)] for value in newest)

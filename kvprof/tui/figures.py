@@ -5,9 +5,10 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvprof.records.cases import ordered_parts
 from kvprof.records.events import Balance
+from kvprof.records.parts import ordered_parts
 from kvprof.sizes import format_bytes
 from kvprof.tui.state import CaseState, RunState
 from kvprof.views.numbers import MISSING, change, count, duration
@@ -178,13 +179,25 @@ class LayerFilter:
         return True
 
 
+def _figures(values: Any) -> list[float]:
+    """Return the numbers of a list; a record may hold anything there."""
+    if not isinstance(values, Sequence):
+        return []
+    return [value for value in values if isinstance(value, int | float)]
+
+
 def layer_rows(
     case: CaseState, *, sort: str, descending: bool, shown: LayerFilter
 ) -> list[LayerRow]:
     """Return the rows of a case in order; what was not measured comes last either way."""
     rows = [
         LayerRow(
-            number, layer.seconds, layer.nbytes, layer.key_ranks, layer.value_ranks, layer.error
+            number,
+            layer.seconds,
+            layer.nbytes if isinstance(layer.nbytes, int) else None,
+            _figures(layer.key_ranks),
+            _figures(layer.value_ranks),
+            layer.error,
         )
         for number, layer in sorted(case.layers.items())
     ]
@@ -343,7 +356,7 @@ class MethodBar:
 def bars(state: RunState, choice: Choice) -> list[MethodBar]:
     """Return a bar for every method at the shown request, in the order of measuring."""
     chosen, base = choice.shown_case(state), choice.baseline_case(state)
-    wall = base.jct_seconds() if base is not None and base.finished is not None else None
+    wall = base.account.seconds if base is not None and base.finished is not None else None
     made = []
     for case in choice.shown_cases(state):
         against = wall if case.finished is not None and case is not base else None
@@ -351,7 +364,7 @@ def bars(state: RunState, choice: Choice) -> list[MethodBar]:
             MethodBar(
                 case,
                 case.account.stack(),
-                case.jct_seconds(),
+                case.account.seconds,
                 against,
                 case is chosen,
                 case is base,
@@ -362,7 +375,7 @@ def bars(state: RunState, choice: Choice) -> list[MethodBar]:
 
 def part_rows(state: RunState, choice: Choice) -> list[tuple[str, list[float | None]]]:
     """Return a row per part: its seconds for every shown case, None where it has none."""
-    columns = [case.part_seconds() for case in choice.shown_cases(state)]
+    columns = [case.account.by_part() for case in choice.shown_cases(state)]
     parts = ordered_parts(part for column in columns for part in column)
     if choice.parts_by_size:
         parts.sort(key=lambda part: -max(column.get(part, 0.0) for column in columns))
@@ -386,7 +399,9 @@ def tbt_curve(case: CaseState, points: int) -> tuple[list[float], list[float]]:
 
     Where several steps fall on one point, their weighted mean stands for them.
     """
-    steps = sorted(case.steps)
+    steps = sorted(
+        (step.context, step.seconds, step.weight) for step in case.steps if step.phase == "decode"
+    )
     if not steps:
         return [], []
     low, high = steps[0][0], steps[-1][0]
@@ -424,8 +439,8 @@ class Strip:
 
 def strips(case: CaseState) -> list[Strip]:
     """Return the case's strips, prefill first."""
-    keys = sorted(case.balance, key=lambda key: key[0] != "prefill")
-    return [_strip(case.balance[key]) for key in keys]
+    keys = sorted(case.schedules, key=lambda key: key[0] != "prefill")
+    return [_strip(case.schedules[key]) for key in keys]
 
 
 def _strip(event: Balance) -> Strip:

@@ -12,7 +12,6 @@ from textual.widgets import Input, RichLog, Static
 
 from kvprof.tui.drawings import (
     PROVISIONAL,
-    Bars,
     CacheBars,
     LayerTable,
     Levels,
@@ -20,6 +19,7 @@ from kvprof.tui.drawings import (
     Strips,
     Telemetry,
     layer_head,
+    stacked_bars,
     table_width,
 )
 from kvprof.tui.figures import (
@@ -103,7 +103,7 @@ class OverviewScreen(RunScreen):
         if curved and known and app.calm > 0:
             return  # a curve fills a frame; all else is drawn in the next
         self.put("title", (*seen, len(state.requests())), self._title)
-        self.put("bars", (seen, airy), lambda: Bars(bars(state, choice), app.ink, airy))
+        self.put("bars", (seen, airy), lambda: stacked_bars(bars(state, choice), app.ink, airy))
         progress = app.session.progress()
         self.query("#progress").set_class(bool(progress), "shown")
         self.put("progress", (progress,), lambda: Text(progress, style="dim", overflow="fold"))
@@ -112,7 +112,7 @@ class OverviewScreen(RunScreen):
             "parts", (seen, small), lambda: PartTable(cases, rows, base, chosen, app.ink, small)
         )
         self.put("notes", seen, lambda: self._notes(cases))
-        devices = tuple((name, device.history.count) for name, device in state.devices.items())
+        devices = tuple((name, device.count) for name, device in state.devices.items())
         self.put("telemetry", (devices, app.dark), lambda: Telemetry(state.devices, app.ink))
 
     def _title(self) -> Text:
@@ -414,12 +414,12 @@ class BalanceScreen(RunScreen):
         case = app.choice.shown_case(app.session.state)
         seen = (
             case.name if case is not None else None,
-            case.balances if case is not None else 0,
+            case.balance.count if case is not None else 0,
             app.choice.processors_by_load,
             app.dark,
         )
         self.put("title", seen, lambda: _title(case))
-        elsewhere = any(other.balance for other in app.choice.shown_cases(app.session.state))
+        elsewhere = any(other.schedules for other in app.choice.shown_cases(app.session.state))
         self.put("strips", (*seen, elsewhere), lambda: self._strips(case, elsewhere))
 
     def _strips(self, case: CaseState | None, elsewhere: bool) -> Strips | Text:

@@ -116,7 +116,7 @@ class Session:
             return False
         try:
             with what_was_read(self.name):
-                self.state.apply_all(events)
+                self.state.add_all(events)
         except KvprofError as problem:
             self._stop_reading(str(problem))
             return False

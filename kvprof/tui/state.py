@@ -2,11 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kvprof.records.cases import CACHE_PARTS, Account, quantile
+from kvprof.records.cases import Account, Case, Layer, Series
 from kvprof.records.events import (
     PHASES,
     Balance,
@@ -15,7 +14,6 @@ from kvprof.records.events import (
     Event,
     LayerMeasured,
     MemorySample,
-    PartSample,
     Preview,
     Progress,
     RunFinished,
@@ -24,88 +22,37 @@ from kvprof.records.events import (
     TelemetrySample,
     Warned,
 )
-from kvprof.tui.thinned import Thinned
+from kvprof.records.fold import Fold
+from kvprof.records.parts import UNATTRIBUTED
 
-__all__ = ["CaseState", "DeviceState", "LayerState", "LogLine", "RunState", "state_of"]
+__all__ = ["CaseState", "LogLine", "RunState", "state_of"]
 
-# --- What is known of one case (a method at one batch, input and output length) so far.
-
-
-@dataclass
-class LayerState:
-    """One layer of a case.
-
-    Attributes
-    ----------
-    key_ranks, value_ranks : list of float
-        Per KV head.
-    nbytes : int or None
-        Of its cache.
-    error : float or None
-        Relative Frobenius error of its attention.
-    seconds : float or None
-        What its attention and the method's own work on it cost the request; None where no part was
-        timed by layer.
-    """
-
-    key_ranks: list[float] = field(default_factory=list)
-    value_ranks: list[float] = field(default_factory=list)
-    nbytes: int | None = None
-    error: float | None = None
-    seconds: float | None = None
+#: Rows that a series of a case holds at most; below it nothing is left out.
+_KEPT = 2048
 
 
-class CaseState:
-    """One case; every method costs the same however many events came before.
+class CaseState(Case):
+    """One case as it is looked at; every method costs the same however many events came before.
 
     Attributes
     ----------
-    started : CaseStarted
-    finished : CaseFinished or None
-    measured : Account
-        Where the time of the request went so far.
     preview : Preview or None
         What its parts may cost, while some of them are not measured.
-    layers : dict of int to LayerState
-    steps : Thinned
-        Decode steps as (context, seconds, weight).
-    memory : Thinned
-        Memory samples.
     peak : int or None
         Bytes of the device at most.
-    balance : dict
+    schedules : dict
         (phase, schedule) to the latest `Balance`.
-    balances : int
-        Such events so far.
-    phase, context : str, int
-        Where the case is.
+    version : int
+        Grows with every change, so that a screen can tell whether to draw again.
     """
 
     def __init__(self, started: CaseStarted) -> None:
-        self.started = started
-        self.finished: CaseFinished | None = None
-        self.measured = Account()
+        super().__init__(started, _KEPT)
         self.preview: Preview | None = None
-        self.layers: dict[int, LayerState] = {}
-        self._first_token: float | None = None
-        self.steps: Thinned[tuple[int, float, float]] = Thinned()
-        self.memory: Thinned[MemorySample] = Thinned()
         self.peak: int | None = None
-        self.balance: dict[tuple[str, str], Balance] = {}
-        self.balances = 0
-        self.phase = ""
-        self.context = 0
-        #: Grows with every change, so that a screen can tell whether to draw again.
+        self.schedules: dict[tuple[str, str], Balance] = {}
         self.version = 0
-        for entry in started.layers:
-            number = entry.get("layer")
-            if isinstance(number, int):
-                nbytes = entry.get("nbytes")
-                self.layers[number] = LayerState(
-                    key_ranks=_figures(entry.get("key_ranks")),
-                    value_ranks=_figures(entry.get("value_ranks")),
-                    nbytes=nbytes if isinstance(nbytes, int) else None,
-                )
+        self._first_token: float | None = None
 
     @classmethod
     def seen(cls, event: Preview) -> "CaseState":
@@ -137,19 +84,19 @@ class CaseState:
         """Batch, input length and output length: cases that share it can be compared."""
         return self.started.batch, self.started.input_len, self.started.output_len
 
-    def part_sample(self, event: PartSample) -> None:
-        """Add a timed part."""
+    def add(self, event: Event) -> None:
+        """Take the next event of this case, or what its first, short pass says."""
         self.version += 1
-        self.measured.add(event)
-        self.phase, self.context = event.phase, event.context
-        if event.layer is not None and event.part in CACHE_PARTS:
-            layer = self.layers.setdefault(event.layer, LayerState())
-            layer.seconds = (layer.seconds or 0.0) + event.seconds * event.weight
-
-    def previewed(self, event: Preview) -> None:
-        """Take what the first, short pass says."""
-        self.version += 1
-        self.preview = event
+        super().add(event)
+        match event:
+            case Preview():
+                self.preview = event
+            case StepFinished(phase="prefill") if self._first_token is None:
+                self._first_token = event.seconds
+            case MemorySample() if event.peak is not None:
+                self.peak = max(self.peak or 0, event.peak)
+            case Balance():
+                self.schedules[event.phase, event.schedule] = event
 
     @property
     def provisional(self) -> bool:
@@ -175,49 +122,6 @@ class CaseState:
         named = {phase for phase, _ in self.measured.parts}
         return [phase for phase in PHASES if phase not in named]
 
-    def step_finished(self, event: StepFinished) -> None:
-        """Add a forward pass."""
-        self.version += 1
-        self.phase, self.context = event.phase, event.context
-        self.measured.add(event)
-        if event.phase == "prefill" and self._first_token is None:
-            self._first_token = event.seconds
-        if event.phase == "decode":
-            self.steps.add((event.context, event.seconds, event.weight))
-
-    def layer_measured(self, event: LayerMeasured) -> None:
-        """Add a layer's error and bytes."""
-        self.version += 1
-        layer = self.layers.setdefault(event.layer, LayerState())
-        layer.error, layer.nbytes = event.error, event.nbytes
-
-    def memory_sample(self, event: MemorySample) -> None:
-        """Add bytes at a context."""
-        self.version += 1
-        self.memory.add(event)
-        if event.peak is not None:
-            self.peak = max(self.peak or 0, event.peak)
-
-    def balanced(self, event: Balance) -> None:
-        """Take the newest balance of a schedule."""
-        self.version += 1
-        self.balances += 1
-        self.balance[event.phase, event.schedule] = event
-
-    def case_finished(self, event: CaseFinished) -> None:
-        """Take the uninstrumented wall times."""
-        self.version += 1
-        self.finished = event
-        self.measured.add(event)
-
-    def part_seconds(self) -> dict[str, float]:
-        """Return seconds of the request by part, both phases; unattributed once it is known."""
-        return self.account.by_part()
-
-    def jct_seconds(self) -> float:
-        """Return the uninstrumented wall time, or what was measured while there is none."""
-        return self.account.seconds
-
     def ttft_seconds(self) -> float | None:
         """Return the time to the first token, without instrumentation.
 
@@ -229,27 +133,6 @@ class CaseState:
         if self._first_token is None and self.preview is not None:
             return sum(self.preview.prefill.values())
         return self._first_token
-
-    def tbt_seconds(self) -> float | None:
-        """Return the median time between tokens so far."""
-        steps = list(self.steps)
-        return quantile([step[1] for step in steps], [step[2] for step in steps], 0.5)
-
-    def overhead(self) -> float | None:
-        """Return what instrumentation added, as a share of the uninstrumented wall time."""
-        end = self.finished
-        if end is None or end.instrumented_prefill_seconds is None:
-            return None
-        with_it = end.instrumented_prefill_seconds + (end.instrumented_decode_seconds or 0.0)
-        without = self.jct_seconds()
-        return with_it / without - 1 if without > 0 else None
-
-
-def _figures(values: Any) -> list[float]:
-    """Return the numbers of a list; a record may hold anything there."""
-    if not isinstance(values, Sequence):
-        return []
-    return [value for value in values if isinstance(value, int | float)]
 
 
 #: Lines of the log that are kept; the file on disk has all.
@@ -266,34 +149,19 @@ class LogLine:
     text: str
 
 
-class DeviceState:
-    """The telemetry of one device."""
-
-    def __init__(self) -> None:
-        self.latest: dict[str, float] = {}
-        self.throttled: tuple[str, ...] = ()
-        self.history: Thinned[tuple[float, dict[str, float]]] = Thinned(_HISTORY)
-
-
-class RunState:
-    """Takes events in order; what an event costs does not depend on how many came before.
+class RunState(Fold[CaseState]):
+    """The fold of a run that is looked at: what an event costs does not depend on those before.
 
     Attributes
     ----------
-    run : RunStarted or None
-    end : RunFinished or None
-    cases : dict of str to CaseState
-        In the order in which they were started.
     current : str or None
         The case under way.
     progress : Progress or None
         The newest word on how far the case under way is, or the whole run.
-    devices : dict of str to DeviceState
     log : deque of LogLine
         The newest lines.
     logged : int
         Lines ever logged.
-    warnings : int
     time : float
         Of the newest event.
     version : int
@@ -301,61 +169,42 @@ class RunState:
     """
 
     def __init__(self) -> None:
-        self.run: RunStarted | None = None
-        self.end: RunFinished | None = None
-        self.cases: dict[str, CaseState] = {}
+        super().__init__(CaseState)
         self.current: str | None = None
         self.progress: Progress | None = None
         self._begun: float | None = None  # of the case under way, or of what counts for the run
         self._spent = 0.0  # seconds in cases that are finished
         self._written = 0  # tokens that they wrote
-        self.devices: dict[str, DeviceState] = {}
         self._noted: set[tuple[str, str, str]] = set()
         self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
         self.logged = 0
-        self.warnings = 0
         self.time = 0.0
         self.version = 0
 
-    def apply(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         """Take the next event."""
         self.version += 1
         self.time = max(self.time, event.time)
         match event:
-            case PartSample():
-                self.cases[event.case].part_sample(event)
-            case StepFinished():
-                self.cases[event.case].step_finished(event)
             case TelemetrySample():
                 self._telemetry(event)
-            case MemorySample():
-                self.cases[event.case].memory_sample(event)
-            case LayerMeasured():
-                self.cases[event.case].layer_measured(event)
-            case Balance():
-                self.cases[event.case].balanced(event)
-            case Warned():
-                self.warnings += 1
-                where = f"{event.case}: " if event.case is not None else ""
-                self.write("warning", f"{where}{event.message}", event.time)
-            case Progress():
-                self._progress(event)
-            case Preview():
-                self._preview(event)
             case CaseStarted():
                 self._case_started(event)
+            case Preview():
+                self.cases.setdefault(event.case, CaseState.seen(event)).add(event)
+            case Progress():
+                self._progress(event)
+            case _:
+                super().add(event)
+        match event:
+            case Warned():
+                self.write("warning", self.warnings[-1], event.time)
             case CaseFinished():
                 self._case_finished(event)
             case RunStarted():
-                self.run = event
                 self.write("run", f"started: {' '.join(event.command)}", event.time)
             case RunFinished():
                 self._finished(event)
-
-    def apply_all(self, events: Iterable[Event]) -> None:
-        """Take several events."""
-        for event in events:
-            self.apply(event)
 
     def write(self, kind: str, text: str, time: float | None = None) -> None:
         """Add a line to the log, at the newest event's time unless another is given."""
@@ -427,11 +276,6 @@ class RunState:
         """Tell whether the run measures a CPU."""
         return self.run is not None and str(self.run.inputs.get("device", "")).startswith("cpu")
 
-    def _preview(self, event: Preview) -> None:
-        if event.case not in self.cases:
-            self.cases[event.case] = CaseState.seen(event)
-        self.cases[event.case].previewed(event)
-
     def _progress(self, event: Progress) -> None:
         before = self.progress
         if before is None or before.case != event.case:
@@ -439,10 +283,10 @@ class RunState:
         self.progress = event
 
     def _case_started(self, event: CaseStarted) -> None:
-        before, new = self.cases.get(event.case), CaseState(event)
+        before = self.cases.get(event.case)
+        super().add(event)
         if before is not None and before.preview is not None:
-            new.previewed(before.preview)
-        self.cases[event.case] = new
+            self.cases[event.case].add(before.preview)
         self.current = event.case
         self.write("case", f"{event.case}: started", event.time)
         for what, words in event.labels.items():
@@ -452,7 +296,6 @@ class RunState:
                 self.write("note", f"{event.method}: {what.replace('_', ' ')}: {words}", event.time)
 
     def _case_finished(self, event: CaseFinished) -> None:
-        self.cases[event.case].case_finished(event)
         if self.current == event.case:
             self.current = None
         if self.progress is not None and self.progress.case == event.case:
@@ -463,17 +306,14 @@ class RunState:
         self.write("case", f"{event.case}: finished, {wall:.4g} s per request", event.time)
 
     def _telemetry(self, event: TelemetrySample) -> None:
-        device = self.devices.setdefault(event.device, DeviceState())
-        device.latest = event.values
-        device.history.add((event.time, event.values))
-        if event.throttled != device.throttled:
+        before = self.devices.setdefault(event.device, Series(_HISTORY)).last
+        super().add(event)
+        if event.throttled != (before.throttled if before is not None else ()):
             reasons = ", ".join(event.throttled)
             text = f"slowed down: {reasons}" if reasons else "no longer slowed down"
             self.write("device", f"{event.device}: {text}", event.time)
-        device.throttled = event.throttled
 
     def _finished(self, event: RunFinished) -> None:
-        self.end = event
         if event.complete:
             self.write("run", "finished: everything was measured", event.time)
         else:
@@ -497,7 +337,7 @@ def state_of(result: dict[str, Any]) -> RunState:
         Of kind ``jct``. Samples that a result does not keep (parts by step) are there as sums.
     """
     state, data = RunState(), result["data"]
-    state.apply(
+    state.add(
         RunStarted(
             0.0,
             result["created"],
@@ -522,10 +362,10 @@ def state_of(result: dict[str, Any]) -> RunState:
             state.write("device", f"{device}: slowed down in {samples} of {of} samples: {reason}")
         for index, time in enumerate(times):
             values = {name: row[index] for name, row in series.items() if row[index] is not None}
-            state.apply(TelemetrySample(time, device, values))
+            state.add(TelemetrySample(time, device, values))
     for message in result["warnings"]:
-        state.apply(Warned(0.0, message))
-    state.apply(RunFinished(state.time, result["complete"], result["incomplete_reason"]))
+        state.add(Warned(0.0, message))
+    state.add(RunFinished(state.time, result["complete"], result["incomplete_reason"]))
     return state
 
 
@@ -535,7 +375,7 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
     def own(key: str) -> list[dict[str, Any]]:
         return [entry for entry in data[key] if entry["case"] == name]
 
-    state.apply(
+    state.add(
         CaseStarted(
             0.0,
             name,
@@ -550,16 +390,16 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
     )
     case = state.cases[name]
     for part in own("parts"):
-        if part["part"] != "unattributed":
+        if part["part"] != UNATTRIBUTED:
             case.measured.add_part(part["phase"], part["part"], part["seconds"])
     for layer in own("layers"):
         if layer["error"] is not None:
-            state.apply(
+            state.add(
                 LayerMeasured(0.0, name, layer["layer"], layer["error"], layer["nbytes"] or 0)
             )
-        case.layers.setdefault(layer["layer"], LayerState()).seconds = layer["seconds"]
+        case.layers.setdefault(layer["layer"], Layer()).seconds = layer["seconds"]
     for step in own("steps"):
-        state.apply(
+        state.add(
             StepFinished(
                 0.0,
                 name,
@@ -571,12 +411,12 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
             )
         )
     for sample in own("memory"):
-        state.apply(MemorySample(time=0.0, **sample))
+        state.add(MemorySample(time=0.0, **sample))
     for one in own("balance"):
-        state.apply(Balance(time=0.0, **one))
+        state.add(Balance(time=0.0, **one))
     if row["jct_seconds"] is not None:
         with_it = row["instrumented_seconds"]
-        state.apply(
+        state.add(
             CaseFinished(
                 0.0,
                 name,

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from kvprof.records.cases import Account, accounts, ordered_parts
+from kvprof.records.cases import Account, accounts
+from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 from kvprof.sizes import format_bytes
 from kvprof.views.jct_bars import BalanceStrip, StackedBars, bar_of, strip_scales
 from kvprof.views.jct_data import (
@@ -111,7 +112,7 @@ def doubt_table(group: Group, accounts: Mapping[str, Account]) -> DataTable | No
         f"TBT p99 ({unit})",
         "timing costs",
         "of decode",
-        "unattributed",
+        UNATTRIBUTED,
         "J per token",
     )
     kept = [

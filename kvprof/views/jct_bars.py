@@ -1,24 +1,26 @@
 """Job completion time as stacked bars: a fill of its own per part, a colour on top of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvprof.records.cases import UNTIMED, Account, ordered_parts
+from kvprof.records.cases import Account
+from kvprof.records.parts import ordered_parts, part_of
 from kvprof.views.numbers import MISSING, duration
 from kvprof.views.page import flow
 
 __all__ = [
-    "FILLS",
+    "BARS",
     "SERIES",
     "BalanceStrip",
     "Bar",
     "Ink",
     "StackedBars",
     "bar_of",
-    "fill",
+    "columns",
+    "load_columns",
     "makespan_over_mean",
     "strip_scales",
 ]
@@ -26,7 +28,8 @@ __all__ = [
 # --- How schedules load the multiprocessors: a column per SM, as high as its work.
 
 
-_BARS = " ▁▂▃▄▅▆▇█"
+#: A column that grows, in eighths.
+BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*#@"
 _LEAST_CELLS = 8
 _FLATTEST = 0.25  # of a full column, below which a strip says nothing
@@ -61,13 +64,36 @@ class BalanceStrip:
         # Several SMs share a column where there is no room for all: the busiest of them counts.
         each = -(-len(self.loads) // slots)
         tops = [max(self.loads[i : i + each]) for i in range(0, len(self.loads), each)]
-        bars = _ASCII_BARS if options.ascii_only else _BARS
         line = Text(label)
-        for top in tops:
-            share = top / self.most if self.most > 0 else 0.0
-            line.append(bars[min(8, max(int(top > 0), round(8 * share)))], style="cyan")
+        line.append(load_columns(tops, self.most, ascii_only=options.ascii_only)[0], style="cyan")
         line.append(f" {behind}")
         yield line
+
+
+def load_columns(
+    loads: Sequence[float], most: float, rows: int = 1, *, ascii_only: bool = False
+) -> list[str]:
+    """Return loads as columns of bars, one text per line from top to bottom.
+
+    Parameters
+    ----------
+    loads : sequence of float
+    most : float
+        What a full column stands for.
+    rows : int
+        Lines that a full column takes; a load that is there shows in the lowest.
+    ascii_only : bool
+    """
+    bars = _ASCII_BARS if ascii_only else BARS
+    full = len(bars) - 1
+    heights = [
+        max(int(load > 0), round(load / most * full * rows)) if most > 0 else int(load > 0)
+        for load in loads
+    ]
+    return [
+        "".join(bars[min(full, max(0, height - full * row))] for height in heights)
+        for row in reversed(range(rows))
+    ]
 
 
 def strip_scales(highest: Sequence[float]) -> list[float]:
@@ -91,26 +117,50 @@ def makespan_over_mean(loads: Sequence[float]) -> float | None:
     return max(loads) * len(loads) / total if total > 0 else None
 
 
-#: One glyph per part, told apart without colour and one column wide everywhere.
-FILLS = {
-    "attention": "█", "decompress": "▓", "compress": "▒", "quantise": "▞", "evict": "▚",
-    "basis": "◆", "merge": "▌", "schedule": "║", "embedding": "∘", "norm": "-",
-    "qkv_proj": "╱", "rope": "~", "o_proj": "╲", "mlp": "░", "head": "╳", "sampling": "+",
-    "communication": "≡", "host": "·", "unattributed": "?", UNTIMED: "┄",
-}  # fmt: skip
-_ASCII = {
-    "attention": "A", "decompress": "D", "compress": "C", "quantise": "Q", "evict": "E",
-    "basis": "B", "merge": "G", "schedule": "S", "embedding": "e", "norm": "-", "qkv_proj": "/",
-    "rope": "~", "o_proj": "\\", "mlp": "m", "head": "x", "sampling": "+", "communication": "=",
-    "host": ".", "unattributed": "?", UNTIMED: "_",
-}  # fmt: skip
-# The terminal's own palette, so that it suits the background; the fill tells the rest apart.
-_COLOURS = {
-    "attention": 4, "decompress": 1, "compress": 3, "quantise": 3, "evict": 3, "basis": 1,
-    "merge": 6, "schedule": 6, "mlp": 2, "head": 2, "qkv_proj": 5, "rope": 5, "o_proj": 5,
-    "communication": 1,
-}  # fmt: skip
+#: Glyphs of what a bar stacks that are no parts: levels, and bytes.
+SERIES = "█▓▒░╱╲║≡"
 _LEAST_SLOTS = 12
+_ROOM_BESIDE_NAME = 4  # columns of fill that stay beside a part's name inside its segment
+
+
+# What is no part, on a dark ground and on a light one, all at 4.5:1 or better against it. A colour
+# has one meaning: green, red and yellow are verdicts, turquoise and pink are curves of methods, and
+# the parts have what is left (`kvprof.records.parts`).
+_GOOD, _BAD, _WARN = ("#5fd068", "#1b6b22"), ("#ff6b6b", "#b3121e"), ("#f5e04a", "#6b5d00")
+_CURVES = (("#2ee6d0", "#006b66"), ("#ff7ad9", "#b3067f"))
+
+
+@dataclass(frozen=True)
+class Ink:
+    """Colours of a ground: `dark` or light, and whether there are any."""
+
+    dark: bool = True
+    colour: bool = True
+
+    def part(self, name: str) -> str:
+        """Return the style of a part."""
+        part = part_of(name)
+        return self._of((part.dark, part.light))
+
+    def good(self) -> str:
+        """Return the style of what is better than the baseline."""
+        return self._of(_GOOD)
+
+    def bad(self) -> str:
+        """Return the style of what is worse, or failed."""
+        return self._of(_BAD)
+
+    def warn(self) -> str:
+        """Return the style of a warning."""
+        return self._of(_WARN)
+
+    def curves(self, count: int) -> tuple[str, ...]:
+        """Return the styles of so many curves; without one, a curve has its markers alone."""
+        found = [self._of(colours) for colours in _CURVES]
+        return (*found, *[""] * max(0, count - len(found)))
+
+    def _of(self, colours: tuple[str, str]) -> str:
+        return colours[0 if self.dark else 1] if self.colour else ""
 
 
 @dataclass(frozen=True)
@@ -123,13 +173,19 @@ class Bar:
         In front of it.
     parts : mapping
         Part to value, from left to right; what is not positive is not drawn.
-    note : str
+    note : Text
         Behind it.
+    chosen : bool
+        Whether its label stands out.
+    press : str
+        What a click on it does: the action under ``press`` in the meta data; empty for none.
     """
 
     label: str
     parts: Mapping[str, float]
-    note: str = ""
+    note: Text = field(default_factory=Text)
+    chosen: bool = False
+    press: str = ""
 
     @property
     def drawn(self) -> float:
@@ -149,12 +205,12 @@ def bar_of(label: str, account: Account) -> Bar:
     said = [time if account.walls is not None else f"{time} so far"]
     if (misfit := account.misfit()) is not None:
         said.append(f"! {misfit}")
-    return Bar(label, account.stack(), ", ".join(said))
+    return Bar(label, account.stack(), Text(", ".join(said)))
 
 
 @dataclass(frozen=True)
 class StackedBars:
-    """Rich renderable of bars on one scale, with their legend.
+    """Rich renderable of bars on one scale: with their legend, or on an axis with names in them.
 
     Attributes
     ----------
@@ -163,38 +219,88 @@ class StackedBars:
         Above them; empty for none.
     shares : bool
         Every bar fills the width, so that shares are compared; otherwise the longest one does.
+    scale : float or None
+        Seconds of the whole width, which an axis below shows; parts are then named inside their
+        segments where there is room. None draws no axis, and a legend.
+    ink : Ink or None
+        None takes the terminal's own palette, which suits its ground.
+    airy : bool
+        Leave a line between two bars.
     """
 
     bars: Sequence[Bar]
     title: str = ""
     shares: bool = False
+    scale: float | None = None
+    ink: Ink | None = None
+    airy: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(self.title, style="bold", overflow="fold")
-        fills = _ASCII if options.ascii_only else FILLS
         gutter = max((len(bar.label) for bar in self.bars), default=0) + 1
-        behind = max((len(bar.note) for bar in self.bars), default=0) + 1
+        behind = max((bar.note.cell_len for bar in self.bars), default=0) + 1
         slots = options.max_width - gutter - behind
-        most = max((bar.drawn for bar in self.bars), default=0.0)
+        beside = slots >= _LEAST_SLOTS
+        if not beside and self.scale is not None:  # the words go on a line of their own
+            slots = options.max_width - 2
+        most = self.scale or max((bar.drawn for bar in self.bars), default=0.0)
         shown: list[str] = []
-        for bar in self.bars:
-            if slots < _LEAST_SLOTS:
-                yield Text(f"{bar.label}: {bar.note}", overflow="fold")
+        for index, bar in enumerate(self.bars):
+            if index and self.airy:
+                yield Text()
+            if not beside and self.scale is None:
+                yield Text.assemble(f"{bar.label}: ", bar.note, overflow="fold")
                 continue
-            line = Text(f"{bar.label:<{gutter}}")
-            for part, length in columns(bar, bar.drawn if self.shares else most, slots):
-                line.append(fills.get(part, "#") * length, style=_style(part))
-                shown += [part] * bool(length)
-            line.append(" " * max(0, slots + gutter - line.cell_len))
-            line.append(f"{bar.note:>{behind}}")
+            line = Text(no_wrap=True)
+            line.append(f"{bar.label:<{gutter}}", style="bold" if bar.chosen else "")
+            lengths = columns(bar, bar.drawn if self.shares else most, slots)
+            shown += [part for part, length in lengths if length]
+            drawn = Text().join(self._segment(*one, options.ascii_only) for one in lengths)
+            if beside:
+                line.append_text(drawn)
+                line.append(" " * max(0, slots + gutter - line.cell_len))
+                line.append(" " * (behind - bar.note.cell_len)).append_text(bar.note)
+            else:
+                line = Text("\n").join([line.append_text(bar.note), Text("  ") + drawn])
+            if bar.press:
+                line.apply_meta({"press": bar.press})
             line.rstrip()
             yield line
+        if self.scale is not None:
+            yield _axis(self.scale, slots, gutter if beside else 2)
+            return
         entries = [
-            Text.assemble((fills.get(part, "#") * 2, _style(part)), f" {part}")
+            Text.assemble(self._segment(part, 2, options.ascii_only), f" {part}")
             for part in ordered_parts(shown)
         ]
         yield from flow(entries, options.max_width)
+
+    def _segment(self, part: str, length: int, ascii_only: bool) -> Text:
+        look = part_of(part)
+        sign = look.ascii if ascii_only else look.fill
+        if self.ink is not None:
+            style = self.ink.part(part)
+        else:
+            style = f"color({look.ansi})" if look.ansi is not None else ""
+        rest = length - len(part) - 2
+        if self.scale is None or rest < _ROOM_BESIDE_NAME:
+            return Text(sign * length, style=style)
+        before = rest // 2
+        return Text.assemble(
+            (sign * before, style),
+            (f" {part} ", f"bold {style}".strip()),
+            (sign * (rest - before), style),
+        )
+
+
+def _axis(scale: float, width: int, left: int) -> Text:
+    line = Text(" " * left, style="dim", no_wrap=True)
+    middle, end = f"┴ {duration(scale / 2)}", f"{duration(scale)} ┘"
+    drawn = "└ 0".ljust(width // 2)
+    if width // 2 + len(middle) + 2 + len(end) <= width:
+        drawn += middle
+    return line.append(drawn.ljust(width - len(end)) + end)
 
 
 def columns(bar: Bar, scale: float, slots: int) -> list[tuple[str, int]]:
@@ -221,79 +327,3 @@ def columns(bar: Bar, scale: float, slots: int) -> list[tuple[str, int]]:
     for part in by_remainder[: length - sum(found.values())]:
         found[part] += 1
     return list(found.items())
-
-
-def _style(part: str) -> str:
-    return f"color({_COLOURS[part]})" if part in _COLOURS else ""
-
-
-# --- What a part looks like: a fill of its own first, a colour on top of it.
-
-
-#: Glyphs of what the Cache screen stacks: levels, and bytes.
-SERIES = "█▓▒░╱╲║≡"
-
-# On a dark ground and on a light one, all at 4.5:1 or better against it. A colour has one meaning:
-# green, red and yellow are verdicts, turquoise and pink are curves of methods, and the parts have
-# what is left. Blue and brown work on the cache, violet is the model's own work, grey is the rest.
-_ON_GROUND = {
-    "attention": ("#58a6ff", "#0b5cad"),
-    "decompress": ("#ff9a3d", "#974700"),
-    "compress": ("#f2c08a", "#7a5326"),
-    "quantise": ("#c9986a", "#85501f"),
-    "evict": ("#b98a4a", "#5e4310"),
-    "basis": ("#e8a598", "#80382a"),
-    "merge": ("#a5c8f0", "#1f4f86"),
-    "schedule": ("#7f9cf5", "#2b46b0"),
-    "embedding": ("#a9b4c6", "#4d5a6e"),
-    "norm": ("#d5dae2", "#3c4552"),
-    "qkv_proj": ("#b79cff", "#6034b8"),
-    "rope": ("#d9cdfb", "#5c4f86"),
-    "o_proj": ("#9a86e8", "#4b39a8"),
-    "mlp": ("#cf9bf2", "#7d2fa8"),
-    "head": ("#b487c9", "#6b3a80"),
-    "sampling": ("#96a0ae", "#58616d"),
-    "communication": ("#d3b2c4", "#71465c"),
-    "host": ("#b9b9b9", "#5a5a5a"),
-    "unattributed": ("#ececec", "#2e2e2e"),
-}
-_GOOD, _BAD, _WARN = ("#5fd068", "#1b6b22"), ("#ff6b6b", "#b3121e"), ("#f5e04a", "#6b5d00")
-_CURVES = (("#2ee6d0", "#006b66"), ("#ff7ad9", "#b3067f"))
-_UNKNOWN = _ON_GROUND["unattributed"]
-
-
-@dataclass(frozen=True)
-class Ink:
-    """Colours of a ground: `dark` or light, and whether there are any."""
-
-    dark: bool = True
-    colour: bool = True
-
-    def part(self, name: str) -> str:
-        """Return the style of a part."""
-        return self._of(_ON_GROUND.get(name, _UNKNOWN))
-
-    def good(self) -> str:
-        """Return the style of what is better than the baseline."""
-        return self._of(_GOOD)
-
-    def bad(self) -> str:
-        """Return the style of what is worse, or failed."""
-        return self._of(_BAD)
-
-    def warn(self) -> str:
-        """Return the style of a warning."""
-        return self._of(_WARN)
-
-    def curves(self, count: int) -> tuple[str, ...]:
-        """Return the styles of so many curves; without one, a curve has its markers alone."""
-        found = [self._of(colours) for colours in _CURVES]
-        return (*found, *[""] * max(0, count - len(found)))
-
-    def _of(self, colours: tuple[str, str]) -> str:
-        return colours[0 if self.dark else 1] if self.colour else ""
-
-
-def fill(part: str) -> str:
-    """Return the glyph of a part, or of what is none."""
-    return FILLS.get(part, "┄")

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprof.records.cases import UNTIMED, Account, accounts, ordered_parts
+from kvprof.records.cases import Account, accounts
+from kvprof.records.parts import ordered_parts, part_of
 from kvprof.views.figure import draw_curves, new_figure
 from kvprof.views.jct_bars import Bar, StackedBars, bar_of
 from kvprof.views.jct_data import (
@@ -22,17 +23,6 @@ __all__ = ["bars_figure", "figure", "plain_counts"]
 
 _PANEL = (4.8, 3.4)  # inches
 _ROW = 2  # panels side by side
-# A colour and a hatch, so that neighbours are told apart in print as well.
-_LOOK = {
-    "attention": ("#0072B2", ""), "decompress": ("#D55E00", ""), "compress": ("#E69F00", ""),
-    "quantise": ("#E69F00", "//"), "evict": ("#E69F00", ".."), "basis": ("#D55E00", "xx"),
-    "merge": ("#56B4E9", ""), "schedule": ("#56B4E9", "//"), "embedding": ("#BBBBBB", ""),
-    "norm": ("#BBBBBB", "//"), "qkv_proj": ("#CC79A7", ""), "rope": ("#CC79A7", "//"),
-    "o_proj": ("#CC79A7", ".."), "mlp": ("#009E73", ""), "head": ("#009E73", "//"),
-    "sampling": ("#009E73", ".."), "communication": ("#000000", ""), "host": ("#888888", ""),
-    "unattributed": ("#FFFFFF", "xx"), UNTIMED: ("#F4F4F4", "--"),
-}  # fmt: skip
-_UNKNOWN = ("#DDDDDD", "..")
 
 
 def figure(result: Mapping[str, Any]) -> Any:
@@ -104,7 +94,7 @@ def bars_figure(bars: StackedBars) -> Any:
     _bars(axes.barh, places, stacks, "left")
     for place, bar, stack in zip(places, bars.bars, stacks, strict=True):
         end = sum(value for value in stack.values() if value > 0)
-        axes.annotate(f" {bar.note}", (end, place), va="center", fontsize="small")
+        axes.annotate(f" {bar.note.plain}", (end, place), va="center", fontsize="small")
     axes.set_yticks(places, [bar.label for bar in bars.bars])
     axes.set_xticks([])
     _leave_room(axes, bars.bars, stacks)
@@ -138,7 +128,7 @@ def _stacked(axes: Any, group: Group, known: Mapping[str, Account]) -> None:
     _bars(axes.barh, places, stacks, "left")
     for place, bar, stack in zip(places, bars, stacks, strict=True):
         # What does not add up is told in words, which have no room behind a bar of half a figure.
-        note = bar.note.replace(", ! ", "\n! ")
+        note = bar.note.plain.replace(", ! ", "\n! ")
         axes.annotate(f" {note}", (sum(stack.values()), place), va="center", fontsize="small")
     axes.set_yticks(places, group.names)
     _leave_room(axes, bars, stacks)
@@ -149,7 +139,7 @@ def _stacked(axes: Any, group: Group, known: Mapping[str, Account]) -> None:
 def _leave_room(axes: Any, bars: Sequence[Bar], stacks: Sequence[Mapping[str, float]]) -> None:
     """End the axis where the notes behind the bars do; a margin would end at the longest bar."""
     ends = [
-        sum(stack.values()) * (1.55 if "!" in bar.note else 1.2)
+        sum(stack.values()) * (1.55 if "!" in bar.note.plain else 1.2)
         for bar, stack in zip(bars, stacks, strict=True)
     ]
     axes.set_xlim(0, max(ends, default=0.0) or 1.0)
@@ -177,9 +167,9 @@ def _sweep(axes: Any, sweep: Sweep, method: str, known: Mapping[str, Account]) -
     places = list(range(len(bars)))
     _bars(axes.bar, places, _stacks(bars, shares=True, factor=100), "bottom")
     for place, bar in zip(places, bars, strict=True):
-        if "!" in bar.note:
+        if "!" in bar.note.plain:
             axes.annotate(
-                bar.note,
+                bar.note.plain,
                 (place, 50),
                 rotation=90,
                 ha="center",
@@ -199,13 +189,13 @@ def _bars(
     ends = [0.0] * len(stacks)
     for part in ordered_parts([part for stack in stacks for part in stack]):
         values = [max(0.0, stack.get(part, 0.0)) for stack in stacks]
-        colour, hatch = _LOOK.get(part, _UNKNOWN)
+        look = part_of(part)
         draw(
             places,
             values,
             0.72,
-            color=colour,
-            hatch=hatch,
+            color=look.print,
+            hatch=look.hatch,
             edgecolor="black",
             linewidth=0.2,
             **{side: list(ends)},
@@ -239,13 +229,13 @@ def _legend(drawing: Any, parts: Sequence[str], *, below: bool = False) -> None:
 
     patches = [
         Patch(
-            facecolor=_LOOK.get(part, _UNKNOWN)[0],
-            hatch=_LOOK.get(part, _UNKNOWN)[1],
+            facecolor=look.print,
+            hatch=look.hatch,
             edgecolor="black",
             linewidth=0.2,
-            label=part,
+            label=look.name,
         )
-        for part in parts
+        for look in map(part_of, parts)
     ]
     if patches:
         drawing.legend(

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprof.errors import FailedError
-from kvprof.records.cases import UNTIMED, accounts, quantile
+from kvprof.records.cases import accounts, quantile
 from kvprof.records.events import (
-    PARTS,
     CaseFinished,
     CaseStarted,
     Event,
@@ -24,6 +23,7 @@ from kvprof.records.events import (
 )
 from kvprof.records.files import render_result
 from kvprof.records.fold import fold, result_of
+from kvprof.records.parts import PARTS, UNTIMED
 from kvprof.records.schema import validate_result
 from tests.records.streams import case_name, stream
 

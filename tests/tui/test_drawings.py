@@ -7,9 +7,9 @@ import random
 import pytest
 from rich.console import Console
 
-from kvprof.records.events import PARTS, Balance, CaseStarted, MemorySample, TelemetrySample
+from kvprof.records.events import Balance, CaseStarted, MemorySample, TelemetrySample
+from kvprof.records.parts import PARTS, part_of
 from kvprof.tui.drawings import (
-    Bars,
     CacheBars,
     LayerTable,
     Levels,
@@ -18,12 +18,13 @@ from kvprof.tui.drawings import (
     Telemetry,
     layer_head,
     spark,
+    stacked_bars,
 )
 from kvprof.tui.figures import Choice, LayerFilter, bars, layer_rows, part_rows, strips
 from kvprof.tui.frame import KEYS, SCREENS, footer, tabs, text_lines
 from kvprof.tui.state import RunState
 from kvprof.views.heatmap import HeatMap
-from kvprof.views.jct_bars import Ink, fill
+from kvprof.views.jct_bars import Ink
 from tests.records.streams import stream
 
 WIDTHS = (60, 80, 120, 200)
@@ -36,7 +37,7 @@ def drawn(content, width=100):
 
 def state_of(events):
     state = RunState()
-    state.apply_all(events)
+    state.add_all(events)
     return state
 
 
@@ -57,7 +58,7 @@ def everything(state, ink):
     case = choice.shown_case(state)
     rows = layer_rows(case, sort="layer", descending=False, shown=LayerFilter())
     return {
-        "bars": Bars(bars(state, choice), ink),
+        "bars": stacked_bars(bars(state, choice), ink),
         "parts": PartTable(
             choice.shown_cases(state),
             part_rows(state, choice),
@@ -90,7 +91,7 @@ def test_colour_only_adds(state):
 
 
 def test_every_part_has_a_fill_and_colours_of_its_own():
-    fills = [fill(part) for part in PARTS]
+    fills = [part_of(part).fill for part in PARTS]
     assert len(set(fills)) == len(PARTS)
     assert all(len(sign) == 1 for sign in fills)
     for dark in (True, False):
@@ -136,7 +137,7 @@ def test_a_colour_has_one_meaning():
 
 class TestBars:
     def test_lengths_are_times_on_one_scale(self, state):
-        lines = drawn(Bars(bars(state, Choice()), Ink()), 120)
+        lines = drawn(stacked_bars(bars(state, Choice()), Ink()), 120)
         figures = {bar.case.method: bar.seconds for bar in bars(state, Choice())}
         lengths = {}
         for line, method in zip(lines, figures, strict=False):
@@ -147,28 +148,28 @@ class TestBars:
         assert max(per_column.values()) < 1.05 * min(per_column.values())
 
     def test_the_words_say_what_the_colour_says(self, state):
-        lines = drawn(Bars(bars(state, Choice()), Ink()), 120)
+        lines = drawn(stacked_bars(bars(state, Choice()), Ink()), 120)
         assert lines[0].endswith("baseline")
         assert "−" in lines[2].split("  ")[-1]
         assert lines[3].startswith("› tale")
 
     def test_a_wide_segment_carries_its_parts_name(self, state):
-        assert " attention " in drawn(Bars(bars(state, Choice()), Ink()), 200)[0]
+        assert " attention " in drawn(stacked_bars(bars(state, Choice()), Ink()), 200)[0]
 
     def test_an_unfinished_case_says_so(self):
         events = stream(("full", "fdc"))
-        lines = drawn(Bars(bars(state_of(events[:200]), Choice()), Ink()), 100)
+        lines = drawn(stacked_bars(bars(state_of(events[:200]), Choice()), Ink()), 100)
         assert lines[0].rstrip().endswith("so far")
 
     def test_nothing_measured_is_said(self):
-        assert drawn(Bars([], Ink())) == ["nothing was measured yet"]
+        assert drawn(stacked_bars([], Ink())) == ["nothing was measured yet"]
 
     def test_a_case_without_any_time_is_drawn(self):
         state = state_of(stream(("full",))[:2])
-        assert "0 s so far" in drawn(Bars(bars(state, Choice()), Ink()), 80)[0]
+        assert "0 s so far" in drawn(stacked_bars(bars(state, Choice()), Ink()), 80)[0]
 
     def test_a_click_chooses_the_method(self, state):
-        content = Bars(bars(state, Choice()), Ink())
+        content = stacked_bars(bars(state, Choice()), Ink())
         line = text_lines(content, Console(file=io.StringIO()), 100)[1]
         assert any(
             getattr(s.style, "meta", {}).get("press") == "method('palu')" for s in line.spans
@@ -179,7 +180,7 @@ class TestPartTable:
     def test_shares_are_of_the_methods_own_time(self, state):
         line = next(line for line in table(state, width=120) if "attention" in line)
         case = Choice().shown_cases(state)[0]
-        share = 100 * case.part_seconds()["attention"] / case.jct_seconds()
+        share = 100 * case.account.by_part()["attention"] / case.account.seconds
         assert f"{share:.0f} %" in line
 
     def test_what_does_not_fit_is_counted_and_the_baseline_stays(self, state):
@@ -207,10 +208,10 @@ class TestBalance:
     def many(self, count, measured=True):
         chance = random.Random(1)
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
+        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
         work = [chance.uniform(0.5, 1.5) for _ in range(count)]
         taken = [1e-5 * one for one in work] if measured else None
-        state.apply(Balance(0.0, "c", "lpt", "decode", work, taken))
+        state.add(Balance(0.0, "c", "lpt", "decode", work, taken))
         return strips(state.cases["c"])
 
     @pytest.mark.parametrize("width", WIDTHS)
@@ -234,10 +235,10 @@ class TestBalance:
 
     def test_a_strip_that_another_would_flatten_has_a_scale_of_its_own(self):
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
-        state.apply(Balance(0.0, "c", "equal", "decode", [1.0] * 39 + [1.1], None))
+        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
+        state.add(Balance(0.0, "c", "equal", "decode", [1.0] * 39 + [1.1], None))
         alone = drawn(Strips(strips(state.cases["c"]), False))
-        state.apply(Balance(0.0, "c", "lpt", "decode", [40.0] + [0.0] * 39, None))
+        state.add(Balance(0.0, "c", "lpt", "decode", [40.0] + [0.0] * 39, None))
         both = drawn(Strips(strips(state.cases["c"]), False))
         assert "a full column is 1.10×" in both[0]
         assert both[1 : len(alone)] == alone[1:]
@@ -250,8 +251,8 @@ class TestBalance:
 class TestCache:
     def test_shares_are_of_full_width(self):
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
-        state.apply(MemorySample(0.0, "c", 1024, 2**20, 3 * 2**19, 2**21, peak=2**30))
+        state.add(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
+        state.add(MemorySample(0.0, "c", 1024, 2**20, 3 * 2**19, 2**21, peak=2**30))
         lines = drawn(CacheBars([state.cases["c"]], None, "device peak"), 80)
         assert "at 1k tokens" in lines[0]
         assert "device peak 1.0 GiB" in lines[0]
@@ -261,8 +262,8 @@ class TestCache:
 
     def test_a_peak_that_was_not_measured_is_not_named(self):
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
-        state.apply(MemorySample(0.0, "c", 1024, 2**20, 2**20, 2**21))
+        state.add(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8))
+        state.add(MemorySample(0.0, "c", 1024, 2**20, 2**20, 2**21))
         lines = drawn(CacheBars([state.cases["c"]], None, "device peak"), 80)
         assert lines[0].strip() == "fdc · at 1k tokens"
 
@@ -279,7 +280,7 @@ class TestCache:
 class TestTelemetry:
     def line(self, values, reasons=(), width=100):
         state = RunState()
-        state.apply(TelemetrySample(0.0, "gpu 0", values, reasons))
+        state.add(TelemetrySample(0.0, "gpu 0", values, reasons))
         return drawn(Telemetry(state.devices, Ink()), width)[0]
 
     def test_units_stand_behind_every_figure(self):
@@ -297,7 +298,7 @@ class TestTelemetry:
 
     def test_a_cpus_load_is_of_the_machine_and_its_memory_of_the_process(self):
         state = RunState()
-        state.apply(TelemetrySample(0.0, "cpu", {"memory_bytes": 2.0**30, "utilisation": 0.37}))
+        state.add(TelemetrySample(0.0, "cpu", {"memory_bytes": 2.0**30, "utilisation": 0.37}))
         line = drawn(Telemetry(state.devices, Ink()), 100)[0]
         assert "37 % of all cores busy" in line
         assert "1.0 GiB in this process" in line

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvprof.records.cases import UNTIMED
 from kvprof.records.events import Balance, CaseStarted, PartSample, StepFinished
+from kvprof.records.parts import UNTIMED
 from kvprof.tui.figures import (
     Choice,
     bars,
@@ -20,7 +20,7 @@ from tests.records.streams import stream
 
 def state_of(events):
     state = RunState()
-    state.apply_all(events)
+    state.add_all(events)
     return state
 
 
@@ -58,11 +58,11 @@ class TestBars:
     def test_a_case_that_is_timed_as_a_whole_first_grows_meanwhile(self):
         state = state_of(stream(("full",))[:2])
         case = next(iter(state.cases))
-        state.apply(StepFinished(0.0, case, "prefill", 0, 8, 2.0))
-        state.apply(StepFinished(0.0, case, "decode", 1, 9, 0.5, weight=4.0))
+        state.add(StepFinished(0.0, case, "prefill", 0, 8, 2.0))
+        state.add(StepFinished(0.0, case, "decode", 1, 9, 0.5, weight=4.0))
         (bar,) = bars(state, Choice())
         assert (bar.seconds, bar.parts) == (4.0, {UNTIMED: 4.0})
-        state.apply(PartSample(0.0, case, "prefill", "attention", 1.5, 0, 8))
+        state.add(PartSample(0.0, case, "prefill", "attention", 1.5, 0, 8))
         (bar,) = bars(state, Choice())
         assert (bar.seconds, bar.parts) == (4.0, {"attention": 1.5, UNTIMED: 2.5})
 
@@ -116,9 +116,9 @@ def test_a_scale_is_the_next_round_number(value, scale):
 class TestCurve:
     def case(self, steps):
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
+        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
         for context, seconds, weight in steps:
-            state.apply(StepFinished(0.0, "c", "decode", 0, context, seconds, weight))
+            state.add(StepFinished(0.0, "c", "decode", 0, context, seconds, weight))
         return state.cases["c"]
 
     def test_contexts_ascend_whatever_the_order_of_measuring(self):
@@ -137,17 +137,17 @@ class TestCurve:
 
     def test_prefill_is_no_time_between_tokens(self):
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
-        state.apply(StepFinished(0.0, "c", "prefill", 0, 8, 9.0))
+        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
+        state.add(StepFinished(0.0, "c", "prefill", 0, 8, 9.0))
         assert tbt_curve(state.cases["c"], 60) == ([], [])
 
 
 class TestStrips:
     def test_loads_are_relative_to_their_own_mean(self):
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
-        state.apply(Balance(0.0, "c", "lpt", "decode", [2.0, 4.0], [1e-5, 3e-5]))
-        state.apply(Balance(0.0, "c", "rows", "prefill", [0.0, 0.0], None))
+        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
+        state.add(Balance(0.0, "c", "lpt", "decode", [2.0, 4.0], [1e-5, 3e-5]))
+        state.add(Balance(0.0, "c", "rows", "prefill", [0.0, 0.0], None))
         prefill, decode = strips(state.cases["c"])
         assert decode.predicted == pytest.approx([2 / 3, 4 / 3])
         assert decode.measured == pytest.approx([0.5, 1.5])

@@ -12,10 +12,10 @@ def case():
         {"layer": n, "key_ranks": [8 * (4 - n)] * 2, "value_ranks": [16], "nbytes": 100}
         for n in range(4)
     ]
-    state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8, layers))
+    state.add(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 8, layers))
     for n in (0, 2, 3):
-        state.apply(LayerMeasured(0.0, "c", n, 0.01 * n, 100 + n))
-        state.apply(PartSample(0.0, "c", "decode", "attention", (3 - n) * 1e-3, 1, 8, n))
+        state.add(LayerMeasured(0.0, "c", n, 0.01 * n, 100 + n))
+        state.add(PartSample(0.0, "c", "decode", "attention", (3 - n) * 1e-3, 1, 8, n))
     return state.cases["c"]
 
 

@@ -72,7 +72,7 @@ class TestScreens:
 
             monkeypatch.setattr(type(app.screen), "put", noted)
             app.calm = 1e-9
-            session.state.apply_all(events[len(events) // 2 :])
+            session.state.add_all(events[len(events) // 2 :])
             app.screen.draw()
             assert drawn == ["curve"]
             app.screen.draw()
@@ -182,13 +182,13 @@ class TestScreens:
         end = next(i for i, event in enumerate(events) if event.type == until_type)
         session = recorded(tmp_path, events[: end + 1])
         session.source.age = lambda: 3.0
-        session.state.apply_all(session.source.poll(10_000))
+        session.state.add_all(session.source.poll(10_000))
         session.caught_up = True
         assert session.status() == f"● {words} · 01:04"
 
     def test_after_the_last_case_it_is_finishing(self, tmp_path):
         session = recorded(tmp_path, stream(("full",))[:-1])
-        session.state.apply_all(session.source.poll(10_000))
+        session.state.add_all(session.source.poll(10_000))
         assert session.status().startswith("● finishing · ")
 
     def test_the_cache_shows_bytes_levels_and_growth(self, tmp_path):

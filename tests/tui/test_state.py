@@ -15,13 +15,14 @@ from kvprof.records.events import (
     Warned,
 )
 from kvprof.records.fold import fold, result_of
+from kvprof.tui.figures import LayerFilter, layer_rows
 from kvprof.tui.state import LOG_LINES, RunState, state_of
 from tests.records.streams import case_name, cuts, stream, whole_first
 
 
 def state_after(events: list) -> RunState:
     state = RunState()
-    state.apply_all(events)
+    state.add_all(events)
     return state
 
 
@@ -29,8 +30,8 @@ def figures(state: RunState) -> dict:
     """Everything that a screen shows of a state, but for the log."""
     return {
         name: {
-            "parts": {part: pytest.approx(s) for part, s in case.part_seconds().items()},
-            "jct": pytest.approx(case.jct_seconds()),
+            "parts": {part: pytest.approx(s) for part, s in case.account.by_part().items()},
+            "jct": pytest.approx(case.account.seconds),
             "ttft": case.ttft_seconds(),
             "tbt": case.tbt_seconds(),
             "overhead": pytest.approx(case.overhead()),
@@ -40,8 +41,8 @@ def figures(state: RunState) -> dict:
             },
             "memory": [(one.context, one.logical, one.levels) for one in case.memory],
             "peak": case.peak,
-            "balance": {key: one.predicted for key, one in case.balance.items()},
-            "steps": list(case.steps),
+            "balance": {key: one.predicted for key, one in case.schedules.items()},
+            "steps": [(one.context, one.seconds, one.weight) for one in case.steps],
         }
         for name, case in state.cases.items()
     }
@@ -60,8 +61,8 @@ class TestAgainstTheFold:
             sums: dict[str, float] = {}
             for part in own:
                 sums[part["part"]] = sums.get(part["part"], 0.0) + part["seconds"]
-            assert case.part_seconds() == pytest.approx(sums)
-            assert case.jct_seconds() == pytest.approx(row["jct_seconds"])
+            assert case.account.by_part() == pytest.approx(sums)
+            assert case.account.seconds == pytest.approx(row["jct_seconds"])
             assert case.ttft_seconds() == row["ttft_seconds"]
             assert case.tbt_seconds() == pytest.approx(row["tbt_seconds"])
             assert case.overhead() == pytest.approx(row["overhead"])
@@ -72,7 +73,7 @@ class TestAgainstTheFold:
                 state, data = state_after(events[:end]), fold(events[:end])
                 for row in data["cases"]:
                     case = state.cases[row["case"]]
-                    assert case.jct_seconds() == pytest.approx(row["measured_seconds"])
+                    assert case.account.seconds == pytest.approx(row["measured_seconds"])
 
     def test_layers_are_the_results_own(self):
         state = state_after(self.events)
@@ -101,22 +102,22 @@ class TestWhileItRuns:
         cut = next(i for i, event in enumerate(events) if event.type == "step") + 1
         case = state_after(events[:cut]).cases[case_name("full", 5)]
         walked = [event for event in events[:cut] if isinstance(event, StepFinished)]
-        assert case.jct_seconds() == pytest.approx(sum(step.seconds for step in walked))
-        assert "unattributed" not in case.part_seconds()
+        assert case.account.seconds == pytest.approx(sum(step.seconds for step in walked))
+        assert "unattributed" not in case.account.by_part()
         prefill = next(event for event in events[:cut] if event.type == "step")
         assert case.ttft_seconds() == prefill.seconds  # of one run so far
 
     def test_a_sample_stands_for_its_weight(self):
         state = state_after(stream(steps=1)[:2])
         case = next(iter(state.cases))
-        state.apply(PartSample(1.0, case, "decode", "attention", 2.0, 1, 10, 3, weight=8.0))
-        assert state.cases[case].part_seconds() == {"attention": 16.0}
+        state.add(PartSample(1.0, case, "decode", "attention", 2.0, 1, 10, 3, weight=8.0))
+        assert state.cases[case].account.by_part() == {"attention": 16.0}
         assert state.cases[case].layers[3].seconds == 16.0
 
     def test_only_work_on_the_cache_counts_as_a_layers_time(self):
         state = state_after(stream(steps=1)[:2])
         case = next(iter(state.cases))
-        state.apply(PartSample(1.0, case, "decode", "mlp", 2.0, 1, 10, 0))
+        state.add(PartSample(1.0, case, "decode", "mlp", 2.0, 1, 10, 0))
         assert state.cases[case].layers[0].seconds is None
 
     def test_negative_unattributed_stays_negative(self):
@@ -127,46 +128,45 @@ class TestWhileItRuns:
             else event
             for event in events
         ]
-        assert state_after(events).cases[case_name("full", 2)].part_seconds()["unattributed"] < 0
+        assert state_after(events).cases[case_name("full", 2)].account.by_part()["unattributed"] < 0
 
     def test_slowing_down_is_logged_once_when_it_begins_and_once_when_it_ends(self):
         state = RunState()
         for reasons in ((), ("power cap",), ("power cap",), ()):
-            state.apply(TelemetrySample(1.0, "gpu 0", {"power_w": 700.0}, reasons))
+            state.add(TelemetrySample(1.0, "gpu 0", {"power_w": 700.0}, reasons))
         lines = [line.text for line in state.log if line.kind == "device"]
         assert lines == ["gpu 0: slowed down: power cap", "gpu 0: no longer slowed down"]
 
     def test_how_a_run_ended_early_is_in_the_log(self):
         state = RunState()
-        state.apply(RunFinished(3.0, False, "out of memory"))
+        state.add(RunFinished(3.0, False, "out of memory"))
         assert state.log[-1].text == "ended early: out of memory"
 
     def test_ranks_of_a_strange_record_are_left_out(self):
         layers = [{"layer": 0, "key_ranks": "all", "value_ranks": [4, "x"]}, {"layer": "zero"}, {}]
         state = RunState()
-        state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 2, layers))
-        assert state.cases["c"].layers[0].key_ranks == []
-        assert state.cases["c"].layers[0].value_ranks == [4]
-        assert list(state.cases["c"].layers) == [0]
+        state.add(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 2, layers))
+        rows = layer_rows(state.cases["c"], sort="layer", descending=False, shown=LayerFilter())
+        assert [(row.layer, row.key_ranks, row.value_ranks) for row in rows] == [(0, [], [4])]
 
 
 def test_a_hundred_thousand_events_leave_bounded_memory():
     state = RunState()
-    state.apply(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 25_000))
+    state.add(CaseStarted(0.0, "c", "fdc", 0.5, 1, 8, 25_000))
     for step in range(25_000):
-        state.apply(PartSample(float(step), "c", "decode", "attention", 1e-3, step, step, 0))
-        state.apply(StepFinished(float(step), "c", "decode", step, step, 1e-3 + step * 1e-9))
-        state.apply(MemorySample(float(step), "c", step, 1, 2, 3, peak=step))
-        state.apply(TelemetrySample(float(step), "cpu", {"load": 0.5}))
+        state.add(PartSample(float(step), "c", "decode", "attention", 1e-3, step, step, 0))
+        state.add(StepFinished(float(step), "c", "decode", step, step, 1e-3 + step * 1e-9))
+        state.add(MemorySample(float(step), "c", step, 1, 2, 3, peak=step))
+        state.add(TelemetrySample(float(step), "cpu", {"load": 0.5}))
         if step % 5 == 0:
-            state.apply(Warned(float(step), "again"))
+            state.add(Warned(float(step), "again"))
     case = state.cases["c"]
     assert len(case.steps) < 2100
     assert len(case.memory) < 2100
-    assert len(state.devices["cpu"].history) < 300
+    assert len(state.devices["cpu"]) < 300
     assert len(state.log) == LOG_LINES
     # Nothing that counts is thinned.
-    assert case.part_seconds() == {"attention": pytest.approx(25.0)}
+    assert case.account.by_part() == {"attention": pytest.approx(25.0)}
     assert case.peak == 24_999
     assert case.memory.last is not None
     assert case.memory.last.context == 24_999
@@ -207,18 +207,18 @@ class TestTheFirstPass:
         state = state_after([events[0], self.SEEN])
         case = state.cases[self.SEEN.case]
         assert (case.provisional, state.current) == (True, None)
-        assert case.part_seconds() == {"attention": 2.0, "mlp": 1.0}
+        assert case.account.by_part() == {"attention": 2.0, "mlp": 1.0}
         assert case.ttft_seconds() == 3.0
-        state.apply(events[1])
-        state.apply(replace(self.SEEN, decode={"head": 0.5}))
+        state.add(events[1])
+        state.add(replace(self.SEEN, decode={"head": 0.5}))
         case = state.cases[self.SEEN.case]
-        assert case.part_seconds() == {"attention": 2.0, "mlp": 1.0, "head": 0.5}
+        assert case.account.by_part() == {"attention": 2.0, "mlp": 1.0, "head": 0.5}
         first = next(event for event in events if isinstance(event, PartSample))
-        state.apply(first)  # of prefill
-        assert case.part_seconds() == {first.part: first.seconds, "head": 0.5}
+        state.add(first)  # of prefill
+        assert case.account.by_part() == {first.part: first.seconds, "head": 0.5}
         assert case.provisional
-        state.apply(replace(first, phase="decode"))
-        assert "head" not in case.part_seconds()
+        state.add(replace(first, phase="decode"))
+        assert "head" not in case.account.by_part()
         assert not case.provisional
 
     def test_it_enters_no_result(self):
@@ -264,5 +264,5 @@ class TestTimeLeft:
         first = Progress(10.0, None, "point", 0, 4, 4)
         state = self.state(first, replace(first, time=13.0, done=3))
         assert state.seconds_left(13.5) == pytest.approx((0.5, 0.5))
-        state.apply(RunFinished(14.0, True))
+        state.add(RunFinished(14.0, True))
         assert state.seconds_left(14.0) is None

@@ -183,7 +183,7 @@ def test_events_are_read_up_to_what_cannot_be(
         assert (recording.damage is None) is (len(recording.events) == len(lines))
         with what_was_read(path):
             state = RunState()
-            state.apply_all(recording.events)
+            state.add_all(recording.events)
             result_of(recording.events, damage=recording.damage)
             json.dumps(trace_of(recording.events), allow_nan=False)
     except KvprofError as problem:

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvprof.records.cases import UNTIMED, accounts
+from kvprof.records.cases import accounts
 from kvprof.records.events import Event, PartSample
 from kvprof.records.figures import figures_of
 from kvprof.records.fold import result_of
+from kvprof.records.parts import PARTS, UNTIMED, part_of
 from kvprof.records.schema import validate_result
 from kvprof.views.figure import figure_bytes
 from kvprof.views.jct import figure, notes, report, to_csv
 from kvprof.views.jct_bars import (
-    FILLS,
     BalanceStrip,
     Bar,
     StackedBars,
@@ -145,20 +145,22 @@ def test_no_part_is_drawn_longer_than_a_larger_one() -> None:
 
 
 def test_parts_are_told_apart_without_colour() -> None:
-    assert len(set(FILLS.values())) == len(FILLS)
+    for form in ("fill", "ascii"):
+        forms = [getattr(part_of(part), form) for part in (*PARTS, UNTIMED)]
+        assert len(set(forms)) == len(forms)
     plain = text(WHOLE, 80)
-    assert re.search(rf"full {FILLS['attention']}+", plain)
-    assert FILLS["decompress"] * 2 + " decompress" in plain
+    assert re.search(rf"full {part_of('attention').fill}+", plain)
+    assert part_of("decompress").fill * 2 + " decompress" in plain
 
 
 def test_the_longest_bar_fills_the_width_and_others_are_in_proportion() -> None:
     drawn = render_text(StackedBars([Bar("a", {"mlp": 2.0}), Bar("b", {"mlp": 1.0})]), 60)
-    lengths = [line.count(FILLS["mlp"]) for line in drawn.splitlines()[:2]]
+    lengths = [line.count(part_of("mlp").fill) for line in drawn.splitlines()[:2]]
     assert lengths[0] == 2 * lengths[1] or abs(lengths[0] - 2 * lengths[1]) == 1
     shares = render_text(
         StackedBars([Bar("a", {"mlp": 2.0}), Bar("b", {"mlp": 1.0})], shares=True), 60
     )
-    assert len({line.count(FILLS["mlp"]) for line in shares.splitlines()[:2]}) == 1
+    assert len({line.count(part_of("mlp").fill) for line in shares.splitlines()[:2]}) == 1
 
 
 def test_the_table_of_parts_holds_times_shares_and_differences() -> None:
@@ -207,7 +209,7 @@ def test_a_real_run_that_was_killed_shows_what_it_measured() -> None:
     shown = text(result)
     assert f"{duration(walked)} so far" in shown
     assert "Nothing was timed in parts yet." in shown
-    assert re.search(rf"full {FILLS[UNTIMED]}+ ", shown)
+    assert re.search(rf"full {part_of(UNTIMED).fill}+ ", shown)
 
 
 def misfit_result(factor: float) -> dict[str, Any]:
@@ -225,11 +227,14 @@ def test_parts_that_do_not_add_up_are_told_beside_their_bar_and_have_no_share() 
     result = misfit_result(1.5)
     shown = text(result, 120)
     bars = shown.split("Job completion time in parts")[1].splitlines()[1:4]
-    assert re.search(rf"fdc +{FILLS[UNTIMED]}+ .*! parts sum to 1[45]\d % of it", bars[2])
+    assert re.search(rf"fdc +{part_of(UNTIMED).fill}+ .*! parts sum to 1[45]\d % of it", bars[2])
     assert "!" not in bars[0] + bars[1]
     # Not longer than its time says.
     case = result["data"]["cases"][2]
-    lengths = [sum(line.count(fill) for fill in FILLS.values()) for line in bars]
+    lengths = [
+        sum(line.count(fill) for fill in (part_of(part).fill for part in (*PARTS, UNTIMED)))
+        for line in bars
+    ]
     longest = max(case["jct_seconds"] for case in result["data"]["cases"])
     assert lengths[2] == pytest.approx(max(lengths) * case["jct_seconds"] / longest, abs=1.01)
     rows = list(csv.DictReader(io.StringIO(to_csv(result))))

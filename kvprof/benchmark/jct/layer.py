@@ -247,7 +247,7 @@ class PartCall:
     Attributes
     ----------
     part : str
-        Of `kvprof.records.events.PARTS`.
+        Of `kvprof.records.parts.PARTS`.
     runs : sequence of callable
     key : tuple
         Two calls with one key are the same work, which a run measures once.

@@ -28,6 +28,7 @@ from kvprof.benchmark.machine import free_bytes
 from kvprof.benchmark.ranks import Widths
 from kvprof.errors import UsageError
 from kvprof.records.cases import Account
+from kvprof.records.parts import OVERHEADS
 
 __all__ = [
     "WARNED_ERROR",
@@ -178,9 +179,6 @@ def _quantile(shares: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
 
 #: Of decode: an integration error that is worth a warning.
 WARNED_ERROR = 0.02
-
-#: Parts whose share of JCT is given for every method that has them (FDC tables 12 and 13).
-OVERHEADS = ("compress", "decompress", "schedule", "basis", "quantise")
 
 
 def summary(trace: Trace, seed: int, found: dict[str, list[ComposedRequest]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kvprof.benchmark.jct.layer import Dense
 from kvprof.benchmark.shapes import Rope
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import UsageError
-from kvprof.records.events import PARTS
+from kvprof.records.parts import PARTS
 from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
 
 METHODS = {

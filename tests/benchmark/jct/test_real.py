@@ -10,7 +10,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.methods.plan import Placement
 from kvprof.methods.storage import Levels
-from kvprof.records.events import PARTS
+from kvprof.records.parts import PARTS
 from tests.benchmark.jct.real_runs import NEW, PROMPT, Ticks, measured, of, seconds_by, traces
 from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_clock import SETTINGS

@@ -1,11 +1,11 @@
 import pytest
 
-from kvprof.tui.thinned import Thinned
+from kvprof.records.cases import Series
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 100, 1000])
 def test_a_series_holds_no_more_than_it_may_and_spans_everything(count):
-    series: Thinned[int] = Thinned(8)
+    series: Series[int] = Series(8)
     for value in range(count):
         series.add(value)
     kept = list(series)
@@ -18,7 +18,7 @@ def test_a_series_holds_no_more_than_it_may_and_spans_everything(count):
 
 
 def test_nothing_is_left_out_of_a_short_series():
-    series: Thinned[int] = Thinned(100)
+    series: Series[int] = Series(100)
     for value in range(99):
         series.add(value)
     assert list(series) == list(range(99))
