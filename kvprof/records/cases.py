@@ -37,7 +37,7 @@ __all__ = [
     "step_rows",
 ]
 
-#: Share of a request's time by which its parts may miss it, either way, before it is a doubt.
+#: Share of a request's time by which its parts may miss it, either way, until a reader is warned.
 MOST_UNATTRIBUTED = 0.1
 _NOTED = 0.02  # of a request's time: parts that miss it by more are told beside its bar
 
@@ -198,7 +198,7 @@ class Account:
             return f"{100 * unnamed:.0f} % in no part"
         return None
 
-    def doubt(self) -> str | None:
+    def caveat(self) -> str | None:
         """Return in words why the shares of the parts are doubtful, or why there are none."""
         if not self.adds_up():
             return f"{self.misfit()}: they do not add up, and have no shares"

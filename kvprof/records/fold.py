@@ -178,16 +178,16 @@ class Fold(Generic[_Case]):
             environment=started.environment,
             inputs=started.inputs,
             data=self.data(),
-            warnings=[*self.warnings, *self._doubts()],
+            warnings=[*self.warnings, *self._caveats()],
             complete=complete,
             created=created,
             incomplete_reason=reason,
         )
         return result | {"kvprof_version": started.kvprof_version}
 
-    def _doubts(self) -> list[str]:
-        said = [(name, case.account.doubt()) for name, case in self.cases.items()]
-        return [f"{name}: {doubt}" for name, doubt in said if doubt is not None]
+    def _caveats(self) -> list[str]:
+        said = [(name, case.account.caveat()) for name, case in self.cases.items()]
+        return [f"{name}: {caveat}" for name, caveat in said if caveat is not None]
 
 
 def _telemetry(samples: Sequence[TelemetrySample]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvprof.tui.figures import (
     COLUMNS,
     LayerRow,
     MethodBar,
-    Strip,
+    ScheduleLoads,
     difference,
     duration,
     nice_scale,
@@ -30,7 +30,7 @@ from kvprof.views.jct_bars import (
     StackedBars,
     columns,
     load_columns,
-    strip_scales,
+    load_scales,
 )
 from kvprof.views.numbers import MISSING, count, number, span
 
@@ -40,8 +40,8 @@ __all__ = [
     "CacheBars",
     "LayerTable",
     "Levels",
+    "LoadColumns",
     "PartTable",
-    "Strips",
     "Telemetry",
     "layer_head",
     "short",
@@ -242,47 +242,47 @@ def _label(parts: Sequence[str]) -> int:
     return 2 + max(len(part) for part in ("between tokens", *parts))
 
 
-# --- Multiprocessors as strips of bars: what a schedule gave each of them, and what they took.
+# --- Multiprocessors as columns: what a schedule gave each of them, and what they took.
 
 
-_STRIP_GUTTER = 11
+_LOAD_GUTTER = 11
 _WIDEST = 3  # columns of a multiprocessor where there are few
-_STRIP_ROWS = 3  # lines of a bar: an imbalance of a few per cent must show
+_LOAD_ROWS = 3  # lines of a bar: an imbalance of a few per cent must show
 
 
 @dataclass(frozen=True)
-class Strips:
+class LoadColumns:
     """Rich renderable of schedules, one column per multiprocessor.
 
     They share a scale, but for those that it would leave flat.
 
     Attributes
     ----------
-    strips : sequence of Strip
+    schedules : sequence of ScheduleLoads
     by_load : bool
         Sort the multiprocessors by their load instead of by their number.
     """
 
-    strips: Sequence[Strip]
+    schedules: Sequence[ScheduleLoads]
     by_load: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        scales = strip_scales([strip.highest() for strip in self.strips])
+        scales = load_scales([loads.highest() for loads in self.schedules])
         order = "by load" if self.by_load else "by number"
-        for index, (strip, scale) in enumerate(zip(self.strips, scales, strict=True)):
+        for index, (loads, scale) in enumerate(zip(self.schedules, scales, strict=True)):
             if index:
                 yield Text()
             head = Text(no_wrap=True, overflow="ellipsis")
-            head.append(f"{strip.schedule}", style="bold")
-            count = len(strip.predicted)
-            head.append(f" · {strip.phase} · {count} multiprocessors {order}")
+            head.append(f"{loads.schedule}", style="bold")
+            count = len(loads.predicted)
+            head.append(f" · {loads.phase} · {count} multiprocessors {order}")
             if len(set(scales)) > 1:
                 head.append(f" · a full column is {number(scale)}×")
             yield head
-            for name, values in (("predicted", strip.predicted), ("measured", strip.measured)):
-                yield from self._strip(name, values, scale, options.max_width)
+            for name, values in (("predicted", loads.predicted), ("measured", loads.measured)):
+                yield from self._columns(name, values, scale, options.max_width)
 
-    def _strip(self, name: str, values: list[float], highest: float, width: int) -> RenderResult:
+    def _columns(self, name: str, values: list[float], highest: float, width: int) -> RenderResult:
         if not values:
             yield Text(f"  {name}: no", style="dim")
             return
@@ -291,7 +291,7 @@ class Strips:
         idle = sum(1 for value in values if value == 0)
         yield Text(words + (f", {idle} idle" if idle else ""), overflow="fold")
         drawn = sorted(values, reverse=True) if self.by_load else values
-        room = max(8, width - _STRIP_GUTTER)
+        room = max(8, width - _LOAD_GUTTER)
         columns = max(1, min(_WIDEST, room // len(drawn)))
         # Lines of equal length, so that the last one is no stub.
         per_line = math.ceil(len(drawn) / math.ceil(len(drawn) / room))
@@ -299,10 +299,10 @@ class Strips:
             yield from self._rows(drawn[first : first + per_line], first, highest, columns)
 
     def _rows(self, values: list[float], first: int, highest: float, columns: int) -> RenderResult:
-        for row, bars in enumerate(load_columns(values, highest, _STRIP_ROWS), 1):
-            label = f"{'rank' if self.by_load else 'SM'} {first}" if row == _STRIP_ROWS else ""
+        for row, bars in enumerate(load_columns(values, highest, _LOAD_ROWS), 1):
+            label = f"{'rank' if self.by_load else 'SM'} {first}" if row == _LOAD_ROWS else ""
             line = Text(no_wrap=True)
-            line.append(f"{label:>{_STRIP_GUTTER - 1}} ", style="dim")
+            line.append(f"{label:>{_LOAD_GUTTER - 1}} ", style="dim")
             line.append("".join(sign * columns for sign in bars))
             yield line
 

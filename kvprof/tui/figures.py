@@ -19,7 +19,7 @@ __all__ = [
     "LayerFilter",
     "LayerRow",
     "MethodBar",
-    "Strip",
+    "ScheduleLoads",
     "bars",
     "clock",
     "difference",
@@ -28,9 +28,9 @@ __all__ = [
     "nice_scale",
     "part_rows",
     "request_words",
+    "schedule_loads",
     "share",
     "size",
-    "strips",
     "tbt_curve",
 ]
 
@@ -82,8 +82,12 @@ def request_words(request: tuple[int, int, int]) -> str:
 COLUMNS = {"layer": "layer", "ms": "ms", "bytes": "bytes", "K": "k", "V": "v", "error": "error"}
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq,
-}  # fmt: skip
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
 _COMPARISON = re.compile(r"([a-zA-Z]+)\s*(<=|>=|<|>|=)\s*([0-9][0-9.eE+-]*)")
 _RANGE = re.compile(r"([0-9]{1,5})(?:\s*[-–]\s*([0-9]{1,5}))?")
 _HOW = "write layers (0-7, 12) or a comparison (error>0.01, k<64, ms>=2, bytes>1e6)"
@@ -321,7 +325,7 @@ def _after(names: list[str], name: str | None) -> str | None:
     return names[(names.index(name) + 1) % len(names)] if name in names else names[0]
 
 
-# --- Bars, rows of parts, curves and strips of the shown cases.
+# --- Bars, rows of parts, curves and schedules of the shown cases.
 
 
 @dataclass(frozen=True)
@@ -417,7 +421,7 @@ def tbt_curve(case: CaseState, points: int) -> tuple[list[float], list[float]]:
 
 
 @dataclass(frozen=True)
-class Strip:
+class ScheduleLoads:
     """How a schedule loads the multiprocessors.
 
     Attributes
@@ -437,14 +441,14 @@ class Strip:
         return max((*self.predicted, *self.measured), default=0.0)
 
 
-def strips(case: CaseState) -> list[Strip]:
-    """Return the case's strips, prefill first."""
+def schedule_loads(case: CaseState) -> list[ScheduleLoads]:
+    """Return the loads of the case's schedules, prefill first."""
     keys = sorted(case.schedules, key=lambda key: key[0] != "prefill")
-    return [_strip(case.schedules[key]) for key in keys]
+    return [_loads_of(case.schedules[key]) for key in keys]
 
 
-def _strip(event: Balance) -> Strip:
-    return Strip(
+def _loads_of(event: Balance) -> ScheduleLoads:
+    return ScheduleLoads(
         event.phase, event.schedule, _relative(event.predicted), _relative(event.measured or [])
     )
 

@@ -15,8 +15,8 @@ from kvprof.tui.drawings import (
     CacheBars,
     LayerTable,
     Levels,
+    LoadColumns,
     PartTable,
-    Strips,
     Telemetry,
     layer_head,
     stacked_bars,
@@ -30,8 +30,8 @@ from kvprof.tui.figures import (
     layer_rows,
     part_rows,
     request_words,
+    schedule_loads,
     share,
-    strips,
     tbt_curve,
 )
 from kvprof.tui.frame import RunScreen
@@ -153,16 +153,16 @@ class OverviewScreen(RunScreen):
 
     def _notes(self, cases: list[CaseState]) -> RenderableType:
         """Return what a reader must know before believing the bars."""
-        doubts: list[RenderableType] = []
+        caveats: list[RenderableType] = []
         lines: list[str] = []
         labels: dict[str, list[str]] = {}
         overheads = []
         for case in cases:
             for what, words in case.started.labels.items():
                 labels.setdefault(f"{what.replace('_', ' ')}: {words}", []).append(case.method)
-            if (doubt := case.account.doubt()) is not None:
-                words = f"! {case.method}: {doubt}"
-                doubts.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
+            if (caveat := case.account.caveat()) is not None:
+                words = f"! {case.method}: {caveat}"
+                caveats.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
             if (overhead := case.overhead()) is not None:
                 overheads.append(f"{case.method} {share(overhead)}")
         if early := [case.method for case in cases if case.provisional]:
@@ -173,7 +173,7 @@ class OverviewScreen(RunScreen):
         lines += [f"{', '.join(methods)}: {words}" for words, methods in labels.items()]
         if overheads:
             lines.append(f"timing the parts cost {', '.join(overheads)}; bars are without it")
-        return Group(*doubts, bullets(lines, "dim"))
+        return Group(*caveats, bullets(lines, "dim"))
 
 
 # --- Layers: what each layer costs and keeps, as a table, with a map of the ranks by head.
@@ -406,7 +406,7 @@ class BalanceScreen(RunScreen):
         """Return the widgets."""
         with VerticalScroll(id="body"):
             yield Static(id="title")
-            yield Static(id="strips")
+            yield Static(id="loads")
 
     def draw(self) -> None:
         """Fill the widgets."""
@@ -420,12 +420,12 @@ class BalanceScreen(RunScreen):
         )
         self.put("title", seen, lambda: _title(case))
         elsewhere = any(other.schedules for other in app.choice.shown_cases(app.session.state))
-        self.put("strips", (*seen, elsewhere), lambda: self._strips(case, elsewhere))
+        self.put("loads", (*seen, elsewhere), lambda: self._loads(case, elsewhere))
 
-    def _strips(self, case: CaseState | None, elsewhere: bool) -> Strips | Text:
+    def _loads(self, case: CaseState | None, elsewhere: bool) -> LoadColumns | Text:
         if case is None:
             return Text()
-        found = strips(case)
+        found = schedule_loads(case)
         if not found:
             words = f"no balance of {case.method} was recorded"
             if elsewhere:
@@ -433,7 +433,7 @@ class BalanceScreen(RunScreen):
             elif self.live.session.state.on_cpu():
                 words += " (a CPU has no multiprocessors to load)"
             return Text(f"\n{words}", style="italic", overflow="fold")
-        return Strips(found, self.live.choice.processors_by_load)
+        return LoadColumns(found, self.live.choice.processors_by_load)
 
 
 def _title(case: CaseState | None) -> Text:

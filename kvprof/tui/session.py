@@ -172,16 +172,16 @@ class Session:
         state = self.state
         if state.end is not None or self.banner() is not None or state.run is None:
             return self._saying()
-        told = state.progress
-        if told is None:
+        newest = state.progress
+        if newest is None:
             return self._saying()
         words = []
-        if told.done < told.most:
-            sure = told.least == told.most or told.done >= told.least
-            of = f"{told.most}" if sure else f"{told.least}–{told.most}"
-            words.append(f"{told.unit} {told.done + 1} of {of}")
-        if told.step:
-            words.append(f"step {told.step:,} of {told.steps:,}")
+        if newest.done < newest.most:
+            sure = newest.least == newest.most or newest.done >= newest.least
+            of = f"{newest.most}" if sure else f"{newest.least}–{newest.most}"
+            words.append(f"{newest.unit} {newest.done + 1} of {of}")
+        if newest.step:
+            words.append(f"step {newest.step:,} of {newest.steps:,}")
         case = state.cases.get(state.current or "")
         first = case.ttft_seconds() if case is not None else None
         if first is not None:

@@ -242,17 +242,18 @@ class RunState(Fold[CaseState]):
         tuple of float or None
             None where nothing tells.
         """
-        told, begun = self.progress, self._begun
-        if told is None or begun is None or self.end is not None:
+        newest, begun = self.progress, self._begun
+        if newest is None or begun is None or self.end is not None:
             return None
-        done = told.done + (told.step / told.steps if told.steps else 0.0)
-        elapsed, since = told.time - begun, max(0.0, time - told.time)
+        done = newest.done + (newest.step / newest.steps if newest.steps else 0.0)
+        elapsed, since = newest.time - begun, max(0.0, time - newest.time)
         if done <= 0 or elapsed <= 0:
             return None
         least, most = (
-            max(0.0, elapsed / done * (units - done) - since) for units in (told.least, told.most)
+            max(0.0, elapsed / done * (units - done) - since)
+            for units in (newest.least, newest.most)
         )
-        case = self.cases.get(told.case) if told.case is not None else None
+        case = self.cases.get(newest.case) if newest.case is not None else None
         if case is None:
             return least, most
         to_come = self._tokens_planned() - self._written - case.started.output_len
@@ -267,10 +268,10 @@ class RunState(Fold[CaseState]):
 
     def _tokens_planned(self) -> int:
         """Return how many tokens all cases of the run write, each with its batch at once."""
-        told = self.run.inputs if self.run is not None else {}
-        outputs = [one for one in _listed(told.get("output_lens")) if isinstance(one, int)]
+        inputs = self.run.inputs if self.run is not None else {}
+        outputs = [one for one in _listed(inputs.get("output_lens")) if isinstance(one, int)]
         names = ("methods", "batches", "input_lens")
-        return sum(outputs) * math.prod(len(_listed(told.get(name))) for name in names)
+        return sum(outputs) * math.prod(len(_listed(inputs.get(name))) for name in names)
 
     def on_cpu(self) -> bool:
         """Tell whether the run measures a CPU."""

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvprof.records.cases import Account, accounts
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 from kvprof.sizes import format_bytes
-from kvprof.views.jct_bars import BalanceStrip, StackedBars, bar_of, strip_scales
+from kvprof.views.jct_bars import LoadLine, StackedBars, bar_of, load_scales
 from kvprof.views.jct_data import (
     Group,
     Sweep,
@@ -43,12 +43,12 @@ from kvprof.views.tables import Column, DataTable
 
 __all__ = [
     "PartTable",
-    "doubt_table",
     "figure",
     "layer_table",
     "memory_table",
     "notes",
     "provenance",
+    "reliability_table",
     "report",
     "summary_table",
     "sweep_table",
@@ -85,7 +85,7 @@ def summary_table(group: Group) -> DataTable:
     return DataTable(columns, list(zip(*cells, strict=True)))
 
 
-def doubt_table(group: Group, accounts: Mapping[str, Account]) -> DataTable | None:
+def reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTable | None:
     """Return what tells how far the figures can be believed; None where nothing does.
 
     Parameters
@@ -769,7 +769,7 @@ def _measured(
         for name, case in zip(group.names, group.cases, strict=True)
     ]
     parts += [StackedBars(bars, "Job completion time in parts"), Text(), summary_table(group)]
-    if table := doubt_table(group, known):
+    if table := reliability_table(group, known):
         parts += [Text(), table]
     parts += [Text(), PartTable(group, known, _apart(result))]
     factor, unit = unit_of(
@@ -799,8 +799,8 @@ def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
 
 def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
     own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
-    strips: list[tuple[str, list[float]]] = []
-    schedules: list[tuple[str, str, str]] = []  # of each strip
+    lines: list[tuple[str, list[float]]] = []
+    schedules: list[tuple[str, str, str]] = []  # of each line
     for row in result["data"]["balance"]:
         if row["case"] not in own:
             continue
@@ -810,16 +810,16 @@ def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
                 mean = sum(loads) / len(loads)
                 relative = [load / mean for load in loads] if mean > 0 else loads
                 label = f"{own[row['case']]}, {row['phase']}, {row['schedule']}, {what}"
-                strips.append((label, relative))
+                lines.append((label, relative))
                 schedules.append((row["case"], row["phase"], row["schedule"]))
-    if not strips:
+    if not lines:
         return []
-    room = max(len(label) for label, _ in strips)
+    room = max(len(label) for label, _ in lines)
     # What was predicted and what was measured of one schedule have one scale.
     highest: dict[tuple[str, str, str], float] = {}
-    for schedule, (_, loads) in zip(schedules, strips, strict=True):
+    for schedule, (_, loads) in zip(schedules, lines, strict=True):
         highest[schedule] = max(highest.get(schedule, 0.0), *loads)
-    scales = dict(zip(highest, strip_scales(list(highest.values())), strict=True))
+    scales = dict(zip(highest, load_scales(list(highest.values())), strict=True))
     title = "Work per multiprocessor, relative to the mean"
     if len(set(scales.values())) > 1:
         title += "; schedules that one scale would flatten have their own"
@@ -827,8 +827,8 @@ def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
         Text(),
         Text(title, style="bold", overflow="fold"),
         *(
-            BalanceStrip(f"{label:<{room}}", loads, scales[schedule])
-            for schedule, (label, loads) in zip(schedules, strips, strict=True)
+            LoadLine(f"{label:<{room}}", loads, scales[schedule])
+            for schedule, (label, loads) in zip(schedules, lines, strict=True)
         ),
     ]
 

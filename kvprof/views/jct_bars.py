@@ -14,15 +14,15 @@ from kvprof.views.page import flow
 __all__ = [
     "BARS",
     "SERIES",
-    "BalanceStrip",
     "Bar",
     "Ink",
+    "LoadLine",
     "StackedBars",
     "bar_of",
     "columns",
     "load_columns",
+    "load_scales",
     "makespan_over_mean",
-    "strip_scales",
 ]
 
 # --- How schedules load the multiprocessors: a column per SM, as high as its work.
@@ -32,12 +32,12 @@ __all__ = [
 BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*#@"
 _LEAST_CELLS = 8
-_FLATTEST = 0.25  # of a full column, below which a strip says nothing
+_FLATTEST = 0.25  # of a full column, below which columns say nothing
 
 
 @dataclass(frozen=True)
-class BalanceStrip:
-    """Rich renderable of the loads of all SMs, 0 to the largest of the strips it stands among.
+class LoadLine:
+    """Rich renderable of the loads of all SMs, 0 to the largest of the lines it stands among.
 
     Attributes
     ----------
@@ -96,8 +96,8 @@ def load_columns(
     ]
 
 
-def strip_scales(highest: Sequence[float]) -> list[float]:
-    """Return what a full column stands for in each of several strips.
+def load_scales(highest: Sequence[float]) -> list[float]:
+    """Return what a full column stands for in each of several schedules.
 
     They share a scale, so that they can be compared, but for those that it would leave flat: these
     have their own.
@@ -105,7 +105,7 @@ def strip_scales(highest: Sequence[float]) -> list[float]:
     Parameters
     ----------
     highest : sequence of float
-        The largest load of each strip.
+        The largest load of each schedule.
     """
     most = max(highest, default=0.0)
     return [most if own >= _FLATTEST * most else own for own in highest]

@@ -16,7 +16,7 @@ from kvprof.tui.sources import Live
 from tests.records.streams import stream, write
 
 Steps = Callable[[LiveApp, "Pilot[int]"], Awaitable[None]]
-_PATIENCE = 10.0
+_PATIENCE = 60.0  # seconds until a test is given up; what is waited for takes a part of one
 
 
 def recorded(folder: Path, events: Sequence[Event] | None = None) -> Session:
@@ -34,7 +34,14 @@ def show(
     light: bool = False,
     everything: bool = True,
 ) -> int | None:
-    """Show a session, do `steps` once all events are read, and return the view's exit code."""
+    """Show a session, do `steps` once all events are read, and return the view's exit code.
+
+    What is there is read before the view opens: on a busy machine, a view that draws while it reads
+    takes as long as it likes.
+    """
+    if everything:
+        while session.advance():
+            pass
 
     async def run() -> int | None:
         app = LiveApp(session, save_to=folder, light=light)

@@ -13,14 +13,14 @@ from kvprof.tui.drawings import (
     CacheBars,
     LayerTable,
     Levels,
+    LoadColumns,
     PartTable,
-    Strips,
     Telemetry,
     layer_head,
     spark,
     stacked_bars,
 )
-from kvprof.tui.figures import Choice, LayerFilter, bars, layer_rows, part_rows, strips
+from kvprof.tui.figures import Choice, LayerFilter, bars, layer_rows, part_rows, schedule_loads
 from kvprof.tui.frame import KEYS, SCREENS, footer, tabs, text_lines
 from kvprof.tui.state import RunState
 from kvprof.views.heatmap import HeatMap
@@ -67,7 +67,7 @@ def everything(state, ink):
             ink,
         ),
         "telemetry": Telemetry(state.devices, ink),
-        "strips": Strips(strips(case), False),
+        "loads": LoadColumns(schedule_loads(case), False),
         "cache": CacheBars(choice.shown_cases(state), case, "device peak"),
         "levels": Levels("tale", {"full": 12, "half": 88}),
         "layers": LayerTable(rows),
@@ -212,40 +212,40 @@ class TestBalance:
         work = [chance.uniform(0.5, 1.5) for _ in range(count)]
         taken = [1e-5 * one for one in work] if measured else None
         state.add(Balance(0.0, "c", "lpt", "decode", work, taken))
-        return strips(state.cases["c"])
+        return schedule_loads(state.cases["c"])
 
     @pytest.mark.parametrize("width", WIDTHS)
     @pytest.mark.parametrize("count", [1, 16, 132, 160])
     def test_every_multiprocessor_has_a_column(self, width, count):
-        lines = drawn(Strips(self.many(count, measured=False), False), width)
+        lines = drawn(LoadColumns(self.many(count, measured=False), False), width)
         lowest = [line[11:] for line in lines if " SM " in line[:11]]
         wide = 3 if 3 * count <= width - 11 else max(1, (width - 11) // count)
         assert sum(len(line) for line in lowest) == wide * count
 
     def test_the_worst_is_named_with_its_load(self):
-        strip = self.many(20)[0]
-        worst = max(range(20), key=strip.predicted.__getitem__)
-        lines = drawn(Strips([strip], False))
-        assert f"at most {strip.predicted[worst]:.2f}× the mean (SM {worst})" in lines[1]
+        loads = self.many(20)[0]
+        worst = max(range(20), key=loads.predicted.__getitem__)
+        lines = drawn(LoadColumns([loads], False))
+        assert f"at most {loads.predicted[worst]:.2f}× the mean (SM {worst})" in lines[1]
 
     def test_by_load_the_heights_fall(self):
-        lines = drawn(Strips(self.many(40), True), 200)
+        lines = drawn(LoadColumns(self.many(40), True), 200)
         heights = [" ▁▂▃▄▅▆▇█".index(sign) for sign in lines[2][11:].rstrip()]
         assert heights == sorted(heights, reverse=True)
 
-    def test_a_strip_that_another_would_flatten_has_a_scale_of_its_own(self):
+    def test_a_schedule_that_another_would_flatten_has_a_scale_of_its_own(self):
         state = RunState()
         state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
         state.add(Balance(0.0, "c", "equal", "decode", [1.0] * 39 + [1.1], None))
-        alone = drawn(Strips(strips(state.cases["c"]), False))
+        alone = drawn(LoadColumns(schedule_loads(state.cases["c"]), False))
         state.add(Balance(0.0, "c", "lpt", "decode", [40.0] + [0.0] * 39, None))
-        both = drawn(Strips(strips(state.cases["c"]), False))
+        both = drawn(LoadColumns(schedule_loads(state.cases["c"]), False))
         assert "a full column is 1.10×" in both[0]
         assert both[1 : len(alone)] == alone[1:]
         assert not any("full column" in line for line in alone)
 
     def test_what_was_not_measured_is_said(self):
-        assert "  measured: no" in drawn(Strips(self.many(8, measured=False), False))
+        assert "  measured: no" in drawn(LoadColumns(self.many(8, measured=False), False))
 
 
 class TestCache:

@@ -10,8 +10,8 @@ from kvprof.tui.figures import (
     difference,
     nice_scale,
     part_rows,
+    schedule_loads,
     share,
-    strips,
     tbt_curve,
 )
 from kvprof.tui.state import RunState
@@ -142,13 +142,13 @@ class TestCurve:
         assert tbt_curve(state.cases["c"], 60) == ([], [])
 
 
-class TestStrips:
+class TestScheduleLoads:
     def test_loads_are_relative_to_their_own_mean(self):
         state = RunState()
         state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
         state.add(Balance(0.0, "c", "lpt", "decode", [2.0, 4.0], [1e-5, 3e-5]))
         state.add(Balance(0.0, "c", "rows", "prefill", [0.0, 0.0], None))
-        prefill, decode = strips(state.cases["c"])
+        prefill, decode = schedule_loads(state.cases["c"])
         assert decode.predicted == pytest.approx([2 / 3, 4 / 3])
         assert decode.measured == pytest.approx([0.5, 1.5])
         assert decode.highest() == pytest.approx(1.5)

@@ -19,12 +19,12 @@ from kvprof.records.schema import validate_result
 from kvprof.views.figure import figure_bytes
 from kvprof.views.jct import figure, notes, report, to_csv
 from kvprof.views.jct_bars import (
-    BalanceStrip,
     Bar,
+    LoadLine,
     StackedBars,
     columns,
+    load_scales,
     makespan_over_mean,
-    strip_scales,
 )
 from kvprof.views.jct_data import (
     byte_unit,
@@ -345,13 +345,13 @@ def test_throttling_is_told() -> None:
     assert "cpu was throttled in 3 of" in text(result)
 
 
-def test_strips_are_as_high_as_the_work() -> None:
-    drawn = render_text(BalanceStrip("lpt", [1.0, 2.0, 0.0, 4.0], 4.0), 60)
+def test_columns_are_as_high_as_the_work() -> None:
+    drawn = render_text(LoadLine("lpt", [1.0, 2.0, 0.0, 4.0], 4.0), 60)
     assert "▂▄ █" in drawn
     assert "max/mean 2.286" in drawn
     assert makespan_over_mean([0.0, 0.0]) is None
     # The busiest of the SMs that share a column counts.
-    assert "█" in render_text(BalanceStrip("x", [0.1] * 499 + [1.0], 1.0), 60)
+    assert "█" in render_text(LoadLine("x", [0.1] * 499 + [1.0], 1.0), 60)
 
 
 def test_csv_holds_every_observation_and_adds_up() -> None:
@@ -415,9 +415,9 @@ def test_bytes_of_the_cache_are_drawn_in_a_unit_of_their_size() -> None:
 
 
 def test_a_schedule_that_another_would_flatten_has_a_scale_of_its_own() -> None:
-    assert strip_scales([1.1, 21.7]) == [1.1, 21.7]
-    assert strip_scales([1.1, 3.0]) == [3.0, 3.0]
-    assert strip_scales([]) == []
+    assert load_scales([1.1, 21.7]) == [1.1, 21.7]
+    assert load_scales([1.1, 3.0]) == [3.0, 3.0]
+    assert load_scales([]) == []
     uneven = copy.deepcopy(WHOLE)
     row = uneven["data"]["balance"][0]
     uneven["data"]["balance"] = [
