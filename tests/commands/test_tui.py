@@ -175,7 +175,7 @@ class TestOpening:
         now[0] = 1.0
         while session.advance():
             pass
-        assert any(case.part_seconds() for case in session.state.cases.values())
+        assert any(case.account.by_part() for case in session.state.cases.values())
         assert session.source.playing
 
     def test_without_a_demo_it_is_said(self, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvprof.records.events import Balance, CaseStarted, MemorySample, TelemetrySample
-from kvprof.records.parts import PARTS, part_of
+from kvprof.records.parts import PARTS, UNTIMED, part_of
 from kvprof.tui.drawings import (
     CacheBars,
     LayerTable,
@@ -94,6 +94,9 @@ def test_every_part_has_a_fill_and_colours_of_its_own():
     fills = [part_of(part).fill for part in PARTS]
     assert len(set(fills)) == len(PARTS)
     assert all(len(sign) == 1 for sign in fills)
+    # A newer kvprof's part looks like none of these, and not like time that is in no part.
+    assert part_of("speculation").name == "speculation"
+    assert part_of("speculation").fill not in {*fills, part_of(UNTIMED).fill}
     for dark in (True, False):
         assert len({Ink(dark).part(part) for part in PARTS}) == len(PARTS)
 
