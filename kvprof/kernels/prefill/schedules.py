@@ -219,15 +219,15 @@ def cut_blocks(
 
 def block_costs(work: Work, blocks: Sequence[Block]) -> list[float]:
     """Return what each block costs; those of whole tiles from the same sums."""
-    table = np.array(blocks, dtype=np.int64).reshape(-1, 4)
-    heights = np.array([tile.rows for tile in work.tiles])[table[:, 1]]
-    first, stop = table[:, 2], table[:, 2] + table[:, 3]
+    sequences, heads, first, rows = np.array(blocks, dtype=np.int64).reshape(-1, 4).T
+    heights = np.array([tile.rows for tile in work.tiles])[heads]
+    stop = first + rows
     torn = (first % heights != 0) | ((stop % heights != 0) & (stop != work.rows))
-    found = np.zeros(len(table))
+    found = np.zeros(len(blocks))
     for at in np.flatnonzero(torn).tolist():
         found[at] = work.cost(blocks[at])
     # By task, so that thousands of blocks cost a few calls: this is done while a prompt waits.
-    tasks, task = np.unique(table[:, 0] * len(work.tiles) + table[:, 1], return_inverse=True)
+    tasks, task = np.unique(sequences * len(work.tiles) + heads, return_inverse=True)
     for number, (sequence, head) in enumerate(zip(*divmod(tasks, len(work.tiles)), strict=True)):
         own = np.flatnonzero((task == number) & ~torn)
         if len(own):

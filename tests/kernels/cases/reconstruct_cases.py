@@ -13,6 +13,7 @@ from kvprof.kernels.reconstruct.folded import folded_queries
 from kvprof.kernels.reconstruct.form import Tuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
+from kvprof.kernels.tables import Part
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
@@ -269,10 +270,11 @@ def test_the_cut_covers_every_token_once_and_a_row_without_tokens_gets_zeros(len
 def test_pieces_cost_the_same():
     layer = Layer((128, 16), (128, 16), 1, 2, 16, 16, (4000,), tuning=replace(SMALL, pieces=16))
     step = layer.step(layer.states()[2])
-    wide, narrow = step.cut([4000]).scheduled[1].tolist()
+    parts = list(map(Part._make, step.cut([4000]).scheduled[1].tolist()))
+    wide, narrow = parts
     costs = [step.form.cost(width, width) for width in (128, 16)]
-    assert wide[1] / narrow[1] == pytest.approx(costs[0] / costs[1], rel=0.15)
-    assert sum(step.cut([4000]).scheduled[1][:, 1].tolist()) <= 2 * 16
+    assert wide.items / narrow.items == pytest.approx(costs[0] / costs[1], rel=0.15)
+    assert sum(part.items for part in parts) <= 2 * 16
 
 
 def test_what_cannot_run_is_refused():
