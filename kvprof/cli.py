@@ -110,7 +110,7 @@ def _checked(command: Any) -> Any:
                 # Now, while torch is not loaded yet: that alone takes seconds.
                 from kvprof.models.hub import check_reachable
 
-                check_reachable(value, context.params.get("revision"))
+                check_reachable(value, context.params.get("revision"), context.params.get("gguf"))
         return context
 
     command.make_context = make_context

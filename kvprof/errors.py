@@ -23,8 +23,10 @@ __all__ = [
     "usage_message",
 ]
 
-# A command that is cited, ``kvprof plan --save``, stays as it is typed.
-_CITED = re.compile(r"(?:kvprof [a-z]+[^,;:()'\"]*)|(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+# A command that is cited, ``kvprof plan --save`` or ``pip install --no-deps``, stays as typed.
+_CITED = re.compile(
+    r"(?:(?:kvprof|pip) [a-z]+[^,;:()'\"]*)|(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
+)
 _at_command_line = False
 
 

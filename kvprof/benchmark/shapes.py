@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import read_config
-from kvprof.models.locate import check_config_sizes, read_json
+from kvprof.models.locate import check_config_sizes, locate, read_json
 from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_layout
 
@@ -170,7 +170,7 @@ def load_shape(name: str | Path) -> Shape:
     if (found := known.get(given.lower())) is not None:
         return _from_data(found, _shipped()[found])
     path = Path(given).expanduser()
-    if given != "reference" and not path.exists():
+    if given not in ("reference", "smollm2") and not path.exists():
         raise UsageError(
             f"no shape {given!r}: name one of {', '.join(shape_names())}, or a local folder with a "
             "config.json"
@@ -189,7 +189,7 @@ def has_weights(model: str) -> bool:
     folder = path.parent if path.is_file() else path
     if model == "reference" or not path.exists():
         return True
-    return any(folder.glob("*.safetensors"))
+    return path.suffix == ".gguf" or any(folder.glob("*.safetensors"))
 
 
 @cache
@@ -247,7 +247,7 @@ def shape_of_config(given: str) -> Shape:
     Parameters
     ----------
     given : str
-        A folder with a ``config.json``, that file, or ``reference``.
+        A folder with a ``config.json``, that file, a GGUF file, ``smollm2`` or ``reference``.
 
     Raises
     ------
@@ -257,10 +257,13 @@ def shape_of_config(given: str) -> Shape:
     FailedError
         When the config is damaged.
     """
-    path = _folder(given)
-    check_config_sizes(given, read_json(given, path / "config.json"))
+    gguf = locate(given).gguf if _in_one_file(given) else None
+    path = gguf.path if gguf is not None else _folder(given)
+    folder = path if gguf is None else path.parent
+    if gguf is None:
+        check_config_sizes(given, read_json(given, path / "config.json"))
     with quiet():
-        config = read_config(given, path, trust_remote_code=False).get_text_config(decoder=True)
+        config = read_config(given, folder, False, gguf).get_text_config(decoder=True)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layout = _layout(given, config, width)
@@ -289,6 +292,11 @@ def shape_of_config(given: str) -> Shape:
         softcap=float(first.softcap or 0.0),
         qk_norm=first.qk_norm,
     )
+
+
+def _in_one_file(given: str) -> bool:
+    """Whether a name stands for a GGUF file, which has config and weights in it."""
+    return given == "smollm2" or Path(given).suffix == ".gguf"
 
 
 def _folder(given: str) -> Path:

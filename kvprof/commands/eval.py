@@ -15,6 +15,7 @@ from kvprof.commands.options import (
     CalibrateTokensOption,
     DeviceOption,
     DtypeOption,
+    GgufOption,
     GridOption,
     MethodOptionsOption,
     MinimumOption,
@@ -95,6 +96,7 @@ def eval(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = None,
     csv: CsvOption = None,
@@ -143,6 +145,7 @@ def eval(
         device=device,
         dtype=dtype,
         revision=revision,
+        gguf=gguf,
         trust_remote_code=trust_remote_code,
         compressed=True,
     )
@@ -208,7 +211,7 @@ def _inputs(
     return {
         "model": loaded.spec,
         "architecture": loaded.layout.architecture,
-        "revision": loaded.revision,
+        **loaded.origin,
         "fingerprint": loaded.fingerprint,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),

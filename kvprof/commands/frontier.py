@@ -15,6 +15,7 @@ from kvprof.commands.options import (
     CalibrateTokensOption,
     DeviceOption,
     DtypeOption,
+    GgufOption,
     GridOption,
     MinimumOption,
     ModelArgument,
@@ -86,6 +87,7 @@ def frontier(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = None,
     csv: CsvOption = None,
@@ -127,6 +129,7 @@ def frontier(
         device=device,
         dtype=dtype,
         revision=revision,
+        gguf=gguf,
         trust_remote_code=trust_remote_code,
         compressed=True,
     )
@@ -159,7 +162,7 @@ def frontier(
             "frontier",
             inputs={
                 "model": loaded.spec,
-                "revision": loaded.revision,
+                **loaded.origin,
                 "fingerprint": loaded.fingerprint,
                 "device": str(loaded.device),
                 "methods": methods,

@@ -16,6 +16,7 @@ from kvprof.commands.options import (
     ContextOption,
     DeviceOption,
     DtypeOption,
+    GgufOption,
     GridOption,
     MethodOption,
     MethodOptionsOption,
@@ -120,6 +121,7 @@ def generate(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = None,
     out: OutOption = None,
@@ -166,6 +168,7 @@ def generate(
         device=device,
         dtype=dtype,
         revision=revision,
+        gguf=gguf,
         trust_remote_code=trust_remote_code,
         compressed=True,
     )
@@ -187,7 +190,7 @@ def generate(
         cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)
         inputs = {
             "model": loaded.spec,
-            "revision": loaded.revision,
+            **loaded.origin,
             "fingerprint": loaded.fingerprint,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "device": str(loaded.device),

@@ -27,6 +27,7 @@ __all__ = [
     "ContextOption",
     "DeviceOption",
     "DtypeOption",
+    "GgufOption",
     "GridOption",
     "MethodOption",
     "MethodOptionsOption",
@@ -121,7 +122,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A hub id, a local folder, or reference (embedded; the default).",
+        help="A hub id, a folder, a .gguf file, smollm2, or reference (embedded; the default).",
         autocompletion=models,
         show_default=False,
     ),
@@ -153,6 +154,14 @@ DtypeOption = Annotated[
 RevisionOption = Annotated[
     str | None,
     typer.Option("--revision", rich_help_panel=MODEL, help="Branch, tag or commit of a hub model."),
+]
+GgufOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf",
+        rich_help_panel=MODEL,
+        help="Name of a GGUF file in the model's folder or repository, to read its weights from.",
+    ),
 ]
 TrustOption = Annotated[
     bool,

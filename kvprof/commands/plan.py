@@ -14,6 +14,7 @@ from kvprof.commands.options import (
     ContextOption,
     DeviceOption,
     DtypeOption,
+    GgufOption,
     GridOption,
     MethodOption,
     MethodOptionsOption,
@@ -85,6 +86,7 @@ def plan(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = None,
     out: OutOption = None,
@@ -106,6 +108,7 @@ def plan(
         "device": device,
         "dtype": dtype,
         "revision": revision,
+        "gguf": gguf,
         "trust_remote_code": trust_remote_code,
         "compressed": True,
     }

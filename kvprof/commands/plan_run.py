@@ -500,7 +500,7 @@ def model_inputs(loaded: LoadedModel) -> dict[str, Any]:
     """Return what a result says of the model that was planned for."""
     return {
         "model": loaded.spec,
-        "revision": loaded.revision,
+        **loaded.origin,
         "fingerprint": loaded.fingerprint,
         "architecture": loaded.layout.architecture,
         "dtype": str(loaded.dtype).removeprefix("torch."),

@@ -10,6 +10,7 @@ from kvprof.commands.options import (
     BatchSizeOption,
     DeviceOption,
     DtypeOption,
+    GgufOption,
     ModelArgument,
     RevisionOption,
     SeedOption,
@@ -100,6 +101,7 @@ def spectrum(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     save: Annotated[
         Path | None, typer.Option("--save", help="Keep the moments in this file (safetensors).")
@@ -171,6 +173,7 @@ def spectrum(
             device=device,
             dtype=dtype,
             revision=revision,
+            gguf=gguf,
             trust_remote_code=trust_remote_code,
         )
         chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=warnings)

@@ -9,6 +9,7 @@ from kvprof.commands.options import (
     BatchSizeOption,
     DeviceOption,
     DtypeOption,
+    GgufOption,
     ModelArgument,
     RevisionOption,
     TrustOption,
@@ -78,6 +79,7 @@ def stability(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     fail_on_claim: Annotated[
         bool, typer.Option("--fail-on-claim", help="Exit 4 when a paper's claim does not hold.")
@@ -137,6 +139,7 @@ def stability(
             device=device,
             dtype=dtype,
             revision=revision,
+            gguf=gguf,
             trust_remote_code=trust_remote_code,
         )
         chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=left_out)

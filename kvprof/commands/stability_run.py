@@ -147,7 +147,7 @@ def study_inputs(
     return {
         "model": loaded.spec if loaded is not None else None,
         "fingerprint": fingerprint,
-        "revision": loaded.revision if loaded is not None else None,
+        **(loaded.origin if loaded is not None else {"revision": None}),
         "dtype": str(loaded.dtype).removeprefix("torch.") if loaded is not None else None,
         "device": str(loaded.device) if loaded is not None else None,
         "source": plan.source.name,

@@ -61,6 +61,7 @@ def load_for_command(
     device: str,
     dtype: str,
     revision: str | None,
+    gguf: str | None,
     trust_remote_code: bool,
     compressed: bool = False,
 ) -> LoadedModel:
@@ -68,7 +69,7 @@ def load_for_command(
 
     Parameters
     ----------
-    model, device, dtype, revision, trust_remote_code
+    model, device, dtype, revision, gguf, trust_remote_code
         From the command line.
     compressed : bool
         Whether the command needs it to run with a compressed cache; one that cannot is refused.
@@ -81,6 +82,7 @@ def load_for_command(
             device=device,
             dtype=dtype,
             revision=revision,
+            gguf=gguf,
             trust_remote_code=trust_remote_code,
         )
         if compressed:

@@ -141,7 +141,9 @@ def checksum(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def file_digests(files: Iterable[Path]) -> dict[str, str]:
-    """Return the digest of each tensor of a checkpoint's safetensors files, by its name.
+    """Return the digest of each tensor of a checkpoint's files, by its name.
+
+    Of a GGUF file it is of the tensor as it is stored, in blocks, by its name there.
 
     Parameters
     ----------
@@ -184,11 +186,26 @@ def _of_file(path: Path) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, str]:
+    if path.suffix == ".gguf":
+        return _read_gguf(path)
     with safe_open(path, framework="pt") as tensors, ThreadPoolExecutor(_THREADS) as pool:
         names = list(tensors.keys())
         return dict(
             zip(names, pool.map(lambda name: _digest(tensors.get_tensor(name)), names), strict=True)
         )
+
+
+def _read_gguf(path: Path) -> dict[str, str]:
+    from gguf import GGUFReader  # of an extra
+
+    def digest(tensor: Any) -> str:
+        head = f"{tensor.tensor_type.name} {tensor.shape.tolist()}"
+        return hashlib.sha256(head.encode() + tensor.data.tobytes()).hexdigest()
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        tensors = GGUFReader(path).tensors
+        names = [tensor.name for tensor in tensors]
+        return dict(zip(names, pool.map(digest, tensors), strict=True))
 
 
 def _stamp(path: Path) -> dict[str, int]:

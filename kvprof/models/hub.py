@@ -17,7 +17,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PATIENCE = 1.5  # seconds for the hub to answer
 
 
-def check_reachable(spec: str, revision: str | None) -> None:
+def check_reachable(spec: str, revision: str | None, file: str | None = None) -> None:
     """Refuse a hub id at once that is neither in the cache nor to be had, before torch is loaded.
 
     Parameters
@@ -25,6 +25,8 @@ def check_reachable(spec: str, revision: str | None) -> None:
     spec : str
         A hub id; a folder, or anything else, is left to `kvprof.models.locate`.
     revision : str or None
+    file : str or None
+        What has to be in the cache: a GGUF file that was asked for; without it, the config.
 
     Raises
     ------
@@ -32,9 +34,11 @@ def check_reachable(spec: str, revision: str | None) -> None:
         When it cannot be had.
     """
     path = Path(spec).expanduser()
-    if spec == "reference" or path.exists() or not HUB_ID.fullmatch(spec):
+    if spec in ("reference", "smollm2") or path.exists() or path.suffix == ".gguf":
         return
-    cached = huggingface_hub.try_to_load_from_cache(spec, "config.json", revision=revision)
+    if not HUB_ID.fullmatch(spec):
+        return
+    cached = huggingface_hub.try_to_load_from_cache(spec, file or "config.json", revision=revision)
     if not isinstance(cached, str) and not hub_answers():
         raise LackingError(unreachable(spec))
 

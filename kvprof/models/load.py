@@ -1,8 +1,10 @@
 """Loads a decoder from a hub id, a folder or `reference`, checked before anyone measures it."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
 )
 
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity
+from kvprof.models.gguf import GgufFile
 from kvprof.models.layout import ModelLayout
-from kvprof.models.locate import Checkpoint, locate
+from kvprof.models.locate import Checkpoint, check_config_sizes, locate
 from kvprof.models.noise import quiet
 from kvprof.models.placement import device_map_for, main_device, parse_dtype
 from kvprof.models.probe import inspect_layout
@@ -35,8 +39,12 @@ __all__ = ["LoadedModel", "load_model", "read_config", "read_weights", "wrap_mod
 _HARMLESS = ("rotary_emb.inv_freq",)
 
 
-def read_config(spec: str, folder: Path, trust_remote_code: bool) -> Any:
+def read_config(
+    spec: str, folder: Path, trust_remote_code: bool, gguf: GgufFile | None = None
+) -> Any:
     """Read a folder's ``config.json`` and make sure that it names a causal language model.
+
+    With `gguf` that file's own description takes its place.
 
     Raises
     ------
@@ -47,9 +55,11 @@ def read_config(spec: str, folder: Path, trust_remote_code: bool) -> Any:
     LackingError
         A package that its code needs is missing.
     """
+    given = {} if gguf is None else {"gguf_file": gguf.path.name}
+    where = "config.json" if gguf is None else gguf.path.name
     try:
         config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
+            folder, trust_remote_code=trust_remote_code, local_files_only=True, **given
         )
     except ImportError as error:
         raise LackingError(f"{spec} needs a package that is not installed: {error}") from error
@@ -64,9 +74,9 @@ def read_config(spec: str, folder: Path, trust_remote_code: bool) -> Any:
                 f"{spec} has an architecture that this version of transformers does not know: "
                 f"{_first_sentence(error)}"
             ) from error
-        raise FailedError(
-            f"{spec}: config.json cannot be used: {_first_sentence(error)}"
-        ) from error
+        raise FailedError(f"{spec}: {where} cannot be used: {_first_sentence(error)}") from error
+    if gguf is not None:
+        check_config_sizes(spec, config.to_dict(), gguf.path.stat().st_size, where)
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known and "AutoModelForCausalLM" not in (
         getattr(config, "auto_map", None) or {}
@@ -95,15 +105,19 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
     LackingError
         Not enough GPU memory, or a missing package.
     """
+    source: dict[str, Any] = {"use_safetensors": True}
+    if checkpoint.gguf is not None:
+        source = {"gguf_file": checkpoint.gguf.path.name}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below instead
-            **options,
-        )
+        with _no_bar() if checkpoint.gguf is not None else nullcontext():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                **source,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below instead
+                **options,
+            )
     except torch.OutOfMemoryError as error:
         raise LackingError(
             f"{spec} does not fit the GPU's free memory; use --device auto or --device offload"
@@ -132,6 +146,17 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
         )
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Hold back the bar that transformers draws of a GGUF file without asking its own settings."""
+    bar = modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = bar
 
 
 def _more(names: list[str]) -> str:
@@ -174,6 +199,9 @@ class LoadedModel:
     folder : Path or None
         Where config and tokenizer lie; None for a model made in memory.
     trust_remote_code : bool
+    gguf : GgufFile or None
+        The file that it was read from, if it was one: its weights were rounded, and are another
+        model's than those that they were rounded from.
     """
 
     model: PreTrainedModel
@@ -187,6 +215,7 @@ class LoadedModel:
     vocab_size: int
     folder: Path | None = None
     trust_remote_code: bool = False
+    gguf: GgufFile | None = None
     # Holds a temporary folder of offloaded weights for as long as the model lives.
     _scratch: Any = field(default=None, repr=False, compare=False)
 
@@ -194,6 +223,18 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """Digest of weights and configuration, as they are now (`kvprof.models.fingerprint`)."""
         return self.identity.current()
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a result's inputs say of where the weights came from."""
+        if self.gguf is None:
+            return {"revision": self.revision}
+        file = {
+            "file": self.gguf.path.name,
+            "architecture": self.gguf.architecture,
+            "quantisation": self.gguf.quantisation,
+        }
+        return {"revision": self.revision, "gguf": file}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -241,7 +282,10 @@ class LoadedModel:
         try:
             with quiet():
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                    self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+                    self.folder,
+                    local_files_only=True,
+                    trust_remote_code=self.trust_remote_code,
+                    **({} if self.gguf is None else {"gguf_file": self.gguf.path.name}),
                 )
         except ImportError as error:
             raise LackingError(f"{self.spec}: its tokenizer needs a package: {error}") from error
@@ -250,6 +294,8 @@ class LoadedModel:
         return tokenizer
 
     def _has_tokenizer(self) -> bool:
+        if self.gguf is not None:
+            return self.gguf.has_tokenizer
         return self.folder is not None and any(
             next(self.folder.glob(name), None) for name in _TOKENIZER_FILES
         )
@@ -262,13 +308,15 @@ def load_model(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    gguf: str | None = None,
 ) -> LoadedModel:
     """Load a decoder for measuring, and refuse it in one clear line where it cannot be trusted.
 
     Parameters
     ----------
     spec : str
-        ``reference``, a local folder, or a hub id. Safetensors weights only.
+        ``reference``, ``smollm2``, a local folder, a hub id, or a GGUF file. Weights of
+        safetensors and GGUF only.
     device : str
         ``auto`` (a GPU if there is one; spread out when the model does not fit), ``cpu``, ``cuda``,
         ``cuda:N``, ``mps``, ``balanced`` (evenly over GPUs) or ``offload`` (one layer at a time).
@@ -278,11 +326,14 @@ def load_model(
         Run the Python code that a model brings along.
     revision : str, optional
         Of a hub id.
+    gguf : str, optional
+        Name of a GGUF file in the folder or on the hub, to read in place of safetensors.
 
     Raises
     ------
     UsageError
-        No such model, no safetensors, an unknown device or dtype, an unsupported architecture.
+        No such model, no weights that are read, an unknown device or dtype, an unsupported
+        architecture.
     FailedError
         A damaged, incomplete or mismatched checkpoint; NaN or infinite weights.
     LackingError
@@ -290,10 +341,10 @@ def load_model(
     """
     target = main_device(device)
     kind = parse_dtype(dtype, target)
-    checkpoint = locate(spec, revision=revision, with_code=trust_remote_code)
+    checkpoint = locate(spec, revision=revision, with_code=trust_remote_code, gguf=gguf)
     with quiet():
-        config = read_config(spec, checkpoint.folder, trust_remote_code)
-        needed = checkpoint.size // checkpoint.stored_itemsize * kind.itemsize
+        config = read_config(spec, checkpoint.folder, trust_remote_code, checkpoint.gguf)
+        needed = int(checkpoint.size / checkpoint.stored_itemsize) * kind.itemsize
         device_map = device_map_for(
             device, target, needed, config, trust_remote_code=trust_remote_code
         )
@@ -351,5 +402,6 @@ def _examined(
         vocab_size=model.get_input_embeddings().weight.shape[0],
         folder=checkpoint.folder if checkpoint else None,
         trust_remote_code=trusted,
+        gguf=checkpoint.gguf if checkpoint else None,
         _scratch=scratch,
     )

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.models.gguf import GgufFile, choose_gguf, read_gguf, smollm2_file
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 from kvprof.models.noise import quiet
 
@@ -53,7 +54,9 @@ _SPLIT = (
 _LEAST_BYTES = 0.1  # of a parameter, however it is quantised
 
 
-def check_config_sizes(what: str, config: Any, stored: int | None = None) -> None:
+def check_config_sizes(
+    what: str, config: Any, stored: int | None = None, file: str = "config.json"
+) -> None:
     """Refuse sizes that no model has.
 
     Parameters
@@ -64,6 +67,8 @@ def check_config_sizes(what: str, config: Any, stored: int | None = None) -> Non
         The content of a ``config.json``.
     stored : int, optional
         Bytes of the weights beside it: a model that is many times larger is another one.
+    file : str
+        Where it stands.
 
     Raises
     ------
@@ -71,7 +76,7 @@ def check_config_sizes(what: str, config: Any, stored: int | None = None) -> Non
         Naming the size.
     """
     if not isinstance(config, Mapping):
-        raise FailedError(f"{what}: config.json is damaged (it is no object)")
+        raise FailedError(f"{what}: {file} is damaged (it is no object)")
     for part in _parts(config):
         for name, limit in _LIMITS.items():
             value = part.get(name)
@@ -82,7 +87,7 @@ def check_config_sizes(what: str, config: Any, stored: int | None = None) -> Non
                 if isinstance(value, list) and len(value) <= limit:
                     continue  # one per layer, in some kinds of model
                 raise FailedError(
-                    f"{what}: config.json says {name} is {str(value)[:40]}, and not a whole number "
+                    f"{what}: {file} says {name} is {str(value)[:40]}, and not a whole number "
                     f"from 1 to {limit:,}"
                 )
         for whole, parts in _SPLIT:
@@ -90,7 +95,7 @@ def check_config_sizes(what: str, config: Any, stored: int | None = None) -> Non
             own = parts == "num_attention_heads" and part.get("head_dim") is not None
             if isinstance(large, int) and isinstance(small, int) and large % small and not own:
                 raise FailedError(
-                    f"{what}: config.json says {whole} is {large}, which {parts}, {small}, does "
+                    f"{what}: {file} says {whole} is {large}, which {parts}, {small}, does "
                     "not divide"
                 )
         layers, width = part.get("num_hidden_layers"), part.get("hidden_size")
@@ -99,7 +104,7 @@ def check_config_sizes(what: str, config: Any, stored: int | None = None) -> Non
             smallest = layers * width * width * _LEAST_BYTES
             if smallest > max(stored, 1 << 20):
                 raise FailedError(
-                    f"{what}: config.json describes {layers:,} layers of {width:,}, far more than "
+                    f"{what}: {file} describes {layers:,} layers of {width:,}, far more than "
                     "the weights beside it hold; it belongs to another model"
                 )
 
@@ -119,37 +124,61 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's folder: its config, its safetensors files, and their size in bytes."""
+    """A model's folder, the files of its weights, and what they take in bytes.
+
+    Attributes
+    ----------
+    folder : Path
+        Where its config and tokenizer lie.
+    revision : str or None
+        Commit on the hub.
+    files : tuple of Path
+        Safetensors files, or one GGUF file, which holds config and tokenizer as well.
+    size : int
+        Of the files.
+    stored_itemsize : float
+        Bytes of a number in them.
+    gguf : GgufFile or None
+        What the GGUF file says of itself.
+    """
 
     folder: Path
     revision: str | None
     files: tuple[Path, ...]
     size: int
-    stored_itemsize: int
+    stored_itemsize: float
+    gguf: GgufFile | None = None
 
 
-def locate(spec: str, *, revision: str | None = None, with_code: bool = False) -> Checkpoint:
-    """Find a model's folder and check that its files are whole.
+def locate(
+    spec: str, *, revision: str | None = None, with_code: bool = False, gguf: str | None = None
+) -> Checkpoint:
+    """Find a model's files and check that they are whole.
 
     Parameters
     ----------
     spec : str
-        ``reference``, a local folder, or a hub id. A local folder never touches the network.
+        ``reference``, ``smollm2``, a local folder, a GGUF file, or a hub id. What is local never
+        touches the network.
     revision : str, optional
         Branch, tag or commit of a hub id.
     with_code : bool
         Also fetch the Python files of a hub repository.
+    gguf : str, optional
+        Name of a GGUF file in the folder or the repository.
 
     Raises
     ------
     UsageError
-        No such model, no config, or no safetensors weights.
+        No such model, no config, or neither safetensors nor GGUF weights.
     FailedError
         A file is damaged or a part is missing.
     LackingError
-        The model is gated, or the hub cannot be reached and the model is not in its cache.
+        The model is gated, the hub cannot be reached and the model is not in its cache, or a
+        package is missing.
     """
     path = Path(spec).expanduser()
+    chosen: Path | None = None
     if spec == "reference":
         folder = Path(str(files("kvprof"))) / "assets" / "reference"
         if not folder.is_dir():
@@ -159,30 +188,55 @@ def locate(spec: str, *, revision: str | None = None, with_code: bool = False) -
             )
     elif path.is_dir():
         folder = path
+        chosen = choose_gguf(spec, folder, gguf)
+    elif spec == "smollm2" or path.suffix == ".gguf":
+        chosen = smollm2_file() if spec == "smollm2" else path
+        folder = chosen.parent
+        if not chosen.is_file():
+            raise UsageError(f"no model {spec!r}: there is no such file")
     elif path.exists():
-        raise UsageError(f"{spec} is a file; name the folder that holds config.json")
+        raise UsageError(
+            f"{spec} is a file, and none that ends in .gguf; name the folder that holds config.json"
+        )
     elif not HUB_ID.fullmatch(spec):
         raise UsageError(f"no model {spec!r}: there is no such folder, and it is no hub id")
+    elif gguf is not None:
+        return _gguf(spec, _from_hub(spec, revision, with_code, gguf), of_hub=True)
     else:
         folder = _from_hub(spec, revision, with_code)
         return _checked(spec, folder, folder.name)
     if revision is not None:
-        raise UsageError(f"{spec} is a local folder, which has no revisions; leave --revision out")
-    return _checked(spec, folder, None)
+        raise UsageError(f"{spec} is local, and has no revisions; leave --revision out")
+    if gguf is not None and (chosen is None or not path.is_dir()):
+        raise UsageError(
+            f"--gguf names a file of a folder or a repository, and {spec} is neither; leave it out"
+        )
+    return _checked(spec, folder, None) if chosen is None else _gguf(spec, chosen)
 
 
-def _from_hub(spec: str, revision: str | None, with_code: bool) -> Path:
+def _gguf(spec: str, path: Path, of_hub: bool = False) -> Checkpoint:
+    found = read_gguf(spec, path)
+    size = path.stat().st_size
+    numbers = max(found.numbers, 1)
+    return Checkpoint(
+        path.parent, path.parent.name if of_hub else None, (path,), size, size / numbers, found
+    )
+
+
+def _from_hub(spec: str, revision: str | None, with_code: bool, gguf: str | None = None) -> Path:
     if hub_answers():
-        return _fetched(spec, revision, with_code, local=False)
+        return _fetched(spec, revision, with_code, gguf, local=False)
     constants = huggingface_hub.constants
     offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True  # not a word to the network
     try:
-        return _fetched(spec, revision, with_code, local=True)
+        return _fetched(spec, revision, with_code, gguf, local=True)
     finally:
         constants.HF_HUB_OFFLINE = offline
 
 
-def _fetched(spec: str, revision: str | None, with_code: bool, *, local: bool) -> Path:
+def _fetched(
+    spec: str, revision: str | None, with_code: bool, gguf: str | None, *, local: bool
+) -> Path:
 
     def fetch(name: str) -> Path:
         return Path(
@@ -190,6 +244,9 @@ def _fetched(spec: str, revision: str | None, with_code: bool, *, local: bool) -
         )
 
     try:
+        if gguf is not None:
+            with quiet():
+                return fetch(gguf)
         with quiet():  # without a network the hub's client tells of every retry
             folder = fetch("config.json").parent
         try:
@@ -216,9 +273,11 @@ def _fetched(spec: str, revision: str | None, with_code: bool, *, local: bool) -
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise LackingError(unreachable(spec)) from error
     except EntryNotFoundError as error:
+        if gguf is not None:
+            raise UsageError(f"--gguf: {spec} has no file {gguf!r}") from error
         raise UsageError(
-            f"{spec} has no config.json or no safetensors weights ({_SINGLE}); kvprof reads "
-            "nothing else"
+            f"{spec} has no config.json or no safetensors weights ({_SINGLE}); of other weights "
+            "kvprof reads GGUF (--gguf FILE)"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise LackingError(f"{spec} cannot be fetched from the hub: {error}") from error
@@ -265,10 +324,10 @@ def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
         others = sorted(p.name for p in folder.glob("*.bin"))
         found = f"only {others[0]}" if others else f"no {_SINGLE}"
         raise UsageError(
-            f"{spec} has {found}; kvprof reads safetensors weights only (convert it with "
-            "model.save_pretrained)"
+            f"{spec} has {found}; kvprof reads safetensors and GGUF weights only (convert it "
+            "with model.save_pretrained)"
         )
-    itemsize = 2
+    itemsize = 2.0
     for name in names:
         if not (folder / name).is_file():
             raise FailedError(f"{spec}: {name} is missing; the checkpoint is not complete")
@@ -276,7 +335,7 @@ def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
             # Opening reads the header and compares it with the file's length.
             with safe_open(folder / name, framework="pt") as tensors:
                 for key in list(tensors.keys())[:1]:
-                    itemsize = {"F32": 4, "F64": 8}.get(tensors.get_slice(key).get_dtype(), 2)
+                    itemsize = {"F32": 4.0, "F64": 8.0}.get(tensors.get_slice(key).get_dtype(), 2.0)
         except (SafetensorError, OSError) as error:
             raise FailedError(f"{spec}: {name} is truncated or damaged ({error})") from error
     paths = tuple(folder / name for name in names)

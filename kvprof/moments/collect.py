@@ -299,7 +299,7 @@ def _info(loaded: LoadedModel, source: Source, options: CollectOptions) -> dict[
     return {
         "model": loaded.spec,
         "architecture": loaded.layout.architecture,
-        "revision": loaded.revision,
+        **loaded.origin,
         "source": source.name,
         "seed": options.seed if source.kind is SourceKind.RANDOM else None,
         "prefix": _prefix(loaded, source),

@@ -37,6 +37,7 @@ _FREE = frozenset(
         "--dtype",
         "--fail-on-claim",
         "--fit",
+        "--gguf",
         "--grid",
         "--harness-limit",
         "--input-len",

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.views.figure import draw_reference, label_axes, new_figure, point_style, titled
 from kvprof.views.numbers import MISSING, number, percent, rate_in_bytes
-from kvprof.views.page import ends, framed, heading, paragraph, tidy_csv
+from kvprof.views.page import ends, framed, heading, paragraph, tidy_csv, weights_row
 from kvprof.views.tables import DataTable, SplitTable, columns
 
 __all__ = [
@@ -556,6 +556,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
     tokens = max((one["decoded_tokens"] for one in evaluations), default=0)
     return {
         "model": inputs["model"],
+        **weights_row(inputs),
         "fingerprint": inputs["fingerprint"],
         "protocol": _PROTOCOLS[inputs["protocol"]],
         "text": f"{', '.join(inputs['text'])}: {inputs['sequences']} sequences of "

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvprof.views.evaluation import apart_note
 from kvprof.views.figure import draw_curves, draw_reference, new_figure, titled
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes
-from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
+from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
@@ -617,6 +617,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
     tested = sum(len(method["points"]) for method in data["methods"])
     return {
         "model": inputs["model"],
+        **weights_row(inputs),
         "fingerprint": inputs["fingerprint"],
         "uncompressed": ", ".join(whole),
         "text": _text(inputs, base.get("decoded_tokens", 0)),

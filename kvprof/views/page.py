@@ -32,6 +32,7 @@ __all__ = [
     "tidy_csv",
     "to_ascii",
     "warned",
+    "weights_row",
     "wrap",
 ]
 
@@ -169,6 +170,12 @@ class Bullet:
 _INCOMPLETE = (
     "INCOMPLETE: the run stopped before its end; these figures cover what was measured until then."
 )
+
+
+def weights_row(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the row that says which GGUF file a model was read from, and how it is rounded."""
+    gguf = inputs.get("gguf")
+    return {} if not gguf else {"weights": f"{gguf['file']}, {gguf['quantisation']}"}
 
 
 def framed(

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from kvprof.sizes import format_bytes, format_count
 from kvprof.views.heatmap import rank_maps
 from kvprof.views.numbers import MISSING, number, percent, span
-from kvprof.views.page import bullets, framed, heading, paragraph
+from kvprof.views.page import bullets, framed, heading, paragraph, weights_row
 from kvprof.views.tables import Column, DataTable, key_values
 
 __all__ = ["fit_parts", "report", "summary"]
@@ -356,6 +356,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, str]:
     tokens = f", {calibration['tokens']:,} tokens" if "tokens" in calibration else ""
     shown = {
         "model": made.get("model"),
+        **weights_row(result["inputs"]),
         "fingerprint": plan["fingerprint"],
         "plan": inputs.get("plan_file"),
         "saved": inputs.get("saved"),

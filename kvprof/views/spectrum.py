@@ -12,7 +12,7 @@ from kvprof.errors import UsageError
 from kvprof.views.figure import draw_curves, draw_map, new_figure, titled
 from kvprof.views.heatmap import rank_maps
 from kvprof.views.numbers import number, percent, span
-from kvprof.views.page import framed, heading, paragraph, tidy_csv
+from kvprof.views.page import framed, heading, paragraph, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import Column, DataTable
 
@@ -627,6 +627,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
     where = [str(inputs[key]) for key in ("dtype", "device") if key in inputs]
     shown = {
         "model": f"{inputs.get('model', 'a model')} ({heads}, {inputs['num_heads']} query heads)",
+        **weights_row(inputs),
         "fingerprint": inputs["fingerprint"],
         "source": inputs.get("source_description") or inputs.get("source"),
         "tokens": f"{inputs['tokens']:,}",

@@ -10,7 +10,7 @@ from rich.text import Text
 from kvprof.views.figure import draw_curves, outer_legend, panel_figure, titled
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import MISSING, count, number, percent
-from kvprof.views.page import bullets, framed, heading, how_to_read, paragraph
+from kvprof.views.page import bullets, framed, heading, how_to_read, paragraph, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.spectrum import PAIR_NAMES, rate_text
 from kvprof.views.stability_data import (
@@ -673,6 +673,7 @@ def _provenance(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]])
     counts = sorted({tokens for curve in compared for tokens in curve.counts})
     return {
         "model": inputs["model"] or "none loaded, saved moments",
+        **weights_row(inputs),
         "fingerprint": inputs["fingerprint"],
         "source": f"{inputs['source']}, {', '.join(map(count, counts)) or 'no'} tokens in "
         f"sequences of {inputs['seq_len']:,}",

