@@ -21,9 +21,8 @@ from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Doubts, Found, Timed, add_row
 from kvprof.benchmark.shapes import Shape, load_shape
 from kvprof.benchmark.timing import DeviceLost, Interrupted, Sampler, interleaved, sampler
-from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.errors import LackingError, UsageError
 from kvprof.models.placement import main_device, parse_dtype
-from kvprof.moments.calibrator import CalibrationInterrupted
 from kvprof.moments.options import Progress, silent
 
 __all__ = ["BenchRequest", "Budget", "Point", "measure", "run_bench"]
@@ -364,23 +363,20 @@ def run_bench(
     device = main_device(request.device)
     dtype = parse_dtype(request.dtype, device)
     found = Found()
-    try:
-        chosen = make_methods(
-            list(dict.fromkeys(request.methods)),
-            shape,
-            model=str(request.shape),
-            rate=request.rate,
-            ranks=str(request.ranks) if request.ranks is not None else None,
-            plans=named_plans(request.plans),
-            device=device,
-            dtype=dtype,
-            tokens=max(request.seqs),
-            seed=request.seed,
-            progress=progress,
-            should_stop=should_stop,
-        )
-    except CalibrationInterrupted as cause:
-        raise FailedError(f"calibration {cause}: nothing was measured") from None
+    chosen = make_methods(
+        list(dict.fromkeys(request.methods)),
+        shape,
+        model=str(request.shape),
+        rate=request.rate,
+        ranks=str(request.ranks) if request.ranks is not None else None,
+        plans=named_plans(request.plans),
+        device=device,
+        dtype=dtype,
+        tokens=max(request.seqs),
+        seed=request.seed,
+        progress=progress,
+        should_stop=should_stop,
+    )
     for _, widths in chosen:
         for text in widths.warnings if widths is not None else ():
             found.warn(text)

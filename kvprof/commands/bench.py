@@ -219,6 +219,7 @@ def bench(
     # Everything from here on needs torch.
     from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
     from kvprof.benchmark.run import run_bench
+    from kvprof.commands.steps import calibration_interrupts
     from kvprof.views import bench as view
 
     request = BenchRequest(
@@ -238,7 +239,8 @@ def bench(
     )
     _check_schedules(request)
     with graceful_interrupt() as stop:
-        data, warnings = run_bench(request, progress=console.track, should_stop=stop)
+        with calibration_interrupts():
+            data, warnings = run_bench(request, progress=console.track, should_stop=stop)
         stopped = data.get("stopped")
         complete = stopped is None and not stop()
         result = build_result(

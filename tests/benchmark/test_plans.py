@@ -23,6 +23,7 @@ from kvprof.methods.family import MethodInputs, plan_at
 from kvprof.methods.named import METHOD_NAMES
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
+from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
 from kvprof.records.files import read_result
 from tests.benchmark.folder import save_config
 from tests.commands.running import kvprof
@@ -129,6 +130,7 @@ def test_a_shape_is_laid_out_as_a_model():
 
 def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
+    monkeypatch.setattr("kvprof.moments.calibrator.DEFAULT_TOKENS", 512)
     common = ("--model", "reference", "--rate", "0.25", "--device", "cpu", "--repeats", "3")
     names = ("--methods", "full,keys-only,keys-only-4bit")
     done = kvprof(
@@ -174,3 +176,15 @@ def test_a_plan_file_is_timed_beside_full_width_by_both(tmp_path, monkeypatch):
     done = kvprof("bench", "--plan", tmp_path / "nothing", "--device", "cpu")
     assert done.code == 2
     assert "nothing" in done.error
+
+
+def test_a_calibration_that_is_interrupted_ends_as_every_interrupted_run(monkeypatch):
+    def stopped(*_arguments, **_options):
+        raise CalibrationInterrupted("interrupted after 0 of 8,192")
+
+    monkeypatch.setattr(Calibrator, "family", stopped)
+    monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
+    asked = ("--model", "reference", "--device", "cpu", "--seq", "64", "--methods", "fdc:grid=16")
+    done = kvprof("bench", *asked)
+    assert done.code == 130
+    assert "calibration interrupted after 0 of 8,192" in done.error
