@@ -79,7 +79,11 @@ RECORDS = (
 EXPORTS = ("csv", "md", "html", "perfetto")
 
 _SAYS_WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?")
-_LEFT_OUT = ("created", "environment", "kvprof_version", "events")
+# The row of an evaluation's report that says how long each method took.
+_TIMES = re.compile(r"(?m)^( *seconds +).*$")
+_LEFT_OUT = ("created", "environment", "kvprof_version", "events", "seconds")
+# Of what is timed: what another run on the same machine may have otherwise.
+_CHANGES = ("warnings", "telemetry", "peak", "source", "label", "baseline", "best")
 _TIMED_KEYS = re.compile(
     r"second|_s$|^s$|time|speedup|share|bandwidth|clock|memory|load|drift|doubt"
 )
@@ -115,6 +119,7 @@ def said(line: str, columns: int) -> tuple[int, str, str]:
         _, status = os.waitpid(child, 0)
         told = [one for one in err.read_text(errors="replace").splitlines() if "kvprof: " in one]
         text = _SAYS_WHEN.sub("(when)", out.read_text(errors="replace"))
+        text = _TIMES.sub(r"\1(figures)", text)
         return os.waitstatus_to_exitcode(status), text, "".join(f"{one}\n" for one in told)
 
 
@@ -149,13 +154,13 @@ def measured(name: str, line: str, timed: bool) -> Iterator[tuple[str, str]]:
         if not timed:
             yield f"{name}-{WIDTHS[1]}.txt", said(f"show {path}", WIDTHS[1])[1]
         found = json.loads(path.read_text())
-    kept = {key: value for key, value in found.items() if key not in _LEFT_OUT}
-    yield f"{name}.json", json.dumps(_plain(kept, timed), indent=1, ensure_ascii=False) + "\n"
+    yield f"{name}.json", json.dumps(_plain(found, timed), indent=1, ensure_ascii=False) + "\n"
 
 
 def _plain(value: Any, timed: bool, key: str = "") -> Any:
     if isinstance(value, dict):
-        return {name: _plain(one, timed, name) for name, one in value.items()}
+        left = (*_LEFT_OUT, *_CHANGES) if timed else _LEFT_OUT
+        return {name: _plain(one, timed, name) for name, one in value.items() if name not in left}
     if isinstance(value, list):
         if timed and all(isinstance(one, float | int) for one in value) and len(value) > 2:
             return "(figures)"

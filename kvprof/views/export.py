@@ -228,8 +228,9 @@ footer { margin-top: 3rem; color: var(--dim); font-size: .85rem; }
 @media print {
   :root { color-scheme: light; }
   body { max-width: none; margin: 0; padding: 0; font-size: 9pt; }
-  table { display: table; overflow: visible; font-size: 7.5pt; max-width: 100%; }
-  th, td { padding: .1rem .35rem .1rem 0; white-space: normal; overflow-wrap: anywhere; }
+  table { display: table; overflow: visible; font-size: 7pt; max-width: 100%; }
+  /* Cells break between words: "anywhere" would let a narrow column cut them. */
+  th, td { padding: .1rem .35rem .1rem 0; white-space: normal; overflow-wrap: break-word; }
   th.w, td.w { min-width: 0; }
   thead { display: table-header-group; }
   tr, figure { break-inside: avoid; } h2 { break-after: avoid; }
