@@ -119,7 +119,7 @@ def _papers() -> str:
             f"`{name}`",
             options(setting),
             f"`{setting.source}`, {setting.tokens:,}",
-            " ".join(setting.told()),
+            " ".join(setting.differences()),
         )
         for name, setting in PAPERS.items()
     ]

@@ -29,6 +29,9 @@ __all__ = ["BenchRequest", "Budget", "Point", "measure", "run_bench"]
 
 # --- All rows of one phase, batch and context: the baselines first, then each method against
 # the best.
+#
+# The fastest full-width kernel is kept beside every method and sampled in turn with it, so a
+# speed-up is a ratio of medians of the same minutes.
 
 
 # How often slower than the best a kernel is that further samples do not help: after one, after two.

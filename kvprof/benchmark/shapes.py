@@ -231,6 +231,11 @@ def _from_data(name: str, entry: dict[str, Any]) -> Shape:
 
 
 # --- A shape from a local config: a small random model of its kind is built and looked at.
+#
+# Heads, widths, windows and sinks are what the probe of `kvprof.models` finds in the model's
+# own code; layers, hidden size, MLP and vocabulary are cut down before, because attention's
+# shape does not depend on them. No weights are read, and no code that a model brings along is
+# run.
 
 
 _HIDDEN = 64

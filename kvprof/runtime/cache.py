@@ -196,6 +196,10 @@ def _concatenated(parts: Sequence[Part]) -> Part:
 
 # --- Rows of a batch that have seen the same number of real tokens: what one layer stores for
 # them.
+#
+# Left padding makes the rows of a batch start at different tokens. Sinks, windows, levels and
+# eviction count from a row's first real token, so rows that start together are stored together,
+# each tensor dense, and no padding is stored at all.
 
 
 @dataclass(eq=False)

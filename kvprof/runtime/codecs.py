@@ -255,6 +255,12 @@ def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> C
 
 
 # --- Rows of latents kept by HQQ and quanto, through their own functions.
+#
+# Both libraries group and pack along the first dimension of a matrix, which would weave tokens
+# together. Here a group of columns of one token is a column of the matrix that they get, so
+# that every token's codes, scales and zeros are its own and a cache can append, pick and drop
+# tokens. Scales and zeros are kept in the rows' own dtype, as transformers' quantised cache
+# keeps them.
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ __all__ = ["Compression", "active", "attend", "check_runs", "compressed", "refus
 
 # --- A layer's attention as one operator of torch: all that ``torch.compile`` sees of the
 # runtime.
+#
+# The operator finds the layer, its plan and its cache by the identity of the attention module.
+# What it stores is not among its arguments, so no CUDA graph of Inductor's may hold it (it is
+# tagged so: they are cut there); a graph that a user captures may, see
+# `CompressedCache.replayed`.
 
 
 #: By the identity of every attention module that runs compressed: registered functions are global.

@@ -85,6 +85,11 @@ def _by_head(groups: tuple[HeadGroup, ...]) -> list[float]:
 
 
 # --- How far each layer's attention is from full width in float64, on the very same inputs.
+#
+# Inputs and outputs of every attention module are caught while the model decodes through the
+# compressed cache. Then the uncompressed model runs over the same tokens, and a float64 copy of
+# each module attends to what its compressed twin was given. Both ends are hidden states, so
+# that folded projections and rotated bases do not matter.
 
 
 # Attention in float64 over more tokens would take longer than the run itself.

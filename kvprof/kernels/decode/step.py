@@ -80,6 +80,9 @@ def _checked(
 
 
 # --- Decoding as operators of torch, ``kvprof::decode`` and ``kvprof::decode_cut``.
+#
+# So that ``torch.compile`` and CUDA graphs go through: a call is one opaque operator with
+# tensors and numbers, and its workspace is allocated inside it, where nobody sees it.
 
 
 @torch.library.custom_op("kvprof::decode_cut", mutates_args=())

@@ -17,6 +17,11 @@ __all__ = ["Addresses", "Columns", "SideAddresses", "addresses_of", "append", "r
 
 # --- Where single tokens of a segment lie in a layer's buffer, value by value, for all heads at
 # once.
+#
+# A value's address is linear in the block, the part and the place of its token, with constants
+# of its column (`kvprof.kernels.levels.layout` has the drawing). The constants are made once
+# per layout, the addresses once per pass for all layers that are stored alike; what is left per
+# layer is to quantise and to scatter, a few launches whatever the number of heads.
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,9 @@ __all__ = ["level_pieces", "tile"]
 
 # --- One tile of tokens in `kvprof.kernels.levels.kernel`: scores, online softmax, weighted
 # values.
+#
+# A tile is one block or two neighbouring ones, which `kvprof.kernels.levels.layout` draws.
+# Addresses are one pointer, what a lane adds to it, and constants.
 
 
 # mypy: ignore-errors

@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 # --- How a step over segments is cut into pieces that cost the same, stated on the host.
+#
+# The device does the same (below). A unit is one segment of one KV
+# head of one row; its cost is its tokens times their bytes, weighed by what they are, plus a
+# constant per token.
 
 
 #: Parts of a byte in which costs are counted.
@@ -176,6 +180,8 @@ def equal_shares(
 
 
 # --- A step over segments is cut on the device, so that a CUDA graph may hold it.
+#
+# What stands above states the same on the host in plain Python.
 
 
 # mypy: ignore-errors

@@ -38,6 +38,9 @@ __all__ = [
 
 # --- Attention over segments as operators of torch, ``kvprof::levels`` and
 # ``kvprof::levels_cut``.
+#
+# So that ``torch.compile`` and CUDA graphs go through: a call is one opaque operator with
+# tensors and numbers, and its workspace is allocated inside it, where nobody sees it.
 
 
 #: Numbers of a segment before its widths.

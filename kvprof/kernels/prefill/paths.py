@@ -33,6 +33,11 @@ __all__ = [
 ]
 
 # --- A prompt's attention through torch's own kernels, heads grouped by what those reward.
+#
+# Libraries want dense heads of one width, keys and values apart. On an H200 cuDNN's time falls
+# at 64 and 128 and hardly between, so widths are padded to those and heads of the same padded
+# pair share a call. What a library knows no option for (soft-cap, sinks, windows, tokens before
+# the prompt's) it does not run.
 
 
 #: Widths at which a library's time falls.

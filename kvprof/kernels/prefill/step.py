@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 # --- A prompt's attention as an operator of torch, ``kvprof::prefill``.
+#
+# So that ``torch.compile`` and CUDA graphs go through: a call is one opaque operator with
+# tensors and numbers. What it needs beside them (the table of blocks, the measured path) is
+# made on the first call and remembered, so a graph is captured after one run.
 
 
 @torch.library.custom_op("kvprof::prefill", mutates_args=())

@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 # --- How a pass is cut into units: blocks of a head's columns, 16 to 128 wide.
+#
+# Columns and not heads, so that the kernel knows at most four widths however ragged a layer is,
+# and so that one token per sequence still makes work for many multiprocessors.
 
 
 #: Rows of `Unit` on the device, and the rows of `Case` in it.

@@ -145,6 +145,9 @@ def cut_pieces(
 
 # --- The reconstruction step as operators, ``kvprof::reconstruct`` and
 # ``kvprof::reconstruct_cut``.
+#
+# So that ``torch.compile`` and CUDA graphs go through: a call is one opaque operator with
+# tensors and numbers, and its workspace is allocated inside it, where nobody sees it.
 
 
 def constants_of(form: Form, *, capped: bool) -> dict[str, Any]:

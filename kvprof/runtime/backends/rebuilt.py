@@ -47,6 +47,10 @@ __all__ = [
 
 # --- How a model's rotary function pairs columns and reads its tables, as the kernels have to
 # know it.
+#
+# The torch path calls the function itself; a kernel computes ``k1 cos - k2 sin`` and ``k2 cos +
+# k1 sin`` of every pair. Which columns are a pair, and where its angle lies in a table, is
+# found by calling the function with angles that are all different.
 
 
 _UNKNOWN = "keys are rotated in a form that the kernels do not know"

@@ -147,12 +147,12 @@ def test_a_layer_that_no_graph_holds_is_the_sum_of_parts_that_graphs_hold(monkey
             return 9.0
 
     told = []
-    timed = layer_bench.unit_sampler
+    timed = layer_bench.call_sampler
     monkeypatch.setattr(layer_bench, "layer_sampler", lambda units, device, pool: Slow())
     if parts_too:
         monkeypatch.setattr(
             layer_bench,
-            "unit_sampler",
+            "call_sampler",
             lambda unit, device, pool: Slow() if unit.part == "mlp" else timed(unit, device),
         )
     bench = tiny_bench(warn=told.append)
