@@ -159,6 +159,7 @@ GgufOption = Annotated[
     str | None,
     typer.Option(
         "--gguf",
+        metavar="FILE",
         rich_help_panel=MODEL,
         help="Name of a GGUF file in the model's folder or repository, to read its weights from.",
     ),
