@@ -5,14 +5,12 @@ A function here takes what was typed so far and returns what it could become; ty
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvprof.methods.named import method_names
 
 __all__ = ["folders_here", "methods", "models", "shapes", "starting"]
-
-Complete = Callable[[str], list[str]]
 
 
 def models(incomplete: str) -> list[str]:

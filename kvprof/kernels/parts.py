@@ -13,7 +13,7 @@ from kvprof.kernels.tables import Output, Part, column
 
 __all__ = ["Schedule", "empty_parts", "launch_merge", "merge_pieces", "merge_sizes"]
 
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 #: Columns that a merging program joins: few, so that there are programs enough at batch 1.
@@ -113,7 +113,8 @@ def merge_pieces(
     for begin in range(0, count, MOST):
         part = begin + tl.arange(0, MOST)
         there = part < count
-        item = (first + part) * GROUP + query
+        # int64: items of large batches have more than 2^31 values between them.
+        item = (first + part).to(tl.int64) * GROUP + query
         here = tl.load(logs + item, mask=there, other=float("-inf"))
         rows = partial + item[:, None] * WIDEST + columns[None, :]
         values = tl.load(rows, mask=there[:, None] & wanted[None, :], other=0.0)

@@ -409,7 +409,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     ----------
     layer : LayerPlan
         What the plan makes of it.
-    compression : Compression
+    compression : CacheOwner
         Whose cache this is part of.
     static : StaticBuffers or None
         Room reserved in advance (a static cache).
@@ -629,7 +629,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     Parameters
     ----------
-    compression : Compression
+    compression : CacheOwner
         What it belongs to.
     capacity : int or None
         Tokens to reserve room for at once (a static cache); None grows with the sequence.

@@ -76,9 +76,9 @@ def decode_rungs(
 
     Parameters
     ----------
-    requests : iterable of Request
+    requests : iterable of RequestLengths
         Whose first and last steps are measured.
-    sampled : iterable of Request
+    sampled : iterable of RequestLengths
         Whose steps have to lie between measured ones.
     window : int or None
         Of layers with a sliding window: no step of theirs reads more.
@@ -174,7 +174,7 @@ class ComposedRequest:
 
     Attributes
     ----------
-    request : Request
+    request : RequestLengths
     prefill, decode : dict of float
         Seconds by part.
     prefill_seconds, decode_seconds : float
@@ -219,15 +219,15 @@ class Composer:
 
     Attributes
     ----------
-    bench : Bench
+    bench : LayerBench
     variant : Variant
     widths : Widths or None
     batch : int
-    requests : sequence of Request
+    requests : sequence of RequestLengths
         That will be asked for: their lengths decide where is measured.
     rate : float
         Of a matrix product, in flop/s.
-    sampled : sequence of Request
+    sampled : sequence of RequestLengths
         Many more, which are put together from points between which they lie.
     powered : bool
         Whether the requests' energy is wanted.
@@ -306,7 +306,7 @@ class Composer:
 
         Parameters
         ----------
-        request : Request
+        request : RequestLengths
         """
         _, window = self._kinds()[0]
         found = [self._point("prefill", below(self._prefill_rungs, request.input_len), window)]
@@ -409,7 +409,7 @@ class Composer:
 
         Parameters
         ----------
-        request : Request
+        request : RequestLengths
         tell : callable, optional
             Given a context, the steps that it stands for, one layer's (or the pass's own) parts and
             how often they occur in a step.
@@ -541,7 +541,7 @@ class Composer:
 
         Parameters
         ----------
-        request : Request
+        request : RequestLengths
 
         Returns
         -------

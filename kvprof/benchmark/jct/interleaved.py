@@ -236,7 +236,7 @@ class RequestRun:
         Of the run's clock; `ended` is None until it has run to its end.
     steps : list of Step
         Prefill first.
-    parts : dict of Parts
+    parts : dict of LayerPartSeconds
         By step, of those that were marked and are emitted.
     timed, inexact : float
         Seconds of these parts, and of those that are not exact.

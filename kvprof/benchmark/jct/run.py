@@ -88,7 +88,7 @@ def differences(
     case, method : str
     real : CaseFinished
         Its uninstrumented times count.
-    composed : Composition
+    composed : ComposedRequest
     warn : callable
     """
     rows: list[dict[str, Any]] = []

@@ -69,7 +69,7 @@ class Trace:
         For example ``fdc/arxiv``.
     source : str
         Paper, table and row.
-    input, output : Lengths
+    input, output : TokenRange
     """
 
     name: str
@@ -245,7 +245,7 @@ def trace_warnings(method: str, requests: Sequence[ComposedRequest]) -> list[str
     Parameters
     ----------
     method : str
-    requests : sequence of Composition
+    requests : sequence of ComposedRequest
     """
     found = []
     if predicted := [one for one in requests if one.predicted_from is not None]:
@@ -354,7 +354,7 @@ def capacity(
 
     Parameters
     ----------
-    bench : Bench
+    bench : LayerBench
     methods : list of (Variant, Widths or None)
     context : int
         Tokens per sequence at which throughput is measured.

@@ -41,7 +41,7 @@ __all__ = [
 # `kvprof.kernels.decode.cuts` states the same on the host in plain Python.
 
 
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 

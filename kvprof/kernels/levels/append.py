@@ -237,7 +237,7 @@ def write(buffer: Tensor, places: Addresses, keys: Tensor, values: Tensor) -> No
     ----------
     buffer : Tensor
         Written.
-    places : Places
+    places : Addresses
         No two tokens at one place.
     keys, values : Tensor
         ``[batch, n, Σ width]``, the heads side by side.
@@ -254,7 +254,7 @@ def read(buffer: Tensor, places: Addresses) -> tuple[Tensor, Tensor]:
     Parameters
     ----------
     buffer : Tensor
-    places : Places
+    places : Addresses
     """
     return _read(buffer, places.keys), _read(buffer, places.values)
 

@@ -22,8 +22,7 @@ from kvprof.kernels.tables import Part, column
 
 __all__ = ["level_pieces", "tile"]
 
-# --- One tile of tokens in `kvprof.kernels.levels.kernel`: scores, online softmax, weighted
-# values.
+# --- One tile of tokens: scores, online softmax, weighted values.
 #
 # A tile is one block or two neighbouring ones, which `kvprof.kernels.levels.layout` draws.
 # Addresses are one pointer, what a lane adds to it, and constants.
@@ -361,10 +360,6 @@ def tile(
         )
         found += (more,)
     return found, fixes, higher
-
-
-# mypy: ignore-errors
-# Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 
 _HEADER = tl.constexpr(len(Kind._fields))

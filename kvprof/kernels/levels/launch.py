@@ -184,7 +184,7 @@ def equal_shares(
 # What stands above states the same on the host in plain Python.
 
 
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 

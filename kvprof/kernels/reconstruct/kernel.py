@@ -32,7 +32,9 @@ __all__ = ["load_rows", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
 
 
 # mypy: ignore-errors
-# Triton's functions are compiled from their source; types mean nothing to its compiler.
+# Triton's functions are compiled from their source; types mean nothing to its compiler, and it
+# unpacks no tuples.
+# ruff: noqa: RUF005
 
 
 _CHUNKS = tl.constexpr(MOST_CHUNKS)
@@ -294,12 +296,6 @@ def stored_scores(
             scores = _score(scores, latents[i], at, real[:, None])
             done += KINDS[BASE + i]
     return scores
-
-
-# mypy: ignore-errors
-# Triton's functions are compiled from their source; types mean nothing to its compiler, and it
-# unpacks no tuples.
-# ruff: noqa: RUF005
 
 
 @triton.jit

@@ -58,7 +58,7 @@ __all__ = [
 # --- Cuts a step's work on the device into pieces of equal cost.
 
 
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
 

@@ -105,12 +105,12 @@ class _Doing:
 
     Attributes
     ----------
-    newest : Places
+    newest : Addresses
         Of the step's token.
     low : Tensor or None
         ``[batch, 1, 1]`` bool: the token is attended to at the lowest rank.
     lengths : Tensor
-    moves : list of (int, Places, int, Places)
+    moves : list of (int, Addresses, int, Addresses)
     step : Step
         That they were made from.
     """
