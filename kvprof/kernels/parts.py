@@ -106,6 +106,9 @@ def merge_pieces(
             for begin in tl.static_range(0, COUNTERS, LANES):
                 lane = begin + tl.arange(0, LANES)
                 tl.store(counters + lane, tl.zeros([LANES], tl.int32), mask=lane < COUNTERS)
+    # int64: the items of large batches have more than 2^31 values between them.
+    logs += first.to(tl.int64) * GROUP
+    partial += first.to(tl.int64) * (GROUP * WIDEST)
     # Finite, so that a row without tokens gets no inf - inf.
     top = tl.full([], -1e30, tl.float32)
     total = tl.zeros([], tl.float32)
@@ -113,8 +116,7 @@ def merge_pieces(
     for begin in range(0, count, MOST):
         part = begin + tl.arange(0, MOST)
         there = part < count
-        # int64: items of large batches have more than 2^31 values between them.
-        item = (first + part).to(tl.int64) * GROUP + query
+        item = part * GROUP + query
         here = tl.load(logs + item, mask=there, other=float("-inf"))
         rows = partial + item[:, None] * WIDEST + columns[None, :]
         values = tl.load(rows, mask=there[:, None] & wanted[None, :], other=0.0)

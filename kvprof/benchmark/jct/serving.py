@@ -308,19 +308,10 @@ class _Method:
     widths: Widths | None
     bench: LayerBench
 
-    def cache(self, batch: int, tokens: int) -> float:
-        """Return the bytes of the cache; 0 for contexts too short for the method's levels."""
-        try:
-            return cache_bytes(
-                self.variant,
-                self.bench.model.attention,
-                self.widths,
-                batch,
-                tokens,
-                self.bench.dtype,
-            )
-        except UsageError:  # too short for levels: nothing to compare
-            return 0.0
+    def cache(self, batch: int, tokens: int) -> int:
+        """Return the bytes of the cache."""
+        shape = self.bench.model.attention
+        return cache_bytes(self.variant, shape, self.widths, batch, tokens, self.bench.dtype)
 
     def longest(self, batch: int, room: float) -> int:
         """Return the longest context whose cache fits into so many bytes."""
