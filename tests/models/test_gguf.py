@@ -105,6 +105,12 @@ def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
     [
         ({"architecture": "rwkv6"}, UsageError, "architecture rwkv6"),
         ({"extra": {"rope_freqs.weight": np.ones(8, np.float32)}}, UsageError, "rope_freqs"),
+        ({"keys": {"llama.rope.scaling.factor": 8.0}}, UsageError, r"rope\.scaling\.factor"),
+        ({"keys": {"llama.attention.head_count": None}}, FailedError, "lacks llama.attention"),
+        ({"keys": {"llama.block_count": 1}}, FailedError, "says 1 layers, .* are of 2"),
+        ({"keys": {"llama.block_count": 10**6}}, FailedError, "says 1,000,000 layers"),
+        ({"keys": {"llama.feed_forward_length": 10**6}}, FailedError, "describes 384,058,560"),
+        ({"keys": {"llama.feed_forward_length": 96}}, FailedError, r"shape than x\.gguf says"),
         ({"without": ("blk.1.attn_k.weight",)}, FailedError, "lacks model.layers.1"),
     ],
 )
