@@ -269,7 +269,9 @@ def shape_of_config(given: str) -> Shape:
         check_config_sizes(given, read_json(given, path / "config.json"))
     with quiet():
         config = read_config(given, folder, False, gguf).get_text_config(decoder=True)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise UsageError(f"{given}: {type(config).__name__} has no attention heads to time")
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layout = _layout(given, config, width)
     first = layout.layers[0]

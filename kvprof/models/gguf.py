@@ -168,7 +168,7 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         "minimax-m2",
     ):
         raise UsageError(
-            f"{spec}: {path.name} is of the architecture {architecture or '(none)'}, which "
+            f"{spec}: {path.name} is of the architecture {architecture[:40] or '(none)'}, which "
             "transformers does not read from GGUF; use the model's safetensors"
         )
     if lacking:

@@ -93,6 +93,9 @@ def test_what_is_no_shape_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(UsageError, match="no decoder"):
         load_shape(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(UsageError, match="MambaConfig has no attention heads"):
+        load_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises((FailedError, UsageError)):
         load_shape(tmp_path)

@@ -104,6 +104,7 @@ def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
     ("changes", "error", "said"),
     [
         ({"architecture": "rwkv6"}, UsageError, "architecture rwkv6"),
+        ({"architecture": "a" * 5000}, UsageError, "architecture a{40}, which"),
         ({"extra": {"rope_freqs.weight": np.ones(8, np.float32)}}, UsageError, "rope_freqs"),
         ({"keys": {"llama.rope.scaling.factor": 8.0}}, UsageError, r"rope\.scaling\.factor"),
         ({"keys": {"llama.attention.head_count": None}}, FailedError, "lacks llama.attention"),
