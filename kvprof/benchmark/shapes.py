@@ -19,7 +19,6 @@ from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_layout
 
 __all__ = [
-    "DEFAULT_SHAPE",
     "Rope",
     "Shape",
     "has_weights",
@@ -28,8 +27,6 @@ __all__ = [
     "shape_names",
     "shape_of_config",
 ]
-
-DEFAULT_SHAPE = "Llama-3.1-8B"
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,11 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
         Not enough GPU memory, or a missing package.
     """
     source: dict[str, Any] = {"use_safetensors": True}
-    described = "config.json"
+    described, places = "config.json", 0
     if checkpoint.gguf is not None:
         described = checkpoint.gguf.path.name
         source = {"gguf_file": described}
-        _check_numbers(spec, checkpoint.gguf, options["config"])
+        places = _check_numbers(spec, checkpoint.gguf, options["config"])
     try:
         with _no_bar() if checkpoint.gguf is not None else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -150,24 +150,36 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
             f"{spec}: the checkpoint holds {mismatched[0]}{_more(mismatched)} of another shape "
             f"than {described} says"
         )
+    # transformers reads the tensors that it has a place for, and leaves out others without a word.
+    if checkpoint.gguf is not None and checkpoint.gguf.numbers > places:
+        raise FailedError(
+            f"{spec}: {described} holds {checkpoint.gguf.numbers - places:,} numbers more than "
+            f"{type(model).__name__} has places for: it would be another model"
+        )
     loaded: PreTrainedModel = model
     return loaded
 
 
-def _check_numbers(spec: str, gguf: GgufFile, config: Any) -> None:
-    """Refuse a description of far more weights than the file holds before memory is taken."""
+def _check_numbers(spec: str, gguf: GgufFile, config: Any) -> int:
+    """Return how many numbers the model has, before memory is taken; far too many are refused."""
     try:
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         name = gguf.path.name
         raise FailedError(f"{spec}: {name} cannot be used: {_first_sentence(error)}") from error
-    described = sum(weight.numel() for weight in model.parameters())
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    described = sum(
+        weight.numel()
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if name not in tied
+    )
     if described > _MOST_DESCRIBED * gguf.numbers:
         raise FailedError(
             f"{spec}: {gguf.path.name} describes {described:,} numbers, and holds "
             f"{gguf.numbers:,}; it is incomplete or damaged"
         )
+    return int(described)
 
 
 @contextmanager

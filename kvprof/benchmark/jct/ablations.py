@@ -142,6 +142,8 @@ def parse_variant(text: str) -> Variant:
     name, *options = text.split(":")
     without = tuple(option for option in options if option.startswith("no-"))
     if not without:
+        if name == "fdc" and any(f"no-{option}" in ABLATIONS for option in options):
+            raise UsageError(f"{text}: fdc without a part of it is fdc:{', fdc:'.join(ABLATIONS)}")
         return Variant(text, parse_method(text))
     unknown = [option for option in options if option not in ABLATIONS]
     if unknown or name != "fdc":
