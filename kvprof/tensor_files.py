@@ -82,9 +82,17 @@ def load_tensors(
     UsageError
         When it does not exist.
     """
+    if path.is_dir():
+        raise UsageError(f"{path}: a folder, and no file of {what} ({made_by})")
     if not path.is_file():
         raise UsageError(f"{path}: there is no such file of {what}")
     try:
+        with path.open("rb") as file:
+            begins_as_json = file.read(1) == b"{"
+        if begins_as_json:  # a tensor file begins with the length of its head
+            raise FailedError(
+                f"{path.name}: no file of {what} ({made_by}) but JSON, as a result is"
+            )
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             written = metadata.get("format", "")

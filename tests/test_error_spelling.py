@@ -69,7 +69,7 @@ def test_no_message_below_the_commands_names_an_option():
     [
         (lambda: parse_dtype("float7", None), "dtype: 'float7' is none of"),
         (lambda: main_device("tpu"), "device: 'tpu' is none of"),
-        (lambda: plan_family("kqq", None), "method: 'kqq' is unknown"),
+        (lambda: plan_family("kqq", None), "method 'kqq' is unknown"),
         (lambda: text_samples(loaded("Llama"), [], seq_len=1, sequences=1), "seq_len 1: half"),
     ],
 )

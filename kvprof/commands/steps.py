@@ -182,6 +182,8 @@ def resolve_context(
     return stated if isinstance(stated, int) else evaluation_context(DEFAULT_SEQ_LEN)
 
 
+# A bootstrap over fewer draws the same ones again and again.
+_LEAST_SEQUENCES = 8
 _DEFAULT_TEXT = ("prose",)
 
 
@@ -261,6 +263,12 @@ def load_sample(
         for one in samples
         if sequences is not None and len(one.ids) < sequences
     ]
+    count = sum(len(one.ids) for one in samples)
+    if count < _LEAST_SEQUENCES:
+        warnings.append(
+            f"intervals come from {count} sequence{'s' if count > 1 else ''}, too few to vary as "
+            f"other text would: take --sequences {_LEAST_SEQUENCES} or more"
+        )
     settings = EvaluationSettings(teacher_forced=teacher_forced, batch_size=batch_size)
     evaluator = Evaluator(loaded, samples, selection.items, settings)
     return Sample(sources, evaluator, tuple(warnings))

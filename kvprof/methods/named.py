@@ -235,6 +235,11 @@ def _parted(piece: str) -> tuple[str, str, str]:
 def unknown_method(name: str, known: Iterable[str]) -> UsageError:
     """Return the error for a name that is no method, with the nearest that is one."""
     every = list(known)
+    base, _, given = name.partition(":")
+    if base in every and "=" in given:
+        return UsageError(
+            f"method {name[:80]!r}: options of {base} are given apart here: --option {given[:40]}"
+        )
     near = get_close_matches(name, every, n=1)
     hint = f"did you mean {near[0]}? There are" if near else "choose from"
-    return UsageError(f"--method: {name[:80]!r} is unknown; {hint} {', '.join(every)}")
+    return UsageError(f"method {name[:80]!r} is unknown; {hint} {', '.join(every)}")

@@ -93,6 +93,11 @@ def test_other_files_are_told_apart(saved, tmp_path):
         load_plan(tmp_path / "new")
     with pytest.raises(UsageError, match="there is no such file of plans"):
         load_plan(tmp_path / "missing")
+    with pytest.raises(UsageError, match=r"a folder, and no file of plans \(kvprof plan --save\)"):
+        load_plan(tmp_path)
+    (tmp_path / "result.json").write_text('{"schema": "kvprof/1"}')
+    with pytest.raises(FailedError, match=r"no file of plans \(.*\) but JSON"):
+        load_plan(tmp_path / "result.json")
     with pytest.raises(UsageError, match="--force"):
         save_plan(made("full"), saved)
 

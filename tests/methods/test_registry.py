@@ -212,6 +212,7 @@ def test_kvquant_leaves_the_first_token_and_tales_levels_move_by_whole_blocks():
     ("name", "message"),
     [
         ("nope", "'nope' is unknown; choose from full, fp8, fdc"),
+        ("kq:grid=32", "options of kq are given apart here: --option grid=32"),
         ("fdc+nope", "'fdc\\+nope' is unknown"),
         ("nope-4bit", "'nope-4bit' is unknown"),
         ("fdc-5bit", "unknown"),

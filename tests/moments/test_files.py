@@ -88,9 +88,10 @@ def test_moments_of_another_model_are_refused(saved):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    for path in (tmp_path / "none.safetensors", tmp_path):
-        with pytest.raises(UsageError, match="there is no such file of moments"):
-            load_moments(path)
+    with pytest.raises(UsageError, match="there is no such file of moments"):
+        load_moments(tmp_path / "none.safetensors")
+    with pytest.raises(UsageError, match="a folder, and no file of moments"):
+        load_moments(tmp_path)
 
 
 @settings(deadline=None, max_examples=120)
