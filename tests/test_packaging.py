@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
 EXTRAS = PROJECT["optional-dependencies"]
 # What '.[dev]' installs, and so what constraints.txt pins; the other extras are for users to add.
-INSTALLED_EXTRAS = ("plot", "recipe", "ray", "dev")
+INSTALLED_EXTRAS = ("gguf", "plot", "recipe", "ray", "dev")
 OPTIONAL = [
     Requirement(line)
     for extra in INSTALLED_EXTRAS

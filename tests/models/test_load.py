@@ -169,7 +169,7 @@ def test_a_missing_shard(tmp_path):
 
 def test_pickled_weights_are_refused(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    _refused(UsageError, r"only pytorch_model.bin; .*safetensors weights only", folder)
+    _refused(UsageError, r"only pytorch_model.bin; .*safetensors and GGUF weights only", folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
