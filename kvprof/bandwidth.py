@@ -60,7 +60,7 @@ def gpu_read_bandwidth(index: int, repeats: int = 20) -> float:
         block.sum()
         times = []
         for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             block.sum()
             end.record()

@@ -129,7 +129,7 @@ class _GpuSampler:
         self.note: str | None = None
         self._runs = runs
         self._graph: torch.cuda.CUDAGraph | None = None
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles, and fills the libraries' plans
             for run in (*runs, *runs[:1]):
@@ -183,7 +183,7 @@ class _GpuSampler:
 
     @staticmethod
     def _timed(call: Callable[[], object], calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()

@@ -399,7 +399,7 @@ def _longest(plan: Plan, layer: LayerPlan, capacity: int) -> dict[_Kind, int]:
 # --- One layer of the compressed cache, as transformers sees it.
 
 
-class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
+class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
     """One layer's store.
 
     `update` only takes notice of the tokens and hands K and V back; the attention function, which
@@ -624,7 +624,7 @@ def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
     return None
 
 
-class CompressedCache(Cache):  # type: ignore[misc]
+class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no types
     """A model's compressed cache; `Compression.new_cache` makes one.
 
     Parameters

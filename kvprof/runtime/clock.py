@@ -228,7 +228,7 @@ class EventClock(Clock):
         self._used += 1
 
     def _new_event(self) -> Any:
-        return torch.cuda.Event(enable_timing=True, external=self._captured)  # type: ignore[no-untyped-call]
+        return torch.cuda.Event(enable_timing=True, external=self._captured)
 
     def _lengths(self) -> list[tuple[float, bool]]:
         events = self._events[: self._used]

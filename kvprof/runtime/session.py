@@ -32,7 +32,7 @@ _Returned = TypeVar("_Returned")
 
 def _uncompiled(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
     """Mark a function that ``torch.compile`` runs as it is: it keeps count on the host."""
-    marked: Callable[_Given, _Returned] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    marked: Callable[_Given, _Returned] = torch.compiler.disable(function)
     return marked
 
 

@@ -405,8 +405,7 @@ class _GraphLaunch:
         self._token.copy_(kept)
         # torch leaves these without types.
         self._begin, self._end = (
-            torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
+            torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)
         )
         torch.cuda.synchronize(place.device)
         self._graph = torch.cuda.CUDAGraph()
@@ -414,7 +413,7 @@ class _GraphLaunch:
             stream = torch.cuda.current_stream()
             self._begin.record(stream)
             # As `kvprof.benchmark.jct.steps` waits; torch leaves it without types too.
-            torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(_CYCLES)
             self._token.copy_(kept)
             self._end.record(stream)
         self.sample()

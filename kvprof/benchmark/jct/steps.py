@@ -291,7 +291,7 @@ def mark_seconds(device: torch.device, *, captured: bool) -> float:
         values = torch.zeros(32, device=device)
         events: list[Any] = [
             # torch leaves it without types.
-            torch.cuda.Event(enable_timing=True, external=captured)  # type: ignore[no-untyped-call]
+            torch.cuda.Event(enable_timing=True, external=captured)
             for _ in range(_KERNELS)
         ]
 
@@ -329,14 +329,14 @@ def _captured(chain: Callable[[], None]) -> Callable[[], None]:
 def _seconds(chain: Callable[[], None]) -> float:
     """Return the GPU's time for a chain that it takes up when it is queued whole."""
     # torch leaves it without types.
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin = time.perf_counter()
     chain()
     queued = time.perf_counter() - begin
     torch.cuda.synchronize()
     # torch leaves it without types.
-    torch.cuda._sleep(int((2 * queued + 5e-4) * CYCLES))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(int((2 * queued + 5e-4) * CYCLES))
     start.record()
     chain()
     end.record()
@@ -488,7 +488,7 @@ class Runner:
             if after is not None and self.on_gpu:
                 seconds = _SPARE * after + _SPARE_SECONDS
                 # torch leaves it without types.
-                torch.cuda._sleep(int(seconds * CYCLES))  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(int(seconds * CYCLES))
             with nullcontext() if clock is None else timing(clock):
                 self._forward(self._prompt if prefill else self._token, {})
             queued = time.perf_counter() - start

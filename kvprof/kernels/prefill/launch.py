@@ -25,7 +25,7 @@ __all__ = ["Launch", "PrefillStep", "kind_table", "prefill_step", "side_by_side"
 
 @lru_cache(maxsize=64)
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 def side_by_side(jobs: Sequence[Callable[[], None]], device: torch.device) -> None:

@@ -368,7 +368,7 @@ _REPEATS = 3
 
 def _event() -> torch.cuda.Event:
     # torch leaves it without types.
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 _REMEMBERED: dict[tuple[object, ...], Choice] = {}
