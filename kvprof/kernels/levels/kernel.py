@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from kvprof.kernels.levels.side import PLACES
-from kvprof.kernels.levels.tables import EYE_ONE, Item, Kind, PlaneColumns, Unit
+from kvprof.kernels.levels.tables import EYE_ONE, Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.levels.unpack import FP8, FULL, codes, halves, rounded
 from kvprof.kernels.tables import Part, column
 
@@ -290,6 +290,9 @@ _OUTPUT_WIDTH = tl.constexpr(column(Unit, "output_width"))
 _BEGIN = tl.constexpr(column(Unit, "begin"))
 _KIND = tl.constexpr(column(Unit, "kind"))
 _SEQUENCE = tl.constexpr(column(Unit, "sequence"))
+_COUNTER = tl.constexpr(len(Counter._fields))
+_SHARED = tl.constexpr(column(Counter, "shared"))
+_TAKEN = tl.constexpr(column(Counter, "taken"))
 _EYE_ONE = tl.constexpr(EYE_ONE)
 _FP8 = tl.constexpr(FP8)
 
@@ -424,22 +427,26 @@ def _piece(
 
 @triton.jit
 def _taken(counters, total, processors, FAST: tl.constexpr):
-    """Take what is to be done next from this multiprocessor's share, or else from another's.
+    """Take what is to be done next: in order, or from this multiprocessor's share where that pays.
 
     Neighbouring work is of one kind of head mostly. A multiprocessor that has all kinds at once,
     which is what the order of programs would give it, reads their code again and again: it does not
-    fit the instruction cache. Who comes when there is none left gets `total` or more.
+    fit the instruction cache. Long pieces pay for the way to the share of another multiprocessor,
+    which programs that find their own one empty go step by step; a hundred of short ones would
+    walk for longer than they work. Who comes when there is none left gets `total` or more.
     """
-    found = tl.atomic_add(counters + processors, 1)
-    if found < total:
-        own = (cuda.smid() if FAST else tl.program_id(0)) % processors
-        found = total
-        while found == total:
-            begin = own * total // processors
-            number = begin + tl.atomic_add(counters + own, 1)
-            own = (own + 1) % processors
-            if number < (own * total // processors if own > 0 else total):
-                found = number
+    found = tl.program_id(0)
+    if tl.load(counters + _SHARED) > 0:
+        found = tl.atomic_add(counters + _TAKEN, 1)
+        if found < total:
+            own = (cuda.smid() if FAST else tl.program_id(0)) % processors
+            found = total
+            while found == total:
+                begin = own * total // processors
+                number = begin + tl.atomic_add(counters + _COUNTER + own, 1)
+                own = (own + 1) % processors
+                if number < (own * total // processors if own > 0 else total):
+                    found = number
     return found
 
 
@@ -468,7 +475,8 @@ def level_pieces(
     parts, tasks
         ``[tasks]`` rows of `kvprof.kernels.tables.Part`, int32: a row's head each.
     counters
-        ``[processors + 1]`` int32, 0: what was taken from each multiprocessor's share, and of all.
+        A `kvprof.kernels.levels.tables.Counter`, then what was taken from each multiprocessor's
+        share, int32: 0 but for `shared`.
     processors
         Multiprocessors of the GPU.
     blocks

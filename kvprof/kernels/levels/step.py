@@ -21,7 +21,7 @@ from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.levels.cpu import levels_cpu
 from kvprof.kernels.levels.launch import launch_cut, launch_levels, unit_table
 from kvprof.kernels.levels.layout import HeadKind, LevelsLayout, Segment, of_kinds
-from kvprof.kernels.levels.tables import EYE, EYE_ONE, Item
+from kvprof.kernels.levels.tables import EYE, EYE_ONE, Counter, Item
 from kvprof.kernels.levels.tuning import Tuning, tuning_for
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
@@ -114,7 +114,7 @@ def _(
     return items, parts, lengths.new_empty(counted)
 
 
-# The counters of a schedule are used and set to 0 again: who looks before or after sees no change,
+# The counters of a schedule are used and set back again: who looks before or after sees no change,
 # and one schedule must not be in use on two streams at once.
 @torch.library.custom_op("kvprof::levels", mutates_args=())
 def levels_operator(
@@ -227,8 +227,8 @@ class LevelsStep:
 
     @property
     def _counted(self) -> int:
-        """Counters that the kernel needs: what was taken from each multiprocessor, and of all."""
-        return self.multiprocessors + 1 if self.tuning.near else 0
+        """Counters that the kernel needs, or 0 (`kvprof.kernels.levels.launch.cut_units`)."""
+        return len(Counter._fields) + self.multiprocessors if self.tuning.near else 0
 
     def cut(self, lengths: Tensor | Sequence[Sequence[int]]) -> Schedule:
         """Cut the step's work on the device; a CUDA graph may hold it.

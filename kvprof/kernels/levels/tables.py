@@ -2,7 +2,17 @@
 
 from typing import NamedTuple
 
-__all__ = ["EYE", "EYE_ONE", "Item", "Kind", "MovedColumn", "PlaneColumns", "Stretch", "Unit"]
+__all__ = [
+    "EYE",
+    "EYE_ONE",
+    "Counter",
+    "Item",
+    "Kind",
+    "MovedColumn",
+    "PlaneColumns",
+    "Stretch",
+    "Unit",
+]
 
 #: Bytes of the vector from which rows of the identity are read, and the only one that is 1.
 EYE, EYE_ONE = 256, 128
@@ -57,6 +67,21 @@ class Item(NamedTuple):
     segment: int
     start: int
     stop: int
+
+
+class Counter(NamedTuple):
+    """What is counted while pieces are taken, before what was taken from each share.
+
+    Attributes
+    ----------
+    shared : int
+        1 where every multiprocessor has a share of the work; set when the work is cut.
+    taken : int
+        By all of them.
+    """
+
+    shared: int
+    taken: int
 
 
 class Kind(NamedTuple):

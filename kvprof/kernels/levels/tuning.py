@@ -29,8 +29,8 @@ class Tuning:
     registers : int
         Most of a thread; 0 leaves it to the compiler.
     near : int
-        1 where a multiprocessor takes neighbouring pieces, which pays where code is long; 0 for
-        pieces in order.
+        1 where a multiprocessor takes neighbouring pieces if they are long, which pays where heads
+        are of several kinds, each with code of its own; 0 for pieces in order.
     """
 
     pieces: int = 16
@@ -65,8 +65,9 @@ def tuning_for(layout: LevelsLayout) -> Tuning:
     if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
         warps = 2 if numbers > _REGISTERS else 1
         return Tuning(8, stages=3, warps=warps, per_token=32, registers=0, near=0)
+    near = int(len(layout.kinds) * len(layout.segments) > 1)
     if not any(side.groups for side in sides):
-        return Tuning(stages=3, warps=2)
+        return Tuning(stages=3, warps=2, near=near)
     # Larger tiles, of which fewer programs have room at once.
     slots = {segment.slots for segment in layout.segments}
-    return Tuning(16 if slots == {2} else 13 if slots == {1} else 12)
+    return Tuning(16 if slots == {2} else 13 if slots == {1} else 12, near=near)

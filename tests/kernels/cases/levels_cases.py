@@ -263,6 +263,18 @@ def test_layers_share_a_cut():
         assert (cut.scheduled[2] == 0).all(), "what was counted is left to the next layer"
 
 
+@pytest.mark.parametrize(("pieces", "near"), [(1, 1), (5, 0)])
+def test_shares_of_multiprocessors_are_for_long_pieces(pieces, near):
+    layout = LevelsLayout((one([(48, 32), (16, 64)], 4, 4, capacity=1100),), DTYPES[0])
+    prepared = step(layout, pieces=pieces, tile=1024)
+    query, buffer = random_states(layout, 4)
+    wanted = reference_levels(query, buffer, layout, [[1090]], 0.2)
+    cut = prepared.cut([[1090]])
+    for _ in range(2):
+        assert cut.scheduled[2].tolist() == [near, 0, 0, 0]
+        assert error(prepared.run(query, buffer, cut, 0.2), wanted) < LIMITS[layout.dtype]
+
+
 def test_lengths_on_the_device_are_clamped_and_empty_rows_give_zeros():
     layout = LevelsLayout((one([(32, 32)], 4, 4, batch=2, capacity=70),), DTYPES[0])
     query, buffer = random_states(layout, 7)
@@ -281,9 +293,9 @@ def test_pieces_in_order_need_no_counters_and_a_cut_for_another_tuning_is_refuse
     wanted = reference_levels(query, buffer, layout, [[200]], 0.2)
     cut = ordered.cut([[200]])
     assert error(ordered.run(query, buffer, cut, 0.2), wanted) < LIMITS[layout.dtype]
-    with pytest.raises(UsageError, match="cut for 0 counters, and this step has 3"):
+    with pytest.raises(UsageError, match="cut for 0 counters, and this step has 4"):
         near.run(query, buffer, cut, 0.2)
-    with pytest.raises(UsageError, match="cut for 3 counters, and this step has 0"):
+    with pytest.raises(UsageError, match="cut for 4 counters, and this step has 0"):
         ordered.run(query, buffer, near.cut([[200]]), 0.2)
 
 
