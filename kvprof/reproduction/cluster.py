@@ -22,7 +22,7 @@ from kvprof.errors import ExitCode, FailedError, LackingError, UsageError
 from kvprof.reproduction.cells import CellCommand, Ended, Outcome
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.recipe import Needs, Profile
-from kvprof.requirements import extra_command, install_command
+from kvprof.requirements import SMOLLM2_VARIABLE, extra_command, install_command
 
 __all__ = ["AUTO", "Cluster", "ClusterMachine"]
 
@@ -317,7 +317,7 @@ def _carried() -> dict[str, str | None]:
     """Return the variables that a cell has as it would have them here."""
     # Ray sets the number of threads for its workers, and with it the order of sums.
     carried: dict[str, str | None] = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
-    for name in ("HF_HUB_OFFLINE", "TRITON_INTERPRET"):
+    for name in ("HF_HUB_OFFLINE", "TRITON_INTERPRET", SMOLLM2_VARIABLE):
         if name in os.environ:
             carried[name] = os.environ[name]
     return carried

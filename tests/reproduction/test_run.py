@@ -191,6 +191,22 @@ def test_the_digest_knows_the_contents_of_files_and_models(tmp_path: Path) -> No
     assert code_version().startswith("0.")
 
 
+def test_another_file_behind_smollm2_is_another_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("spectrum", "smollm2")
+    monkeypatch.delenv("KVPROF_SMOLLM2", raising=False)
+    found = [cell_digest(words, "cpu", "1")]
+    file = tmp_path / "one.gguf"
+    monkeypatch.setenv("KVPROF_SMOLLM2", str(tmp_path))
+    for content in ("one", "two"):
+        file.write_text(content)
+        found.append(cell_digest(words, "cpu", "1"))
+    assert len(set(found)) == 3
+    monkeypatch.setenv("KVPROF_SMOLLM2", str(file))
+    assert cell_digest(words, "cpu", "1") == found[-1]
+
+
 def test_set_fills_placeholders_as_one_word_and_narrows_the_matrix(tmp_path: Path) -> None:
     (one,) = planned(tmp_path, settings={"rate": "0.4 --device cuda", "method": "kq"})
     assert [cell.words for cell, _ in one.cells] == [
