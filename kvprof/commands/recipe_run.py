@@ -182,7 +182,7 @@ def run_recipes(
         code_version(),
         trusted=request.trust_remote_code,
     )
-    profiles = [one.profiles.get(request.profile) for one in recipes]
+    profiles = [one.profile(request.profile, request.model) for one in recipes]
     with Cluster(request.ray) as cluster:
         with console.status("connecting to Ray"):
             found = cluster.machine(code_version(), [one.needs for one in profiles if one])

@@ -82,7 +82,7 @@ class RecordedRate:
     created : str
         When, in UTC.
     origin : str
-        ``shipped``, ``measured here``, or the file's name.
+        ``shipped record of MODEL``, ``measured here``, or the file's name.
     sure : float or None
         The largest tested rate up to which the whole interval met the target: what a verdict may
         rest on. None where no tested rate did so, or nobody knows.
@@ -152,7 +152,7 @@ def load_recorded_rates(
     own: list[RecordedRate] = []
     for result in _shipped():
         if result["inputs"]["fingerprint"] == fingerprint:
-            own += _rates(result, "shipped")
+            own += _rates(result, f"shipped record of {result['inputs']['model']}")
     own += _kept(cache_folder(cache), fingerprint, warn)
     given: list[RecordedRate] = []
     for path in extra_files:

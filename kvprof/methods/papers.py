@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PAPERS", "PaperSetting", "papers_named"]
+__all__ = ["NOTES", "PAPERS", "PaperSetting", "papers_named"]
 
 # SVD-LLM's calibration, whose decomposition Palu (§4.1) and TALE (§3) take: 256 sequences of 2,048.
 _SVD_LLM = 256 * 2048
@@ -119,6 +119,26 @@ PAPERS: dict[str, PaperSetting] = {
                 "9.14× leaves out (window=0 is without it).",
             ),
         ),
+    ),
+}
+
+_ONE_PREPRINT = (
+    "FDC and ZACK are versions 3 and 2 of one preprint (arXiv 2408.04107): what holds or fails of "
+    "both is no second witness."
+)
+#: What others found about a paper's claims, which its verdicts do not show.
+NOTES: dict[str, tuple[str, ...]] = {
+    "FDC": (
+        _ONE_PREPRINT,
+        "KQ-SVD (AISTATS 2026, arXiv 2512.05916) proves embedding queries and keys jointly, as FDC "
+        "and ZACK do, suboptimal; its closed-form optimum is the method kq.",
+        "SALS reports that RoPE raises the rank of keys: where keys are stored turned, as FDC and "
+        "ZACK store them, fewer dimensions can go than before it.",
+    ),
+    "ZACK": (_ONE_PREPRINT, "What KQ-SVD and SALS found about FDC is about ZACK too."),
+    "Palu": (
+        "A review of Palu names the full product that rebuilding takes: keys are stored before "
+        "RoPE, and each step multiplies the latents of the whole context by their basis again.",
     ),
 }
 

@@ -21,7 +21,9 @@ from kvprof.reproduction.recipe import (
     CHECKS,
     Document,
     Place,
+    Profile,
     Recipe,
+    at_place,
     build_recipe,
     placeholders,
     read_yaml,
@@ -61,11 +63,12 @@ def there_are(known: Sequence[str]) -> str:
 
 def profile_problems(recipe: Recipe, check_command: CommandCheck | None) -> Iterator[Problem]:
     """Yield what is wrong with the profiles of a recipe whose parts are right by themselves."""
-    for name, profile in recipe.profiles.items():
-        place: Place = ("profiles", name)
+    for place, profile in _all_profiles(recipe):
+        name = " on ".join(map(str, place[1::2]))
         if profile.excluded is not None:
             continue
-        if name != "paper" and profile.stand_in is None:
+        own_words = at_place(recipe.document.data, place)
+        if profile.name != "paper" and "stand_in" not in own_words:
             yield Problem(place, f"{name}: say in stand_in what differs from the claim")
         if recipe.judged is None and not profile.cells:
             yield Problem(place, f"{name}: there is no cell, so nothing could be judged")
@@ -101,13 +104,36 @@ def profile_problems(recipe: Recipe, check_command: CommandCheck | None) -> Iter
         for index, measure in enumerate(filled_measures(profile, {})):
             if measure.cell is None or matching(measure.cell, ids):
                 continue
-            own = (*place, "measures")
-            at = own if own in recipe.document.lines else ("measures",)
+            at = _measures_at(recipe.document, place)
             yield Problem(
                 (*at, index, "cell"),
                 f"{measure.id}: profile {name} makes no cell {measure.cell!r}"
                 f"{there_are(list(ids))}",
             )
+        # A model's own measures or lines may leave the profile's other half behind.
+        measures = [measure.id for measure in profile.measures]
+        for line in profile.verdict:
+            if len(place) > 2 and line.measure not in measures:
+                yield Problem(
+                    place,
+                    f"{name}: no measure {line.measure!r} for its verdict{there_are(measures)}",
+                )
+
+
+def _all_profiles(recipe: Recipe) -> Iterator[tuple[Place, Profile]]:
+    """Yield every profile, and behind it what it is on other models, with where they stand."""
+    for name, profile in recipe.profiles.items():
+        yield ("profiles", name), profile
+        for model, own in profile.models.items():
+            yield ("profiles", name, "models", model), own
+
+
+def _measures_at(document: Document, place: Place) -> Place:
+    """Return where the measures of a profile, or of it on another model, stand."""
+    for near in (place, place[:2]):
+        if (*near, "measures") in document.lines:
+            return (*near, "measures")
+    return ("measures",)
 
 
 _UNKNOWN = re.compile(r"'([^']*)' (?:was|were) unexpected|'([^']*)' does not match")
@@ -243,24 +269,21 @@ def _twice(ids: Sequence[str], place: Place) -> Iterator[Problem]:
 
 
 def _sections(document: Document, key: str) -> Iterator[Place]:
+    """Yield where a key stands: for all profiles, in one, or in one for a model."""
     if key in document.data:
         yield (key,)
     for name, profile in document.data["profiles"].items():
         if key in profile:
             yield ("profiles", name, key)
-
-
-def _at(document: Document, place: Place) -> Any:
-    found: Any = document.data
-    for step in place:
-        found = found[step]
-    return found
+        for model, own in profile.get("models", {}).items():
+            if key in own:
+                yield ("profiles", name, "models", model, key)
 
 
 def _commands(document: Document) -> Iterator[Problem]:
-    for name, profile in document.data["profiles"].items():
-        for index, cell in enumerate(profile.get("cells", ())):
-            place: Place = ("profiles", name, "cells", index, "run")
+    for cells in _sections(document, "cells"):
+        for index, cell in enumerate(at_place(document.data, cells)):
+            place: Place = (*cells, index, "run")
             try:
                 words = shlex.split(cell["run"])
             except ValueError as problem:
@@ -279,7 +302,7 @@ def _first_words(words: Sequence[str]) -> str | None:
 
 
 def _measures(document: Document, place: Place) -> Iterator[Problem]:
-    entries = _at(document, place)
+    entries = at_place(document.data, place)
     yield from _twice([one["id"] for one in entries], place)
     known: list[str] = []
     for index, one in enumerate(entries):
@@ -312,11 +335,10 @@ def _measures(document: Document, place: Place) -> Iterator[Problem]:
 
 
 def _lines(document: Document, place: Place) -> Iterator[Problem]:
-    own = (*place[:-1], "measures")
-    at = own if own in document.lines else ("measures",)
-    measures = [one["id"] for one in (_at(document, at) if at in document.lines else ())]
+    at = _measures_at(document, place[:-1])
+    measures = [one["id"] for one in (at_place(document.data, at) if at in document.lines else ())]
     published = [one["id"] for one in document.data.get("published", [])]
-    for index, one in enumerate(_at(document, place)):
+    for index, one in enumerate(at_place(document.data, place)):
         here = (*place, index)
         if one["measure"] not in measures:
             yield Problem((*here, "measure"), f"no measure {one['measure']!r}{there_are(measures)}")

@@ -3,8 +3,8 @@
 import math
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "Profile",
     "Published",
     "Recipe",
+    "at_place",
     "build_recipe",
     "parse_yaml",
     "placeholders",
@@ -350,7 +351,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Profile:
-    """One way to run a recipe; with `excluded`, why there is no such way."""
+    """One way to run a recipe; with `excluded`, why there is no such way.
+
+    Attributes
+    ----------
+    models : mapping of str to Profile
+        The same way where ``--model`` names another model: what suits its size and shape.
+    """
 
     name: str
     excluded: str | None = None
@@ -361,6 +368,17 @@ class Profile:
     cells: tuple[CellTemplate, ...] = ()
     measures: tuple[Measure, ...] = ()
     verdict: tuple[Line, ...] = ()
+    models: Mapping[str, "Profile"] = field(default_factory=dict)
+
+    def for_model(self, model: str | None) -> "Profile":
+        """Return the profile as it is run with ``--model``; what it says of itself says so."""
+        if model is None or model in self.models:
+            return self if model is None else self.models[model]
+        if self.stand_in is None:
+            return self
+        return replace(
+            self, stand_in=f"{model} in place of the model that this names: {self.stand_in}"
+        )
 
 
 @dataclass(frozen=True)
@@ -385,6 +403,11 @@ class Recipe:
     profiles: Mapping[str, Profile]
     document: Document
 
+    def profile(self, name: str, model: str | None = None) -> Profile | None:
+        """Return a profile as ``--model`` runs it; None where there is none of that name."""
+        found = self.profiles.get(name)
+        return None if found is None else found.for_model(model)
+
 
 def build_recipe(document: Document, path: Path) -> Recipe:
     """Return the recipe of a file whose content matches the schema."""
@@ -398,21 +421,38 @@ def build_recipe(document: Document, path: Path) -> Recipe:
         published={one["id"]: Published(**one) for one in data.get("published", [])},
         judged=None if data["judged"] is True else " ".join(data["judged"].split()),
         profiles={
-            name: _profile(document, name, data["profiles"][name])
-            for name in PROFILES
-            if name in data["profiles"]
+            name: _with_models(document, name) for name in PROFILES if name in data["profiles"]
         },
         document=document,
     )
 
 
-def _profile(document: Document, name: str, given: Mapping[str, Any]) -> Profile:
-    if "excluded" in given:
-        return Profile(name, excluded=" ".join(given["excluded"].split()))
-    top = document.data
+def _with_models(document: Document, name: str) -> Profile:
     place: Place = ("profiles", name)
-    needs = given.get("needs", {})
-    stand_in = given.get("stand_in")
+    models = at_place(document.data, place).get("models", {})
+    variants = {
+        model: _profile(document, name, ((), place, (*place, "models", model))) for model in models
+    }
+    return replace(_profile(document, name, ((), place)), models=variants)
+
+
+def _profile(document: Document, name: str, places: Sequence[Place]) -> Profile:
+    """Return a profile whose keys stand in several places: the last that has one counts."""
+    parts = [(place, at_place(document.data, place)) for place in places]
+    if "excluded" in parts[-1][1]:
+        return Profile(name, excluded=" ".join(parts[-1][1]["excluded"].split()))
+
+    def last(key: str, default: Any) -> tuple[Place, Any]:
+        found = [((*place, key), part[key]) for place, part in parts if key in part]
+        return found[-1] if found else ((key,), default)
+
+    _, needs = last("needs", {})
+    _, stand_in = last("stand_in", None)
+    matrix_at, matrix = last("matrix", {})
+    cells_at, cells = last("cells", ())
+    settings: dict[str, str | None] = {}
+    for place in places:
+        settings |= _settings(document, (*place, "set"))
     return Profile(
         name,
         stand_in=" ".join(stand_in.split()) if stand_in else None,
@@ -420,18 +460,25 @@ def _profile(document: Document, name: str, given: Mapping[str, Any]) -> Profile
             int(needs.get("gpu", 0)),
             *(tuple(needs.get(key, ())) for key in ("weights", "data", "extras")),
         ),
-        set=_settings(document, ("set",)) | _settings(document, (*place, "set")),
+        set=settings,
         matrix={
-            key: tuple(document.texts[(*place, "matrix", key, i)] for i in range(len(values)))
-            for key, values in given.get("matrix", {}).items()
+            key: tuple(document.texts[(*matrix_at, key, i)] for i in range(len(values)))
+            for key, values in matrix.items()
         },
         cells=tuple(
-            CellTemplate(one["id"], tuple(shlex.split(one["run"])), (*place, "cells", index))
-            for index, one in enumerate(given["cells"])
+            CellTemplate(one["id"], tuple(shlex.split(one["run"])), (*cells_at, index))
+            for index, one in enumerate(cells)
         ),
-        measures=tuple(_measure(one) for one in given.get("measures", top.get("measures", ()))),
-        verdict=tuple(_line(one) for one in given.get("verdict", top.get("verdict", ()))),
+        measures=tuple(_measure(one) for one in last("measures", ())[1]),
+        verdict=tuple(_line(one) for one in last("verdict", ())[1]),
     )
+
+
+def at_place(data: Any, place: Place) -> Any:
+    """Return what stands at a place of a file's content."""
+    for step in place:
+        data = data[step]
+    return data
 
 
 def _settings(document: Document, place: Place) -> dict[str, str | None]:

@@ -83,7 +83,7 @@ def prepare(
     there = [
         (one, own)
         for one in recipes
-        if (own := one.profiles.get(profile)) is not None and own.excluded is None
+        if (own := one.profile(profile, model)) is not None and own.excluded is None
     ]
     check_settings(there, settings)
     data = settings.get("data")
@@ -108,7 +108,7 @@ def _planned(
     machine: Machine,
     version: str,
 ) -> Planned:
-    profile = recipe.profiles.get(name)
+    profile = recipe.profile(name, model)
     if profile is None:
         there = ", ".join(recipe.profiles)
         return Planned(recipe, None, open=f"it has no profile {name}, only {there}")

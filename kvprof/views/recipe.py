@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from kvprof.methods.papers import NOTES
 from kvprof.views.figure import new_figure
 from kvprof.views.numbers import MISSING, axis_number, duration, interval, number
 from kvprof.views.page import bullets, framed, heading, paragraph, warned
@@ -29,6 +30,7 @@ __all__ = [
     "lines",
     "listing",
     "measured_words",
+    "model_words",
     "paper_notes",
     "published_words",
     "ratios_of",
@@ -40,6 +42,8 @@ __all__ = [
 
 
 _HELD = ("reproduced", "reproduced in direction")
+# Whose first word that is no option names a model.
+_MODEL_FIRST = ("spectrum", "stability", "plan", "eval", "frontier", "generate")
 _SIGNS = {"at_least": "≥", "at_most": "≤", "above": ">", "below": "<"}
 
 
@@ -108,6 +112,22 @@ def verdict_words(entry: Mapping[str, Any]) -> str:
     held = [line for line in entry["lines"] if line["holds"]]
     made = entry["verdict"] in _HELD and all(line["by_construction"] for line in held)
     return f"{entry['verdict']}, by construction" if made else str(entry["verdict"])
+
+
+def model_words(entry: Mapping[str, Any]) -> str:
+    """Write which model a verdict rests on, as its commands name it: ``smollm2``, ``reference``.
+
+    A command that times a layer's shape with random data needs no weights: ``shape of reference``.
+    """
+    found: dict[str, None] = {}
+    for cell in entry["cells"]:
+        command, *words = cell["command"].split()[1:]
+        if command in _MODEL_FIRST and words and not words[0].startswith("-"):
+            found[words[0]] = None
+        elif "--model" in words[:-1] or "--real" in words:
+            named = words[words.index("--model") + 1] if "--model" in words else "reference"
+            found[named if "--real" in words else f"shape of {named}"] = None
+    return ", ".join(found) or MISSING
 
 
 # --- What was measured beside what was published: a ratio per line of a verdict, all on one
@@ -362,10 +382,11 @@ Entry = Mapping[str, Any]
 
 _INTRODUCTION = (
     "Each recipe states a claim of a paper in words of its own, runs commands of kvprof, and says "
-    "whether the claim holds of what was measured. The profiles smoke and small run stand-ins, "
-    "such as a reference model of 19M parameters: their verdicts are of those and not of the "
-    "paper's own setting, and each says what differs. Where a limit lies inside a 95 % interval, "
-    "or a request's time does not add up, nothing is judged."
+    "whether the claim holds of what was measured. The profiles smoke and small run stand-ins: "
+    "reference, a model of 19M parameters trained for it, smollm2, the pretrained "
+    "SmolLM2-135M-Instruct, or a layer's shape with random data. Their verdicts are of those and "
+    "not of the paper's own setting, and each says which model it rests on and what differs. Where "
+    "a limit lies inside a 95 % interval, or a request's time does not add up, nothing is judged."
 )
 
 
@@ -397,6 +418,8 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
         own = [entry for entry in ordered if entry["paper"] == paper]
         own.sort(key=lambda entry: order[entry["recipe"]])
         parts += [heading(paper), _overview(own)]
+        if paper in NOTES:
+            parts.append(bullets(NOTES[paper]))
         for entry in own:
             parts += _entry(entry)
     return Group(*parts, *warned(result))
@@ -418,14 +441,23 @@ def _runs(entries: Sequence[Entry]) -> Iterator[str]:
 
 def _counts(entries: Sequence[Entry]) -> DataTable:
     papers = list(dict.fromkeys(entry["paper"] for entry in entries))
-    found = dict.fromkeys((e["paper"], e["profile"] or MISSING) for e in entries)
-    kinds = sorted(found, key=lambda kind: papers.index(kind[0]))
-    rows = []
-    for paper, profile in kinds:
-        own = [e for e in entries if (e["paper"], e["profile"] or MISSING) == (paper, profile)]
-        rows.append((paper, profile, *(_of(own, verdict) for verdict in VERDICT_ORDER)))
-    columns = [Column("paper", words=True), Column("profile", words=True)]
+    kinds: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        kinds.setdefault((entry["paper"], entry["profile"] or MISSING, _kind(entry)), []).append(
+            entry
+        )
+    rows = [
+        (*kind, *(_of(kinds[kind], verdict) for verdict in VERDICT_ORDER))
+        for kind in sorted(kinds, key=lambda kind: papers.index(kind[0]))
+    ]
+    columns = [Column(name, words=True) for name in ("paper", "profile", "model")]
     return DataTable(columns + [Column(verdict) for verdict in VERDICT_ORDER], rows)
+
+
+def _kind(entry: Entry) -> str:
+    """Return the model, all shapes being one kind."""
+    words = model_words(entry)
+    return "shapes" if words.startswith("shape of") else words
 
 
 def _of(entries: Sequence[Entry], verdict: str) -> str:
@@ -435,17 +467,21 @@ def _of(entries: Sequence[Entry], verdict: str) -> str:
 
 
 def _overview(entries: Sequence[Entry]) -> DataTable:
-    columns = [Column(name, words=True) for name in ("item", "recipe", "profile", "verdict")]
+    titles = ("item", "recipe", "profile", "model", "verdict")
     return DataTable(
-        columns,
-        [(e["item"], e["recipe"], e["profile"] or MISSING, verdict_words(e)) for e in entries],
+        [Column(name, words=True) for name in titles],
+        [
+            (e["item"], e["recipe"], e["profile"] or MISSING, model_words(e), verdict_words(e))
+            for e in entries
+        ],
     )
 
 
 def _entry(entry: Entry) -> Iterator[RenderableType]:
     profile = f", profile {entry['profile']}" if entry["profile"] else ""
+    model = f", on {words}" if (words := model_words(entry)) != MISSING else ""
     yield heading(f"{entry['paper']}, {entry['item']}: {verdict_words(entry)}")
-    yield paragraph(f"{entry['claim']} ({entry['recipe']}{profile})")
+    yield paragraph(f"{entry['claim']} ({entry['recipe']}{profile}{model})")
     if entry["stand_in"] and entry["lines"]:
         yield paragraph(f"Of a stand-in: {entry['stand_in']}")
     if entry["reasons"]:
@@ -533,19 +569,25 @@ def report(
         False leaves out every escape code.
     """
     entries = result["data"]["entries"]
+    several = Counter(entry["recipe"] for entry in entries)
+
+    def name(entry: Entry) -> str:
+        one = several[entry["recipe"]] == 1
+        return f"{entry['recipe']}" if one else f"{entry['recipe']} on {model_words(entry)}"
+
     parts: list[RenderableType] = [Text(), _table(entries)]
     for title, verdict in (
         ("Not reproduced", VERDICT_ORDER[2]),
         ("In direction only", VERDICT_ORDER[1]),
     ):
         if found := [entry for entry in entries if entry["verdict"] == verdict]:
-            parts += [heading(title), bullets([f"{e['recipe']}: {e['claim']}" for e in found])]
+            parts += [heading(title), bullets([f"{name(e)}: {e['claim']}" for e in found])]
     if found := [entry for entry in entries if entry["reasons"]]:
-        lines = [f"{entry['recipe']}: {'; '.join(entry['reasons'])}" for entry in found]
+        lines = [f"{name(entry)}: {'; '.join(entry['reasons'])}" for entry in found]
         parts += [heading("Why not judged, or not in full"), bullets(lines)]
     if found := [entry for entry in entries if entry["stand_in"] and entry["lines"]]:
         parts += [heading("Stand-ins: these verdicts are of them, not of the paper's own setting")]
-        parts.append(bullets([f"{entry['recipe']}: {entry['stand_in']}" for entry in found]))
+        parts.append(bullets([f"{name(entry)}: {entry['stand_in']}" for entry in found]))
     if found := list(paper_notes(entries)):
         parts += [heading("Papers' own settings, and what of them is not the paper's")]
         parts.append(bullets(found))
@@ -607,6 +649,8 @@ def _table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
 
 def _rows(entry: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     of = f"{entry['item']} of {entry['paper']}"
+    if (model := model_words(entry)) != MISSING:
+        of += f", on {model}"
     yield (entry["recipe"], of, "", "", verdict_words(entry).upper())
     for line in entry["lines"]:
         yield (

@@ -128,7 +128,7 @@ def test_shipped_records_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_result(shipped / "reference.json", changed("kq", 0.39))
     monkeypatch.setattr(recorded_rates.resources, "files", lambda _: tmp_path / "package")
     found = load_recorded_rates(MODEL, cache=tmp_path)
-    assert (found["kq"].max_rate, found["kq"].origin) == (0.39, "shipped")
+    assert (found["kq"].max_rate, found["kq"].origin) == (0.39, "shipped record of reference")
     record_rates(frontier_result(), tmp_path)
     assert load_recorded_rates(MODEL, cache=tmp_path)["kq"].max_rate == 0.41
 

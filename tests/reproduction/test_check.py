@@ -95,3 +95,48 @@ def test_a_profile_may_be_excluded_but_not_without_a_reason(tmp_path: Path) -> N
             "  paper: {excluded: no}\nmeasures:\n  - {id: rate_fdc",
         )[0]
     )
+
+
+_OF_MODEL = """\
+    models:
+      my/llama:
+        stand_in: A llama instead of the paper's.
+        cells:
+          - {id: plan-fdc, run: "plan my/llama --method fdc --rate 0.5"}
+        measures:
+          - {id: rate_fdc, cell: plan-fdc, figure: rate}
+        verdict:
+          - {measure: rate_fdc, at_least: 0.95}
+measures:
+"""
+
+
+def test_what_a_profile_is_on_another_model_is_checked_like_it(tmp_path: Path) -> None:
+    good = TEXT.replace("measures:\n", _OF_MODEL, 1)
+    own = load_recipe(write(tmp_path, good)).profiles["smoke"].models["my/llama"]
+    assert [cell.id for cell in own.cells] == ["plan-fdc"]
+    for old, new, said in (
+        ("        stand_in: A llama", "        claim: A llama", ":18: unknown key 'claim'"),
+        ("        stand_in: A llama instead of the paper's.\n", "", ":17: smoke on my/llama: say"),
+        ('run: "plan my', 'run: "kvprof my', ":20: leave out the word kvprof"),
+        (
+            "cell: plan-fdc, figure: rate}\n   ",
+            "cell: x, figure: rate}\n   ",
+            ":22: .* no cell 'x'",
+        ),
+        (
+            "          - {measure: rate_fdc, at",
+            "          - {measure: x, at",
+            ":24: no measure 'x'",
+        ),
+        (
+            "        verdict:\n          - {measure: rate_fdc, at_least: 0.95}\n",
+            "",
+            ":17: smoke on my/llama: no measure 'ratio' for its verdict: there are rate_fdc",
+        ),
+    ):
+        assert good.count(old) == 1, old
+        with pytest.raises(InvalidRecipeError) as caught:
+            load_recipe(write(tmp_path, good.replace(old, new)))
+        lines = [line.removeprefix(str(tmp_path) + "/") for line in caught.value.lines]
+        assert any(re.search(said, line) for line in lines), (said, lines)

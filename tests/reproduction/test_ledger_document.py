@@ -37,7 +37,8 @@ def test_every_recipe_of_the_papers_is_in_the_smoke_record() -> None:
 def test_a_record_states_the_claims_as_the_recipes_do(path: Path) -> None:
     for entry in read_result(path)["data"]["entries"]:
         recipe = load_recipe(next(iter(find_recipes([entry["recipe"]]))))
-        profile = recipe.profiles[entry["profile"]]
+        profile = recipe.profile(entry["profile"], entry["settings"].get("model"))
+        assert profile is not None
         assert entry["claim"] == recipe.claim, entry["recipe"]
         assert entry["stand_in"] == profile.stand_in, entry["recipe"]
         if entry["lines"]:

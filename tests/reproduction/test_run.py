@@ -229,6 +229,45 @@ def test_the_model_takes_the_place_of_the_one_that_is_named(tmp_path: Path) -> N
         planned(tmp_path, several, model="my/llama")
 
 
+OF_MODEL = """\
+    models:
+      my/llama:
+        stand_in: A llama instead of the paper's.
+        matrix: {method: [fdc, palu]}
+        cells:
+          - {id: "{method}", run: "plan my/llama --method {method} --rate 0.5"}
+        measures:
+          - {id: rate_fdc, cell: fdc, figure: rate, where: {method: fdc}}
+          - {id: palu, cell: palu, figure: rate, where: {method: palu}}
+          - {id: ratio, divide: [rate_fdc, palu]}
+measures:
+"""
+
+
+def test_a_model_may_have_cells_and_measures_of_its_own(tmp_path: Path) -> None:
+    text = TEXT.replace("measures:\n", OF_MODEL, 1)
+    (one,) = planned(tmp_path, text, model="my/llama")
+    assert [cell.words for cell, _ in one.cells] == [
+        ("plan", "my/llama", "--method", method, "--rate", "0.5") for method in ("fdc", "palu")
+    ]
+    (entry,) = run([one], tmp_path, FakeRunner({"fdc": 0.96, "palu": 1.2})).entries
+    assert entry["stand_in"] == "A llama instead of the paper's."
+    # The verdict is the profile's: 0.96 is enough, and 0.8 times Palu's is above half.
+    assert [line["measured"] for line in entry["lines"]] == [0.96, pytest.approx(0.8)]
+    assert entry["verdict"] == "reproduced"
+    (own,) = planned(tmp_path, text)
+    assert {cell.words[1] for cell, _ in own.cells} == {"reference"}
+    assert own.profile is not None
+    assert own.profile.stand_in == "The shipped model instead of the paper's."
+    (other,) = planned(tmp_path, text, model="your/llama")
+    assert {cell.words[1] for cell, _ in other.cells} == {"your/llama"}
+    assert other.profile is not None
+    assert other.profile.stand_in == (
+        "your/llama in place of the model that this names: "
+        "The shipped model instead of the paper's."
+    )
+
+
 @pytest.mark.parametrize(
     ("needs", "machine", "said"),
     [

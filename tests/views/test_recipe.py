@@ -5,7 +5,7 @@ import pytest
 from kvprof.reproduction.ledger import ledger_data
 from kvprof.views.export import page_html, page_markdown
 from kvprof.views.page import render_text
-from kvprof.views.recipe import ledger, ratios_of, report, verdict_words
+from kvprof.views.recipe import ledger, model_words, ratios_of, report, verdict_words
 from tests.views.synthetic_recipe import recipe_entry, recipe_result
 
 RESULT = recipe_result()
@@ -99,8 +99,8 @@ def test_a_ledger_of_several_runs_says_what_ran_where_and_keeps_a_recipe_togethe
     assert page_markdown("Ledger", ledger({**RESULT, "data": turned})) == text
     assert "- profile smoke: 2 of the recipes ran, a CPU, 2 threads, 2025-11-21" in text
     assert "- profile small: 2 of the recipes ran, an H200, 2025-11-22 to 2025-11-23" in text
-    assert "| FDC | smoke | 1 | 0 | 1 | 1 |" in text
-    assert "| FDC | small | 1 | 0 | 1 | 0 |" in text
+    assert "| FDC | smoke | – | 1 | 0 | 1 | 1 |" in text
+    assert "| FDC | small | – | 1 | 0 | 1 | 0 |" in text
     rows = [line for line in text.splitlines() if line.startswith("| Table 7 |")]
     assert [row.split(" | ")[1:3] for row in rows] == [
         ["a", "smoke"],
@@ -109,3 +109,38 @@ def test_a_ledger_of_several_runs_says_what_ran_where_and_keeps_a_recipe_togethe
         ["b", "small"],
         ["c", "smoke"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("commands", "said"),
+    [
+        (["frontier smollm2 --methods kq", "eval smollm2 --method kq"], "smollm2"),
+        (["eval reference --method fdc", "spectrum meta/llama"], "reference, meta/llama"),
+        (["bench --jct --composed --model Llama-3.1-8B"], "shape of Llama-3.1-8B"),
+        (["bench --jct --real --model smollm2"], "smollm2"),
+        (["bench --jct --real --methods full"], "reference"),
+        (["bench --seq 1k", "plan --rate 0.5"], "–"),
+        ([], "–"),
+    ],
+)
+def test_a_verdict_says_which_model_it_rests_on(commands: list[str], said: str) -> None:
+    entry = recipe_entry("a", "reproduced")
+    cell = entry["cells"][0]
+    entry["cells"] = [{**cell, "command": f"kvprof {command}"} for command in commands]
+    assert model_words(entry) == said
+
+
+def test_models_stand_beside_each_other_in_the_ledger() -> None:
+    first = recipe_entry("fdc-table-7", "not reproduced")
+    second = recipe_entry("fdc-table-7", "reproduced", settings={"model": "smollm2"})
+    for entry, model in ((first, "reference"), (second, "smollm2")):
+        entry["cells"] = [{**entry["cells"][0], "command": f"kvprof eval {model} --method fdc"}]
+    result = {**RESULT, "data": ledger_data([first, second])}
+    text = page_markdown("Ledger", ledger(result))
+    assert "| Table 7 | fdc-table-7 | smoke | reference | not reproduced |" in text
+    assert "| Table 7 | fdc-table-7 | smoke | smollm2 | reproduced |" in text
+    assert "| FDC | smoke | smollm2 | 1 | 0 | 0 | 0 |" in text
+    assert "(fdc-table-7, profile smoke, on smollm2)" in text
+    assert "versions 3 and 2 of one preprint (arXiv 2408.04107)" in text
+    flat = " ".join(render_text(report(result, 80, colour=False), 80).split())
+    assert "- fdc-table-7 on reference: A small model. - fdc-table-7 on smollm2: A small" in flat
