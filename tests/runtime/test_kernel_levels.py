@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from kvprof.errors import UsageError
+from kvprof.kernels.decode.step import DecodeStep
 from kvprof.kernels.levels import append
 from kvprof.kernels.levels.codes import Quantised, dequantise, quantise
+from kvprof.kernels.levels.step import LevelsStep
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
@@ -246,6 +248,33 @@ def test_layers_of_unlike_heads_share_the_kinds_of_the_model() -> None:
         steps = [step for _, step in cache.kernels.prepared_steps()]
         assert len({step.layout.kinds for step in steps}) > 1
         assert {step.kinds for step in steps} == {session.route.kinds.segments}
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_unlike_layers_are_cut_together_from_their_second_step_on(
+    quantised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("Llama")
+    options: dict[str, Any] = {
+        "ranks": lambda layer, _, first, __: (16 if layer == first else 32,),
+        **({"quantiser": per_token((8,))} if quantised else {}),
+    }
+    kind = LevelsStep if quantised else DecodeStep
+    seen, whole = [], kind.cut_alike
+
+    def watched(step: Any, tables: torch.Tensor, *lengths: torch.Tensor) -> Any:
+        seen.append(len(tables))
+        return whole(step, tables, *lengths)
+
+    monkeypatch.setattr(kind, "cut_alike", watched)
+    with compressed(model, plan_of("Llama", options), "on") as session, torch.no_grad():
+        cache = session.new_cache()
+        model.model(token_ids(1, 13), past_key_values=cache)
+        for _ in range(3):
+            model.model(token_ids(1, 1), past_key_values=cache)
+    unlike = seen.count(1)
+    assert unlike > 1
+    assert seen == [*([1] * unlike), unlike, unlike]
 
 
 def test_what_a_captured_step_reads_lives_as_long_as_the_cache(

@@ -108,7 +108,7 @@ def cut_equal(
     BLOCK: tl.constexpr,
     STARTS: tl.constexpr,
 ):
-    """Cut all tasks into about `pieces` items of equal cost; a program per task.
+    """Cut all tasks of each layer into about `pieces` items of equal cost; a program per task.
 
     Every program adds up the costs of all tasks and the items of those before its own: with a few
     hundred tasks that is cheaper than a second launch.
@@ -118,16 +118,20 @@ def cut_equal(
     lengths, starts
         ``[rows]`` int32: tokens, clamped to 0 … `capacity`, and the first that is visible.
     heads
-        Rows of `kvprof.kernels.decode.cuts.Head`, int64.
+        ``[layers, HEADS]`` rows of `kvprof.kernels.decode.cuts.Head`, int64.
     items
-        ``[room]`` rows of `kvprof.kernels.decode.cuts.Item`, int32, written; -1 as kind behind the
-        last.
+        ``[layers, room]`` rows of `kvprof.kernels.decode.cuts.Item`, int32, written; -1 as kind
+        behind the last of a layer.
     parts
-        ``[count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
+        ``[layers, count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
     count
-        Tasks: rows times heads.
+        Tasks of a layer: rows times heads.
     """
     task = tl.program_id(0)
+    layer = tl.program_id(1)
+    heads += layer * HEADS * _COLUMNS
+    items += layer * room * _ITEM
+    parts += layer * count * _PART
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
@@ -302,38 +306,41 @@ def kind_table(pairs: Sequence[tuple[int, int]], tile: int) -> tuple[int, ...]:
 def launch_cut(
     lengths: Tensor, starts: Tensor | None, heads: Tensor, capacity: int, pieces: int, workers: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cut a step's work into items, or assign whole heads to workers.
+    """Cut the work of one or more layers into items, or assign whole heads to workers.
 
     Parameters
     ----------
     lengths, starts : Tensor
         ``[rows]`` int32.
     heads : Tensor
-        From `head_table`.
+        ``[layers, heads, columns]``: a `head_table` of every layer.
     capacity : int
         Tokens to which lengths are clamped.
     pieces : int
-        Items to aim at; 0 for one per row and head, assigned longest first to `workers`.
+        Items of a layer to aim at; 0 for one per row and head, assigned longest first to `workers`,
+        of a single layer.
     workers : int
 
     Returns
     -------
     tuple of Tensor
-        Items, parts, and lists and counts (empty when cut into pieces), as the kernels have them.
+        Items ``[layers, room, …]``, parts ``[layers, tasks, …]``, and lists and counts (empty when
+        cut into pieces), as the kernels have them.
     """
-    tasks = len(lengths) * len(heads)
+    layers = len(heads)
+    tasks = len(lengths) * heads.shape[1]
     room = pieces + tasks
-    items = lengths.new_empty(room, len(Item._fields))
-    parts = lengths.new_empty(tasks, len(Part._fields))
+    items = lengths.new_empty(layers, room, len(Item._fields))
+    parts = lengths.new_empty(layers, tasks, len(Part._fields))
     shared: dict[str, Any] = {
-        "HEADS": len(heads),
+        "HEADS": heads.shape[1],
         "STARTS": starts is not None,
         "BLOCK": min(_BLOCK, max(32, triton.next_power_of_2(tasks))),
         "num_warps": 1,
     }
     first = lengths if starts is None else starts
     if pieces:
-        launching(cut_equal, (tasks,))(
+        launching(cut_equal, (tasks, layers))(
             lengths, first, heads, items, parts, tasks, capacity, pieces, room, **shared
         )
         return items, parts, lengths.new_empty(0), lengths.new_empty(0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,10 +100,11 @@ def cut_operator(
 def _(
     lengths: Tensor, starts: Tensor | None, heads: Tensor, capacity: int, pieces: int, workers: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tasks = lengths.shape[0] * heads.shape[0]
+    layers, tasks = heads.shape[0], lengths.shape[0] * heads.shape[1]
     lists = (0,) if pieces else (workers, tasks)
     counts = (0,) if pieces else (workers,)
-    room, numbers = (pieces + tasks, len(Item._fields)), (tasks, len(Part._fields))
+    room = layers, pieces + tasks, len(Item._fields)
+    numbers = layers, tasks, len(Part._fields)
     shapes: tuple[tuple[int, ...], ...] = (room, numbers, lists, counts)
     items, parts, own, each = (lengths.new_empty(shape) for shape in shapes)
     return items, parts, own, each
@@ -258,13 +260,41 @@ class DecodeStep:
         lengths = whole_numbers("lengths", lengths, (self.rows,), device)
         if starts is not None:
             starts = whole_numbers("first tokens", starts, (self.rows,), device)
-        if not uses_triton(self.heads.device):
-            return Schedule(lengths, starts, [])
+        return self.cut_alike(self.heads[None], lengths, starts)[0]
+
+    @property
+    def cut_by(self) -> Any:
+        """What steps have in common whose work one launch may cut; one for itself has itself."""
+        if self.schedule != "equal":
+            return self
+        own = self.tuning, self.multiprocessors, self.heads.device
+        return type(self), self.rows, self.capacity, len(self.heads), *own
+
+    @property
+    def cut_table(self) -> Tensor:
+        """``[heads, columns]``: what it is cut by; `cut_alike` takes those of several steps."""
+        return self.heads
+
+    def cut_alike(
+        self, tables: Tensor, lengths: Tensor, starts: Tensor | None = None
+    ) -> list[Schedule]:
+        """Cut the work of several layers in one launch, as `cut` does that of one.
+
+        Parameters
+        ----------
+        tables : Tensor
+            ``[layers, heads, columns]``: `cut_table` of steps with the same `cut_by`.
+        lengths, starts : Tensor
+            As for `cut`, of all of them; not checked again.
+        """
+        if not uses_triton(tables.device):
+            return [Schedule(lengths, starts, [])] * len(tables)
         pieces = self.tuning.pieces * self.multiprocessors if self.schedule == "equal" else 0
-        found = cut_operator(
-            lengths, starts, self.heads, self.capacity, pieces, self.multiprocessors
+        items, parts, *lists = cut_operator(
+            lengths, starts, tables, self.capacity, pieces, self.multiprocessors
         )
-        return Schedule(lengths, starts, list(found))
+        both = zip(items.unbind(), parts.unbind(), strict=True)
+        return [Schedule(lengths, starts, [own, joined, *lists]) for own, joined in both]
 
     def run(
         self,

@@ -252,7 +252,7 @@ def cut_units(
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cut all units into `pieces` items of equal cost; a program per head and row.
+    """Cut all units of each layer into `pieces` items of equal cost; a program per head and row.
 
     Every program adds up all costs and the items before its own: with a few hundred units that is
     cheaper than a second launch.
@@ -262,19 +262,24 @@ def cut_units(
     lengths
         ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
     units
-        ``[SEGMENTS * HEADS]`` rows of `kvprof.kernels.levels.tables.Unit`, int64.
+        ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.levels.tables.Unit`, int64.
     items
-        ``[room]`` rows of `kvprof.kernels.levels.tables.Item`, int32, written; -1 as segment behind
-        the last.
+        ``[layers, room]`` rows of `kvprof.kernels.levels.tables.Item`, int32, written; -1 as
+        segment behind the last of a layer.
     parts
-        ``[batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written.
+        ``[layers, batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written.
     counters
-        ``[counted]`` int32, a `kvprof.kernels.levels.tables.Counter` and one per multiprocessor:
-        set to 0, but for whether pieces are long enough for shares.
+        ``[layers, counted]`` int32, a `kvprof.kernels.levels.tables.Counter` and one per
+        multiprocessor: set to 0, but for whether pieces are long enough for shares.
     count
-        Units: HEADS times batch times SEGMENTS, in that order.
+        Units of a layer: HEADS times batch times SEGMENTS, in that order.
     """
     task = tl.program_id(0)
+    layer = tl.program_id(1)
+    units += layer * SEGMENTS * HEADS * _UNIT
+    items += layer * room * _ITEM
+    parts += layer * batch * HEADS * _PART
+    counters += layer * counted
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     all_tiles = tl.zeros([], tl.int64)
@@ -513,14 +518,14 @@ def constants(
 def launch_cut(
     lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut a step's work into items.
+    """Cut the work of one or more layers into items.
 
     Parameters
     ----------
     lengths : Tensor
         ``[segments, batch]`` int32.
     units : Tensor
-        From `unit_table`.
+        ``[layers, segments * heads, columns]``: a `unit_table` of every layer.
     heads, pieces : int
     counted : int
         Counters that the kernel needs, as `cut_units` has them, or 0.
@@ -528,15 +533,16 @@ def launch_cut(
     Returns
     -------
     tuple of Tensor
-        Items, parts and counters, as `cut_units` has them.
+        Items, parts and counters, as `cut_units` has them, those of a layer first.
     """
+    layers = len(units)
     segments, batch = lengths.shape
     count = segments * batch * heads
     room = pieces + count
-    items = lengths.new_empty(room, len(Item._fields))
-    parts = lengths.new_empty(batch * heads, len(Part._fields))
-    counters = lengths.new_empty(counted)
-    launching(cut_units, (batch * heads,))(
+    items = lengths.new_empty(layers, room, len(Item._fields))
+    parts = lengths.new_empty(layers, batch * heads, len(Part._fields))
+    counters = lengths.new_empty(layers, counted)
+    launching(cut_units, (batch * heads, layers))(
         lengths,
         units,
         items,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,11 +108,11 @@ def cut_operator(
 def _(
     lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = lengths.shape[1] * heads
+    layers, rows = units.shape[0], lengths.shape[1] * heads
     room = pieces + lengths.shape[0] * rows
-    items = lengths.new_empty(room, len(Item._fields))
-    parts = lengths.new_empty(rows, len(Part._fields))
-    return items, parts, lengths.new_empty(counted)
+    items = lengths.new_empty(layers, room, len(Item._fields))
+    parts = lengths.new_empty(layers, rows, len(Part._fields))
+    return items, parts, lengths.new_empty(layers, counted)
 
 
 # The counters of a schedule are used and set back again: who looks before or after sees no change,
@@ -250,11 +251,35 @@ class LevelsStep:
         if not isinstance(lengths, Tensor):
             self._check_numbers(lengths)
         lengths = whole_numbers("lengths", lengths, wanted, self.units.device)
-        if not uses_triton(lengths.device):
-            return Schedule(lengths, None, [])
+        return self.cut_alike(self.units[None], lengths)[0]
+
+    @property
+    def cut_by(self) -> Any:
+        """What steps have in common whose work one launch may cut."""
+        own = self.tuning, self.multiprocessors, self.units.device
+        return type(self), self.layout.batch, self.layout.heads, len(self.units), *own
+
+    @property
+    def cut_table(self) -> Tensor:
+        """``[segments * heads, columns]``: what it is cut by; `cut_alike` takes several."""
+        return self.units
+
+    def cut_alike(self, tables: Tensor, lengths: Tensor) -> list[Schedule]:
+        """Cut the work of several layers in one launch, as `cut` does that of one.
+
+        Parameters
+        ----------
+        tables : Tensor
+            ``[layers, segments * heads, columns]``: `cut_table` of steps with the same `cut_by`.
+        lengths : Tensor
+            As for `cut`, of all of them; not checked again.
+        """
+        if not uses_triton(tables.device):
+            return [Schedule(lengths, None, [])] * len(tables)
         pieces = self.tuning.pieces * self.multiprocessors
-        found = cut_operator(lengths, self.units, layout.heads, pieces, self._counted)
-        return Schedule(lengths, None, list(found))
+        found = cut_operator(lengths, tables, self.layout.heads, pieces, self._counted)
+        layers = zip(*(each.unbind() for each in found), strict=True)
+        return [Schedule(lengths, None, list(own)) for own in layers]
 
     def _check_numbers(self, lengths: Sequence[Sequence[int]]) -> None:
         layout = self.layout

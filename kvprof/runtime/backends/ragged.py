@@ -18,7 +18,6 @@ from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.layer import (
     KernelLayer,
     LayerSpec,
-    cut,
     prefilled,
     refused_width,
 )
@@ -320,7 +319,7 @@ class RaggedKernelLayer(PlaneKernelLayer):
         assert layout is not None
         projected = self._projected(layout, store.buffer, passing.slots(window), passing, *states)
         step = state.step(layout, projected.device, window)
-        schedule = passing.once((layout, window), lambda: cut(step, passing.lengths(window)))
+        schedule = state.cut(passing, step, lambda: passing.lengths(window), window)
         output: Tensor = step.run(projected[:, 0], store.buffer, schedule, **scoring)
         return output.unsqueeze(1)
 

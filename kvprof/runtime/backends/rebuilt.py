@@ -237,7 +237,7 @@ class FoldedKernelLayer(LatentKernelLayer):
             lengths = state.seen(state.past + passing.tokens)
             return prefilled(projected, buffer, layout, passing.after, lengths, scoring)
         step = state.step(layout, query.device, None)
-        schedule = passing.once((layout, None), lambda: cut(step, passing.lengths(None)))
+        schedule = state.cut(passing, step, lambda: passing.lengths(None), None)
         output: Tensor = step.run(projected[:, 0], buffer, schedule, **scoring)
         return output.unsqueeze(1)
 

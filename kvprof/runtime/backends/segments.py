@@ -24,7 +24,6 @@ from kvprof.runtime.backends.layer import (
     LayerSpec,
     Matrices,
     ages,
-    cut,
     exact_matrices,
     prefilled,
     refused_width,
@@ -223,7 +222,7 @@ class SegmentKernelLayer(KernelLayer):
         step = state.levels_step(layout, buffer.device)
         if is_capturing(buffer.device):
             state.held.append((doing, step))  # a replay reads what they hold
-        schedule = passing.once(("cut", layout), lambda: cut(step, doing.step.lengths))
+        schedule = state.cut(passing, step, lambda: doing.step.lengths, store.capacity)
         output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
         with part(self._moving):
             for (before, source, after, target), move in zip(

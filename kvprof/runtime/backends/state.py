@@ -6,9 +6,9 @@ CUDA graph that holds a step counts for itself when it is replayed.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from kvprof.models.interface import Rotation
 from kvprof.runtime.clock import part
 from kvprof.runtime.rotary import RotaryTable, angles
 from kvprof.runtime.tensors import is_capturing
+
+if TYPE_CHECKING:
+    from kvprof.kernels.parts import Schedule  # Triton is for Linux only
 
 __all__ = [
     "KernelPass",
@@ -173,12 +176,15 @@ class KernelPass:
         ``[batch]`` int32: how many of a row's first ones are padding; None where none is.
     start, after : Tensor
         ``[batch]`` int32: real tokens that each row had had before, and has had afterwards.
+    schedules : dict
+        How the work of decoding steps is cut, by the step.
     """
 
     tokens: int
     hidden: Tensor | None
     start: Tensor
     after: Tensor
+    schedules: dict[Any, "Schedule"] = field(default_factory=dict)
     _known: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -479,6 +485,10 @@ class KernelState:
         self._passes: dict[torch.device, KernelPass] = {}
         self.held: list[Any] = []
         self._steps: dict[Any, tuple[Any, Any]] = {}
+        # By what steps have in common whose work is cut together: their tables, one after another.
+        self._together: dict[Any, tuple[list[Any], Tensor]] = {}
+        # Steps whose work was cut by themselves, since no other of theirs was known.
+        self._alone: dict[Any, list[Any]] = {}
 
     def continues(self, starts: Sequence[int], past: int) -> bool:
         """Whether a mask whose rows begin at `starts` shows every stored token.
@@ -541,6 +551,58 @@ class KernelState:
             self._seen[device].copy_(passing.after)
         self._passes.clear()
         self.tokens = 0
+        self._join_steps()
+
+    def cut(
+        self, passing: KernelPass, step: Any, lengths: Callable[[], Tensor], of: Hashable
+    ) -> "Schedule":
+        """Return how a decoding step's work is cut: in one launch for all layers that are alike.
+
+        Which layers are, the cache knows after their first decoding step, in which each is cut by
+        itself.
+
+        Parameters
+        ----------
+        passing : KernelPass
+        step : DecodeStep or LevelsStep
+        lengths : callable
+            Gives the lengths that it is cut by.
+        of : hashable
+            Names these lengths: steps that are cut alike have the same.
+        """
+        if step not in passing.schedules:
+            with part("schedule"):
+                steps, tables = self._alike(step, of)
+                if is_capturing(tables.device):
+                    self.held.append(tables)
+                cuts = step.cut_alike(tables, lengths())
+                passing.schedules.update(zip(steps, cuts, strict=True))
+        return passing.schedules[step]
+
+    def _alike(self, step: Any, of: Hashable) -> tuple[list[Any], Tensor]:
+        """Return the steps that are cut with one, itself among them, and their tables."""
+        key = step.cut_by, of
+        known = self._together.get(key)
+        if known is not None and any(each is step for each in known[0]):
+            return known
+        self._alone.setdefault(key, []).append(step)
+        return [step], step.cut_table[None]
+
+    def _join_steps(self) -> None:
+        """Lay the tables of steps side by side that were cut by themselves and are alike."""
+        if not self._alone or any(is_capturing(device) for device in self._seen):
+            return
+        used = [step for _, step in self._steps.values()]
+        self._together = {
+            key: known for key, known in self._together.items() if known[0][0] in used
+        }
+        for key, steps in self._alone.items():
+            before = self._together.pop(key, ([],))[0]
+            alike = [step for step in used if step in [*before, *steps]]
+            if len(alike) > 1:
+                with torch.inference_mode(False):
+                    self._together[key] = alike, torch.stack([step.cut_table for step in alike])
+        self._alone.clear()
 
     def places(self) -> list[Tensor]:
         """Return what a captured step reads and writes here, where it lies now."""

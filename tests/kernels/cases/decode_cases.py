@@ -207,6 +207,23 @@ def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
     assert found == longest_first(costs, workers)
 
 
+def test_layers_are_cut_together_as_each_is_by_itself():
+    widths = (((48, 16), (32, 64)), ((16, 16), (16, 96)), ((80, 32), (16, 32)))
+    steps = [step(RaggedLayout(*own, 2, 2, 700)) for own in widths]
+    assert len({each.cut_by for each in steps}) == 1
+    tables = torch.stack([each.cut_table for each in steps])
+    together = steps[1].cut_alike(tables, whole([650, 77]), whole([0, 50]))
+    for each, found in zip(steps, together, strict=True):
+        alone = each.cut(whole([650, 77]), whole([0, 50]))
+        items, wanted = found.scheduled[0], alone.scheduled[0]
+        there = wanted[:, column(Item, "kind")] >= 0
+        assert torch.equal(items[there], wanted[there])
+        assert (items[~there, column(Item, "kind")] == -1).all()
+        assert torch.equal(found.scheduled[1], alone.scheduled[1])
+    whole_heads = step(RaggedLayout(*widths[0], 2, 2, 700), schedule="lpt")
+    assert whole_heads.cut_by is whole_heads
+
+
 def test_more_parts_than_a_merge_reads_at_once_and_more_tasks_than_a_block(monkeypatch):
     monkeypatch.setattr(join, "merge_sizes", lambda *_: (16, 16))
     monkeypatch.setattr(launch, "_BLOCK", 32)

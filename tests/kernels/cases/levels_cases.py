@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.launch import constants, equal_shares
+from kvprof.kernels.levels.launch import constants, equal_shares, tile_places
 from kvprof.kernels.levels.layout import LevelsLayout, Segment, of_kinds
 from kvprof.kernels.levels.reference import reference_levels
 from kvprof.kernels.levels.step import LevelsStep, Tuning, levels_step
@@ -215,8 +215,14 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
     assert list(map(Item._make, device.tolist()))[: len(items)] == items
     assert list(map(Part._make, parts.tolist())) == wanted
     assert (device[len(items) :, column(Item, "segment")] == -1).all()
-    assert len(counters) == prepared.multiprocessors + 1
-    assert (counters == 0).all()
+    tiles = sum(
+        -(-tokens // (segment.slots * tile_places(layout, number, head, tile)))
+        for number, segment in enumerate(layout.segments)
+        for head in range(layout.heads)
+        for tokens in lengths[number]
+    )
+    shared = int(tiles >= 16 * 2 * pieces)
+    assert counters.tolist() == [shared, 0] + [0] * prepared.multiprocessors
 
 
 @few
@@ -261,6 +267,24 @@ def test_layers_share_a_cut():
         wanted = reference_levels(query, buffer, layout, [[300, 77]], 0.2)
         assert error(found, wanted) < LIMITS[layout.dtype]
         assert (cut.scheduled[2] == 0).all(), "what was counted is left to the next layer"
+
+
+def test_layers_are_cut_together_as_each_is_by_itself():
+    widths = ([(48, 32), (16, 64)], [(16, 16), (64, 96)], [(80, 16), (32, 32)])
+    steps = [
+        step(LevelsLayout((one(own, 4, 8, batch=2, capacity=700),), DTYPES[0])) for own in widths
+    ]
+    assert len({each.cut_by for each in steps}) == 1
+    lengths = torch.tensor([[650, 77]], dtype=torch.int32, device=DEVICE)
+    together = steps[1].cut_alike(torch.stack([each.cut_table for each in steps]), lengths)
+    for each, found in zip(steps, together, strict=True):
+        alone = each.cut(lengths)
+        items, wanted = found.scheduled[0], alone.scheduled[0]
+        there = wanted[:, column(Item, "segment")] >= 0
+        assert torch.equal(items[there], wanted[there])
+        assert (items[~there, column(Item, "segment")] == -1).all()
+        for tensor, own in zip(found.scheduled[1:], alone.scheduled[1:], strict=True):
+            assert torch.equal(tensor, own)
 
 
 @pytest.mark.parametrize(("pieces", "near"), [(1, 1), (5, 0)])
