@@ -1,17 +1,22 @@
 r"""Join frontiers of one model on one sample into one record that can be committed.
 
     python tools/merge_frontiers.py RESULT.json … --to docs/findings/frontier-random.json
+    python tools/merge_frontiers.py docs/findings/frontier-random.json AGAIN.json … \
+        --replace fdc+kvquant --to docs/findings/frontier-random.json
     python tools/merge_frontiers.py docs/findings/frontier-random.json --brief \
         --to kvprof/assets/frontier/reference.json
 
 Methods can be searched by several processes at once; rows that were interrupted are left out but
 for those that --interrupted names, which keep that word as their reason. The worst tokens of every
-evaluation are left out. --brief keeps of every method the one point that met
+evaluation are left out. Rows that --replace names are those of the last result that has them. The
+environment is the first result's; ``inputs.joined`` says which rows another one brought, when, and
+with which commit of kvprof. --brief keeps of every method the one point that met
 the target furthest out (or the lowest): what ``kvprof plan --fit`` needs ships with kvprof.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +39,32 @@ _SAMPLE = (
 )
 
 
-def merged(results: list[dict[str, Any]], interrupted: list[str]) -> dict[str, Any]:
+def merged(
+    results: list[dict[str, Any]], interrupted: list[str], replace: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return one result with the complete rows of all, and of the interrupted ones those named.
+
+    Parameters
+    ----------
+    results : list of dict
+    interrupted : list of str
+        Labels of rows to keep though they were interrupted.
+    replace : sequence of str
+        Labels of rows that were measured again: the last result's is the one.
 
     Raises
     ------
     ValueError
-        When two are of unlike samples, or have unlike rows under one label.
+        When two are of unlike samples, or have unlike rows under one label; when nothing brings a
+        row that should be replaced.
     """
     first = json.loads(json.dumps(results[0]))
     rows: dict[str, dict[str, Any]] = {}
     calibration: dict[str, Any] = {}
-    for result in results:
+    joined: list[dict[str, Any]] = first["inputs"].get("joined", [])
+    again: set[str] = set()
+    for index, result in enumerate(results):
+        brought = []
         for key in _SAMPLE:
             if result["inputs"][key] != first["inputs"][key]:
                 raise ValueError(f"{key}: {result['inputs'][key]} is not {first['inputs'][key]}")
@@ -53,11 +72,24 @@ def merged(results: list[dict[str, Any]], interrupted: list[str]) -> dict[str, A
             stopped = row["reason"] == "interrupted" and row["label"] not in interrupted
             if stopped or not row["points"]:
                 continue
-            known = rows.setdefault(row["label"], row)
-            if known["max_rate"] != row["max_rate"]:
-                raise ValueError(f"{row['label']} has two unlike rows")
-            if row["label"] in result["inputs"]["calibration"]:
-                calibration[row["label"]] = result["inputs"]["calibration"][row["label"]]
+            label = row["label"]
+            if label in replace and label in rows:
+                again.add(label)
+            elif label in rows:
+                if rows[label]["max_rate"] != row["max_rate"]:
+                    raise ValueError(f"{label} has two unlike rows")
+                continue
+            rows[label] = row
+            brought.append(label)
+            if label in result["inputs"]["calibration"]:
+                calibration[label] = result["inputs"]["calibration"][label]
+        if index and brought:
+            joined = [_without(one, brought) for one in joined]
+            git = result["environment"]["kvprof"]["git"]
+            commit = git["commit"] if git else None
+            joined.append({"methods": brought, "created": result["created"], "commit": commit})
+    if missing := set(replace) - again:
+        raise ValueError(f"nothing to replace: {', '.join(sorted(missing))}")
     for row in rows.values():
         for point in row["points"]:
             point["worst_tokens"] = []
@@ -70,7 +102,8 @@ def merged(results: list[dict[str, Any]], interrupted: list[str]) -> dict[str, A
         "evaluations_found": 0,
         "evaluations_measured": sum(len(row["points"]) for row in rows.values()),
         "worst_tokens": "left out",
-        "merged_from": len(results),
+        "merged_from": sum(result["inputs"].get("merged_from", 1) for result in results),
+        "joined": [one for one in joined if one["methods"]],
     }
     first["created"] = max(result["created"] for result in results)
     first["warnings"] = sorted(
@@ -78,6 +111,10 @@ def merged(results: list[dict[str, Any]], interrupted: list[str]) -> dict[str, A
     )
     first["complete"], first["incomplete_reason"] = True, None
     return first
+
+
+def _without(one: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    return {**one, "methods": [label for label in one["methods"] if label not in labels]}
 
 
 def brief(result: dict[str, Any]) -> dict[str, Any]:
@@ -95,9 +132,11 @@ def main() -> None:
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--interrupted", action="append", default=[], metavar="LABEL")
+    parser.add_argument("--replace", action="append", default=[], metavar="LABEL")
     parser.add_argument("--brief", action="store_true", help="one point of every method")
     arguments = parser.parse_args()
-    result = merged([read_result(path) for path in arguments.results], arguments.interrupted)
+    results = [read_result(path) for path in arguments.results]
+    result = merged(results, arguments.interrupted, arguments.replace)
     if arguments.brief:
         result = brief(result)
     validate_result(result)

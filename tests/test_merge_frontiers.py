@@ -1,0 +1,45 @@
+"""Frontiers of one sample are joined row by row."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from tests.views.synthetic_frontier import frontier_result
+from tools.merge_frontiers import merged
+
+
+def _named(labels: list[str], rate: float, commit: str) -> dict[str, Any]:
+    """Return a result with these rows alone, of one rate."""
+    result = deepcopy(frontier_result())
+    row = result["data"]["methods"][0]
+    result["data"]["methods"] = [{**deepcopy(row), "label": x, "max_rate": rate} for x in labels]
+    result["inputs"] |= {"metric": "accuracy", "target": 0.99, "calibrate": None, "seed": 0}
+    result["inputs"]["calibration"] = {x: {"source": commit} for x in labels}
+    result["environment"]["kvprof"]["git"] = {"commit": commit, "dirty": False}
+    return result
+
+
+def test_rows_of_one_label_must_agree_unless_one_was_measured_again() -> None:
+    old, new = _named(["fdc", "kq"], 0.2, "a"), _named(["kq", "palu"], 0.3, "b")
+    with pytest.raises(ValueError, match="kq has two unlike rows"):
+        merged([old, new], [])
+    found = merged([old, new], [], ["kq"])
+    rates = {row["label"]: row["max_rate"] for row in found["data"]["methods"]}
+    assert rates == {"fdc": 0.2, "kq": 0.3, "palu": 0.3}
+    # The environment is the first one's, so what came with another kvprof is named.
+    assert found["environment"]["kvprof"]["git"]["commit"] == "a"
+    (joined,) = found["inputs"]["joined"]
+    assert (joined["methods"], joined["commit"]) == (["kq", "palu"], "b")
+    assert found["inputs"]["calibration"]["kq"] == {"source": "b"}
+    assert found["inputs"]["merged_from"] == 2
+    with pytest.raises(ValueError, match="nothing to replace: tale"):
+        merged([old, new], [], ["kq", "tale"])
+
+
+def test_a_row_that_is_measured_a_third_time_is_named_once() -> None:
+    results = [_named(["fdc", "kq"], 0.1 * n, "abc"[n - 1]) for n in (1, 2, 3)]
+    second = merged(results[:2], [], ["fdc", "kq"])
+    third = merged([second, results[2]], [], ["fdc", "kq"])
+    assert [one["commit"] for one in third["inputs"]["joined"]] == ["c"]
+    assert third["inputs"]["merged_from"] == 3
