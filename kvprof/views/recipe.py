@@ -1,9 +1,11 @@
 """The report of ``kvprof recipe run``: claimed, measured, interval and verdict in one table."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -35,6 +37,7 @@ __all__ = [
     "published_words",
     "ratios_of",
     "report",
+    "setting_words",
     "verdict_words",
 ]
 
@@ -484,6 +487,8 @@ def _entry(entry: Entry) -> Iterator[RenderableType]:
     yield paragraph(f"{entry['claim']} ({entry['recipe']}{profile}{model})")
     if entry["stand_in"] and entry["lines"]:
         yield paragraph(f"Of a stand-in: {entry['stand_in']}")
+    if entry["verdict"] == VERDICT_ORDER[2]:
+        yield paragraph(setting_words(entry))
     if entry["reasons"]:
         yield bullets(entry["reasons"])
     if entry["lines"]:
@@ -499,6 +504,48 @@ def _entry(entry: Entry) -> Iterator[RenderableType]:
         yield paragraph(
             f"{entry['created'][:10]}, kvprof {entry['kvprof_version']}, {entry['machine']}"
         )
+
+
+def setting_words(entry: Entry) -> str:
+    """Say which methods ran at their paper's setting, which at kvprof's, and with what options.
+
+    Parameters
+    ----------
+    entry : mapping
+        What is not the paper's but no method's (model, data, metric) is in its ``stand_in``.
+    """
+    commands = [one["command"].split() for one in entry["cells"]]
+    named = [value for words in commands for value in _values(words, _METHODS)]
+    labels = dict.fromkeys(label for value in named for label in _labels(value))
+    papers = [paper["name"] for paper in entry.get("papers", ())]
+    plain = [label for label in labels if ":paper" not in label]
+    added = dict.fromkeys(
+        f"{option} {value}"
+        for words in commands
+        for option in _ADDED
+        for value in _values(words, (option,))
+    )
+    if not labels and not papers:
+        return "At the paper's setting: no method takes part; what was measured is the model's."
+    said = f"At the paper's setting: {', '.join(papers) or 'no method'}."
+    if papers and added:
+        said += f" The commands add {', '.join(added)}."
+    return f"{said} At kvprof's: {', '.join(plain)}." if plain else said
+
+
+_METHODS = ("--method", "--methods")
+# What changes a method beside the setting that its name says.
+_ADDED = ("--option", "--allocation", "--grid", "--calibrate", "--calibrate-tokens")
+
+
+def _values(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    return [value for option, value in pairwise(words) if option in options]
+
+
+def _labels(value: str) -> list[str]:
+    """Return the methods of ``--methods``, without options: ``fdc,kq:a=1,b=2`` has two."""
+    pieces = [piece for piece in value.split(",") if ":" in piece or "=" not in piece]
+    return [re.sub(r":\w+=.*", "", piece) for piece in pieces]
 
 
 def _lines(entry: Entry) -> DataTable:

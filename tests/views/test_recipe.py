@@ -5,7 +5,14 @@ import pytest
 from kvprof.reproduction.ledger import ledger_data
 from kvprof.views.export import page_html, page_markdown
 from kvprof.views.page import render_text
-from kvprof.views.recipe import ledger, model_words, ratios_of, report, verdict_words
+from kvprof.views.recipe import (
+    ledger,
+    model_words,
+    ratios_of,
+    report,
+    setting_words,
+    verdict_words,
+)
 from tests.views.synthetic_recipe import recipe_entry, recipe_result
 
 RESULT = recipe_result()
@@ -69,6 +76,34 @@ def test_a_published_number_in_another_unit_is_no_reference() -> None:
 def test_what_has_no_ratio_has_none_drawn() -> None:
     line = {**recipe_entry("a", "reproduced")["lines"][0], "measured": -1.0}
     assert ratios_of(recipe_entry("a", "reproduced", lines=[line])) == []
+
+
+def test_what_is_not_reproduced_says_what_ran_at_the_papers_setting() -> None:
+    cell = recipe_entry("a", "not reproduced")["cells"][0]
+    commands = (
+        "kvprof eval m --method palu:paper-3bit,kq:grid=32,minimum=8 --option window=0 --rate 0.5",
+        "kvprof frontier m --methods fdc:paper+kvquant,kvquant --calibrate-tokens 16k",
+    )
+    papers = [{"name": name, "differs": []} for name in ("fdc:paper", "palu:paper")]
+    cells = [{**cell, "command": command} for command in commands]
+    entry = recipe_entry("a", "not reproduced", papers=papers, cells=cells)
+    said = setting_words(entry)
+    assert said == (
+        "At the paper's setting: fdc:paper, palu:paper. The commands add "
+        "--option window=0, --calibrate-tokens 16k. At kvprof's: kq, kvquant."
+    )
+    for verdict, shown in (("not reproduced", True), ("reproduced", False)):
+        result = {**RESULT, "data": ledger_data([{**entry, "verdict": verdict}])}
+        text = page_markdown("Ledger", ledger(result)).replace("\\", "")
+        assert (said in text) is shown
+    bench = {**cell, "command": "kvprof bench --methods full,fdc:no-balancing --rate 0.6"}
+    assert setting_words(recipe_entry("a", "not reproduced", cells=[bench])) == (
+        "At the paper's setting: no method. At kvprof's: full, fdc:no-balancing."
+    )
+    spectrum = {**cell, "command": "kvprof spectrum m --tokens 64k"}
+    assert "no method takes part" in setting_words(
+        recipe_entry("a", "not reproduced", cells=[spectrum])
+    )
 
 
 def test_the_ledger_as_pages() -> None:
