@@ -51,7 +51,7 @@ from kvprof.methods.registry import (
     plan_family,
     typed_options,
 )
-from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
+from kvprof.methods.storage import Levels
 from kvprof.methods.tale import PUBLISHED_BITS, PUBLISHED_SHARE, RECENT, SINK
 from kvprof.methods.tokens import quantises, segments
 from kvprof.models.load import load_model
@@ -59,6 +59,7 @@ from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.layer import LayerSpec
 from kvprof.runtime.backends.route import why_not
+from kvprof.runtime.backends.segment_store import shared_columns, stored_as
 
 __all__ = [
     "KINDS",
@@ -553,12 +554,9 @@ def stored_parts(plan: Plan, tokens: int) -> list[Part]:
         if segment.stop > plan.levels.sink:
             levels.add(segment.level)
         applied = quantiser if segment.quantised else None
-        key_bits = _bits(applied, applied.keys if applied else None, segment.level)
-        value_bits = _bits(applied, applied.values if applied else None, segment.level)
-        columns: int | None = _COLUMNS
-        if applied is not None and applied.kind != "fp8":
-            sides = [side for side in (applied.keys, applied.values) if side is not None]
-            columns = sides[0].group
+        key_bits = stored_as(applied, applied.keys if applied else None, segment.level)
+        value_bits = stored_as(applied, applied.values if applied else None, segment.level)
+        columns = _COLUMNS if applied is None else shared_columns(applied)
         keys, values = (
             tuple(group.ranks[segment.level] for group in side.groups)
             for side in (layer.keys, layer.values)
@@ -571,12 +569,6 @@ def stored_parts(plan: Plan, tokens: int) -> list[Part]:
             f"sinks, and of the others {' and '.join(f'{share:.0%}' for share in shares)}"
         )
     return found
-
-
-def _bits(quantiser: Quantiser | None, side: SideQuantiser | None, level: int) -> Bits:
-    if quantiser is None or side is None:
-        return None
-    return "fp8" if quantiser.kind == "fp8" else side.bits[level]
 
 
 # --- Making what was asked for.

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from kvprof.methods.plan import LayerPlan, Placement, Plan
-from kvprof.methods.storage import CASTS, LIBRARIES, Quantiser, SideQuantiser, row_layout
+from kvprof.methods.storage import (
+    ARITHMETICS,
+    LIBRARIES,
+    SCALE_BYTES,
+    Quantiser,
+    SideQuantiser,
+    row_layout,
+)
 from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segments
 from kvprof.models.layout import ModelLayout
 
@@ -27,7 +34,7 @@ __all__ = [
     "weight_bytes",
 ]
 
-_SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+_FULL_BITS = 16  # of a value, as the papers count
 _INDEX_BYTES = 2  # of an outlier's column
 _SCORE_BYTES = 4  # accumulated scores and Gumbel samples are float32
 _POSITION_BYTES = 4
@@ -166,14 +173,14 @@ def dim_rate(plan: Plan) -> float:
     return 1.0 - _weighted(plan, lambda bits: 1.0) / sum(map(_width, plan.layers))
 
 
-def paper_rate(plan: Plan, *, full_bits: int = 16) -> float:
+def paper_rate(plan: Plan) -> float:
     """Return the rate as the papers count: dimensions, bits, tokens; no scales, windows or sinks.
 
     TALE's 9.14×, KIVI's 8× at 2 bits and Palu's 8.89× (40 %, 3 bits) are this figure. Never show
     it as bytes. Layers with a sliding window count as any other.
     """
-    full = full_bits * sum(map(_width, plan.layers))
-    return 1.0 - _weighted(plan, lambda bits: bits or full_bits, evict=True) / full
+    full = _FULL_BITS * sum(map(_width, plan.layers))
+    return 1.0 - _weighted(plan, lambda bits: bits or _FULL_BITS, evict=True) / full
 
 
 def weight_bytes(plan: Plan, layout: ModelLayout, *, itemsize: int) -> WeightBytes:
@@ -252,19 +259,20 @@ def _quantised(
         zeros = scales if row.zeros else 0
         return CacheBytes(scales=scales, zeros=zeros, **{name: tokens * row.code_bytes})
     codes = tokens * math.ceil(rank * side.bits[segment.level] / 8)
-    if quantiser.kind in CASTS:
+    kept = ARITHMETICS[quantiser.kind].kept
+    if not kept:
         return CacheBytes(**{name: codes})
     if side.axis == "channel":
         assert side.group is not None  # check_plan has seen to it
         scales = tokens // side.group * rank
     else:
         scales = tokens * math.ceil(rank / (side.group or rank))
-    width = _SCALE_BYTES[quantiser.scale_dtype]
+    width = SCALE_BYTES[quantiser.scale_dtype]
     # Decimal shares again: 0.01 * 300 is 3 outliers.
     outliers = tokens * math.ceil(quantiser.outliers * rank - 1e-9)
     return CacheBytes(
-        scales=scales * width,
-        zeros=scales * width,
+        scales=scales * width * ("scale" in kept),
+        zeros=scales * width * ("zero point" in kept),
         outliers=outliers * (itemsize + _INDEX_BYTES),
         **{name: codes},
     )

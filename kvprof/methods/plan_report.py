@@ -16,7 +16,7 @@ from kvprof.methods.fit import running_weights
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.plan_files import structure
 from kvprof.methods.soundness import head_kinds
-from kvprof.methods.storage import CASTS, LIBRARIES, row_layout
+from kvprof.methods.storage import ARITHMETICS, row_layout
 from kvprof.models.layout import ModelLayout
 
 __all__ = ["compare_plans", "comparison", "describe", "least_ranks", "plan_report", "ranks_of"]
@@ -221,17 +221,19 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
     if quantiser is None:
         return []
     found = []
+    own = ARITHMETICS.get(quantiser.kind)
     for name, side in (("Keys", quantiser.keys), ("Values", quantiser.values)):
         if side is None:
             found.append(f"{name} are not quantised.")
-        elif quantiser.kind in CASTS:
-            found.append(f"{name} are stored in {CASTS[quantiser.kind][0]}, without scales.")
+        elif own is not None and not own.kept:
+            found.append(f"{name} are stored in {own.words}, without scales.")
         else:
             bits = "/".join(map(str, side.bits))
             unit = "tokens" if side.axis == "channel" else "columns"
             size = f"{side.group} {unit}" if side.group else "a token's whole row"
-            scales = f"a scale and a zero point in {quantiser.scale_dtype}"
-            if quantiser.kind in LIBRARIES:
+            if own is not None:
+                scales = f"a {' and a '.join(own.kept)} in {quantiser.scale_dtype}"
+            else:
                 size = f"up to {size}" if side.group else size
                 # quanto has no zero point at 8 bits
                 zeros = any(row_layout(quantiser.kind, b, 64, side.group).zeros for b in side.bits)

@@ -13,8 +13,10 @@ from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
 
 __all__ = [
-    "CASTS",
+    "ARITHMETICS",
     "LIBRARIES",
+    "SCALE_BYTES",
+    "Arithmetic",
     "Eviction",
     "Levels",
     "Library",
@@ -255,14 +257,43 @@ def load_library(kind: str) -> Any:
         ) from cause
 
 
+# --- kvprof's own arithmetic (`kvprof.runtime.codecs`): what each kind stores.
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A kind of quantiser that is kvprof's own.
+
+    Attributes
+    ----------
+    bits : tuple of int
+        That it has.
+    kept : tuple of str
+        What the values of a group share, in words: a number in ``scale_dtype`` each; empty for a
+        cast.
+    words : str
+        How a cast is called.
+    """
+
+    bits: tuple[int, ...]
+    kept: tuple[str, ...]
+    words: str = ""
+
+
+#: By the kind of quantiser; the byte account and the reports read it here.
+ARITHMETICS = {
+    "affine": Arithmetic((2, 3, 4, 8), ("scale", "zero point")),
+    "codebook": Arithmetic((2, 3, 4, 8), ("scale", "zero point")),
+    "fp8": Arithmetic((8,), (), "FP8 (e4m3)"),
+}
+#: Bytes of a scale, or of a zero point, by the dtype that it can have.
+SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
 # --- What contradicts itself is refused, each in one clear line.
 
 
-#: Formats that are a cast and have no scales: how they are called, and the bits of a value.
-CASTS = {"fp8": ("FP8 (e4m3)", 8)}
-_KINDS = ("affine", "codebook", *CASTS, *LIBRARIES)
-_BITS = (2, 3, 4, 8)
-_SCALES = ("float16", "bfloat16", "float32")
+_KINDS = (*ARITHMETICS, *LIBRARIES)
 
 
 def check_levels(levels: Levels) -> None:
@@ -293,7 +324,7 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
         raise UsageError("quantiser: window, block or share of outliers makes no sense")
     if quantiser.outliers and quantiser.kind != "codebook":
         raise UsageError(f"quantiser: {quantiser.kind} keeps no outliers; codebook does")
-    known = ("model",) if quantiser.kind in LIBRARIES else _SCALES
+    known = ("model",) if quantiser.kind in LIBRARIES else tuple(SCALE_BYTES)
     if quantiser.scale_dtype not in known:
         raise UsageError(
             f"quantiser: scales of {quantiser.kind} are {' or '.join(known)}, not "
@@ -308,8 +339,7 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
 
 def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> None:
     library = LIBRARIES.get(quantiser.kind)
-    cast = CASTS.get(quantiser.kind)
-    allowed = library.bits if library else cast[1:] if cast else _BITS
+    allowed = (library or ARITHMETICS[quantiser.kind]).bits
     unknown = [bits for bits in side.bits if bits not in allowed]
     if unknown:
         raise UsageError(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvprof.kernels.levels import unpack
-from kvprof.kernels.levels.unpack import FP8, missing_factor
+from kvprof.kernels.levels.codes import FP8
+from kvprof.kernels.levels.unpack import missing_factor
 
 WORD = 0xFFFFFFFF
 

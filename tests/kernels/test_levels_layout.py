@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.levels.append import addresses_of, append, read, write
-from kvprof.kernels.levels.codes import container_bits, dequantise, quantise, spread
+from kvprof.kernels.levels.codes import format_of, quantise, spread
 from kvprof.kernels.levels.launch import token_bytes, token_cost
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
+from tests.kernels.dequantised import dequantised
 
 FORMATS = st.sampled_from([None, "fp8", 8, 4, 3, 2])
 WIDTHS = st.integers(1, 9).map(lambda n: 16 * n)
@@ -41,14 +42,14 @@ def test_codes_scales_and_rows_are_those_of_the_runtime(bits, width, columns, se
     assert torch.equal(found.scale, stored["scale"])
     # The kernels count codes from the middle of a group, the runtime from its minimum: the same
     # numbers but for where a float16 is rounded, which moves a code by one at most.
-    codes = found.codes.long() - (2 ** (container_bits(bits) - 1) - 2 ** (bits - 1))
+    codes = found.codes.long() - (2 ** (format_of(bits).container - 1) - 2 ** (bits - 1))
     assert codes.min() >= 0
     assert codes.max() < 2**bits
     scale = spread(found.scale.double(), columns, width)
     moved = (codes - unpack(stored["codes"], bits, width).long()).abs()
     assert moved[scale > 0].max() <= 1
     rounding = 2**-10 * rows.double().abs().amax()
-    missed = (dequantise(found, bits, columns).double() - rows.double()).abs()
+    missed = (dequantised(found, bits, columns).double() - rows.double()).abs()
     assert (missed <= 0.5 * scale + rounding).all()
     theirs = (codec.decode(stored, width, torch.float32).double() - rows.double()).norm()
     assert missed.norm() <= 1.05 * theirs + rounding
@@ -105,7 +106,7 @@ def test_every_token_is_found_where_it_was_put(
                 elif bits == "fp8":
                     wanted = rows.to(torch.float8_e4m3fn).float()
                 else:
-                    wanted = dequantise(quantise(rows, bits, columns), bits, columns)
+                    wanted = dequantised(quantise(rows, bits, columns), bits, columns)
                 assert torch.equal(found, wanted)
 
 
@@ -116,7 +117,7 @@ def test_bytes_are_counted_with_scales_middles_and_padding():
     # 4 tokens take the room of 64, a pair of blocks.
     sinks = LevelsLayout((segment([(64, 64)], None, None, batch=1, capacity=4),))
     assert sinks.nbytes == 64 * 2 * 64 * 2
-    assert [container_bits(bits) for bits in (None, 2, 3, 4, 8, "fp8")] == [0, 2, 4, 4, 8, 8]
+    assert [format_of(bits).container for bits in (None, 2, 3, 4, 8, "fp8")] == [0, 2, 4, 4, 8, 8]
 
 
 def of_one(pair: tuple[int, int], bits: int | None) -> LevelsLayout:

@@ -11,7 +11,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.decode.step import DecodeStep
 from kvprof.kernels.levels import append
-from kvprof.kernels.levels.codes import Quantised, dequantise, quantise
+from kvprof.kernels.levels.codes import Quantised, quantise
 from kvprof.kernels.levels.step import LevelsStep
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
@@ -20,6 +20,7 @@ from kvprof.runtime import layer as keeping
 from kvprof.runtime.backends import segments, stages
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed
+from tests.kernels.dequantised import dequantised
 from tests.models.tiny import token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_cache import rows_move
@@ -89,7 +90,7 @@ class _FromTheMiddle(Codec):
     def decode(
         self, stored: dict[str, torch.Tensor], columns: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        return dequantise(Quantised(**stored), self.bits, self.group).to(dtype)
+        return dequantised(Quantised(**stored), self.bits, self.group).to(dtype)
 
 
 @pytest.fixture

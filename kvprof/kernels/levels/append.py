@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.codes import e4m3, quantise
+from kvprof.kernels.levels.codes import encode, numbers
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import PLACES, Side
 
@@ -56,8 +56,8 @@ class Columns:
         Columns that share a scale, filled up.
     scale_first, scale_block : Tensor
         ``[groups]`` int64, in float16: a scale's address is ``first + block·n`` and its token.
-    to_middle : Tensor
-        ``[groups]`` int64: from a scale to the middle of the same token.
+    to_next : Tensor
+        ``[groups]`` int64: from the scales to what is kept next, and so on.
     """
 
     side: Side
@@ -71,7 +71,7 @@ class Columns:
     group: int
     scale_first: Tensor
     scale_block: Tensor
-    to_middle: Tensor
+    to_next: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +87,15 @@ class SideAddresses:
         ``[batch, n, columns]`` int64, of codes in bytes, of full precision in values.
     shift : Tensor
         ``[batch, n, 1]`` uint8: bits of a byte below a token's code.
-    scales, middles : Tensor
-        ``[batch, n, groups]`` int64, in float16.
+    kept : tuple of Tensor
+        ``[batch, n, groups]`` int64 each, in float16: what the format keeps.
     """
 
     columns: Columns
     there: Tensor
     values: Tensor
     shift: Tensor
-    scales: Tensor
-    middles: Tensor
+    kept: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +130,7 @@ def column_places(
 def scale_places(
     layout: LevelsLayout, segment: int, head: int, values: bool
 ) -> list[tuple[int, int, int]]:
-    """Return ``(scale_first, scale_block, to_middle)`` of every scale of a head."""
+    """Return ``(scale_first, scale_block, to_next)`` of every scale of a head."""
     side, start = _begun(layout, segment, head, values)
     first, size = (start + side.code_bytes) // 2, layout.block_bytes(segment, head) // 2
     return [
@@ -219,9 +218,14 @@ def _side(
     )
     scales = columns.scale_first + block[..., None] * columns.scale_block
     slot_first = slot * PLACES + place
-    middles = scales + columns.to_middle + (slot_first if side.values else token)[..., None]
+    kept = tuple(
+        scales
+        + number * columns.to_next
+        + (slot_first if side.slots_first(name) else token)[..., None]
+        for number, name in enumerate(side.form.kept)
+    )
     shift = (side.container * (slot % side.per_byte)).to(torch.uint8)[..., None]
-    return SideAddresses(columns, there, values, shift, scales + token[..., None], middles)
+    return SideAddresses(columns, there, values, shift, kept)
 
 
 def append(
@@ -312,14 +316,13 @@ def _write(buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
         own = states.to(side.dtype).contiguous().view(whole)
         _replace(buffer.view(whole), places.values, places.there, own, -1)
         return
-    if side.bits == "fp8":
-        codes = e4m3(states)
+    if not side.form.kept:
+        (codes,) = encode(states, side.bits, None)
     else:
-        assert isinstance(side.bits, int)
-        found = quantise(states[..., columns.fill], side.bits, columns.group)
-        codes = found.codes[..., columns.kept]
+        codes, *kept = encode(states[..., columns.fill], side.bits, columns.group)
+        codes = codes[..., columns.kept]
         halves = buffer.view(torch.int16)
-        for at, given in ((places.scales, found.scale), (places.middles, found.middle)):
+        for at, given in zip(places.kept, kept, strict=True):
             _replace(halves, at, places.there, given.contiguous().view(torch.int16), -1)
     mask = torch.full_like(places.shift, 2**side.container - 1) << places.shift
     _replace(buffer, places.values, places.there, codes << places.shift, mask)
@@ -330,16 +333,12 @@ def _read(buffer: Tensor, places: SideAddresses) -> Tensor:
     if side.bits is None:
         return _taken(buffer.view(side.dtype), places.values).float()
     codes = _taken(buffer, places.values) >> places.shift & (2**side.container - 1)
-    if side.bits == "fp8":
-        wide: Tensor = codes.view(torch.float8_e4m3fn).float()
-        return wide
+    rows = numbers(codes, side.bits)
+    if not side.form.kept:
+        return rows
     halves = buffer.view(torch.float16)
-    scale, middle = (
-        _by_column(_taken(halves, at).float(), places.columns)
-        for at in (places.scales, places.middles)
-    )
-    rows: Tensor = middle + scale * (codes.float() - 2 ** (side.container - 1))
-    return rows
+    scale, middle = (_by_column(_taken(halves, at).float(), places.columns) for at in places.kept)
+    return middle + scale * rows
 
 
 def _taken(stored: Tensor, at: Tensor) -> Tensor:

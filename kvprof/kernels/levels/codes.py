@@ -9,6 +9,7 @@ round away would be larger than what is left. Middle and scale are rounded to fl
 are made.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,19 +18,67 @@ from torch import Tensor
 from kvprof.errors import UsageError
 
 __all__ = [
+    "FORMATS",
+    "FP8",
+    "FULL",
     "Bits",
+    "NumberFormat",
     "Quantised",
-    "container_bits",
-    "dequantise",
+    "bits_numbered",
     "e4m3",
+    "encode",
+    "format_of",
     "from_bytes",
     "in_bytes",
+    "numbers",
     "quantise",
     "spread",
 ]
 
 #: Bits of a code, ``"fp8"`` for e4m3 without a scale, None for the run's dtype.
 Bits = int | str | None
+
+#: What stands for full precision and for e4m3 where a kernel takes a whole number.
+FULL = 0
+FP8 = -8
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """How the numbers of a side are stored.
+
+    Attributes
+    ----------
+    number : int
+        What stands for it among the whole numbers that operators and compiled kernels take.
+    container : int
+        Bits of a stored code; 0 at full precision. A byte holds 1, 2 or 4 codes, so 3 bits lie in
+        the container of 4.
+    kept : tuple of str
+        What a group of columns of a token has beside its codes, a float16 each, in the order of a
+        block.
+    """
+
+    number: int
+    container: int
+    kept: tuple[str, ...] = ()
+
+    @property
+    def read_as(self) -> int:
+        """What stands for it where codes are read: containers of one width are read alike."""
+        return self.container if self.kept else self.number
+
+
+#: All that the kernels have; `encode` and `numbers` are their arithmetic, and
+#: `kvprof.kernels.levels.move` and `unpack` the same in Triton.
+FORMATS: dict[Bits, NumberFormat] = {
+    None: NumberFormat(FULL, 0),
+    "fp8": NumberFormat(FP8, 8),
+    **{
+        bits: NumberFormat(bits, 4 if bits == 3 else bits, ("scale", "middle"))
+        for bits in (2, 3, 4, 8)
+    },
+}
 
 _E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -50,25 +99,50 @@ class Quantised(NamedTuple):
     middle: Tensor
 
 
-def container_bits(bits: Bits) -> int:
-    """Return how many bits a value takes where it is stored; 0 for full precision.
-
-    A byte holds 1, 2 or 4 values, so 3 bits lie in the container of 4.
+def format_of(bits: Bits) -> NumberFormat:
+    """Return the format of a name.
 
     Raises
     ------
     UsageError
         For a format that the kernels do not have.
     """
-    if bits is None:
-        return 0
-    if bits == "fp8":
-        return 8
-    if bits not in (2, 3, 4, 8):
+    if bits not in FORMATS:
+        known = sorted((name for name in FORMATS if name is not None), key=str)
         raise UsageError(
-            f"values of {bits!r} bits cannot be stored: 2, 3, 4, 8, 'fp8' or None (full precision)"
+            f"values of {bits!r} bits cannot be stored: {', '.join(map(repr, known))} or None "
+            "(full precision)"
         )
-    return 4 if bits == 3 else int(bits)
+    return FORMATS[bits]
+
+
+def bits_numbered(number: int) -> Bits:
+    """Return the name of the format that a number stands for."""
+    return next(bits for bits, form in FORMATS.items() if form.number == number)
+
+
+def encode(rows: Tensor, bits: Bits, columns: int | None) -> tuple[Tensor, ...]:
+    """Return rows ``[..., width]`` as uint8 codes, then what `NumberFormat.kept` names.
+
+    Parameters
+    ----------
+    rows : Tensor
+    bits : int or "fp8"
+    columns : int or None
+        That share a scale; None for the whole row.
+    """
+    if bits == "fp8":
+        return (e4m3(rows),)
+    assert isinstance(bits, int)
+    return quantise(rows, bits, columns)
+
+
+def numbers(codes: Tensor, bits: Bits) -> Tensor:
+    """Return codes as float32 numbers, which a scale and a middle make values of where kept."""
+    if bits == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    half: int = 2 ** (format_of(bits).container - 1)
+    return codes.float() - half
 
 
 def spread(scales: Tensor, columns: int | None, width: int) -> Tensor:
@@ -103,16 +177,8 @@ def quantise(rows: Tensor, bits: int, columns: int | None) -> Quantised:
     wide_middle, wide_scale = (spread(x.float(), columns, width) for x in (middle, scale))
     level = ((values - wide_middle) / torch.where(wide_scale > 0, wide_scale, 1.0)).round()
     half = 2 ** (bits - 1)
-    codes = level.clamp(-half, half - 1) + 2 ** (container_bits(bits) - 1)
+    codes = level.clamp(-half, half - 1) + 2 ** (format_of(bits).container - 1)
     return Quantised(codes.to(torch.uint8), scale, middle)
-
-
-def dequantise(found: Quantised, bits: int, columns: int | None) -> Tensor:
-    """Return the rows that codes stand for, float32."""
-    width = found.codes.shape[-1]
-    scale, middle = (spread(x.float(), columns, width) for x in (found.scale, found.middle))
-    rows: Tensor = middle + scale * (found.codes.float() - 2 ** (container_bits(bits) - 1))
-    return rows
 
 
 def e4m3(rows: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from kvprof.kernels.levels.codes import FP8, FULL
 from kvprof.kernels.levels.side import PLACES
 from kvprof.kernels.levels.tables import EYE_ONE, Counter, Item, Kind, PlaneColumns, Unit
-from kvprof.kernels.levels.unpack import FP8, FULL, codes, halves, rounded
+from kvprof.kernels.levels.unpack import codes, halves, rounded
 from kvprof.kernels.tables import Part, column
 
 __all__ = ["level_pieces", "tile"]

@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvprof.kernels.dispatch import dependent, interpreted, launching
+from kvprof.kernels.levels.codes import FP8, FULL
 from kvprof.kernels.levels.kernel import level_pieces
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.levels.tables import Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.levels.tuning import Tuning, query_block
-from kvprof.kernels.levels.unpack import FP8, FULL, missing_factor
+from kvprof.kernels.levels.unpack import missing_factor
 from kvprof.kernels.parts import empty_parts, launch_merge
 from kvprof.kernels.tables import Part, column, joined_rows
 
@@ -95,8 +96,8 @@ def token_cost(layout: LevelsLayout, segment: int, head: int, per_token: int) ->
     cost = (
         weights.keys * _token(keys, keys.code_bytes)
         + _token(values, values.code_bytes)
-        + _token(keys, 2 * keys.scale_bytes)
-        + weights.value_scales * _token(values, 2 * values.scale_bytes)
+        + _token(keys, keys.kept_bytes)
+        + weights.value_scales * _token(values, values.kept_bytes)
         + weights.padding * padding
         + per_token
     )
@@ -390,10 +391,6 @@ def unit_table(
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _format(side: Side) -> int:
-    return FULL if side.bits is None else FP8 if side.bits == "fp8" else side.container
-
-
 def _planes(side: Side, most: int, before: int) -> list[PlaneColumns]:
     """Return the planes of a side, filled up to `most`; `before` it are bytes of a block."""
     found: list[PlaneColumns] = []
@@ -437,7 +434,7 @@ def kind_table(
         stages = tuning.stages
         while stages > 2 and (stages - 1) * moved > _SHARED_MEMORY:
             stages -= 1
-        key_format, value_format = _format(keys), _format(values)
+        key_format, value_format = keys.form.read_as, values.form.read_as
         key_factor = missing_factor(key_format, query)
         value_factor = missing_factor(value_format, code)
         # Products of e4m3 in bfloat16 would be denormal: half of what they lack goes to the query.

@@ -54,7 +54,7 @@ from torch.nn.functional import pad
 
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_dtype
-from kvprof.kernels.levels.codes import Bits, container_bits
+from kvprof.kernels.levels.codes import Bits, format_of
 from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.planes import STEP, RaggedLayout
 
@@ -90,8 +90,8 @@ class Segment:
     columns: int | None = 32
 
     def __post_init__(self) -> None:
-        container_bits(self.key_bits)
-        container_bits(self.value_bits)
+        format_of(self.key_bits)
+        format_of(self.value_bits)
         if self.columns is not None and (self.columns < STEP or self.columns % STEP):
             raise UsageError(
                 f"{self.columns} columns cannot share a scale: a multiple of {STEP}, or None for "
@@ -101,7 +101,7 @@ class Segment:
     @property
     def slots(self) -> int:
         """Tokens that share a place of a block."""
-        containers = (container_bits(bits) for bits in (self.key_bits, self.value_bits))
+        containers = (format_of(bits).container for bits in (self.key_bits, self.value_bits))
         return max(8 // bits if bits else 1 for bits in containers)
 
     @property

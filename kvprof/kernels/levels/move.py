@@ -17,11 +17,10 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, launching
 from kvprof.kernels.levels.append import column_places, scale_places
-from kvprof.kernels.levels.codes import Bits
+from kvprof.kernels.levels.codes import FP8, FULL, format_of
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import PLACES
 from kvprof.kernels.levels.tables import MovedColumn, Stretch
-from kvprof.kernels.levels.unpack import FP8, FULL
 from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.tables import column
 
@@ -36,7 +35,7 @@ _FIRST_COLUMN = tl.constexpr(column(Stretch, "first"))
 _COLUMNS = tl.constexpr(column(Stretch, "columns"))
 _SCALE_FIRST = tl.constexpr(column(Stretch, "scale_first"))
 _SCALE_BLOCK = tl.constexpr(column(Stretch, "scale_block"))
-_TO_MIDDLE = tl.constexpr(column(Stretch, "to_middle"))
+_TO_NEXT = tl.constexpr(column(Stretch, "to_next"))
 _COLUMN = tl.constexpr(len(MovedColumn._fields))
 _SOURCE_FIRST = tl.constexpr(column(MovedColumn, "source_first"))
 _SOURCE_BLOCK = tl.constexpr(column(MovedColumn, "source_block"))
@@ -118,7 +117,7 @@ def _put(
             stored = tl.load(stretch + _SCALE_FIRST) + block * tl.load(stretch + _SCALE_BLOCK)
             tl.store(halfs + stored + token, scale)
             beside = slot * _PLACES + place if VALUES else token
-            tl.store(halfs + stored + tl.load(stretch + _TO_MIDDLE) + beside, middle)
+            tl.store(halfs + stored + tl.load(stretch + _TO_NEXT) + beside, middle)
             unit = tl.where(scale > 0.0, scale.to(tl.float32), 1.0)
             level = tl.div_rn(wide - middle.to(tl.float32), tl.broadcast_to(unit, wide.shape))
             # Clamped first: what is far outside could not be rounded.
@@ -223,10 +222,6 @@ def full_precision(layout: LevelsLayout, segment: int) -> bool:
     return own.key_bits is None and own.value_bits is None
 
 
-def _number(bits: Bits) -> int:
-    return FULL if bits is None else FP8 if bits == "fp8" else int(bits)
-
-
 def constants(layout: LevelsLayout, segment: int) -> dict[str, int]:
     """Return the compile-time numbers of `move_token` for a segment, but for LOW."""
     own = layout.segments[segment]
@@ -235,8 +230,8 @@ def constants(layout: LevelsLayout, segment: int) -> dict[str, int]:
     scaled = [min(side.width, own.columns or side.width) for side in sides if side.groups]
     width = max(32, triton.next_power_of_2(max(scaled))) if scaled else _FREE
     return {
-        "KEY_BITS": _number(own.key_bits),
-        "VALUE_BITS": _number(own.value_bits),
+        "KEY_BITS": format_of(own.key_bits).number,
+        "VALUE_BITS": format_of(own.value_bits).number,
         "SLOTS": own.slots,
         "WIDTH": width,
     }

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from kvprof.kernels.levels.codes import (
     Bits,
-    container_bits,
-    e4m3,
+    NumberFormat,
+    encode,
+    format_of,
     from_bytes,
     in_bytes,
-    quantise,
+    numbers,
     spread,
 )
 
@@ -59,9 +60,14 @@ class Side:
     dtype: torch.dtype
 
     @property
+    def form(self) -> NumberFormat:
+        """How its numbers are stored."""
+        return format_of(self.bits)
+
+    @property
     def container(self) -> int:
         """Bits of a stored code; 0 at full precision."""
-        return container_bits(self.bits)
+        return self.form.container
 
     @property
     def per_byte(self) -> int:
@@ -71,7 +77,7 @@ class Side:
     @property
     def groups(self) -> int:
         """Scales of a token."""
-        return -(-self.width // (self.columns or self.width)) if isinstance(self.bits, int) else 0
+        return -(-self.width // (self.columns or self.width)) if self.form.kept else 0
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
@@ -94,13 +100,18 @@ class Side:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a block's scales, and again of its middles."""
+        """Bytes of a block's scales, and again of whatever else a group keeps."""
         return 2 * self.groups * PLACES * self.slots
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all that a block has beside its codes."""
+        return len(self.form.kept) * self.scale_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of a block."""
-        return self.code_bytes + 2 * self.scale_bytes
+        return self.code_bytes + self.kept_bytes
 
     def plane_at(self, plane: Plane) -> int:
         """Return the byte of a block at which a plane begins."""
@@ -121,16 +132,22 @@ class Side:
         own = blocks[..., start : start + self.code_bytes * plane.width // self.width]
         return torch.unflatten(own.view(self.dtype), -1, (PLACES * self.slots, plane.width))
 
-    def scales(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and middles as views ``[batch, blocks, group, place, slot]``."""
-        behind = self.code_bytes + self.scale_bytes
-        scale = blocks[..., self.code_bytes : behind].view(torch.float16)
-        middle = blocks[..., behind : behind + self.scale_bytes].view(torch.float16)
-        scale = torch.unflatten(scale, -1, (self.groups, PLACES, self.slots))
-        if self.values:
-            middle = torch.unflatten(middle, -1, (self.groups, self.slots, PLACES))
-            return scale, middle.transpose(-1, -2)
-        return scale, torch.unflatten(middle, -1, (self.groups, PLACES, self.slots))
+    def kept(self, blocks: Tensor) -> list[Tensor]:
+        """Return what a format keeps as views ``[batch, blocks, group, place, slot]``."""
+        found = []
+        for number, name in enumerate(self.form.kept):
+            begin = self.code_bytes + number * self.scale_bytes
+            own = blocks[..., begin : begin + self.scale_bytes].view(torch.float16)
+            if self.slots_first(name):
+                own = torch.unflatten(own, -1, (self.groups, self.slots, PLACES))
+                found.append(own.transpose(-1, -2))
+            else:
+                found.append(torch.unflatten(own, -1, (self.groups, PLACES, self.slots)))
+        return found
+
+    def slots_first(self, name: str) -> bool:
+        """Whether something kept lies slot by slot, as what enters products with tokens does."""
+        return self.values and name == "middle"
 
     def store(self, blocks: Tensor, states: Tensor) -> None:
         """Write ``[batch, tokens, width]``, whole blocks, into ``[batch, blocks, nbytes]``."""
@@ -140,13 +157,9 @@ class Side:
                 columns = slice(plane.start, plane.start + plane.width)
                 self.rows(blocks, plane).copy_(blocked[..., columns])
             return
-        if self.bits == "fp8":
-            codes = e4m3(states)
-        else:
-            assert isinstance(self.bits, int)
-            codes, *scales = quantise(states, self.bits, self.columns)
-            for stored, given in zip(self.scales(blocks), scales, strict=True):
-                stored.copy_(torch.unflatten(given, 1, (-1, PLACES, self.slots)).movedim(-1, 2))
+        codes, *kept = encode(states, self.bits, self.columns)
+        for stored, given in zip(self.kept(blocks), kept, strict=True):
+            stored.copy_(torch.unflatten(given, 1, (-1, PLACES, self.slots)).movedim(-1, 2))
         # [batch, blocks, slot, place, column]
         blocked = torch.unflatten(codes, 1, (-1, PLACES, self.slots)).transpose(2, 3)
         joined = in_bytes(blocked, self.container, self.per_byte)
@@ -175,10 +188,9 @@ class Side:
             return rows.transpose(2, 3).flatten(1, 3).float(), None, None
         joined = torch.cat([self.codes(blocks, plane) for plane in self.planes], dim=-1)
         codes = from_bytes(joined, self.container, self.per_byte).flatten(1, 3)
-        if self.bits == "fp8":
-            return codes.view(torch.float8_e4m3fn).float(), None, None
-        scale, middle = (x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.scales(blocks))
-        return codes.float() - 2 ** (self.container - 1), scale, middle
+        kept = [x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.kept(blocks)]
+        scale, middle = kept or (None, None)
+        return numbers(codes, self.bits), scale, middle
 
     def load(self, blocks: Tensor) -> Tensor:
         """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""

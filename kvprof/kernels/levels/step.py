@@ -18,7 +18,7 @@ from kvprof.kernels.checks import (
     whole_numbers,
 )
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
-from kvprof.kernels.levels.codes import Bits
+from kvprof.kernels.levels.codes import bits_numbered, format_of
 from kvprof.kernels.levels.cpu import levels_cpu
 from kvprof.kernels.levels.launch import launch_cut, launch_levels, unit_table
 from kvprof.kernels.levels.layout import HeadKind, LevelsLayout, Segment, of_kinds
@@ -48,14 +48,6 @@ __all__ = [
 _HEADER = 4
 
 
-def _number(bits: Bits) -> int:
-    return 0 if bits is None else -8 if bits == "fp8" else int(bits)
-
-
-def _bits(number: int) -> Bits:
-    return None if number == 0 else "fp8" if number == -8 else number
-
-
 def layout_numbers(layout: LevelsLayout) -> list[int]:
     """Return a layout but for its dtype as whole numbers, which is what an operator takes.
 
@@ -66,8 +58,8 @@ def layout_numbers(layout: LevelsLayout) -> list[int]:
     for segment in layout.segments:
         own = segment.layout
         found += [
-            _number(segment.key_bits),
-            _number(segment.value_bits),
+            format_of(segment.key_bits).number,
+            format_of(segment.value_bits).number,
             segment.columns or 0,
             own.capacity,
             *own.key_widths,
@@ -84,7 +76,8 @@ def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> LevelsLayout:
     for at in range(0, len(rest), step):
         keys, values, columns, capacity, *widths = rest[at : at + step]
         ragged = RaggedLayout(tuple(widths[:heads]), tuple(widths[heads:]), group, batch, capacity)
-        segments.append(Segment(ragged, _bits(keys), _bits(values), columns or None))
+        bits = bits_numbered(keys), bits_numbered(values)
+        segments.append(Segment(ragged, *bits, columns or None))
     return LevelsLayout(tuple(segments), dtype)
 
 

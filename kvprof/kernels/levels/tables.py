@@ -90,7 +90,7 @@ class Kind(NamedTuple):
     Attributes
     ----------
     key_format, value_format : int
-        Bits of a code, or `kvprof.kernels.levels.unpack.FP8` or `FULL`.
+        `kvprof.kernels.levels.codes.NumberFormat.read_as`.
     key_factor, value_factor : float
         What codes lack of the numbers that they stand for.
     key_boost : float
@@ -178,7 +178,7 @@ class Stretch(NamedTuple):
         0 for K, 1 for V.
     first, columns : int
         Rows of the table of `MovedColumn`.
-    scale_first, scale_block, to_middle : int
+    scale_first, scale_block, to_next : int
         As `kvprof.kernels.levels.append.Columns` has them; 0 where there is no scale.
     """
 
@@ -187,7 +187,7 @@ class Stretch(NamedTuple):
     columns: int
     scale_first: int
     scale_block: int
-    to_middle: int
+    to_next: int
 
 
 class MovedColumn(NamedTuple):

@@ -18,11 +18,9 @@ Triton's interpreter knows no inline assembly: there the same bits are made the 
 import triton
 import triton.language as tl
 
-__all__ = ["FP8", "FULL", "codes", "half", "halves", "missing_factor", "rounded"]
+from kvprof.kernels.levels.codes import FP8, FULL
 
-#: What `FORMAT` is for full precision and for e4m3; otherwise it is the bits of a code.
-FULL = 0
-FP8 = -8
+__all__ = ["codes", "half", "halves", "missing_factor", "rounded"]
 
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
@@ -190,7 +188,7 @@ def codes(
     SLOT
         Which of a byte's codes, from the lowest bits.
     FORMAT
-        Bits of a code, `FP8` or `FULL`.
+        `kvprof.kernels.levels.codes.NumberFormat.read_as`.
     FAST
         Inline assembly; only for bfloat16 and float16.
     """

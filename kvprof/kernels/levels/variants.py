@@ -2,7 +2,7 @@
 
 import torch
 
-from kvprof.kernels.levels.codes import Bits
+from kvprof.kernels.levels.codes import FORMATS, Bits
 from kvprof.kernels.levels.kernel import level_pieces
 from kvprof.kernels.levels.launch import constants, cut_units
 from kvprof.kernels.levels.layout import LevelsLayout, Segment, of_kinds
@@ -83,12 +83,14 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
 _RAGGED = ((112, 48), (32, 80))
 _FULL = ((128, 128),)
 _WIDE = ((128, 512),)
+#: Formats that are more than a number of bits.
+_NAMED = tuple(name for name in FORMATS if isinstance(name, str))
 
-#: Quantised ragged heads, FP8, TALE's three segments, Palu's grouped latents; the cut; a token that
-#: is stored, with both ways to round it.
+#: Quantised ragged heads, each named format, TALE's three segments, Palu's grouped latents; the
+#: cut; a token that is stored, with every way to round it.
 VARIANTS = (
     _levels("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
-    _levels("fp8", torch.bfloat16, 4, ((_FULL, "fp8", "fp8"),)),
+    *(_levels(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
     _levels("tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))),
     _levels("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
     Variant(
@@ -109,5 +111,5 @@ VARIANTS = (
         {"HEADS": 8, "SEGMENTS": 3, "BLOCK": 256},
         1,
     ),
-    _move("4-bit, fp8", 4, "fp8"),
+    *(_move(f"4-bit, {name}", 4, name) for name in _NAMED),
 )

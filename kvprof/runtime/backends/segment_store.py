@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.levels.append import Addresses, addresses_of, read, write
-from kvprof.kernels.levels.codes import Bits
+from kvprof.kernels.levels.codes import FORMATS, Bits
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.side import PLACES
-from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.planes import STEP, RaggedLayout, chunks
 from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.methods.storage import SideQuantiser
+from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
 from kvprof.runtime.backends.state import KernelStore, check_room, next_capacity
 
@@ -23,8 +23,11 @@ __all__ = [
     "fill_rows",
     "formats_of",
     "kept_columns",
+    "refused_quantiser",
     "rows_of",
+    "shared_columns",
     "stages_of",
+    "stored_as",
 ]
 
 # --- Planes of several heads read and written as rows: all heads of a token side by side.
@@ -130,6 +133,53 @@ def stages_of(plan: Plan) -> Stages:
     return Stages(plan.levels, quantiser is not None, quantiser.window if quantiser else 0)
 
 
+def refused_quantiser(quantiser: Quantiser) -> str | None:
+    """Return why the kernels over segments do not store what a quantiser makes; None if they do."""
+    if quantiser.kind not in FORMATS and quantiser.kind != "affine":
+        return f"latents are quantised by {quantiser.kind}"
+    if quantiser.block != 1:
+        return f"tokens are quantised {quantiser.block} at a time"
+    if quantiser.kind in FORMATS:
+        return None
+    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
+    if any(side.axis != "token" for side in sides):
+        return "scales are shared along a channel"
+    if quantiser.scale_dtype != "float16":
+        return f"scales are kept in {quantiser.scale_dtype}"
+    groups = {side.group for side in sides}
+    if len(groups) > 1:
+        return "keys and values share scales in groups of unlike width"
+    if any(group is not None and group % STEP for group in groups):
+        return f"groups of {groups.pop()} columns share a scale, no multiple of {STEP}"
+    bits = {own for side in sides for own in side.bits} - FORMATS.keys()
+    if bits:
+        return f"latents are quantised to {bits.pop()} bits"
+    return None
+
+
+def stored_as(quantiser: Quantiser | None, side: SideQuantiser | None, level: int) -> Bits:
+    """Return the format of the kernels in which a side's tokens of a level are stored.
+
+    Parameters
+    ----------
+    quantiser : Quantiser or None
+        None where the tokens stay at full precision.
+    side : SideQuantiser or None
+        Its keys or values.
+    level : int
+    """
+    if quantiser is None or side is None:
+        return None
+    return quantiser.kind if quantiser.kind in FORMATS else side.bits[level]
+
+
+def shared_columns(quantiser: Quantiser) -> int | None:
+    """Return how many columns of a token share a scale; None for all, and where there is none."""
+    if quantiser.kind in FORMATS:
+        return None
+    return next(side.group for side in (quantiser.keys, quantiser.values) if side is not None)
+
+
 def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
     """Return how a layer's segments are stored, in the order of `Stages`."""
     levels = range(len(plan.levels.shares))
@@ -141,19 +191,11 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
     quantiser = plan.quantiser
     if quantiser is None:
         return [*found, Format(keys[0], values[0])]
-    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
-
-    def bits(side: SideQuantiser | None, level: int) -> Bits:
-        assert quantiser is not None
-        if side is None:
-            return None
-        return "fp8" if quantiser.kind == "fp8" else side.bits[level]
-
-    # e4m3 has no scales that columns could share.
-    columns = None if quantiser.kind == "fp8" else sides[0].group
+    columns = shared_columns(quantiser)
     for level in reversed(levels):
-        own = bits(quantiser.keys, level), bits(quantiser.values, level)
-        found.append(Format(keys[level], values[level], *own, columns))
+        key_bits = stored_as(quantiser, quantiser.keys, level)
+        value_bits = stored_as(quantiser, quantiser.values, level)
+        found.append(Format(keys[level], values[level], key_bits, value_bits, columns))
     return found
 
 

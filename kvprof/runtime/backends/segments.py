@@ -15,7 +15,7 @@ from torch import Tensor
 from kvprof.kernels.levels.append import Addresses, addresses_of, write
 from kvprof.kernels.levels.layout import HeadKind, LevelsLayout
 from kvprof.kernels.planes import STEP, RaggedLayout
-from kvprof.methods.plan import HeadGroup, LayerPlan, Plan, Quantiser
+from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
@@ -34,6 +34,7 @@ from kvprof.runtime.backends.segment_store import (
     cut_rows,
     fill_rows,
     formats_of,
+    refused_quantiser,
     rows_of,
     stages_of,
 )
@@ -49,9 +50,6 @@ __all__ = ["SegmentKernelLayer"]
 # --- Which ways of quantising, and which levels, the kernels over segments know.
 
 
-_BITS = {2, 3, 4, 8}
-
-
 def _levels(plan: Plan) -> str | None:
     levels = plan.levels
     if len(levels.shares) > 2:
@@ -61,29 +59,6 @@ def _levels(plan: Plan) -> str | None:
             return f"tokens move down {levels.batch} at a time"
         if plan.quantiser is not None and plan.quantiser.window:
             return "levels are quantised but for a window of the newest tokens"
-    return None
-
-
-def _quantiser(quantiser: Quantiser) -> str | None:
-    if quantiser.kind not in ("affine", "fp8"):
-        return f"latents are quantised by {quantiser.kind}"
-    if quantiser.block != 1:
-        return f"tokens are quantised {quantiser.block} at a time"
-    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
-    if quantiser.kind == "fp8":
-        return None
-    if any(side.axis != "token" for side in sides):
-        return "scales are shared along a channel"
-    if quantiser.scale_dtype != "float16":
-        return f"scales are kept in {quantiser.scale_dtype}"
-    groups = {side.group for side in sides}
-    if len(groups) > 1:
-        return "keys and values share scales in groups of unlike width"
-    if any(group is not None and group % STEP for group in groups):
-        return f"groups of {groups.pop()} columns share a scale, no multiple of {STEP}"
-    bits = {own for side in sides for own in side.bits} - _BITS
-    if bits:
-        return f"latents are quantised to {bits.pop()} bits"
     return None
 
 
@@ -161,7 +136,7 @@ class SegmentKernelLayer(KernelLayer):
             return "latents within a sliding window are quantised"
         if spec.device.type == "cuda" and spec.dtype == torch.float32:
             return "quantised tokens and levels run in bfloat16 or float16 on a GPU"
-        reason = _levels(plan) or (_quantiser(plan.quantiser) if plan.quantiser else None)
+        reason = _levels(plan) or (refused_quantiser(plan.quantiser) if plan.quantiser else None)
         if reason is None and plan.lazy:
             widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
             if any(width % STEP for width in widths):

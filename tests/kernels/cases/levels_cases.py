@@ -199,7 +199,7 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
         theirs = side.codes(target, plane)[row, block, part, place]
         theirs.copy_((theirs & (255 - mask)) | (mine & mask))
     if side.groups:
-        for mine, theirs in zip(side.scales(source), side.scales(target), strict=True):
+        for mine, theirs in zip(side.kept(source), side.kept(target), strict=True):
             theirs[row, block, :, place, slot] = mine[row, block, :, place, slot]
 
 
