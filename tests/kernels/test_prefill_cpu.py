@@ -16,7 +16,6 @@ from kvprof.kernels.prefill.paths import (
     best_paths,
     library_refuses,
     padded_width,
-    pair_seconds,
     quick_path,
     width_classes,
 )
@@ -254,6 +253,4 @@ def test_what_makes_no_sense_is_refused():
         prefill(query, buffer, layout, whole([64]), 0.0)
     with pytest.raises(LackingError, match="GPU"):
         measured_path(layout, 8, torch.float32, torch.device("cpu"))
-    with pytest.raises(LackingError, match="GPU"):
-        pair_seconds(8, torch.float32, torch.device("cpu"))
     assert prefill(query[:, :0], buffer, layout, whole([64]), 0.1).shape == (1, 0, 96)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import prefill_step
-from kvprof.kernels.prefill.paths import best_paths, from_table
+from kvprof.kernels.prefill.paths import best_paths
 from kvprof.kernels.prefill.schedules import (
     SCHEDULES,
     Work,
@@ -22,9 +22,9 @@ widths = st.integers(1, 16).map(lambda n: 16 * n)
 RAGGED = RaggedLayout((112, 96, 80, 64, 48, 48, 32, 32), (32, 48, 64, 64, 112, 80, 64, 48), 4, 1, 1)
 
 
-def work_of(layout, tokens, past=None, window=0, costs=None, tuning=None):
+def work_of(layout, tokens, past=None, window=0, tuning=None):
     tiles = head_tiles(layout, tuning or Tuning())
-    return Work(layout, tokens, past or (0,) * layout.batch, tiles, window, costs)
+    return Work(layout, tokens, past or (0,) * layout.batch, tiles, window)
 
 
 def slow_cost(work, sequence, head, first, rows):
@@ -148,13 +148,8 @@ def test_a_makespan_is_that_of_whoever_is_free_first():
     assert makespan_over_mean([5], 4) == 4.0
 
 
-def test_measured_costs_replace_the_widths():
-    costs = {(64, 64): 2.0, (32, 32): 1.5}
-    layout = RaggedLayout((64, 32), (64, 32), 2, 1, 1)
-    work = work_of(layout, 256, costs=costs)
-    assert work.cost((0, 0, 0, 128)) / work.cost((0, 1, 0, 128)) == pytest.approx(2.0 / 1.5)
-    with pytest.raises(UsageError, match="16"):
-        work_of(RaggedLayout((16,), (16,), 2, 1, 1), 8, costs=costs).cost((0, 0, 0, 8))
+def test_an_unknown_schedule_is_refused():
+    work = work_of(RaggedLayout((64, 32), (64, 32), 2, 1, 1), 256)
     with pytest.raises(UsageError, match="schedule"):
         cut_blocks("none", work, (0,), 1, pieces=1, step=16)
 
@@ -171,11 +166,3 @@ def test_each_class_takes_its_faster_path():
     assert mixed.paths == ("library", "triton", "triton")
     assert mixed.seconds == {"triton": 6.0, "library": 6.0, "mixed": 5.0}
     assert best_paths(RaggedLayout((512,), (64,), 1, 1, 1), seconds).paths == ("triton",)
-    table = {
-        (128, 64): {"triton": 1.0, "library": 2.0},
-        (64, 64): {"triton": 2.0, "library": 1.0},
-    }
-    uniform = RaggedLayout((112, 64), (48, 64), 4, 1, 1)
-    assert from_table(uniform, table).paths == ("triton", "library")
-    with pytest.raises(UsageError, match="128"):
-        from_table(layout, table)

@@ -1,4 +1,4 @@
-"""Rebuilding keys without a GPU, the operators as torch sees them, and what is folded instead."""
+"""Rebuilding keys without a GPU, and the operators as torch sees them."""
 
 from dataclasses import replace
 
@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct import cpu
-from kvprof.kernels.reconstruct.folded import folded_queries, without_rope
 from kvprof.kernels.reconstruct.form import Form, Target, Tuning, arranged, blocks_of, tuning_for
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_operator, reconstruct_step, stored_step
+from tests.kernels.folded import folded_queries
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
@@ -204,34 +203,6 @@ def test_rows_are_sorted_as_the_kernel_reads_them():
     sorted_pairs = arranged([matrix], replace(form, interleaved=True))
     wanted = [*block(range(0, 24, 2)), *block(range(1, 24, 2)), *block(range(24, 40))]
     assert torch.equal(sorted_pairs, torch.cat(wanted))
-
-
-def test_without_rope_is_decode_over_latents():
-    layout = RaggedLayout((32, 64), (48, 16), 6, 2, 50)
-    query, buffer, up, cos, sin = states(layout, 2, 24, 24, torch.float32)
-    sinks = torch.randn(2, 6)
-    wanted = reference_reconstruct(
-        query,
-        buffer,
-        layout,
-        up,
-        2,
-        [50, 7],
-        torch.ones_like(cos),
-        torch.zeros_like(sin),
-        0.2,
-        softcap=3.0,
-        sinks=sinks,
-    )
-    step = decode_step(layout, "cpu")
-    found = without_rope(
-        step, query, up, 2, buffer, step.cut([50, 7]), 0.2, softcap=3.0, sinks=sinks
-    )
-    assert error(found, wanted) < 1e-5
-    with pytest.raises(UsageError, match="do not fit"):
-        folded_queries(query[:, :-1], up, layout, 2)
-    with pytest.raises(UsageError, match="fold into no"):
-        folded_queries(query, up[:1], layout, 2)
 
 
 def test_without_the_rebuild_queries_meet_the_latents():

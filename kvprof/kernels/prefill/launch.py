@@ -265,7 +265,6 @@ def prefill_step(
     element_size: int = 2,
     multiprocessors: int | None = None,
     heads: tuple[int, ...] | None = None,
-    costs: tuple[tuple[int, int, float], ...] | None = None,
 ) -> PrefillStep:
     """Cut a prompt's work and put the table on the device; made once and remembered.
 
@@ -289,8 +288,6 @@ def prefill_step(
         The device's own by default (on a CPU, 1).
     heads : tuple of int, optional
         KV heads to compute; all by default.
-    costs : tuple of (key width, value width, cost), optional
-        Measured costs of a score (`kvprof.kernels.prefill.grid.class_costs`).
 
     Raises
     ------
@@ -312,8 +309,7 @@ def prefill_step(
     if device.type == "cuda" and properties.major < 9:
         # There queries stay in registers: with few of them they would be spilled.
         tiles = tuple(replace(tile, registers=0) for tile in tiles)
-    measured = None if costs is None else {(k, v): cost for k, v, cost in costs}
-    work = Work(layout, tokens, past or (0,) * layout.batch, tiles, window, measured)
+    work = Work(layout, tokens, past or (0,) * layout.batch, tiles, window)
     own = heads if heads is not None else tuple(range(layout.heads))
     programs = (multiprocessors or 1) * max(tiles[head].programs for head in own)
     blocks = cut_blocks(schedule, work, own, programs, pieces=tuning.pieces, step=tuning.step)

@@ -21,12 +21,10 @@ __all__ = [
     "REWARDED",
     "Choice",
     "best_paths",
-    "from_table",
     "library_jobs",
     "library_refuses",
     "measured_path",
     "padded_width",
-    "pair_seconds",
     "quick_path",
     "run_paths",
     "width_classes",
@@ -286,32 +284,6 @@ def best_paths(layout: RaggedLayout, seconds: Callable[[tuple[str | None, ...]],
     return Choice(options[best], found)
 
 
-def from_table(
-    layout: RaggedLayout, table: Mapping[tuple[int, int], Mapping[str, float]]
-) -> Choice:
-    """Return each class's faster path by a table of times.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    table : mapping
-        Seconds by path, ``triton`` and ``library``, of each padded pair of widths.
-
-    Raises
-    ------
-    UsageError
-        When a class is not in the table.
-    """
-    paths = []
-    for pair in zip(layout.key_widths, layout.value_widths, strict=True):
-        padded = (padded_width(pair[0]), padded_width(pair[1]))
-        times = table.get(padded)
-        if times is None or set(times) != {"triton", "library"}:
-            raise UsageError(f"the table of times lacks triton or library for {padded}")
-        paths.append(min(times, key=lambda path: times[path]))
-    return Choice(tuple(paths), {})
-
-
 def run_paths(
     paths: Sequence[str | None],
     query: Tensor,
@@ -474,49 +446,6 @@ def quick_path(
         return "triton"
     times = choice.seconds
     return "library" if times["library"] < _CLEARLY * times["triton"] else "triton"
-
-
-def pair_seconds(
-    tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    heads: int = 8,
-    group: int = 4,
-    schedule: str = "equal",
-    tuning: Tuning | None = None,
-) -> Callable[[int, int], float]:
-    """Return a measure for `kvprof.kernels.prefill.grid.class_costs`: the faster path's time.
-
-    Parameters
-    ----------
-    tokens : int
-        Of one sequence.
-    dtype : torch.dtype
-    device : torch.device
-        A GPU, with its index.
-    heads, group : int
-        KV heads, all of the pair's widths, and query heads of each; a head is told its share.
-    schedule : str
-    tuning : Tuning, optional
-
-    Raises
-    ------
-    LackingError
-        Without a GPU.
-    """
-    if device.type != "cuda":
-        raise LackingError("the paths of prefill are measured on a GPU only")
-
-    def seconds(key_width: int, value_width: int) -> float:
-        layout = RaggedLayout((key_width,) * heads, (value_width,) * heads, group, 1, tokens)
-        timed = _timed(layout, dtype, device, schedule, tuning or Tuning())
-        paths = ["triton"]
-        if max(key_width, value_width) <= REWARDED[-1]:
-            paths.append("library")
-        return min(timed((path,) * heads) for path in paths) / heads
-
-    return seconds
 
 
 def _timed(

@@ -8,7 +8,7 @@ makes blocks; it is counted here whenever a cost is told.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -80,8 +80,6 @@ class Work:
         Of each head.
     window : int
         Tokens that a token sees, itself included; 0 for all.
-    costs : mapping, optional
-        Of a score, by key and value width, in any unit; the widths and `COST_PER_SCORE` by default.
     """
 
     layout: RaggedLayout
@@ -89,7 +87,6 @@ class Work:
     past: tuple[int, ...]
     tiles: tuple[Tile, ...]
     window: int = 0
-    costs: Mapping[tuple[int, int], float] | None = None
     # Sums of scores, the same for all heads of one tile: a prompt waits while its work is cut.
     _known: dict[tuple[int, Tile], NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -103,11 +100,7 @@ class Work:
     def score_cost(self, head: int) -> float:
         """Return what one score of a head costs."""
         widths = (self.layout.key_widths[head], self.layout.value_widths[head])
-        if self.costs is None:
-            return float(sum(widths) + COST_PER_SCORE)
-        if widths not in self.costs:
-            raise UsageError(f"no cost is known for keys {widths[0]} and values {widths[1]} wide")
-        return self.costs[widths]
+        return float(sum(widths) + COST_PER_SCORE)
 
     def sums(self, sequence: int, head: int) -> NDArray[np.float64]:
         """Return what all of a head's tiles before each boundary between two cost."""

@@ -226,7 +226,7 @@ class Form:
         if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise UsageError(
                 f"RoPE cannot turn {self.rotary_dim} of {self.head_dim} columns; where it turns "
-                "none, kvprof.kernels.reconstruct.folded serves"
+                "none, fold the matrices into the queries and decode over the latents"
             )
 
     @property

@@ -542,7 +542,7 @@ def stored_step(step: ReconstructStep) -> ReconstructStep:
 
     Tiles, pieces, loads and the products with the values are the same, and the step's own schedule
     serves; queries come in the latents' widths and meet the latents themselves, as if ``up`` were
-    folded into them (`kvprof.kernels.reconstruct.folded.folded_queries`).
+    folded into them.
 
     Parameters
     ----------

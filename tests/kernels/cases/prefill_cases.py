@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.planes import RaggedLayout, chunks
-from kvprof.kernels.prefill.grid import class_costs
-from kvprof.kernels.prefill.paths import measured_path, pair_seconds, quick_path, run_paths
+from kvprof.kernels.prefill.paths import measured_path, quick_path, run_paths
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, prefill, prefill_step
 
@@ -222,8 +221,6 @@ def test_paths_are_measured_once():
     choice = measured_path(layout, 600, torch.bfloat16, DEVICE)
     assert {"triton", "library"} <= set(choice.seconds)
     assert measured_path(layout, 600, torch.bfloat16, DEVICE) is choice
-    costs = class_costs(pair_seconds(512, torch.bfloat16, DEVICE, heads=2), (64, 128))
-    assert len(costs) == 4
 
 
 def test_bf16_is_refused_where_it_would_be_wrong():

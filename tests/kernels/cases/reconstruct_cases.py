@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reconstruct.folded import folded_queries
 from kvprof.kernels.reconstruct.form import Tuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 from kvprof.kernels.tables import Part
+from tests.kernels.folded import folded_queries
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
