@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.codes import encode, numbers
+from kvprof.kernels.levels.codes import encode, numbers, restored
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import PLACES, Side
 
@@ -333,12 +333,10 @@ def _read(buffer: Tensor, places: SideAddresses) -> Tensor:
     if side.bits is None:
         return _taken(buffer.view(side.dtype), places.values).float()
     codes = _taken(buffer, places.values) >> places.shift & (2**side.container - 1)
-    rows = numbers(codes, side.bits)
-    if not side.form.kept:
-        return rows
     halves = buffer.view(torch.float16)
-    scale, middle = (_by_column(_taken(halves, at).float(), places.columns) for at in places.kept)
-    return middle + scale * rows
+    kept = (_by_column(_taken(halves, at).float(), places.columns) for at in places.kept)
+    named = dict(zip(side.form.kept, kept, strict=True))
+    return restored(numbers(codes, side.bits), named.get("scale"), named.get("middle"))
 
 
 def _taken(stored: Tensor, at: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ __all__ = [
     "in_bytes",
     "numbers",
     "quantise",
+    "restored",
     "spread",
 ]
 
@@ -143,6 +144,14 @@ def numbers(codes: Tensor, bits: Bits) -> Tensor:
         return codes.view(torch.float8_e4m3fn).float()
     half: int = 2 ** (format_of(bits).container - 1)
     return codes.float() - half
+
+
+def restored(found: Tensor, scale: Tensor | None, middle: Tensor | None) -> Tensor:
+    """Return the values of `numbers`, given what their columns keep; None for what they do not."""
+    if scale is None:
+        return found
+    scaled = scale * found
+    return scaled if middle is None else middle + scaled
 
 
 def spread(scales: Tensor, columns: int | None, width: int) -> Tensor:

@@ -116,24 +116,27 @@ def _scores(side: Side, blocks: Tensor, queries: Tensor) -> Tensor:
     """Return ``[batch, G, tokens]``; scales and middles are applied to products of codes."""
     codes, scale, middle = side.raw(blocks)
     queries = queries[..., : side.width]
-    if scale is None or middle is None:
+    if scale is None:
         return queries @ codes.mT
     found = queries.new_zeros(*queries.shape[:2], codes.shape[1])
     for group in range(side.groups):
         part = queries[..., _columns(side, group)]
         found.addcmul_(part @ codes[..., _columns(side, group)].mT, scale[:, group, None])
-        found.addcmul_(part.sum(-1, keepdim=True), middle[:, group, None])
+        if middle is not None:
+            found.addcmul_(part.sum(-1, keepdim=True), middle[:, group, None])
     return found
 
 
 def _weighted(side: Side, blocks: Tensor, weights: Tensor, there: Tensor) -> Tensor:
     """Return ``[batch, G, width]``; what lies behind a context may be no number."""
     codes, scale, middle = side.raw(blocks)
-    if scale is None or middle is None:
+    if scale is None:
         return weights @ codes.masked_fill_(~there[..., None], 0.0)
     parts = []
     for group in range(side.groups):
-        own_scale, own_middle = (x[:, group].masked_fill(~there, 0.0) for x in (scale, middle))
+        own_scale = scale[:, group].masked_fill(~there, 0.0)
         product = (weights * own_scale[:, None]) @ codes[..., _columns(side, group)]
-        parts.append(product + weights @ own_middle[..., None])
+        if middle is not None:
+            product = product + weights @ middle[:, group].masked_fill(~there, 0.0)[..., None]
+        parts.append(product)
     return torch.cat(parts, dim=-1)

@@ -409,6 +409,12 @@ def _planes(side: Side, most: int, before: int) -> list[PlaneColumns]:
     return found + [none] * (most - len(found))
 
 
+def _kept_at(side: Side, name: str, before: int) -> int:
+    """Return where something kept begins in a block, in float16, `before` it being bytes; or 0."""
+    at = side.kept_at(name)
+    return (before + at) // 2 if at else 0
+
+
 def kind_table(
     family: LevelsLayout, tuning: Tuning, code: str, query: str
 ) -> tuple[tuple[float, ...], int, int]:
@@ -450,8 +456,8 @@ def kind_table(
             key_parts=slots // keys.per_byte,
             key_groups=keys.groups,
             key_planes=len(keys.planes),
-            key_scales=keys.code_bytes // 2,
-            key_middles=(keys.code_bytes + keys.scale_bytes) // 2,
+            key_scales=_kept_at(keys, "scale", 0),
+            key_middles=_kept_at(keys, "middle", 0),
             key_block=size // (1 if key_format else itemsize),
             value_format=value_format,
             value_factor=value_factor,
@@ -459,8 +465,8 @@ def kind_table(
             value_parts=slots // values.per_byte,
             value_groups=values.groups,
             value_planes=len(values.planes),
-            value_scales=(keys.nbytes + values.code_bytes) // 2,
-            value_middles=(keys.nbytes + values.code_bytes + values.scale_bytes) // 2,
+            value_scales=_kept_at(values, "scale", keys.nbytes),
+            value_middles=_kept_at(values, "middle", keys.nbytes),
             value_block=size // (1 if value_format else itemsize),
             value_width=values.width,
             block_halfs=size // 2,

@@ -14,6 +14,7 @@ from kvprof.kernels.levels.codes import (
     from_bytes,
     in_bytes,
     numbers,
+    restored,
     spread,
 )
 
@@ -135,8 +136,8 @@ class Side:
     def kept(self, blocks: Tensor) -> list[Tensor]:
         """Return what a format keeps as views ``[batch, blocks, group, place, slot]``."""
         found = []
-        for number, name in enumerate(self.form.kept):
-            begin = self.code_bytes + number * self.scale_bytes
+        for name in self.form.kept:
+            begin = self.kept_at(name)
             own = blocks[..., begin : begin + self.scale_bytes].view(torch.float16)
             if self.slots_first(name):
                 own = torch.unflatten(own, -1, (self.groups, self.slots, PLACES))
@@ -144,6 +145,12 @@ class Side:
             else:
                 found.append(torch.unflatten(own, -1, (self.groups, PLACES, self.slots)))
         return found
+
+    def kept_at(self, name: str) -> int:
+        """Return the byte of a block's side at which something kept begins; 0 where it is not."""
+        if name not in self.form.kept:
+            return 0
+        return self.code_bytes + self.form.kept.index(name) * self.scale_bytes
 
     def slots_first(self, name: str) -> bool:
         """Whether something kept lies slot by slot, as what enters products with tokens does."""
@@ -180,7 +187,7 @@ class Side:
         codes : Tensor
             ``[batch, tokens, width]`` float32, counted from the middle of the container.
         scale, middle : Tensor or None
-            ``[batch, groups, tokens]`` float32; None where codes are the values themselves.
+            ``[batch, groups, tokens]`` float32; None for what the format does not keep.
         """
         if self.bits is None:
             parts = [self.rows(blocks, plane) for plane in self.planes]
@@ -188,15 +195,15 @@ class Side:
             return rows.transpose(2, 3).flatten(1, 3).float(), None, None
         joined = torch.cat([self.codes(blocks, plane) for plane in self.planes], dim=-1)
         codes = from_bytes(joined, self.container, self.per_byte).flatten(1, 3)
-        kept = [x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.kept(blocks)]
-        scale, middle = kept or (None, None)
-        return numbers(codes, self.bits), scale, middle
+        kept = (x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.kept(blocks))
+        named = dict(zip(self.form.kept, kept, strict=True))
+        return numbers(codes, self.bits), named.get("scale"), named.get("middle")
 
     def load(self, blocks: Tensor) -> Tensor:
         """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""
-        codes, scale, middle = self.raw(blocks)
-        if scale is not None and middle is not None:
-            scale, middle = (spread(x.mT, self.columns, self.width) for x in (scale, middle))
-            codes = middle + scale * codes
-        ordered = torch.unflatten(codes, 1, (-1, self.slots, PLACES)).transpose(2, 3)
+        codes, *kept = self.raw(blocks)
+        wide = (None if x is None else spread(x.mT, self.columns, self.width) for x in kept)
+        ordered = torch.unflatten(restored(codes, *wide), 1, (-1, self.slots, PLACES)).transpose(
+            2, 3
+        )
         return ordered.flatten(1, 3)

@@ -103,7 +103,7 @@ class Kind(NamedTuple):
         Scales of a token.
     key_planes, value_planes : int
     key_scales, key_middles, value_scales, value_middles : int
-        Where they begin in a block, in float16.
+        Where they begin in a block, in float16; 0 where the format keeps none.
     key_block, value_block : int
         From block to block: bytes, or values at full precision.
     value_width : int
