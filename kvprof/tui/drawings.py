@@ -32,6 +32,7 @@ from kvprof.views.bars import (
     load_columns,
     load_scales,
 )
+from kvprof.views.jct_data import QUANTITIES
 from kvprof.views.numbers import MISSING, count, number, span
 
 __all__ = [
@@ -481,15 +482,6 @@ def _rank(values: list[float]) -> str:
 
 
 _SPARK = 16  # columns of the history
-_WRITTEN: dict[str, Callable[[float], str]] = {
-    "utilisation": lambda value: f"{100 * value:.0f} % busy",
-    "load": lambda value: f"{100 * value:.0f} % of its threads",  # in older records
-    "power_w": lambda value: f"{value:.0f} W",
-    "temperature_c": lambda value: f"{value:.0f} °C",
-    "sm_mhz": lambda value: f"SM {value:,.0f} MHz",
-    "memory_mhz": lambda value: f"memory {value:,.0f} MHz",
-    "memory_bytes": lambda value: f"{size(value)} used",
-}
 # What the history shows: the first that is there.
 _HISTORY = {"power_w": "power", "utilisation": "busy", "load": "busy", "memory_bytes": "memory"}
 
@@ -521,7 +513,9 @@ class Telemetry:
         if newest.throttled:
             line.append(f" ▼ slowed down: {', '.join(newest.throttled)}", style=self.ink.bad())
         words = [
-            write(newest.values[key]) for key, write in _WRITTEN.items() if key in newest.values
+            quantity.figure(newest.values[key])
+            for key, quantity in QUANTITIES.items()
+            if key in newest.values
         ]
         if name == "cpu":  # the one busy of the machine, the other of the measurement
             words = [

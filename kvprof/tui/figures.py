@@ -11,6 +11,7 @@ from kvprof.records.cases import part_times
 from kvprof.records.events import Balance
 from kvprof.sizes import format_bytes
 from kvprof.tui.state import CaseState, RunState
+from kvprof.views.bars import relative_loads
 from kvprof.views.numbers import MISSING, change, count, duration
 
 __all__ = [
@@ -448,10 +449,8 @@ def schedule_loads(case: CaseState) -> list[ScheduleLoads]:
 
 def _loads_of(event: Balance) -> ScheduleLoads:
     return ScheduleLoads(
-        event.phase, event.schedule, _relative(event.predicted), _relative(event.measured or [])
+        event.phase,
+        event.schedule,
+        relative_loads(event.predicted),
+        relative_loads(event.measured or []),
     )
-
-
-def _relative(values: Sequence[float]) -> list[float]:
-    mean = sum(values) / len(values) if values else 0.0
-    return [value / mean for value in values] if mean > 0 else [0.0 for _ in values]

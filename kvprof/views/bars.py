@@ -29,6 +29,7 @@ __all__ = [
     "load_scales",
     "longest",
     "makespan_over_mean",
+    "relative_loads",
 ]
 
 # --- What each multiprocessor did during a step: a line per SM, as high as work was running on it.
@@ -239,6 +240,12 @@ def load_columns(
         "".join(bars[min(full, max(0, height - full * row))] for height in heights)
         for row in reversed(range(rows))
     ]
+
+
+def relative_loads(loads: Sequence[float]) -> list[float]:
+    """Return loads relative to their mean; zeros where nothing is loaded."""
+    mean = sum(loads) / len(loads) if loads else 0.0
+    return [load / mean for load in loads] if mean > 0 else [0.0] * len(loads)
 
 
 def load_scales(highest: Sequence[float]) -> list[float]:

@@ -11,9 +11,11 @@ from rich.text import Text
 from kvprof.records.cases import Account, accounts, part_times
 from kvprof.records.parts import UNATTRIBUTED
 from kvprof.sizes import format_bytes
-from kvprof.views.bars import LoadLine, StackedBars, bar_of, load_scales
+from kvprof.views.bars import LoadLine, StackedBars, bar_of, load_scales, relative_loads
 from kvprof.views.jct_data import (
+    QUANTITIES,
     Group,
+    Quantity,
     Sweep,
     detailed,
     groups,
@@ -355,16 +357,6 @@ def _fixed(value: float | None, factor: float, decimals: int, plus: str = "") ->
 # --- The machine during a run: clocks, power, temperature, memory, and what slowed it down.
 
 
-_UNITS = {
-    "sm_mhz": ("SM clock", "MHz", 1.0),
-    "memory_mhz": ("memory clock", "MHz", 1.0),
-    "power_w": ("power", "W", 1.0),
-    "temperature_c": ("temperature", "°C", 1.0),
-    "utilisation": ("utilisation", "%", 100.0),
-    "load": ("load", "%", 100.0),
-}
-
-
 def telemetry_table(telemetry: Mapping[str, Any]) -> DataTable | None:
     """Return a row per device and value: median and range over the run; None without any."""
     rows = []
@@ -375,8 +367,11 @@ def telemetry_table(telemetry: Mapping[str, Any]) -> DataTable | None:
                 words = name.removesuffix("_bytes")
                 cells = tuple(format_bytes(value) for value in known)
             else:
-                words, unit, factor = _UNITS.get(name, (name, "", 1.0))
-                cells = tuple(f"{number(value * factor)} {unit}".rstrip() for value in known)
+                own = QUANTITIES.get(name, Quantity(name, "", 1.0, "{}"))
+                words = own.words
+                cells = tuple(
+                    f"{number(value * own.factor)} {own.unit}".rstrip() for value in known
+                )
             rows.append((device, words, *cells))
     columns = (
         Column("device", words=True),
@@ -806,11 +801,8 @@ def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
             continue
         for what in ("predicted", "measured"):
             if row[what]:
-                loads = row[what]
-                mean = sum(loads) / len(loads)
-                relative = [load / mean for load in loads] if mean > 0 else loads
                 label = f"{own[row['case']]}, {row['phase']}, {row['schedule']}, {what}"
-                lines.append((label, relative))
+                lines.append((label, relative_loads(row[what])))
                 schedules.append((row["case"], row["phase"], row["schedule"]))
     if not lines:
         return []

@@ -8,12 +8,15 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
+from kvprof.sizes import format_bytes
 from kvprof.views.numbers import count, unit_of
 from kvprof.views.plot import Series
 
 __all__ = [
+    "QUANTITIES",
     "Curves",
     "Group",
+    "Quantity",
     "Sweep",
     "byte_unit",
     "detailed",
@@ -228,6 +231,46 @@ def detailed(result: Mapping[str, Any]) -> list[Group]:
         return found
     longest = [sweep.members[-1] for sweep in sweeps(result)]
     return longest or [max(found, key=lambda group: (group.tokens, group.batch))]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a device is asked at a fixed rate.
+
+    Attributes
+    ----------
+    words : str
+        How reports call it.
+    unit : str
+        ``B`` has binary prefixes.
+    factor : float
+        From what is recorded to the unit.
+    brief : str
+        Around the figure where a device has one line for all of them.
+    """
+
+    words: str
+    unit: str
+    factor: float
+    brief: str
+
+    def figure(self, value: float) -> str:
+        """Write a value for that line, with its unit and what it is of."""
+        if self.unit == "B":
+            return self.brief.format(format_bytes(value))
+        return self.brief.format(f"{value * self.factor:,.0f} {self.unit}")
+
+
+#: By the names in a telemetry sample, in the order of the line; the load is in older records.
+QUANTITIES = {
+    "utilisation": Quantity("utilisation", "%", 100.0, "{} busy"),
+    "load": Quantity("load", "%", 100.0, "{} of its threads"),
+    "power_w": Quantity("power", "W", 1.0, "{}"),
+    "temperature_c": Quantity("temperature", "°C", 1.0, "{}"),
+    "sm_mhz": Quantity("SM clock", "MHz", 1.0, "SM {}"),
+    "memory_mhz": Quantity("memory clock", "MHz", 1.0, "memory {}"),
+    "memory_bytes": Quantity("memory", "B", 1.0, "{} used"),
+}
 
 
 def peak_name(inputs: Mapping[str, Any]) -> str:
