@@ -53,11 +53,11 @@ from kvprof.methods.registry import (
 )
 from kvprof.methods.storage import Levels
 from kvprof.methods.tale import PUBLISHED_BITS, PUBLISHED_SHARE, RECENT, SINK
-from kvprof.methods.tokens import quantises, segments
+from kvprof.methods.tokens import segments
 from kvprof.models.load import load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.progress import Progress, silent
-from kvprof.runtime.backends.layer import LayerSpec
+from kvprof.runtime.backends.layer import LayerSpec, ages
 from kvprof.runtime.backends.route import why_not
 from kvprof.runtime.backends.segment_store import shared_columns, stored_as
 
@@ -194,8 +194,7 @@ class Method:
 
 
 def _family_of(plan: Plan, layer: LayerPlan) -> str:
-    groups = (*layer.keys.groups, *layer.values.groups)
-    if quantises(plan, layer) or any(len(set(group.ranks)) > 1 for group in groups):
+    if ages(plan, layer):
         return "levels"
     return "latents" if layer.keys.placement is Placement.PRE_ROPE else "ragged"
 

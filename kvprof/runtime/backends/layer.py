@@ -80,12 +80,13 @@ class LayerSpec:
         return (*self.layer.keys.groups, *self.layer.values.groups)
 
 
-def ages(spec: LayerSpec) -> bool:
+def ages(plan: Plan, layer: LayerPlan) -> bool:
     """Whether a layer's tokens are not all stored alike at full precision."""
-    if quantises(spec.plan, spec.layer):
+    if quantises(plan, layer):
         return True
-    uneven = any(len(set(group.ranks)) > 1 for group in spec.groups)
-    return spec.layer.sliding_window is None and uneven
+    groups = (*layer.keys.groups, *layer.values.groups)
+    uneven = any(len(set(group.ranks)) > 1 for group in groups)
+    return layer.sliding_window is None and uneven
 
 
 def refused_width(spec: LayerSpec) -> str | None:
@@ -131,7 +132,7 @@ def _planned(spec: LayerSpec) -> str | None:
         return "each query head stores a key of its own, and the kernels share one per KV head"
     if spec.plan.online_bases:
         return "bases are found online, per sequence"
-    if spec.plan.lazy and not ages(spec):
+    if spec.plan.lazy and not ages(spec.plan, spec.layer):
         return "a lazy prefill attends exactly and compresses afterwards"
     if spec.plan.eviction is not None and spec.layer.sliding_window is None:
         return "tokens are evicted"

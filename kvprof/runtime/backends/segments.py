@@ -122,7 +122,7 @@ class SegmentKernelLayer(KernelLayer):
     @classmethod
     def stores(cls, spec: LayerSpec) -> bool:
         """Whether a layer's tokens are not all stored alike at full precision."""
-        return ages(spec)
+        return ages(spec.plan, spec.layer)
 
     @classmethod
     def why_not(cls, spec: LayerSpec) -> str | None:
