@@ -31,7 +31,7 @@ _SAMPLED_QUERIES = 16  # of a prefill's positions, per head that is checked
 _PERIOD = 16_777_259
 
 
-class Lack(Exception):  # noqa: N818 - a fact about this machine, no error of the run
+class Lack(Exception):
     """A call that cannot be made here; its message says why, for the reader of the result."""
 
 

@@ -43,11 +43,11 @@ _FULL = 0.5  # of the GPU's memory
 _RESAMPLES = 2000
 
 
-class Interrupted(Exception):  # noqa: N818 - as KeyboardInterrupt, no error
+class Interrupted(Exception):
     """The user asked for the end before the samples were complete."""
 
 
-class DeviceLost(Exception):  # noqa: N818 - what the run says of it is the user's error
+class DeviceLost(Exception):
     """The GPU stopped under a kernel, and nothing more can run in this process."""
 
 

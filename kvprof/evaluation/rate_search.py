@@ -31,7 +31,7 @@ _END_STEPS = 10  # halvings to find the end of the rates that a combination reac
 _PROBES = 16
 
 
-class Interrupted(Exception):  # noqa: N818 - a signal between search and caller, no failure
+class Interrupted(Exception):
     """The user asked for the work to end; what was measured stays."""
 
 

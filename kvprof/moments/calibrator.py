@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class CalibrationInterrupted(Exception):  # noqa: N818 - as KeyboardInterrupt, no error
+class CalibrationInterrupted(Exception):
     """The user asked for the end before everything was collected; nothing can be planned."""
 
 

@@ -68,7 +68,7 @@ class CollectOptions:
     joint_heads: int | None = None
 
 
-class PassAbandoned(Exception):  # noqa: N818 - as KeyboardInterrupt, no error
+class PassAbandoned(Exception):
     """A pass was left in the middle of a batch, and what it counted is of no use.
 
     Attributes

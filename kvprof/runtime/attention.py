@@ -192,12 +192,12 @@ class KeySide:
 
 @dataclass(frozen=True)
 class ValueSide:
-    """All values of a bundle, oldest first: latents ``[rows, g, N, r']`` or whole heads
-    ``[rows, g, n, N, d]``.
+    """All values of a bundle, oldest first.
 
-    With `in_latents` the result stays in the latents' coordinates, ``[…, r]``, for a folded W_O;
-    otherwise latents are turned back into heads.
-    """  # noqa: D205
+    They are latents ``[rows, g, N, r']`` or whole heads ``[rows, g, n, N, d]``. With `in_latents`
+    the result stays in the latents' coordinates, ``[…, r]``, for a folded W_O; otherwise latents
+    are turned back into heads.
+    """
 
     bundle: Bundle
     blocks: list[Tensor]

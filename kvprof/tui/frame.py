@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
@@ -213,7 +213,7 @@ class RunScreen(Screen[None]):
     @property
     def live(self) -> "LiveApp":
         """The app, as what it is."""
-        return self.app  # type: ignore[return-value]
+        return cast("LiveApp", self.app)
 
     def compose(self) -> ComposeResult:
         """Put the widgets of every screen around the screen's own."""

@@ -15,26 +15,19 @@ _AHEAD = 500  # events that a replay reads ahead
 
 
 class Source(Protocol):
-    """What the view asks for events; it never writes any.
-
-    Attributes
-    ----------
-    damage : str or None
-        What is wrong with the record, after its last readable event.
-    finished : bool
-        Whether no event will come any more.
-    playing : bool
-        Whether events are held back to come at their time.
-    """
+    """What the view asks for events; it never writes any."""
 
     @property
-    def damage(self) -> str | None: ...  # noqa: D102
+    def damage(self) -> str | None:
+        """What is wrong with the record, after its last readable event."""
 
     @property
-    def finished(self) -> bool: ...  # noqa: D102
+    def finished(self) -> bool:
+        """Whether no event will come any more."""
 
     @property
-    def playing(self) -> bool: ...  # noqa: D102
+    def playing(self) -> bool:
+        """Whether events are held back to come at their time."""
 
     def poll(self, at_most: int) -> list[Event]:
         """Return the next events that are due, at most so many; empty when there are none now."""

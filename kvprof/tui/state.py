@@ -257,10 +257,11 @@ class RunState(Fold[CaseState]):
         if case is None:
             return least, most
         to_come = self._tokens_planned() - self._written - case.started.output_len
-        return tuple(  # type: ignore[return-value] # two in, two out
-            left + max(0, to_come) * self._pace(elapsed + since + left, case)
-            for left in (least, most)
-        )
+
+        def with_others(left: float) -> float:
+            return left + max(0, to_come) * self._pace(elapsed + since + left, case)
+
+        return with_others(least), with_others(most)
 
     def _pace(self, own: float, case: CaseState) -> float:
         """Return seconds per token written: of the finished cases and the one under way."""

@@ -203,14 +203,34 @@ def move_token(
         token = target % (_PLACES * SLOTS)
         if tl.load(stretch + _SIDE) == 0:
             _put(
-                octets, full, halfs, states, there, column, stretch, block, token, KEY_BITS, False,
+                octets,
+                full,
+                halfs,
+                states,
+                there,
+                column,
+                stretch,
+                block,
+                token,
+                KEY_BITS,
+                False,
                 SLOTS,
-            )  # fmt: skip
+            )
         else:
             _put(
-                octets, full, halfs, states, there, column, stretch, block, token, VALUE_BITS, True,
+                octets,
+                full,
+                halfs,
+                states,
+                there,
+                column,
+                stretch,
+                block,
+                token,
+                VALUE_BITS,
+                True,
                 SLOTS,
-            )  # fmt: skip
+            )
 
 
 # --- What a launch reads, and the launch.

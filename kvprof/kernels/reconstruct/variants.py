@@ -49,11 +49,11 @@ def _form(
     head_dim: int,
     rotary_dim: int,
     *,
-    target: Target = Target(),  # noqa: B008  (frozen)
+    target: Target | None = None,
 ) -> Form:
     widths = (key_widths, value_widths)
     form = Form(*widths, 8, 102400, heads, 4, head_dim, rotary_dim, False, 2, Tuning())
-    return replace(form, tuning=form.tuned(target))
+    return replace(form, tuning=form.tuned(target or Target()))
 
 
 _GROUPED = ((256, 256), (256, 256), 4, 128, 128)
