@@ -166,12 +166,12 @@ class _Group(TyperGroup):
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """Read the options before the command's name."""
-        with _told(debug=False):
+        with _errors_in_a_line(debug=False):
             return super().make_context(info_name, args, parent=parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; whatever it raises ends here, as a line and an exit code."""
-        with _told(debug=ctx.params["debug"]), interrupt.raising():
+        with _errors_in_a_line(debug=ctx.params["debug"]), interrupt.raising():
             if ctx.invoked_subcommand != "doctor":  # which tells what it finds
                 scratch.sweep()
             return super().invoke(ctx)
@@ -215,7 +215,7 @@ def _top(
 
 
 @contextmanager
-def _told(*, debug: bool) -> Iterator[None]:
+def _errors_in_a_line(*, debug: bool) -> Iterator[None]:
     """Let the body run; whatever it raises is told in a line and becomes an exit code."""
     with options_named():
         try:

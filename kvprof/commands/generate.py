@@ -153,7 +153,7 @@ def generate(
     check_choice(**wish)
 
     # Everything from here on needs torch.
-    from kvprof.commands.generate_run import check_length, run_generation, told_of
+    from kvprof.commands.generate_run import check_length, run_generation, warnings_of
     from kvprof.commands.steps import (
         check_options,
         load_for_command,
@@ -206,7 +206,7 @@ def generate(
             "seed": settings.seed if sample else None,
             "diff": diff,
         }
-        told = told_of(data, plan)
+        own_warnings = warnings_of(data, plan)
 
         def report(result: dict[str, Any], width: int, colour: bool) -> Any:
             differs = result["data"]["difference"] is not None
@@ -220,7 +220,7 @@ def generate(
                 "generate",
                 inputs=inputs,
                 data=data,
-                warnings=[*plan.made.get("notes", ()), *told],
+                warnings=[*plan.made.get("notes", ()), *own_warnings],
                 complete=not cut,
                 report=report,
                 unheard=unheard,
@@ -229,7 +229,7 @@ def generate(
             console.note(view.cache_line({"data": data, "inputs": inputs}))
             if (line := view.decoding_line({"data": data})) is not None:
                 console.note(line)
-            for warning in told:  # calibration has said its own
+            for warning in own_warnings:  # calibration has said its own
                 console.warn(warning)
 
 

@@ -19,7 +19,7 @@ from kvprof.runtime.compressed import compressed
 from kvprof.runtime.generation import Generated, GenerationSettings, difference, generate_text
 from kvprof.runtime.session import Compression
 
-__all__ = ["check_length", "run_generation", "told_of"]
+__all__ = ["check_length", "run_generation", "warnings_of"]
 
 # Measured and counted bytes of a cache agree to this share (issue 4).
 _AGREEMENT = 0.01
@@ -151,7 +151,7 @@ def _decoding(session: Compression) -> dict[str, Any] | None:
     }
 
 
-def told_of(data: dict[str, Any], plan: Plan) -> list[str]:
+def warnings_of(data: dict[str, Any], plan: Plan) -> list[str]:
     """Return what a reader must know of the text, and of the cache that it was written with."""
     found = []
     if len(data["tokens"]) < 2 and (hidden := hidden_in_one_pass(plan)):

@@ -176,8 +176,8 @@ def fit_data(
     requests = parse_methods(
         asked, dict(options), lambda written: method_options(None, None, None, written)
     )
-    told = calibrate is not None or calibrate_tokens is not None
-    _refuse_unheeded(requests, rate, record_files, told=told)
+    calibrating = calibrate is not None or calibrate_tokens is not None
+    _refuse_unheeded(requests, rate, record_files, calibrating=calibrating)
     total, reserve = sizes
     tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
     memory = Memory(total, reserve, sum(t.numel() * t.element_size() for t in tensors))
@@ -216,7 +216,7 @@ def fit_data(
     records = {
         request.label: recorded.get(canonical_label(request.method, request.options))
         for request in requests
-        if not told or request.method in ALWAYS
+        if not calibrating or request.method in ALWAYS
     }
     rows: list[dict[str, Any]] = []
     missing: list[dict[str, str]] = []
@@ -308,7 +308,7 @@ def _refuse_unheeded(
     rate: float | None,
     record_files: Sequence[Path],
     *,
-    told: bool,
+    calibrating: bool,
 ) -> None:
     """Refuse options without effect, before anything is read or planned."""
     turned = [request for request in requests if request.method not in ALWAYS]
@@ -321,7 +321,9 @@ def _refuse_unheeded(
             "--rate: of what is asked for, nothing has a rate to turn; name methods with "
             "--methods, or leave it out"
         )
-    if told and all(follows_from_rate(request.method, **request.options) for request in turned):
+    if calibrating and all(
+        follows_from_rate(request.method, **request.options) for request in turned
+    ):
         raise UsageError(
             "--fit calibrates nothing: what a plan stores follows from its rate; leave out "
             "--calibrate and --calibrate-tokens"

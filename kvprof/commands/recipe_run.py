@@ -225,7 +225,7 @@ def _run(
     total = len({digest for one in planned for _, digest in one.cells})
     with graceful_interrupt() as stop, console.track("recipes", total) as tracker:
 
-        def told(words: str) -> None:
+        def say(words: str) -> None:
             if sys.stderr is not None and sys.stderr.isatty():
                 tracker.describe(words)
                 tracker.advance()
@@ -239,7 +239,7 @@ def _run(
             machine=machine,
             settings=known,
             fresh=request.fresh,
-            progress=told,
+            progress=say,
             should_stop=stop,
         )
         interrupted = finished.interrupted or stop()

@@ -55,10 +55,10 @@ def _row(path: Path) -> tuple[str, ...]:
     except KvprofError as problem:
         return path.name, MISSING, str(problem).replace(f"{path}/", ""), MISSING, size
     state = "complete" if result["complete"] else result["incomplete_reason"] or "incomplete"
-    return path.name, result["created"], _subject(result), state, size
+    return path.name, result["created"], _measured(result), state, size
 
 
-def _subject(result: dict[str, Any]) -> str:
+def _measured(result: dict[str, Any]) -> str:
     """Return what a run measured: its kind, on what, and how."""
     inputs = result["inputs"]
     words = [result["kind"], *(inputs[key] for key in ("model", "mode") if inputs.get(key))]

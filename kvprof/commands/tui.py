@@ -174,9 +174,9 @@ def run_plainly(watched: Watched) -> int:
         while True:
             try:
                 code = process.wait()
-            except KeyboardInterrupt as told:
+            except KeyboardInterrupt as signalled:
                 # The terminal's Ctrl-C it got as well. It keeps what it measured.
-                if told.args:
+                if signalled.args:
                     process.terminate()
                 continue
             break

@@ -18,7 +18,7 @@ from kvprof.analysis.quality import draws, ratio_interval
 from kvprof.errors import FailedError, UsageError
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.scores import Pair, TokenScores, score_tokens, text_figures
-from kvprof.evaluation.stored import SIDES, Assignment, Place, Stored, StoredPasses
+from kvprof.evaluation.stored import SIDES, Assignment, HeadSide, Stored, StoredPasses
 from kvprof.evaluation.workload import TextBatch, Workload
 from kvprof.methods.accounting import full_layer_bytes, layer_bytes
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_at
@@ -152,9 +152,9 @@ def _with_exact_first(setting: Setting, tokens: int) -> Setting:
     )
 
 
-def _groups_of(plan: Plan) -> dict[Place, HeadGroup]:
+def _groups_of(plan: Plan) -> dict[HeadSide, HeadGroup]:
     return {
-        Place(index, side, group.first): group
+        HeadSide(index, side, group.first): group
         for index, layer in enumerate(plan.layers)
         for side in SIDES
         for group in getattr(layer, side).groups
@@ -206,16 +206,18 @@ class Sensitivity:
             for head in (range(facts[layer].num_kv_heads) if by_head else (None,))
         ]
 
-    def places(self, part: Part) -> list[Place]:
+    def head_sides(self, part: Part) -> list[HeadSide]:
         """Return the heads of a part."""
         heads = range(self.loaded.layout.layers[part.layer].num_kv_heads)
         chosen = heads if part.kv_head is None else (part.kv_head,)
-        return [Place(part.layer, part.side, head) for head in chosen]
+        return [HeadSide(part.layer, part.side, head) for head in chosen]
 
-    def assignment(self, chosen: Mapping[Part, Setting]) -> dict[Place, Stored]:
+    def assignment(self, chosen: Mapping[Part, Setting]) -> dict[HeadSide, Stored]:
         """Return what is stored how when each part takes its setting."""
         return {
-            place: setting.stored for part, setting in chosen.items() for place in self.places(part)
+            head_side: setting.stored
+            for part, setting in chosen.items()
+            for head_side in self.head_sides(part)
         }
 
     def bytes_per_token(self, part: Part, setting: Setting | None) -> float:

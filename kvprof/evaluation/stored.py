@@ -28,14 +28,14 @@ from kvprof.models.load import LoadedModel
 from kvprof.runtime.attention import softmax
 from kvprof.runtime.codecs import codec_for
 
-__all__ = ["SIDES", "Assignment", "Place", "Stored", "StoredPasses"]
+__all__ = ["SIDES", "Assignment", "HeadSide", "Stored", "StoredPasses"]
 
 #: The two sides of a cache, as plans name them.
 SIDES = ("keys", "values")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class HeadSide:
     """One KV head's keys or values in one layer.
 
     Attributes
@@ -61,16 +61,16 @@ class Stored:
     plan : Plan
         Its quantiser and its levels say which tokens are quantised how; one level of tokens, no
         eviction. Its layers are not looked at.
-    groups : mapping of Place to HeadGroup
+    groups : mapping of HeadSide to HeadGroup
         The projections of heads that are cut, each a group of its own; empty for full width.
     """
 
     plan: Plan
-    groups: Mapping[Place, HeadGroup]
+    groups: Mapping[HeadSide, HeadGroup]
 
 
 #: What is stored how; heads that are not in it stay as they are.
-Assignment = Mapping[Place, Stored]
+Assignment = Mapping[HeadSide, Stored]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class StoredPasses:
         ----------
         ids : Tensor
             ``[B, T]``; the batch of the last `baseline` is fastest.
-        assignment : mapping of Place to Stored
+        assignment : mapping of HeadSide to Stored
             An empty one shows what this module's own arithmetic changes.
 
         Returns
@@ -155,11 +155,14 @@ class StoredPasses:
         Tensor
             ``[B, T - T // 2, vocabulary]``.
         """
-        first = min((place.layer for place in assignment), default=0)
+        first = min((head_side.layer for head_side in assignment), default=0)
         start = prefill_length(ids.shape[1])
-        by_layer: dict[int, dict[tuple[str, int], tuple[Place, Stored]]] = {}
-        for place, stored in assignment.items():
-            by_layer.setdefault(place.layer, {})[place.side, place.kv_head] = (place, stored)
+        by_layer: dict[int, dict[tuple[str, int], tuple[HeadSide, Stored]]] = {}
+        for head_side, stored in assignment.items():
+            by_layer.setdefault(head_side.layer, {})[head_side.side, head_side.kv_head] = (
+                head_side,
+                stored,
+            )
 
         def observe(call: AttentionCall) -> Tensor | None:
             facts = self._facts[id(call.module)]
@@ -226,7 +229,7 @@ def _hooked(block: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[No
 def _attended(
     call: AttentionCall,
     facts: LayerLayout,
-    own: Mapping[tuple[str, int], tuple[Place, Stored]],
+    own: Mapping[tuple[str, int], tuple[HeadSide, Stored]],
     start: int,
 ) -> Tensor:
     """Return one layer's output, ``[B, T, H, v_head_dim]``, its heads read as decoding reads them.
@@ -273,13 +276,13 @@ def _hidden(call: AttentionCall, tokens: int) -> Tensor:
 
 
 def _side(
-    rows: Tensor, facts: LayerLayout, entry: tuple[Place, Stored] | None, start: int
+    rows: Tensor, facts: LayerLayout, entry: tuple[HeadSide, Stored] | None, start: int
 ) -> _Side:
     """Return how one head's ``[B, T, d]`` are read."""
     if entry is None:
         return _Side(rows, rows, None)
-    place, stored = entry
-    group = stored.groups.get(place)
+    head_side, stored = entry
+    group = stored.groups.get(head_side)
     if group is not None and group.down is not None and group.up is not None:
         down, up = (x.to(rows.device, rows.dtype) for x in (group.down, group.up))
         rows = rows @ down @ up.mT
@@ -297,7 +300,7 @@ def _side(
                 reads[query, oldest + segment.start : oldest + segment.stop] = True
     # Groups of tokens that share scales are counted from the first token that can be quantised.
     first = 0 if facts.sliding_window is not None else min(stored.plan.levels.sink, tokens)
-    codec = codec_for(quantiser, getattr(quantiser, place.side), 0)
+    codec = codec_for(quantiser, getattr(quantiser, head_side.side), 0)
     after = rows[:, first:]
     past = codec.decode(codec.encode(after), rows.shape[-1], rows.dtype)
     return _Side(rows, torch.cat([rows[:, :first], past], dim=1), reads.to(rows.device))

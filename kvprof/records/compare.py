@@ -19,7 +19,7 @@ _ENDS = (0.025, 0.975)
 _MISSED = 0.5
 _LEAST = 5  # samples that tell a spread
 #: Differences of the environment that say nothing about a measurement.
-_UNTOLD = ("kvprof.git.dirty",)
+_NOT_SHOWN = ("kvprof.git.dirty",)
 
 
 def compare(
@@ -338,7 +338,7 @@ def environment_differences(environments: Sequence[Mapping[str, Any]]) -> list[d
     return [
         {"path": path, "values": [one.get(path) for one in flat]}
         for path in dict.fromkeys(path for one in flat for path in one)
-        if path not in _UNTOLD and any(one.get(path) != flat[0].get(path) for one in flat)
+        if path not in _NOT_SHOWN and any(one.get(path) != flat[0].get(path) for one in flat)
     ]
 
 

@@ -20,13 +20,13 @@ from kvprof.reproduction.measures import matching, parse_path
 from kvprof.reproduction.recipe import (
     CHECKS,
     Document,
-    Place,
+    KeyPath,
     Profile,
     Recipe,
-    at_place,
     build_recipe,
     placeholders,
     read_yaml,
+    value_at,
 )
 from kvprof.reproduction.resolve import expand, filled_measures
 
@@ -52,7 +52,7 @@ CommandCheck = Callable[[Sequence[str]], str | None]
 class Problem:
     """What is wrong, and where."""
 
-    place: Place
+    key_path: KeyPath
     message: str
 
 
@@ -63,48 +63,50 @@ def there_are(known: Sequence[str]) -> str:
 
 def profile_problems(recipe: Recipe, check_command: CommandCheck | None) -> Iterator[Problem]:
     """Yield what is wrong with the profiles of a recipe whose parts are right by themselves."""
-    for place, profile in _all_profiles(recipe):
-        name = " on ".join(map(str, place[1::2]))
+    for key_path, profile in _all_profiles(recipe):
+        name = " on ".join(map(str, key_path[1::2]))
         if profile.excluded is not None:
             continue
-        own_words = at_place(recipe.document.data, place)
+        own_words = value_at(recipe.document.data, key_path)
         if profile.name != "paper" and "stand_in" not in own_words:
-            yield Problem(place, f"{name}: say in stand_in what differs from the claim")
+            yield Problem(key_path, f"{name}: say in stand_in what differs from the claim")
         if recipe.judged is None and not profile.cells:
-            yield Problem(place, f"{name}: there is no cell, so nothing could be judged")
+            yield Problem(key_path, f"{name}: there is no cell, so nothing could be judged")
         if recipe.judged is None and not profile.verdict:
-            yield Problem(place, f"{name}: no verdict says when the claim holds")
+            yield Problem(key_path, f"{name}: no verdict says when the claim holds")
         known = {*profile.set, *profile.matrix, "model", "data"}
         for cell in profile.cells:
             for used in placeholders(" ".join((cell.id, *cell.words))):
                 if used not in known:
                     yield Problem(
-                        (*cell.place, "run"),
+                        (*cell.key_path, "run"),
                         f"{{{used}}} is no placeholder: give it a default under set, or a matrix",
                     )
         if {*profile.set} & {*profile.matrix}:
             both = sorted({*profile.set} & {*profile.matrix})[0]
-            yield Problem((*place, "matrix", both), f"{both!r} stands under set and under matrix")
+            yield Problem(
+                (*key_path, "matrix", both), f"{both!r} stands under set and under matrix"
+            )
         cells = expand(profile, {})
-        ids: dict[str, Place] = {}
+        ids: dict[str, KeyPath] = {}
         for one in cells:
             if one.id in ids:
                 yield Problem(
-                    (*one.place, "id"),
+                    (*one.key_path, "id"),
                     f"two cells have the id {one.id!r}; put the matrix's {{names}} into the id",
                 )
-            ids[one.id] = one.place
+            ids[one.id] = one.key_path
             if one.lacking:
                 continue
             wrong = forbidden(one.words, recipe.path.parent)
             if wrong is None and check_command:
                 wrong = check_command(one.words)
             if wrong is not None:
-                yield Problem((*one.place, "run"), f"{one.id}: {wrong}")
+                yield Problem((*one.key_path, "run"), f"{one.id}: {wrong}")
         for index, measure in enumerate(filled_measures(profile, {})):
             if measure.cell is None or matching(measure.cell, ids):
                 continue
-            at = _measures_at(recipe.document, place)
+            at = _measures_at(recipe.document, key_path)
             yield Problem(
                 (*at, index, "cell"),
                 f"{measure.id}: profile {name} makes no cell {measure.cell!r}"
@@ -113,14 +115,14 @@ def profile_problems(recipe: Recipe, check_command: CommandCheck | None) -> Iter
         # A model's own measures or lines may leave the profile's other half behind.
         measures = [measure.id for measure in profile.measures]
         for line in profile.verdict:
-            if len(place) > 2 and line.measure not in measures:
+            if len(key_path) > 2 and line.measure not in measures:
                 yield Problem(
-                    place,
+                    key_path,
                     f"{name}: no measure {line.measure!r} for its verdict{there_are(measures)}",
                 )
 
 
-def _all_profiles(recipe: Recipe) -> Iterator[tuple[Place, Profile]]:
+def _all_profiles(recipe: Recipe) -> Iterator[tuple[KeyPath, Profile]]:
     """Yield every profile, and behind it what it is on other models, with where they stand."""
     for name, profile in recipe.profiles.items():
         yield ("profiles", name), profile
@@ -128,9 +130,9 @@ def _all_profiles(recipe: Recipe) -> Iterator[tuple[Place, Profile]]:
             yield ("profiles", name, "models", model), own
 
 
-def _measures_at(document: Document, place: Place) -> Place:
+def _measures_at(document: Document, key_path: KeyPath) -> KeyPath:
     """Return where the measures of a profile, or of it on another model, stand."""
-    for near in (place, place[:2]):
+    for near in (key_path, key_path[:2]):
         if (*near, "measures") in document.lines:
             return (*near, "measures")
     return ("measures",)
@@ -176,8 +178,8 @@ def load_recipe(path: Path, check_command: CommandCheck | None = None) -> Recipe
     document = read_yaml(path)
     found = problems_of(document, path, check_command)
     if found:
-        ordered = sorted(found, key=lambda one: document.line(one.place))
-        raise InvalidRecipeError([f"{document.at(one.place)}: {one.message}" for one in ordered])
+        ordered = sorted(found, key=lambda one: document.line(one.key_path))
+        raise InvalidRecipeError([f"{document.at(one.key_path)}: {one.message}" for one in ordered])
     return build_recipe(document, path)
 
 
@@ -187,32 +189,32 @@ def problems_of(
     """Return what is wrong with a file; see `load_recipe`."""
     errors = sorted(Draft202012Validator(recipe_schema()).iter_errors(document.data), key=str)
     if errors:
-        return [problem for error in errors for problem in _told(error)]
+        return [problem for error in errors for problem in _problems_of(error)]
     found = [*_names(document, path), *_published(document), *_commands(document)]
-    for place in _sections(document, "measures"):
-        found += _measures(document, place)
-    for place in _sections(document, "verdict"):
-        found += _lines(document, place)
+    for key_path in _sections(document, "measures"):
+        found += _measures(document, key_path)
+    for key_path in _sections(document, "verdict"):
+        found += _lines(document, key_path)
     if found:
         return found
     recipe = build_recipe(document, path)
     return list(profile_problems(recipe, check_command))
 
 
-def _told(error: ValidationError) -> Iterator[Problem]:
-    place = tuple(error.absolute_path)
+def _problems_of(error: ValidationError) -> Iterator[Problem]:
+    key_path = tuple(error.absolute_path)
     if error.validator == "additionalProperties":
         known = list(error.schema.get("properties", {}))
         for key in [key for key in error.instance if key not in known]:
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            yield Problem((*place, key), f"unknown key {key!r}: {hint}")
+            yield Problem((*key_path, key), f"unknown key {key!r}: {hint}")
         return
-    yield Problem(place, f"{_name(place)}: {_schema_words(error)}")
+    yield Problem(key_path, f"{_name(key_path)}: {_schema_words(error)}")
 
 
-def _name(place: Place) -> str:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+def _name(key_path: KeyPath) -> str:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in key_path)
     return "".join(steps).lstrip(".") or "the file"
 
 
@@ -254,21 +256,21 @@ def _published(document: Document) -> Iterator[Problem]:
     entries = document.data.get("published", [])
     yield from _twice([one["id"] for one in entries], ("published",))
     for index, one in enumerate(entries):
-        place: Place = ("published", index)
+        key_path: KeyPath = ("published", index)
         single, ends = "value" in one, [key for key in ("low", "high") if key in one]
         if single == bool(ends) or len(ends) == 1:
-            yield Problem(place, f"{one['id']}: give a value, or low and high")
+            yield Problem(key_path, f"{one['id']}: give a value, or low and high")
         elif ends and one["low"] > one["high"]:
-            yield Problem(place, f"{one['id']}: low {one['low']} is above high {one['high']}")
+            yield Problem(key_path, f"{one['id']}: low {one['low']} is above high {one['high']}")
 
 
-def _twice(ids: Sequence[str], place: Place) -> Iterator[Problem]:
+def _twice(ids: Sequence[str], key_path: KeyPath) -> Iterator[Problem]:
     for index, one in enumerate(ids):
         if one in ids[:index]:
-            yield Problem((*place, index, "id"), f"the id {one!r} is given twice")
+            yield Problem((*key_path, index, "id"), f"the id {one!r} is given twice")
 
 
-def _sections(document: Document, key: str) -> Iterator[Place]:
+def _sections(document: Document, key: str) -> Iterator[KeyPath]:
     """Yield where a key stands: for all profiles, in one, or in one for a model."""
     if key in document.data:
         yield (key,)
@@ -282,15 +284,15 @@ def _sections(document: Document, key: str) -> Iterator[Place]:
 
 def _commands(document: Document) -> Iterator[Problem]:
     for cells in _sections(document, "cells"):
-        for index, cell in enumerate(at_place(document.data, cells)):
-            place: Place = (*cells, index, "run")
+        for index, cell in enumerate(value_at(document.data, cells)):
+            key_path: KeyPath = (*cells, index, "run")
             try:
                 words = shlex.split(cell["run"])
             except ValueError as problem:
-                yield Problem(place, f"{cell['run']!r}: {str(problem).lower()}")
+                yield Problem(key_path, f"{cell['run']!r}: {str(problem).lower()}")
                 continue
             if wrong := _first_words(words):
-                yield Problem(place, wrong)
+                yield Problem(key_path, wrong)
 
 
 def _first_words(words: Sequence[str]) -> str | None:
@@ -301,12 +303,12 @@ def _first_words(words: Sequence[str]) -> str | None:
     return None
 
 
-def _measures(document: Document, place: Place) -> Iterator[Problem]:
-    entries = at_place(document.data, place)
-    yield from _twice([one["id"] for one in entries], place)
+def _measures(document: Document, key_path: KeyPath) -> Iterator[Problem]:
+    entries = value_at(document.data, key_path)
+    yield from _twice([one["id"] for one in entries], key_path)
     known: list[str] = []
     for index, one in enumerate(entries):
-        here = (*place, index)
+        here = (*key_path, index)
         kinds = [key for key in ("figure", "data", "divide", "subtract") if key in one]
         if len(kinds) != 1:
             said = " and ".join(kinds) or "none"
@@ -334,12 +336,12 @@ def _measures(document: Document, place: Place) -> Iterator[Problem]:
         known.append(one["id"])
 
 
-def _lines(document: Document, place: Place) -> Iterator[Problem]:
-    at = _measures_at(document, place[:-1])
-    measures = [one["id"] for one in (at_place(document.data, at) if at in document.lines else ())]
+def _lines(document: Document, key_path: KeyPath) -> Iterator[Problem]:
+    at = _measures_at(document, key_path[:-1])
+    measures = [one["id"] for one in (value_at(document.data, at) if at in document.lines else ())]
     published = [one["id"] for one in document.data.get("published", [])]
-    for index, one in enumerate(at_place(document.data, place)):
-        here = (*place, index)
+    for index, one in enumerate(value_at(document.data, key_path)):
+        here = (*key_path, index)
         if one["measure"] not in measures:
             yield Problem((*here, "measure"), f"no measure {one['measure']!r}{there_are(measures)}")
         if "published" in one and one["published"] not in published:
@@ -354,7 +356,7 @@ def _lines(document: Document, place: Place) -> Iterator[Problem]:
         yield from _tolerance(one, checks[0], here)
 
 
-def _tolerance(one: Mapping[str, Any], check: str, here: Place) -> Iterator[Problem]:
+def _tolerance(one: Mapping[str, Any], check: str, here: KeyPath) -> Iterator[Problem]:
     given = [key for key in ("tolerance", "tolerance_share") if key in one]
     if len(given) == 2:
         yield Problem((*here, given[1]), "give tolerance or tolerance_share, not both")

@@ -15,7 +15,6 @@ from kvprof.reproduction.recipe import Measure
 __all__ = [
     "Found",
     "Measured",
-    "doubt_about",
     "find",
     "implied_interval",
     "implied_value",
@@ -24,6 +23,7 @@ __all__ = [
     "measure_all",
     "parse_path",
     "row_of",
+    "why_unsure",
 ]
 
 # --- Paths into the data of a result: ``rows[method=kq].relative_accuracy``.
@@ -157,8 +157,7 @@ def _interval(value: Any) -> tuple[float, float] | None:
     return None
 
 
-# --- How far a number of a result can be trusted: its interval, and doubts that forbid a
-# verdict.
+# --- How far a number of a result can be trusted: its interval, and what forbids a verdict.
 
 
 Row = Mapping[str, Any]
@@ -255,7 +254,7 @@ def _of_median(samples: Sequence[float]) -> tuple[float, float] | None:
     return float(found.low), float(found.high)
 
 
-def doubt_about(result: Row, row: Row | None) -> str | None:
+def why_unsure(result: Row, row: Row | None) -> str | None:
     """Return why a number decides nothing, or None where it may.
 
     Parameters
@@ -361,16 +360,16 @@ def _from_cells(
     if not cells:
         return _missing(f"no cell {one.cell} was run")
     found: list[Found] = []
-    doubts: list[str] = []
+    unsure: list[str] = []
     for cell in cells:
         own = _in_result(one, results[cell])
         found += own
-        doubts += [
+        unsure += [
             f"{cell}: {doubt}"
             for entry in own
-            if (doubt := doubt_about(results[cell], entry.row)) is not None
+            if (doubt := why_unsure(results[cell], entry.row)) is not None
         ]
-    doubt = doubts[0] if doubts else None
+    doubt = unsure[0] if unsure else None
     wanted = one.data if one.data is not None else _said(one)
     if not found:
         return _missing(f"{', '.join(cells)}: no {wanted}{_there(one, results[cells[0]])}")

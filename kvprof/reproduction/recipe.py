@@ -18,27 +18,26 @@ __all__ = [
     "PROFILES",
     "CellTemplate",
     "Document",
+    "KeyPath",
     "Line",
     "Measure",
     "Needs",
-    "Place",
     "Profile",
     "Published",
     "Recipe",
-    "at_place",
     "build_recipe",
     "parse_yaml",
     "placeholders",
     "read_text",
     "read_yaml",
+    "value_at",
 ]
 
-# --- YAML with the line of everything that stands in it, so that a complaint can name the
-# place.
+# --- YAML with the line of everything that stands in it, so that a complaint says where.
 
 
 #: Where a value stands: keys and indices from the top.
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 # libyaml's where it was built in: it is ten times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -68,25 +67,25 @@ class Document:
     data : object
         Plain mappings (keys are strings), lists and scalars.
     lines : dict
-        Place to line, counted from 1; of a mapping's entry the line of its key.
+        Key path to line, counted from 1; of a mapping's entry the line of its key.
     texts : dict
-        Place of a scalar to its characters: 0.30 is not 0.3 in a command.
+        Key path of a scalar to its characters: 0.30 is not 0.3 in a command.
     """
 
     name: str
     data: Any = None
-    lines: dict[Place, int] = field(default_factory=dict)
-    texts: dict[Place, str] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    texts: dict[KeyPath, str] = field(default_factory=dict)
 
-    def line(self, place: Place) -> int:
-        """Return the line of a place, or of what is around it where it has none itself."""
-        while place not in self.lines and place:
-            place = place[:-1]
-        return self.lines.get(place, 1)
+    def line(self, key_path: KeyPath) -> int:
+        """Return the line of a key path, or of what is around it where it has none itself."""
+        while key_path not in self.lines and key_path:
+            key_path = key_path[:-1]
+        return self.lines.get(key_path, 1)
 
-    def at(self, place: Place) -> str:
-        """Return ``file:line`` of a place."""
-        return f"{self.name}:{self.line(place)}"
+    def at(self, key_path: KeyPath) -> str:
+        """Return ``file:line`` of a key path."""
+        return f"{self.name}:{self.line(key_path)}"
 
 
 def read_yaml(path: Path) -> Document:
@@ -146,8 +145,8 @@ def parse_yaml(text: str, name: str) -> Document:
         node = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
-        place = f"{name}:{mark.line + 1}" if mark else name
-        raise UsageError(f"{place}: no YAML: {problem.problem or problem.context}") from None
+        at = f"{name}:{mark.line + 1}" if mark else name
+        raise UsageError(f"{at}: no YAML: {problem.problem or problem.context}") from None
     except yaml.YAMLError as problem:
         raise UsageError(f"{name}: no YAML: {problem}") from None
     if node is None:
@@ -163,8 +162,8 @@ def _check_depth(text: str, name: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > _DEEPEST:
-                place = f"{name}:{event.start_mark.line + 1}" if event.start_mark else name
-                raise UsageError(f"{place}: nested too deeply to be a recipe")
+                at = f"{name}:{event.start_mark.line + 1}" if event.start_mark else name
+                raise UsageError(f"{at}: nested too deeply to be a recipe")
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
@@ -174,9 +173,9 @@ class _Reader:
         self._document = document
         self._nodes = 0
 
-    def value(self, node: yaml.Node, place: Place, around: tuple[int, ...]) -> Any:
+    def value(self, node: yaml.Node, key_path: KeyPath, around: tuple[int, ...]) -> Any:
         line = node.start_mark.line + 1
-        self._document.lines.setdefault(place, line)
+        self._document.lines.setdefault(key_path, line)
         self._nodes += 1
         if self._nodes > _MOST_NODES:
             raise self._wrong(line, "more entries than any recipe has")
@@ -184,12 +183,12 @@ class _Reader:
             raise self._wrong(line, "an alias refers to what it stands in")
         inner = (*around, id(node))
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, place, inner)
+            return self._mapping(node, key_path, inner)
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(one, (*place, i), inner) for i, one in enumerate(node.value)]
-        return self._scalar(node, place, line)
+            return [self.value(one, (*key_path, i), inner) for i, one in enumerate(node.value)]
+        return self._scalar(node, key_path, line)
 
-    def _mapping(self, node: yaml.MappingNode, place: Place, inner: tuple[int, ...]) -> Any:
+    def _mapping(self, node: yaml.MappingNode, key_path: KeyPath, inner: tuple[int, ...]) -> Any:
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -198,13 +197,13 @@ class _Reader:
             key = key_node.value
             if key in found:
                 raise self._wrong(line, f"the key {key!r} is written twice")
-            self._document.lines[(*place, key)] = line
-            found[key] = self.value(value_node, (*place, key), inner)
+            self._document.lines[(*key_path, key)] = line
+            found[key] = self.value(value_node, (*key_path, key), inner)
         return found
 
-    def _scalar(self, node: yaml.Node, place: Place, line: int) -> Any:
+    def _scalar(self, node: yaml.Node, key_path: KeyPath, line: int) -> Any:
         text: str = node.value
-        self._document.texts[place] = text
+        self._document.texts[key_path] = text
         if getattr(node, "style", None):  # quoted, or a block: words whatever they look like
             return text
         if text in _WORDS:
@@ -283,7 +282,7 @@ class CellTemplate:
 
     id: str
     words: tuple[str, ...]
-    place: Place
+    key_path: KeyPath
 
 
 @dataclass(frozen=True)
@@ -428,22 +427,23 @@ def build_recipe(document: Document, path: Path) -> Recipe:
 
 
 def _with_models(document: Document, name: str) -> Profile:
-    place: Place = ("profiles", name)
-    models = at_place(document.data, place).get("models", {})
+    key_path: KeyPath = ("profiles", name)
+    models = value_at(document.data, key_path).get("models", {})
     variants = {
-        model: _profile(document, name, ((), place, (*place, "models", model))) for model in models
+        model: _profile(document, name, ((), key_path, (*key_path, "models", model)))
+        for model in models
     }
-    return replace(_profile(document, name, ((), place)), models=variants)
+    return replace(_profile(document, name, ((), key_path)), models=variants)
 
 
-def _profile(document: Document, name: str, places: Sequence[Place]) -> Profile:
-    """Return a profile whose keys stand in several places: the last that has one counts."""
-    parts = [(place, at_place(document.data, place)) for place in places]
+def _profile(document: Document, name: str, key_paths: Sequence[KeyPath]) -> Profile:
+    """Return a profile whose keys stand in several key_paths: the last that has one counts."""
+    parts = [(key_path, value_at(document.data, key_path)) for key_path in key_paths]
     if "excluded" in parts[-1][1]:
         return Profile(name, excluded=" ".join(parts[-1][1]["excluded"].split()))
 
-    def last(key: str, default: Any) -> tuple[Place, Any]:
-        found = [((*place, key), part[key]) for place, part in parts if key in part]
+    def last(key: str, default: Any) -> tuple[KeyPath, Any]:
+        found = [((*key_path, key), part[key]) for key_path, part in parts if key in part]
         return found[-1] if found else ((key,), default)
 
     _, needs = last("needs", {})
@@ -451,8 +451,8 @@ def _profile(document: Document, name: str, places: Sequence[Place]) -> Profile:
     matrix_at, matrix = last("matrix", {})
     cells_at, cells = last("cells", ())
     settings: dict[str, str | None] = {}
-    for place in places:
-        settings |= _settings(document, (*place, "set"))
+    for key_path in key_paths:
+        settings |= _settings(document, (*key_path, "set"))
     return Profile(
         name,
         stand_in=" ".join(stand_in.split()) if stand_in else None,
@@ -474,20 +474,20 @@ def _profile(document: Document, name: str, places: Sequence[Place]) -> Profile:
     )
 
 
-def at_place(data: Any, place: Place) -> Any:
-    """Return what stands at a place of a file's content."""
-    for step in place:
+def value_at(data: Any, key_path: KeyPath) -> Any:
+    """Return what stands at a key path of a file's content."""
+    for step in key_path:
         data = data[step]
     return data
 
 
-def _settings(document: Document, place: Place) -> dict[str, str | None]:
+def _settings(document: Document, key_path: KeyPath) -> dict[str, str | None]:
     """Return placeholders as they are written; one without a default is None."""
     found: Any = document.data
-    for step in place:
+    for step in key_path:
         found = found.get(step, {})
     return {
-        key: None if value in (None, "") else document.texts[(*place, key)]
+        key: None if value in (None, "") else document.texts[(*key_path, key)]
         for key, value in found.items()
     }
 

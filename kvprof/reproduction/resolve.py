@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvprof.errors import UsageError
-from kvprof.reproduction.recipe import CellTemplate, Measure, Place, Profile, Recipe, placeholders
+from kvprof.reproduction.recipe import CellTemplate, KeyPath, Measure, Profile, Recipe, placeholders
 
 __all__ = ["Cell", "Planned", "check_settings", "expand", "filled_measures", "resolve_cells"]
 
@@ -25,7 +25,7 @@ class Cell:
         In its recipe.
     words : tuple of str
         Without ``kvprof`` and ``--json``.
-    place : Place
+    key_path : KeyPath
         Where the file says so.
     lacking : tuple of str
         Placeholders that nobody gave a value; the command cannot be run.
@@ -35,7 +35,7 @@ class Cell:
 
     id: str
     words: tuple[str, ...]
-    place: Place
+    key_path: KeyPath
     lacking: tuple[str, ...] = ()
     gpus: int = 0
 
@@ -124,7 +124,7 @@ def _filled(cell: CellTemplate, values: Mapping[str, str], gpus: int) -> Cell:
         return values[match[1]]
 
     words = tuple(fill(word) for word in cell.words)
-    return Cell(fill(cell.id), words, cell.place, tuple(lacking), gpus)
+    return Cell(fill(cell.id), words, cell.key_path, tuple(lacking), gpus)
 
 
 def resolve_cells(

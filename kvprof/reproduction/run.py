@@ -95,7 +95,7 @@ def prepare(
         for cell, _ in one.cells:
             wrong = forbidden(cell.words, one.recipe.path.parent, given, trusted=trusted)
             if wrong is not None:
-                line = one.recipe.document.at((*cell.place, "run"))
+                line = one.recipe.document.at((*cell.key_path, "run"))
                 raise UsageError(f"{line}: {one.recipe.name}, {cell.id}: {wrong}")
     return planned
 

@@ -114,7 +114,7 @@ class LiveApp(App[int]):
         # Killed without it, the view would leave the terminal in its own mode.
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._told_to_end)
+            loop.add_signal_handler(number, self._end_asked)
 
     def on_unmount(self) -> None:
         """Give the signals back."""
@@ -122,7 +122,7 @@ class LiveApp(App[int]):
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
-    def _told_to_end(self) -> None:
+    def _end_asked(self) -> None:
         """Leave; a measurement that nobody watches or awaits any more ends after its step."""
         if self.session.worker is not None:
             self.session.worker.interrupt()

@@ -17,7 +17,7 @@ from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.decode import decoded_logits
 from kvprof.evaluation.sensitivity import Part, Sensitivity, settings_of
 from kvprof.evaluation.sensitivity_answers import answers
-from kvprof.evaluation.stored import SIDES, Place, Stored, StoredPasses
+from kvprof.evaluation.stored import SIDES, HeadSide, Stored, StoredPasses
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.registry import plan_family
 from kvprof.models.load import LoadedModel, load_model
@@ -48,7 +48,7 @@ def test_all_parts_at_once_are_what_decoding_through_the_cache_gives(
     passes = StoredPasses(loaded)
     exact = passes.baseline(ids)
     places = [
-        Place(x.index, side, head)
+        HeadSide(x.index, side, head)
         for x in loaded.layout.layers
         for side in SIDES
         for head in range(x.num_kv_heads)
@@ -99,7 +99,7 @@ def test_a_cell_is_its_divergence_in_float64(loaded: LoadedModel, tiny_folder: P
 def test_passes_that_start_late_change_nothing(loaded: LoadedModel) -> None:
     ids = ids_of(loaded, 2, 24)
     (setting,) = settings_of(loaded, "per-token", ["4"], [], 0, None)
-    assignment = {Place(2, "values", 0): setting.stored}
+    assignment = {HeadSide(2, "values", 0): setting.stored}
     found = []
     for resume in (True, False):
         passes = StoredPasses(loaded, resume=resume)

@@ -81,7 +81,7 @@ class _Gpu:
         used = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
         rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
         power = ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-        told = {
+        readings = {
             "sm_mhz": ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
             "memory_mhz": ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
             "power_w": None if power is None else power / 1e3,
@@ -94,7 +94,7 @@ class _Gpu:
         bits = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
         throttled = tuple(name for name, bit in _REASONS.items() if bits & getattr(pynvml, bit))
         millijoules = ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-        values = {name: float(value) for name, value in told.items() if value is not None}
+        values = {name: float(value) for name, value in readings.items() if value is not None}
         return values, throttled, None if millijoules is None else millijoules / 1e3
 
     def close(self) -> None:

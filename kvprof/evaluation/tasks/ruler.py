@@ -156,9 +156,9 @@ def _niah(form: Niah, rng: random.Random, size: int, length: int) -> Question:
         pieces.insert(place, hides)
     one = len(answers) == 1
     query = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
-    told = {"kind": form.values.removesuffix("s") if one else form.values, "query": query}
-    text = (_NIAH_ONE if one else _NIAH).format(context=joint.join(pieces), **told)
-    prefix = (_NIAH_ONE_PREFIX if one else _NIAH_PREFIX).format(**told)
+    asked = {"kind": form.values.removesuffix("s") if one else form.values, "query": query}
+    text = (_NIAH_ONE if one else _NIAH).format(context=joint.join(pieces), **asked)
+    prefix = (_NIAH_ONE_PREFIX if one else _NIAH_PREFIX).format(**asked)
     candidates = len(needles) + others
     chance = len(answers) / candidates if candidates > len(answers) else 0.0
     return Question((text,), prefix, answers, chance, depth)
