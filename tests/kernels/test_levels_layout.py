@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.levels.append import addresses_of, append, read, write
-from kvprof.kernels.levels.codes import format_of, quantise, spread
+from kvprof.kernels.levels.codes import FORMATS, bits_numbered, format_of, quantise, spread
 from kvprof.kernels.levels.launch import token_bytes, token_cost
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.planes import RaggedLayout
@@ -15,7 +15,7 @@ from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
 from tests.kernels.dequantised import dequantised
 
-FORMATS = st.sampled_from([None, "fp8", 8, 4, 3, 2])
+ANY_FORMAT = st.sampled_from(list(FORMATS))
 WIDTHS = st.integers(1, 9).map(lambda n: 16 * n)
 
 
@@ -67,8 +67,8 @@ def test_e4m3_is_that_of_the_runtime():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    FORMATS,
-    FORMATS,
+    ANY_FORMAT,
+    ANY_FORMAT,
     st.sampled_from([16, 32, 64, None]),
     st.lists(WIDTHS, min_size=2, max_size=4),
     st.integers(1, 300),
@@ -108,6 +108,12 @@ def test_every_token_is_found_where_it_was_put(
                 else:
                     wanted = dequantised(quantise(rows, bits, columns), bits, columns)
                 assert torch.equal(found, wanted)
+
+
+def test_formats_are_found_by_name_and_by_number():
+    assert [bits_numbered(format_of(bits).number) for bits in FORMATS] == list(FORMATS)
+    with pytest.raises(UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8' or None"):
+        format_of(5)
 
 
 def test_bytes_are_counted_with_scales_middles_and_padding():
@@ -161,8 +167,8 @@ def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    FORMATS,
-    FORMATS,
+    ANY_FORMAT,
+    ANY_FORMAT,
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.tuples(st.integers(0, 60), st.integers(0, 60)),
     st.integers(0, 99),
@@ -189,8 +195,8 @@ def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    FORMATS,
-    FORMATS,
+    ANY_FORMAT,
+    ANY_FORMAT,
     st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),
     st.sampled_from([16, 32, None]),
     st.integers(0, 99),
