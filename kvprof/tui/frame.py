@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
@@ -16,10 +16,10 @@ from textual.events import Click, Resize
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
+from kvprof.tui.figures import Choice
+from kvprof.tui.session import Session
+from kvprof.views.bars import Ink
 from kvprof.views.page import bullets
-
-if TYPE_CHECKING:
-    from kvprof.tui.app import LiveApp
 
 __all__ = [
     "KEYS",
@@ -191,6 +191,45 @@ LEAST_COLUMNS, LEAST_ROWS = 60, 12
 _SHORT = 30  # rows below which no line stays empty for its looks
 
 
+class Shown(Protocol):
+    """What screens read of the app that shows them (`kvprof.tui.app.LiveApp`).
+
+    Attributes
+    ----------
+    session : Session
+        What runs, and its state.
+    choice : Choice
+        What the person at the screen looks at.
+    calm : float
+        Seconds between two drawings of a curve.
+    """
+
+    session: Session
+    choice: Choice
+    calm: float
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the app has begun and not ended."""
+
+    @property
+    def dark(self) -> bool:
+        """Whether the ground is dark."""
+
+    @property
+    def ink(self) -> Ink:
+        """What figures are drawn with."""
+
+    def status_line(self, width: int) -> Text:
+        """Return what the last line says."""
+
+    def hidden_keys(self) -> frozenset[str]:
+        """Return the keys that would do nothing now."""
+
+    def key_words(self) -> dict[str, str]:
+        """Return what keys are called now, where that changes."""
+
+
 class RunScreen(Screen[None]):
     """A screen that shows a run.
 
@@ -211,9 +250,9 @@ class RunScreen(Screen[None]):
         self._shapes: dict[str, tuple[int, list[int]]] = {}
 
     @property
-    def live(self) -> "LiveApp":
-        """The app, as what it is."""
-        return cast("LiveApp", self.app)
+    def live(self) -> Shown:
+        """The app, as screens know it."""
+        return cast(Shown, self.app)
 
     def compose(self) -> ComposeResult:
         """Put the widgets of every screen around the screen's own."""
