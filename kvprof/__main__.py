@@ -1,4 +1,4 @@
-"""Where every process of kvprof begins: the ``kvprof`` script and ``python -m kvprof``."""
+"""Where every process of kvprof begins: ``scripts/kvprof`` and ``python -m kvprof``."""
 
 # Built in: `signal` itself takes milliseconds, in which Ctrl-C would be a traceback.
 import _signal  # type: ignore[import-not-found]

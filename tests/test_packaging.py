@@ -83,11 +83,6 @@ def test_whatever_is_pinned_is_needed_and_whatever_is_needed_is_pinned() -> None
     assert PINS.keys() - needed <= extras
 
 
-def test_the_script_begins_where_python_m_kvprof_does() -> None:
-    module, _, function = PROJECT["scripts"]["kvprof"].partition(":")
-    assert (module, function) == ("kvprof.__main__", "main")
-
-
 def test_the_readmes_commands_are_the_two_that_are_promised() -> None:
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -1,0 +1,108 @@
+"""``scripts/kvprof``, the command that the wheel carries, as installers leave it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+import kvprof
+from kvprof.requirements import DISTRIBUTION
+from kvprof.version import __version__
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="a script of the shell")
+
+ROOT = Path(kvprof.__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "kvprof"
+LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
+
+
+def said(*words: str | Path, **options: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+        list(map(str, words)), capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment whose path has a blank, with kvprof in it as an editable install puts it."""
+    place = tmp_path_factory.mktemp("two words") / "an environment"
+    venv.create(place, with_pip=False, symlinks=True)
+    paths = [str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]
+    (place / LIBRARY / "zz_kvprof.pth").write_text("\n".join(paths) + "\n")
+    shutil.copy(SCRIPT, place / "bin" / "kvprof")
+    return place / "bin" / "kvprof"
+
+
+def test_the_wheel_carries_it_and_it_can_be_run() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["shared-scripts"] == {"scripts/kvprof": "kvprof"}
+    assert "scripts" not in project["project"]  # installers would write theirs in its place
+    assert os.access(SCRIPT, os.X_OK)
+    assert f"{DISTRIBUTION.replace('-', '_')}-*.dist-info" in SCRIPT.read_text()
+
+
+def test_it_runs_by_its_path_through_links_and_from_its_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "far").symlink_to(installed)
+    (tmp_path / "near").symlink_to("far")
+    (tmp_path / "kvprof").mkdir()  # of somebody else, in the working folder
+    (tmp_path / "kvprof" / "__init__.py").write_text("raise SystemExit('not this one')")
+    for words, folder in (
+        ([installed], tmp_path),
+        ([tmp_path / "near"], tmp_path),
+        (["./near"], tmp_path),
+        (["sh", "kvprof"], installed.parent),
+    ):
+        done = said(*words, "--version", cwd=folder)
+        assert (done.returncode, done.stdout) == (0, f"kvprof {__version__}\n"), done.stderr
+    assert said(installed, "show", "no such run").returncode == 2
+    offered = said(
+        installed,
+        env={**os.environ, "_KVPROF_COMPLETE": "complete_bash", "COMP_WORDS": "kvprof spe",
+             "COMP_CWORD": "1"},
+    )  # fmt: skip
+    assert offered.stdout.split() == ["spectrum"], offered.stderr
+
+
+def test_ctrl_c_ends_it_in_silence_before_site_is_imported(installed: Path) -> None:
+    """Site, and what its files run, is most of what Python does before a line that is ours."""
+    early = installed.parents[1] / LIBRARY / "aa_early.pth"
+    early.write_text("import _signal; _signal.raise_signal(_signal.SIGINT)\n")
+    try:
+        done = said(installed, "--version")
+        assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+        ignoring = said(  # by nohup, or in the background of a script
+            installed,
+            "--version",
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        )
+        assert (ignoring.returncode, ignoring.stderr) == (0, "")
+    finally:
+        early.unlink()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_outside_of_an_environment_it_takes_the_python_that_has_kvprof(
+    beside: bool, tmp_path: Path
+) -> None:
+    name = LIBRARY.parts[1]
+    (tmp_path / "bin").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "bin" / "kvprof")
+    (tmp_path / LIBRARY / f"{DISTRIBUTION.replace('-', '_')}-1.0.dist-info").mkdir(parents=True)
+    where = tmp_path / ("bin" if beside else "elsewhere")
+    where.mkdir(exist_ok=True)
+    for program, body in ((name, 'echo "right $1"'), ("python3", "echo wrong")):
+        (where / program).write_text(f"#!/bin/sh\n{body}\n")
+        (where / program).chmod(0o755)
+    done = said(
+        tmp_path / "bin" / "kvprof", env={"PATH": f"{tmp_path / 'elsewhere'}:{os.environ['PATH']}"}
+    )
+    assert done.stdout == "right -PS\n", done.stderr
