@@ -21,7 +21,7 @@ from kvprof.commands.steps import (
     plan_of,
     resolve_context,
 )
-from kvprof.errors import KvprofError, LackingError, UsageError
+from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.evaluation.recorded_rates import RecordedRate, canonical_label, load_recorded_rates
 from kvprof.evaluation.requests import MethodRequest, parse_methods
 from kvprof.interrupt import Stop, graceful_interrupt
@@ -220,6 +220,7 @@ def fit_data(
     }
     rows: list[dict[str, Any]] = []
     missing: list[dict[str, str]] = []
+    refused: KvprofError | None = None
     complete = True
     try:
         for request in sorted(requests, key=lambda request: request.method not in ALWAYS):
@@ -229,7 +230,8 @@ def fit_data(
             known = records.get(request.label)
             try:
                 chosen = _chosen(loaded, calibrator_for, request, known, rate, context)
-            except UsageError as reason:  # the others still have something to say
+            except (UsageError, FailedError) as reason:  # the others still have something to say
+                refused = refused or reason
                 missing.append({"label": request.label, "reason": str(reason)})
                 continue
             rows.append(_row(loaded, chosen, memory, contexts))
@@ -237,8 +239,8 @@ def fit_data(
         complete = False
     for path, plan in plans:
         rows.append(_row(loaded, _Chosen(path.name, plan, "plan", context), memory, contexts))
-    if missing and not rows:
-        raise UsageError(missing[0]["reason"])  # of full width already: no plan fits this model
+    if refused is not None and not rows:
+        raise refused  # of full width already: no plan fits this model
     return {
         "memory_bytes": total,
         "reserve_bytes": reserve,

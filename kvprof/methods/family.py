@@ -12,7 +12,7 @@ from typing import Any
 
 from kvprof.analysis.moments import Moments
 from kvprof.analysis.rank_allocation import RankTarget
-from kvprof.errors import UsageError
+from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.layout import ModelLayout
@@ -206,6 +206,8 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
     ------
     UsageError
         When the method does not reach that rate; the message gives the range it reaches.
+    FailedError
+        When its rate falls as its knob grows.
     """
     if not 0 <= wanted < 1:
         raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 would store nothing)")
@@ -217,6 +219,11 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
     least, most = (
         rate(family.build(value), tokens, itemsize=itemsize) for value in (values[0], values[-1])
     )
+    if most < least - 1e-9:
+        raise FailedError(
+            f"{family.method} breaks its contract: the rate falls from {least:.3f} to {most:.3f} "
+            f"as {family.knob} grows"
+        )
     if wanted > most + 1e-12:
         raise UsageError(
             f"{family.method} reaches rates from {max(0.0, least):.3f} to {max(0.0, most):.3f} at "

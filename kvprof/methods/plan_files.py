@@ -15,10 +15,11 @@ from kvprof.methods.soundness import check_fits, check_kinds
 from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.layout import ModelLayout
 from kvprof.records.files import parse_json
+from kvprof.records.result import to_plain
 from kvprof.records.schema import refuse_first
 from kvprof.tensor_files import load_tensors, save_tensors
 
-__all__ = ["FORMAT", "load_plan", "save_plan", "structure"]
+__all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/1"
 
@@ -128,6 +129,7 @@ _SCHEMA = _object(
     },
 )
 _VALIDATOR = Draft202012Validator(_SCHEMA)
+_MADE_VALIDATOR = Draft202012Validator(_SCHEMA["properties"]["made"])
 
 
 def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
@@ -192,6 +194,17 @@ def load_plan(
         except UsageError as problem:
             raise UsageError(f"{path.name}: {problem}") from None
     return plan
+
+
+def check_made(made: Any) -> None:
+    """Make sure that what a plan says of its making can be written down and read again.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the place.
+    """
+    refuse_first(_MADE_VALIDATOR.iter_errors(to_plain(made, "made")), "made")
 
 
 def structure(plan: Plan) -> dict[str, Any]:

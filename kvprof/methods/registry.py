@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 from kvprof.analysis.linalg import few_threads
@@ -22,9 +21,9 @@ from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, pl
 from kvprof.methods.fdc import fdc
 from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full
+from kvprof.methods.installed import InstalledMethod, installed_methods
 from kvprof.methods.kq import kq
 from kvprof.methods.named import (
-    ENTRY_POINTS,
     Modifier,
     method_names,
     parts_of,
@@ -115,12 +114,16 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
         When it quantises with a library that is not installed.
     """
     options = typed_options(name, options)
-    if (function := _function(name)) is not None:
+    installed = _installed()
+    if name in installed:
+        with few_threads():
+            return installed[name].family(inputs, **options)
+    if name in METHODS:
         if name in PAPERS:
             paper = {"name": name, "differs": PAPERS[name].differences(options)}
             inputs = replace(inputs, made={**inputs.made, "paper": paper})
         with few_threads():
-            return replace(function(inputs, **options), method=name)
+            return replace(METHODS[name](inputs, **options), method=name)
     base, modifiers = _parts(name)
     return _combined(name, base, modifiers, inputs, options)
 
@@ -140,8 +143,11 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     UsageError
         For an unknown name, an option that there is not, or a value that it does not take.
     """
-    if (function := _function(name)) is not None:
-        return _read_options(name, option_types(function), options)
+    installed = _installed()  # which refuses one that has the name of another
+    if name in installed:
+        return _read_options(name, installed[name].options(), options)
+    if name in METHODS:
+        return _read_options(name, option_types(METHODS[name]), options)
     base, modifiers = _parts(name)
     quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
     types: dict[str, Any] = {}
@@ -180,11 +186,10 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     for part in name.split("+"):
         if part in LIBRARIES:
             load_library(part)
-    if name in _installed():
-        typed_options(name, options)
-        needs: CalibrationNeeds | None = getattr(_load(_installed()[name]), "needs", _RANDOM)
-        return needs
     options = typed_options(name, options)
+    installed = _installed()
+    if name in installed:
+        return installed[name].needs(_RANDOM)
     if name not in METHODS:
         own = {key: value for key, value in options.items() if key not in ("bits", "keep")}
         return calibration_needs(_parts(name)[0], **own)
@@ -319,36 +324,15 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
     )
 
 
-def _installed() -> dict[str, EntryPoint]:
-    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    for name in points:
+def _installed() -> dict[str, InstalledMethod]:
+    found = installed_methods()
+    for name, method in found.items():
         if name in METHODS:
             raise FailedError(
-                f"the installed method {name} ({points[name].value}) has the name of one of "
+                f"the installed method {name} ({method.origin}) has the name of one of "
                 "kvprof's own; rename it, or uninstall its package"
             )
-    return points
-
-
-def _load(point: EntryPoint) -> Callable[..., PlanFamily]:
-    try:
-        function = point.load()
-    except Exception as cause:  # whatever somebody's package does when it is imported
-        raise FailedError(
-            f"method {point.name} ({point.value}) cannot be loaded: {cause}"
-        ) from cause
-    if not callable(function):
-        raise FailedError(f"method {point.name}: {point.value} is no function")
-    loaded: Callable[..., PlanFamily] = function
-    return loaded
-
-
-def _function(name: str) -> Callable[..., PlanFamily] | None:
-    """Return a method's function, or None for a combination or an unknown name."""
-    installed = _installed()  # which refuses one that has the name of another
-    if name in METHODS:
-        return METHODS[name]
-    return _load(installed[name]) if name in installed else None
+    return found
 
 
 def _read_options(

@@ -138,7 +138,7 @@ class MomentStore:
         CalibrationInterrupted
             When the user asked for the end.
         """
-        source = self._options.source or parse_source(needs.source)
+        source = self._options.source or parse_source(needs.source, what="the method's own source")
         kept = self._kept.setdefault((source, self.wanted(needs)), [])
         for have, moments in kept:
             if source.kind is SourceKind.MOMENTS or self._covers(have, needs):
