@@ -1,7 +1,10 @@
 """Refuses plans that do not fit a model, each in one clear line."""
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
 from kvprof.errors import UsageError
-from kvprof.methods.plan import LayerPlan, Placement, Plan
+from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.models.layout import LayerLayout, ModelLayout
 
 __all__ = ["check_fits", "check_kinds", "head_kinds", "refuse_latent_attention"]
@@ -35,22 +38,22 @@ def head_kinds(plan: Plan) -> set[tuple[tuple[int, ...], ...]]:
     """
     kinds = set()
     for layer in plan.layers:
-        sides = (layer.keys.groups, layer.values.groups)
-        if layer.shared or all(group.identity for side in sides for group in side):
+        keys, values, copies = layer.keys.groups, layer.values.groups, layer.key_copies
+        if layer.shared or all(group.identity for group in (*keys, *values)):
             continue
-        for head in range(layer.kv_heads):
-            copies = layer.key_copies
-            own = [
-                group.ranks
-                for side, first, count in (
-                    (sides[0], head * copies, copies),
-                    (sides[1], head, 1),
-                )
-                for group in side
-                if group.first < first + count and first < group.first + group.heads
-            ]
-            kinds.add(tuple(own))
+        # The groups cover the heads in order (`check_plan`), so a kind begins only with a group.
+        starts = {group.first // copies for group in keys} | {group.first for group in values}
+        for head in starts:
+            own = (_ranks_of(keys, head * copies, copies), _ranks_of(values, head, 1))
+            kinds.add(own[0] + own[1])
     return kinds
+
+
+def _ranks_of(groups: Sequence[HeadGroup], first: int, heads: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of the groups that `heads` heads from `first` on lie in."""
+    low = bisect_right(groups, first, key=lambda group: group.first) - 1
+    high = bisect_left(groups, first + heads, key=lambda group: group.first)
+    return tuple(group.ranks for group in groups[low:high])
 
 
 def check_kinds(plan: Plan) -> None:

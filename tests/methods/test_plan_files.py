@@ -1,6 +1,7 @@
 """Plans on disk come back as they were, and what is not right is refused in one line."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -221,3 +222,45 @@ def test_what_only_some_plans_have_is_of_its_type(tmp_path, flag):
         )
         with pytest.raises(FailedError, match=r"p: damaged plan: layers\[0\].* is not of type"):
             load_plan(tmp_path / "p")
+
+
+def test_a_plan_of_very_many_groups_is_read_in_time(tmp_path):
+    """20,000 took 12 s, and minutes with a limit of kinds: every head asked every group."""
+    stored = json.loads(json.dumps(_WHOLE))
+    groups = [
+        {"first": head, "heads": 1, "head_dim": 4, "ranks": [1 + head % 3], "based": False}
+        for head in range(3000)
+    ]
+    side = {"groups": groups, "fold_down": False, "fold_up": False}
+    keys = {"placement": "post_rope", **side}
+    stored |= {
+        "layers": [{"keys": keys, "values": side, "sliding_window": None}],
+        "levels": {"sink": 0, "shares": [1.0], "batch": 1},
+        "online_bases": True,
+        "quantiser": None,
+        "eviction": None,
+        "made": {"options": {"kinds": 3}},
+    }
+    start = time.process_time()
+    for change, said in (
+        ({}, ""),
+        ({"first": 7.0}, r"groups\[2999\].first"),
+        ({"heads": True}, "heads"),
+        ({"ranks": [1.0]}, r"ranks\[0\]"),
+        ({"ranks": []}, "ranks"),
+        ({"based": 1}, "based"),
+        ({"head_dim": 2**31}, "head_dim"),
+        ({"ranks": [4]}, "at most 3 kinds of head, and has 4"),
+    ):
+        last = {**groups[-1], **change}
+        stored["layers"][0]["keys"]["groups"] = [*groups[:-1], last]
+        path = tmp_path / "p"
+        save_tensors(
+            path, {}, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1", force=True
+        )
+        if said:
+            with pytest.raises(FailedError, match=f"^p: damaged plan: .*{said}"):
+                load_plan(path)
+        else:
+            assert len(load_plan(path).layers[0].keys.groups) == 3000
+    assert time.process_time() - start < 8

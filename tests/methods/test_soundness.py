@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.methods.plan import HeadGroup, Placement
@@ -187,3 +189,33 @@ def test_more_kinds_of_head_than_a_plan_says_are_refused():
         check_kinds(replace(made, made={"options": options}))
     with pytest.raises(UsageError, match="at most 2 kinds of head, and has 3"):
         check_kinds(replace(made, made={"options": {"kinds": 2}}))
+
+
+@given(data=st.data())
+def test_kinds_of_head_are_those_of_every_single_head(data):
+    """However heads share latents: counted group by group, and here head by head."""
+    heads, copies = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 1, 3]))
+
+    def groups(count, single):
+        made, first = [], 0
+        while first < count:
+            share = 1 if single else data.draw(st.integers(1, count - first))
+            made.append(group(first, share, 4, (data.draw(st.integers(1, 3)),)))
+            first += share
+        return tuple(made)
+
+    keys, values = groups(heads * copies, copies > 1), groups(heads, False)
+    made = layer(keys, values)
+    if copies > 1:
+        made = replace(made, keys=replace(made.keys, per_query_head=True))
+    expected = {
+        tuple(
+            one.ranks
+            for side, times in ((keys, copies), (values, 1))
+            for one in side
+            if set(range(one.first, one.first + one.heads))
+            & set(range(head * times, (head + 1) * times))
+        )
+        for head in range(heads)
+    }
+    assert head_kinds(plan(made)) == expected
