@@ -35,7 +35,7 @@ from kvprof.models.load import LoadedModel, load_model
 from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
 from kvprof.runtime.compressed import check_runs, refusal
-from kvprof.sizes import parse_count
+from kvprof.sizes import parse_count, parse_counts
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, parse_source
 
 __all__ = [
@@ -248,11 +248,7 @@ def load_sample(
         For an unknown text or task, or one that is too short or too long.
     """
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
-    lengths = (
-        [parse_count(one, what="--task-lengths") for one in task_lengths.split(",")]
-        if task_lengths
-        else None
-    )
+    lengths = parse_counts(task_lengths, what="--task-lengths") if task_lengths else None
     sources = tuple(parse_source(name, what="--text") for name in text or _DEFAULT_TEXT)
 
     number, longest = default_shape(loaded)

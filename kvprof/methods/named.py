@@ -175,15 +175,20 @@ def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
     Raises
     ------
     UsageError
-        When it names no method, or an option stands before any.
+        When it names no method, an option stands before any, or nothing follows a colon.
     """
     entries: list[tuple[str, list[str]]] = []
     for piece in (part.strip() for part in text.split(",")):
         if not piece:
             continue
         method, colon, option = _parted(piece)
+        if colon and not (method.strip() and option.strip()):
+            raise UsageError(
+                f"--methods: {piece[:80]!r} has a colon but not a method and its option; write for "
+                "example kq:grid=32, or kq"
+            )
         if colon or "=" not in piece:
-            entries.append((method.strip(), [option.strip()] if option.strip() else []))
+            entries.append((method.strip(), [option.strip()] if colon else []))
         elif not entries or not entries[-1][1]:
             raise UsageError(
                 f"--methods: {piece!r} belongs to no method; write for example kq:{piece}"

@@ -389,6 +389,8 @@ def test_generated_tasks_are_asked_at_their_lengths_and_their_answers_counted(
     done = kvprof("eval", *common, "--tasks", "vt", "--task-lengths", "4k", "--method", "fp8")
     assert done.code == 2
     assert "--task-lengths 4,096 is over the context" in done.error
+    done = kvprof("eval", *common, "--tasks", "vt", "--task-lengths", "1,024", "--method", "fp8")
+    assert (done.code, "cannot mark thousands" in done.error) == (2, True), done.error
     done = kvprof(
         "frontier", *common, *asked, "--methods", "fdc", "--no-cache", "--metric", "niah_single_1"
     )

@@ -56,6 +56,10 @@ def test_options_of_combinations_and_of_the_calibration_are_known() -> None:
         ("fdc,grid=32", "belongs to no method"),
         ("fdc,kq,fdc", "fdc stands there twice"),
         ("kq:allocation", "KEY=VALUE"),
+        ("fdc,kq:", "'kq:' has a colon"),
+        ("kq: ,grid=32", "'kq:' has a colon"),
+        (":grid=32", "':grid=32' has a colon"),
+        ("fdc:paper:", "did you mean fdc:paper?"),
     ],
 )
 def test_mistakes_are_named(text: str, says: str) -> None:
