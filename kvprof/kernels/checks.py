@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.kernels.planes import STEP, RaggedLayout, row_stride
 
 __all__ = [
     "DTYPES",
@@ -16,6 +17,7 @@ __all__ = [
     "check_dtype",
     "check_numbers",
     "check_pages",
+    "check_pool",
     "check_queries",
     "check_scaling",
     "check_softcap",
@@ -53,15 +55,38 @@ def check_queries(query: Tensor, wanted: Sequence[int | None], dtype: torch.dtyp
         )
 
 
-def check_cache(buffer: Tensor, elements: int, dtype: torch.dtype) -> None:
-    """Refuse a buffer that is not `elements` values of a dtype, one behind another."""
-    if buffer.numel() != elements or buffer.dtype != dtype or buffer.dim() != 1:
+def check_cache(buffer: Tensor, rows: int, size: int, dtype: torch.dtype) -> None:
+    """Refuse a buffer that holds no `rows` rows of `size` values.
+
+    Parameters
+    ----------
+    buffer : Tensor
+        Flat and without gaps, or ``[rows, size or more]`` with a stride that keeps every row on a
+        multiple of 16 bytes.
+    rows, size : int
+    dtype : torch.dtype
+    """
+    if buffer.dtype != dtype:
+        fits = False
+    elif buffer.dim() == 2:
+        fits = buffer.shape[0] == rows and buffer.shape[1] >= size
+    else:
+        fits = buffer.dim() == 1 and buffer.numel() == rows * size
+    if not fits:
         raise UsageError(
             f"a cache of shape {tuple(buffer.shape)} in {buffer.dtype} does not fit "
-            f"{elements:,} values in {dtype}"
+            f"{rows:,} rows of {size:,} values in {dtype}"
         )
-    if not buffer.is_contiguous():
-        raise UsageError("a cache is one flat buffer, and this one has gaps; pass the layout's own")
+    if buffer.stride(-1) != 1:
+        raise UsageError("a row of a cache has no gaps, and this one's has; pass the layout's own")
+    stride = row_stride(buffer, rows)
+    if stride < size:
+        raise UsageError(f"rows of {size:,} values cannot lie {stride:,} values apart")
+    if stride * buffer.itemsize % 16:
+        raise UsageError(
+            f"rows {stride * buffer.itemsize:,} bytes apart cannot run: each must begin on a "
+            "multiple of 16 bytes"
+        )
 
 
 def check_device(device: torch.device, **tensors: Tensor | None) -> None:
@@ -116,6 +141,33 @@ def check_pages(table: Tensor, rows: int) -> None:
             f"a page table of shape {tuple(table.shape)} in {table.dtype} does not fit: "
             f"({rows}, most pages) in torch.int32, contiguous, is wanted"
         )
+
+
+def check_pool(layout: RaggedLayout, page_tokens: int | None, rows: int | None) -> int:
+    """Refuse pages or rows that do not fit a layout; return the rows (sequences).
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+        Of sequences, or of a pool whose batch is the pages and whose capacity is a page's tokens.
+    page_tokens : int or None
+        Tokens of a page; None where there are none.
+    rows : int or None
+        None for those of a layout without pages.
+    """
+    paged = page_tokens is not None
+    if paged and (page_tokens != layout.capacity or layout.capacity % STEP):
+        raise UsageError(
+            f"pages of {page_tokens} tokens do not fit a pool whose pages have {layout.capacity}: "
+            f"both must be the same multiple of {STEP}"
+        )
+    if rows is None:
+        if paged:
+            raise UsageError("a paged step needs to know its rows (sequences)")
+        rows = layout.batch
+    if rows < 1 or (not paged and rows != layout.batch):
+        raise UsageError(f"{rows} rows do not fit a cache of {layout.batch} sequences or pages")
+    return rows
 
 
 def check_scaling(scaling: float) -> None:

@@ -3,34 +3,33 @@
 A width is a sum of chunks, powers of two from 512 to 16, each at most once and at most four of
 them: 112 = 64 + 32 + 16. Every chunk of a head is a plane of its own, dense and row by row, because
 a row of 112 values is no whole number of the 128-byte lines that memory is read in, and a mask over
-128 columns reads what nobody wants. One flat buffer holds a layer, here with head 0 of key width
-112 and value width 64, two sequences and bf16::
+128 columns reads what nobody wants. A row of the cache is one
+stretch of memory, head after head, here with head 0 of key width 112 and value width 64 and bf16::
 
-    byte 0
+    byte 0 of a row
     │ head 0                                                                      │ head 1 …
     ├── K, chunk 64 ──────┬── K, chunk 32 ────┬── K, chunk 16 ────┬── V, chunk 64 ┤
-    0                     256 C               384 C               448 C           704 C
+    0                     128 C               192 C               224 C           352 C
 
-    one plane, K, chunk 64: ``[batch, capacity, 64]``, 128 bytes a token
-    ├─ sequence 0 ────────────────────────────┬─ sequence 1 ──────────────────────┤
-    │ token 0 │ token 1 │ … │ token C-1       │ token 0 │ token 1 │ … │ token C-1 │
+    one plane, K, chunk 64: ``[capacity, 64]``, 128 bytes a token
+    │ token 0 │ token 1 │ … │ token C-1       │
     0         128       256                   128 C
 
-``C`` is the capacity in tokens. So column ``c`` of chunk ``w`` of token ``t`` of sequence ``b``
-lies ``(b·C + t)·w + c`` values behind the beginning of its plane, and the planes of a head before
-it hold ``batch·C`` tokens each.
+``C`` is the capacity in tokens. So column ``c`` of chunk ``w`` of token ``t`` lies ``t·w + c``
+values behind the beginning of its plane, and the planes of a row before it hold ``C`` tokens each.
 
-The paged form is the same buffer read otherwise: a "sequence" is a page and the capacity is the
-tokens of a page (a multiple of 16), so a plane is ``[pages, page tokens, w]``. A table
-``[batch, most pages]`` of int32 tells which page holds what::
+A cache is rows ``[rows, values]`` with a stride between them, or all of them in one flat buffer. A
+row is either a sequence or a page: of a pool of pages the rows are the pages and ``C`` is the
+tokens of a page (a multiple of 16), so that a page is one stretch with everything of its tokens,
+which can be copied, cleared, shared and sent. A table ``[sequences, most pages]`` of int32 tells
+which page holds what::
 
     table[b] = 7 2 9 …                 pages of 64 tokens: token 130 of sequence b
     token t of sequence b is           is in page table[b, 130 // 64] = 9, place 130 % 64 = 2;
-    in page table[b, t // page],       column c of chunk w lies (9·64 + 2)·w + c values behind
-    place t % page                     the beginning of its plane
+    in page table[b, t // C],          column c of chunk w lies 2·w + c values behind the
+    place t % C                        beginning of its plane in row 9
 
-A page number is valid for all planes of all heads: one table serves a layer, or every layer whose
-pool has as many pages.
+Where new tokens go is told by slots, one for each: ``page·C + place``.
 
 Queries are stored densely, head after head: the ``G`` query heads of KV head 0, each ``dk_0`` wide,
 then those of KV head 1. Outputs likewise with ``dv``. A "head" may be a latent that several KV
@@ -51,9 +50,13 @@ __all__ = [
     "LARGEST_GROUP",
     "LARGEST_WIDTH",
     "MOST_CHUNKS",
+    "MOST_TOKENS",
     "STEP",
     "RaggedLayout",
     "chunks",
+    "in_rows",
+    "of_sequence",
+    "row_stride",
     "widened",
 ]
 
@@ -61,6 +64,8 @@ __all__ = [
 STEP = 16
 LARGEST_WIDTH = 512
 MOST_CHUNKS = 4
+#: Of a sequence over pages, so that sums with it stay within 32 bits.
+MOST_TOKENS = 2**30
 #: Query heads that may share a stored head.
 LARGEST_GROUP = 64
 
@@ -110,8 +115,7 @@ class RaggedLayout:
     group : int
         Query heads per KV head, G, at most 64.
     batch, capacity : int
-        Sequences, and tokens that each has room for; for a pool of pages the pages, and the tokens
-        of a page.
+        Rows, and tokens that each has room for: sequences, or of a pool of pages the pages.
 
     Raises
     ------
@@ -145,16 +149,21 @@ class RaggedLayout:
         return len(self.key_widths)
 
     @property
+    def row(self) -> int:
+        """Values of a row."""
+        return self.capacity * (sum(self.key_widths) + sum(self.value_widths))
+
+    @property
     def elements(self) -> int:
-        """Values in the buffer."""
-        return self.batch * self.capacity * (sum(self.key_widths) + sum(self.value_widths))
+        """Values in a buffer without gaps."""
+        return self.batch * self.row
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, int], ...]:
-        """Where each head's first plane of K and of V begins, in values."""
+        """Where each head's first plane of K and of V begins in a row, in values."""
         pairs = zip(self.key_widths, self.value_widths, strict=True)
         widths = [width for pair in pairs for width in pair]
-        starts = [0, *accumulate(self.batch * self.capacity * width for width in widths)]
+        starts = [0, *accumulate(self.capacity * width for width in widths)]
         return tuple(zip(starts[0:-1:2], starts[1::2], strict=True))
 
     @property
@@ -176,7 +185,7 @@ class RaggedLayout:
             ``[batch, capacity, width]`` per head.
         """
         parts = [
-            plane.reshape(-1)
+            plane.flatten(1)
             for head in range(self.heads)
             for states, width in (
                 (keys[head], self.key_widths[head]),
@@ -184,18 +193,25 @@ class RaggedLayout:
             )
             for plane in torch.split(states, list(chunks(width)), dim=-1)
         ]
-        return torch.cat(parts)
+        return torch.cat(parts, dim=1).flatten()
 
     def planes(self, buffer: Tensor, head: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a head's planes of K and of V, ``[batch, capacity, chunk]`` each: views."""
+        """Return a head's planes of K and of V, ``[batch, capacity, chunk]`` each: views.
+
+        Parameters
+        ----------
+        buffer : Tensor
+            Flat, or ``[batch, values]`` with at least `row` values each.
+        head : int
+        """
+        rows = in_rows(buffer, self.batch)
         widths = (self.key_widths[head], self.value_widths[head])
         found: list[list[Tensor]] = []
         for start, width in zip(self.offsets[head], widths, strict=True):
             own = []
             for chunk in chunks(width):
-                size = self.batch * self.capacity * chunk
-                plane = buffer[start : start + size]
-                own.append(plane.view(self.batch, self.capacity, chunk))
+                size = self.capacity * chunk
+                own.append(rows[:, start : start + size].unflatten(1, (self.capacity, chunk)))
                 start += size
             found.append(own)
         return found[0], found[1]
@@ -204,3 +220,32 @@ class RaggedLayout:
         """Return a head's K and V as ``[batch, capacity, width]``, copied out of the buffer."""
         keys, values = self.planes(buffer, head)
         return torch.cat(keys, dim=-1), torch.cat(values, dim=-1)
+
+
+def in_rows(buffer: Tensor, rows: int) -> Tensor:
+    """Return a cache as ``[rows, values]``, a view: of a flat one, or itself."""
+    return buffer.view(rows, -1) if buffer.dim() == 1 else buffer
+
+
+def row_stride(buffer: Tensor, rows: int) -> int:
+    """Return the values from one row of a cache to the next."""
+    # Of a single row torch may say any stride.
+    return buffer.stride(0) if buffer.dim() == 2 and rows > 1 else buffer.numel() // rows
+
+
+def of_sequence(rows: Tensor, sequence: int, table: Tensor | None, stop: int) -> Tensor:
+    """Return a sequence's first `stop` tokens: a view, or copied out of its pages.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[rows, capacity, …]``, such as a plane.
+    sequence : int
+    table : Tensor or None
+        ``[sequences, most pages]``: the rows that are its pages.
+    stop : int
+    """
+    if table is None:
+        return rows[sequence, :stop]
+    pages = table[sequence, : -(-stop // rows.shape[1])].long()
+    return rows[pages].flatten(0, 1)[:stop]

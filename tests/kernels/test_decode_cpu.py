@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.decode import cpu
 from kvprof.kernels.decode.cpu import decode_cpu
-from kvprof.kernels.decode.cuts import Head, Tuning, built_for, kinds, rows_of, tuning_for
+from kvprof.kernels.decode.cuts import (
+    Head,
+    Tuning,
+    built_for,
+    kinds,
+    page_tile,
+    rows_of,
+    tuning_for,
+)
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
@@ -180,9 +188,13 @@ def test_tuning_follows_widths_and_groups():
     for group, width, rows in ((4, 512, 16), (17, 256, 32), (64, 128, 64), (64, 512, 16)):
         assert rows_of(layout(width, 16, group)) == rows
     base = Tuning()
-    assert built_for(base, 2, paged=False) == base
-    assert built_for(base, 2, paged=True).stages > base.stages
-    assert built_for(base, 4, paged=False).tile < base.tile
+    assert built_for(base, 2, 0) == base
+    assert built_for(base, 2, 64).stages > base.stages
+    assert built_for(base, 4, 0).tile < base.tile
+    # A tile lies in one page where that is large enough.
+    assert [page_tile(page) for page in (0, 16, 32, 64, 96, 192, 256)] == [
+        512, 512, 512, 64, 512, 64, 256
+    ]  # fmt: skip
 
 
 def test_layers_that_share_their_kinds_are_built_alike():

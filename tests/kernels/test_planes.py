@@ -1,12 +1,21 @@
 """The layout of a layer's buffer, whole and in pages."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks, widened
+from kvprof.kernels.planes import (
+    MOST_CHUNKS,
+    RaggedLayout,
+    chunks,
+    in_rows,
+    of_sequence,
+    widened,
+)
 
 RUNNING = [*range(16, 257, 16), *range(288, 513, 32)]
 widths = st.sampled_from(RUNNING)
@@ -48,27 +57,43 @@ def test_groups_and_sizes_that_cannot_run_are_refused():
     st.lists(st.tuples(widths, widths), min_size=1, max_size=3),
     st.integers(1, 3),
     st.integers(1, 9),
+    st.sampled_from([0, 16, 80]),
 )
-def test_every_value_lies_where_the_documentation_says(pairs, batch, capacity):
+def test_every_value_lies_where_the_documentation_says(pairs, batch, capacity, gap):
     keys, values = zip(*pairs, strict=True)
     layout = RaggedLayout(keys, values, 1, batch, capacity)
     states = [
         [torch.randn(batch, capacity, width) for width in side]
         for side in (layout.key_widths, layout.value_widths)
     ]
-    buffer = layout.packed(*states)
-    assert buffer.numel() == layout.elements
+    flat = layout.packed(*states)
+    assert flat.numel() == layout.elements == batch * layout.row
+    assert layout.row == capacity * sum(keys + values)
+    # The same in rows with something behind each.
+    rows = torch.full((batch, layout.row + gap), float("nan"))[:, : layout.row]
+    rows.copy_(flat.view(batch, -1))
     row, token = batch - 1, capacity - 1
-    for head in range(layout.heads):
-        for side in range(2):
+    for buffer in (flat, rows):
+        stretch = in_rows(buffer, batch)[row]
+        start = 0
+        for head, side in product(range(layout.heads), range(2)):
             assert torch.equal(layout.head(buffer, head)[side], states[side][head])
-            start, column = layout.offsets[head][side], 0
-            for chunk, plane in zip(
-                chunks(states[side][head].shape[-1]), layout.planes(buffer, head)[side], strict=True
-            ):
-                at = start + (row * capacity + token) * chunk
+            assert start == layout.offsets[head][side]
+            column = 0
+            for plane in layout.planes(buffer, head)[side]:
+                chunk = plane.shape[-1]
+                at = start + token * chunk
                 wanted = states[side][head][row, token, column : column + chunk]
-                assert torch.equal(buffer[at : at + chunk], wanted)
-                assert plane.data_ptr() == buffer[start:].data_ptr()
-                start += batch * capacity * chunk
+                assert torch.equal(stretch[at : at + chunk], wanted)
+                assert plane[row].data_ptr() == stretch[start:].data_ptr()
+                start += capacity * chunk
                 column += chunk
+
+
+def test_a_sequence_is_read_out_of_its_pages():
+    pool = torch.arange(5 * 4 * 2).view(5, 4, 2)
+    table = torch.tensor([[3, 0, -7], [2, 3, 1]], dtype=torch.int32)
+    assert torch.equal(of_sequence(pool, 0, table, 6), torch.cat([pool[3], pool[0, :2]]))
+    assert torch.equal(of_sequence(pool, 1, table, 12), pool[[2, 3, 1]].flatten(0, 1))
+    assert torch.equal(of_sequence(pool, 1, None, 3), pool[1, :3])
+    assert of_sequence(pool, 0, table, 0).shape == (0, 2)

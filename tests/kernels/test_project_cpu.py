@@ -146,7 +146,10 @@ def refusals():
     yield "batch", lambda c: c | {"layout": RaggedLayout((112, 32), (48, 64), 2, 1, 80)}, "2 seq"
     yield "start", lambda c: c | {"start": c["start"].long()}, "int64"
     yield "valid", lambda c: c | {"valid": c["start"][:1]}, "valid"
-    yield "table", lambda c: c | {"table": c["start"]}, "table"
+    yield "slots", lambda c: c | {"slots": c["start"]}, "slots"
+    slots = torch.zeros(2 * 3, dtype=torch.int64)
+    yield "both", lambda c: c | {"slots": slots}, "neither start"
+    yield "neither", lambda c: c | {"start": None}, "give start, or slots"
     yield "sin", lambda c: c | {"sin": None}, "both"
     yield "no tables", lambda c: c | {"cos": None, "sin": None}, "without cos"
     yield "tables", lambda c: c | {"cos": c["cos"][:, :2]}, "cos of shape"

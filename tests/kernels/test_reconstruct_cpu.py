@@ -137,6 +137,7 @@ def test_the_operator_is_one_that_torch_can_trace():
             cos,
             sin,
             None,
+            None,
             0.2,
             0.0,
             step.form.encoded(),

@@ -131,8 +131,8 @@ def _picker(
         return lambda plane: plane[row, start:stop]
     tokens = torch.arange(start, stop)
     page = pages[tokens // layout.capacity].long()
-    places = page * layout.capacity + tokens % layout.capacity
-    return lambda plane: plane.flatten(0, 1).index_select(0, places)
+    place = tokens % layout.capacity
+    return lambda plane: plane[page, place]
 
 
 class _Scratch(threading.local):

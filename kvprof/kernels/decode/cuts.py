@@ -20,6 +20,7 @@ from kvprof.kernels.tables import Part
 
 __all__ = [
     "COST_PER_TOKEN",
+    "LARGEST_TILE",
     "SCHEDULES",
     "Cut",
     "Head",
@@ -31,6 +32,7 @@ __all__ = [
     "kinds",
     "longest_first",
     "of_kinds",
+    "page_tile",
     "predicted_makespan_over_mean",
     "rows_of",
     "tile_height",
@@ -39,6 +41,12 @@ __all__ = [
 
 # --- What is chosen for a GPU and a layer's widths, and not for a model.
 
+
+#: Most tokens of a tile.
+LARGEST_TILE = 512
+
+#: Tokens of a page from which tiles lie in single ones.
+_LEAST_PAGE = 64
 
 #: Most values of a block of queries, or of its results: more would spill registers.
 _MOST_VALUES = 8192
@@ -102,16 +110,16 @@ def tuning_for(layout: RaggedLayout, schedule: str = "equal") -> Tuning:
     return Tuning(stages=6, warps=2) if schedule == "lpt" else Tuning()
 
 
-def built_for(tuning: Tuning, element_size: int, *, paged: bool) -> Tuning:
-    """Return how a kernel is built for a dtype of `element_size` bytes.
+def built_for(tuning: Tuning, element_size: int, page: int) -> Tuning:
+    """Return how a kernel is built for a dtype of `element_size` bytes and pages of `page` tokens.
 
     A tile of 32-bit values is half as high, and its products, which no tensor core computes, take
-    the registers of four times the warps. A load that has to wait for the number of its page takes
-    the compiler's pipeline two stages.
+    the registers of four times the warps. With pages a load waits for the number of its own, which
+    takes the compiler's pipeline two stages.
     """
     if element_size > 2:
         tuning = replace(tuning, tile=tuning.tile // 2, warps=min(8, 4 * tuning.warps))
-    return replace(tuning, stages=2 * tuning.stages - 1) if paged else tuning
+    return replace(tuning, stages=2 * tuning.stages - 1) if page else tuning
 
 
 #: Columns that a token costs beside its own: softmax does not shrink with the width.
@@ -130,7 +138,7 @@ class Head(NamedTuple):
     queries : int
         Where its queries begin in a row of them.
     keys, values : int
-        Where its first plane begins in the cache.
+        Where its first plane begins in a row of the cache.
     cost : int
         Of a token.
     height : int
@@ -181,7 +189,17 @@ class Cut:
     parts: tuple[Part, ...]
 
 
-def tile_height(key_width: int, value_width: int, tile: int) -> int:
+def page_tile(page: int) -> int:
+    """Return the most tokens of a tile over pages of `page` tokens; 0 is no pages.
+
+    A tile of a single page is loaded as it is without pages. A small page would make it so small
+    that too little is on its way: there a tile spans several, and each token looks for its own.
+    """
+    whole = page & -page
+    return whole if whole >= _LEAST_PAGE else LARGEST_TILE
+
+
+def tile_height(key_width: int, value_width: int, tile: int, most: int = LARGEST_TILE) -> int:
     """Return how many tokens a tile has, a power of two from 16 on, so that all move as much.
 
     Parameters
@@ -189,9 +207,11 @@ def tile_height(key_width: int, value_width: int, tile: int) -> int:
     key_width, value_width : int
     tile : int
         Values of K and V that one tile should hold.
+    most : int
+        Tokens.
     """
     height = 16
-    while 2 * height * (key_width + value_width) <= tile and height < 512:
+    while 2 * height * (key_width + value_width) <= tile and height < most:
         height *= 2
     return height
 

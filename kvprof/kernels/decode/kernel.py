@@ -43,50 +43,70 @@ _HEIGHT = tl.constexpr(column(Kind, "height"))
 
 
 @triton.jit
+def _planes(first, plane, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
+    """Return where the planes of a head's side begin, `plane` tokens each.
+
+    Every offset is a multiple of 16 values: said, so that loads are as wide as they can be. At the
+    sums themselves: the compiler loses what is said of a function's argument.
+    """
+    second = tl.multiple_of(first + plane * W0, 16)
+    third = tl.multiple_of(first + plane * (W0 + W1), 16)
+    fourth = tl.multiple_of(first + plane * (W0 + W1 + W2), 16)
+    return first, second, third, fourth
+
+
+@triton.jit
 def _plane(
-    plane, start, places, there, WIDTH: tl.constexpr, PAGE: tl.constexpr, CHECK: tl.constexpr
+    plane, far, first, places, there, WIDTH: tl.constexpr, SPREAD: tl.constexpr, CHECK: tl.constexpr
 ):
     """Load rows of a plane, ``[places, WIDTH]``; zeros where there is no token.
 
-    Places count from row `start` of a contiguous plane, which belongs to the base: the differences
-    between a thread's addresses are then constants, without which a kernel of many kinds of heads
-    spills. In a pool they are places of the whole plane.
+    Places count from row `first`, which belongs to the base: the differences between a thread's
+    addresses are then constants, without which a kernel of many kinds of heads spills. With SPREAD
+    tokens lie in several pages that are `far`, one for each.
     """
     offsets = places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    if PAGE == 0:
-        plane = tl.multiple_of(plane + tl.full([], start, tl.int64) * WIDTH, 16)
+    if SPREAD:
+        at = plane + far[:, None] + offsets
+    else:
+        at = tl.multiple_of(plane + first * WIDTH, 16) + offsets
     if CHECK:
-        return tl.load(plane + offsets, mask=there[:, None], other=0.0)
-    return tl.load(plane + offsets)
+        return tl.load(at, mask=there[:, None], other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
 def _tile(
-    a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, start, stop, pages,
-    scale, cap, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr, HEIGHT: tl.constexpr,
-    PAGE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
+    a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, start, first, low,
+    stop, pages, stride, scale, cap, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
+    HEIGHT: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
 ):
     """Go on with one tile of tokens: scores, online softmax in base 2, weighted values."""
+    SPREAD: tl.constexpr = PAGE > 0 and PAGE % HEIGHT != 0
     places = tl.arange(0, HEIGHT)
     tokens = start + places
     there = tokens < stop
-    if PAGE > 0:
+    if CHECK and PAGE > 0:
+        there = there & (tokens >= low)
+    far = first
+    if SPREAD:
         if CHECK:
             page = tl.load(pages + tokens // PAGE, mask=there, other=0)
         else:
             page = tl.load(pages + tokens // PAGE)
-        places = page.to(tl.int64) * PAGE + tokens % PAGE
-    more = _plane(k0, start, places, there, K0, PAGE, CHECK)
+        far = tl.multiple_of(page.to(tl.int64) * stride, 16)
+        places = tokens % PAGE
+    more = _plane(k0, far, first, places, there, K0, SPREAD, CHECK)
     scores = tl.dot(q0, tl.trans(more), input_precision="ieee")
     if K1 > 0:
-        more = _plane(k1, start, places, there, K1, PAGE, CHECK)
+        more = _plane(k1, far, first, places, there, K1, SPREAD, CHECK)
         scores = tl.dot(q1, tl.trans(more), scores, input_precision="ieee")
     if K2 > 0:
-        more = _plane(k2, start, places, there, K2, PAGE, CHECK)
+        more = _plane(k2, far, first, places, there, K2, SPREAD, CHECK)
         scores = tl.dot(q2, tl.trans(more), scores, input_precision="ieee")
     if K3 > 0:
-        more = _plane(k3, start, places, there, K3, PAGE, CHECK)
+        more = _plane(k3, far, first, places, there, K3, SPREAD, CHECK)
         scores = tl.dot(q3, tl.trans(more), scores, input_precision="ieee")
     if CAPPED:
         # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1), which has no overflow to mind.
@@ -98,16 +118,16 @@ def _tile(
     weights = tl.exp2(scores - higher[:, None])
     total = total * fade + tl.sum(weights, 1)
     weights = weights.to(q0.dtype)
-    value = _plane(v0, start, places, there, V0, PAGE, CHECK)
+    value = _plane(v0, far, first, places, there, V0, SPREAD, CHECK)
     a0 = tl.dot(weights, value, a0 * fade[:, None], input_precision="ieee")
     if V1 > 0:
-        value = _plane(v1, start, places, there, V1, PAGE, CHECK)
+        value = _plane(v1, far, first, places, there, V1, SPREAD, CHECK)
         a1 = tl.dot(weights, value, a1 * fade[:, None], input_precision="ieee")
     if V2 > 0:
-        value = _plane(v2, start, places, there, V2, PAGE, CHECK)
+        value = _plane(v2, far, first, places, there, V2, SPREAD, CHECK)
         a2 = tl.dot(weights, value, a2 * fade[:, None], input_precision="ieee")
     if V3 > 0:
-        value = _plane(v3, start, places, there, V3, PAGE, CHECK)
+        value = _plane(v3, far, first, places, there, V3, SPREAD, CHECK)
         a3 = tl.dot(weights, value, a3 * fade[:, None], input_precision="ieee")
     return a0, a1, a2, a3, higher, total
 
@@ -120,20 +140,9 @@ def _query(query, heads, scale, WIDTH: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _beginning(head, own, before, WIDTH: tl.constexpr, PAGE: tl.constexpr):
-    """Return where a chunk's plane begins, or in a contiguous cache a row's part of it.
-
-    Every offset is a multiple of 16 values: said, so that loads are as wide as they can be.
-    """
-    if PAGE > 0:
-        return tl.multiple_of(head + before, 16)
-    return tl.multiple_of(head + (before + own * WIDTH), 16)
-
-
-@triton.jit
 def _piece(
-    queries, cache, partial, logs, item, block, row, query_at, key_at, value_at, start, stop, pages,
-    tokens, capacity, widest, scale, cap, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    queries, keys, values, partial, logs, item, block, query_at, start, stop, pages, capacity,
+    stride, widest, scale, cap, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
     HEIGHT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     PAGE: tl.constexpr, CAPPED: tl.constexpr,
@@ -141,18 +150,6 @@ def _piece(
     """Attend to the tokens of one piece and leave its part of the result."""
     LOWER: tl.constexpr = HEIGHT // 2 if HEIGHT > 16 else 16
     heads = block * ROWS + tl.arange(0, ROWS)
-    plane = tl.full([], tokens, tl.int64)
-    keys = tl.multiple_of(cache + key_at, 16)
-    values = tl.multiple_of(cache + value_at, 16)
-    own = row.to(tl.int64) * capacity
-    k0 = _beginning(keys, own, plane * 0, K0, PAGE)
-    k1 = _beginning(keys, own, plane * K0, K1, PAGE)
-    k2 = _beginning(keys, own, plane * (K0 + K1), K2, PAGE)
-    k3 = _beginning(keys, own, plane * (K0 + K1 + K2), K3, PAGE)
-    v0 = _beginning(values, own, plane * 0, V0, PAGE)
-    v1 = _beginning(values, own, plane * V0, V1, PAGE)
-    v2 = _beginning(values, own, plane * (V0 + V1), V2, PAGE)
-    v3 = _beginning(values, own, plane * (V0 + V1 + V2), V3, PAGE)
     query = queries + query_at + heads[:, None] * (K0 + K1 + K2 + K3)
     # A capped score is scaled after the product: `scale` / cap in the queries would underflow fp16.
     before = 1.0 if CAPPED else scale
@@ -173,19 +170,49 @@ def _piece(
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    whole = start + (stop - start) // HEIGHT * HEIGHT
-    for at in tl.range(start, whole, HEIGHT, num_stages=STAGES):
-        a0, a1, a2, a3, top, total = _tile(
-            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, stop,
-            pages, scale, cap, K0, K1, K2, K3, V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False,
-        )
-    # What is left of a row's end, with a mask: lower tiles, because masked loads go through
-    # registers, and a tall one would have the whole kernel spill.
-    for at in tl.range(whole, stop, LOWER, num_stages=1):
-        a0, a1, a2, a3, top, total = _tile(
-            a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, stop,
-            pages, scale, cap, K0, K1, K2, K3, V0, V1, V2, V3, LOWER, PAGE, CAPPED, True,
-        )
+    if (PAGE > 0) and (PAGE % HEIGHT == 0):
+        # Tiles begin at multiples of their height, so that each lies in one page.
+        begin = tl.minimum((start + HEIGHT - 1) // HEIGHT * HEIGHT, stop)
+        whole = begin + tl.maximum(stop - begin, 0) // HEIGHT * HEIGHT
+        for at in tl.range(begin, whole, HEIGHT, num_stages=STAGES):
+            far = tl.load(pages + at // PAGE).to(tl.int64) * stride
+            k0, k1, k2, k3 = _planes(tl.multiple_of(keys + far, 16), PAGE, K0, K1, K2)
+            v0, v1, v2, v3 = _planes(tl.multiple_of(values + far, 16), PAGE, V0, V1, V2)
+            a0, a1, a2, a3, top, total = _tile(
+                a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
+                0 if PAGE == HEIGHT else at % PAGE, start, stop, pages, stride, scale, cap, K0, K1,
+                K2, K3, V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False,
+            )
+        # What is left of a row's ends, with a mask: lower tiles, because masked loads go through
+        # registers, and a tall one would have the whole kernel spill.
+        low = start // LOWER * LOWER
+        early = tl.cdiv(begin - low, LOWER)
+        for number in tl.range(0, early + tl.cdiv(stop - whole, LOWER), num_stages=1):
+            at = tl.where(number < early, low, whole - early * LOWER) + number * LOWER
+            far = tl.load(pages + at // PAGE).to(tl.int64) * stride
+            k0, k1, k2, k3 = _planes(tl.multiple_of(keys + far, 16), PAGE, K0, K1, K2)
+            v0, v1, v2, v3 = _planes(tl.multiple_of(values + far, 16), PAGE, V0, V1, V2)
+            a0, a1, a2, a3, top, total = _tile(
+                a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
+                at % PAGE, start, stop, pages, stride, scale, cap, K0, K1, K2, K3, V0, V1, V2, V3,
+                LOWER, PAGE, CAPPED, True,
+            )
+    else:
+        k0, k1, k2, k3 = _planes(keys, tl.full([], capacity, tl.int64), K0, K1, K2)
+        v0, v1, v2, v3 = _planes(values, tl.full([], capacity, tl.int64), V0, V1, V2)
+        whole = start + (stop - start) // HEIGHT * HEIGHT
+        for at in tl.range(start, whole, HEIGHT, num_stages=STAGES):
+            a0, a1, a2, a3, top, total = _tile(
+                a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
+                tl.full([], at, tl.int64), start, stop, pages, stride, scale, cap, K0, K1, K2, K3,
+                V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False,
+            )
+        for at in tl.range(whole, stop, LOWER, num_stages=1):
+            a0, a1, a2, a3, top, total = _tile(
+                a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
+                tl.full([], at, tl.int64), start, stop, pages, stride, scale, cap, K0, K1, K2, K3,
+                V0, V1, V2, V3, LOWER, PAGE, CAPPED, True,
+            )
     real = heads < GROUP
     result = partial + (item * GROUP + heads[:, None]) * widest
     # A piece without tokens leaves zeros of weight exp2(-inf).
@@ -202,8 +229,8 @@ def _piece(
 
 @triton.jit
 def _item(
-    item, block, queries, cache, partial, logs, items, heads, table, trace, table_row, tokens,
-    capacity, query_row, widest, scale, cap, KINDS: tl.constexpr, COUNT: tl.constexpr,
+    item, block, queries, cache, partial, logs, items, heads, table, trace, table_row, capacity,
+    stride, query_row, widest, scale, cap, KINDS: tl.constexpr, COUNT: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     CAPPED: tl.constexpr, TRACE: tl.constexpr,
 ):
@@ -218,17 +245,21 @@ def _item(
         if TRACE:
             begun = cuda.globaltimer()
         query_at = tl.load(heads + head * _COLUMNS + _QUERIES) + row.to(tl.int64) * query_row
-        key_at = tl.load(heads + head * _COLUMNS + _KEYS)
-        value_at = tl.load(heads + head * _COLUMNS + _VALUES)
+        own = row.to(tl.int64) * stride
         pages = table
         if PAGE > 0:
+            own = row.to(tl.int64) * 0
             pages = table + row.to(tl.int64) * table_row
             stop = tl.maximum(tl.minimum(stop, table_row * PAGE), start)
+        key_at = tl.load(heads + head * _COLUMNS + _KEYS) + own
+        value_at = tl.load(heads + head * _COLUMNS + _VALUES) + own
+        keys = tl.multiple_of(cache + key_at, 16)
+        values = tl.multiple_of(cache + value_at, 16)
         for number in tl.static_range(COUNT):
             if kind == number:
                 _piece(
-                    queries, cache, partial, logs, item, block, row, query_at, key_at, value_at,
-                    start, stop, pages, tokens, capacity, widest, scale, cap,
+                    queries, keys, values, partial, logs, item, block, query_at, start, stop, pages,
+                    capacity, stride, widest, scale, cap,
                     KINDS[number * _KIND + _K0], KINDS[number * _KIND + _K1],
                     KINDS[number * _KIND + _K2], KINDS[number * _KIND + _K3],
                     KINDS[number * _KIND + _V0], KINDS[number * _KIND + _V1],
@@ -242,7 +273,7 @@ def _item(
 
 @triton.jit
 def decode_pieces(
-    queries, cache, partial, logs, items, heads, table, trace, table_row, tokens, capacity,
+    queries, cache, partial, logs, items, heads, table, trace, table_row, capacity, stride,
     query_row, widest, scale, cap, KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
     TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -263,8 +294,8 @@ def decode_pieces(
         ``[rows, table_row]`` int32 pages, read when `PAGE` (tokens of a page) is not 0.
     trace
         A row of `kvprof.kernels.trace.Mark` per item, int64; written with `TRACE`.
-    tokens, capacity
-        Tokens of a plane, and of a row of it.
+    capacity, stride
+        Tokens of a plane, and values from one row of the cache to the next.
     query_row, widest
         Values in a row of queries, and in a query head's place in `partial`.
     scale
@@ -295,8 +326,8 @@ def decode_pieces(
         table,
         trace,
         table_row,
-        tokens,
         capacity,
+        stride,
         query_row,
         widest,
         scale,
@@ -314,8 +345,8 @@ def decode_pieces(
 
 @triton.jit
 def decode_lists(
-    queries, cache, partial, logs, items, heads, table, trace, lists, counts, table_row, tokens,
-    capacity, query_row, widest, scale, cap, longest, KINDS: tl.constexpr, COUNT: tl.constexpr,
+    queries, cache, partial, logs, items, heads, table, trace, lists, counts, table_row, capacity,
+    stride, query_row, widest, scale, cap, longest, KINDS: tl.constexpr, COUNT: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     CAPPED: tl.constexpr, TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
@@ -342,8 +373,8 @@ def decode_lists(
             table,
             trace,
             table_row,
-            tokens,
             capacity,
+            stride,
             query_row,
             widest,
             scale,

@@ -16,13 +16,14 @@ from kvprof.kernels.decode.cuts import (
     Tuning,
     built_for,
     kinds,
+    page_tile,
     rows_of,
     tile_height,
 )
 from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
 from kvprof.kernels.dispatch import dependent, launching
 from kvprof.kernels.parts import empty_parts, launch_merge
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import RaggedLayout, row_stride
 from kvprof.kernels.tables import Kind, Part, chunk_columns, column, joined_rows
 
 __all__ = [
@@ -291,7 +292,7 @@ def head_table(
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def kind_table(pairs: Sequence[tuple[int, int]], tile: int) -> tuple[int, ...]:
+def kind_table(pairs: Sequence[tuple[int, int]], tile: int, page: int) -> tuple[int, ...]:
     """Return the kinds of heads as the kernels take them, rows of `Kind`.
 
     Parameters
@@ -299,8 +300,13 @@ def kind_table(pairs: Sequence[tuple[int, int]], tile: int) -> tuple[int, ...]:
     pairs : sequence of (key width, value width)
     tile : int
         Values of K and V in a tile.
+    page : int
+        Tokens of a page; 0 without.
     """
-    return joined_rows([Kind(*chunk_columns(*pair), tile_height(*pair, tile)) for pair in pairs])
+    most = page_tile(page)
+    return joined_rows(
+        [Kind(*chunk_columns(*pair), tile_height(*pair, tile, most)) for pair in pairs]
+    )
 
 
 def launch_cut(
@@ -424,21 +430,22 @@ def launch_decode(
     )
     numbers = (
         0 if table is None else table.shape[1],
-        layout.batch * layout.capacity,
         layout.capacity,
+        row_stride(buffer, layout.batch),
         query.shape[1],
         widest,
         scale,
         softcap * log2_e,
     )
-    built = built_for(tuning, query.element_size(), paged=table is not None)
+    page = 0 if table is None else layout.capacity
+    built = built_for(tuning, query.element_size(), page)
     constants: dict[str, Any] = {
-        "KINDS": kind_table(pairs, built.tile),
+        "KINDS": kind_table(pairs, built.tile, page),
         "COUNT": len(pairs),
         "STAGES": built.stages,
         "GROUP": layout.group,
         "ROWS": rows_of(family),
-        "PAGE": 0 if table is None else layout.capacity,
+        "PAGE": page,
         "CAPPED": softcap > 0.0,
         "TRACE": trace is not None,
         "DEPENDENT": dependent(query.device),

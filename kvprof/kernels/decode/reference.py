@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import RaggedLayout, of_sequence
 
 __all__ = ["reference_decode"]
 
@@ -50,10 +50,7 @@ def reference_decode(
         queries = query[:, slice(*layout.query_offsets[head : head + 2])].double()
         queries = queries.view(len(query), layout.group, -1)
         for row, length in enumerate(lengths):
-            keys, values = (
-                states[row] if table is None else states[table[row].long()].flatten(0, 1)
-                for states in stored
-            )
+            keys, values = (of_sequence(states, row, table, length) for states in stored)
             seen = slice(0 if starts is None else starts[row], length)
             scores = queries[row] @ keys[seen].T * scaling
             if softcap > 0.0:

@@ -11,6 +11,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.checks import (
     check_cache,
     check_pages,
+    check_pool,
     check_queries,
     check_softcap,
     checked_sinks,
@@ -36,7 +37,7 @@ from kvprof.kernels.dispatch import (
     uses_triton,
 )
 from kvprof.kernels.parts import Schedule
-from kvprof.kernels.planes import STEP, RaggedLayout
+from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout
 from kvprof.kernels.tables import Part, column
 from kvprof.kernels.trace import Trace, empty_marks, traced
 
@@ -72,7 +73,7 @@ def _checked(
         interpreter.
     """
     check_queries(query, (rows, layout.query_offsets[-1]), query.dtype)
-    check_cache(buffer, layout.elements, query.dtype)
+    check_cache(buffer, layout.batch, layout.row, query.dtype)
     check_interpreter(query.dtype)
     check_softcap(softcap)
     if paged != (table is not None):
@@ -232,7 +233,7 @@ class DecodeStep:
         """Most tokens that a row can have."""
         if not self.paged:
             return self.layout.capacity
-        return min(self.layout.batch * self.layout.capacity, 2**31 - 1)
+        return min(self.layout.batch * self.layout.capacity, MOST_TOKENS)
 
     def cut(
         self, lengths: Tensor | Sequence[int], starts: Tensor | Sequence[int] | None = None
@@ -314,7 +315,8 @@ class DecodeStep:
         query : Tensor
             ``[rows, Σ_g G·dk_g]``.
         buffer : Tensor
-            The layer's cache, `RaggedLayout.elements` values of the same dtype.
+            The layer's cache in the same dtype: flat, or ``[batch, RaggedLayout.row or more]`` such
+            as an engine's pool of pages.
         schedule : Schedule
             From `cut`, of this step or of one with the same widths, rows, capacity and tuning.
         scaling : float
@@ -454,18 +456,7 @@ def decode_step(
     device = placed(device)
     if schedule not in SCHEDULES:
         raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
-    paged = page_tokens is not None
-    if paged and (page_tokens != layout.capacity or layout.capacity % STEP):
-        raise UsageError(
-            f"pages of {page_tokens} tokens do not fit a pool whose pages have {layout.capacity}: "
-            f"both must be the same multiple of {STEP}"
-        )
-    if rows is None:
-        if paged:
-            raise UsageError("a paged step needs to know its rows (sequences)")
-        rows = layout.batch
-    if rows < 1 or (not paged and rows != layout.batch):
-        raise UsageError(f"{rows} rows do not fit a cache of {layout.batch} sequences or pages")
+    rows = check_pool(layout, page_tokens, rows)
     if multiprocessors is None:
         multiprocessors = multiprocessors_of(device)
     family = of_kinds(layout, kinds(layout) if pairs is None else pairs)
@@ -474,7 +465,7 @@ def decode_step(
         layout,
         family,
         rows,
-        paged,
+        page_tokens is not None,
         schedule,
         tuning,
         multiprocessors,

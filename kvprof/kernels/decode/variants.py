@@ -23,7 +23,7 @@ def _decode(
     keys, values = zip(*widths, strict=True)
     layout = RaggedLayout(keys, values, group, 1, 1)
     size = 4 if dtype == "fp32" else 2
-    tuning = built_for(tuning_for(layout, schedule), size, paged=page > 0)
+    tuning = built_for(tuning_for(layout, schedule), size, page)
     lists = {"lists": "*i32", "counts": "*i32"} if schedule == "lpt" else {}
     signature = {
         "queries": f"*{dtype}",
@@ -36,8 +36,8 @@ def _decode(
         "trace": "*i32",
         **lists,
         "table_row": "i32",
-        "tokens": "i32",
         "capacity": "i32",
+        "stride": "i32",
         "query_row": "i32",
         "widest": "i32",
         "scale": "fp32",
@@ -45,7 +45,7 @@ def _decode(
         **({"longest": "i32"} if lists else {}),
     }
     constants = {
-        "KINDS": kind_table(widths, tuning.tile),
+        "KINDS": kind_table(widths, tuning.tile, page),
         "COUNT": len(widths),
         "STAGES": tuning.stages,
         "GROUP": group,
@@ -102,12 +102,13 @@ def _cut() -> Variant:
 
 _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
 
-#: Full width, a ragged layer, the odd widths at both ends, and what options and groups add.
+#: Full width, a ragged layer, the odd widths at both ends, pages, and what options and groups add.
 VARIANTS = (
     _decode("full", "bf16", ((128, 128),)),
     _decode("ragged", "bf16", _RAGGED),
     _decode("ends", "bf16", ((16, 256), (240, 16))),
-    _decode("paged, capped", "fp16", _RAGGED[:3], page=64, capped=True),
+    _decode("ragged, pages of 64", "bf16", _RAGGED, page=64),
+    _decode("small pages, capped", "fp16", _RAGGED[:3], page=16, capped=True),
     _decode("latents", "bf16", ((512, 480), (128, 512)), group=16),
     _decode("latents, large group", "bf16", ((256, 256), (240, 128)), group=32),
     _decode("longest first", "bf16", _RAGGED, schedule="lpt"),

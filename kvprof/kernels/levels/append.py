@@ -12,6 +12,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.levels.codes import encode, numbers, restored
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import PLACES, Side
+from kvprof.kernels.planes import row_stride
 
 __all__ = [
     "Addresses",
@@ -28,10 +29,10 @@ __all__ = [
 # --- Where single tokens of a segment lie in a layer's buffer, value by value, for all heads at
 # once.
 #
-# A value's address is linear in the block, the part and the place of its token, with constants
-# of its column (`kvprof.kernels.levels.layout` has the drawing). The constants are made once
-# per layout, the addresses once per pass for all layers that are stored alike; what is left per
-# layer is to quantise and to scatter, a few launches whatever the number of heads.
+# A value's address is linear in the row, the block, the part and the place of its token, with
+# constants of its column (`kvprof.kernels.levels.layout` has the drawing). The constants are made
+# once per layout, the addresses once per pass for all layers that are stored alike; what is left
+# per layer is to quantise and to scatter, a few launches whatever the number of heads.
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ def scale_places(
 
 
 def _begun(layout: LevelsLayout, segment: int, head: int, values: bool) -> tuple[Side, int]:
-    """Return a side of a head, and at which byte of the buffer it begins."""
+    """Return a side of a head, and at which byte of a row it begins."""
     keys, other = layout.sides(segment, head)
     start = layout.offsets[segment][head]
     return (other, start + keys.nbytes) if values else (keys, start)
@@ -177,7 +178,9 @@ def _columns(layout: LevelsLayout, segment: int, values: bool, device: torch.dev
     )
 
 
-def addresses_of(layout: LevelsLayout, segment: int, slots: Tensor) -> Addresses:
+def addresses_of(
+    layout: LevelsLayout, segment: int, slots: Tensor, *, stride: int | None = None
+) -> Addresses:
     """Return where tokens lie; nothing waits for the device.
 
     Parameters
@@ -185,38 +188,54 @@ def addresses_of(layout: LevelsLayout, segment: int, slots: Tensor) -> Addresses
     layout : LevelsLayout
     segment : int
     slots : Tensor
-        ``[batch, n]`` integers, each row's slots in the segment. A slot that the segment does not
-        have, below 0 or behind its capacity, is left out.
+        ``[batch, n]`` integers, each row's slots in the segment; of a pool of pages any shape of
+        two, ``page · C + place`` for pages of C tokens. A slot that there is not, below 0 or behind
+        the capacity, is left out.
+    stride : int, optional
+        Bytes from one row of the cache to the next; those of a row by default.
     """
     own = layout.segments[segment]
     slots = slots.to(torch.int64)
-    there = (slots >= 0) & (slots < own.layout.capacity)
-    slots = slots.clamp(0, own.layout.capacity - 1)
-    rows = torch.arange(layout.batch, device=slots.device)[:, None]
-    block = rows * own.blocks + slots // (PLACES * own.slots)
+    room = own.layout.capacity * (layout.batch if own.paged else 1)
+    there = (slots >= 0) & (slots < room)
+    slots = slots.clamp(0, room - 1)
+    if own.paged:
+        rows, slots = slots // own.layout.capacity, slots % own.layout.capacity
+    else:
+        rows = torch.arange(layout.batch, device=slots.device)[:, None]
+    far = (layout.row if stride is None else stride) * rows
+    block = slots // (PLACES * own.slots)
     token = slots % (PLACES * own.slots)
     place, slot = token // own.slots, token % own.slots
     keys, values = (
-        _side(_columns(layout, segment, side, slots.device), there, block, token, place, slot)
+        _side(_columns(layout, segment, side, slots.device), there, far, block, token, place, slot)
         for side in (False, True)
     )
     return Addresses(keys, values)
 
 
 def _side(
-    columns: Columns, there: Tensor, block: Tensor, token: Tensor, place: Tensor, slot: Tensor
+    columns: Columns,
+    there: Tensor,
+    far: Tensor,
+    block: Tensor,
+    token: Tensor,
+    place: Tensor,
+    slot: Tensor,
 ) -> SideAddresses:
     side = columns.side
     part, step = slot // side.per_byte, place
+    unit = 1
     if side.bits is None:
-        step = token
+        step, unit = token, side.dtype.itemsize
     values = (
         columns.first
+        + (far // unit)[..., None]
         + block[..., None] * columns.block
         + part[..., None] * columns.part
         + step[..., None] * columns.place
     )
-    scales = columns.scale_first + block[..., None] * columns.scale_block
+    scales = columns.scale_first + (far // 2)[..., None] + block[..., None] * columns.scale_block
     slot_first = slot * PLACES + place
     kept = tuple(
         scales
@@ -311,6 +330,7 @@ def _replace(stored: Tensor, at: Tensor, there: Tensor, new: Tensor, mask: Tenso
 def _write(buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
     columns = places.columns
     side = columns.side
+    buffer = _flat(buffer)
     if side.bits is None:
         whole = {2: torch.int16, 4: torch.int32}[side.dtype.itemsize]
         own = states.to(side.dtype).contiguous().view(whole)
@@ -330,6 +350,7 @@ def _write(buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
 
 def _read(buffer: Tensor, places: SideAddresses) -> Tensor:
     side = places.columns.side
+    buffer = _flat(buffer)
     if side.bits is None:
         return _taken(buffer.view(side.dtype), places.values).float()
     codes = _taken(buffer, places.values) >> places.shift & (2**side.container - 1)
@@ -337,6 +358,14 @@ def _read(buffer: Tensor, places: SideAddresses) -> Tensor:
     kept = (_by_column(_taken(halves, at).float(), places.columns) for at in places.kept)
     named = dict(zip(side.form.kept, kept, strict=True))
     return restored(numbers(codes, side.bits), named.get("scale"), named.get("middle"))
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    """Return a cache, gaps between its rows included, as one stretch of bytes: a view."""
+    if buffer.dim() == 1:
+        return buffer
+    rows, size = buffer.shape
+    return buffer.as_strided(((rows - 1) * row_stride(buffer, rows) + size,), (1,))
 
 
 def _taken(stored: Tensor, at: Tensor) -> Tensor:

@@ -21,20 +21,21 @@ def levels_cpu(
     *,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
-    """Return one decoding step's attention, ``[batch, Σ_g G·dv_g]`` in the dtype of `query`.
+    """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
 
     All sequences of a block are multiplied together, in float32 on all threads.
 
     Parameters
     ----------
     query : Tensor
-        ``[batch, Σ_g G·dk_g]``, dk of the widest segment.
+        ``[rows, Σ_g G·dk_g]``, dk of the widest segment.
     buffer : Tensor
         From `LevelsLayout.packed`.
     layout : LevelsLayout
     lengths : Tensor
-        ``[segments, batch]`` integers, clamped to what there is room for. A row without tokens gets
+        ``[segments, rows]`` integers, clamped to what there is room for. A row without tokens gets
         zeros.
     scaling : float
         Factor of ``q · k``.
@@ -42,13 +43,15 @@ def levels_cpu(
         0 for none.
     sinks : Tensor, optional
         ``[heads, G]`` float32 logits.
+    table : Tensor, optional
+        ``[rows, most pages]`` int32, where the layout is of a pool.
     """
     wide = layout.widest
-    output = query.new_empty(layout.batch, wide.output_offsets[-1])
+    output = query.new_empty(len(query), wide.output_offsets[-1])
     for head in range(layout.heads):
         queries = query[:, slice(*wide.query_offsets[head : head + 2])].float() * scaling
-        queries = queries.view(layout.batch, layout.group, -1)
-        shape = (layout.batch, layout.group)
+        queries = queries.view(len(query), layout.group, -1)
+        shape = (len(query), layout.group)
         top = query.new_full(shape, float("-inf"), dtype=torch.float32)
         total = query.new_zeros(shape, dtype=torch.float32)
         if sinks is not None:
@@ -56,7 +59,7 @@ def levels_cpu(
         found = query.new_zeros(*shape, wide.value_widths[head], dtype=torch.float32)
         for segment, tokens in enumerate(lengths):
             top, total = _segment(
-                queries, buffer, layout, segment, head, tokens, softcap, top, total, found
+                queries, buffer, layout, segment, head, tokens, softcap, top, total, found, table
             )
         share = torch.where(total > 0, 1.0 / total, 0.0)
         result = (found * share[..., None]).flatten(1).to(query.dtype)
@@ -75,15 +78,21 @@ def _segment(
     top: Tensor,
     total: Tensor,
     found: Tensor,
+    table: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Go on with a segment: highest score and total weight; `found` is added to in place."""
     own = layout.segments[segment]
     sides = layout.sides(segment, head)
     pairs = list(zip(sides, layout.blocks(buffer, segment, head), strict=True))
     block = PLACES * own.slots
-    tokens = tokens.clamp(0, own.layout.capacity)
+    room = own.layout.capacity * (1 if table is None else table.shape[1])
+    tokens = tokens.clamp(0, room)
     longest = int(tokens.max())
     step = max(1, _BLOCK // block)
+    if table is not None:
+        # What a table names behind a row's last page may be anything.
+        pages = table[:, : -(-longest // own.layout.capacity)].long().clamp(0, layout.batch - 1)
+        pairs = [(side, blocks[pages].flatten(1, 2)) for side, blocks in pairs]
     # Tokens in the order in which they are stored: by block, then slot, then place.
     inside = torch.arange(block, device=queries.device).view(PLACES, own.slots).T.flatten()
     for begin in range(0, -(-longest // block), step):

@@ -172,23 +172,31 @@ def _scores(
 
 @triton.jit
 def tile(
-    sums, fixes, top, queries, totals, ones, keys, values, halfs, at, stop, scale, cap,
-    KINDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, K_FORMAT: tl.constexpr,
+    sums, fixes, top, queries, totals, ones, keys, values, halfs, pages, stride, at, stop, scale,
+    cap, KINDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, K_FORMAT: tl.constexpr,
     K_FACTOR: tl.constexpr, K_PARTS: tl.constexpr, K_GROUPS: tl.constexpr, K_PLANES: tl.constexpr,
     K_SCALES: tl.constexpr, K_MIDDLES: tl.constexpr, K_BLOCK: tl.constexpr, V_FORMAT: tl.constexpr,
     V_PARTS: tl.constexpr, V_GROUPS: tl.constexpr, V_PLANES: tl.constexpr, V_SCALES: tl.constexpr,
     V_MIDDLES: tl.constexpr, V_BLOCK: tl.constexpr, BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr,
     PLACES: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, V_DTYPE: tl.constexpr,
-    M_DTYPE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr,
+    M_DTYPE: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Go on with one tile: scores, online softmax in base 2, weighted values.
 
-    `keys`, `values` and `halfs` point to the first block of the sequence: in bytes or, at full
-    precision, values; `halfs` in float16.
+    `keys`, `values` and `halfs` point to the head's first block in the row, or in any page: in
+    bytes or, at full precision, values; `halfs` in float16.
     """
     places = tl.arange(0, PLACES)
     left = stop - at - places * SLOTS
-    block = tl.full([], at // (_BLOCK * SLOTS), tl.int64)
+    if PAGE > 0:
+        far = tl.load(pages + at // PAGE).to(tl.int64) * stride
+        block = tl.full([], at % PAGE // (_BLOCK * SLOTS), tl.int64)
+        keys += far // (keys.dtype.element_ty.primitive_bitwidth // 8)
+        values += far // (values.dtype.element_ty.primitive_bitwidth // 8)
+        halfs += far // 2
+    else:
+        block = tl.full([], at // (_BLOCK * SLOTS), tl.int64)
     keys = tl.multiple_of(keys + block * K_BLOCK, 16)
     values = tl.multiple_of(values + block * V_BLOCK, 16)
     halfs = tl.multiple_of(halfs + block * BLOCK_HALFS, 16)
@@ -290,7 +298,6 @@ _QUERY_WIDTH = tl.constexpr(column(Unit, "query_width"))
 _OUTPUT_WIDTH = tl.constexpr(column(Unit, "output_width"))
 _BEGIN = tl.constexpr(column(Unit, "begin"))
 _KIND = tl.constexpr(column(Unit, "kind"))
-_SEQUENCE = tl.constexpr(column(Unit, "sequence"))
 _COUNTER = tl.constexpr(len(Counter._fields))
 _SHARED = tl.constexpr(column(Counter, "shared"))
 _TAKEN = tl.constexpr(column(Counter, "taken"))
@@ -343,16 +350,17 @@ def _store(result, found, real, START: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _piece(
-    keys, values, halfs, eye, partial, logs, item, query, width, start, stop, output_width, scale,
-    cap, first_head, KINDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    K_FORMAT: tl.constexpr, K_FACTOR: tl.constexpr, K_BOOST: tl.constexpr, K_PARTS: tl.constexpr,
-    K_GROUPS: tl.constexpr, K_PLANES: tl.constexpr, K_SCALES: tl.constexpr, K_MIDDLES: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_FORMAT: tl.constexpr, V_FACTOR: tl.constexpr, SHIFT: tl.constexpr,
-    V_PARTS: tl.constexpr, V_GROUPS: tl.constexpr, V_PLANES: tl.constexpr, V_SCALES: tl.constexpr,
-    V_MIDDLES: tl.constexpr, V_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
+    keys, values, halfs, pages, stride, eye, partial, logs, item, query, width, start, stop,
+    output_width, scale, cap, first_head, KINDS: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, K_FORMAT: tl.constexpr, K_FACTOR: tl.constexpr, K_BOOST: tl.constexpr,
+    K_PARTS: tl.constexpr, K_GROUPS: tl.constexpr, K_PLANES: tl.constexpr, K_SCALES: tl.constexpr,
+    K_MIDDLES: tl.constexpr, K_BLOCK: tl.constexpr, V_FORMAT: tl.constexpr, V_FACTOR: tl.constexpr,
+    SHIFT: tl.constexpr, V_PARTS: tl.constexpr, V_GROUPS: tl.constexpr, V_PLANES: tl.constexpr,
+    V_SCALES: tl.constexpr, V_MIDDLES: tl.constexpr, V_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
     BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, PLACES: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WIDEST: tl.constexpr,
-    CAPPED: tl.constexpr, V_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, FAST: tl.constexpr,
+    PAGE: tl.constexpr, CAPPED: tl.constexpr, V_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
@@ -392,18 +400,20 @@ def _piece(
     whole = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
     for at in tl.range(start, whole, PLACES * SLOTS, num_stages=STAGES):
         sums, fixes, top = tile(
-            sums, fixes, top, wanted, totals, ones, keys, values, halfs, at, stop, scale, cap,
-            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
-            K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_MIDDLES, V_BLOCK,
-            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, CAPPED, False, FAST,
+            sums, fixes, top, wanted, totals, ones, keys, values, halfs, pages, stride, at, stop,
+            scale, cap, KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES,
+            K_SCALES, K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES,
+            V_MIDDLES, V_BLOCK, BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, PAGE,
+            CAPPED, False, FAST,
         )
     # The end of a row: behind it lies room for a whole tile, but perhaps no number.
     for at in tl.range(whole, stop, PLACES * SLOTS, num_stages=2):
         sums, fixes, top = tile(
-            sums, fixes, top, wanted, totals, ones, keys, values, halfs, at, stop, scale, cap,
-            KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES, K_SCALES,
-            K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_MIDDLES, V_BLOCK,
-            BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, CAPPED, True, FAST,
+            sums, fixes, top, wanted, totals, ones, keys, values, halfs, pages, stride, at, stop,
+            scale, cap, KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES,
+            K_SCALES, K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES,
+            V_MIDDLES, V_BLOCK, BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, PAGE,
+            CAPPED, True, FAST,
         )
     weight = tl.sum(tl.where((row == V_GROUPS)[:, None], fixes, 0.0), 0)
     share = 1.0 / weight
@@ -453,11 +463,12 @@ def _taken(counters, total, processors, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def level_pieces(
-    queries, octets, full, halfs, eye, partial, logs, counters, items, parts, units, tasks,
-    processors, blocks, query_row, scale, cap, KINDS: tl.constexpr, COUNT: tl.constexpr,
-    STRIDE: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, WIDEST: tl.constexpr, CAPPED: tl.constexpr, CODE: tl.constexpr,
-    MIDDLE: tl.constexpr, FAST: tl.constexpr, NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
+    queries, octets, full, halfs, eye, partial, logs, counters, items, parts, units, table, tasks,
+    processors, blocks, table_row, stride, query_row, scale, cap, KINDS: tl.constexpr,
+    COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDEST: tl.constexpr, PAGE: tl.constexpr,
+    CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr, FAST: tl.constexpr,
+    NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Run one item and block of query heads per program.
 
@@ -484,6 +495,10 @@ def level_pieces(
         Of query heads.
     units
         ``[segments * heads]`` rows of `kvprof.kernels.levels.tables.Unit`, int64.
+    table
+        ``[rows, table_row]`` int32 pages, read when PAGE (tokens of a page) is not 0.
+    stride
+        Bytes from one row of the cache to the next.
     scale
         The model's scaling times log2(e).
     cap
@@ -519,7 +534,13 @@ def level_pieces(
         unit = units + (segment * KV_HEADS + head) * _UNIT
         query = queries + row.to(tl.int64) * query_row + tl.load(unit + _QUERIES)
         width = tl.multiple_of(tl.load(unit + _QUERY_WIDTH).to(tl.int32), 16)
-        at = tl.load(unit + _BEGIN) + row.to(tl.int64) * tl.load(unit + _SEQUENCE)
+        at = tl.load(unit + _BEGIN)
+        pages = table
+        if PAGE > 0:
+            pages = table + row.to(tl.int64) * table_row
+            stop = tl.maximum(tl.minimum(stop, table_row * PAGE), start)
+        else:
+            at += row.to(tl.int64) * stride
         output_width = tl.load(unit + _OUTPUT_WIDTH).to(tl.int32)
         kind = tl.load(unit + _KIND)
         for number in tl.static_range(COUNT):
@@ -534,6 +555,8 @@ def level_pieces(
                     keys,
                     values,
                     halfs + at // 2,
+                    pages,
+                    stride,
                     eye,
                     partial,
                     logs,
@@ -576,6 +599,7 @@ def level_pieces(
                     GROUP,
                     HEADS,
                     WIDEST,
+                    PAGE,
                     CAPPED,
                     queries.dtype.element_ty
                     if KINDS[number * STRIDE + _V_FORMAT] == _FULL

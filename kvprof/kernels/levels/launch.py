@@ -20,6 +20,7 @@ from kvprof.kernels.levels.tables import Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.levels.tuning import Tuning, query_block
 from kvprof.kernels.levels.unpack import missing_factor
 from kvprof.kernels.parts import empty_parts, launch_merge
+from kvprof.kernels.planes import MOST_TOKENS, row_stride
 from kvprof.kernels.tables import Part, column, joined_rows
 
 __all__ = [
@@ -112,12 +113,14 @@ def tile_places(layout: LevelsLayout, segment: int, head: int, tile: int) -> int
     """Return the places of a tile, so that it holds about `tile` bytes; a power of two.
 
     At least 32, a block; 64 where a token has a place of its own and a scale, which would be too
-    small to be loaded asynchronously one by one.
+    small to be loaded asynchronously one by one; but no more than a page has.
     """
     slots = layout.segments[segment].slots
     scales = any(side.groups for side in layout.sides(segment, head))
     places = 2 * PLACES if scales and slots == 1 else PLACES
     own = token_bytes(layout, segment, head) * slots
+    if layout.paged and layout.segments[segment].blocks % 2:
+        return PLACES  # a tile lies in one page
     while places < MOST_PLACES and 2 * places * own <= tile:
         places *= 2
     return places
@@ -152,7 +155,7 @@ def equal_shares(
     units = [
         (row, head, segment)
         for head in range(layout.heads)
-        for row in range(layout.batch)
+        for row in range(len(lengths[0]))
         for segment in range(count)
     ]
     costs = [
@@ -381,8 +384,7 @@ def unit_table(
                     queries=wide.query_offsets[head],
                     query_width=wide.key_widths[head],
                     begin=layout.offsets[number][head],
-                    sequence=segment.blocks * layout.block_bytes(number, head),
-                    capacity=segment.layout.capacity,
+                    capacity=MOST_TOKENS if segment.paged else segment.layout.capacity,
                     cost=token_cost(layout, number, head, tuning.per_token),
                     height=segment.slots * tile_places(layout, number, head, tuning.tile),
                     kind=kinds.index((number, *widths)),
@@ -437,6 +439,7 @@ def kind_table(
         slots = keys.slots
         places = tile_places(family, number, head, tuning.tile)
         moved = places * slots * token_bytes(family, number, head)
+        # Loads that wait for the number of their page take the pipeline two stages.
         stages = tuning.stages
         while stages > 2 and (stages - 1) * moved > _SHARED_MEMORY:
             stages -= 1
@@ -472,7 +475,7 @@ def kind_table(
             block_halfs=size // 2,
             slots=slots,
             places=places,
-            stages=stages,
+            stages=2 * stages - 1 if family.paged else stages,
             rows=max(16, triton.next_power_of_2(values.groups + 1)),
         )
         found += [kind, *_planes(keys, most, 0), *_planes(values, most, keys.nbytes)]
@@ -508,6 +511,7 @@ def constants(
         "GROUP": family.group,
         "HEADS": query_block(family, tuning.warps),
         "KV_HEADS": heads,
+        "PAGE": family.segments[0].capacity if family.paged else 0,
         "WIDEST": max(family.widest.value_widths),
         "CAPPED": softcap,
         "CODE": types[code],
@@ -580,13 +584,14 @@ def launch_levels(
     *,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Run the items and join their parts.
 
     Parameters
     ----------
     query : Tensor
-        ``[batch, Σ_g G·dk_g]``, contiguous.
+        ``[rows, Σ_g G·dk_g]``, contiguous.
     buffer : Tensor
         uint8.
     layout : LevelsLayout
@@ -604,16 +609,18 @@ def launch_levels(
     scaling, softcap : float
     sinks : Tensor, optional
         ``[heads, G]`` float32.
+    table : Tensor, optional
+        ``[rows, most pages]`` int32, of a pool of pages.
 
     Returns
     -------
     Tensor
-        ``[batch, Σ_g G·dv_g]`` in the dtype of `query`.
+        ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
     """
     softly, fast = softcap > 0.0, not interpreted()
     chosen = constants(layout.heads, family, tuning, softcap=softly, fast=fast)
     partial, logs = empty_parts(query, len(items), layout.group, chosen["WIDEST"])
-    output = query.new_empty(layout.batch, layout.widest.output_offsets[-1])
+    output = query.new_empty(len(query), layout.widest.output_offsets[-1])
     log2_e = math.log2(math.e)
     blocks = triton.cdiv(layout.group, chosen["HEADS"])
     options = {"maxnreg": tuning.registers} if tuning.registers and not interpreted() else {}
@@ -629,9 +636,12 @@ def launch_levels(
         items,
         parts,
         units,
+        units if table is None else table,
         len(parts),
         processors,
         blocks,
+        0 if table is None else table.shape[1],
+        row_stride(buffer, layout.batch),
         query.shape[1],
         scaling * log2_e,
         softcap * log2_e,

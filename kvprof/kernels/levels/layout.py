@@ -5,9 +5,11 @@ segment of 4 bits is quantised decoding; TALE is three: sinks as they are, the m
 cut to their first columns and few bits, the recent tokens at full width with more bits. The context
 of a row is all its segments together; their order means nothing to attention.
 
-One uint8 buffer holds a layer: segment after segment, head after head, sequence after sequence,
-block after block. A block is ``32·S`` tokens of one head with all that is known of them, so that a
-kernel finds everything at constant distances and reads one stretch of memory::
+A row of a uint8 cache is one stretch of memory: segment after segment, head after head, block after
+block. A row is a sequence, or in a pool of pages a page, whose tokens are whole blocks of its one
+segment; slots and tables are those of `kvprof.kernels.planes`. A block is ``32·S`` tokens of one
+head with all that is known of them, so that a kernel finds everything at constant distances and
+reads one stretch of memory::
 
     one block, head of width 96 and 64, both sides 4 bits in groups of 32 columns (S = 2)
     ├ K codes ─────────────┬ K scales ──┬ K middles ─┬ V codes ────┬ V scales ┬ V middles ┤
@@ -16,11 +18,11 @@ kernel finds everything at constant distances and reads one stretch of memory::
 
 A plane is 64, 32 or 16 columns, none in two groups of scales. ``S`` (slots) is how many tokens
 share a byte on the side with the fewest bits: 1 at 8 bits, 2 at 4, 4 at 2. Token ``t`` of a
-sequence is slot ``t % S`` of place ``t % 32S // S`` of block ``t // 32S``; the capacity is padded
-to pairs of blocks. A byte holds the same column of neighbouring tokens and never two columns, so
-that unpacking moves nothing between lanes, whatever the width, and so that both sides enter a
-product with what is summed over in the bytes of a word: columns for K, places for V. With 4 bits on
-both sides::
+row is slot ``t % S`` of place ``t % 32S // S`` of block ``t // 32S``; a sequence's capacity is
+padded to pairs of blocks. A byte holds the same column of neighbouring tokens and never two
+columns, so that unpacking moves nothing between lanes, whatever the width, and so that both sides
+enter a product with what is summed over in the bytes of a word: columns for K, places for V. With 4
+bits on both sides::
 
     K, a plane of w columns: [place, column], w bytes a place
     │ place 0                            │ place 1                            │ … place 31 │
@@ -56,7 +58,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.levels.codes import Bits, format_of
 from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
-from kvprof.kernels.planes import STEP, RaggedLayout
+from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
 
 __all__ = ["HeadKind", "LevelsLayout", "Segment", "of_kinds"]
 
@@ -77,17 +79,20 @@ class Segment:
         precision.
     columns : int or None
         That share a scale, a multiple of 16; None for a token's whole row.
+    paged : bool
+        Whether the layout is of a pool of pages: its batch the pages, its capacity a page's tokens.
 
     Raises
     ------
     UsageError
-        For formats or columns that the kernels do not have.
+        For formats or columns that the kernels do not have, and for pages of no whole blocks.
     """
 
     layout: RaggedLayout
     key_bits: Bits = None
     value_bits: Bits = None
     columns: int | None = 32
+    paged: bool = False
 
     def __post_init__(self) -> None:
         format_of(self.key_bits)
@@ -96,6 +101,12 @@ class Segment:
             raise UsageError(
                 f"{self.columns} columns cannot share a scale: a multiple of {STEP}, or None for "
                 "the whole row"
+            )
+        if self.paged and self.layout.capacity % (PLACES * self.slots):
+            raise UsageError(
+                f"pages of {self.layout.capacity} tokens cannot hold values of {self.key_bits} and "
+                f"{self.value_bits} bits: these come in blocks of {PLACES * self.slots} tokens, "
+                "and a page holds whole ones"
             )
 
     @property
@@ -112,6 +123,8 @@ class Segment:
     @property
     def capacity(self) -> int:
         """Tokens that there is room for, with the padding."""
+        if self.paged:
+            return self.layout.capacity
         block = MOST_PLACES * self.slots
         return -(-self.layout.capacity // block) * block
 
@@ -142,7 +155,14 @@ class LevelsLayout:
                 "the segments of a layer have the same heads, group and batch, and these have "
                 f"{sorted(shapes)}"
             )
+        if self.paged and len(self.segments) > 1:
+            raise UsageError("a page holds tokens of one segment, and this layer has several")
         check_dtype("a layer", self.dtype)
+
+    @property
+    def paged(self) -> bool:
+        """Whether rows are pages."""
+        return any(segment.paged for segment in self.segments)
 
     @property
     def heads(self) -> int:
@@ -156,7 +176,7 @@ class LevelsLayout:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Sequences, or pages."""
         return self.segments[0].layout.batch
 
     @cached_property
@@ -190,33 +210,46 @@ class LevelsLayout:
         return sum(side.nbytes for side in self.sides(segment, head))
 
     @cached_property
-    def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Byte at which a head begins, per segment and head."""
-        sizes = [
-            self.batch * segment.blocks * self.block_bytes(number, head)
+    def _sizes(self) -> tuple[int, ...]:
+        """Bytes of a row's segments and heads."""
+        return tuple(
+            segment.blocks * self.block_bytes(number, head)
             for number, segment in enumerate(self.segments)
             for head in range(self.heads)
-        ]
-        starts = [0, *accumulate(sizes)]
+        )
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Byte of a row at which a head begins, per segment and head."""
+        starts = [0, *accumulate(self._sizes)]
         return tuple(
             tuple(starts[number * self.heads : (number + 1) * self.heads])
             for number in range(len(self.segments))
         )
 
-    @cached_property
+    @property
+    def row(self) -> int:
+        """Bytes of a row: codes, scales, middles and the padding to pairs of blocks."""
+        return sum(self._sizes)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the buffer: codes, scales, middles and the padding to pairs of blocks."""
-        return sum(
-            self.batch * segment.blocks * self.block_bytes(number, head)
-            for number, segment in enumerate(self.segments)
-            for head in range(self.heads)
-        )
+        """Bytes of a buffer without gaps."""
+        return self.batch * self.row
 
     def blocks(self, buffer: Tensor, segment: int, head: int) -> tuple[Tensor, Tensor]:
-        """Return the blocks of a head's K and V, ``[batch, blocks, bytes]`` each: views."""
+        """Return the blocks of a head's K and V, ``[batch, blocks, bytes]`` each: views.
+
+        Parameters
+        ----------
+        buffer : Tensor
+            Flat, or ``[batch, bytes]`` with at least `row` bytes each.
+        segment, head : int
+        """
         start, size = self.offsets[segment][head], self.block_bytes(segment, head)
         count = self.segments[segment].blocks
-        whole = buffer[start : start + self.batch * count * size].view(self.batch, count, size)
+        rows = in_rows(buffer, self.batch)
+        whole = rows[:, start : start + count * size].unflatten(1, (count, size))
         border = self.sides(segment, head)[0].nbytes
         return whole[..., :border], whole[..., border:]
 
@@ -276,5 +309,8 @@ def of_kinds(layout: LevelsLayout, kinds: Sequence[HeadKind]) -> LevelsLayout:
     segments = []
     for segment, pairs in zip(layout.segments, zip(*sorted(set(kinds)), strict=True), strict=True):
         keys, values = zip(*pairs, strict=True)
-        segments.append(replace(segment, layout=RaggedLayout(keys, values, layout.group, 1, 1)))
+        # Of pages the tokens say how high tiles can be.
+        capacity = segment.layout.capacity if segment.paged else 1
+        own = RaggedLayout(keys, values, layout.group, 1, capacity)
+        segments.append(replace(segment, layout=own))
     return LevelsLayout(tuple(segments), layout.dtype)

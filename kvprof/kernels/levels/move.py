@@ -21,7 +21,7 @@ from kvprof.kernels.levels.codes import FP8, FULL, format_of
 from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.levels.side import PLACES
 from kvprof.kernels.levels.tables import MovedColumn, Stretch
-from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.tables import column
 
 __all__ = ["TokenMove", "constants", "full_precision", "move_operator", "move_token", "token_move"]
@@ -130,9 +130,7 @@ def _put(
         tl.store(octets + at, codes.to(tl.uint8), mask=there)
 
 
-@triton.jit(
-    do_not_specialize=["source_capacity", "source_height", "source_blocks", "capacity", "blocks"]
-)
+@triton.jit(do_not_specialize=["source_capacity", "source_height", "source_row", "pool", "stride"])
 def move_token(
     source,
     octets,
@@ -145,14 +143,16 @@ def move_token(
     low,
     source_capacity,
     source_height,
-    source_blocks,
+    source_row,
     capacity,
-    blocks,
+    pool,
+    stride,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     LOW: tl.constexpr,
+    PAGED: tl.constexpr,
 ):
     """Move one token of each row; a program per stretch of columns and row.
 
@@ -168,13 +168,14 @@ def move_token(
         Rows of `kvprof.kernels.levels.tables.Stretch` and `MovedColumn`, int64.
     origins, targets
         ``[rows]`` integers: each row's slot in the source, clamped to what there is, and in the
-        segment; one that the segment does not have leaves the row as it is.
+        segment (PAGED: in the pool); one that is not there leaves everything as it is.
     low
         ``[rows]`` bool, read with LOW: the token loses what the lowest level has lost.
-    source_capacity, source_height, source_blocks
-        Slots of a row in the source, tokens of a block of it, and blocks of a row.
-    capacity, blocks
-        Slots and blocks of a row in the segment.
+    source_capacity, source_height, source_row
+        Slots of a row in the source, tokens of a block of it, and values from row to row.
+    capacity, pool, stride
+        Slots of a row (PAGED: a page) in the segment, how many such rows there are, and bytes from
+        one to the next.
     KEY_BITS, VALUE_BITS
         8, 4, 3 or 2, `FP8` or `FULL`.
     SLOTS
@@ -184,7 +185,14 @@ def move_token(
     """
     row = tl.program_id(1).to(tl.int64)
     target = tl.load(targets + row).to(tl.int64)
-    if (target >= 0) & (target < capacity):
+    own = row
+    room = tl.full([], capacity, tl.int64)
+    if PAGED:
+        room *= pool
+        own = target // capacity
+    if (target >= 0) & (target < room):
+        if PAGED:
+            target = target % capacity
         stretch = stretches + tl.program_id(0) * _STRETCH
         number = tl.arange(0, WIDTH)
         there = number < tl.load(stretch + _COLUMNS)
@@ -192,14 +200,18 @@ def move_token(
         origin = tl.load(origins + row).to(tl.int64)
         origin = tl.minimum(tl.maximum(origin, 0), source_capacity - 1)
         at = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
-        block = row * source_blocks + origin // source_height
-        at += block * tl.load(column + _SOURCE_BLOCK, mask=there, other=0)
+        at += row * source_row
+        at += origin // source_height * tl.load(column + _SOURCE_BLOCK, mask=there, other=0)
         at += origin % source_height * tl.load(column + _SOURCE_PLACE, mask=there, other=0)
         states = tl.load(source + at, mask=there, other=0.0)
         if LOW:
             lost = tl.load(column + _BEHIND, mask=there, other=0) * tl.load(low + row).to(tl.int64)
             states = tl.where(lost != 0, 0.0, states)
-        block = row * blocks + target // (_PLACES * SLOTS)
+        far = own * stride
+        octets += far
+        full += far // (full.dtype.element_ty.primitive_bitwidth // 8)
+        halfs += far // 2
+        block = target // (_PLACES * SLOTS)
         token = target % (_PLACES * SLOTS)
         if tl.load(stretch + _SIDE) == 0:
             _put(
@@ -254,6 +266,7 @@ def constants(layout: LevelsLayout, segment: int) -> dict[str, int]:
         "VALUE_BITS": format_of(own.value_bits).number,
         "SLOTS": own.slots,
         "WIDTH": width,
+        "PAGED": int(own.paged),
     }
 
 
@@ -282,7 +295,7 @@ def move_operator(
         The kernel's other arguments, and its compile-time ones, in their order.
     """
     full = buffer.view(dtype)
-    key_bits, value_bits, slots, width = fixed
+    key_bits, value_bits, slots, width, paged = fixed
     launching(move_token, (len(stretches), len(targets)))(
         full if source is None else source,
         buffer,
@@ -299,6 +312,7 @@ def move_operator(
         SLOTS=slots,
         WIDTH=width,
         LOW=low is not None,
+        PAGED=bool(paged),
         num_warps=1,
     )
 
@@ -315,16 +329,20 @@ class TokenMove:
     Attributes
     ----------
     layout : LevelsLayout
+    segment : int
+    source : RaggedLayout or int
+        Planes, or the segment of the same buffer, that tokens come from.
     stretches, columns : Tensor
         Rows of `Stretch` and `MovedColumn`, int64.
-    numbers, fixed : tuple of int
+    fixed : tuple of int
         As `move_operator` takes them.
     """
 
     layout: LevelsLayout
+    segment: int
+    source: RaggedLayout | int
     stretches: Tensor
     columns: Tensor
-    numbers: tuple[int, ...]
     fixed: tuple[int, ...]
 
     def run(
@@ -337,6 +355,8 @@ class TokenMove:
     ) -> None:
         """Store the tokens; nothing waits for the device, and a CUDA graph may hold it.
 
+        No two of them may share a byte: one of each sequence has bytes of its own.
+
         Parameters
         ----------
         buffer : Tensor
@@ -344,8 +364,9 @@ class TokenMove:
         source : Tensor or None
             Planes that the tokens come from; None where they come from a segment of the buffer.
         origins, targets : Tensor
-            ``[batch]`` integers, each row's slot where it comes from, and in the segment; a slot
-            that the segment does not have, below 0 or behind its capacity, is left out.
+            ``[batch]`` integers, each row's slot where it comes from, and in the segment; of a pool
+            of pages ``page · C + place``, for as many rows as come. A slot that there is not, below
+            0 or behind the capacity, is left out.
         low : Tensor, optional
             ``[batch]`` bool: these lose the columns that the last segment has not.
 
@@ -355,6 +376,17 @@ class TokenMove:
             When bf16 is to be interpreted.
         """
         check_interpreter(self.layout.dtype)
+        layout = self.layout
+        own = layout.segments[self.segment].layout.capacity
+        stride = row_stride(buffer, layout.batch)
+        if isinstance(self.source, int):
+            origin = layout.segments[self.source]
+            height = PLACES * origin.slots
+            came = (origin.layout.capacity, height, stride // layout.dtype.itemsize)
+        else:
+            assert source is not None
+            rows = self.source.batch
+            came = (self.source.capacity, self.source.capacity, row_stride(source, rows))
         move_operator(
             buffer,
             source,
@@ -364,7 +396,7 @@ class TokenMove:
             targets,
             low,
             self.layout.dtype,
-            self.numbers,
+            (*came, own, layout.batch, stride),
             self.fixed,
         )
 
@@ -394,11 +426,9 @@ def token_move(
     if isinstance(source, int):
         if not full_precision(layout, source):
             raise UsageError(f"segment {source} is quantised, and moves begin at full precision")
-        origin = layout.segments[source]
-        planes, height = origin.layout, PLACES * origin.slots
-        blocks = origin.blocks
+        planes = layout.segments[source].layout
     else:
-        planes, height, blocks = source, source.capacity, 1
+        planes = source
     fixed = constants(layout, segment)
     stretches: list[Stretch] = []
     columns: list[MovedColumn] = []
@@ -433,8 +463,7 @@ def token_move(
         tables = [
             torch.tensor(rows, dtype=torch.int64, device=device) for rows in (stretches, columns)
         ]
-    numbers = (planes.capacity, height, blocks, own.layout.capacity, own.blocks)
-    return TokenMove(layout, tables[0], tables[1], numbers, tuple(fixed.values()))
+    return TokenMove(layout, segment, source, tables[0], tables[1], tuple(fixed.values()))
 
 
 def _plane_places(layout: RaggedLayout, head: int, values: int) -> list[tuple[int, int, int]]:
@@ -442,7 +471,6 @@ def _plane_places(layout: RaggedLayout, head: int, values: int) -> list[tuple[in
     begin = layout.offsets[head][values]
     found = []
     for chunk in chunks((layout.value_widths if values else layout.key_widths)[head]):
-        row = layout.capacity * chunk
-        found += [(begin + number, row, chunk) for number in range(chunk)]
-        begin += layout.batch * row
+        found += [(begin + number, 0, chunk) for number in range(chunk)]
+        begin += layout.capacity * chunk
     return found

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvprof.kernels.levels.layout import LevelsLayout
+from kvprof.kernels.planes import of_sequence
 
 __all__ = ["reference_levels"]
 
@@ -20,13 +21,14 @@ def reference_levels(
     *,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
-    """Return one decoding step's attention, ``[batch, Σ_g G·dv_g]`` float64.
+    """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` float64.
 
     Parameters
     ----------
     query : Tensor
-        ``[batch, Σ_g G·dk_g]``, dk of the widest segment.
+        ``[rows, Σ_g G·dk_g]``, dk of the widest segment.
     buffer : Tensor
     layout : LevelsLayout
     lengths : sequence of sequence of int
@@ -34,17 +36,21 @@ def reference_levels(
     scaling, softcap : float
     sinks : Tensor, optional
         ``[heads, G]`` logits.
+    table : Tensor, optional
+        ``[rows, most pages]``: the pages of each row, where the layout is of a pool.
     """
     wide = layout.widest
-    output = query.new_zeros(layout.batch, wide.output_offsets[-1], dtype=torch.float64)
+    output = query.new_zeros(len(query), wide.output_offsets[-1], dtype=torch.float64)
     for head in range(layout.heads):
         states = [layout.head(buffer, number, head) for number in range(len(layout.segments))]
         queries = query[:, slice(*wide.query_offsets[head : head + 2])].double()
-        queries = queries.view(layout.batch, layout.group, -1)
-        for row in range(layout.batch):
+        queries = queries.view(len(query), layout.group, -1)
+        for row in range(len(query)):
             scores, values = [], []
             for (keys, own), tokens in zip(states, lengths, strict=True):
-                keys, own = keys[row, : tokens[row]].double(), own[row, : tokens[row]].double()
+                keys, own = (
+                    of_sequence(side, row, table, tokens[row]).double() for side in (keys, own)
+                )
                 scores.append(queries[row][:, : keys.shape[-1]] @ keys.T * scaling)
                 values.append(pad(own, (0, wide.value_widths[head] - own.shape[-1])))
             logits = torch.cat(scores, dim=-1)

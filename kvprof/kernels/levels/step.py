@@ -11,6 +11,8 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import (
     check_cache,
+    check_pages,
+    check_pool,
     check_queries,
     check_scaling,
     check_softcap,
@@ -51,10 +53,10 @@ _HEADER = 4
 def layout_numbers(layout: LevelsLayout) -> list[int]:
     """Return a layout but for its dtype as whole numbers, which is what an operator takes.
 
-    Heads, group and batch; per segment the bits of K and V, the columns of a scale (0: the row),
-    the capacity, the widths of K and of V.
+    Heads, group, batch and whether there are pages; per segment the bits of K and V, the columns of
+    a scale (0: the row), the capacity, the widths of K and of V.
     """
-    found = [layout.heads, layout.group, layout.batch]
+    found = [layout.heads, layout.group, layout.batch, int(layout.paged)]
     for segment in layout.segments:
         own = segment.layout
         found += [
@@ -70,14 +72,14 @@ def layout_numbers(layout: LevelsLayout) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> LevelsLayout:
-    heads, group, batch, *rest = numbers
+    heads, group, batch, paged, *rest = numbers
     segments = []
     step = _HEADER + 2 * heads
     for at in range(0, len(rest), step):
         keys, values, columns, capacity, *widths = rest[at : at + step]
         ragged = RaggedLayout(tuple(widths[:heads]), tuple(widths[heads:]), group, batch, capacity)
         bits = bits_numbered(keys), bits_numbered(values)
-        segments.append(Segment(ragged, *bits, columns or None))
+        segments.append(Segment(ragged, *bits, columns or None, bool(paged)))
     return LevelsLayout(tuple(segments), dtype)
 
 
@@ -119,6 +121,7 @@ def levels_operator(
     eye: Tensor,
     scheduled: Sequence[Tensor],
     sinks: Tensor | None,
+    table: Tensor | None,
     scaling: float,
     softcap: float,
     layout: Sequence[int],
@@ -130,7 +133,7 @@ def levels_operator(
 
     Parameters
     ----------
-    query, buffer, lengths, sinks, scaling, softcap
+    query, buffer, lengths, sinks, table, scaling, softcap
         As for `LevelsStep.run` and `LevelsStep.cut`.
     units, eye, scheduled
         As `launch_levels` takes them; unused on a CPU.
@@ -147,7 +150,7 @@ def levels_operator(
     Returns
     -------
     Tensor
-        ``[batch, Σ_g G·dv_g]``.
+        ``[rows, Σ_g G·dv_g]``.
     """
     restored = _layout(tuple(layout), query.dtype)
     if uses_triton(query.device):
@@ -167,8 +170,11 @@ def levels_operator(
             scaling,
             softcap=softcap,
             sinks=sinks,
+            table=table,
         )
-    return levels_cpu(query, buffer, restored, lengths, scaling, softcap=softcap, sinks=sinks)
+    return levels_cpu(
+        query, buffer, restored, lengths, scaling, softcap=softcap, sinks=sinks, table=table
+    )
 
 
 @levels_operator.register_fake
@@ -180,6 +186,7 @@ def _(
     eye: Tensor,
     scheduled: Sequence[Tensor],
     sinks: Tensor | None,
+    table: Tensor | None,
     scaling: float,
     softcap: float,
     layout: Sequence[int],
@@ -190,7 +197,7 @@ def _(
     # From the numbers alone: a layout's own checks mean nothing to a tracer.
     heads, group = layout[0], layout[1]
     step = _HEADER + 2 * heads
-    ends = range(3 + step, len(layout) + 1, step)
+    ends = range(4 + step, len(layout) + 1, step)
     columns = sum(max(layout[end - heads + head] for end in ends) for head in range(heads))
     return query.new_empty(query.shape[0], group * columns)
 
@@ -202,6 +209,8 @@ class LevelsStep:
     Attributes
     ----------
     layout : LevelsLayout
+    rows : int
+        Sequences.
     kinds : tuple of HeadKind
         That the kernel is built for.
     tuning : Tuning
@@ -213,6 +222,7 @@ class LevelsStep:
     """
 
     layout: LevelsLayout
+    rows: int
     kinds: tuple[HeadKind, ...]
     tuning: Tuning
     multiprocessors: int
@@ -230,7 +240,7 @@ class LevelsStep:
         Parameters
         ----------
         lengths : Tensor or sequence of sequence of int
-            ``[segments, batch]`` int32, tokens of each segment and row; 0 is allowed. A tensor is
+            ``[segments, rows]`` int32, tokens of each segment and row; 0 is allowed. A tensor is
             not read on the host: the kernel clamps what it finds, and a row without any token gets
             zeros. Numbers are checked instead.
 
@@ -240,7 +250,7 @@ class LevelsStep:
             When the shape, dtype or device does not fit, or a number is out of range.
         """
         layout = self.layout
-        wanted = (len(layout.segments), layout.batch)
+        wanted = (len(layout.segments), self.rows)
         if not isinstance(lengths, Tensor):
             self._check_numbers(lengths)
         lengths = whole_numbers("lengths", lengths, wanted, self.units.device)
@@ -250,7 +260,7 @@ class LevelsStep:
     def cut_by(self) -> Any:
         """What steps have in common whose work one launch may cut."""
         own = self.tuning, self.multiprocessors, self.units.device
-        return type(self), self.layout.batch, self.layout.heads, len(self.units), *own
+        return type(self), self.rows, self.layout.heads, len(self.units), *own
 
     @property
     def cut_table(self) -> Tensor:
@@ -276,19 +286,17 @@ class LevelsStep:
 
     def _check_numbers(self, lengths: Sequence[Sequence[int]]) -> None:
         layout = self.layout
-        if len(lengths) != len(layout.segments) or any(len(x) != layout.batch for x in lengths):
+        if len(lengths) != len(layout.segments) or any(len(x) != self.rows for x in lengths):
             raise UsageError(
-                f"lengths {list(map(list, lengths))} are not {layout.batch} for each of "
+                f"lengths {list(map(list, lengths))} are not {self.rows} for each of "
                 f"{len(layout.segments)} segments"
             )
         for number, (tokens, segment) in enumerate(zip(lengths, layout.segments, strict=True)):
+            room = segment.layout.capacity * (layout.batch if layout.paged else 1)
             for length in tokens:
-                if not 0 <= length <= segment.layout.capacity:
-                    raise UsageError(
-                        f"segment {number} cannot have {length} tokens: 0 to "
-                        f"{segment.layout.capacity}"
-                    )
-        for row in range(layout.batch):
+                if not 0 <= length <= room:
+                    raise UsageError(f"segment {number} cannot have {length} tokens: 0 to {room}")
+        for row in range(self.rows):
             if not any(tokens[row] for tokens in lengths):
                 raise UsageError(f"row {row} has a context of 0 tokens in all segments")
 
@@ -301,16 +309,18 @@ class LevelsStep:
         *,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> Tensor:
-        """Return the step's attention, ``[batch, Σ_g G·dv_g]`` in the dtype of `query`.
+        """Return the step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
 
         Parameters
         ----------
         query : Tensor
-            ``[batch, Σ_g G·dk_g]``, dk of the widest segment; one with narrower keys uses the first
+            ``[rows, Σ_g G·dk_g]``, dk of the widest segment; one with narrower keys uses the first
             columns.
         buffer : Tensor
-            The layer's cache, `LevelsLayout.nbytes` bytes.
+            The layer's cache in uint8: flat, or ``[batch, LevelsLayout.row or more]`` such as an
+            engine's pool of pages.
         schedule : Schedule
             From `cut`, of this step or of one with the same layout and tuning; not in use on
             another stream at the same time.
@@ -321,6 +331,9 @@ class LevelsStep:
         sinks : Tensor, optional
             ``[heads, G]`` float32: a further logit per query head that takes weight and gives
             nothing.
+        table : Tensor, optional
+            ``[rows, most pages]`` int32, for a pool of pages. What it names is not checked; a row's
+            tokens behind its last page are left out.
 
         Returns
         -------
@@ -335,12 +348,18 @@ class LevelsStep:
         layout = self.layout
         check_scaling(scaling)
         check_softcap(softcap)
-        check_queries(query, (layout.batch, layout.widest.query_offsets[-1]), layout.dtype)
-        check_cache(buffer, layout.nbytes, torch.uint8)
+        check_queries(query, (self.rows, layout.widest.query_offsets[-1]), layout.dtype)
+        check_cache(buffer, layout.batch, layout.row, torch.uint8)
         if query.device.type == "cuda" and layout.dtype == torch.float32:
             raise UsageError("segments run in bfloat16 or float16 on a GPU, not in float32")
         check_interpreter(layout.dtype)
         sinks = checked_sinks(sinks, layout.heads, layout.group)
+        if layout.paged != (table is not None):
+            raise UsageError(
+                "a paged step needs its page table" if layout.paged else "this step has no pages"
+            )
+        if table is not None:
+            check_pages(table, self.rows)
         if schedule.scheduled and len(schedule.scheduled[2]) != self._counted:
             raise UsageError(
                 f"the work was cut for {len(schedule.scheduled[2])} counters, and this step has "
@@ -355,6 +374,7 @@ class LevelsStep:
             self.eye,
             schedule.scheduled,
             sinks,
+            table,
             scaling,
             softcap,
             layout_numbers(self.layout),
@@ -371,6 +391,7 @@ def levels_step(
     *,
     tuning: Tuning | None = None,
     multiprocessors: int | None = None,
+    rows: int | None = None,
     kinds: Sequence[HeadKind] | None = None,
 ) -> LevelsStep:
     """Prepare decoding steps of a layout.
@@ -383,6 +404,8 @@ def levels_step(
         What the kinds ask for by default.
     multiprocessors : int, optional
         That the work is cut for; the device's own by default (1 without a GPU).
+    rows : int, optional
+        Sequences of a layout of pages.
     kinds : sequence of HeadKind, optional
         Kinds of head for which the kernel is built, those of the layout among them; by default
         these alone. Layers in the same formats that are given the same ones share a compiled
@@ -391,8 +414,10 @@ def levels_step(
     Raises
     ------
     UsageError
-        For a head of none of the kinds.
+        For a head of none of the kinds, or rows that do not fit the layout.
     """
+    own = layout.segments[0].layout
+    rows = check_pool(own, own.capacity if layout.paged else None, rows)
     family = of_kinds(layout, layout.kinds if kinds is None else kinds)
     tuning = tuning or tuning_for(family)
     if multiprocessors is None:
@@ -400,4 +425,4 @@ def levels_step(
     eye = torch.zeros(EYE, dtype=torch.uint8)
     eye[EYE_ONE] = 1
     units = unit_table(layout, family, tuning, device)
-    return LevelsStep(layout, family.kinds, tuning, multiprocessors, units, eye.to(device))
+    return LevelsStep(layout, rows, family.kinds, tuning, multiprocessors, units, eye.to(device))

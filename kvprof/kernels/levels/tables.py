@@ -27,9 +27,7 @@ class Unit(NamedTuple):
     queries, query_width : int
         Where its queries begin in a row of them, and how wide one is.
     begin : int
-        Byte of the buffer at which the head begins.
-    sequence : int
-        Bytes of a sequence.
+        Byte of a row at which the head begins.
     capacity : int
         Tokens that a sequence has room for.
     cost : int
@@ -44,7 +42,6 @@ class Unit(NamedTuple):
     queries: int
     query_width: int
     begin: int
-    sequence: int
     capacity: int
     cost: int
     height: int
@@ -196,7 +193,8 @@ class MovedColumn(NamedTuple):
     Attributes
     ----------
     source_first, source_block, source_place : int
-        At full precision, in values: ``first + block·n + place·t`` for block n and its token t.
+        At full precision, in values: ``first + block·n + place·t`` in a row, for block n and its
+        token t.
     first, block, part, place : int
         As `kvprof.kernels.levels.append.Columns` has them.
     behind : int

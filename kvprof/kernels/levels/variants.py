@@ -23,12 +23,14 @@ def _levels(
     group: int,
     specs: tuple[_Spec, ...],
     columns: int | None = 32,
+    *,
+    page: int = 0,
 ) -> Variant:
     segments = []
     for pairs, key_bits, value_bits in specs:
         keys, values = zip(*pairs, strict=True)
-        ragged = RaggedLayout(keys, values, group, 1, 64)
-        segments.append(Segment(ragged, key_bits, value_bits, columns))
+        ragged = RaggedLayout(keys, values, group, 1, page or 64)
+        segments.append(Segment(ragged, key_bits, value_bits, columns, page > 0))
     layout = LevelsLayout(tuple(segments), dtype)
     family = of_kinds(layout, layout.kinds)
     tuning = tuning_for(family)
@@ -45,9 +47,12 @@ def _levels(
         "items": "*i32",
         "parts": "*i32",
         "units": "*i64",
+        "table": "*i32",
         "tasks": "i32",
         "processors": "i32",
         "blocks": "i32",
+        "table_row": "i32",
+        "stride": "i32",
         "query_row": "i32",
         "scale": "fp32",
         "cap": "fp32",
@@ -72,9 +77,10 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
         "low": "*i1",
         "source_capacity": "i32",
         "source_height": "i32",
-        "source_blocks": "i32",
+        "source_row": "i32",
         "capacity": "i32",
-        "blocks": "i32",
+        "pool": "i32",
+        "stride": "i32",
     }
     fixed = move_constants(LevelsLayout((segment,)), 0) | {"LOW": True}
     return Variant(f"levels move {name} bf16", move_token, signature, fixed, 1)
@@ -86,10 +92,11 @@ _WIDE = ((128, 512),)
 #: Formats that are more than a number of bits.
 _NAMED = tuple(name for name in FORMATS if isinstance(name, str))
 
-#: Quantised ragged heads, each named format, TALE's three segments, Palu's grouped latents; the
-#: cut; a token that is stored, with every way to round it.
+#: Quantised ragged heads, in pages too, each named format, TALE's three segments, Palu's grouped
+#: latents; the cut; a token that is stored, with every way to round it.
 VARIANTS = (
     _levels("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
+    _levels("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
     *(_levels(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
     _levels("tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))),
     _levels("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),

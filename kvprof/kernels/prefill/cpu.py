@@ -9,14 +9,15 @@ not know. Half precision is widened: its products are slower here, and scores wo
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import RaggedLayout, of_sequence
 
-__all__ = ["KEYS", "padding_pays", "prefill_cpu"]
+__all__ = ["KEYS", "padding_pays", "prefill_cpu", "prefill_rows_cpu"]
 
 #: Keys of a block: scores of a thread's rows stay in its cache.
 KEYS = 1024
@@ -41,27 +42,86 @@ def prefill_cpu(
     listed = [int(length) for length in lengths]
     batch, tokens, _ = query.shape
     output = query.new_zeros(batch, tokens, layout.output_offsets[-1])
-    plain = not softcap and sinks is None and not window
     for head in range(layout.heads):
         keys, values = layout.head(buffer, head)
-        queries = query[..., slice(*layout.query_offsets[head : head + 2])]
-        queries = queries.view(batch, tokens, layout.group, -1)
-        columns = output[..., slice(*layout.output_offsets[head : head + 2])]
-        target = columns.view(batch, tokens, layout.group, -1)
         for row, length in enumerate(listed):
-            past = min(length, layout.capacity) - tokens
-            fresh = max(0, -past)
-            if fresh >= tokens:
-                continue
-            k, v = keys[row, : past + tokens].float(), values[row, : past + tokens].float()
-            q = queries[row, fresh:].float()
-            if plain and past <= 0 and padding_pays(k.shape[-1], v.shape[-1]):
-                found = _fused(q, k, v, scaling)
-            else:
-                sink = None if sinks is None else sinks[head]
-                found = _blocked(q * scaling, k, v, max(0, past), softcap, sink, window)
-            target[row, fresh:] = found.to(query.dtype)
+            stop = min(length, layout.capacity)
+            _attend(
+                query[row], output[row], layout, head, keys[row, :stop], values[row, :stop],
+                scaling, softcap, sinks, window,
+            )  # fmt: skip
     return output
+
+
+def prefill_rows_cpu(
+    query: Tensor,
+    buffer: Tensor,
+    layout: RaggedLayout,
+    starts: Tensor | Sequence[int],
+    lengths: Tensor | Sequence[int],
+    scaling: float,
+    table: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
+    """Return ``[tokens, Σ_g G·dv_g]`` in the dtype of `query`.
+
+    Parameters are those of `kvprof.kernels.prefill.rows.RowsStep`, on the CPU.
+    """
+    begins, listed = [int(start) for start in starts], [int(length) for length in lengths]
+    room = layout.capacity * (1 if table is None else table.shape[1])
+    output = query.new_zeros(len(query), layout.output_offsets[-1])
+    for head in range(layout.heads):
+        planes = layout.planes(buffer, head)
+        for row, (begin, end) in enumerate(pairwise(begins)):
+            stop = max(0, min(listed[row], room)) if begin < end else 0
+            keys, values = (
+                torch.cat([of_sequence(plane, row, table, stop) for plane in side], dim=-1)
+                for side in planes
+            )
+            _attend(
+                query[begin:end], output[begin:end], layout, head, keys, values,
+                scaling, softcap, sinks, window,
+            )  # fmt: skip
+    return output
+
+
+def _attend(
+    query: Tensor,
+    output: Tensor,
+    layout: RaggedLayout,
+    head: int,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float,
+    sinks: Tensor | None,
+    window: int,
+) -> None:
+    """Attend with a head's queries of one sequence, the last of `keys` being the last query's."""
+    tokens = len(query)
+    past = len(keys) - tokens
+    fresh = max(0, -past)
+    if fresh >= tokens:
+        return
+    q = query[fresh:, slice(*layout.query_offsets[head : head + 2])].float()
+    q = q.view(tokens - fresh, layout.group, -1)
+    k, v = keys.float(), values.float()
+    if (
+        not softcap
+        and sinks is None
+        and not window
+        and past <= 0
+        and padding_pays(k.shape[-1], v.shape[-1])
+    ):
+        found = _fused(q, k, v, scaling)
+    else:
+        sink = None if sinks is None else sinks[head]
+        found = _blocked(q * scaling, k, v, max(0, past), softcap, sink, window)
+    columns = slice(*layout.output_offsets[head : head + 2])
+    output[fresh:, columns] = found.flatten(1).to(output.dtype)
 
 
 def padding_pays(key_width: int, value_width: int) -> bool:

@@ -57,34 +57,61 @@ _KEYS = tl.constexpr(column(Kind, "keys"))
 
 
 @triton.jit
-def _plane(plane, tokens, low, stop, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """Load rows of a plane, ``[tokens, WIDTH]``; zeros outside ``low … stop - 1``."""
-    at = plane + tokens[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+def _plane(
+    plane, far, first, places, there, WIDTH: tl.constexpr, SPREAD: tl.constexpr, CHECK: tl.constexpr
+):
+    """Load rows of a plane, ``[places, WIDTH]``, from row `first` on; zeros where it is not there.
+
+    What they have in common, the page that is `far` too, belongs to the base. With SPREAD tokens
+    lie in several pages and have a `far` each.
+    """
+    offsets = places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if SPREAD:
+        at = plane + far[:, None] + offsets
+    else:
+        at = tl.multiple_of(plane + (far + first * WIDTH), 16) + offsets
     if CHECK:
         # What lies there may be anything, and 0 * NaN is NaN.
-        return tl.load(at, mask=((tokens >= low) & (tokens < stop))[:, None], other=0.0)
+        return tl.load(at, mask=there[:, None], other=0.0)
     return tl.load(at)
 
 
 @triton.jit
 def _tile(
     a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, start, low, stop,
-    positions, scale, softcap, window, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
-    KEYS: tl.constexpr, CHECK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    positions, pages, stride, scale, softcap, window, K0: tl.constexpr, K1: tl.constexpr,
+    K2: tl.constexpr, K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    V3: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, CHECK: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """Go on with one tile of keys: scores, online softmax in base 2, weighted values."""
-    tokens = start + tl.arange(0, KEYS)
-    more = _plane(k0, tokens, low, stop, K0, CHECK)
+    SPREAD: tl.constexpr = PAGE > 0 and PAGE % KEYS != 0
+    places = tl.arange(0, KEYS)
+    tokens = start + places
+    there = (tokens >= low) & (tokens < stop)
+    first = tl.full([], start, tl.int64)
+    far = first * 0
+    if SPREAD:
+        if CHECK:
+            page = tl.load(pages + tokens // PAGE, mask=there, other=0)
+        else:
+            page = tl.load(pages + tokens // PAGE)
+        far = tl.multiple_of(page.to(tl.int64) * stride, 16)
+        places = tokens % PAGE
+    elif PAGE > 0:
+        # Tiles begin at multiples of their height: each lies in one page.
+        far = tl.load(pages + start // PAGE).to(tl.int64) * stride
+        first = first % PAGE
+    more = _plane(k0, far, first, places, there, K0, SPREAD, CHECK)
     scores = tl.dot(q0, tl.trans(more), input_precision="ieee")
     if K1 > 0:
-        more = _plane(k1, tokens, low, stop, K1, CHECK)
+        more = _plane(k1, far, first, places, there, K1, SPREAD, CHECK)
         scores = tl.dot(q1, tl.trans(more), scores, input_precision="ieee")
     if K2 > 0:
-        more = _plane(k2, tokens, low, stop, K2, CHECK)
+        more = _plane(k2, far, first, places, there, K2, SPREAD, CHECK)
         scores = tl.dot(q2, tl.trans(more), scores, input_precision="ieee")
     if K3 > 0:
-        more = _plane(k3, tokens, low, stop, K3, CHECK)
+        more = _plane(k3, far, first, places, there, K3, SPREAD, CHECK)
         scores = tl.dot(q3, tl.trans(more), scores, input_precision="ieee")
     factor = scale
     if SOFTCAP:
@@ -102,27 +129,27 @@ def _tile(
     weights = tl.exp2(scores * factor - higher[:, None])
     total = total * fade + tl.sum(weights, 1)
     weights = weights.to(q0.dtype)
-    value = _plane(v0, tokens, low, stop, V0, CHECK)
+    value = _plane(v0, far, first, places, there, V0, SPREAD, CHECK)
     a0 = tl.dot(weights, value, a0 * fade[:, None], input_precision="ieee")
     if V1 > 0:
-        value = _plane(v1, tokens, low, stop, V1, CHECK)
+        value = _plane(v1, far, first, places, there, V1, SPREAD, CHECK)
         a1 = tl.dot(weights, value, a1 * fade[:, None], input_precision="ieee")
     if V2 > 0:
-        value = _plane(v2, tokens, low, stop, V2, CHECK)
+        value = _plane(v2, far, first, places, there, V2, SPREAD, CHECK)
         a2 = tl.dot(weights, value, a2 * fade[:, None], input_precision="ieee")
     if V3 > 0:
-        value = _plane(v3, tokens, low, stop, V3, CHECK)
+        value = _plane(v3, far, first, places, there, V3, SPREAD, CHECK)
         a3 = tl.dot(weights, value, a3 * fade[:, None], input_precision="ieee")
     return a0, a1, a2, a3, higher, total
 
 
 @triton.jit
 def _rows(
-    queries, cache, output, sinks, at_head, head, first, end, past, own, query_row, output_row,
-    scale, softcap, window, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    queries, cache, output, sinks, at_head, head, first, end, past, own, pages, stride, query_row,
+    output_row, scale, softcap, window, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """Attend for one tile of rows, ``first … end - 1``, of one KV head of one sequence."""
     rows = first + tl.arange(0, ROWS)
@@ -131,14 +158,14 @@ def _rows(
     heads = rows % GROUP
     positions = past + tokens
     # Every offset is a multiple of 16 values: said, so that loads are as wide as they can be.
-    k0 = tl.multiple_of(cache + tl.load(at_head + _K0_AT) + own * K0, 16)
-    k1 = tl.multiple_of(cache + tl.load(at_head + _K1_AT) + own * K1, 16)
-    k2 = tl.multiple_of(cache + tl.load(at_head + _K2_AT) + own * K2, 16)
-    k3 = tl.multiple_of(cache + tl.load(at_head + _K3_AT) + own * K3, 16)
-    v0 = tl.multiple_of(cache + tl.load(at_head + _V0_AT) + own * V0, 16)
-    v1 = tl.multiple_of(cache + tl.load(at_head + _V1_AT) + own * V1, 16)
-    v2 = tl.multiple_of(cache + tl.load(at_head + _V2_AT) + own * V2, 16)
-    v3 = tl.multiple_of(cache + tl.load(at_head + _V3_AT) + own * V3, 16)
+    k0 = tl.multiple_of(cache + (tl.load(at_head + _K0_AT) + own), 16)
+    k1 = tl.multiple_of(cache + (tl.load(at_head + _K1_AT) + own), 16)
+    k2 = tl.multiple_of(cache + (tl.load(at_head + _K2_AT) + own), 16)
+    k3 = tl.multiple_of(cache + (tl.load(at_head + _K3_AT) + own), 16)
+    v0 = tl.multiple_of(cache + (tl.load(at_head + _V0_AT) + own), 16)
+    v1 = tl.multiple_of(cache + (tl.load(at_head + _V1_AT) + own), 16)
+    v2 = tl.multiple_of(cache + (tl.load(at_head + _V2_AT) + own), 16)
+    v3 = tl.multiple_of(cache + (tl.load(at_head + _V3_AT) + own), 16)
     at = tokens.to(tl.int64) * query_row + heads * (K0 + K1 + K2 + K3)
     query = tl.multiple_of(queries + tl.load(at_head + _QUERIES) + at, 16)[:, None]
     q0 = tl.load(query + tl.arange(0, K0)[None, :], mask=real[:, None], other=0.0)
@@ -174,20 +201,20 @@ def _rows(
         for at in tl.range(low // KEYS * KEYS, begin, KEYS, num_stages=STAGES):
             a0, a1, a2, a3, top, total = _tile(
                 a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, low,
-                stop, positions, scale, softcap, window, K0, K1, K2, K3, V0, V1, V2, V3, KEYS, True,
-                SOFTCAP, WINDOW,
+                stop, positions, pages, stride, scale, softcap, window, K0, K1, K2, K3, V0, V1, V2,
+                V3, KEYS, PAGE, True, SOFTCAP, WINDOW,
             )
     for at in tl.range(begin, whole, KEYS, num_stages=STAGES):
         a0, a1, a2, a3, top, total = _tile(
             a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, low,
-            stop, positions, scale, softcap, window, K0, K1, K2, K3, V0, V1, V2, V3, KEYS, False,
-            SOFTCAP, WINDOW,
+            stop, positions, pages, stride, scale, softcap, window, K0, K1, K2, K3, V0, V1, V2, V3,
+            KEYS, PAGE, False, SOFTCAP, WINDOW,
         )
     for at in tl.range(whole, stop, KEYS, num_stages=STAGES):
         a0, a1, a2, a3, top, total = _tile(
             a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at, low,
-            stop, positions, scale, softcap, window, K0, K1, K2, K3, V0, V1, V2, V3, KEYS, True,
-            SOFTCAP, WINDOW,
+            stop, positions, pages, stride, scale, softcap, window, K0, K1, K2, K3, V0, V1, V2, V3,
+            KEYS, PAGE, True, SOFTCAP, WINDOW,
         )
     # A row before the sequence's first token sees nothing and is zero.
     share = 1.0 / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -206,11 +233,12 @@ def _rows(
         tl.store(place, (a3 * share).to(kind), mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["first_block", "tokens", "capacity", "window"])
+@triton.jit(do_not_specialize=["first_block", "own_heads", "tokens", "capacity", "window"])
 def prefill_blocks(
-    queries, cache, output, lengths, sinks, blocks, heads, trace, first_block, tokens, capacity,
-    query_row, output_row, scale, softcap, window, KINDS: tl.constexpr, COUNT: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    queries, cache, output, lengths, starts, sinks, blocks, heads, order, table, trace, first_block,
+    own_heads, tokens, capacity, stride, table_row, query_row, output_row, scale, softcap, window,
+    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, UNLIKE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, TRACE: tl.constexpr,
 ):
     """Run one block per program.
@@ -218,29 +246,42 @@ def prefill_blocks(
     Parameters
     ----------
     queries, output
-        ``[batch, tokens, query_row]`` and ``[batch, tokens, output_row]``.
+        ``[batch, tokens, query_row]`` and ``[batch, tokens, output_row]``; with UNLIKE
+        ``[all tokens, query_row]`` and ``[all tokens, output_row]``.
     cache
         As `kvprof.kernels.planes` lays it out.
     lengths
         ``[batch]`` int32: tokens of each sequence, the new ones included; beyond the capacity none
         are read.
+    starts
+        ``[batch + 1]`` int32, where each sequence's new tokens begin among all; read when UNLIKE.
     sinks
         ``[heads, GROUP]`` logits, read when SINKS.
     blocks
-        Rows of `kvprof.kernels.prefill.schedules.BlockRow`, int32.
+        Rows of `kvprof.kernels.prefill.schedules.BlockRow`, int32; with UNLIKE those of
+        `kvprof.kernels.prefill.rows`, of which every head of `order` has each.
     heads
         Rows of `kvprof.kernels.prefill.tuning.Head`, int64.
+    order
+        int32, the heads of this launch `own_heads` from `first_block` on; read when UNLIKE.
+    table
+        ``[batch, table_row]`` int32 pages, read when PAGE (tokens of a page) is not 0.
     trace
         A row of `kvprof.kernels.trace.Mark` per block, int64, written when TRACE.
     first_block
-        Of the table, for this launch.
+        Of the table, for this launch; with UNLIKE of `order`.
+    capacity, stride
+        Tokens that a sequence has room for, and values from one row of the cache to the next.
     scale, softcap, window
         The model's scaling times log2(e); the cap of scores when SOFTCAP (then scale is the
         scaling itself); tokens that a token sees, itself included, when WINDOW.
     KINDS
         A row of `kvprof.kernels.prefill.tuning.Kind` per kind of head.
     """
-    block = tl.program_id(0) + first_block
+    program = tl.program_id(0)
+    block = program + first_block
+    if UNLIKE:
+        block = program // own_heads
     row = tl.load(blocks + block * _BLOCK + _SEQUENCE)
     head = tl.load(blocks + block * _BLOCK + _BLOCK_HEAD)
     first = tl.load(blocks + block * _BLOCK + _FIRST)
@@ -249,20 +290,34 @@ def prefill_blocks(
     begun = row.to(tl.int64)
     if TRACE:
         begun = cuda.globaltimer()
-    past = tl.minimum(tl.load(lengths + row), capacity) - tokens
-    far = row.to(tl.int64)
-    for number in tl.static_range(COUNT):
-        if kind == number:
-            for at in tl.range(first, end, KINDS[number * _KIND + _ROWS], num_stages=1):
-                _rows(
-                    queries + far * tokens * query_row, cache, output + far * tokens * output_row,
-                    sinks, heads + head * _HEAD, head, at, end, past, far * capacity, query_row,
-                    output_row, scale, softcap, window, KINDS[number * _KIND + _K0],
-                    KINDS[number * _KIND + _K1], KINDS[number * _KIND + _K2],
-                    KINDS[number * _KIND + _K3], KINDS[number * _KIND + _V0],
-                    KINDS[number * _KIND + _V1], KINDS[number * _KIND + _V2],
-                    KINDS[number * _KIND + _V3], KINDS[number * _KIND + _ROWS],
-                    KINDS[number * _KIND + _KEYS], STAGES, GROUP, SOFTCAP, SINKS, WINDOW,
-                )
+    if row >= 0:
+        far = row.to(tl.int64)
+        length = tl.minimum(tl.load(lengths + row), capacity)
+        new = length * 0 + tokens
+        before = far * tokens
+        if UNLIKE:
+            head = tl.load(order + first_block + program % own_heads)
+            own_start = tl.load(starts + row)
+            next_row = row + 1
+            new = tl.load(starts + next_row) - own_start
+            before = own_start.to(tl.int64)
+        own = far * stride
+        pages = table
+        if PAGE > 0:
+            own = far * 0
+            pages = table + far * table_row
+        for number in tl.static_range(COUNT):
+            if kind == number:
+                for at in tl.range(first, end, KINDS[number * _KIND + _ROWS], num_stages=1):
+                    _rows(
+                        queries + before * query_row, cache, output + before * output_row, sinks,
+                        heads + head * _HEAD, head, at, end, length - new, own, pages, stride,
+                        query_row, output_row, scale, softcap, window, KINDS[number * _KIND + _K0],
+                        KINDS[number * _KIND + _K1], KINDS[number * _KIND + _K2],
+                        KINDS[number * _KIND + _K3], KINDS[number * _KIND + _V0],
+                        KINDS[number * _KIND + _V1], KINDS[number * _KIND + _V2],
+                        KINDS[number * _KIND + _V3], KINDS[number * _KIND + _ROWS],
+                        KINDS[number * _KIND + _KEYS], STAGES, GROUP, PAGE, SOFTCAP, SINKS, WINDOW,
+                    )
     if TRACE:
         mark(trace + block * MARK, begun)

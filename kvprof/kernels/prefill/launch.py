@@ -11,15 +11,23 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.kernels.dispatch import launching
-from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks
+from kvprof.kernels.dispatch import launching, multiprocessors_of
+from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks, row_stride
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.schedules import BlockRow, Blocks, Work, cut_blocks
 from kvprof.kernels.prefill.tuning import SHARED_MEMORY, Head, Kind, Tile, Tuning, head_tiles
 from kvprof.kernels.tables import chunk_columns, column, joined_rows
 from kvprof.kernels.trace import Trace, empty_marks, traced
 
-__all__ = ["Launch", "PrefillStep", "kind_table", "prefill_step", "side_by_side"]
+__all__ = [
+    "Launch",
+    "PrefillStep",
+    "head_table",
+    "kind_table",
+    "prefill_step",
+    "side_by_side",
+    "tiles_on",
+]
 
 # --- Runs pieces of work side by side on a GPU's streams, so that a CUDA graph may hold them.
 
@@ -136,13 +144,18 @@ class PrefillStep:
             buffer,
             output,
             lengths,
+            unused,
             unused if sinks is None else sinks,
             self.table,
             self.heads,
+            unused,
+            unused,
             unused if trace is None else trace,
         )
         scale = scaling if softcap else scaling * math.log2(math.e)
-        numbers = (self.tokens, self.layout.capacity, query.shape[-1], output.shape[-1])
+        layout = self.layout
+        stride = row_stride(buffer, layout.batch)
+        numbers = (1, self.tokens, layout.capacity, stride, 0, query.shape[-1], output.shape[-1])
         scores = (scale, softcap, self.window)
 
         def job(launch: Launch) -> Callable[[], None]:
@@ -157,7 +170,9 @@ class PrefillStep:
                 KINDS=launch.kinds,
                 COUNT=len(launch.kinds) // len(Kind._fields),
                 STAGES=launch.tile.stages,
-                GROUP=self.layout.group,
+                GROUP=layout.group,
+                PAGE=0,
+                UNLIKE=False,
                 SOFTCAP=softcap > 0,
                 SINKS=sinks is not None,
                 WINDOW=self.window > 0,
@@ -236,8 +251,8 @@ def _in_launches(
     return Blocks(items, costs, blocks.programs), [0] * layout.heads, tuple(launches)
 
 
-def _heads(layout: RaggedLayout) -> list[Head]:
-    """Return what the kernel looks up of every head."""
+def head_table(layout: RaggedLayout, device: torch.device) -> Tensor:
+    """Return what the kernel looks up of every head, rows of `Head` in int64."""
     found = []
     for head in range(layout.heads):
         widths = (layout.key_widths[head], layout.value_widths[head])
@@ -246,10 +261,25 @@ def _heads(layout: RaggedLayout) -> list[Head]:
             own = []
             for chunk in chunks(width):
                 own.append(start)
-                start += layout.batch * layout.capacity * chunk
+                start += layout.capacity * chunk
             planes += [*own, *(0,) * (MOST_CHUNKS - len(own))]
         found.append(Head(layout.output_offsets[head], layout.query_offsets[head], *planes))
-    return found
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+def tiles_on(
+    device: torch.device, layout: RaggedLayout, tuning: Tuning, element_size: int
+) -> tuple[Tile, ...]:
+    """Return every head's tile on a device."""
+    shared = SHARED_MEMORY
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        shared = properties.shared_memory_per_multiprocessor - 1024
+    tiles = head_tiles(layout, tuning, element_size, shared)
+    if device.type == "cuda" and properties.major < 9:
+        # There queries stay in registers: with few of them they would be spilled.
+        tiles = tuple(replace(tile, registers=0) for tile in tiles)
+    return tiles
 
 
 @lru_cache(maxsize=256)
@@ -298,21 +328,16 @@ def prefill_step(
     """
     if layout.capacity * max(layout.key_widths + layout.value_widths) >= 2**31:
         raise UsageError(f"a capacity of {layout.capacity:,} tokens is too large for one plane")
-    tuning, shared = tuning or Tuning(), SHARED_MEMORY
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            raise FailedError("run this prefill once before a CUDA graph captures it")
-        properties = torch.cuda.get_device_properties(device)
-        shared = properties.shared_memory_per_multiprocessor - 1024
-        multiprocessors = multiprocessors or properties.multi_processor_count
-    tiles = head_tiles(layout, tuning, element_size, shared)
-    if device.type == "cuda" and properties.major < 9:
-        # There queries stay in registers: with few of them they would be spilled.
-        tiles = tuple(replace(tile, registers=0) for tile in tiles)
+    tuning = tuning or Tuning()
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise FailedError("run this prefill once before a CUDA graph captures it")
+    if multiprocessors is None:
+        multiprocessors = multiprocessors_of(device)
+    tiles = tiles_on(device, layout, tuning, element_size)
     work = Work(layout, tokens, past or (0,) * layout.batch, tiles, window)
     own = heads if heads is not None else tuple(range(layout.heads))
-    programs = (multiprocessors or 1) * max(tiles[head].programs for head in own)
+    programs = multiprocessors * max(tiles[head].programs for head in own)
     blocks = cut_blocks(schedule, work, own, programs, pieces=tuning.pieces, step=tuning.step)
     blocks, kinds, launches = _in_launches(blocks, layout, tiles, bool(tuning.fused))
-    table = torch.tensor(_heads(layout), dtype=torch.int64, device=device)
-    return PrefillStep(layout, tokens, window, blocks, blocks.table(kinds, device), table, launches)
+    table = blocks.table(kinds, device)
+    return PrefillStep(layout, tokens, window, blocks, table, head_table(layout, device), launches)

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.planes import RaggedLayout, chunks, in_rows
 from kvprof.kernels.prefill.launch import prefill_step, side_by_side
 from kvprof.kernels.prefill.tuning import Tuning
 
@@ -211,17 +211,16 @@ def _dense(
     if {widths[head] for head in heads} == {width} and chunks(width) == (width,) and len(steps) < 2:
         return buffer.as_strided(
             (layout.batch, len(heads), tokens, width),
-            (layout.capacity * width, min(steps, default=0), width, 1),
+            (in_rows(buffer, layout.batch).stride(0), min(steps, default=0), width, 1),
             buffer.storage_offset() + starts[0],
         )
     dense = buffer.new_zeros(layout.batch, len(heads), tokens, width)
     for number, head in enumerate(heads):
-        start, column = starts[number], 0
-        for chunk in chunks(widths[head]):
-            size = layout.batch * layout.capacity * chunk
-            plane = buffer[start : start + size].view(layout.batch, layout.capacity, chunk)
+        column = 0
+        for plane in layout.planes(buffer, head)[side]:
+            chunk = plane.shape[-1]
             dense[:, number, :, column : column + chunk] = plane[:, :tokens]
-            start, column = start + size, column + chunk
+            column += chunk
     return dense
 
 

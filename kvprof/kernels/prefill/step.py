@@ -170,7 +170,7 @@ def prefill(
     query : Tensor
         ``[batch, tokens, Σ_g G·dk_g]``.
     buffer : Tensor
-        The layer's cache, `RaggedLayout.elements` values of the same dtype.
+        The layer's cache in the same dtype: flat, or ``[batch, RaggedLayout.row or more]``.
     layout : RaggedLayout
     lengths : Tensor
         ``[batch]`` int32, tokens of each sequence, the new ones included. Not read on the host when
@@ -207,7 +207,7 @@ def prefill(
         When a CUDA graph captures a call that never ran before.
     """
     check_queries(query, (layout.batch, None, layout.query_offsets[-1]), query.dtype)
-    check_cache(buffer, layout.elements, query.dtype)
+    check_cache(buffer, layout.batch, layout.row, query.dtype)
     check_numbers("lengths", lengths, (layout.batch,), query.device)
     check_device(query.device, cache=buffer)
     if host_lengths is not None:

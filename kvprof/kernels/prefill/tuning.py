@@ -20,7 +20,8 @@ class Head(NamedTuple):
     outputs, queries : int
         Where they begin in a row of them.
     k0, …, v3 : int
-        Where the plane of each chunk of K and of V begins in the cache; 0 where there is none.
+        Where the plane of each chunk of K and of V begins in a row of the cache; 0 where there is
+        none.
     """
 
     outputs: int

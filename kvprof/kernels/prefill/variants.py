@@ -2,6 +2,7 @@
 
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.launch import kind_table
+from kvprof.kernels.prefill.rows import cut_rows, stages_of
 from kvprof.kernels.prefill.tuning import Tuning
 from kvprof.kernels.variants import Variant
 
@@ -12,7 +13,13 @@ _SHARED = 163 * 1024
 
 
 def _prefill(
-    name: str, dtype: str, key_width: int, value_width: int, *, options: bool = False
+    name: str,
+    dtype: str,
+    key_width: int,
+    value_width: int,
+    *,
+    options: bool = False,
+    page: int = 0,
 ) -> Variant:
     tile = Tuning().tile(key_width, value_width, 2, _SHARED)
     signature = {
@@ -20,13 +27,19 @@ def _prefill(
         "cache": f"*{dtype}",
         "output": f"*{dtype}",
         "lengths": "*i32",
+        "starts": "*i32",
         "sinks": "*fp32",
         "blocks": "*i32",
         "heads": "*i64",
+        "order": "*i32",
+        "table": "*i32",
         "trace": "*i64",
         "first_block": "i32",
+        "own_heads": "i32",
         "tokens": "i32",
         "capacity": "i32",
+        "stride": "i32",
+        "table_row": "i32",
         "query_row": "i32",
         "output_row": "i32",
         "scale": "fp32",
@@ -36,8 +49,10 @@ def _prefill(
     constants = {
         "KINDS": kind_table([(key_width, value_width, tile)]),
         "COUNT": 1,
-        "STAGES": tile.stages,
+        "STAGES": stages_of(tile, page),
         "GROUP": 4,
+        "PAGE": page,
+        "UNLIKE": page > 0,
         "SOFTCAP": options,
         "SINKS": options,
         "WINDOW": options,
@@ -48,11 +63,26 @@ def _prefill(
     )
 
 
-#: Full width, the uniform half, the most chunks, everything that models add, a wide latent.
+def _cut() -> Variant:
+    signature = {
+        "starts": "*i32",
+        "lengths": "*i32",
+        "blocks": "*i32",
+        "count": "i32",
+        "capacity": "i32",
+    }
+    constants = {"GROUP": 4, "ROWS": 128, "LANES": 256}
+    return Variant("prefill cut", cut_rows, signature, constants, 1)
+
+
+#: Full width, the uniform half, the most chunks, everything that models add, a wide latent, pages.
 VARIANTS = (
     _prefill("full", "bf16", 128, 128),
     _prefill("uniform", "fp16", 64, 64),
     _prefill("ragged", "bf16", 112, 48),
     _prefill("options", "bf16", 48, 80, options=True),
     _prefill("latent", "bf16", 512, 512),
+    _prefill("pages of 64", "bf16", 80, 64, page=64),
+    _prefill("small pages", "bf16", 128, 128, page=16),
+    _cut(),
 )

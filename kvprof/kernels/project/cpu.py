@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import chunks
+from kvprof.kernels.planes import chunks, in_rows
 from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
 
 __all__ = ["project_cpu"]
@@ -101,24 +101,21 @@ def _queries(stream: Stream, rotary: Rotary | None) -> Tensor:
 
 
 def _slots(destination: Destination, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return which rows are stored, ``[batch · tokens]``, and where in the pool each of them is."""
+    """Return which tokens are stored, ``[batch · tokens]``, and each one's slot in the cache."""
+    if destination.slots is not None:
+        slots = destination.slots.flatten()
+        return (slots >= 0) & (slots < destination.pool * destination.capacity), slots
+    assert destination.start is not None
     start = destination.start.long()[:, None]
     token = torch.arange(tokens)[None]
     skipped = (
         torch.zeros_like(start) if destination.valid is None else destination.valid.long()[:, None]
     )
     place = start + token - skipped
-    kept = (start >= 0) & (token >= skipped)
-    if destination.table is None:
-        kept = kept & (place < destination.capacity)
-        slots = torch.arange(len(start))[:, None] * destination.capacity + place
-    else:
-        slot = place.div(destination.capacity, rounding_mode="floor")
-        most = destination.table.shape[1]
-        page = destination.table.long().gather(1, slot.clamp(0, most - 1))
-        kept = kept & (slot < most) & (page >= 0) & (page < destination.pool)
-        slots = page * destination.capacity + place.remainder(destination.capacity)
-    return kept.flatten(), slots.flatten()
+    kept = (start >= 0) & (token >= skipped) & (place < destination.capacity)
+    return kept.flatten(), (
+        torch.arange(len(start))[:, None] * destination.capacity + place
+    ).flatten()
 
 
 def _store(
@@ -130,7 +127,8 @@ def _store(
     slots: Tensor,
 ) -> None:
     """Make one stream's latents and copy them into their planes."""
-    size = destination.pool * destination.capacity
+    capacity = destination.capacity
+    cache = in_rows(destination.buffer, destination.pool)
     stacks = None if stream.bases is None else _by_width(stream)
     for rows in _blocks(stream):
         chosen, targets = kept[rows], slots[rows][kept[rows]]
@@ -148,8 +146,8 @@ def _store(
                 for pair in zip(own, torch.bmm(states.transpose(0, 1)[own], bases), strict=True)
             ]
         for head, latents in made:
-            at, before = begins[head] * size, 0
+            at, before = begins[head] * capacity, 0
             for chunk in chunks(stream.widths[head]):
-                plane = destination.buffer[at : at + size * chunk].view(size, chunk)
-                plane.index_copy_(0, targets, latents[:, before : before + chunk])
-                at, before = at + size * chunk, before + chunk
+                plane = cache[:, at : at + capacity * chunk].unflatten(1, (capacity, chunk))
+                plane[targets // capacity, targets % capacity] = latents[:, before : before + chunk]
+                at, before = at + capacity * chunk, before + chunk

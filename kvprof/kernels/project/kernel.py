@@ -120,31 +120,30 @@ def _plain(
 
 
 @triton.jit
-def _places(first, skipped, table, sequence, token, real, pool, capacity, most):
-    """Return each row's place in the pool, and whether it has one."""
-    place = first - skipped + token
-    stored = real & (first >= 0) & (token >= skipped)
-    if table is None:
-        stored = stored & (place < capacity)
-        place += sequence.to(tl.int64) * capacity
+def _places(first, skipped, slot, sequence, token, real, pool, capacity, SLOTS: tl.constexpr):
+    """Return each row's row of the cache and place in it, and whether it has one."""
+    if SLOTS:
+        stored = real & (slot >= 0) & (slot < pool * capacity)
+        slot = slot.to(tl.int32)
+        own = slot // capacity
+        place = slot % capacity
     else:
-        slot = place // capacity
-        stored = stored & (slot < most)
-        page = tl.load(table + sequence.to(tl.int64) * most + slot, mask=stored, other=-1)
-        stored = stored & (page >= 0) & (page < pool)
-        place = page.to(tl.int64) * capacity + place % capacity
-    return place, stored
+        own = sequence
+        place = first - skipped + token
+        stored = real & (first >= 0) & (token >= skipped) & (place < capacity)
+    return own.to(tl.int64), place, stored
 
 
 @triton.jit
 def _unit(
     query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer, start,
-    valid, table, head, basis_at, length, plane, stride, column, row, real, tokens, pool, capacity,
-    most, query_row, query_token, query_head, key_row, key_token, key_head, value_row, value_token,
-    value_head, cos_row, cos_token, sin_row, sin_token, STREAM: tl.constexpr, WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr, DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr, DIM: tl.constexpr,
-    OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    valid, slots, head, basis_at, length, plane, stride, column, row, real, tokens, pool, capacity,
+    distance, query_row, query_token, query_head, key_row, key_token, key_head, value_row,
+    value_token, value_head, cos_row, cos_token, sin_row, sin_token, STREAM: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr,
+    DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Make and store ``[ROWS, WIDTH]``; see `project_rows`."""
     sequence = row // tokens
@@ -154,10 +153,15 @@ def _unit(
     along = token.to(tl.int64)
     if STREAM != _QUERY:
         # Loaded before the product, which does not need them, so that nothing waits after it.
-        first = tl.load(start + sequence, mask=real, other=-1)
+        first = sequence
+        slot = sequence
         skipped = tl.zeros([ROWS], tl.int32)
-        if valid is not None:
-            skipped = tl.load(valid + sequence, mask=real, other=0)
+        if slots is not None:
+            slot = tl.load(slots + row, mask=real, other=-1)
+        else:
+            first = tl.load(start + sequence, mask=real, other=-1)
+            if valid is not None:
+                skipped = tl.load(valid + sequence, mask=real, other=0)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     if STREAM == _QUERY:
         states = query + across * query_row + along * query_token + head * query_head
@@ -198,18 +202,20 @@ def _unit(
         target = output + row.to(tl.int64) * stride + column
         stored = real
     else:
-        place, stored = _places(first, skipped, table, sequence, token, real, pool, capacity, most)
-        target = buffer + plane * pool * capacity + place * stride + column
+        own, place, stored = _places(
+            first, skipped, slot, sequence, token, real, pool, capacity, slots is not None
+        )
+        target = buffer + own * distance + plane * capacity + place * stride + column
     if ALIGNED:
         target = tl.multiple_of(target, 16)
     target = target[:, None] + tl.arange(0, WIDTH)[None, :]
     tl.store(target, sums.to(target.dtype.element_ty), mask=stored[:, None])
 
 
-@triton.jit(do_not_specialize=["count", "rows", "tokens", "most"])
+@triton.jit(do_not_specialize=["count", "rows", "tokens", "pool"])
 def project_rows(
     query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer, units,
-    start, valid, table, count, rows, tokens, pool, capacity, most, query_row, query_token,
+    start, valid, slots, count, rows, tokens, pool, capacity, distance, query_row, query_token,
     query_head, key_row, key_token, key_head, value_row, value_token, value_head, cos_row,
     cos_token, sin_row, sin_token, CASES: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr,
     DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr, DIM: tl.constexpr, OFFSET: tl.constexpr,
@@ -229,11 +235,13 @@ def project_rows(
     output
         Dense rows of projected queries.
     buffer
-        The layer's planes.
+        The layer's cache.
     units
         ``[count]`` rows of `kvprof.kernels.project.work.Unit`, int64.
-    start, valid, table
-        See `step.project_keys`; `most` is the length of a row of `table`.
+    start, valid, slots
+        See `step.project_keys`.
+    pool, capacity, distance
+        Rows of the cache, tokens of each, and values from one to the next.
     rows, tokens
         Tokens of the whole pass, and of one sequence.
     CASES
@@ -266,8 +274,8 @@ def project_rows(
         if case == number:
             _unit(
                 query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer,
-                start, valid, table, head, basis_at, length, plane, stride, column, row, real,
-                tokens, pool, capacity, most, query_row, query_token, query_head, key_row,
+                start, valid, slots, head, basis_at, length, plane, stride, column, row, real,
+                tokens, pool, capacity, distance, query_row, query_token, query_head, key_row,
                 key_token, key_head, value_row, value_token, value_head, cos_row, cos_token,
                 sin_row, sin_token, CASES[number * _CASE_SIZE + _STREAM],
                 CASES[number * _CASE_SIZE + _WIDTH], ALIGNED, DEPTH, VALUE_DEPTH, DIM, OFFSET,

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from kvprof.kernels.dispatch import check_interpreter, launching
-from kvprof.kernels.planes import STEP, chunks
+from kvprof.kernels.planes import STEP, chunks, row_stride
 from kvprof.kernels.project.kernel import project_rows
 from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Rotary, Stream, Unit, Work
 from kvprof.kernels.tables import joined_rows
@@ -245,13 +245,20 @@ def launch(work: Work) -> Tensor | None:
             *(
                 (None,) * 3
                 if destination is None
-                else (destination.start, destination.valid, destination.table)
+                else (destination.start, destination.valid, destination.slots)
             ),
             len(table),
             batch * tokens,
             tokens,
-            *((0, 0) if destination is None else (destination.pool, destination.capacity)),
-            0 if destination is None or destination.table is None else destination.table.shape[1],
+            *(
+                (0, 0, 0)
+                if destination is None
+                else (
+                    destination.pool,
+                    destination.capacity,
+                    row_stride(destination.buffer, destination.pool),
+                )
+            ),
             *_strides(work.query),
             *_strides(work.keys),
             *_strides(work.values),

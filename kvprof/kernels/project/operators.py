@@ -77,16 +77,16 @@ def project_keys(
     value_widths: Sequence[int],
     pool: int,
     capacity: int,
-    start: Tensor,
+    start: Tensor | None,
     valid: Tensor | None,
-    table: Tensor | None,
+    slots: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     turn: Sequence[int],
 ) -> None:
     """Store projected keys; see `step.project_keys`."""
     widths = (tuple(key_widths), tuple(value_widths))
-    destination = Destination(buffer, *widths, pool, capacity, start, valid, table)
+    destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
     stream = Stream(keys, bases, widths[0])
     _run(Work(keys=stream, rotary=_rotary(cos, sin, turn), destination=destination))
 
@@ -105,13 +105,13 @@ def project_values(
     value_widths: Sequence[int],
     pool: int,
     capacity: int,
-    start: Tensor,
+    start: Tensor | None,
     valid: Tensor | None,
-    table: Tensor | None,
+    slots: Tensor | None,
 ) -> None:
     """Store values, projected or latents already; see `step.project_values`."""
     widths = (tuple(key_widths), tuple(value_widths))
-    destination = Destination(buffer, *widths, pool, capacity, start, valid, table)
+    destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
     _run(Work(values=Stream(values, bases, widths[1]), destination=destination))
 
 
@@ -133,9 +133,9 @@ def project_step(
     value_widths: Sequence[int],
     pool: int,
     capacity: int,
-    start: Tensor,
+    start: Tensor | None,
     valid: Tensor | None,
-    table: Tensor | None,
+    slots: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     turn: Sequence[int],
@@ -148,7 +148,7 @@ def project_step(
             keys=Stream(keys, key_bases, widths[0]),
             values=Stream(values, value_bases, widths[1]),
             rotary=_rotary(cos, sin, turn),
-            destination=Destination(buffer, *widths, pool, capacity, start, valid, table),
+            destination=Destination(buffer, *widths, pool, capacity, start, valid, slots),
         )
     )
     assert output is not None

@@ -71,10 +71,10 @@ def reference_store(
     buffer: Tensor,
     keys: Sequence[Tensor] | None,
     values: Sequence[Tensor] | None,
-    start: Sequence[int],
+    start: Sequence[int] | None,
     *,
     valid: Sequence[int] | None = None,
-    table: Sequence[Sequence[int]] | None = None,
+    slots: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """Return the buffer, float64, after latents ``[batch, tokens, width]`` were stored.
 
@@ -85,17 +85,22 @@ def reference_store(
         What was there before.
     keys, values : sequence of Tensor or None
         Per KV head.
-    start, valid, table
+    start, valid, slots
         As `step.project_keys` takes them.
     """
     heads = [layout.head(buffer.double(), head) for head in range(layout.heads)]
     for side, given in enumerate((keys, values)):
         for head, latents in enumerate(given or ()):
             for row, tokens in enumerate(latents.double()):
-                skipped = 0 if valid is None else valid[row]
-                for token in range(skipped, len(tokens) if start[row] >= 0 else 0):
-                    place = start[row] + token - skipped
-                    where = row if table is None else table[row][place // layout.capacity]
-                    at = place if table is None else place % layout.capacity
-                    heads[head][side][where, at] = tokens[token]
+                for token, latent in enumerate(tokens):
+                    if slots is not None:
+                        where, at = divmod(slots[row][token], layout.capacity)
+                    else:
+                        skipped = 0 if valid is None else valid[row]
+                        assert start is not None
+                        where, at = row, start[row] + token - skipped
+                        if start[row] < 0 or token < skipped or at >= layout.capacity:
+                            continue
+                    if 0 <= where < layout.batch:
+                        heads[head][side][where, at] = latent
     return layout.packed([pair[0] for pair in heads], [pair[1] for pair in heads])

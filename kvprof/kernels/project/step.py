@@ -8,8 +8,10 @@ decode, `project_step` does all three in one launch (FDC §5.1, §5.2; ZACK §4.
 Where tokens go: token i of sequence b is stored at place ``start[b] + i``. With `valid`, the first
 ``valid[b]`` tokens (left padding) are not stored and leave no gap: token i lies at
 ``start[b] + i - valid[b]``. A sequence whose start is -1 stores nothing, and a token for which
-there is no room (behind the capacity, or on a page that the table does not name) is not stored.
-Paged: place t is on page ``table[b, t // capacity]``, where `capacity` is the layout's.
+there is no room behind the capacity is not stored. In a pool of pages, and wherever sequences have
+unlike numbers of new tokens, `slots` tell instead where each token goes, ``page · C + place``, with
+C tokens to a page; one that is negative, or of no page, is not stored. An engine has them as its
+slot mapping, for all sequences' tokens one after another: a batch of one to this module.
 
 RoPE: without `cos` and `sin` states come turned already, as transformers hands them to an attention
 function. Tables are ``[batch or 1, tokens, rotary_dim]``, an entry per dimension, or
@@ -19,10 +21,11 @@ twice, half after half, and pair neighbours: give their first half).
 The arithmetic is fp32: turned states are rounded to their dtype once, then multiplied.
 """
 
+import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.checks import check_cache, check_device, check_numbers, check_pages
+from kvprof.kernels.checks import check_cache, check_device, check_numbers
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project import operators
 from kvprof.kernels.project.bases import BasisSet
@@ -87,24 +90,42 @@ def check_destination(
     states: Tensor,
     layout: RaggedLayout,
     buffer: Tensor,
-    start: Tensor,
+    start: Tensor | None,
     valid: Tensor | None,
-    table: Tensor | None,
+    slots: Tensor | None,
 ) -> None:
-    """Refuse a cache, starts or a table that do not fit the states."""
-    check_cache(buffer, layout.elements, states.dtype)
-    batch = states.shape[0]
-    if table is None and layout.batch != batch:
-        raise UsageError(f"{batch} sequences do not fit a cache of {layout.batch} without a table")
+    """Refuse a cache, starts or slots that do not fit the states."""
+    check_cache(buffer, layout.batch, layout.row, states.dtype)
+    batch, tokens = states.shape[:2]
+    if slots is not None:
+        _check_slots(slots, batch * tokens, layout, states.device)
+    elif start is None:
+        raise UsageError("tokens need a place: give start, or slots for a pool of pages")
+    elif layout.batch != batch:
+        raise UsageError(f"{batch} sequences do not fit a cache of {layout.batch} without slots")
+    if slots is not None and (start is not None or valid is not None):
+        raise UsageError("slots say where each token goes: give neither start nor valid with them")
     for name, given in (("start", start), ("valid", valid)):
         if given is None:
             continue
         check_numbers(name, given, (batch,), states.device)
         if not given.is_contiguous():
             raise UsageError(f"{name} must be contiguous: call contiguous() on it")
-    if table is not None:
-        check_pages(table, batch)
-    check_device(states.device, cache=buffer, table=table)
+    check_device(states.device, cache=buffer)
+
+
+def _check_slots(slots: Tensor, tokens: int, layout: RaggedLayout, device: torch.device) -> None:
+    if slots.numel() != tokens or slots.dtype != torch.int64 or not slots.is_contiguous():
+        raise UsageError(
+            f"slots of shape {tuple(slots.shape)} in {slots.dtype} do not fit: one for each of "
+            f"{tokens} tokens in torch.int64, contiguous, is wanted"
+        )
+    if layout.batch * layout.capacity >= 2**31:
+        raise UsageError(
+            f"a pool of {layout.batch:,} pages of {layout.capacity} tokens has more slots than the "
+            "kernel counts: fewer than 2^31"
+        )
+    check_device(device, slots=slots)
 
 
 def checked_rotary(
@@ -191,7 +212,7 @@ def project_keys(
     bases: BasisSet,
     layout: RaggedLayout,
     buffer: Tensor,
-    start: Tensor,
+    start: Tensor | None,
     *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -199,7 +220,7 @@ def project_keys(
     offset: int = 0,
     interleaved: bool = False,
     valid: Tensor | None = None,
-    table: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> None:
     """Turn keys, multiply them by their heads' bases and store them.
 
@@ -210,18 +231,19 @@ def project_keys(
     bases : BasisSet
         ``[d, dk]`` per KV head.
     layout : RaggedLayout
-        Of the cache; its batch and capacity are pages and tokens of a page where there is a table.
+        Of the cache; its batch and capacity are pages and tokens of a page where there are slots.
     buffer : Tensor
-        The cache, `RaggedLayout.elements` values. Nothing but the tokens' own columns is written.
-    start : Tensor
+        The cache: flat, or ``[batch, RaggedLayout.row or more]``. Nothing but the tokens' own
+        columns is written.
+    start : Tensor or None
         ``[batch]`` int32, on the device: where each sequence's first stored token goes; -1 for a
-        sequence that stores nothing.
+        sequence that stores nothing. None where there are slots.
     cos, sin, rotary_dim, offset, interleaved
         As `project_queries` takes them.
     valid : Tensor, optional
         ``[batch]`` int32: leading tokens that are padding and are skipped.
-    table : Tensor, optional
-        ``[batch, most pages]`` int32.
+    slots : Tensor, optional
+        One for each of ``batch · tokens`` tokens, int64, on the device.
 
     Raises
     ------
@@ -230,10 +252,10 @@ def project_keys(
     """
     check_states("keys", keys, bases, layout.heads)
     check_widths("key", bases, layout.key_widths)
-    check_destination(keys, layout, buffer, start, valid, table)
+    check_destination(keys, layout, buffer, start, valid, slots)
     turn = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
     operators.project_keys(
-        keys, bases.packed, buffer, *_shape(layout), start, valid, table, cos, sin, turn
+        keys, bases.packed, buffer, *_shape(layout), start, valid, slots, cos, sin, turn
     )
 
 
@@ -241,10 +263,10 @@ def store_values(
     values: Tensor,
     layout: RaggedLayout,
     buffer: Tensor,
-    start: Tensor,
+    start: Tensor | None,
     *,
     valid: Tensor | None = None,
-    table: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> None:
     """Store values that a folded ``W_V`` has made as latents.
 
@@ -253,7 +275,7 @@ def store_values(
     values : Tensor
         ``[batch, tokens, Σ dv]``, head after head, or ``[batch, tokens, heads, d]``, of which each
         head's first dv columns are stored.
-    layout, buffer, start, valid, table
+    layout, buffer, start, valid, slots
         As `project_keys` takes them.
 
     Raises
@@ -262,8 +284,8 @@ def store_values(
         When shapes, dtypes or devices do not fit together.
     """
     check_latents(values, layout)
-    check_destination(values, layout, buffer, start, valid, table)
-    operators.project_values(values, None, buffer, *_shape(layout), start, valid, table)
+    check_destination(values, layout, buffer, start, valid, slots)
+    operators.project_values(values, None, buffer, *_shape(layout), start, valid, slots)
 
 
 def project_values(
@@ -271,10 +293,10 @@ def project_values(
     bases: BasisSet,
     layout: RaggedLayout,
     buffer: Tensor,
-    start: Tensor,
+    start: Tensor | None,
     *,
     valid: Tensor | None = None,
-    table: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> None:
     """Multiply values by their heads' bases and store them, where ``W_V`` is not folded.
 
@@ -284,7 +306,7 @@ def project_values(
         ``[batch, tokens, heads, d]``.
     bases : BasisSet
         ``[d, dv]`` per KV head.
-    layout, buffer, start, valid, table
+    layout, buffer, start, valid, slots
         As `project_keys` takes them.
 
     Raises
@@ -294,8 +316,8 @@ def project_values(
     """
     check_states("values", values, bases, layout.heads)
     check_widths("value", bases, layout.value_widths)
-    check_destination(values, layout, buffer, start, valid, table)
-    operators.project_values(values, bases.packed, buffer, *_shape(layout), start, valid, table)
+    check_destination(values, layout, buffer, start, valid, slots)
+    operators.project_values(values, bases.packed, buffer, *_shape(layout), start, valid, slots)
 
 
 def project_step(
@@ -305,7 +327,7 @@ def project_step(
     bases: BasisSet,
     layout: RaggedLayout,
     buffer: Tensor,
-    start: Tensor,
+    start: Tensor | None,
     *,
     query_bases: BasisSet | None = None,
     value_bases: BasisSet | None = None,
@@ -315,7 +337,7 @@ def project_step(
     offset: int = 0,
     interleaved: bool = False,
     valid: Tensor | None = None,
-    table: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Project Q, K and V of one pass in one launch; return Q, ``[batch, tokens, Σ_g G·dk_g]``.
 
@@ -328,7 +350,7 @@ def project_step(
     bases : BasisSet
         Of K, and of Q too unless `query_bases` is given (methods whose pair of bases differs).
     query_bases, value_bases : BasisSet, optional
-    layout, buffer, start, cos, sin, rotary_dim, offset, interleaved, valid, table
+    layout, buffer, start, cos, sin, rotary_dim, offset, interleaved, valid, slots
         As `project_keys` takes them.
 
     Raises
@@ -346,7 +368,7 @@ def project_step(
     else:
         check_states("values", values, value_bases, layout.heads)
         check_widths("value", value_bases, layout.value_widths)
-    check_destination(keys, layout, buffer, start, valid, table)
+    check_destination(keys, layout, buffer, start, valid, slots)
     for name, states in (("queries", query), ("values", values)):
         if states.shape[:2] != keys.shape[:2] or states.dtype != keys.dtype:
             raise UsageError(
@@ -367,7 +389,7 @@ def project_step(
         *_shape(layout),
         start,
         valid,
-        table,
+        slots,
         cos,
         sin,
         turn,

@@ -12,14 +12,14 @@ from kvprof.kernels.variants import Variant
 __all__ = ["VARIANTS"]
 
 _STATES = (("query", "query_bases"), ("keys", "key_bases"), ("values", "value_bases"))
-_DESTINATION = ("start", "valid", "table")
+_DESTINATION = ("start", "valid", "slots")
 _NUMBERS = (
     "count",
     "rows",
     "tokens",
     "pool",
     "capacity",
-    "most",
+    "distance",
     "query_row",
     "query_token",
     "query_head",
@@ -64,6 +64,7 @@ def _project(
         **{tensor: f"*{dtype}" for pair in _STATES for tensor in pair},
         **dict.fromkeys(("cos", "sin", "output", "buffer"), f"*{dtype}"),
         **dict.fromkeys(_DESTINATION, "*i32"),
+        "slots": "*i64",
         "units": "*i64",
     }
     signature = {key: kind for key, kind in tensors.items() if key not in missing}
@@ -108,7 +109,7 @@ VARIANTS = (
         depth=128,
         dim=128,
         full=True,
-        absent=("valid", "table"),
+        absent=("valid", "slots"),
     ),
     _project(
         "step, paged",
@@ -119,7 +120,7 @@ VARIANTS = (
         value_depth=80,
         dim=32,
         full=True,
-        absent=("valid",),
+        absent=("start", "valid"),
     ),
     _project(
         "prompt",
@@ -129,7 +130,7 @@ VARIANTS = (
         depth=128,
         dim=128,
         interleaved=True,
-        absent=("table",),
+        absent=("slots",),
     ),
     _project(
         "prompt",

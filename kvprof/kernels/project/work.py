@@ -38,7 +38,7 @@ class Unit(NamedTuple):
     length : int
         Of a row of the basis.
     plane : int
-        Where its plane begins, per token of the pool.
+        Where its plane begins in a row of the cache, per token of it.
     stride : int
         Of a row of what it writes.
     column : int
@@ -101,15 +101,17 @@ class Destination:
     Attributes
     ----------
     buffer : Tensor
-        The layer's planes.
+        The layer's cache.
     key_widths, value_widths : tuple of int
         Of the layout.
     pool, capacity : int
-        Sequences and tokens of each, or pages and tokens of each.
-    start : Tensor
+        Rows (sequences or pages), and tokens of each.
+    start : Tensor or None
         ``[batch]`` int32.
-    valid, table : Tensor or None
-        ``[batch]`` and ``[batch, most pages]`` int32.
+    valid : Tensor or None
+        ``[batch]`` int32.
+    slots : Tensor or None
+        A whole number for each token of the pass, in place of the other two.
     """
 
     buffer: Tensor
@@ -117,9 +119,9 @@ class Destination:
     value_widths: tuple[int, ...]
     pool: int
     capacity: int
-    start: Tensor
+    start: Tensor | None
     valid: Tensor | None
-    table: Tensor | None
+    slots: Tensor | None
 
 
 @dataclass(frozen=True)

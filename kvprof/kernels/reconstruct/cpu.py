@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvprof.kernels.planes import of_sequence
 from kvprof.kernels.reconstruct.form import Form, halves
 
 __all__ = ["reconstruct_cpu"]
@@ -23,34 +24,38 @@ def reconstruct_cpu(
     *,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
-    """Return ``[batch, Σ_groups n·G·r_v]`` in the dtype of `query`.
+    """Return ``[rows, Σ_groups n·G·r_v]`` in the dtype of `query`.
 
     The arithmetic is float32; torch's own threads share each block.
 
     Parameters
     ----------
-    query, buffer, cos, sin, scaling, softcap, sinks
+    query, buffer, cos, sin, scaling, softcap, sinks, table
         As `kvprof.kernels.reconstruct.step.ReconstructStep.run` takes them.
     up : Tensor or None
         From `kvprof.kernels.reconstruct.form.flat`; None where nothing is rebuilt.
     form : Form
     lengths : Tensor
-        ``[batch]`` int32, on the CPU.
+        ``[rows]`` int32, on the CPU.
     """
     layout = form.layout
-    output = query.new_zeros(layout.batch, layout.output_offsets[-1])
+    output = query.new_zeros(form.rows, layout.output_offsets[-1])
     groups = torch.split(query.float() * scaling, _query_widths(form), dim=1)
     for group, queries in enumerate(groups):
-        keys, values = layout.planes(buffer, group)
+        planes = layout.planes(buffer, group)
         rebuild = None if up is None else _Rebuild(up, form, group)
         place = slice(*layout.output_offsets[group : group + 2])
         for row, length in enumerate(lengths.tolist()):
             sink = None if sinks is None else sinks[group].float()
+            keys, values = (
+                [of_sequence(plane, row, table, length) for plane in side] for side in planes
+            )
             state = _Softmax(form.queries, layout.value_widths[group], sink)
             for start in range(0, length, _BLOCK):
                 at = slice(start, min(start + _BLOCK, length))
-                latents = torch.cat([plane[row, at] for plane in keys], -1).float()
+                latents = torch.cat([plane[at] for plane in keys], -1).float()
                 if rebuild is None or cos is None or sin is None:
                     scores = queries[row].view(form.queries, -1) @ latents.T
                 else:
@@ -59,7 +64,7 @@ def reconstruct_cpu(
                     scores = (own @ rebuilt.permute(1, 2, 0)).flatten(0, 1)
                 if softcap > 0:
                     scores = softcap * torch.tanh(scores / softcap)
-                state.add(scores, torch.cat([plane[row, at] for plane in values], -1).float())
+                state.add(scores, torch.cat([plane[at] for plane in values], -1).float())
             output[row, place] = state.result().flatten().to(query.dtype)
     return output
 

@@ -139,7 +139,7 @@ class Group(NamedTuple):
     queries : int
         Where its queries begin in a row of them.
     keys, values : int
-        Where its first plane begins in the cache.
+        Where its first plane begins in a row of the cache.
     up : int
         Where its matrix begins.
     heads : int
@@ -187,7 +187,7 @@ class Form:
     key_widths, value_widths : tuple of int
         Of the latents, per group of KV heads.
     batch, capacity : int
-        As in the layout.
+        As in the layout: sequences and their tokens, or pages and theirs.
     heads : int
         KV heads per group, n.
     group : int
@@ -201,6 +201,8 @@ class Form:
     element : int
         Bytes of a value.
     tuning : Tuning
+    sequences, longest : int
+        Of a pool of pages, how many sequences it has and the tokens of one at most; 0 without.
     """
 
     key_widths: tuple[int, ...]
@@ -214,6 +216,8 @@ class Form:
     interleaved: bool
     element: int
     tuning: Tuning
+    sequences: int = 0
+    longest: int = 0
 
     def __post_init__(self) -> None:
         if not self.rebuild:
@@ -235,6 +239,21 @@ class Form:
         return self.head_dim > 0
 
     @property
+    def paged(self) -> bool:
+        """Whether the layout's rows are pages."""
+        return self.sequences > 0
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return self.sequences or self.batch
+
+    @property
+    def most(self) -> int:
+        """Tokens that a sequence has at most."""
+        return self.longest if self.paged else self.capacity
+
+    @property
     def queries(self) -> int:
         """Query heads per group of KV heads, n·G."""
         return self.heads * self.group
@@ -246,7 +265,7 @@ class Form:
         return RaggedLayout(*widths, self.queries, self.batch, self.capacity)
 
     @property
-    def rows(self) -> int:
+    def query_rows(self) -> int:
         """Rows of queries in a product: the group's, filled up to what tensor cores take."""
         return max(16, 1 << (self.queries - 1).bit_length())
 
@@ -281,7 +300,7 @@ class Form:
         """Return what a GPU asks for."""
         widest = max(self.key_widths)
         matrix = self.heads * self.padded * widest * self.element
-        return tuning_for(target, matrix, widest, self.rows, self.element)
+        return tuning_for(target, matrix, widest, self.query_rows, self.element)
 
     def height(self, key_width: int, value_width: int) -> int:
         """Return the tokens of a tile, a power of two from 16 on."""
@@ -330,13 +349,15 @@ class Form:
 
     def encoded(self) -> list[int]:
         """Return the form as integers, as a custom operator takes it."""
-        scalars = astuple(self)[2:-1]
+        *scalars, tuning, sequences, longest = astuple(self)[2:]
         return [
             len(self.key_widths),
             *self.key_widths,
             *self.value_widths,
             *map(int, scalars),
-            *map(int, astuple(self.tuning)),
+            sequences,
+            longest,
+            *map(int, tuning),
         ]
 
     @staticmethod
@@ -350,7 +371,8 @@ def _decoded(numbers: tuple[int, ...]) -> Form:
     count, *rest = numbers
     keys, values, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
     batch, capacity, heads, group, head_dim, rotary_dim, interleaved, element = rest[:8]
-    pieces, height, tile, columns, kept, warps, stages, ahead, products = rest[8:]
+    sequences, longest, *rest = rest[8:]
+    pieces, height, tile, columns, kept, warps, stages, ahead, products = rest
     tuning = Tuning(pieces, height, tile, columns, bool(kept), warps, stages, bool(ahead), products)
     return Form(
         tuple(keys),
@@ -364,6 +386,8 @@ def _decoded(numbers: tuple[int, ...]) -> Form:
         bool(interleaved),
         element,
         tuning,
+        sequences,
+        longest,
     )
 
 

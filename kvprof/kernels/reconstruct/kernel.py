@@ -62,11 +62,12 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_rows(at, rows, mask, WIDTH: tl.constexpr):
-    """Load dense rows of a plane, zeros where they do not count."""
-    return tl.load(
-        at + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=mask[:, None], other=0.0
-    )
+def load_rows(at, far, rows, mask, WIDTH: tl.constexpr, SPREAD: tl.constexpr):
+    """Load dense rows of a plane, zeros where they do not count; with SPREAD each is `far`."""
+    offsets = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if SPREAD:
+        at += far[:, None]
+    return tl.load(at + offsets, mask=mask[:, None], other=0.0)
 
 
 @triton.jit
@@ -204,26 +205,50 @@ def stored_scores(
 
 
 @triton.jit
-def _planes(cache, plane, own, tokens, mask, KINDS: tl.constexpr, BASE: tl.constexpr):
+def _places(
+    keys, values, pages, at, tokens, mask, stride, PAGE: tl.constexpr, SPREAD: tl.constexpr
+):
+    """Return where the planes of a tile's page begin, how far those of its tokens are, and places.
+
+    With SPREAD each token's page is looked up; else the tile that begins `at` lies in one.
+    """
+    far = tokens
+    if SPREAD:
+        page = tl.load(pages + tokens // PAGE, mask=mask, other=0)
+        far = tl.multiple_of(page.to(tl.int64) * stride, 16)
+        tokens = tokens % PAGE
+    elif PAGE > 0:
+        page = tl.load(pages + at // PAGE).to(tl.int64) * stride
+        keys = tl.multiple_of(keys + page, 16)
+        values = tl.multiple_of(values + page, 16)
+        tokens -= at // PAGE * PAGE
+    return keys, values, far, tokens
+
+
+@triton.jit
+def _planes(
+    cache, plane, far, places, mask, KINDS: tl.constexpr, BASE: tl.constexpr, SPREAD: tl.constexpr
+):
     """Load a tile of every chunk of a latent."""
     found = ()
     start = cache
     for i in tl.static_range(_CHUNKS):
         if KINDS[BASE + i] > 0:
+            found = found + (load_rows(start, far, places, mask, KINDS[BASE + i], SPREAD),)
             # Said to the compiler, so that loads are as wide as they can be.
-            at = tl.multiple_of(start + own * KINDS[BASE + i], 16)
-            found = found + (load_rows(at, tokens, mask, KINDS[BASE + i]),)
-            start += plane * KINDS[BASE + i]
+            start = tl.multiple_of(start + plane * KINDS[BASE + i], 16)
     return found
 
 
 @triton.jit
-def _call(at, tokens, WIDTH: tl.constexpr):
+def _call(at, far, tokens, WIDTH: tl.constexpr, SPREAD: tl.constexpr):
     """Call rows of a plane into L2, one request for every line of 128 bytes."""
     BYTES: tl.constexpr = at.dtype.element_ty.primitive_bitwidth // 8
     LINE: tl.constexpr = 128 // BYTES
     LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
     lines = at + tokens[:, None] * WIDTH + tl.arange(0, LINES)[None, :] * LINE
+    if SPREAD:
+        lines += far[:, None]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -235,12 +260,14 @@ def _call(at, tokens, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _call_planes(cache, plane, own, tokens, KINDS: tl.constexpr, BASE: tl.constexpr):
+def _call_planes(
+    cache, plane, far, places, KINDS: tl.constexpr, BASE: tl.constexpr, SPREAD: tl.constexpr
+):
     """Call a tile of every chunk of a latent into L2."""
     start = cache
     for i in tl.static_range(_CHUNKS):
         if KINDS[BASE + i] > 0:
-            _call(start + own * KINDS[BASE + i], tokens, KINDS[BASE + i])
+            _call(start, far, places, KINDS[BASE + i], SPREAD)
             start += plane * KINDS[BASE + i]
 
 
@@ -252,21 +279,20 @@ def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _piece(
-    queries, cache, up, cos, sin, partial, logs, item, row, query_at, key_at, value_at, up_at,
-    heads, start, stop, capacity, batch, angle_batch, angle_rows, angle_columns, scale, cap,
+    queries, keys, values, up, cos, sin, partial, logs, item, row, query_at, pages, stride, up_at,
+    heads, start, stop, capacity, angle_batch, angle_rows, angle_columns, scale, cap,
     KINDS: tl.constexpr, BASE: tl.constexpr, BLOCKS: tl.constexpr, PAIRED: tl.constexpr,
     COUNT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, REBUILD: tl.constexpr, CAPPED: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, WIDEST: tl.constexpr,
-    AHEAD: tl.constexpr, KEPT: tl.constexpr, HEIGHT: tl.constexpr,
+    AHEAD: tl.constexpr, KEPT: tl.constexpr, HEIGHT: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Attend to the tokens of one piece and leave its part of the result."""
     QUERIES: tl.constexpr = HEADS * GROUP
     rows = tl.arange(0, ROWS)
     real = rows < QUERIES
-    # Added to a loaded number: a batch of 1 is a constant to the compiler, which has no methods.
-    plane = (row.to(tl.int64) * 0 + batch) * capacity
-    own = row.to(tl.int64) * capacity
+    SPREAD: tl.constexpr = PAGE > 0 and PAGE % HEIGHT != 0
+    plane = tl.full([], capacity, tl.int64)
     query = tl.multiple_of(queries + query_at, 16)
     matrices = tl.multiple_of(up + up_at, 16)
     acc = ()
@@ -280,10 +306,18 @@ def _piece(
         tokens = at + tl.arange(0, HEIGHT)
         mask = tokens < stop
         if AHEAD:
+            # Behind the last tile all of it is the last token, which is no further than a page.
             soon = tl.minimum(tokens + HEIGHT, stop - 1)
-            _call_planes(cache + key_at, plane, own, soon, KINDS, BASE)
-            _call_planes(cache + value_at, plane, own, soon, KINDS, BASE + _V0)
-        latents = _planes(cache + key_at, plane, own, tokens, mask, KINDS, BASE)
+            next_keys, next_values, far, soon = _places(
+                keys, values, pages, tl.minimum(at + HEIGHT, stop - 1), soon, mask, stride, PAGE,
+                SPREAD,
+            )
+            _call_planes(next_keys, plane, far, soon, KINDS, BASE, SPREAD)
+            _call_planes(next_values, plane, far, soon, KINDS, BASE + _V0, SPREAD)
+        own_keys, own_values, far, places = _places(
+            keys, values, pages, at, tokens, mask, stride, PAGE, SPREAD
+        )
+        latents = _planes(own_keys, plane, far, places, mask, KINDS, BASE, SPREAD)
         if REBUILD:
             scores = rebuilt_scores(
                 latents,
@@ -325,13 +359,13 @@ def _piece(
         weights = tl.exp2(scores - higher[None, :])
         total = total * fade + tl.sum(weights, 0)
         top = higher
-        weights = tl.trans(weights.to(cache.dtype.element_ty))
-        values = _planes(cache + value_at, plane, own, tokens, mask, KINDS, BASE + _V0)
+        weights = tl.trans(weights.to(keys.dtype.element_ty))
+        found = _planes(own_values, plane, far, places, mask, KINDS, BASE + _V0, SPREAD)
         new = ()
         for i in tl.static_range(_CHUNKS):
             if KINDS[BASE + _V0 + i] > 0:
                 faded = acc[i] * fade[:, None]
-                new = new + (tl.dot(weights, values[i], faded, input_precision="ieee"),)
+                new = new + (tl.dot(weights, found[i], faded, input_precision="ieee"),)
         acc = new
     result = partial + (item.to(tl.int64) * QUERIES + rows[:, None]) * WIDEST
     share = 1.0 / total[:, None]
@@ -346,20 +380,20 @@ def _piece(
 
 @triton.jit
 def reconstruct_pieces(
-    queries, cache, up, cos, sin, partial, logs, items, groups, capacity, batch, angle_batch,
-    angle_rows, angle_columns, scale, cap, KINDS: tl.constexpr, KIND_COUNT: tl.constexpr,
-    BLOCKS: tl.constexpr, PAIRED: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    REBUILD: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    PADDED: tl.constexpr, WIDEST: tl.constexpr, QUERY_ROW: tl.constexpr, AHEAD: tl.constexpr,
-    KEPT: tl.constexpr,
+    queries, cache, up, cos, sin, partial, logs, items, groups, table, table_row, capacity, stride,
+    angle_batch, angle_rows, angle_columns, scale, cap, KINDS: tl.constexpr,
+    KIND_COUNT: tl.constexpr, BLOCKS: tl.constexpr, PAIRED: tl.constexpr, COUNT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, REBUILD: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, PADDED: tl.constexpr, WIDEST: tl.constexpr, QUERY_ROW: tl.constexpr,
+    AHEAD: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Run one piece per program.
 
     Parameters
     ----------
     queries, cache
-        ``[batch, QUERY_ROW]``, and the layer's planes (`kvprof.kernels.planes`).
+        ``[rows, QUERY_ROW]``, and the layer's cache (`kvprof.kernels.planes`).
     up
         From `kvprof.kernels.reconstruct.form.arranged`.
     cos, sin
@@ -371,6 +405,10 @@ def reconstruct_pieces(
         Rows of `kvprof.kernels.reconstruct.form.Item`, int32. An empty one leaves nothing.
     groups
         Rows of `kvprof.kernels.reconstruct.form.Group`, int64.
+    table
+        ``[rows, table_row]`` int32 pages, read when PAGE (tokens of a page) is not 0.
+    capacity, stride
+        Tokens of a plane, and values from one row of the cache to the next.
     scale, cap
         The model's scaling and soft-cap times log2(e).
     KINDS
@@ -389,8 +427,13 @@ def reconstruct_pieces(
     if start < stop:
         own = groups + group * _GROUP
         query_at = tl.load(own + _QUERIES) + row.to(tl.int64) * QUERY_ROW
-        key_at = tl.load(own + _KEYS)
-        value_at = tl.load(own + _VALUES)
+        pages = table
+        far = row.to(tl.int64) * stride
+        if PAGE > 0:
+            pages = table + row.to(tl.int64) * table_row
+            far = row.to(tl.int64) * 0
+        keys = tl.multiple_of(cache + (tl.load(own + _KEYS) + far), 16)
+        values = tl.multiple_of(cache + (tl.load(own + _VALUES) + far), 16)
         up_at = tl.load(own + _UP)
         kind = tl.load(own + _GROUP_KIND)
         # Loaded, though HEADS is known: a loop over a single head would be dissolved, and its
@@ -399,9 +442,9 @@ def reconstruct_pieces(
         for number in tl.static_range(KIND_COUNT):
             if kind == number:
                 _piece(
-                    queries, cache, up, cos, sin, partial, logs, item, row, query_at, key_at,
-                    value_at, up_at, heads, start, stop, capacity, batch, angle_batch, angle_rows,
+                    queries, keys, values, up, cos, sin, partial, logs, item, row, query_at, pages,
+                    stride, up_at, heads, start, stop, capacity, angle_batch, angle_rows,
                     angle_columns, scale, cap, KINDS, number * _KIND + _K0, BLOCKS, PAIRED, COUNT,
                     HEADS, GROUP, HEAD_DIM, HALF, INTERLEAVED, REBUILD, CAPPED, STAGES, ROWS,
-                    PADDED, WIDEST, AHEAD, KEPT, KINDS[number * _KIND + _HEIGHT],
+                    PADDED, WIDEST, AHEAD, KEPT, KINDS[number * _KIND + _HEIGHT], PAGE,
                 )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import RaggedLayout, of_sequence
 from kvprof.kernels.reconstruct.form import halves
 
 __all__ = ["reference_reconstruct", "turned"]
@@ -44,28 +44,34 @@ def reference_reconstruct(
     interleaved: bool = False,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
-    """Return one decoding step's attention, ``[batch, Σ_groups n·G·r_v]`` float64.
+    """Return one decoding step's attention, ``[rows, Σ_groups n·G·r_v]`` float64.
 
     Parameters
     ----------
-    query, buffer, layout, up, heads_per_group, cos, sin, scaling, interleaved, softcap, sinks
+    query, buffer, layout, up, heads_per_group, cos, sin
+        As `kvprof.kernels.reconstruct.step` takes them.
+    scaling, interleaved, softcap, sinks, table
         As `kvprof.kernels.reconstruct.step` takes them.
     lengths : sequence of int
         Tokens of each sequence that count.
     """
-    output = query.new_zeros(layout.batch, layout.output_offsets[-1], dtype=torch.float64)
+    output = query.new_zeros(len(query), layout.output_offsets[-1], dtype=torch.float64)
     queries = query.double().view(
-        layout.batch, layout.heads, heads_per_group, -1, up[0].shape[0] // heads_per_group
+        len(query), layout.heads, heads_per_group, -1, up[0].shape[0] // heads_per_group
     )
-    tables = [table.double().expand(layout.batch, -1, -1) for table in (cos, sin)]
+    tables = [table.double().expand(len(query), -1, -1) for table in (cos, sin)]
     rotary_dim = 2 * cos.shape[-1]
     for group in range(layout.heads):
         latents, values = (states.double() for states in layout.head(buffer, group))
         own = up[group].double().view(heads_per_group, -1, layout.key_widths[group])
         for row, length in enumerate(lengths):
             cosines, sines = (table[row, :length] for table in tables)
-            rebuilt = latents[row, :length] @ own.mT
+            stored, weighted = (
+                of_sequence(states, row, table, length) for states in (latents, values)
+            )
+            rebuilt = stored @ own.mT
             keys = turned(rebuilt, cosines, sines, rotary_dim, interleaved)
             scores = queries[row, group] @ keys.mT * scaling
             if softcap > 0:
@@ -74,6 +80,6 @@ def reference_reconstruct(
                 sink = sinks[group].double().view(heads_per_group, -1, 1)
                 scores = torch.cat([scores, sink], -1)
             weights = torch.softmax(scores, dim=-1)[..., :length]
-            result = (weights @ values[row, :length]).flatten()
+            result = (weights @ weighted).flatten()
             output[row, slice(*layout.output_offsets[group : group + 2])] = result
     return output

@@ -17,6 +17,8 @@ from kvprof.kernels.checks import (
     check_contexts,
     check_device,
     check_dtype,
+    check_pages,
+    check_pool,
     check_queries,
     check_softcap,
     checked_sinks,
@@ -31,7 +33,7 @@ from kvprof.kernels.dispatch import (
     uses_triton,
 )
 from kvprof.kernels.parts import Schedule, empty_parts, launch_merge
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
 from kvprof.kernels.reconstruct.form import (
     Form,
@@ -166,14 +168,18 @@ def constants_of(form: Form, *, capped: bool) -> dict[str, Any]:
         "INTERLEAVED": form.interleaved,
         "REBUILD": form.rebuild,
         "CAPPED": capped,
-        "STAGES": form.tuning.stages,
-        "ROWS": form.rows,
+        # A tile that waits for the number of its page takes the pipeline two stages.
+        "STAGES": 2 * form.tuning.stages - 1
+        if form.paged and form.tuning.kept
+        else form.tuning.stages,
+        "ROWS": form.query_rows,
         "PADDED": form.padded,
         "WIDEST": max(form.value_widths),
         "QUERY_ROW": form.query_row,
         # The request to L2 is inline assembly, which the interpreter has none of.
         "AHEAD": form.tuning.ahead and not interpreted(),
         "KEPT": form.tuning.kept,
+        "PAGE": form.capacity if form.paged else 0,
     }
 
 
@@ -220,6 +226,7 @@ def reconstruct_operator(
     cos: Tensor | None,
     sin: Tensor | None,
     sinks: Tensor | None,
+    table: Tensor | None,
     scaling: float,
     softcap: float,
     form: Sequence[int],
@@ -228,7 +235,7 @@ def reconstruct_operator(
 
     Parameters
     ----------
-    query, buffer, cos, sin, sinks, scaling, softcap
+    query, buffer, cos, sin, sinks, table, scaling, softcap
         As for `ReconstructStep.run`, which checks them.
     up
         From `weights.arranged` for Triton, from `weights.flat` for a CPU.
@@ -247,11 +254,21 @@ def reconstruct_operator(
     made = Form.decoded(form)
     if not uses_triton(query.device):
         return reconstruct_cpu(
-            query, buffer, up, made, lengths, cos, sin, scaling, softcap=softcap, sinks=sinks
+            query,
+            buffer,
+            up,
+            made,
+            lengths,
+            cos,
+            sin,
+            scaling,
+            softcap=softcap,
+            sinks=sinks,
+            table=table,
         )
     items, parts = scheduled
     partial, logs = empty_parts(query, len(items), made.queries, max(made.value_widths))
-    output = query.new_empty(made.batch, made.layout.output_offsets[-1])
+    output = query.new_empty(made.rows, made.layout.output_offsets[-1])
     _launch_pieces(
         query,
         buffer,
@@ -262,6 +279,7 @@ def reconstruct_operator(
         logs,
         items,
         groups,
+        table,
         made,
         scaling * math.log2(math.e),
         softcap * math.log2(math.e),
@@ -281,12 +299,13 @@ def _(
     cos: Tensor | None,
     sin: Tensor | None,
     sinks: Tensor | None,
+    table: Tensor | None,
     scaling: float,
     softcap: float,
     form: Sequence[int],
 ) -> Tensor:
     made = Form.decoded(form)
-    return query.new_empty(made.batch, made.layout.output_offsets[-1])
+    return query.new_empty(made.rows, made.layout.output_offsets[-1])
 
 
 def _launch_pieces(
@@ -299,12 +318,13 @@ def _launch_pieces(
     logs: Tensor,
     items: Tensor,
     groups: Tensor,
+    table: Tensor | None,
     form: Form,
     scale: float,
     cap: float,
 ) -> None:
     # Where nothing is rebuilt the kernel reads no table; any tensor takes its place.
-    cos, sin = (query if table is None else table for table in (cos, sin))
+    cos, sin = (query if angles is None else angles for angles in (cos, sin))
     strides = (cos.stride(0) if cos.dim() == 3 else 0, *cos.stride()[-2:])
     launching(reconstruct_pieces, (len(items),))(
         query,
@@ -316,8 +336,10 @@ def _launch_pieces(
         logs,
         items,
         groups,
+        items if table is None else table,
+        0 if table is None else table.shape[1],
         form.capacity,
-        form.batch,
+        row_stride(buffer, form.batch),
         *strides,
         scale,
         cap,
@@ -354,9 +376,9 @@ class ReconstructStep:
         Parameters
         ----------
         lengths : Tensor or sequence of int
-            ``[batch]`` int32, tokens of each sequence. A tensor is not read on the host: the
-            kernel clamps what it finds to 0 … capacity, and a sequence without tokens gets zeros.
-            Numbers are checked instead.
+            ``[rows]`` int32, tokens of each sequence. A tensor is not read on the host: the
+            kernel clamps what it finds to 0 … `Form.most`, and a sequence without tokens gets
+            zeros. Numbers are checked instead.
 
         Raises
         ------
@@ -365,12 +387,12 @@ class ReconstructStep:
         """
         form, device = self.form, self.groups.device
         if not isinstance(lengths, Tensor):
-            check_contexts(lengths, form.batch, form.capacity, least=0)
-        lengths = whole_numbers("lengths", lengths, (form.batch,), device)
+            check_contexts(lengths, form.rows, form.most, least=0)
+        lengths = whole_numbers("lengths", lengths, (form.rows,), device)
         if not uses_triton(device):
-            return Schedule(lengths.clamp(0, form.capacity), None, [])
+            return Schedule(lengths.clamp(0, form.most), None, [])
         pieces = form.tuning.pieces * self.multiprocessors
-        found = cut_operator(lengths, self.groups, form.capacity, pieces)
+        found = cut_operator(lengths, self.groups, form.most, pieces)
         return Schedule(lengths, None, list(found))
 
     def run(
@@ -384,21 +406,24 @@ class ReconstructStep:
         *,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> Tensor:
-        """Return ``[batch, Σ_groups n·G·r_v]`` in the dtype of `query`.
+        """Return ``[rows, Σ_groups n·G·r_v]`` in the dtype of `query`.
 
         Parameters
         ----------
         query : Tensor
-            After RoPE, ``[batch, KV heads · G · d]``, head after head; of a `stored_step`
-            ``[batch, Σ_groups n·G·r_k]``.
+            After RoPE, ``[rows, KV heads · G · d]``, head after head; of a `stored_step`
+            ``[rows, Σ_groups n·G·r_k]``.
         buffer : Tensor
-            The layer's latents (`kvprof.kernels.planes`), in the step's dtype.
+            The layer's latents (`kvprof.kernels.planes`), in the step's dtype: flat, or ``[batch,
+            RaggedLayout.row or more]`` such as an engine's pool of pages.
         schedule : Schedule
         cos, sin : Tensor or None
-            ``[capacity, rotary_dim / 2]`` or ``[batch, capacity, rotary_dim / 2]`` in float32 or
-            the step's dtype, one column per pair, in any strides: of the token in that place, from
-            the model's own rotary embedding (which has its θ, scaling type and factor in them).
+            ``[tokens, rotary_dim / 2]`` or ``[rows, tokens, rotary_dim / 2]``, of as many tokens as
+            a sequence may have, in float32 or the step's dtype, one column per pair, in any
+            strides: of the token in that place, from the model's own rotary embedding (which has
+            its θ, scaling type and factor in them).
             None for a `stored_step`.
         scaling : float
             Factor of ``q · k``.
@@ -406,6 +431,8 @@ class ReconstructStep:
             Scores become ``softcap * tanh(score / softcap)``; 0 for none.
         sinks : Tensor, optional
             ``[groups, n·G]`` float32 logits that take their share of the softmax.
+        table : Tensor, optional
+            ``[rows, most pages]`` int32, for a paged step. What it names is not checked.
 
         Returns
         -------
@@ -419,8 +446,19 @@ class ReconstructStep:
             When shapes, dtypes or devices do not fit, or bf16 is to be interpreted.
         """
         form = self.form
-        check_queries(query, (form.batch, form.query_row), self.dtype)
-        check_cache(buffer, form.layout.elements, self.dtype)
+        check_queries(query, (form.rows, form.query_row), self.dtype)
+        check_cache(buffer, form.batch, form.layout.row, self.dtype)
+        if form.paged != (table is not None):
+            raise UsageError(
+                "a paged step needs its page table" if form.paged else "this step has no pages"
+            )
+        if table is not None:
+            check_pages(table, form.rows)
+            if table.shape[1] * form.capacity < form.most:
+                raise UsageError(
+                    f"{table.shape[1]} pages of {form.capacity} tokens hold fewer than the "
+                    f"{form.most:,} that this step was prepared for (most_tokens)"
+                )
         check_softcap(softcap)
         check_interpreter(self.dtype)
         sinks = checked_sinks(sinks, len(form.key_widths), form.queries)
@@ -438,6 +476,7 @@ class ReconstructStep:
             cos,
             sin,
             sinks,
+            table,
             scaling,
             softcap,
             self.form.encoded(),
@@ -455,11 +494,11 @@ class ReconstructStep:
         if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.stride() != sin.stride():
             raise UsageError("cos and sin differ in shape, dtype or strides")
         half = form.rotary_dim // 2
-        fits = cos.shape[-1] == half and cos.dim() in (2, 3) and cos.shape[-2] >= form.capacity
-        if not fits or (cos.dim() == 3 and cos.shape[0] != form.batch):
+        fits = cos.shape[-1] == half and cos.dim() in (2, 3) and cos.shape[-2] >= form.most
+        if not fits or (cos.dim() == 3 and cos.shape[0] != form.rows):
             raise UsageError(
-                f"tables of shape {tuple(cos.shape)} do not fit: [{form.capacity}, {half}] or "
-                f"[{form.batch}, {form.capacity}, {half}] do"
+                f"tables of shape {tuple(cos.shape)} do not fit: [{form.most}, {half}] or "
+                f"[{form.rows}, {form.most}, {half}] do"
             )
         if cos.dtype not in (torch.float32, self.dtype):
             raise UsageError(f"tables in {cos.dtype} do not fit a step in {self.dtype}")
@@ -477,6 +516,9 @@ def reconstruct_step(
     multiprocessors: int | None = None,
     interleaved: bool = False,
     rotary_dim: int | None = None,
+    page_tokens: int | None = None,
+    rows: int | None = None,
+    most_tokens: int | None = None,
 ) -> ReconstructStep:
     """Prepare a layer's decoding step: what rebuilds its keys is sorted once, here.
 
@@ -500,6 +542,13 @@ def reconstruct_step(
         Whether RoPE pairs neighbouring columns (GPT-J, Cohere) instead of a head's halves.
     rotary_dim : int, optional
         Columns that RoPE turns, the first of each head; all by default.
+    page_tokens : int, optional
+        Tokens of a page, a multiple of 16, and the layout's capacity; contiguous by default.
+    rows : int, optional
+        Sequences of the paged form.
+    most_tokens : int, optional
+        That a sequence of the paged form may have: no more than its pages hold and RoPE's tables
+        have; those of the pool by default.
 
     Raises
     ------
@@ -515,6 +564,7 @@ def reconstruct_step(
             f"{layout.group} query heads per latent are no whole number for each of "
             f"{heads_per_group} KV heads"
         )
+    rows = check_pool(layout, page_tokens, rows)
     form = Form(
         layout.key_widths,
         layout.value_widths,
@@ -528,6 +578,9 @@ def reconstruct_step(
         dtype.itemsize,
         tuning or Tuning(),
     )
+    if page_tokens is not None:
+        room = min(layout.batch * layout.capacity, MOST_TOKENS)
+        form = replace(form, sequences=rows, longest=most_tokens or room)
     if tuning is None:
         form = replace(form, tuning=form.tuned(_target(device)))
     whole = flat(up, form)

@@ -21,8 +21,10 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
         "logs": "*fp32",
         "items": "*i32",
         "groups": "*i64",
+        "table": "*i32",
+        "table_row": "i32",
         "capacity": "i32",
-        "batch": "i32",
+        "stride": "i32",
         "scale": "fp32",
         "cap": "fp32",
     }
@@ -49,22 +51,27 @@ def _form(
     head_dim: int,
     rotary_dim: int,
     *,
+    page: int = 0,
     target: Target | None = None,
 ) -> Form:
-    widths = (key_widths, value_widths)
-    form = Form(*widths, 8, 102400, heads, 4, head_dim, rotary_dim, False, 2, Tuning())
+    sizes = (key_widths, value_widths, 8, page or 102400)
+    form = Form(*sizes, heads, 4, head_dim, rotary_dim, False, 2, Tuning())
+    if page:
+        form = replace(form, sequences=8, longest=102400)
     return replace(form, tuning=form.tuned(target or Target()))
 
 
 _GROUPED = ((256, 256), (256, 256), 4, 128, 128)
 
 #: Llama-3.1-8B's heads at rate 0.5: four to a latent as it is tuned for every architecture, one to
-#: a latent, ragged; a head that is no power of two, turned in part.
+#: a latent, ragged, both in pages too; a head that is no power of two, turned in part.
 VARIANTS = (
     *(
         _pieces(f"group 4 as for sm_{target.capability}", _form(*_GROUPED, target=target), "bf16")
         for target in (Target(80, 166912), Target(90), Target(100))
     ),
     _pieces("group 1", _form((64, 64), (64, 64), 1, 128, 128), "bf16"),
+    _pieces("group 4, pages of 64", _form(*_GROUPED, page=64), "bf16"),
+    _pieces("group 1, pages of 64", _form((64, 64), (64, 64), 1, 128, 128, page=64), "bf16"),
     _pieces("partial", _form((288, 160), (96, 320), 2, 112, 56), "fp16", capped=True),
 )

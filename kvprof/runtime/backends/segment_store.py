@@ -10,7 +10,7 @@ from kvprof.kernels.levels.append import Addresses, addresses_of, read, write
 from kvprof.kernels.levels.codes import FORMATS, Bits
 from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.levels.side import PLACES
-from kvprof.kernels.planes import STEP, RaggedLayout, chunks
+from kvprof.kernels.planes import STEP, RaggedLayout, chunks, in_rows
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
@@ -465,5 +465,6 @@ def _block_rows(layout: LevelsLayout, buffer: Tensor, segment: int, head: int) -
     """Return a head's blocks, ``[batch, blocks, bytes]``: a view."""
     start, size = layout.offsets[segment][head], layout.block_bytes(segment, head)
     count = layout.segments[segment].blocks
-    whole = buffer[start : start + layout.batch * count * size]
-    return whole.view(layout.batch, count, size)
+    rows = in_rows(buffer, layout.batch)
+    found: Tensor = rows[:, start : start + count * size].unflatten(1, (count, size))
+    return found

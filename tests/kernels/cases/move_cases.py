@@ -47,11 +47,11 @@ def anything(layout: LevelsLayout, generator: torch.Generator) -> torch.Tensor:
     """Return a buffer of random bytes, and of numbers where a segment is at full precision."""
     buffer = torch.randint(0, 256, (layout.nbytes,), generator=generator, dtype=torch.uint8)
     end = layout.offsets[1][0]
-    numbers = torch.randn(end // layout.dtype.itemsize, generator=generator)
+    numbers = torch.randn(layout.batch * end // layout.dtype.itemsize, generator=generator)
     # Groups of one number too, and such as float16 makes nothing of.
     scale = 10.0 ** torch.randint(-6, 3, (len(numbers) // 16 + 1, 1), generator=generator)
     numbers = (numbers * scale.expand(-1, 16).flatten()[: len(numbers)]).to(layout.dtype)
-    buffer[:end] = numbers.view(torch.uint8)
+    buffer.view(layout.batch, -1)[:, :end] = numbers.view(torch.uint8).view(layout.batch, -1)
     return buffer.to(DEVICE)
 
 
@@ -131,7 +131,7 @@ def test_every_e4m3_and_what_lies_between():
     zeros = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     token_move(layout, 0, planes, DEVICE).run(buffer, numbers, zeros, zeros)
     for side, blocks in zip(layout.sides(0, 0), layout.blocks(buffer, 0, 0), strict=True):
-        half = numbers.view(2, count, 64)[int(side.values)]
+        half = numbers.view(count, 2, 64)[:, int(side.values)]
         stored = side.codes(blocks, side.planes[0])[:, 0, 0, 0]
         assert torch.equal(stored, e4m3(half))
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.paths import measured_path, quick_path, run_paths
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, prefill, prefill_step
@@ -43,13 +43,8 @@ def states(layout: RaggedLayout, tokens: int, dtype: torch.dtype, seed: int, sca
 
 def poison(buffer: torch.Tensor, layout: RaggedLayout, row: int, tokens: slice) -> None:
     for head in range(layout.heads):
-        widths = (layout.key_widths[head], layout.value_widths[head])
-        for start, width in zip(layout.offsets[head], widths, strict=True):
-            for chunk in chunks(width):
-                size = layout.batch * layout.capacity * chunk
-                plane = buffer[start : start + size].view(layout.batch, layout.capacity, chunk)
-                plane[row, tokens] = float("nan")
-                start += size
+        for plane in (part for side in layout.planes(buffer, head) for part in side):
+            plane[row, tokens] = float("nan")
 
 
 def whole(numbers: list[int]) -> torch.Tensor:

@@ -45,13 +45,18 @@ class Case:
     layout: RaggedLayout
     depth: int
     tokens: int
-    start: tuple[int, ...]
+    start: tuple[int, ...] | None
     value_depth: int = 0
     rope: Rope | None = None
     valid: tuple[int, ...] | None = None
-    table: tuple[tuple[int, ...], ...] | None = None
+    slots: tuple[tuple[int, ...], ...] | None = None
+    spare: int = 0
     gap: int = 16
     heads_first: bool = False
+
+    @property
+    def batch(self) -> int:
+        return len(self.start if self.slots is None else self.slots)
 
 
 class Pass:
@@ -61,7 +66,7 @@ class Pass:
         self.case, self.device, self.dtype = case, device, dtype
         self.generator = torch.Generator().manual_seed(seed)
         layout, rope = case.layout, case.rope
-        batch = len(case.start)
+        batch = case.batch
         self.query = self.states(layout.heads * layout.group, case.depth)
         self.keys = self.states(layout.heads, case.depth)
         self.bases = self.basis(case.depth, layout.key_widths)
@@ -84,9 +89,15 @@ class Pass:
                 "offset": rope.offset,
                 "interleaved": rope.interleaved,
             }
-        self.places = {name: self.whole(getattr(case, name)) for name in ("valid", "table")}
+        slots = None if case.slots is None else torch.tensor(case.slots).to(device)
+        self.places = {"valid": self.whole(case.valid), "slots": slots}
         self.start = self.whole(case.start)
-        self.buffer = torch.full((layout.elements,), UNTOUCHED, dtype=dtype, device=device)
+        # Rows with a gap behind each, or one flat buffer.
+        self.whole_buffer = torch.full(
+            (layout.batch, layout.row + case.spare), UNTOUCHED, dtype=dtype, device=device
+        )
+        own = self.whole_buffer[:, : layout.row]
+        self.buffer = own if case.spare else own.flatten()
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -103,7 +114,7 @@ class Pass:
 
     def states(self, heads: int, depth: int) -> Tensor:
         """Cut states out of a wider tensor whose rest is NaN: who reads too far is found out."""
-        batch, tokens = len(self.case.start), self.case.tokens
+        batch, tokens = self.case.batch, self.case.tokens
         first, second = (heads, tokens) if self.case.heads_first else (tokens, heads)
         wide = torch.full((batch, first, second, depth + self.case.gap), float("nan"))
         wide[..., :depth] = self.random(batch, first, second, depth)
@@ -150,9 +161,10 @@ class Pass:
             value_latents if values else None,
             case.start,
             valid=case.valid,
-            table=case.table,
+            slots=case.slots,
         )
-        found, stored = self.buffer.cpu(), ~torch.isnan(wanted)
+        found, stored = self.buffer.cpu().flatten(), ~torch.isnan(wanted)
+        assert bool((self.whole_buffer[:, case.layout.row :] == UNTOUCHED).all())
         assert bool((found[~stored] == UNTOUCHED).all())
         self.check_close(found[stored], wanted[stored])
 
@@ -220,12 +232,13 @@ def passes(draw):
     if draw(st.booleans()):
         valid = tuple(draw(st.integers(0, tokens)) for _ in range(batch))
     start = tuple(draw(st.integers(-1, 30)) for _ in range(batch))
-    pages, page, table = batch, 51, None
+    pages, page, slots = batch, 51, None
     if draw(st.booleans()):
-        page, most = 16, 4
-        pages = batch * most + 1
-        shuffled = draw(st.permutations(range(pages)))
-        table = tuple(tuple(shuffled[row * most : (row + 1) * most]) for row in range(batch))
+        start, valid = None, None
+        page, pages = draw(st.sampled_from([16, 48])), draw(st.integers(1, 9))
+        # No two tokens in one slot, and some in none.
+        every = draw(st.permutations(range(-batch * tokens, pages * page)))
+        slots = tuple(tuple(every[row * tokens : (row + 1) * tokens]) for row in range(batch))
     layout = RaggedLayout(
         tuple(draw(widths) for _ in range(heads)),
         tuple(draw(widths) for _ in range(heads)),
@@ -241,7 +254,8 @@ def passes(draw):
         value_depth=draw(st.sampled_from([0, 48, 112])),
         rope=draw(st.none() | ropes(depth)),
         valid=valid,
-        table=table,
+        slots=slots,
+        spare=draw(st.sampled_from([0, 0, 48])),
         gap=draw(st.sampled_from([16, 3])),
         heads_first=draw(st.booleans()),
     )
@@ -304,13 +318,11 @@ def test_a_token_without_room_is_not_stored():
     # Products of other rows beside them may be summed in another order.
     torch.testing.assert_close(keys[1, 2:6], wanted[1, 2:6])
     pool = RaggedLayout((32,), (16,), 1, 3, 16)
-    paged = Pass(Case(pool, 32, 40, (0,), table=((2, -1),)), torch.float32, DEVICE, 1)
-    project_keys(
-        paged.keys, paged.bases, pool, paged.buffer, paged.start, table=paged.places["table"]
-    )
-    keys = pool.head(paged.buffer, 0)[0]
-    assert bool((keys[:2] == UNTOUCHED).all())  # page -1 is none, and a third is not named
-    assert not bool((keys[2] == UNTOUCHED).any())
+    slots = torch.tensor([48, 2**40, -1, -17, 33, 47])
+    paged = Pass(Case(pool, 32, 6, None, slots=(tuple(slots.tolist()),)), torch.float32, DEVICE, 1)
+    project_keys(paged.keys, paged.bases, pool, paged.buffer, None, slots=slots.to(DEVICE))
+    written = (pool.head(paged.buffer, 0)[0] != UNTOUCHED).all(-1)
+    assert written.nonzero().tolist() == [[2, 1], [2, 15]]
 
 
 def test_a_pass_of_no_tokens_stores_nothing():

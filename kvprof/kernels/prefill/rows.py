@@ -1,0 +1,542 @@
+"""Attention of unlike numbers of new tokens per sequence, also over pages: chunked prefill.
+
+An engine gives each step what fits: some tokens of a long prompt, a short prompt whole, one new
+token of a sequence that decodes. All sequences' new tokens lie one after another, and what there is
+to do is known on the device alone, so it is cut there: a block is one tile of rows of a sequence,
+whose causal length is its cost, and the costly ones come first. A cut holds for all layers that
+compute with tiles as high, whatever their heads (`kvprof.kernels.prefill.schedules` cuts what the
+host knows, sequences that are all as long, more finely).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.kernels.checks import (
+    check_cache,
+    check_device,
+    check_pages,
+    check_pool,
+    check_queries,
+    check_scaling,
+    check_softcap,
+    checked_sinks,
+    whole_numbers,
+)
+from kvprof.kernels.dispatch import (
+    check_interpreter,
+    launching,
+    layout_of,
+    placed,
+    uses_triton,
+)
+from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
+from kvprof.kernels.prefill.cpu import prefill_rows_cpu
+from kvprof.kernels.prefill.kernel import prefill_blocks
+from kvprof.kernels.prefill.launch import head_table, kind_table, side_by_side, tiles_on
+from kvprof.kernels.prefill.schedules import COST_PER_SCORE, BlockRow
+from kvprof.kernels.prefill.tuning import Tile, Tuning
+from kvprof.kernels.tables import column
+
+__all__ = ["RowsCut", "RowsStep", "cut_rows", "rows_operator", "rows_step"]
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+
+_BLOCK = tl.constexpr(len(BlockRow._fields))
+_SEQUENCE = tl.constexpr(column(BlockRow, "sequence"))
+_FIRST = tl.constexpr(column(BlockRow, "first"))
+_ROWS = tl.constexpr(column(BlockRow, "rows"))
+_KIND = tl.constexpr(column(BlockRow, "kind"))
+
+
+@triton.jit
+def _sequences(number, starts, lengths, count, capacity, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return sequences' new tokens, the tokens before them, and their tiles."""
+    there = number < count
+    following = number + 1
+    first = tl.load(starts + number, mask=there, other=0)
+    new = tl.maximum(tl.load(starts + following, mask=there, other=0) - first, 0)
+    past = tl.minimum(tl.load(lengths + number, mask=there, other=0), capacity) - new
+    return new, past, (new * GROUP + ROWS - 1) // ROWS
+
+
+@triton.jit
+def _no_longer(length, new, past, tiles, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return how many of a sequence's tiles see no more than `length` tokens."""
+    inside = length - past
+    few = tl.minimum(tl.maximum(inside, 0), new) * GROUP // ROWS
+    return tl.where(inside >= new, tiles, tl.minimum(few, tiles))
+
+
+@triton.jit(do_not_specialize=["count", "capacity"])
+def cut_rows(
+    starts, lengths, blocks, count, capacity, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Make a block of every tile of rows, those that see most first; a program per tile.
+
+    Every program counts the tiles of all sequences that come before its own: with a few hundred
+    sequences that is cheaper than to sort.
+
+    Parameters
+    ----------
+    starts, lengths
+        ``[count + 1]`` and ``[count]`` int32, as `prefill_blocks` takes them.
+    blocks
+        A row of `kvprof.kernels.prefill.schedules.BlockRow` per program, int32, written; -1 as
+        sequence behind the last.
+    count, capacity
+        Sequences, and tokens that each has room for.
+    GROUP, ROWS
+        Query heads per KV head, and rows of a tile.
+    """
+    tile = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([], tl.int32)
+    own = tl.zeros([], tl.int32)
+    index = tl.zeros([], tl.int32)
+    own_new = tl.zeros([], tl.int32)
+    own_past = tl.zeros([], tl.int32)
+    for at in range(0, count, LANES):
+        new, past, tiles = _sequences(at + lane, starts, lengths, count, capacity, GROUP, ROWS)
+        before = total + tl.cumsum(tiles, 0) - tiles
+        mine = (before <= tile) & (tile < before + tiles)
+        own += tl.sum(tl.where(mine, at + lane, 0), 0)
+        index += tl.sum(tl.where(mine, tile - before, 0), 0)
+        own_new += tl.sum(tl.where(mine, new, 0), 0)
+        own_past += tl.sum(tl.where(mine, past, 0), 0)
+        total += tl.sum(tiles, 0)
+    place = tile
+    if tile < total:
+        last = tl.minimum((index + 1) * ROWS, own_new * GROUP)
+        seen = own_past + (last + GROUP - 1) // GROUP
+        place = index
+        for at in range(0, count, LANES):
+            number = at + lane
+            new, past, tiles = _sequences(number, starts, lengths, count, capacity, GROUP, ROWS)
+            most = _no_longer(seen, new, past, tiles, GROUP, ROWS)
+            fewer = _no_longer(seen - 1, new, past, tiles, GROUP, ROWS)
+            place += tl.sum(tiles - most + tl.where(number < own, most - fewer, 0), 0)
+            place -= tl.sum(tl.where(number == own, fewer, 0), 0)
+    block = blocks + place * _BLOCK
+    tl.store(block + _SEQUENCE, tl.where(tile < total, own, -1))
+    tl.store(block + _FIRST, index * ROWS)
+    tl.store(block + _ROWS, tl.minimum(own_new * GROUP - index * ROWS, ROWS))
+    tl.store(block + _KIND, 0)
+
+
+class RowsCut(NamedTuple):
+    """A step's work as it was cut; layers with tiles as high may share it.
+
+    Attributes
+    ----------
+    starts, lengths : Tensor
+        ``[rows + 1]`` and ``[rows]`` int32.
+    tokens : int
+        New tokens of all sequences, with what room there is behind them.
+    heights : tuple of int
+        Rows of a tile.
+    blocks : list of Tensor
+        For each height; empty where no Triton kernel runs.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    tokens: int
+    heights: tuple[int, ...]
+    blocks: list[Tensor]
+
+
+@torch.library.custom_op("kvprof::prefill_rows_cut", mutates_args=())
+def cut_operator(
+    starts: Tensor, lengths: Tensor, tokens: int, capacity: int, group: int, heights: Sequence[int]
+) -> list[Tensor]:
+    """Return the blocks of a step for tiles of each height, as `cut_rows` writes them."""
+    found = []
+    for height in heights:
+        blocks = lengths.new_empty(
+            _room(tokens, len(lengths), group, height), len(BlockRow._fields)
+        )
+        launching(cut_rows, (len(blocks),))(
+            starts,
+            lengths,
+            blocks,
+            len(lengths),
+            capacity,
+            GROUP=group,
+            ROWS=height,
+            LANES=min(256, max(32, triton.next_power_of_2(len(lengths)))),
+            num_warps=1,
+        )
+        found.append(blocks)
+    return found
+
+
+@cut_operator.register_fake
+def _(
+    starts: Tensor, lengths: Tensor, tokens: int, capacity: int, group: int, heights: Sequence[int]
+) -> list[Tensor]:
+    rows = lengths.shape[0]
+    return [
+        lengths.new_empty(_room(tokens, rows, group, height), len(BlockRow._fields))
+        for height in heights
+    ]
+
+
+def _room(tokens: int, rows: int, group: int, height: int) -> int:
+    """Return the most tiles that `tokens` new tokens of `rows` sequences can have."""
+    return tokens * group // height + min(rows, tokens)
+
+
+@torch.library.custom_op("kvprof::prefill_rows", mutates_args=())
+def rows_operator(
+    query: Tensor,
+    buffer: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    blocks: Sequence[Tensor],
+    heads: Tensor,
+    order: Tensor,
+    sinks: Tensor | None,
+    table: Tensor | None,
+    scaling: float,
+    softcap: float,
+    window: int,
+    heights: Sequence[int],
+    key_widths: Sequence[int],
+    value_widths: Sequence[int],
+    sizes: Sequence[int],
+    tuning: Sequence[int],
+) -> Tensor:
+    """Attend: see `RowsStep.run`, which checks what is given.
+
+    Parameters
+    ----------
+    query, buffer, sinks, table, scaling, softcap, window
+        As there.
+    starts, lengths, blocks, heights
+        Of a `RowsCut`.
+    heads, order
+        Of a `RowsStep`.
+    key_widths, value_widths, sizes
+        Of the layout; the sizes are its group, batch and capacity.
+    tuning
+        `Tuning.numbers`.
+
+    Returns
+    -------
+    Tensor
+        ``[tokens, Σ_g G·dv_g]``.
+    """
+    layout = layout_of(tuple(key_widths), tuple(value_widths), tuple(sizes))
+    if not uses_triton(query.device):
+        return prefill_rows_cpu(
+            query, buffer, layout, starts, lengths, scaling, table,
+            softcap=softcap, sinks=sinks, window=window,
+        )  # fmt: skip
+    output = query.new_empty(len(query), layout.output_offsets[-1])
+    page = 0 if table is None else layout.capacity
+    tensors = (
+        query.contiguous(), buffer, output, lengths, starts, lengths if sinks is None else sinks,
+    )  # fmt: skip
+    room = layout.capacity if table is None else min(table.shape[1] * page, MOST_TOKENS)
+    numbers = (
+        0,
+        room,
+        row_stride(buffer, layout.batch),
+        0 if table is None else table.shape[1],
+        query.shape[1],
+        output.shape[1],
+        scaling if softcap else scaling * math.log2(math.e),
+        softcap,
+        window,
+    )
+
+    def job(kind: tuple[int, int, Tile], own: list[int], first: int) -> Callable[[], None]:
+        tile = kind[2]
+        items = blocks[list(heights).index(tile.rows)]
+        options: dict[str, Any] = {"num_warps": tile.warps}
+        if tile.registers:
+            options["maxnreg"] = tile.registers
+        return lambda: launching(prefill_blocks, (len(items) * len(own),))(
+            *tensors,
+            items,
+            heads,
+            order,
+            lengths if table is None else table,
+            lengths,
+            first,
+            len(own),
+            *numbers,
+            KINDS=kind_table([kind]),
+            COUNT=1,
+            STAGES=stages_of(tile, page),
+            GROUP=layout.group,
+            PAGE=page,
+            UNLIKE=True,
+            SOFTCAP=softcap > 0,
+            SINKS=sinks is not None,
+            WINDOW=window > 0,
+            TRACE=False,
+            **options,
+        )
+
+    jobs, first = [], 0
+    settings = Tuning.of(tuning)
+    for kind, own in _kinds(layout, settings, query.element_size(), query.device).items():
+        jobs.append(job(kind, own, first))
+        first += len(own)
+    side_by_side(jobs, query.device)
+    return output
+
+
+@rows_operator.register_fake
+def _(
+    query: Tensor,
+    buffer: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    blocks: Sequence[Tensor],
+    heads: Tensor,
+    order: Tensor,
+    sinks: Tensor | None,
+    table: Tensor | None,
+    scaling: float,
+    softcap: float,
+    window: int,
+    heights: Sequence[int],
+    key_widths: Sequence[int],
+    value_widths: Sequence[int],
+    sizes: Sequence[int],
+    tuning: Sequence[int],
+) -> Tensor:
+    return query.new_empty(query.shape[0], sizes[0] * sum(value_widths))
+
+
+def stages_of(tile: Tile, page: int) -> int:
+    """Return the stages of the compiler's pipeline: loads wait for the numbers of their pages."""
+    return 2 * tile.stages - 1 if page else tile.stages
+
+
+def _kinds(
+    layout: RaggedLayout, tuning: Tuning, element_size: int, device: torch.device
+) -> dict[tuple[int, int, Tile], list[int]]:
+    """Return heads by key width, value width and tile; those that take longest come first."""
+    tiles = tiles_on(device, layout, tuning, element_size)
+    found: dict[tuple[int, int, Tile], list[int]] = {}
+    widths = zip(layout.key_widths, layout.value_widths, tiles, strict=True)
+    for head, kind in enumerate(widths):
+        found.setdefault(kind, []).append(head)
+    heavy = sorted(found, key=lambda kind: -(kind[0] + kind[1] + COST_PER_SCORE) * len(found[kind]))
+    return {kind: found[kind] for kind in heavy}
+
+
+@dataclass(frozen=True, eq=False)
+class RowsStep:
+    """Attention of a layer's new tokens; `cut` the work once, `run` it for every layer.
+
+    Attributes
+    ----------
+    layout : RaggedLayout
+    dtype : torch.dtype
+    rows : int
+        Sequences.
+    paged : bool
+    tuning : Tuning
+    heights : tuple of int
+        Rows of a tile, of every kind of head that shares the cut.
+    heads : Tensor
+        From `kvprof.kernels.prefill.launch.head_table`.
+    order : Tensor
+        ``[heads]`` int32, kind after kind.
+    """
+
+    layout: RaggedLayout
+    dtype: torch.dtype
+    rows: int
+    paged: bool
+    tuning: Tuning
+    heights: tuple[int, ...]
+    heads: Tensor
+    order: Tensor
+
+    def cut(
+        self, starts: Tensor | Sequence[int], lengths: Tensor | Sequence[int], tokens: int
+    ) -> RowsCut:
+        """Cut the step's work on the device; nothing waits for it, and a CUDA graph may hold it.
+
+        Parameters
+        ----------
+        starts : Tensor or sequence of int
+            ``[rows + 1]`` int32: where each sequence's new tokens begin among all, and where the
+            last one's end. Sequences without any are allowed.
+        lengths : Tensor or sequence of int
+            ``[rows]`` int32: tokens of each sequence, the new ones included.
+        tokens : int
+            Rows of queries that `run` will get, no fewer than the new tokens.
+
+        Raises
+        ------
+        UsageError
+            When a shape, dtype or device does not fit.
+        """
+        device = self.heads.device
+        starts = whole_numbers("starts", starts, (self.rows + 1,), device)
+        lengths = whole_numbers("lengths", lengths, (self.rows,), device)
+        if tokens < 0:
+            raise UsageError(f"{tokens} new tokens make no sense: 0 or more")
+        if not uses_triton(device) or not tokens:
+            return RowsCut(starts, lengths, tokens, self.heights, [])
+        room = MOST_TOKENS if self.paged else self.layout.capacity
+        found = cut_operator(starts, lengths, tokens, room, self.layout.group, self.heights)
+        return RowsCut(starts, lengths, tokens, self.heights, found)
+
+    def run(
+        self,
+        query: Tensor,
+        buffer: Tensor,
+        cut: RowsCut,
+        scaling: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        window: int = 0,
+        table: Tensor | None = None,
+    ) -> Tensor:
+        """Return causal attention of the new tokens, ``[tokens, Σ_g G·dv_g]``.
+
+        Query ``i`` of sequence ``b`` is row ``starts[b] + i`` and stands at position ``lengths[b] -
+        new + i``; its keys and values, and those of all before it, are in the cache. A query at a
+        negative position gets zeros, and a row behind the last sequence's anything.
+
+        Parameters
+        ----------
+        query : Tensor
+            ``[tokens, Σ_g G·dk_g]``.
+        buffer : Tensor
+            The layer's cache in the same dtype: flat, or ``[batch, RaggedLayout.row or more]`` such
+            as an engine's pool of pages.
+        cut : RowsCut
+            From `cut`, of this step or of one with the same rows, group and heights.
+        scaling : float
+            Factor of ``q · k``, above 0.
+        softcap : float
+            Scores become ``softcap · tanh(score / softcap)``; 0 leaves them.
+        sinks : Tensor, optional
+            ``[heads, G]`` float32: a further logit per query head that takes weight and gives
+            nothing.
+        window : int
+            Tokens that a token sees, itself included; 0 for all.
+        table : Tensor, optional
+            ``[rows, most pages]`` int32, for a paged step. What it names is not checked; tokens
+            behind a sequence's last page are left out.
+
+        Raises
+        ------
+        UsageError
+            When shapes or dtypes do not fit together, or bf16 is to be interpreted.
+        """
+        layout = self.layout
+        check_queries(query, (cut.tokens, layout.query_offsets[-1]), self.dtype)
+        check_cache(buffer, layout.batch, layout.row, self.dtype)
+        check_device(self.heads.device, queries=query, cache=buffer, table=table)
+        check_scaling(scaling)
+        check_softcap(softcap)
+        check_interpreter(self.dtype)
+        sinks = checked_sinks(sinks, layout.heads, layout.group)
+        if window < 0:
+            raise UsageError(f"a window of {window} tokens makes no sense: 0 (none) or more")
+        if self.paged != (table is not None):
+            raise UsageError(
+                "a paged step needs its page table" if self.paged else "this step has no pages"
+            )
+        if table is not None:
+            check_pages(table, self.rows)
+        if not set(self.heights) <= set(cut.heights):
+            raise UsageError(
+                f"the work was cut for tiles of {cut.heights} rows, and this layer has "
+                f"{self.heights}: give both steps all kinds of head (pairs)"
+            )
+        if not cut.tokens:
+            return query.new_empty(0, layout.output_offsets[-1])
+        found: Tensor = rows_operator(
+            query,
+            buffer,
+            cut.starts,
+            cut.lengths,
+            cut.blocks,
+            self.heads,
+            self.order,
+            sinks,
+            table,
+            float(scaling),
+            float(softcap),
+            window,
+            cut.heights,
+            layout.key_widths,
+            layout.value_widths,
+            (layout.group, layout.batch, layout.capacity),
+            self.tuning.numbers(),
+        )
+        return found
+
+
+def rows_step(
+    layout: RaggedLayout,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    tuning: Tuning | None = None,
+    page_tokens: int | None = None,
+    rows: int | None = None,
+    pairs: Sequence[tuple[int, int]] | None = None,
+) -> RowsStep:
+    """Prepare attention of unlike numbers of new tokens.
+
+    Parameters
+    ----------
+    layout : RaggedLayout
+        In the paged form, of the pool: its batch is the pages, its capacity a page's tokens.
+    device : torch.device or str
+    dtype : torch.dtype
+    tuning : Tuning, optional
+    page_tokens : int, optional
+        Tokens of a page, a multiple of 16, and the layout's capacity; contiguous by default.
+    rows : int, optional
+        Sequences of the paged form.
+    pairs : sequence of (key width, value width), optional
+        Kinds of head of all layers that are to share a cut; the layout's own by default.
+
+    Raises
+    ------
+    UsageError
+        When pages or rows do not fit the layout.
+    """
+    device = placed(device)
+    rows = check_pool(layout, page_tokens, rows)
+    own = [*zip(layout.key_widths, layout.value_widths, strict=True), *(pairs or ())]
+    keys, values = zip(*own, strict=True)
+    tuning = tuning or Tuning()
+    family = RaggedLayout(keys, values, layout.group, 1, 1)
+    heights = {tile.rows for tile in tiles_on(device, family, tuning, dtype.itemsize)}
+    order = [
+        head for own in _kinds(layout, tuning, dtype.itemsize, device).values() for head in own
+    ]
+    return RowsStep(
+        layout,
+        dtype,
+        rows,
+        page_tokens is not None,
+        tuning,
+        tuple(sorted(heights)),
+        head_table(layout, device),
+        torch.tensor(order, dtype=torch.int32, device=device),
+    )
