@@ -15,15 +15,18 @@ DOCS = ROOT / "docs"
 PAGES = ("index", "start", "concepts", "commands", "methods", "kernels", "adding-a-method", "faq")
 
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    path = ROOT / "tools/docs_tables.py"
-    spec = importlib.util.spec_from_file_location("docs_tables", path)
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return load_tool("docs_tables")
 
 
 def page(name: str) -> str:
@@ -74,6 +77,38 @@ def test_findings_agree_with_the_frontiers_they_name() -> None:
         }
         assert written
         assert written.items() <= measured.items()
+
+
+def test_every_verdict_on_the_pretrained_model_stands_beside_the_reference_models(
+    tables: ModuleType,
+) -> None:
+    rows = tables.TABLES["verdicts"]().splitlines()[2:]
+    for path in (DOCS / "reproduction").glob("*.json"):
+        for entry in json.loads(path.read_text(encoding="utf-8"))["data"]["entries"]:
+            if entry["settings"].get("model") != "smollm2":
+                continue
+            item = f"{entry['paper']} {entry['item']}"
+            (row,) = [
+                one for one in rows if item in one.split(" | ")[0].removeprefix("| ").split(", ")
+            ]
+            *_, smoke, _, found = row.removesuffix(" |").split(" | ")
+            assert found.startswith(entry["verdict"]), item
+            # Each of these recipes has a verdict of the reference model at profile smoke.
+            assert re.match(r"reproduced|not reproduced|cannot be judged", smoke), item
+
+
+def test_a_spectrum_is_rounded_and_says_so() -> None:
+    found = load_tool("trim_record").trimmed(
+        {
+            "kind": "spectrum",
+            "inputs": {},
+            "data": {"pairs": {"k": {"mean": [1234.56, 0.00123456], "cv_of_max": None}}},
+        }
+    )
+    assert found["data"]["pairs"]["k"] == {"mean": [1235.0, 0.001235], "cv_of_max": None}
+    assert found["inputs"]["numbers"] == "4 significant digits"
+    with pytest.raises(SystemExit, match="a result of eval"):
+        load_tool("trim_record").trimmed({"kind": "eval"})
 
 
 def test_the_index_lists_every_page() -> None:

@@ -16,7 +16,7 @@ from functools import cache, reduce
 from importlib import import_module
 from operator import getitem
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import typer
@@ -30,6 +30,7 @@ from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs
 from kvprof.records.files import read_result, write_text_atomic
 from kvprof.views.numbers import MISSING, number
+from kvprof.views.recipe import check_words, model_words, verdict_words
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -318,6 +319,162 @@ def _kernels_inputs() -> str:
     )
 
 
+# --- one claim, two models ------------------------------------------------------------------------
+
+_PRETRAINED = "smollm2"
+_BOTH = ("reference", _PRETRAINED)
+
+
+def _entries(model: str, profile: str) -> dict[str, dict[str, Any]]:
+    """Return the ledger's entries that rest on one model alone, by recipe."""
+    records = (_record(f"reproduction/{path.name}") for path in _ledger_records())
+    entries = (entry for record in records for entry in record["data"]["entries"])
+    return {
+        entry["recipe"]: entry
+        for entry in entries
+        if entry["profile"] == profile and model_words(entry) == model
+    }
+
+
+def _ledger_records() -> list[Path]:
+    return sorted((DOCS / "reproduction").glob("*.json"))
+
+
+def _judged(entry: dict[str, Any] | None, measures: Iterable[str]) -> str:
+    """Return a verdict with what was measured; ✗ fails, ? is open, – is no measure of its own."""
+    if entry is None:
+        return MISSING
+    # The first line of a measure is the claim, a later one the weaker claim on the same number.
+    lines = {line["measure"]: line for line in reversed(entry["lines"])}
+    marks = {True: "", False: " ✗", None: " ?"}
+    found = (
+        f"{number(lines[name]['measured'])}{marks[lines[name]['holds']]}"
+        if name in lines
+        else MISSING
+        for name in measures
+    )
+    return f"{verdict_words(entry)}: {', '.join(found)}"
+
+
+def _verdicts() -> str:
+    """Return every recipe that was judged on the pretrained model, beside the reference model."""
+    pretrained = _entries(_PRETRAINED, "smoke")
+    others = [_entries("reference", profile) for profile in ("smoke", "small")]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, entry in sorted(pretrained.items()):
+        asked = "; ".join(
+            f"{line['measure']} {check_words(line)}{' (weaker)' if line['direction'] else ''}"
+            for line in entry["lines"]
+        )
+        measures = dict.fromkeys(line["measure"] for line in entry["lines"])
+        found = (_judged(one, measures) for one in (*(other.get(name) for other in others), entry))
+        key = (entry["claim"], asked, *found)
+        rows.setdefault(key, []).append(f"{entry['paper']} {entry['item']}")
+    head = (
+        "recipe",
+        "claim",
+        "asked of smollm2",
+        "reference, smoke",
+        "reference, small",
+        "smollm2",
+    )
+    return _rows(head, ((", ".join(items), *key) for key, items in rows.items()))
+
+
+def _cell_commands() -> str:
+    """Return the commands behind the pretrained model's verdicts, each with its recipes."""
+    found: dict[str, list[str]] = {}
+    for name, entry in sorted(_entries(_PRETRAINED, "smoke").items()):
+        for cell in entry["cells"]:
+            found.setdefault(cell["command"], []).append(name)
+    rows = ((", ".join(names), f"`{command}`") for command, names in found.items())
+    return _rows(("recipes", "command"), rows)
+
+
+def _model_record(model: str, name: str) -> dict[str, Any] | None:
+    path = f"findings/models/{model}-{name}.json"
+    return _record(path) if (DOCS / path).is_file() else None
+
+
+def _one_pass(*names: str) -> str:
+    """Return what both models keep in one pass, from the evaluations of these names."""
+    rows = []
+    for name in names:
+        found = {model: _model_record(model, name) for model in _BOTH}
+        labels: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+        for model, record in found.items():
+            for key, one in _evaluations(record):
+                labels.setdefault(key, {})[model] = one
+        for (label, rate), ones in sorted(labels.items()):
+            cells = [_kept(ones.get(model)) for model in _BOTH]
+            rows.append((f"`{label}`", name, f"{rate:.3f}", *(c for pair in cells for c in pair)))
+    ends = [f"{model}: {what}" for model in _BOTH for what in ("share of accuracy", "perplexity")]
+    return _rows(("method", "record", "rate", *ends), rows)
+
+
+def _evaluations(
+    record: dict[str, Any] | None,
+) -> Iterator[tuple[tuple[str, float], dict[str, Any]]]:
+    if record is None:
+        return
+    if record["kind"] == "frontier":
+        for method in record["data"]["methods"]:
+            for one in method["points"]:
+                if one["rate"] > 0:
+                    yield (method["label"], round(one["rate"], 3)), one
+        return
+    options = "".join(f":{key}={value}" for key, value in record["inputs"]["options"].items())
+    for one in record["data"]["evaluations"]:
+        if one["method"] != "full":
+            yield (one["method"] + options, round(one["rate"], 3)), one
+
+
+def _kept(one: dict[str, Any] | None) -> tuple[str, str]:
+    if one is None:
+        return MISSING, MISSING
+    low, high = one["relative_accuracy_interval"]
+    return (
+        f"{one['relative_accuracy']:.3f} ({low:.3f}–{high:.3f})",
+        f"×{number(one['perplexity_ratio'])}",
+    )
+
+
+def _widths() -> str:
+    """Return what spectra of both models say of vectors before and after RoPE, and of W_V."""
+    rows = []
+    for model in _BOTH:
+        record = _model_record(model, "spectra")
+        assert record is not None
+        dims = record["inputs"]["head_dim"]
+        for pair, one in record["data"]["pairs"].items():
+            ranks = [rank for layer in one["effective_rank"] for rank in layer]
+            half = [head[dims // 2 - 1] for layer in one["energy_kept"] for head in layer]
+            most = [
+                next(r for r, kept in enumerate(head, 1) if kept >= 0.99)
+                for layer in one["energy_kept"]
+                for head in layer
+            ]
+            rows.append(
+                (
+                    model,
+                    f"`{pair}`",
+                    str(dims),
+                    f"{mean(ranks):.1f} ({mean(ranks) / dims:.2f})",
+                    f"{100 * mean(half):.1f} %",
+                    f"{mean(most):.1f} ({mean(most) / dims:.2f})",
+                )
+            )
+    head = (
+        "model",
+        "of",
+        "dimensions",
+        "effective rank (of the width)",
+        "energy at half width",
+        "rank for 99 % of it (of the width)",
+    )
+    return _rows(head, rows)
+
+
 #: What fills a region, by its name.
 TABLES: dict[str, Callable[..., str]] = {
     "commands": _commands, "exit-codes": _exit_codes, "options": _options,
@@ -325,6 +482,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "quantisers": _quantisers, "variants": _variants, "shapes": _shapes, "literal": _literal,
     "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
+    "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
+    "widths": _widths,
 }  # fmt: skip
 
 

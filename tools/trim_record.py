@@ -1,15 +1,48 @@
-"""Drop the rows of single heads from stability results, so that the averages can be committed.
+"""Make results small enough to be committed.
 
     python tools/trim_record.py RESULT.json … --to docs/findings
 
-What is left says so in its inputs; `kvprof stability --json` with the same inputs writes the rest.
+Of a stability result the rows of single heads go, so that the averages stay; of a spectrum every
+number keeps four significant digits. What is left says so in its inputs; the same command with
+`--json` writes the rest.
 """
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from kvprof.records.files import read_result, write_result
+
+DIGITS = 4
+
+
+def trimmed(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result of `kvprof stability` or `kvprof spectrum` without what makes it long.
+
+    Raises
+    ------
+    SystemExit
+        For a result of another kind.
+    """
+    if result["kind"] == "stability":
+        curves = result["data"]["curves"]
+        result["data"]["curves"] = [row for row in curves if row["layer"] is None]
+        result["inputs"]["rows_of_single_heads"] = "left out"
+    elif result["kind"] == "spectrum":
+        result["data"]["pairs"] = _rounded(result["data"]["pairs"])
+        result["inputs"]["numbers"] = f"{DIGITS} significant digits"
+    else:
+        raise SystemExit(f"a result of {result['kind']}: only stability and spectrum are trimmed")
+    return result
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def main() -> None:
@@ -19,10 +52,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
     for path in arguments.results:
-        result = read_result(path)
-        curves = result["data"]["curves"]
-        result["data"]["curves"] = [row for row in curves if row["layer"] is None]
-        result["inputs"]["rows_of_single_heads"] = "left out"
+        result = trimmed(read_result(path))
         write_result(arguments.to / path.name, json.loads(json.dumps(result)), force=True)
 
 

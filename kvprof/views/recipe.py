@@ -428,18 +428,20 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
     return Group(*parts, *warned(result))
 
 
-def _run(entry: Entry) -> tuple[str | None, str | None]:
-    return entry["profile"], entry["machine"]
+def _run(entry: Entry) -> tuple[str | None, str | None, str | None]:
+    return entry["profile"], entry["machine"], entry["settings"].get("model")
 
 
 def _runs(entries: Sequence[Entry]) -> Iterator[str]:
     """Say which profile ran where; what was not run ran nowhere."""
     ran = [entry for entry in entries if entry["cells"]]
-    for profile, machine in dict.fromkeys(_run(e) for e in ran):
-        own = [e for e in ran if _run(e) == (profile, machine)]
+    for run in dict.fromkeys(_run(e) for e in ran):
+        own = [e for e in ran if _run(e) == run]
+        profile, machine, model = run
+        on = f" with --model {model}" if model else ""
         days = sorted({e["created"][:10] for e in own})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        yield f"profile {profile}: {len(own)} of the recipes ran, {machine}, {when}"
+        yield f"profile {profile}{on}: {len(own)} of the recipes ran, {machine}, {when}"
 
 
 def _counts(entries: Sequence[Entry]) -> DataTable:

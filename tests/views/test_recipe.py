@@ -175,6 +175,7 @@ def test_models_stand_beside_each_other_in_the_ledger() -> None:
     assert "| Table 7 | fdc-table-7 | smoke | reference | not reproduced |" in text
     assert "| Table 7 | fdc-table-7 | smoke | smollm2 | reproduced |" in text
     assert "| FDC | smoke | smollm2 | 1 | 0 | 0 | 0 |" in text
+    assert "- profile smoke with --model smollm2: 1 of the recipes ran" in text
     assert "(fdc-table-7, profile smoke, on smollm2)" in text
     assert "versions 3 and 2 of one preprint (arXiv 2408.04107)" in text
     flat = " ".join(render_text(report(result, 80, colour=False), 80).split())
