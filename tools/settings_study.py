@@ -1,9 +1,10 @@
 """What readings of a paper, a leading token and signs of bases change, on the reference model.
 
 One sample, every plan at one rate, decoded through the cache and compared with the uncompressed
-model. Writes ``docs/findings/settings.json`` and prints the table that docs/findings.md has::
+model. Writes a record and prints the rows that docs/findings.md has::
 
-    python tools/settings_study.py docs/findings/settings.json
+    python tools/settings_study.py settings.json
+    python tools/settings_study.py docs/findings/signs.json --only signs
 """
 
 import argparse
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=384)
     parser.add_argument("--signs", type=int, default=5, help="random signs that are tried")
+    parser.add_argument("--only", choices=("readings", "signs"), help="half of it")
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
 
@@ -113,10 +115,11 @@ def main() -> None:
         return plan_for_rate(family, _RATE, evaluator.context, itemsize=itemsize)
 
     calibrators: dict[str, Calibrator] = {}
-    for label, method, options, source in ROWS:
+    for label, method, options, source in ROWS if given.only != "signs" else ():
         measure(label, plan_of(method, options, source))
     spreads = []
-    for method, options in (("kq-4bit", {}), ("palu-3bit", {"hadamard": True})):
+    quantised = (("kq-4bit", {}), ("palu-3bit", {"hadamard": True}))
+    for method, options in quantised if given.only != "readings" else ():
         base = plan_of(method, options, "calibration")
         own = measure(f"{method}, the convention's signs", base)
         drawn = [
@@ -133,7 +136,8 @@ def main() -> None:
                 "deviation": pstdev(values),
             }
         spreads.append(spread)
-    measure("palu-3bit-g32", plan_of("palu-3bit-g32", {"hadamard": True}, "calibration"))
+    if given.only != "signs":
+        measure("palu-3bit-g32", plan_of("palu-3bit-g32", {"hadamard": True}, "calibration"))
     result = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "rate": _RATE,
