@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Stop", "at_once", "fill_closed_streams", "graceful_interrupt", "raising"]
+__all__ = ["Stop", "at_once", "fill_closed_streams", "graceful_interrupt", "raising", "to_remove"]
 
 _INTERRUPTED = 130
 # Windows has no SIGHUP.
@@ -22,9 +22,13 @@ _Handler = Callable[[int, FrameType | None], None]
 
 # A key is not pressed twice within this; `timeout -s INT` sends its signal twice at once.
 _TWICE_SECONDS = 0.3
+# What a shell and a terminal that end send is there by then.
+_MEANT_SECONDS = 5.0
 
 _IMPORTING = "<frozen importlib"
-_AGAIN_SECONDS = 0.01
+
+#: What nobody else removes where a process leaves at once, by the id of its owner.
+to_remove: dict[int, Callable[[], object]] = {}
 
 
 class Stop:
@@ -42,8 +46,8 @@ class Stop:
 def graceful_interrupt() -> Iterator[Stop]:
     """Turn the first Ctrl-C into a request to stop after the step in hand; the second one kills.
 
-    SIGTERM and SIGHUP are requests too, however often they come: programs that send them send them
-    twice. Outside the main thread signals cannot be caught, and they stay what they were.
+    SIGTERM and SIGHUP are requests too, and come twice from programs that send them; only one that
+    comes seconds later is meant again, for a step that does not end. Outside the main thread signals cannot be caught, and they stay what they were.
     """
     stop = Stop()
     asked_at = 0.0
@@ -52,7 +56,8 @@ def graceful_interrupt() -> Iterator[Stop]:
         nonlocal asked_at
         again = stop.requested
         now = time.monotonic()
-        if again and number == signal.SIGINT and now - asked_at > _TWICE_SECONDS:
+        apart = _TWICE_SECONDS if number == signal.SIGINT else _MEANT_SECONDS
+        if again and now - asked_at > apart:
             raise KeyboardInterrupt
         if again:
             return
@@ -71,16 +76,17 @@ def graceful_interrupt() -> Iterator[Stop]:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Let each of the signals raise KeyboardInterrupt in the body, which can clean up."""
+    """Let each of the signals raise KeyboardInterrupt in the body, which can clean up.
+
+    In the middle of an import it ends the process at once.
+    """
     raised = False
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal raised
-        if frame is not None and frame.f_code.co_filename.startswith(_IMPORTING):
-            # There it would be swallowed at times, and told as a traceback.
-            again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
+        if _is_importing(frame):
+            # There it would be swallowed at times, and half of a module would go on.
+            _leave(number, frame)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         elif not raised:  # a second one would end the cleaning up after the first
@@ -101,8 +107,19 @@ def at_once() -> None:
             signal.signal(number, _leave)
 
 
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORTING):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _leave(_number: int, _frame: FrameType | None) -> None:
     # No exception: in the middle of an import it could be swallowed, or told as a traceback.
+    for remove in list(to_remove.values()):
+        with contextlib.suppress(Exception):
+            remove()
     with contextlib.suppress(OSError):
         os.write(2, b"kvprof: interrupted\n")
     os._exit(_INTERRUPTED)

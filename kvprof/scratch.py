@@ -11,9 +11,12 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
+
+from kvprof.interrupt import to_remove
 
 __all__ = [
     "ScratchFolder",
@@ -46,9 +49,11 @@ class ScratchFolder(tempfile.TemporaryDirectory[str]):
         super().__init__(prefix=f"{_PREFIX}{what}-")
         self._owner = Path(self.name, _OWNER).open("xb")  # noqa: SIM115 - held as long as the folder
         _lock(self._owner.fileno())
+        to_remove[id(self)] = partial(shutil.rmtree, self.name, ignore_errors=True)
 
     def cleanup(self) -> None:
         """Remove it now."""
+        to_remove.pop(id(self), None)
         super().cleanup()
         self._owner.close()
 

@@ -155,6 +155,24 @@ def test_an_error_that_an_interrupt_was_made_of_is_one() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_inside_of_a_modules_import_ends_at_once(number: int, tmp_path: Path) -> None:
+    """Raised there it was swallowed by whoever imports on trial, and half a module went on."""
+    slow = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\n"
+    (tmp_path / "slow.py").write_text(f"{slow}except BaseException:\n    pass\n")
+    body = (
+        f"import sys, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        f"sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True\n"
+        "with ScratchFolder('x'):\n    import slow\n    print('went on')"
+    )
+    process = python(command(body))
+    said_ready(process)
+    process.send_signal(number)
+    out, said = process.communicate(timeout=30)
+    assert (process.returncode, out, said) == (130, "", "kvprof: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["slow.py"]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_work_in_hand_is_finished(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     before = [signal.getsignal(one) for one in SIGNALS]
     with graceful_interrupt() as stop:
@@ -166,13 +184,18 @@ def test_the_work_in_hand_is_finished(number: int, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count("keeping what was measured") == 1
 
 
-def test_ctrl_c_again_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupt, "_TWICE_SECONDS", -1.0)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_is_meant_again_drops_it(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may never end: somebody's method that hangs."""
+    kind = "_TWICE_SECONDS" if number == signal.SIGINT else "_MEANT_SECONDS"
+    monkeypatch.setattr(interrupt, kind, -1.0)
     with graceful_interrupt() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         assert stop()
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
