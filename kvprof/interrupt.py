@@ -47,7 +47,8 @@ def graceful_interrupt() -> Iterator[Stop]:
     """Turn the first Ctrl-C into a request to stop after the step in hand; the second one kills.
 
     SIGTERM and SIGHUP are requests too, and come twice from programs that send them; only one that
-    comes seconds later is meant again, for a step that does not end. Outside the main thread signals cannot be caught, and they stay what they were.
+    comes seconds later is meant again, for a step that does not end. Outside the main thread
+    signals cannot be caught, and they stay what they were.
     """
     stop = Stop()
     asked_at = 0.0
