@@ -370,12 +370,13 @@ def _check_schema_name(path: Path, name: str) -> None:
         return
     family, _, version = name.partition("/")
     own_family, _, own_version = SCHEMA.partition("/")
-    if family == own_family and version.isdecimal() and int(version) > int(own_version):
+    newer = re.fullmatch("[0-9]{1,9}", version) and int(version) > int(own_version)
+    if family == own_family and newer:
         raise FailedError(
             f"{path} was written by a newer kvprof (schema {name}, this one reads {SCHEMA}); "
             "upgrade kvprof to read it"
         )
-    raise FailedError(f"{path}: schema {name!r} is not {SCHEMA}: no result of kvprof")
+    raise FailedError(f"{path}: schema {name[:40]!r} is not {SCHEMA}: no result of kvprof")
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -30,6 +30,8 @@ LEAVES: tuple[Any, ...] = (
     "",
     "x",
     HOSTILE,
+    "9" * 5000,
+    "kvprof/" + "9" * 5000,
     [],
     {},
     [None],
@@ -63,6 +65,10 @@ def _places(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | 
         yield from _places(entry, (*at, key))
 
 
+class _Renamed:
+    """Stands for a value whose key has another name: of a task, a method, a field."""
+
+
 def filled(value: Any, place: tuple[str | int, ...], new: Any) -> Any:
     """Return a copy of a value in which something else stands at a place, or nothing."""
     changed = copy.deepcopy(value)
@@ -71,6 +77,9 @@ def filled(value: Any, place: tuple[str | int, ...], new: Any) -> Any:
         around = around[step]
     if new is _ABSENT:
         del around[place[-1]]
+    elif new is _Renamed:
+        if isinstance(around, dict):
+            around[HOSTILE + str(place[-1])] = around.pop(place[-1])
     else:
         around[place[-1]] = copy.deepcopy(new)
     return changed
@@ -79,4 +88,4 @@ def filled(value: Any, place: tuple[str | int, ...], new: Any) -> Any:
 def mutations(value: Any) -> st.SearchStrategy[Any]:
     """Return a strategy of copies of a value that differ from it in one place."""
     places = st.sampled_from(list(_places(value)))
-    return st.builds(filled, st.just(value), places, st.sampled_from([*LEAVES, _ABSENT]))
+    return st.builds(filled, st.just(value), places, st.sampled_from([*LEAVES, _ABSENT, _Renamed]))

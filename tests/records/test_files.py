@@ -316,3 +316,12 @@ def test_a_circle_of_links_is_one_line(tmp_path: Path, name: str) -> None:
     for write in (ensure_writable, lambda path: write_text_atomic(path, "x")):
         with pytest.raises(FailedError, match=r"cannot write .*symbolic links"):
             write(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["9" * 5000, "kvprof/" + "9" * 5000, "kvprof/²"])
+def test_a_schema_that_is_no_name_is_one_short_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"schema": name}))
+    with pytest.raises(FailedError, match="no result of kvprof") as told:
+        read_result(path)
+    assert len(str(told.value)) < len(str(path)) + 200

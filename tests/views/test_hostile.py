@@ -139,7 +139,8 @@ _FUZZ = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-_FUZZED = {kind: plain(kind) for kind in ("bench", "eval", "frontier", "recipe", "jct")}
+_FUZZED_KINDS = ("bench", "eval", "frontier", "recipe", "jct", "sensitivity")
+_FUZZED = {kind: plain(kind) for kind in _FUZZED_KINDS}
 
 
 @_FUZZ
@@ -153,10 +154,10 @@ def test_a_record_is_shown_or_refused_in_one_line(
     try:
         result = read_result(path)
         with what_was_read(path):
-            render_text(report(result, 80, colour=False), 80)
+            assert not unprintable(render_text(report(result, 80, colour=False), 80))
             if (make := csv_of(result)) is not None:
-                make()
-            to_markdown(result)
+                assert not unprintable(make())
+            assert not unprintable(to_markdown(result))
             compare([whole, result], ["a", "b"], fail_over=0.05)
     except KvprofError as problem:
         told = str(problem)
