@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Stop", "at_once", "fill_closed_streams", "graceful_interrupt", "raising", "to_remove"]
+from kvprof.leftovers import to_remove
+
+__all__ = ["Stop", "at_once", "fill_closed_streams", "graceful_interrupt", "raising"]
 
 _INTERRUPTED = 130
 # Windows has no SIGHUP.
@@ -26,9 +28,6 @@ _TWICE_SECONDS = 0.3
 _MEANT_SECONDS = 5.0
 
 _IMPORTING = "<frozen importlib"
-
-#: What nobody else removes where a process leaves at once, by the id of its owner.
-to_remove: dict[int, Callable[[], object]] = {}
 
 
 class Stop:

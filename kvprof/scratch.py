@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from kvprof.interrupt import to_remove
+from kvprof.leftovers import to_remove
 
 __all__ = [
     "ScratchFolder",
