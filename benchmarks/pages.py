@@ -435,13 +435,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     left_out = 0
     wrong = []
+    failed: list[str] = []
     for name, build in cases(bench, small=False):
         if wanted and name not in wanted:
             continue
         if time.perf_counter() - begun > arguments.seconds:
             left_out += 1
             continue
-        new = measured(bench, build(), arguments.repeats)
+        try:
+            new = measured(bench, build(), arguments.repeats)
+        except Exception as problem:  # the other cases are measured all the same
+            failed.append(f"{name}: {type(problem).__name__}: {problem}"[:500])
+            print(failed[-1], flush=True)
+            continue
         for row in new:
             interval = row["ratio_interval"] or (row["ratio"],) * 2
             print(
@@ -468,13 +474,19 @@ def main() -> None:
         },
         environment=collect_environment(),
         warnings=[
-            f"{row['what']} {row['context']} x {row['batch']}, {row['form']}: error {row['error']}"
-            for row in wrong
+            *failed,
+            *(
+                f"{row['what']} {row['context']} x {row['batch']}, {row['form']}: error "
+                f"{row['error']}"
+                for row in wrong
+            ),
         ],
     )
     write_result(arguments.out / NAME, result, force=True)
-    if wrong:
-        raise SystemExit(f"{len(wrong)} forms are further than {LIMIT} from float64")
+    if wrong or failed:
+        raise SystemExit(
+            f"{len(failed)} cases failed; {len(wrong)} forms are further than {LIMIT} from float64"
+        )
 
 
 if __name__ == "__main__":
