@@ -79,7 +79,18 @@ def study(
     if loaded.device.type == "cpu":
         usual, length = _CPU_TOKENS, min(_CPU_LENGTH, length)
     length = request.seq_len or length
+    if request.tokens is not None and request.tokens < length:
+        raise UsageError(
+            f"--tokens {request.tokens:,}: fewer than one sequence of {length:,}; take more, or "
+            "give a shorter --seq-len"
+        )
     wanted = max(1, (request.tokens or usual) // length)
+    widths = [width for x in loaded.layout.layers for width in (x.qk_head_dim, x.v_head_dim)]
+    for rank in request.ranks:
+        if rank >= min(widths):
+            raise UsageError(
+                f"--ranks: {rank} keeps all of heads of {min(widths)}; name a smaller one"
+            )
     sources = tuple(parse_source(name, what="--text") for name in request.text)
     with console.status("reading what is evaluated"):
         samples = text_samples(loaded, sources, seq_len=length, sequences=wanted)

@@ -101,7 +101,7 @@ def settings_of(
     bits : sequence of str
         ``fp8``, or a number of bits of the quantiser.
     ranks : sequence of int
-        Kept dimensions of a head.
+        Kept dimensions of a head, fewer than it has.
     exact_first : int
         How many first tokens are exact where bits below 8 are measured again; 0 for not again.
     family : PlanFamily or None
@@ -128,12 +128,7 @@ def settings_of(
     for rank in ranks:
         assert family is not None  # the caller has calibrated
         assert family.at_ranks is not None
-        widths = [target.width for target in family.targets]
-        if rank >= min(widths):
-            raise UsageError(
-                f"--ranks: {rank} keeps all of heads of {min(widths)}; name a smaller one"
-            )
-        groups = _groups_of(family.at_ranks([rank] * len(widths)))
+        groups = _groups_of(family.at_ranks([rank] * len(family.targets)))
         found.append(Setting(SettingSpec(f"rank {rank}", None, rank), Stored(plain, groups)))
     if exact_first:
         found += [

@@ -68,10 +68,12 @@ def test_what_makes_no_sense_is_refused_in_one_line(tiny_folder: Path, text: Pat
         (("--limit", "nan"), "above 0"),
         (("--quantiser", "hqq"), "none of"),
         (("--ranks", "16"), "keeps all"),
+        (("--tokens", "31"), "fewer than one sequence of 32"),
     ):
         done = kvprof("sensitivity", tiny_folder, "--text", text, "--seq-len", 32, *arguments)
         assert done.code == 2, arguments
         assert re.search(said, done.error), done.error
+        assert "calibrating" not in done.error  # nothing is run before
 
 
 def test_an_interrupt_keeps_the_cells_that_were_measured(
