@@ -77,7 +77,11 @@ def test_ctrl_c_ends_it_in_silence_before_site_is_imported(installed: Path) -> N
     early = installed.parents[1] / LIBRARY / "aa_early.pth"
     early.write_text("import _signal; _signal.raise_signal(_signal.SIGINT)\n")
     try:
-        done = said(installed, "--version")
+        done = said(  # whatever these tests were started with
+            installed,
+            "--version",
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
         ignoring = said(  # by nohup, or in the background of a script
             installed,
