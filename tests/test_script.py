@@ -8,6 +8,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,10 @@ SCRIPT = ROOT / "scripts" / "kvprof"
 LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 
 
-def said(*words: str | Path, **options: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(  # type: ignore[call-overload,no-any-return]
-        list(map(str, words)), capture_output=True, text=True, timeout=60, check=False, **options
-    )
+def said(*words: str | Path, **options: Any) -> "subprocess.CompletedProcess[str]":
+    options = {"capture_output": True, "text": True, "timeout": 60, "check": False, **options}
+    done: subprocess.CompletedProcess[str] = subprocess.run(list(map(str, words)), **options)
+    return done
 
 
 @pytest.fixture(scope="module")

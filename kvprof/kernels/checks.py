@@ -133,8 +133,17 @@ def check_contexts(lengths: Sequence[int], rows: int, capacity: int, *, least: i
             )
 
 
-def check_pages(table: Tensor, rows: int) -> None:
-    """Refuse a page table that is not ``[rows, most pages]`` int32, contiguous."""
+def check_pages(table: Tensor | None, rows: int, *, paged: bool) -> None:
+    """Refuse a page table too many or too few, or one not ``[rows, most pages]`` int32, contiguous.
+
+    Raises
+    ------
+    UsageError
+    """
+    if paged != (table is not None):
+        raise UsageError("a paged step needs its page table" if paged else "this step has no pages")
+    if table is None:
+        return
     fits = table.dim() == 2 and len(table) == rows and table.dtype == torch.int32
     if not fits or not table.is_contiguous():
         raise UsageError(

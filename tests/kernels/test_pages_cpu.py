@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from kvprof.kernels.dispatch import uses_triton
+
+# The cases themselves are what runs: imported, they are this module's tests.
 from tests.kernels.cases.pages_cases import (  # noqa: F401
     test_decoding_from_pages_is_attention,
     test_decoding_from_quantised_pages_is_attention,

@@ -76,10 +76,7 @@ def _checked(
     check_cache(buffer, layout.batch, layout.row, query.dtype)
     check_interpreter(query.dtype)
     check_softcap(softcap)
-    if paged != (table is not None):
-        raise UsageError("a paged step needs its page table" if paged else "this step has no pages")
-    if table is not None:
-        check_pages(table, rows)
+    check_pages(table, rows, paged=paged)
     return checked_sinks(sinks, layout.heads, layout.group)
 
 

@@ -354,12 +354,7 @@ class LevelsStep:
             raise UsageError("segments run in bfloat16 or float16 on a GPU, not in float32")
         check_interpreter(layout.dtype)
         sinks = checked_sinks(sinks, layout.heads, layout.group)
-        if layout.paged != (table is not None):
-            raise UsageError(
-                "a paged step needs its page table" if layout.paged else "this step has no pages"
-            )
-        if table is not None:
-            check_pages(table, self.rows)
+        check_pages(table, self.rows, paged=layout.paged)
         if schedule.scheduled and len(schedule.scheduled[2]) != self._counted:
             raise UsageError(
                 f"the work was cut for {len(schedule.scheduled[2])} counters, and this step has "

@@ -454,12 +454,7 @@ class RowsStep:
         sinks = checked_sinks(sinks, layout.heads, layout.group)
         if window < 0:
             raise UsageError(f"a window of {window} tokens makes no sense: 0 (none) or more")
-        if self.paged != (table is not None):
-            raise UsageError(
-                "a paged step needs its page table" if self.paged else "this step has no pages"
-            )
-        if table is not None:
-            check_pages(table, self.rows)
+        check_pages(table, self.rows, paged=self.paged)
         if not set(self.heights) <= set(cut.heights):
             raise UsageError(
                 f"the work was cut for tiles of {cut.heights} rows, and this layer has "

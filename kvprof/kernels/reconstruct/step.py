@@ -448,17 +448,12 @@ class ReconstructStep:
         form = self.form
         check_queries(query, (form.rows, form.query_row), self.dtype)
         check_cache(buffer, form.batch, form.layout.row, self.dtype)
-        if form.paged != (table is not None):
+        check_pages(table, form.rows, paged=form.paged)
+        if table is not None and table.shape[1] * form.capacity < form.most:
             raise UsageError(
-                "a paged step needs its page table" if form.paged else "this step has no pages"
+                f"{table.shape[1]} pages of {form.capacity} tokens hold fewer than the "
+                f"{form.most:,} that this step was prepared for (most_tokens)"
             )
-        if table is not None:
-            check_pages(table, form.rows)
-            if table.shape[1] * form.capacity < form.most:
-                raise UsageError(
-                    f"{table.shape[1]} pages of {form.capacity} tokens hold fewer than the "
-                    f"{form.most:,} that this step was prepared for (most_tokens)"
-                )
         check_softcap(softcap)
         check_interpreter(self.dtype)
         sinks = checked_sinks(sinks, len(form.key_widths), form.queries)

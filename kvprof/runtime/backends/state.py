@@ -599,7 +599,7 @@ class KernelState:
         for key, steps in self._alone.items():
             before = self._together.pop(key, ([],))[0]
             alike = [step for step in used if step in [*before, *steps]]
-            if len(alike) > 1:
+            if alike:
                 with torch.inference_mode(False):
                     self._together[key] = alike, torch.stack([step.cut_table for step in alike])
         self._alone.clear()
