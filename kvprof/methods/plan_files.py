@@ -31,12 +31,16 @@ def _head_groups(
 ) -> Iterator[ValidationError]:
     """Look at head groups, of which there are tens of thousands: jsonschema's way takes seconds."""
     for number, group in enumerate(groups if isinstance(groups, list) else ()):
-        if not _is_group(group):  # one of them tells enough
-            yield from validator.descend(group, _GROUP, path=number)
+        if _is_group(group):
+            continue
+        found = list(validator.descend(group, _GROUP, path=number))
+        yield from found
+        if found:  # one of them tells enough
             return
 
 
 def _is_group(group: Any) -> bool:
+    """Whether a group is surely one; what is not, the schema `_GROUP` decides."""
     if type(group) is not dict or type(group.get("based")) is not bool:
         return False
     ranks, first = group.get("ranks"), group.get("first")

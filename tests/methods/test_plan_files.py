@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
 from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.methods import plan_files
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan_files import load_plan, save_plan, structure
 from kvprof.methods.plan_report import compare_plans
@@ -264,3 +267,38 @@ def test_a_plan_of_very_many_groups_is_read_in_time(tmp_path):
         else:
             assert len(load_plan(path).layers[0].keys.groups) == 3000
     assert time.process_time() - start < 8
+
+
+def test_a_group_that_the_quick_look_doubts_hides_no_later_one(tmp_path):
+    """A first head of 2^31 - 1 is sound to the schema; the look at the groups ended there."""
+    stored = json.loads(json.dumps(_WHOLE))
+    groups = stored["layers"][0]["keys"]["groups"]
+    stored["layers"][0]["keys"]["groups"] = [
+        {**groups[0], "first": 2**31 - 1},
+        {**groups[0], "heads": "two"},
+    ]
+    save_tensors(tmp_path / "p", _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1")
+    with pytest.raises(FailedError, match=r"groups\[1\].heads"):
+        load_plan(tmp_path / "p")
+
+
+_GOOD = {"first": 0, "heads": 1, "head_dim": 4, "ranks": [1, 2], "based": False}
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.text(max_size=2),
+    st.sampled_from([-1, 0, 1, 2**31 - 2, 2**31 - 1, 2**31]),
+    st.lists(st.one_of(st.integers(-1, 2), st.floats(), st.booleans()), max_size=2),
+    st.just([1] * 65),
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from([*_GOOD, "more"]), _ODD, max_size=3),
+    st.sets(st.sampled_from([*_GOOD]), max_size=1),
+)
+def test_the_quick_look_passes_only_what_the_schema_passes(changes, left_out):
+    group = {key: value for key, value in (_GOOD | changes).items() if key not in left_out}
+    if plan_files._is_group(group):
+        Draft202012Validator(plan_files._GROUP).validate(group)
