@@ -1,0 +1,1 @@
+"""Requests that arrive while others are served: arrivals, lengths, the sweep over rates."""

@@ -1,0 +1,75 @@
+"""A request under load, and what became of it, whoever served it: an engine or the simulator."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Outcome", "Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What arrives.
+
+    Attributes
+    ----------
+    number : int
+        From 0, in the order of arrival.
+    arrival : float
+        Seconds after the load began.
+    prompt : int
+        Tokens.
+    output : int
+        Tokens to be written; the end of text is ignored, so that all methods do the same work.
+    prefix : int
+        How many tokens at the prompt's beginning it shares with others of the same `session`.
+    session : int or None
+        Requests of one session begin alike.
+    """
+
+    number: int
+    arrival: float
+    prompt: int
+    output: int
+    prefix: int = 0
+    session: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a request; times are seconds after the load began.
+
+    Attributes
+    ----------
+    request : Request
+    sent : float
+        When it was really sent, which is later than its arrival where the client was late.
+    tokens : sequence of float
+        When each token came, one time per token.
+    failure : str or None
+        Why it did not end, in a few words without its text: ``timeout``, ``connection lost``,
+        ``HTTP 503``; None where all of its tokens came.
+    """
+
+    request: Request
+    sent: float
+    tokens: Sequence[float] = ()
+    failure: str | None = None
+
+    @property
+    def first_token(self) -> float | None:
+        """Seconds from the arrival to the first token (TTFT), the wait in the queue included."""
+        return self.tokens[0] - self.request.arrival if self.tokens else None
+
+    @property
+    def between_tokens(self) -> float | None:
+        """Mean seconds between tokens (TBT); None for fewer than two."""
+        if len(self.tokens) < 2:
+            return None
+        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+
+    @property
+    def normalised_latency(self) -> float | None:
+        """Seconds from the arrival to the end, per token written (FDC §6.5, as in vLLM's paper)."""
+        if self.failure is not None or not self.tokens:
+            return None
+        return (self.tokens[-1] - self.request.arrival) / len(self.tokens)
