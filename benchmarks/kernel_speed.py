@@ -131,7 +131,7 @@ def prefill(run: Run) -> dict[str, Any]:
     }
 
 
-def long_levels(run: Run) -> dict[str, Any]:
+def long_segments(run: Run) -> dict[str, Any]:
     """Time TALE at 512K, unquantised and as published."""
     return run.bench("tale:bits=none,tale", seqs=(LONG,), batches=(1,), phases=("decode",))
 
@@ -208,7 +208,7 @@ def online(run: Run) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
-    "decode": decode, "online": online, "prefill": prefill, "long_levels": long_levels,
+    "decode": decode, "online": online, "prefill": prefill, "long_levels": long_segments,
     "palu": palu, "schedules": schedules, "defaults": defaults,
 }  # fmt: skip
 

@@ -30,9 +30,6 @@ from kvprof.environment import collect_environment
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.dispatch import compiling_ahead
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.reference import reference_levels
-from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.reference import reference_rows
 from kvprof.kernels.prefill.rows import rows_step
@@ -42,6 +39,9 @@ from kvprof.kernels.project.reference import reference_project, reference_rotate
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.reference import reference_segments
+from kvprof.kernels.segments.step import segments_step
 from kvprof.records.files import write_result
 from kvprof.records.result import build_result
 
@@ -160,13 +160,13 @@ def _decode_paged(
     return lambda: step.run(query, cache, cut, HEAD_DIM**-0.5, table=table)
 
 
-def levels(bench: Bench, context: int, batch: int) -> Case:
+def segments(bench: Bench, context: int, batch: int) -> Case:
     """Decode ragged latents of 4 bits; a page holds blocks of 64 tokens."""
     own = bench.layout(batch, context)
-    layout = LevelsLayout((Segment(own, 4, 4, 32),), bench.dtype)
+    layout = SegmentsLayout((Segment(own, 4, 4, 32),), bench.dtype)
     buffer = layout.empty(bench.device)
     # Some blocks, repeated: to quantise all would take longer than all else.
-    few = LevelsLayout((Segment(bench.layout(1, min(context, 2048)), 4, 4, 32),), bench.dtype)
+    few = SegmentsLayout((Segment(bench.layout(1, min(context, 2048)), 4, 4, 32),), bench.dtype)
     states = [
         [bench.random(1, few.segments[0].layout.capacity, w) for w in side]
         for side in (own.key_widths, own.value_widths)
@@ -182,20 +182,22 @@ def levels(bench: Bench, context: int, batch: int) -> Case:
     query = bench.random(batch, own.query_offsets[-1])
     lengths, scale = bench.whole([[context] * batch]), HEAD_DIM**-0.5
     case = Case("fdc-4bit", context, batch)
-    case.wanted = lambda: reference_levels(query, buffer, layout, [[context] * batch], scale)
-    step = levels_step(layout, bench.device)
+    case.wanted = lambda: reference_segments(query, buffer, layout, [[context] * batch], scale)
+    step = segments_step(layout, bench.device)
     cut = step.cut(lengths)
     case.runs[ONE_STRETCH] = lambda: step.run(query, buffer, cut, scale)
     for page in bench.pages:
         if page % 64 == 0:
             table = bench.table(batch, context, page)
-            case.runs[str(page)] = _levels_paged(bench, layout, buffer, query, lengths, page, table)
+            case.runs[str(page)] = _segments_paged(
+                bench, layout, buffer, query, lengths, page, table
+            )
     return case
 
 
-def _levels_paged(
+def _segments_paged(
     bench: Bench,
-    layout: LevelsLayout,
+    layout: SegmentsLayout,
     buffer: Tensor,
     query: Tensor,
     lengths: Tensor,
@@ -203,7 +205,7 @@ def _levels_paged(
     table: Tensor,
 ) -> Callable[[], Tensor]:
     own = bench.layout(table.numel(), page)
-    pool = LevelsLayout((Segment(own, 4, 4, 32, paged=True),), bench.dtype)
+    pool = SegmentsLayout((Segment(own, 4, 4, 32, paged=True),), bench.dtype)
     cache = buffer.new_empty(table.numel(), pool.row + GAP)[:, : pool.row]
     each = pool.segments[0].blocks
     for head in range(own.heads):
@@ -211,7 +213,7 @@ def _levels_paged(
             pool.blocks(cache, 0, head), layout.blocks(buffer, 0, head), strict=True
         ):
             target[table.long()] = given[:, : table.shape[1] * each].unflatten(1, (-1, each))
-    step = levels_step(pool, bench.device, rows=len(query))
+    step = segments_step(pool, bench.device, rows=len(query))
     cut = step.cut(lengths)
     return lambda: step.run(query, cache, cut, HEAD_DIM**-0.5, table=table)
 
@@ -344,7 +346,7 @@ def cases(bench: Bench, small: bool) -> Iterator[tuple[str, Callable[[], Case]]]
     """Give each case's name, and what builds it; `small` ones launch the same kernels on little."""
     if bench.tiny:
         yield "fdc", lambda: decode(bench, 192, 2)
-        yield "fdc-4bit", lambda: levels(bench, 192, 2)
+        yield "fdc-4bit", lambda: segments(bench, 192, 2)
         yield "palu", lambda: palu(bench, 128, 1)
         yield "prompt", lambda: chunks(bench, "prompt", [48], [0], alike=True)
         yield "unlike rows", lambda: chunks(bench, "unlike rows", [40, 1, 17], [3, 70, 0])
@@ -353,7 +355,7 @@ def cases(bench: Bench, small: bool) -> Iterator[tuple[str, Callable[[], Case]]]
     for context in (4096,) if small else (102_400, 32_768, 8192):
         for batch in (8, 1):
             yield "fdc", lambda c=context, b=batch: decode(bench, c, b)
-            yield "fdc-4bit", lambda c=context, b=batch: levels(bench, c, b)
+            yield "fdc-4bit", lambda c=context, b=batch: segments(bench, c, b)
     prompt, long = (512, 3584) if small else (8192, 28_672)
     yield "prompt", lambda: chunks(bench, "prompt", [prompt], [0], alike=True)
     yield "chunk", lambda: chunks(bench, "chunk", [prompt // 2], [long], alike=True)

@@ -13,23 +13,23 @@ from kvprof.benchmark.methods import Method, stored_parts, stored_plan
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import Shape
 from kvprof.kernels.decode.step import decode_step
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import prefill_step
 from kvprof.kernels.prefill.paths import measured_path
 from kvprof.kernels.prefill.step import prefill
 from kvprof.kernels.reconstruct.reference import turned
 from kvprof.kernels.reconstruct.step import reconstruct_step
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.step import segments_step
 from kvprof.methods.plan import Plan
 
 __all__ = [
     "build_case",
-    "level_case",
-    "levels_layout",
     "palu_case",
     "ragged_case",
     "ragged_samples",
+    "segments_case",
+    "segments_layout",
     "sinks_of",
 ]
 
@@ -324,7 +324,7 @@ def _samples(
         )
 
 
-# --- Quantised caches and caches in levels: FP8 at full width, quantised latents, TALE.
+# --- Caches in segments: FP8 at full width, quantised latents, TALE.
 
 
 #: Tokens of a segment that are drawn: whole blocks of any format, and no power of two of them, so
@@ -332,9 +332,9 @@ def _samples(
 _DISTINCT = 31 * 256
 
 
-def levels_layout(
+def segments_layout(
     plan: Plan, shape: Shape, batch: int, seq: int, dtype: torch.dtype
-) -> LevelsLayout:
+) -> SegmentsLayout:
     """Return how a cache in segments lies in memory: those of a plan.
 
     Parameters
@@ -350,7 +350,7 @@ def levels_layout(
     UsageError
         When a sequence is too short for the plan's levels.
     """
-    return LevelsLayout(
+    return SegmentsLayout(
         tuple(
             Segment(
                 RaggedLayout(
@@ -366,13 +366,13 @@ def levels_layout(
     )
 
 
-def level_case(method: Method, workload: Workload, widths: Widths | None) -> Case:
+def segments_case(method: Method, workload: Workload, widths: Widths | None) -> Case:
     """Return a decoding step over segments of tokens that are stored alike.
 
     Parameters
     ----------
     method : Method
-        Of the family ``levels``.
+        Of the family ``segments``.
     workload : Workload
     widths : Widths or None
         From `kvprof.benchmark.methods.method_widths`.
@@ -384,7 +384,7 @@ def level_case(method: Method, workload: Workload, widths: Widths | None) -> Cas
     """
     shape = workload.shape
     plan = stored_plan(method, shape, widths)
-    layout = levels_layout(plan, shape, workload.batch, workload.seq, workload.dtype)
+    layout = segments_layout(plan, shape, workload.batch, workload.seq, workload.dtype)
     segments = layout.segments
     source = workload.generator(4)
     # Packed once and copied: what a copy is for is its place in memory.
@@ -393,7 +393,7 @@ def level_case(method: Method, workload: Workload, widths: Widths | None) -> Cas
     widest = layout.widest
     query = workload.random(source, workload.batch, widest.query_offsets[-1])
     sinks = sinks_of(workload, widest.heads, widest.group)
-    step = levels_step(layout, workload.device)
+    step = segments_step(layout, workload.device)
     lengths = [[segment.layout.capacity] * workload.batch for segment in segments]
     cut = step.cut(torch.tensor(lengths, dtype=torch.int32, device=workload.device))
 
@@ -416,19 +416,19 @@ def level_case(method: Method, workload: Workload, widths: Widths | None) -> Cas
         bytes_moved=query.nbytes + first.nbytes + outputs,
         buffer_bytes=first.nbytes,
         flops=flops,
-        samples=lambda output: _level_samples(workload, layout, query, output, first, sinks),
+        samples=lambda output: _segments_samples(workload, layout, query, output, first, sinks),
         scaling=shape.scaling,
         softcap=shape.softcap,
         ranks=ranks if widths is not None else None,
     )
 
 
-def _packed(workload: Workload, source: torch.Generator, layout: LevelsLayout) -> Tensor:
+def _packed(workload: Workload, source: torch.Generator, layout: SegmentsLayout) -> Tensor:
     """Return a buffer full of random tokens; long segments repeat their first ones.
 
     To quantise values takes a CPU far longer than to attend to them.
     """
-    few = LevelsLayout(
+    few = SegmentsLayout(
         tuple(
             replace(own, layout=replace(own.layout, capacity=min(own.layout.capacity, _DISTINCT)))
             for own in layout.segments
@@ -461,9 +461,9 @@ def _states(
     return side(layout.key_widths), side(layout.value_widths)
 
 
-def _level_samples(
+def _segments_samples(
     workload: Workload,
-    layout: LevelsLayout,
+    layout: SegmentsLayout,
     query: Tensor,
     output: Tensor,
     buffer: Tensor,
@@ -523,8 +523,8 @@ def build_case(
         When the kernel refuses the shape.
     torch.OutOfMemoryError
     """
-    if method.family == "levels":
-        return level_case(method, workload, widths)
+    if method.family == "segments":
+        return segments_case(method, workload, widths)
     assert widths is not None  # only full width and what is in segments have none
     if method.family == "latents" and workload.shape.rope.kind != "none":
         return palu_case(method.name, workload, widths)

@@ -28,8 +28,8 @@ from kvprof.benchmark.ranks import (
 )
 from kvprof.benchmark.shapes import Shape, has_weights, layout_of
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.codes import Bits
 from kvprof.kernels.planes import STEP, widened
+from kvprof.kernels.segments.codes import Bits
 from kvprof.methods.accounting import compression_ratio, layer_bytes, paper_rate
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.named import (
@@ -133,11 +133,11 @@ class Method:
 
     @property
     def family(self) -> str:
-        """How it is stored: full, levels (segments), ragged or latents (rebuilt before RoPE)."""
+        """How it is stored: full, segments, ragged or latents (rebuilt before RoPE)."""
         if self.kind == _PLANNED:
             return _family_of(self._made, self._layer)
         if self.kind in ("fp8", "tale") or any(one.name in QUANTISERS for one in self.modifiers):
-            return "levels"
+            return "segments"
         if self.kind == "full":
             return "full"
         return "latents" if self.kind == "palu" else "ragged"
@@ -195,7 +195,7 @@ class Method:
 
 def _family_of(plan: Plan, layer: LayerPlan) -> str:
     if ages(plan, layer):
-        return "levels"
+        return "segments"
     return "latents" if layer.keys.placement is Placement.PRE_ROPE else "ragged"
 
 

@@ -11,8 +11,8 @@ from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_generation import PLANS
-from tests.runtime.test_kernel_levels import PLANS as AGING
-from tests.runtime.test_kernel_levels import QUANTISED
+from tests.runtime.test_kernel_segments import PLANS as AGING
+from tests.runtime.test_kernel_segments import QUANTISED
 
 pytestmark = [
     pytest.mark.gpu,

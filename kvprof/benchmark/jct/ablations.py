@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def family(self) -> str:
-        """How it is stored: full, levels, ragged, latents (Palu, before RoPE) or strawman."""
+        """How it is stored: full, segments, ragged, latents (Palu, before RoPE) or strawman."""
         if self.strawman:
             return "strawman"
         if "no-post-rope" in self.without:

@@ -1,4 +1,4 @@
-"""A layer's attention, method by method, as calls that are timed; levels have a file of their own.
+"""A layer's attention, method by method, as calls that are timed; segments have their own file.
 
 Full width runs on the best kernel that this machine has. FDC, ``kq`` and uniform widths attend to
 latents as they lie; Palu's, and what stands without bases after RoPE, rebuild their keys.

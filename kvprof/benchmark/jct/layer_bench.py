@@ -30,7 +30,7 @@ from kvprof.benchmark.jct.layer import (
     call_sampler,
     layer_sampler,
 )
-from kvprof.benchmark.jct.levels import levels_attention
+from kvprof.benchmark.jct.segments import segments_attention
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.rows import TOLERANCE
@@ -358,8 +358,8 @@ class LayerBench:
         family = variant.family_for(workload.shape)
         if family == "full":
             return full_attention(workload, self._full, window)
-        if family == "levels":
-            return levels_attention(variant, workload, widths, self._full, window)
+        if family == "segments":
+            return segments_attention(variant, workload, widths, self._full, window)
         assert widths is not None  # every other method has them
         if family == "strawman":
             return strawman_attention(workload, widths, self._full, window)

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprof.kernels.levels.append import Addresses, addresses_of, read, write
-from kvprof.kernels.levels.codes import FORMATS, Bits
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.side import PLACES
 from kvprof.kernels.planes import STEP, RaggedLayout, chunks, in_rows
+from kvprof.kernels.segments.append import Addresses, addresses_of, read, write
+from kvprof.kernels.segments.codes import FORMATS, Bits
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.side import PLACES
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
@@ -218,7 +218,7 @@ class SegmentStore(KernelStore):
 
     Attributes
     ----------
-    layout : LevelsLayout or None
+    layout : SegmentsLayout or None
         None before the first token.
     capacity : int
         Tokens of a row that there is room for.
@@ -230,7 +230,7 @@ class SegmentStore(KernelStore):
         super().__init__(capacity)
         self.stages = stages
         self.formats = list(formats)
-        self.layout: LevelsLayout | None = None
+        self.layout: SegmentsLayout | None = None
         self.capacity = 0
         self._group = group
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...], torch.device], Tensor] = {}
@@ -245,9 +245,9 @@ class SegmentStore(KernelStore):
         """Tokens of a row that it has room for where it lies."""
         return self.capacity
 
-    def _layout_for(self, batch: int, capacity: int, dtype: torch.dtype) -> LevelsLayout:
+    def _layout_for(self, batch: int, capacity: int, dtype: torch.dtype) -> SegmentsLayout:
         rooms = self.stages.rooms(capacity)
-        return LevelsLayout(
+        return SegmentsLayout(
             tuple(
                 form.segment(self._group, batch, room)
                 for form, room in zip(self.formats, rooms, strict=True)
@@ -257,7 +257,7 @@ class SegmentStore(KernelStore):
 
     def make_room(
         self, batch: int, tokens: int, reach: int | None, device: torch.device, dtype: torch.dtype
-    ) -> LevelsLayout:
+    ) -> SegmentsLayout:
         """See to it that rows of `tokens` tokens have room; return the layout."""
         check_room(self._fixed, tokens)
         if self.layout is not None and self.layout.batch != batch:
@@ -451,7 +451,7 @@ class SegmentStore(KernelStore):
 
 
 def _copied(
-    old: LevelsLayout, source: Tensor, new: LevelsLayout, target: Tensor, rows: Tensor
+    old: SegmentsLayout, source: Tensor, new: SegmentsLayout, target: Tensor, rows: Tensor
 ) -> None:
     """Copy rows of a buffer into one with as many blocks per row or more."""
     for number in range(len(old.segments)):
@@ -461,7 +461,7 @@ def _copied(
             _block_rows(new, target, number, head)[:, :blocks].copy_(picked)
 
 
-def _block_rows(layout: LevelsLayout, buffer: Tensor, segment: int, head: int) -> Tensor:
+def _block_rows(layout: SegmentsLayout, buffer: Tensor, segment: int, head: int) -> Tensor:
     """Return a head's blocks, ``[batch, blocks, bytes]``: a view."""
     start, size = layout.offsets[segment][head], layout.block_bytes(segment, head)
     count = layout.segments[segment].blocks

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.kernels.levels.append import Addresses, addresses_of, write
-from kvprof.kernels.levels.layout import HeadKind, LevelsLayout
 from kvprof.kernels.planes import STEP, RaggedLayout
+from kvprof.kernels.segments.append import Addresses, addresses_of, write
+from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
@@ -194,7 +194,7 @@ class SegmentKernelLayer(KernelLayer):
                 write(store.buffer, doing.newest, keys, values)
             else:
                 doing.newest.run(store.buffer, buffer, first, doing.step.newest, low)
-        step = state.levels_step(layout, buffer.device)
+        step = state.segments_step(layout, buffer.device)
         if is_capturing(buffer.device):
             state.held.append((doing, step))  # a replay reads what they hold
         schedule = state.cut(passing, step, lambda: doing.step.lengths, store.capacity)
@@ -209,9 +209,9 @@ class SegmentKernelLayer(KernelLayer):
                     move.run(store.buffer, None, source, target)
         return output.unsqueeze(1)
 
-    def _doing(self, store: SegmentStore, layout: LevelsLayout, passing: KernelPass) -> _Doing:
+    def _doing(self, store: SegmentStore, layout: SegmentsLayout, passing: KernelPass) -> _Doing:
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
-        from kvprof.kernels.levels.move import full_precision, token_move
+        from kvprof.kernels.segments.move import full_precision, token_move
 
         with part("schedule"):
             device = passing.start.device

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.layout import HeadKind, LevelsLayout
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout
 from kvprof.models.interface import Rotation
 from kvprof.runtime.clock import part
 from kvprof.runtime.rotary import RotaryTable, angles
@@ -564,7 +564,7 @@ class KernelState:
         Parameters
         ----------
         passing : KernelPass
-        step : DecodeStep or LevelsStep
+        step : DecodeStep or SegmentsStep
         lengths : callable
             Gives the lengths that it is cut by.
         of : hashable
@@ -629,16 +629,16 @@ class KernelState:
         pairs = _where_all(self.kinds.planes, own)
         return self.prepared(key, layout, lambda: decode_step(layout, device, pairs=pairs))
 
-    def levels_step(self, layout: LevelsLayout, device: torch.device) -> Any:
+    def segments_step(self, layout: SegmentsLayout, device: torch.device) -> Any:
         """Return the decoding step of segments, one for all layers of the same widths."""
-        from kvprof.kernels.levels.step import levels_step  # Triton is for Linux only
+        from kvprof.kernels.segments.step import segments_step  # Triton is for Linux only
 
         widths = tuple(
             segment.layout.key_widths + segment.layout.value_widths for segment in layout.segments
         )
-        key = ("levels", widths, layout.group, device)
+        key = ("segments", widths, layout.group, device)
         kinds = _where_all(self.kinds.segments, layout.kinds)
-        return self.prepared(key, layout, lambda: levels_step(layout, device, kinds=kinds))
+        return self.prepared(key, layout, lambda: segments_step(layout, device, kinds=kinds))
 
     def prepared(self, key: Any, layout: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` prepared for a layout, anew once the layout is another.
@@ -647,7 +647,7 @@ class KernelState:
         ----------
         key : hashable
             Of the layers that share it, whatever room they have.
-        layout : RaggedLayout or LevelsLayout
+        layout : RaggedLayout or SegmentsLayout
         make : callable
         """
         known = self._steps.get(key)

@@ -20,9 +20,9 @@ FP32 = torch.float32
     ("text", "family"),
     [
         ("full", "full"),
-        ("fp8", "levels"),
-        ("tale", "levels"),
-        ("fdc-4bit", "levels"),
+        ("fp8", "segments"),
+        ("tale", "segments"),
+        ("fdc-4bit", "segments"),
         ("fdc", "ragged"),
         ("uniform", "ragged"),
         ("palu-folded", "ragged"),

@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.append import addresses_of, read, write
-from kvprof.kernels.levels.codes import e4m3
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.move import token_move
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.append import addresses_of, read, write
+from kvprof.kernels.segments.codes import e4m3
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.move import token_move
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
@@ -34,7 +34,7 @@ def layouts(draw):
     formats = draw(st.sampled_from(FORMATS)), draw(st.sampled_from(FORMATS))
     columns = draw(st.sampled_from([16, 32, 48, 64, None]))
     rooms = [draw(st.integers(1, 300)) for _ in range(2)]
-    return LevelsLayout(
+    return SegmentsLayout(
         (
             Segment(RaggedLayout(*wide, 2, batch, rooms[0])),
             Segment(RaggedLayout(*low, 2, batch, rooms[1]), *formats, columns),
@@ -43,7 +43,7 @@ def layouts(draw):
     )
 
 
-def anything(layout: LevelsLayout, generator: torch.Generator) -> torch.Tensor:
+def anything(layout: SegmentsLayout, generator: torch.Generator) -> torch.Tensor:
     """Return a buffer of random bytes, and of numbers where a segment is at full precision."""
     buffer = torch.randint(0, 256, (layout.nbytes,), generator=generator, dtype=torch.uint8)
     end = layout.offsets[1][0]
@@ -55,7 +55,7 @@ def anything(layout: LevelsLayout, generator: torch.Generator) -> torch.Tensor:
     return buffer.to(DEVICE)
 
 
-def slots_of(layout: LevelsLayout, segment: int, data, *, outside: bool) -> torch.Tensor:
+def slots_of(layout: SegmentsLayout, segment: int, data, *, outside: bool) -> torch.Tensor:
     room = layout.segments[segment].layout.capacity
     inside = st.integers(0, room - 1)
     beyond = st.sampled_from([-1, room, room + 70]) if outside else st.nothing()
@@ -63,7 +63,7 @@ def slots_of(layout: LevelsLayout, segment: int, data, *, outside: bool) -> torc
     return torch.tensor(found, dtype=torch.int32, device=DEVICE)
 
 
-def first_columns(layout: LevelsLayout, rows: torch.Tensor, side: int, segment: int):
+def first_columns(layout: SegmentsLayout, rows: torch.Tensor, side: int, segment: int):
     """Return what a segment keeps of rows of segment 0, heads side by side."""
     wide, kept = (
         (own.layout.value_widths if side else own.layout.key_widths)
@@ -126,7 +126,7 @@ def test_every_e4m3_and_what_lies_between():
     numbers = torch.cat([numbers, numbers.new_zeros(-len(numbers) % 128)]).to(DEVICE)
     count = len(numbers) // 128
     planes = RaggedLayout((64,), (64,), 1, count, 1)
-    layout = LevelsLayout((Segment(planes, "fp8", "fp8"),), dtype)
+    layout = SegmentsLayout((Segment(planes, "fp8", "fp8"),), dtype)
     buffer = layout.empty(DEVICE)
     zeros = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     token_move(layout, 0, planes, DEVICE).run(buffer, numbers, zeros, zeros)
@@ -139,13 +139,13 @@ def test_every_e4m3_and_what_lies_between():
 def test_what_cannot_be_moved_is_refused():
     planes = RaggedLayout((32,), (64,), 1, 1, 9)
     full, coded = Segment(planes), Segment(planes, 4, None)
-    layout = LevelsLayout((full, coded), DTYPES[0])
+    layout = SegmentsLayout((full, coded), DTYPES[0])
     with pytest.raises(UsageError, match="segment 1 is quantised"):
         token_move(layout, 0, 1, DEVICE)
     with pytest.raises(UsageError, match="is 64 wide, and comes from 48 columns"):
         token_move(layout, 1, RaggedLayout((32,), (48,), 1, 1, 1), DEVICE)
     if DEVICE.type == "cpu":
-        layout = LevelsLayout((full, coded), torch.bfloat16)
+        layout = SegmentsLayout((full, coded), torch.bfloat16)
         slot = torch.zeros(1, dtype=torch.int32)
         with pytest.raises(UsageError, match="interpreter"):
             token_move(layout, 1, 0, DEVICE).run(layout.empty(), None, slot, slot)

@@ -13,15 +13,15 @@ from kvprof.errors import UsageError
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import Tuning, decode_step
 from kvprof.kernels.dispatch import interpreted, uses_triton
-from kvprof.kernels.levels.append import addresses_of, read, write
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.move import token_move
-from kvprof.kernels.levels.reference import reference_levels
-from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct.form import Tuning as RebuildTuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step
+from kvprof.kernels.segments.append import addresses_of, read, write
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.move import token_move
+from kvprof.kernels.segments.reference import reference_segments
+from kvprof.kernels.segments.step import segments_step
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -157,17 +157,17 @@ def paged_segment(pool: Pool, heads, group: int, bits, columns) -> Segment:
 def test_decoding_from_quantised_pages_is_attention(
     pool, heads, group, bits, columns, dtype, gap, sunk
 ):
-    layout = LevelsLayout((paged_segment(pool, heads, group, bits, columns),), dtype)
+    layout = SegmentsLayout((paged_segment(pool, heads, group, bits, columns),), dtype)
     states = [[x.to(dtype) for x in side] for side in pool.sides(layout.segments[0].layout)]
     buffer = pool.with_gaps(layout.packed([states]), gap)
     rows = len(pool.lengths)
     query = pool.random(rows, layout.widest.query_offsets[-1]).to(DEVICE, dtype)
     sinks = pool.random(layout.heads, group).to(DEVICE) if sunk else None
-    step = levels_step(layout, DEVICE, multiprocessors=3, rows=rows)
+    step = segments_step(layout, DEVICE, multiprocessors=3, rows=rows)
     found = step.run(
         query, buffer, step.cut(whole([pool.lengths])), 0.09, sinks=sinks, table=pool.table
     )
-    wanted = reference_levels(
+    wanted = reference_segments(
         query, buffer, layout, [pool.lengths], 0.09, sinks=sinks, table=pool.table
     )
     assert error(found, wanted) < (1e-2 if GPU else max(4e-3, LIMITS[dtype]))
@@ -176,13 +176,13 @@ def test_decoding_from_quantised_pages_is_attention(
 @pytest.mark.parametrize(("bits", "page"), [(8, 32), ("fp8", 32), (4, 64), (4, 192), (None, 32)])
 def test_the_smallest_quantised_pages_and_odd_ones(bits, page):
     pool = Pool([page, 3 * page - 5, 1], page, False, 1)
-    layout = LevelsLayout((paged_segment(pool, [(64, 48)], 4, (bits, bits), 32),), torch.float16)
+    layout = SegmentsLayout((paged_segment(pool, [(64, 48)], 4, (bits, bits), 32),), torch.float16)
     states = [[x.half() for x in side] for side in pool.sides(layout.segments[0].layout)]
     buffer = pool.with_gaps(layout.packed([states]), 32)
     query = pool.random(3, layout.widest.query_offsets[-1]).to(DEVICE, torch.float16)
-    step = levels_step(layout, DEVICE, multiprocessors=1, rows=3)
+    step = segments_step(layout, DEVICE, multiprocessors=1, rows=3)
     found = step.run(query, buffer, step.cut([pool.lengths]), 0.1, table=pool.table)
-    wanted = reference_levels(query, buffer, layout, [pool.lengths], 0.1, table=pool.table)
+    wanted = reference_segments(query, buffer, layout, [pool.lengths], 0.1, table=pool.table)
     assert error(found, wanted) < 1e-2
 
 
@@ -196,7 +196,7 @@ def test_the_smallest_quantised_pages_and_odd_ones(bits, page):
 )
 def test_tokens_get_into_quantised_pages_and_out(pool, heads, bits, columns, gap):
     """All at once as for a prompt, the last of each sequence by the launch of a decoding step."""
-    layout = LevelsLayout((paged_segment(pool, heads, 2, bits, columns),), torch.float16)
+    layout = SegmentsLayout((paged_segment(pool, heads, 2, bits, columns),), torch.float16)
     own = layout.segments[0].layout
     states = [[x.half() for x in side] for side in pool.sides(own)]
     whole_pool = torch.full((pool.pages, layout.row + gap), 17, dtype=torch.uint8, device=DEVICE)
@@ -295,11 +295,11 @@ def test_what_does_not_fit_is_refused():
     pool = Pool([70, 9], 64, False, 2)
     segment = paged_segment(pool, [(32, 32)], 2, (4, 4), 32)
     with pytest.raises(UsageError, match="one segment"):
-        LevelsLayout((segment, segment), torch.float16)
-    layout = LevelsLayout((segment,), torch.float16)
+        SegmentsLayout((segment, segment), torch.float16)
+    layout = SegmentsLayout((segment,), torch.float16)
     with pytest.raises(UsageError, match="rows"):
-        levels_step(layout, DEVICE)
-    step = levels_step(layout, DEVICE, multiprocessors=1, rows=2)
+        segments_step(layout, DEVICE)
+    step = segments_step(layout, DEVICE, multiprocessors=1, rows=2)
     query = pool.random(2, 64).to(DEVICE, torch.float16)
     buffer = layout.empty(DEVICE)
     cut = step.cut([pool.lengths])

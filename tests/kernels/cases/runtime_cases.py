@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.kernels.levels.move import TokenMove, token_move
+from kvprof.kernels.segments.move import TokenMove, token_move
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.runtime.backends import segments
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_generation import PLANS
-from tests.runtime.test_kernel_levels import PLANS as AGING
-from tests.runtime.test_kernel_levels import QUANTISED
+from tests.runtime.test_kernel_segments import PLANS as AGING
+from tests.runtime.test_kernel_segments import QUANTISED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16]

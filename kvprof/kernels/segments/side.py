@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvprof.kernels.levels.codes import (
+from kvprof.kernels.segments.codes import (
     Bits,
     NumberFormat,
     encode,
@@ -38,7 +38,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Side:
-    """K or V of a head; `kvprof.kernels.levels.layout` has the drawing.
+    """K or V of a head; `kvprof.kernels.segments.layout` has the drawing.
 
     Attributes
     ----------

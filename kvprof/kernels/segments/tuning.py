@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvprof.kernels.levels.layout import LevelsLayout
+from kvprof.kernels.segments.layout import SegmentsLayout
 
 __all__ = ["Tuning", "query_block", "tuning_for"]
 
@@ -42,12 +42,12 @@ class Tuning:
     near: int = 1
 
 
-def _numbers(layout: LevelsLayout, heads: int, warps: int) -> int:
+def _numbers(layout: SegmentsLayout, heads: int, warps: int) -> int:
     keys, values = max(layout.widest.key_widths), max(layout.widest.value_widths)
     return heads * keys // 64 + heads * values // (32 * warps)
 
 
-def query_block(layout: LevelsLayout, warps: int) -> int:
+def query_block(layout: SegmentsLayout, warps: int) -> int:
     """Return the query heads that a program serves: 8, 16 or 32, as registers allow.
 
     Further ones of a group read the cache again, from L2.
@@ -58,7 +58,7 @@ def query_block(layout: LevelsLayout, warps: int) -> int:
     return block
 
 
-def tuning_for(layout: LevelsLayout) -> Tuning:
+def tuning_for(layout: SegmentsLayout) -> Tuning:
     """Return what was fastest on an H200 for a layer's widths and formats."""
     sides = [side for number in range(len(layout.segments)) for side in layout.sides(number, 0)]
     numbers = _numbers(layout, 8, 1)

@@ -20,27 +20,27 @@ from kvprof.kernels.checks import (
     whole_numbers,
 )
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
-from kvprof.kernels.levels.codes import bits_numbered, format_of
-from kvprof.kernels.levels.cpu import levels_cpu
-from kvprof.kernels.levels.launch import launch_cut, launch_levels, unit_table
-from kvprof.kernels.levels.layout import HeadKind, LevelsLayout, Segment, of_kinds
-from kvprof.kernels.levels.tables import EYE, EYE_ONE, Counter, Item
-from kvprof.kernels.levels.tuning import Tuning, tuning_for
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.codes import bits_numbered, format_of
+from kvprof.kernels.segments.cpu import segments_cpu
+from kvprof.kernels.segments.launch import launch_cut, launch_segments, unit_table
+from kvprof.kernels.segments.layout import HeadKind, Segment, SegmentsLayout, of_kinds
+from kvprof.kernels.segments.tables import EYE, EYE_ONE, Counter, Item
+from kvprof.kernels.segments.tuning import Tuning, tuning_for
 from kvprof.kernels.tables import Part
 
 __all__ = [
-    "LevelsStep",
+    "SegmentsStep",
     "Tuning",
     "cut_operator",
     "layout_numbers",
-    "levels_operator",
-    "levels_step",
+    "segments_operator",
+    "segments_step",
 ]
 
-# --- Attention over segments as operators of torch, ``kvprof::levels`` and
-# ``kvprof::levels_cut``.
+# --- Attention over segments as operators of torch, ``kvprof::segments`` and
+# ``kvprof::segments_cut``.
 #
 # So that ``torch.compile`` and CUDA graphs go through: a call is one opaque operator with
 # tensors and numbers, and its workspace is allocated inside it, where nobody sees it.
@@ -50,7 +50,7 @@ __all__ = [
 _HEADER = 4
 
 
-def layout_numbers(layout: LevelsLayout) -> list[int]:
+def layout_numbers(layout: SegmentsLayout) -> list[int]:
     """Return a layout but for its dtype as whole numbers, which is what an operator takes.
 
     Heads, group, batch and whether there are pages; per segment the bits of K and V, the columns of
@@ -71,7 +71,7 @@ def layout_numbers(layout: LevelsLayout) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> LevelsLayout:
+def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> SegmentsLayout:
     heads, group, batch, paged, *rest = numbers
     segments = []
     step = _HEADER + 2 * heads
@@ -80,22 +80,22 @@ def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> LevelsLayout:
         ragged = RaggedLayout(tuple(widths[:heads]), tuple(widths[heads:]), group, batch, capacity)
         bits = bits_numbered(keys), bits_numbered(values)
         segments.append(Segment(ragged, *bits, columns or None, bool(paged)))
-    return LevelsLayout(tuple(segments), dtype)
+    return SegmentsLayout(tuple(segments), dtype)
 
 
 @lru_cache(maxsize=1024)
-def _family(layout: LevelsLayout, widths: tuple[int, ...]) -> LevelsLayout:
+def _family(layout: SegmentsLayout, widths: tuple[int, ...]) -> SegmentsLayout:
     """Return the layout by which a kernel for kinds of head is built; `widths` are theirs."""
     pairs = list(zip(widths[::2], widths[1::2], strict=True))
     step = len(layout.segments)
     return of_kinds(layout, [tuple(pairs[at : at + step]) for at in range(0, len(pairs), step)])
 
 
-@torch.library.custom_op("kvprof::levels_cut", mutates_args=())
+@torch.library.custom_op("kvprof::segments_cut", mutates_args=())
 def cut_operator(
     lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut a step's work: `kvprof.kernels.levels.launch.launch_cut`, which says what is what."""
+    """Cut a step's work: `kvprof.kernels.segments.launch.launch_cut`, which says what is what."""
     return launch_cut(lengths, units, heads, pieces, counted)
 
 
@@ -112,8 +112,8 @@ def _(
 
 # The counters of a schedule are used and set back again: who looks before or after sees no change,
 # and one schedule must not be in use on two streams at once.
-@torch.library.custom_op("kvprof::levels", mutates_args=())
-def levels_operator(
+@torch.library.custom_op("kvprof::segments", mutates_args=())
+def segments_operator(
     query: Tensor,
     buffer: Tensor,
     lengths: Tensor,
@@ -134,9 +134,9 @@ def levels_operator(
     Parameters
     ----------
     query, buffer, lengths, sinks, table, scaling, softcap
-        As for `LevelsStep.run` and `LevelsStep.cut`.
+        As for `SegmentsStep.run` and `SegmentsStep.cut`.
     units, eye, scheduled
-        As `launch_levels` takes them; unused on a CPU.
+        As `launch_segments` takes them; unused on a CPU.
     layout
         From `layout_numbers`; the dtype is that of `query`.
     kinds
@@ -155,7 +155,7 @@ def levels_operator(
     restored = _layout(tuple(layout), query.dtype)
     if uses_triton(query.device):
         items, parts, counters = scheduled
-        return launch_levels(
+        return launch_segments(
             query.contiguous(),
             buffer,
             restored,
@@ -172,12 +172,12 @@ def levels_operator(
             sinks=sinks,
             table=table,
         )
-    return levels_cpu(
+    return segments_cpu(
         query, buffer, restored, lengths, scaling, softcap=softcap, sinks=sinks, table=table
     )
 
 
-@levels_operator.register_fake
+@segments_operator.register_fake
 def _(
     query: Tensor,
     buffer: Tensor,
@@ -203,12 +203,12 @@ def _(
 
 
 @dataclass(frozen=True, eq=False)
-class LevelsStep:
+class SegmentsStep:
     """A decoding step of a layer; `cut` its work once, `run` it for every layer of its layout.
 
     Attributes
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
     rows : int
         Sequences.
     kinds : tuple of HeadKind
@@ -216,12 +216,12 @@ class LevelsStep:
     tuning : Tuning
     multiprocessors : int
     units : Tensor
-        From `kvprof.kernels.levels.launch.unit_table`.
+        From `kvprof.kernels.segments.launch.unit_table`.
     eye : Tensor
         `EYE` bytes, 1 at `EYE_ONE`: rows of the identity are read from it.
     """
 
-    layout: LevelsLayout
+    layout: SegmentsLayout
     rows: int
     kinds: tuple[HeadKind, ...]
     tuning: Tuning
@@ -231,7 +231,7 @@ class LevelsStep:
 
     @property
     def _counted(self) -> int:
-        """Counters that the kernel needs, or 0 (`kvprof.kernels.levels.launch.cut_units`)."""
+        """Counters that the kernel needs, or 0 (`kvprof.kernels.segments.launch.cut_units`)."""
         return len(Counter._fields) + self.multiprocessors if self.tuning.near else 0
 
     def cut(self, lengths: Tensor | Sequence[Sequence[int]]) -> Schedule:
@@ -319,7 +319,7 @@ class LevelsStep:
             ``[rows, Σ_g G·dk_g]``, dk of the widest segment; one with narrower keys uses the first
             columns.
         buffer : Tensor
-            The layer's cache in uint8: flat, or ``[batch, LevelsLayout.row or more]`` such as an
+            The layer's cache in uint8: flat, or ``[batch, SegmentsLayout.row or more]`` such as an
             engine's pool of pages.
         schedule : Schedule
             From `cut`, of this step or of one with the same layout and tuning; not in use on
@@ -361,7 +361,7 @@ class LevelsStep:
                 f"{self._counted}: cut it with a step of the same tuning on the same GPU"
             )
         tuning = self.tuning
-        output: Tensor = levels_operator(
+        output: Tensor = segments_operator(
             query,
             buffer,
             schedule.lengths,
@@ -380,20 +380,20 @@ class LevelsStep:
         return output
 
 
-def levels_step(
-    layout: LevelsLayout,
+def segments_step(
+    layout: SegmentsLayout,
     device: torch.device,
     *,
     tuning: Tuning | None = None,
     multiprocessors: int | None = None,
     rows: int | None = None,
     kinds: Sequence[HeadKind] | None = None,
-) -> LevelsStep:
+) -> SegmentsStep:
     """Prepare decoding steps of a layout.
 
     Parameters
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
     device : torch.device
     tuning : Tuning, optional
         What the kinds ask for by default.
@@ -420,4 +420,4 @@ def levels_step(
     eye = torch.zeros(EYE, dtype=torch.uint8)
     eye[EYE_ONE] = 1
     units = unit_table(layout, family, tuning, device)
-    return LevelsStep(layout, rows, family.kinds, tuning, multiprocessors, units, eye.to(device))
+    return SegmentsStep(layout, rows, family.kinds, tuning, multiprocessors, units, eye.to(device))

@@ -71,7 +71,7 @@ class NumberFormat:
 
 
 #: All that the kernels have; `encode` and `numbers` are their arithmetic, and
-#: `kvprof.kernels.levels.move` and `unpack` the same in Triton.
+#: `kvprof.kernels.segments.move` and `unpack` the same in Triton.
 FORMATS: dict[Bits, NumberFormat] = {
     None: NumberFormat(FULL, 0),
     "fp8": NumberFormat(FP8, 8),

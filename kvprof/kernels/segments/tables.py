@@ -87,7 +87,7 @@ class Kind(NamedTuple):
     Attributes
     ----------
     key_format, value_format : int
-        `kvprof.kernels.levels.codes.NumberFormat.read_as`.
+        `kvprof.kernels.segments.codes.NumberFormat.read_as`.
     key_factor, value_factor : float
         What codes lack of the numbers that they stand for.
     key_boost : float
@@ -176,7 +176,7 @@ class Stretch(NamedTuple):
     first, columns : int
         Rows of the table of `MovedColumn`.
     scale_first, scale_block, to_next : int
-        As `kvprof.kernels.levels.append.Columns` has them; 0 where there is no scale.
+        As `kvprof.kernels.segments.append.Columns` has them; 0 where there is no scale.
     """
 
     side: int
@@ -196,7 +196,7 @@ class MovedColumn(NamedTuple):
         At full precision, in values: ``first + block·n + place·t`` in a row, for block n and its
         token t.
     first, block, part, place : int
-        As `kvprof.kernels.levels.append.Columns` has them.
+        As `kvprof.kernels.segments.append.Columns` has them.
     behind : int
         1 where the lowest level has lost it.
     """

@@ -56,11 +56,11 @@ from torch.nn.functional import pad
 
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_dtype
-from kvprof.kernels.levels.codes import Bits, format_of
-from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
+from kvprof.kernels.segments.codes import Bits, format_of
+from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 
-__all__ = ["HeadKind", "LevelsLayout", "Segment", "of_kinds"]
+__all__ = ["HeadKind", "Segment", "SegmentsLayout", "of_kinds"]
 
 #: A head's widths, (key width, value width) per segment.
 HeadKind = tuple[tuple[int, int], ...]
@@ -130,7 +130,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class LevelsLayout:
+class SegmentsLayout:
     """One layer's segments; the same heads, group and batch in each.
 
     Attributes
@@ -287,12 +287,12 @@ class LevelsLayout:
         return keys, values
 
 
-def of_kinds(layout: LevelsLayout, kinds: Sequence[HeadKind]) -> LevelsLayout:
+def of_kinds(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> SegmentsLayout:
     """Return a layout with one head of every kind, by which a kernel for all of them is built.
 
     Parameters
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
         Whose formats and query heads per KV head it has.
     kinds : sequence of HeadKind
         Those of `layout` among them.
@@ -313,4 +313,4 @@ def of_kinds(layout: LevelsLayout, kinds: Sequence[HeadKind]) -> LevelsLayout:
         capacity = segment.layout.capacity if segment.paged else 1
         own = RaggedLayout(keys, values, layout.group, 1, capacity)
         segments.append(replace(segment, layout=own))
-    return LevelsLayout(tuple(segments), layout.dtype)
+    return SegmentsLayout(tuple(segments), layout.dtype)

@@ -1,6 +1,6 @@
 """A decoding step's tokens stored in a segment by one launch, for both sides and all heads.
 
-What `kvprof.kernels.levels.append` does with some hundred operations of torch a step, which a GPU
+What `kvprof.kernels.segments.append` does with some hundred operations of torch a step, which a GPU
 spends most of its time between, for one token of each row that comes from full precision: from a
 projection's planes, or from another segment of the buffer. The bytes are those of `append.write`.
 """
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, launching
-from kvprof.kernels.levels.append import column_places, scale_places
-from kvprof.kernels.levels.codes import FP8, FULL, format_of
-from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.side import PLACES
-from kvprof.kernels.levels.tables import MovedColumn, Stretch
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
+from kvprof.kernels.segments.append import column_places, scale_places
+from kvprof.kernels.segments.codes import FP8, FULL, format_of
+from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.tables import MovedColumn, Stretch
 from kvprof.kernels.tables import column
 
 __all__ = ["TokenMove", "constants", "full_precision", "move_operator", "move_token", "token_move"]
@@ -108,7 +108,7 @@ def _put(
         if BITS == _FP8:
             codes = _e4m3(wide)
         else:
-            # As `kvprof.kernels.levels.codes.quantise` has it, to the last bit.
+            # As `kvprof.kernels.segments.codes.quantise` has it, to the last bit.
             HALF: tl.constexpr = 1 << (BITS - 1)
             low = tl.min(tl.where(there, wide, float("inf")), 0)
             high = tl.max(tl.where(there, wide, float("-inf")), 0)
@@ -165,7 +165,7 @@ def move_token(
     octets, full, halfs
         The buffer as uint8, as the run's dtype and as float16; written.
     stretches, columns
-        Rows of `kvprof.kernels.levels.tables.Stretch` and `MovedColumn`, int64.
+        Rows of `kvprof.kernels.segments.tables.Stretch` and `MovedColumn`, int64.
     origins, targets
         ``[rows]`` integers: each row's slot in the source, clamped to what there is, and in the
         segment (PAGED: in the pool); one that is not there leaves everything as it is.
@@ -248,13 +248,13 @@ def move_token(
 # --- What a launch reads, and the launch.
 
 
-def full_precision(layout: LevelsLayout, segment: int) -> bool:
+def full_precision(layout: SegmentsLayout, segment: int) -> bool:
     """Tell whether tokens of a segment are stored as they are, so that they can be moved."""
     own = layout.segments[segment]
     return own.key_bits is None and own.value_bits is None
 
 
-def constants(layout: LevelsLayout, segment: int) -> dict[str, int]:
+def constants(layout: SegmentsLayout, segment: int) -> dict[str, int]:
     """Return the compile-time numbers of `move_token` for a segment, but for LOW."""
     own = layout.segments[segment]
     sides = [side for head in range(layout.heads) for side in layout.sides(segment, head)]
@@ -270,7 +270,7 @@ def constants(layout: LevelsLayout, segment: int) -> dict[str, int]:
     }
 
 
-@torch.library.custom_op("kvprof::levels_move", mutates_args={"buffer"})
+@torch.library.custom_op("kvprof::segments_move", mutates_args={"buffer"})
 def move_operator(
     buffer: Tensor,
     source: Tensor | None,
@@ -328,7 +328,7 @@ class TokenMove:
 
     Attributes
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
     segment : int
     source : RaggedLayout or int
         Planes, or the segment of the same buffer, that tokens come from.
@@ -338,7 +338,7 @@ class TokenMove:
         As `move_operator` takes them.
     """
 
-    layout: LevelsLayout
+    layout: SegmentsLayout
     segment: int
     source: RaggedLayout | int
     stretches: Tensor
@@ -404,13 +404,13 @@ class TokenMove:
 # For every layer of a model: made anew, the tables would be copied to the device.
 @lru_cache(maxsize=4096)
 def token_move(
-    layout: LevelsLayout, segment: int, source: RaggedLayout | int, device: torch.device
+    layout: SegmentsLayout, segment: int, source: RaggedLayout | int, device: torch.device
 ) -> TokenMove:
     """Prepare moves of single tokens into a segment.
 
     Parameters
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
     segment : int
     source : RaggedLayout or int
         Planes of the same heads, or a segment at full precision; a narrower target takes the first

@@ -10,9 +10,9 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.decode.step import DecodeStep
-from kvprof.kernels.levels import append
-from kvprof.kernels.levels.codes import Quantised, quantise
-from kvprof.kernels.levels.step import LevelsStep
+from kvprof.kernels.segments import append
+from kvprof.kernels.segments.codes import Quantised, quantise
+from kvprof.kernels.segments.step import SegmentsStep
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
@@ -260,7 +260,7 @@ def test_unlike_layers_are_cut_together_from_their_second_step_on(
         "ranks": lambda layer, _, first, __: (16 if layer == first else 32,),
         **({"quantiser": per_token((8,))} if quantised else {}),
     }
-    kind = LevelsStep if quantised else DecodeStep
+    kind = SegmentsStep if quantised else DecodeStep
     seen, whole = [], kind.cut_alike
 
     def watched(step: Any, tables: torch.Tensor, *lengths: torch.Tensor) -> Any:

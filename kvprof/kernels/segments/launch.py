@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kvprof.kernels.dispatch import dependent, interpreted, launching
-from kvprof.kernels.levels.codes import FP8, FULL
-from kvprof.kernels.levels.kernel import level_pieces
-from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.side import MOST_PLACES, PLACES, Side
-from kvprof.kernels.levels.tables import Counter, Item, Kind, PlaneColumns, Unit
-from kvprof.kernels.levels.tuning import Tuning, query_block
-from kvprof.kernels.levels.unpack import missing_factor
 from kvprof.kernels.parts import empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
+from kvprof.kernels.segments.codes import FP8, FULL
+from kvprof.kernels.segments.kernel import segment_pieces
+from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
+from kvprof.kernels.segments.tables import Counter, Item, Kind, PlaneColumns, Unit
+from kvprof.kernels.segments.tuning import Tuning, query_block
+from kvprof.kernels.segments.unpack import missing_factor
 from kvprof.kernels.tables import Part, column, joined_rows
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "equal_shares",
     "kind_table",
     "launch_cut",
-    "launch_levels",
+    "launch_segments",
     "tile_places",
     "token_bytes",
     "token_cost",
@@ -73,17 +73,17 @@ _BYTES = _Weights()
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
-def token_bytes(layout: LevelsLayout, segment: int, head: int) -> int:
+def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
     """Return the bytes that a token of a head moves, scales and middles included."""
     return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
 
 
-def token_cost(layout: LevelsLayout, segment: int, head: int, per_token: int) -> int:
+def token_cost(layout: SegmentsLayout, segment: int, head: int, per_token: int) -> int:
     """Return what a token of a head costs, in sixteenths of a byte.
 
     Parameters
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
     segment, head : int
     per_token : int
         Bytes' worth of what every token costs: `Tuning.per_token`.
@@ -109,7 +109,7 @@ def _token(side: Side, nbytes: int) -> float:
     return nbytes / (PLACES * side.slots)
 
 
-def tile_places(layout: LevelsLayout, segment: int, head: int, tile: int) -> int:
+def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> int:
     """Return the places of a tile, so that it holds about `tile` bytes; a power of two.
 
     At least 32, a block; 64 where a token has a place of its own and a scale, which would be too
@@ -127,18 +127,18 @@ def tile_places(layout: LevelsLayout, segment: int, head: int, tile: int) -> int
 
 
 def equal_shares(
-    layout: LevelsLayout, lengths: Sequence[Sequence[int]], pieces: int, tuning: Tuning
+    layout: SegmentsLayout, lengths: Sequence[Sequence[int]], pieces: int, tuning: Tuning
 ) -> tuple[list[Item], list[Part]]:
     """Cut all units into `pieces` pieces of equal cost.
 
     Exactly so many, but for units that are smaller than a piece or have fewer tiles: all are on the
     GPU at once, and one that is not would run when the others are done. By head, then row, so that
     neighbours are of one kind: what a multiprocessor runs has to fit its instruction cache
-    (`kvprof.kernels.levels.kernel`).
+    (`kvprof.kernels.segments.kernel`).
 
     Parameters
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
     lengths : sequence of sequence of int
         Tokens of each segment and row.
     pieces : int
@@ -266,14 +266,14 @@ def cut_units(
     lengths
         ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
     units
-        ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.levels.tables.Unit`, int64.
+        ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
     items
-        ``[layers, room]`` rows of `kvprof.kernels.levels.tables.Item`, int32, written; -1 as
+        ``[layers, room]`` rows of `kvprof.kernels.segments.tables.Item`, int32, written; -1 as
         segment behind the last of a layer.
     parts
         ``[layers, batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written.
     counters
-        ``[layers, counted]`` int32, a `kvprof.kernels.levels.tables.Counter` and one per
+        ``[layers, counted]`` int32, a `kvprof.kernels.segments.tables.Counter` and one per
         multiprocessor: set to 0, but for whether pieces are long enough for shares.
     count
         Units of a layer: HEADS times batch times SEGMENTS, in that order.
@@ -347,7 +347,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHARED_MEMORY = 64 << 10
 
 
-def _kinds(layout: LevelsLayout) -> dict[tuple[int, int, int], tuple[int, int]]:
+def _kinds(layout: SegmentsLayout) -> dict[tuple[int, int, int], tuple[int, int]]:
     """Return each kind (segment, key width, value width) with one unit (segment, head) of it."""
     found: dict[tuple[int, int, int], tuple[int, int]] = {}
     for number, segment in enumerate(layout.segments):
@@ -358,16 +358,16 @@ def _kinds(layout: LevelsLayout) -> dict[tuple[int, int, int], tuple[int, int]]:
 
 
 def unit_table(
-    layout: LevelsLayout, family: LevelsLayout, tuning: Tuning, device: torch.device
+    layout: SegmentsLayout, family: SegmentsLayout, tuning: Tuning, device: torch.device
 ) -> Tensor:
     """Return what the kernels look up per segment and head: rows of `Unit` in int64.
 
     Parameters
     ----------
-    layout : LevelsLayout
-    family : LevelsLayout
+    layout : SegmentsLayout
+    family : SegmentsLayout
         One head of every kind that the kernel is to know
-        (`kvprof.kernels.levels.layout.of_kinds`).
+        (`kvprof.kernels.segments.layout.of_kinds`).
     tuning : Tuning
     device : torch.device
     """
@@ -418,14 +418,14 @@ def _kept_at(side: Side, name: str, before: int) -> int:
 
 
 def kind_table(
-    family: LevelsLayout, tuning: Tuning, code: str, query: str
+    family: SegmentsLayout, tuning: Tuning, code: str, query: str
 ) -> tuple[tuple[float, ...], int, int]:
-    """Return the kinds of heads as `level_pieces` takes them, how many, and the planes of a side.
+    """Return the kinds of heads as `segment_pieces` takes them, how many, and the planes of a side.
 
     Parameters
     ----------
-    family : LevelsLayout
-        One head of every kind (`kvprof.kernels.levels.layout.of_kinds`).
+    family : SegmentsLayout
+        One head of every kind (`kvprof.kernels.segments.layout.of_kinds`).
     tuning : Tuning
     code, query : str
         Types in which codes of V and of K are multiplied: ``bf16``, ``fp16`` or ``fp32``.
@@ -483,16 +483,16 @@ def kind_table(
 
 
 def constants(
-    heads: int, family: LevelsLayout, tuning: Tuning, *, softcap: bool, fast: bool
+    heads: int, family: SegmentsLayout, tuning: Tuning, *, softcap: bool, fast: bool
 ) -> dict[str, Any]:
-    """Return the compile-time arguments of `level_pieces`.
+    """Return the compile-time arguments of `segment_pieces`.
 
     Parameters
     ----------
     heads : int
         KV heads of a layer.
-    family : LevelsLayout
-        One head of every kind that a layer may have (`kvprof.kernels.levels.layout.of_kinds`).
+    family : SegmentsLayout
+        One head of every kind that a layer may have (`kvprof.kernels.segments.layout.of_kinds`).
     tuning : Tuning
     softcap : bool
         Whether there is one.
@@ -568,11 +568,11 @@ def launch_cut(
     return items, parts, counters
 
 
-def launch_levels(
+def launch_segments(
     query: Tensor,
     buffer: Tensor,
-    layout: LevelsLayout,
-    family: LevelsLayout,
+    layout: SegmentsLayout,
+    family: SegmentsLayout,
     tuning: Tuning,
     units: Tensor,
     eye: Tensor,
@@ -594,14 +594,14 @@ def launch_levels(
         ``[rows, Σ_g G·dk_g]``, contiguous.
     buffer : Tensor
         uint8.
-    layout : LevelsLayout
-    family : LevelsLayout
-        One head of every kind that the kernel knows (`kvprof.kernels.levels.layout.of_kinds`).
+    layout : SegmentsLayout
+    family : SegmentsLayout
+        One head of every kind that the kernel knows (`kvprof.kernels.segments.layout.of_kinds`).
     tuning : Tuning
     units : Tensor
         From `unit_table`, with the same family and tuning.
     eye : Tensor
-        uint8, 1 at `kvprof.kernels.levels.tables.EYE_ONE`.
+        uint8, 1 at `kvprof.kernels.segments.tables.EYE_ONE`.
     items, parts, counters : Tensor
         From `launch_cut`; the counters are what they were when this ends.
     processors : int
@@ -624,7 +624,7 @@ def launch_levels(
     log2_e = math.log2(math.e)
     blocks = triton.cdiv(layout.group, chosen["HEADS"])
     options = {"maxnreg": tuning.registers} if tuning.registers and not interpreted() else {}
-    launching(level_pieces, (len(items) * blocks,))(
+    launching(segment_pieces, (len(items) * blocks,))(
         query,
         buffer,
         buffer.view(layout.dtype),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprof.benchmark.case import Workload
-from kvprof.benchmark.cases import level_case, levels_layout
+from kvprof.benchmark.cases import segments_case, segments_layout
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.attention import (
     FullAttention,
@@ -17,16 +17,16 @@ from kvprof.benchmark.jct.attention import (
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
 from kvprof.benchmark.methods import Method, stored_plan
 from kvprof.benchmark.ranks import Widths, measured_layer
-from kvprof.kernels.levels.append import append
-from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.step import levels_step
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.append import append
+from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.step import segments_step
 from kvprof.methods.plan import Plan
 
-__all__ = ["levels_attention"]
+__all__ = ["segments_attention"]
 
 
-def levels_attention(
+def segments_attention(
     variant: Variant,
     workload: Workload,
     widths: Widths | None,
@@ -72,11 +72,11 @@ def levels_attention(
             labels = {**labels, "prefill": "attends to exact K and V, then stores them quantised"}
         units.append(_quantised(method, plan, workload))
         return AttentionCalls(units, projections, output, turned, error, labels)
-    case = level_case(method, workload, widths)
-    stored = levels_layout(plan, shape, workload.batch, workload.seq, workload.dtype)
+    case = segments_case(method, workload, widths)
+    stored = segments_layout(plan, shape, workload.batch, workload.seq, workload.dtype)
     units += [
         _quantised(method, plan, workload),
-        PartCall("attention", case.runs, ("levels", method, layout)),
+        PartCall("attention", case.runs, ("segments", method, layout)),
         _schedule(stored, workload),
     ]
     labels["merge"] = "counted in attention"
@@ -95,12 +95,12 @@ def levels_attention(
     )
 
 
-def _schedule(layout: LevelsLayout, workload: Workload) -> PartCall:
+def _schedule(layout: SegmentsLayout, workload: Workload) -> PartCall:
     """Return how a step's work is cut; layers stored alike share it."""
-    step = levels_step(layout, workload.device)
+    step = segments_step(layout, workload.device)
     tokens = [[segment.layout.capacity] * workload.batch for segment in layout.segments]
     lengths = torch.tensor(tokens, dtype=torch.int32, device=workload.device)
-    key = ("levels schedule", layout)
+    key = ("segments schedule", layout)
     return PartCall("schedule", [lambda: step.cut(lengths).lengths], key, per_pass=True)
 
 
@@ -125,7 +125,7 @@ def _quantised(method: Method, plan: Plan, workload: Workload) -> PartCall:
     # Levels and windows need some tokens.
     least = 64 + 2 * kept if kept or len(plan.levels.shares) > 1 else 1
     tokens = max(least, workload.queries)
-    layout = levels_layout(plan, shape, workload.batch, tokens, workload.dtype)
+    layout = segments_layout(plan, shape, workload.batch, tokens, workload.dtype)
     key = ("quantise", method, layout, workload.phase)
 
     def states(widths: Sequence[int], tokens: int) -> list[Tensor]:

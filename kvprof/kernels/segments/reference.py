@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvprof.kernels.levels.layout import LevelsLayout
 from kvprof.kernels.planes import of_sequence
+from kvprof.kernels.segments.layout import SegmentsLayout
 
-__all__ = ["reference_levels"]
+__all__ = ["reference_segments"]
 
 
-def reference_levels(
+def reference_segments(
     query: Tensor,
     buffer: Tensor,
-    layout: LevelsLayout,
+    layout: SegmentsLayout,
     lengths: Sequence[Sequence[int]],
     scaling: float,
     *,
@@ -30,7 +30,7 @@ def reference_levels(
     query : Tensor
         ``[rows, Σ_g G·dk_g]``, dk of the widest segment.
     buffer : Tensor
-    layout : LevelsLayout
+    layout : SegmentsLayout
     lengths : sequence of sequence of int
         Tokens of each segment and row.
     scaling, softcap : float

@@ -5,11 +5,11 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import uses_triton
-from kvprof.kernels.levels.cpu import levels_cpu
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
-from kvprof.kernels.levels.reference import reference_levels
-from kvprof.kernels.levels.step import levels_operator, levels_step
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.cpu import segments_cpu
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.reference import reference_segments
+from kvprof.kernels.segments.step import segments_operator, segments_step
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(uses_triton(CPU), reason="Triton interprets in this process")
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(uses_triton(CPU), reason="Triton interprets in t
 LENGTHS = [[4, 0], [2500, 31], [0, 130]]
 
 
-def tale(dtype: torch.dtype) -> LevelsLayout:
+def tale(dtype: torch.dtype) -> SegmentsLayout:
     wide, cut = ((64, 48), (96, 64)), ((64, 48), (32, 16))
-    return LevelsLayout(
+    return SegmentsLayout(
         tuple(
             Segment(RaggedLayout(*widths, 3, 2, capacity), bits, bits)
             for widths, capacity, bits in ((wide, 4, None), (cut, 2500, 2), (wide, 130, 4))
@@ -28,7 +28,7 @@ def tale(dtype: torch.dtype) -> LevelsLayout:
     )
 
 
-def states(layout: LevelsLayout, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def states(layout: SegmentsLayout, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     packed = [
         tuple(
@@ -56,32 +56,32 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_the_step_is_attention(dtype, limit, options):
     layout = tale(dtype)
     query, buffer = states(layout)
-    prepared = levels_step(layout, CPU)
+    prepared = segments_step(layout, CPU)
     found = prepared.run(query, buffer, prepared.cut(LENGTHS), 0.2, **options)
     assert found.dtype == dtype
-    assert error(found, reference_levels(query, buffer, layout, LENGTHS, 0.2, **options)) < limit
+    assert error(found, reference_segments(query, buffer, layout, LENGTHS, 0.2, **options)) < limit
 
 
 def test_extreme_scores_and_garbage_behind_the_context():
     layout = tale(torch.float32)
     query, buffer = states(layout, scale=40.0)
-    wanted = reference_levels(query, buffer, layout, LENGTHS, 1.0)
-    assert error(levels_cpu(query, buffer, layout, torch.tensor(LENGTHS), 1.0), wanted) < 2e-5
+    wanted = reference_segments(query, buffer, layout, LENGTHS, 1.0)
+    assert error(segments_cpu(query, buffer, layout, torch.tensor(LENGTHS), 1.0), wanted) < 2e-5
     # The sinks of row 1 and the recent tokens of row 0 are not there: make them no numbers.
     for segment, row in ((0, 1), (2, 0)):
         for head in range(2):
             for blocks in layout.blocks(buffer, segment, head):
                 blocks[row] = 255
-    assert error(levels_cpu(query, buffer, layout, torch.tensor(LENGTHS), 1.0), wanted) < 2e-5
+    assert error(segments_cpu(query, buffer, layout, torch.tensor(LENGTHS), 1.0), wanted) < 2e-5
 
 
 def test_a_row_without_tokens_gives_zeros_when_lengths_are_a_tensor():
     layout = tale(torch.float32)
     query, buffer = states(layout)
-    prepared = levels_step(layout, CPU)
+    prepared = segments_step(layout, CPU)
     lengths = torch.tensor([[9, 0], [-1, 0], [0, 0]], dtype=torch.int32)
     found = prepared.run(query, buffer, prepared.cut(lengths), 0.2)
-    wanted = reference_levels(query, buffer, layout, [[4, 0], [0, 0], [0, 0]], 0.2)
+    wanted = reference_segments(query, buffer, layout, [[4, 0], [0, 0], [0, 0]], 0.2)
     assert error(found[0], wanted[0]) < 2e-5
     assert (found[1] == 0).all()
 
@@ -89,7 +89,7 @@ def test_a_row_without_tokens_gives_zeros_when_lengths_are_a_tensor():
 def test_the_operator_is_one_that_torch_can_compile():
     layout = tale(torch.float32)
     query, buffer = states(layout)
-    prepared = levels_step(layout, CPU)
+    prepared = segments_step(layout, CPU)
     schedule = prepared.cut(LENGTHS)
 
     def attend(query: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -102,9 +102,9 @@ def test_the_operator_is_one_that_torch_can_compile():
 def test_the_operator_is_registered_soundly():
     layout = tale(torch.float32)
     query, buffer = states(layout)
-    prepared = levels_step(layout, CPU)
+    prepared = segments_step(layout, CPU)
     schedule = prepared.cut(LENGTHS)
-    from kvprof.kernels.levels.step import layout_numbers
+    from kvprof.kernels.segments.step import layout_numbers
 
     arguments = (
         query,
@@ -122,13 +122,13 @@ def test_the_operator_is_registered_soundly():
         [8, 4096, 3, 1, 32, 0, 0],
         1,
     )
-    torch.library.opcheck(levels_operator, arguments)
+    torch.library.opcheck(segments_operator, arguments)
 
 
 def test_what_makes_no_sense_is_refused():
     layout = tale(torch.float32)
     query, buffer = states(layout)
-    prepared = levels_step(layout, CPU)
+    prepared = segments_step(layout, CPU)
     with pytest.raises(UsageError, match="row 1 has a context of 0"):
         prepared.cut([[4, 0], [9, 0], [0, 0]])
     with pytest.raises(UsageError, match="segment 1 cannot have 2501"):

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from kvprof.kernels.levels import unpack
-from kvprof.kernels.levels.codes import FP8
-from kvprof.kernels.levels.unpack import missing_factor
+from kvprof.kernels.segments import unpack
+from kvprof.kernels.segments.codes import FP8
+from kvprof.kernels.segments.unpack import missing_factor
 
 WORD = 0xFFFFFFFF
 

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.launch import constants, equal_shares, tile_places
-from kvprof.kernels.levels.layout import LevelsLayout, Segment, of_kinds
-from kvprof.kernels.levels.reference import reference_levels
-from kvprof.kernels.levels.step import LevelsStep, Tuning, levels_step
-from kvprof.kernels.levels.tables import Item
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.launch import constants, equal_shares, tile_places
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds
+from kvprof.kernels.segments.reference import reference_segments
+from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
+from kvprof.kernels.segments.tables import Item
 from kvprof.kernels.tables import Part, column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +37,7 @@ few = settings(
 )
 
 
-def random_states(layout: LevelsLayout, seed: int, *, scale: float = 1.0):
+def random_states(layout: SegmentsLayout, seed: int, *, scale: float = 1.0):
     generator = torch.Generator().manual_seed(seed)
 
     def random(capacity: int, width: int) -> torch.Tensor:
@@ -56,13 +56,13 @@ def random_states(layout: LevelsLayout, seed: int, *, scale: float = 1.0):
     return query.to(DEVICE), layout.packed(states).to(DEVICE)
 
 
-def step(layout: LevelsLayout, *, pieces: int = 4, tile: int = 4096) -> LevelsStep:
-    warps = levels_step(layout, DEVICE, multiprocessors=1).tuning.warps
+def step(layout: SegmentsLayout, *, pieces: int = 4, tile: int = 4096) -> SegmentsStep:
+    warps = segments_step(layout, DEVICE, multiprocessors=1).tuning.warps
     tuning = Tuning(pieces=pieces, tile=tile, warps=warps)
-    return levels_step(layout, DEVICE, multiprocessors=2, tuning=tuning)
+    return segments_step(layout, DEVICE, multiprocessors=2, tuning=tuning)
 
 
-def run(prepared: LevelsStep, query, buffer, lengths, scaling, **options):
+def run(prepared: SegmentsStep, query, buffer, lengths, scaling, **options):
     """Run a step whose workspace and output begin as NaN."""
     schedule = prepared.cut(lengths)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is empty with NaN
@@ -77,10 +77,10 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-def check(layout: LevelsLayout, lengths, query, buffer, scaling=0.09, **options) -> None:
+def check(layout: SegmentsLayout, lengths, query, buffer, scaling=0.09, **options) -> None:
     cut = {key: options.pop(key) for key in ("pieces", "tile") if key in options}
     found = run(step(layout, **cut), query, buffer, lengths, scaling, **options)
-    wanted = reference_levels(query, buffer, layout, lengths, scaling, **options)
+    wanted = reference_segments(query, buffer, layout, lengths, scaling, **options)
     assert torch.isfinite(found).all()
     assert error(found, wanted) < LIMITS[layout.dtype]
 
@@ -95,7 +95,7 @@ narrow = st.integers(1, 7).map(lambda n: 16 * n)
 
 
 @st.composite
-def levels(draw):
+def layouts(draw):
     heads, batch, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 9))
     segments, lengths = [], []
     for _ in range(draw(st.integers(1, 3))):
@@ -113,11 +113,11 @@ def levels(draw):
         lengths.append(own)
     for row in range(batch):
         lengths[0][row] = lengths[0][row] or 1  # every row has a context
-    return LevelsLayout(tuple(segments), draw(st.sampled_from(DTYPES))), lengths
+    return SegmentsLayout(tuple(segments), draw(st.sampled_from(DTYPES))), lengths
 
 
 @few
-@given(levels(), st.integers(1, 9), st.sampled_from([1024, 8192]), st.integers(0, 10**6))
+@given(layouts(), st.integers(1, 9), st.sampled_from([1024, 8192]), st.integers(0, 10**6))
 def test_any_formats_widths_and_lengths_give_attention(found, pieces, tile, seed):
     layout, lengths = found
     check(layout, lengths, *random_states(layout, seed), pieces=pieces, tile=tile)
@@ -126,7 +126,7 @@ def test_any_formats_widths_and_lengths_give_attention(found, pieces, tile, seed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", FORMATS)
 def test_each_format_alone(bits, dtype):
-    layout = LevelsLayout((one([(80, 16), (16, 112)], bits, bits, batch=2, capacity=201),), dtype)
+    layout = SegmentsLayout((one([(80, 16), (16, 112)], bits, bits, batch=2, capacity=201),), dtype)
     check(layout, [[201, 64]], *random_states(layout, 1))
 
 
@@ -134,7 +134,7 @@ def test_each_format_alone(bits, dtype):
 def test_tale_levels_with_nested_values(dtype):
     # The middle keeps the first columns of what the others hold whole; one row has no middle yet.
     wide, cut = [(64, 96)], [(64, 48)]
-    layout = LevelsLayout(
+    layout = SegmentsLayout(
         (
             one(wide, None, None, batch=2, capacity=4),
             one(cut, 2, 2, batch=2, capacity=200),
@@ -152,14 +152,14 @@ def test_tale_levels_with_nested_values(dtype):
 
 
 def test_many_query_heads_on_wide_grouped_latents():
-    layout = LevelsLayout((one([(48, 512)], 4, 4, group=12, capacity=70),), DTYPES[0])
+    layout = SegmentsLayout((one([(48, 512)], 4, 4, group=12, capacity=70),), DTYPES[0])
     check(layout, [[70]], *random_states(layout, 3), pieces=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [None, "fp8", 4])
 def test_sinks_softcap_and_extreme_scores(bits, dtype):
-    layout = LevelsLayout((one([(16, 80), (128, 16)], bits, bits, capacity=100),), dtype)
+    layout = SegmentsLayout((one([(16, 80), (128, 16)], bits, bits, capacity=100),), dtype)
     query, buffer = random_states(layout, 4, scale=20.0)
     sinks = torch.randn(2, 2, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     check(layout, [[100]], query, buffer, 1.0)
@@ -168,7 +168,7 @@ def test_sinks_softcap_and_extreme_scores(bits, dtype):
 
 @pytest.mark.parametrize("bits", FORMATS)
 def test_what_lies_behind_a_context_does_not_count(bits):
-    layout = LevelsLayout((one([(48, 32)], bits, bits, batch=2, capacity=150),), DTYPES[0])
+    layout = SegmentsLayout((one([(48, 32)], bits, bits, batch=2, capacity=150),), DTYPES[0])
     query, buffer = random_states(layout, 6)
     lengths = [[101, 7]]
     before = run(step(layout), query, buffer, lengths, 0.1)
@@ -204,7 +204,7 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
 
 
 @few
-@given(levels(), st.integers(1, 40), st.sampled_from([1024, 8192]))
+@given(layouts(), st.integers(1, 40), st.sampled_from([1024, 8192]))
 def test_the_device_cuts_as_the_host_states(found, pieces, tile):
     layout, lengths = found
     prepared = step(layout, pieces=pieces, tile=tile)
@@ -226,16 +226,16 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
 
 
 @few
-@given(levels(), st.integers(1, 9), st.integers(0, 10**6), st.data())
+@given(layouts(), st.integers(1, 9), st.integers(0, 10**6), st.data())
 def test_a_step_built_for_more_kinds_gives_the_same_attention(found, pieces, seed, data):
     layout, lengths = found
     more = st.tuples(*[st.tuples(narrow, narrow) for _ in layout.segments])
     kinds = (*layout.kinds, *data.draw(st.lists(more, min_size=1, max_size=3)))
     tuning = Tuning(pieces=pieces, warps=step(layout).tuning.warps)
-    prepared = levels_step(layout, DEVICE, multiprocessors=2, tuning=tuning, kinds=kinds)
+    prepared = segments_step(layout, DEVICE, multiprocessors=2, tuning=tuning, kinds=kinds)
     query, buffer = random_states(layout, seed)
     output = run(prepared, query, buffer, lengths, 0.09)
-    wanted = reference_levels(query, buffer, layout, lengths, 0.09)
+    wanted = reference_segments(query, buffer, layout, lengths, 0.09)
     assert error(output, wanted) < LIMITS[layout.dtype]
 
 
@@ -246,25 +246,25 @@ def test_layers_with_the_same_kinds_are_compiled_once():
     for heads in ([wide, wide, narrow], [narrow, narrow, wide], [narrow] * 3):
         first, second = zip(*heads, strict=True)
         segments = one(first, None, None), one(second, 4, 4, batch=1)
-        layout = LevelsLayout(segments, DTYPES[0])
-        prepared = levels_step(layout, DEVICE, kinds=kinds)
+        layout = SegmentsLayout(segments, DTYPES[0])
+        prepared = segments_step(layout, DEVICE, kinds=kinds)
         family = of_kinds(layout, prepared.kinds)
         tunings.append(prepared.tuning)
         forms.append(constants(layout.heads, family, prepared.tuning, softcap=False, fast=True))
     assert forms[0] == forms[1] == forms[2]
     assert tunings[0] == tunings[1] == tunings[2]
     with pytest.raises(UsageError, match=r"\(32, 64\).* not among the kinds"):
-        levels_step(layout, DEVICE, kinds=[wide])
+        segments_step(layout, DEVICE, kinds=[wide])
 
 
 def test_layers_share_a_cut():
-    layout = LevelsLayout((one([(48, 32), (16, 64)], 4, 2, batch=2, capacity=300),), DTYPES[0])
+    layout = SegmentsLayout((one([(48, 32), (16, 64)], 4, 2, batch=2, capacity=300),), DTYPES[0])
     prepared = step(layout, pieces=5, tile=1024)
     cut = prepared.cut([[300, 77]])
     for seed in (1, 2, 3):
         query, buffer = random_states(layout, seed)
         found = prepared.run(query, buffer, cut, 0.2)
-        wanted = reference_levels(query, buffer, layout, [[300, 77]], 0.2)
+        wanted = reference_segments(query, buffer, layout, [[300, 77]], 0.2)
         assert error(found, wanted) < LIMITS[layout.dtype]
         assert (cut.scheduled[2] == 0).all(), "what was counted is left to the next layer"
 
@@ -272,7 +272,7 @@ def test_layers_share_a_cut():
 def test_layers_are_cut_together_as_each_is_by_itself():
     widths = ([(48, 32), (16, 64)], [(16, 16), (64, 96)], [(80, 16), (32, 32)])
     steps = [
-        step(LevelsLayout((one(own, 4, 8, batch=2, capacity=700),), DTYPES[0])) for own in widths
+        step(SegmentsLayout((one(own, 4, 8, batch=2, capacity=700),), DTYPES[0])) for own in widths
     ]
     assert len({each.cut_by for each in steps}) == 1
     lengths = torch.tensor([[650, 77]], dtype=torch.int32, device=DEVICE)
@@ -289,10 +289,10 @@ def test_layers_are_cut_together_as_each_is_by_itself():
 
 @pytest.mark.parametrize(("pieces", "near"), [(1, 1), (5, 0)])
 def test_shares_of_multiprocessors_are_for_long_pieces(pieces, near):
-    layout = LevelsLayout((one([(48, 32), (16, 64)], 4, 4, capacity=1100),), DTYPES[0])
+    layout = SegmentsLayout((one([(48, 32), (16, 64)], 4, 4, capacity=1100),), DTYPES[0])
     prepared = step(layout, pieces=pieces, tile=1024)
     query, buffer = random_states(layout, 4)
-    wanted = reference_levels(query, buffer, layout, [[1090]], 0.2)
+    wanted = reference_segments(query, buffer, layout, [[1090]], 0.2)
     cut = prepared.cut([[1090]])
     for _ in range(2):
         assert cut.scheduled[2].tolist() == [near, 0, 0, 0]
@@ -300,21 +300,21 @@ def test_shares_of_multiprocessors_are_for_long_pieces(pieces, near):
 
 
 def test_lengths_on_the_device_are_clamped_and_empty_rows_give_zeros():
-    layout = LevelsLayout((one([(32, 32)], 4, 4, batch=2, capacity=70),), DTYPES[0])
+    layout = SegmentsLayout((one([(32, 32)], 4, 4, batch=2, capacity=70),), DTYPES[0])
     query, buffer = random_states(layout, 7)
     lengths = torch.tensor([[999, -5]], dtype=torch.int32, device=DEVICE)
     found = run(step(layout), query, buffer, lengths, 0.1)
-    wanted = reference_levels(query, buffer, layout, [[70, 0]], 0.1)
+    wanted = reference_segments(query, buffer, layout, [[70, 0]], 0.1)
     assert error(found[0], wanted[0]) < LIMITS[layout.dtype]
     assert (found[1] == 0).all()
 
 
 def test_pieces_in_order_need_no_counters_and_a_cut_for_another_tuning_is_refused():
-    layout = LevelsLayout((one([(48, 32), (16, 64)], 4, 4, capacity=200),), DTYPES[0])
+    layout = SegmentsLayout((one([(48, 32), (16, 64)], 4, 4, capacity=200),), DTYPES[0])
     near = step(layout)
-    ordered = levels_step(layout, DEVICE, multiprocessors=2, tuning=replace(near.tuning, near=0))
+    ordered = segments_step(layout, DEVICE, multiprocessors=2, tuning=replace(near.tuning, near=0))
     query, buffer = random_states(layout, 3)
-    wanted = reference_levels(query, buffer, layout, [[200]], 0.2)
+    wanted = reference_segments(query, buffer, layout, [[200]], 0.2)
     cut = ordered.cut([[200]])
     assert error(ordered.run(query, buffer, cut, 0.2), wanted) < LIMITS[layout.dtype]
     with pytest.raises(UsageError, match="cut for 0 counters, and this step has 4"):
@@ -324,7 +324,7 @@ def test_pieces_in_order_need_no_counters_and_a_cut_for_another_tuning_is_refuse
 
 
 def test_what_cannot_run_is_refused():
-    layout = LevelsLayout((one([(32, 32)], 4, 4, capacity=64),), DTYPES[0])
+    layout = SegmentsLayout((one([(32, 32)], 4, 4, capacity=64),), DTYPES[0])
     query, buffer = random_states(layout, 8)
     prepared = step(layout)
     schedule = prepared.cut([[64]])
@@ -335,6 +335,6 @@ def test_what_cannot_run_is_refused():
     with pytest.raises(UsageError, match="sinks"):
         prepared.run(query, buffer, schedule, 1.0, sinks=torch.zeros(1, 1))
     wrong = torch.bfloat16 if DEVICE.type == "cpu" else torch.float32
-    layout = LevelsLayout(layout.segments, wrong)
+    layout = SegmentsLayout(layout.segments, wrong)
     with pytest.raises(UsageError, match=r"interpreter|GPU"):
         step(layout).run(query.to(wrong), layout.empty(DEVICE), schedule, 1.0)

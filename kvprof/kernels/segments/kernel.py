@@ -2,8 +2,8 @@
 
 Quantised keys and values are so few bytes that arithmetic per element counts. So tokens or columns
 are the rows of every product and the (few) query heads its eight or more columns; bytes become
-operands of the tensor cores without a conversion or a shuffle (`kvprof.kernels.levels.unpack`,
-`kvprof.kernels.levels.layout`); and what a code is offset, scaled and shifted by stays outside of
+operands of the tensor cores without a conversion or a shuffle (`kvprof.kernels.segments.unpack`,
+`kvprof.kernels.segments.layout`); and what a code is offset, scaled and shifted by stays outside of
 the elements. With ``x = middle + scale · code``:
 
 - scores, per token and group of columns: ``scale · (code · q) + middle · Σq``;
@@ -15,17 +15,17 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from kvprof.kernels.levels.codes import FP8, FULL
-from kvprof.kernels.levels.side import PLACES
-from kvprof.kernels.levels.tables import EYE_ONE, Counter, Item, Kind, PlaneColumns, Unit
-from kvprof.kernels.levels.unpack import codes, halves, rounded
+from kvprof.kernels.segments.codes import FP8, FULL
+from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.tables import EYE_ONE, Counter, Item, Kind, PlaneColumns, Unit
+from kvprof.kernels.segments.unpack import codes, halves, rounded
 from kvprof.kernels.tables import Part, column
 
-__all__ = ["level_pieces", "tile"]
+__all__ = ["segment_pieces", "tile"]
 
 # --- One tile of tokens: scores, online softmax, weighted values.
 #
-# A tile is one block or two neighbouring ones, which `kvprof.kernels.levels.layout` draws.
+# A tile is one block or two neighbouring ones, which `kvprof.kernels.segments.layout` draws.
 # Addresses are one pointer, what a lane adds to it, and constants.
 
 
@@ -462,7 +462,7 @@ def _taken(counters, total, processors, FAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def level_pieces(
+def segment_pieces(
     queries, octets, full, halfs, eye, partial, logs, counters, items, parts, units, table, tasks,
     processors, blocks, table_row, stride, query_row, scale, cap, KINDS: tl.constexpr,
     COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
@@ -483,18 +483,18 @@ def level_pieces(
     partial, logs
         ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
     items
-        Rows of `kvprof.kernels.levels.tables.Item`, int32.
+        Rows of `kvprof.kernels.segments.tables.Item`, int32.
     parts, tasks
         ``[tasks]`` rows of `kvprof.kernels.tables.Part`, int32: a row's head each.
     counters
-        A `kvprof.kernels.levels.tables.Counter`, then what was taken from each multiprocessor's
+        A `kvprof.kernels.segments.tables.Counter`, then what was taken from each multiprocessor's
         share, int32: 0 but for `shared`.
     processors
         Multiprocessors of the GPU.
     blocks
         Of query heads.
     units
-        ``[segments * heads]`` rows of `kvprof.kernels.levels.tables.Unit`, int64.
+        ``[segments * heads]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
     table
         ``[rows, table_row]`` int32 pages, read when PAGE (tokens of a page) is not 0.
     stride
@@ -504,7 +504,7 @@ def level_pieces(
     cap
         Times log2(e).
     KINDS
-        STRIDE numbers per kind of head: a row of `kvprof.kernels.levels.tables.Kind`, then PLANES
+        STRIDE numbers per kind of head: a row of `kvprof.kernels.segments.tables.Kind`, then PLANES
         rows of `PlaneColumns` of K, then of V.
     HEADS
         Query heads of a program, a power of two from 8 on.

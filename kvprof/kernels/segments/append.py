@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.codes import encode, numbers, restored
-from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.side import PLACES, Side
 from kvprof.kernels.planes import row_stride
+from kvprof.kernels.segments.codes import encode, numbers, restored
+from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.side import PLACES, Side
 
 __all__ = [
     "Addresses",
@@ -30,7 +30,7 @@ __all__ = [
 # once.
 #
 # A value's address is linear in the row, the block, the part and the place of its token, with
-# constants of its column (`kvprof.kernels.levels.layout` has the drawing). The constants are made
+# constants of its column (`kvprof.kernels.segments.layout` has the drawing). The constants are made
 # once per layout, the addresses once per pass for all layers that are stored alike; what is left
 # per layer is to quantise and to scatter, a few launches whatever the number of heads.
 
@@ -108,7 +108,7 @@ class Addresses:
 
 
 def column_places(
-    layout: LevelsLayout, segment: int, head: int, values: bool
+    layout: SegmentsLayout, segment: int, head: int, values: bool
 ) -> list[tuple[int, int, int, int]]:
     """Return ``(first, block, part, place)`` of every column of a head, as `Columns` has them."""
     side, start = _begun(layout, segment, head, values)
@@ -129,7 +129,7 @@ def column_places(
 
 
 def scale_places(
-    layout: LevelsLayout, segment: int, head: int, values: bool
+    layout: SegmentsLayout, segment: int, head: int, values: bool
 ) -> list[tuple[int, int, int]]:
     """Return ``(scale_first, scale_block, to_next)`` of every scale of a head."""
     side, start = _begun(layout, segment, head, values)
@@ -140,7 +140,7 @@ def scale_places(
     ]
 
 
-def _begun(layout: LevelsLayout, segment: int, head: int, values: bool) -> tuple[Side, int]:
+def _begun(layout: SegmentsLayout, segment: int, head: int, values: bool) -> tuple[Side, int]:
     """Return a side of a head, and at which byte of a row it begins."""
     keys, other = layout.sides(segment, head)
     start = layout.offsets[segment][head]
@@ -149,7 +149,7 @@ def _begun(layout: LevelsLayout, segment: int, head: int, values: bool) -> tuple
 
 # For every layer of a model and every segment: made anew, they would be copied to the device.
 @lru_cache(maxsize=4096)
-def _columns(layout: LevelsLayout, segment: int, values: bool, device: torch.device) -> Columns:
+def _columns(layout: SegmentsLayout, segment: int, values: bool, device: torch.device) -> Columns:
     """Return a side's constants."""
     own = [layout.sides(segment, head)[values] for head in range(layout.heads)]
     shared = own[0].columns
@@ -179,13 +179,13 @@ def _columns(layout: LevelsLayout, segment: int, values: bool, device: torch.dev
 
 
 def addresses_of(
-    layout: LevelsLayout, segment: int, slots: Tensor, *, stride: int | None = None
+    layout: SegmentsLayout, segment: int, slots: Tensor, *, stride: int | None = None
 ) -> Addresses:
     """Return where tokens lie; nothing waits for the device.
 
     Parameters
     ----------
-    layout : LevelsLayout
+    layout : SegmentsLayout
     segment : int
     slots : Tensor
         ``[batch, n]`` integers, each row's slots in the segment; of a pool of pages any shape of
@@ -249,7 +249,7 @@ def _side(
 
 def append(
     buffer: Tensor,
-    layout: LevelsLayout,
+    layout: SegmentsLayout,
     segment: int,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -263,7 +263,7 @@ def append(
     ----------
     buffer : Tensor
         Written.
-    layout : LevelsLayout
+    layout : SegmentsLayout
     segment : int
     keys, values : sequence of Tensor
         ``[batch, new, width]`` per head.

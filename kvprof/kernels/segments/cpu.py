@@ -3,19 +3,19 @@
 import torch
 from torch import Tensor
 
-from kvprof.kernels.levels.layout import LevelsLayout
-from kvprof.kernels.levels.side import PLACES, Side
+from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.side import PLACES, Side
 
-__all__ = ["levels_cpu"]
+__all__ = ["segments_cpu"]
 
 #: Tokens at once: few enough for a core's cache, enough to hide what a call costs.
 _BLOCK = 4096
 
 
-def levels_cpu(
+def segments_cpu(
     query: Tensor,
     buffer: Tensor,
-    layout: LevelsLayout,
+    layout: SegmentsLayout,
     lengths: Tensor,
     scaling: float,
     *,
@@ -32,8 +32,8 @@ def levels_cpu(
     query : Tensor
         ``[rows, Σ_g G·dk_g]``, dk of the widest segment.
     buffer : Tensor
-        From `LevelsLayout.packed`.
-    layout : LevelsLayout
+        From `SegmentsLayout.packed`.
+    layout : SegmentsLayout
     lengths : Tensor
         ``[segments, rows]`` integers, clamped to what there is room for. A row without tokens gets
         zeros.
@@ -70,7 +70,7 @@ def levels_cpu(
 def _segment(
     queries: Tensor,
     buffer: Tensor,
-    layout: LevelsLayout,
+    layout: SegmentsLayout,
     segment: int,
     head: int,
     tokens: Tensor,

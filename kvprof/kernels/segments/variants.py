@@ -2,14 +2,14 @@
 
 import torch
 
-from kvprof.kernels.levels.codes import FORMATS, Bits
-from kvprof.kernels.levels.kernel import level_pieces
-from kvprof.kernels.levels.launch import constants, cut_units
-from kvprof.kernels.levels.layout import LevelsLayout, Segment, of_kinds
-from kvprof.kernels.levels.move import constants as move_constants
-from kvprof.kernels.levels.move import move_token
-from kvprof.kernels.levels.tuning import tuning_for
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.codes import FORMATS, Bits
+from kvprof.kernels.segments.kernel import segment_pieces
+from kvprof.kernels.segments.launch import constants, cut_units
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds
+from kvprof.kernels.segments.move import constants as move_constants
+from kvprof.kernels.segments.move import move_token
+from kvprof.kernels.segments.tuning import tuning_for
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
@@ -17,7 +17,7 @@ __all__ = ["VARIANTS"]
 _Spec = tuple[tuple[tuple[int, int], ...], Bits, Bits]
 
 
-def _levels(
+def _segments(
     name: str,
     dtype: torch.dtype,
     group: int,
@@ -31,7 +31,7 @@ def _levels(
         keys, values = zip(*pairs, strict=True)
         ragged = RaggedLayout(keys, values, group, 1, page or 64)
         segments.append(Segment(ragged, key_bits, value_bits, columns, page > 0))
-    layout = LevelsLayout(tuple(segments), dtype)
+    layout = SegmentsLayout(tuple(segments), dtype)
     family = of_kinds(layout, layout.kinds)
     tuning = tuning_for(family)
     run = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
@@ -59,7 +59,7 @@ def _levels(
     }
     fixed = constants(layout.heads, family, tuning, softcap=False, fast=True) | {"DEPENDENT": True}
     return Variant(
-        f"levels {name} {run}", level_pieces, signature, fixed, tuning.warps, tuning.stages
+        f"segments {name} {run}", segment_pieces, signature, fixed, tuning.warps, tuning.stages
     )
 
 
@@ -82,8 +82,8 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
         "pool": "i32",
         "stride": "i32",
     }
-    fixed = move_constants(LevelsLayout((segment,)), 0) | {"LOW": True}
-    return Variant(f"levels move {name} bf16", move_token, signature, fixed, 1)
+    fixed = move_constants(SegmentsLayout((segment,)), 0) | {"LOW": True}
+    return Variant(f"segments move {name} bf16", move_token, signature, fixed, 1)
 
 
 _RAGGED = ((112, 48), (32, 80))
@@ -95,13 +95,15 @@ _NAMED = tuple(name for name in FORMATS if isinstance(name, str))
 #: Quantised ragged heads, in pages too, each named format, TALE's three segments, Palu's grouped
 #: latents; the cut; a token that is stored, with every way to round it.
 VARIANTS = (
-    _levels("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
-    _levels("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
-    *(_levels(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
-    _levels("tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))),
-    _levels("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
+    _segments("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
+    _segments("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
+    *(_segments(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
+    _segments(
+        "tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))
+    ),
+    _segments("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
     Variant(
-        "levels cut",
+        "segments cut",
         cut_units,
         {
             "lengths": "*i32",

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.levels.append import addresses_of, append, read, write
-from kvprof.kernels.levels.codes import FORMATS, bits_numbered, format_of, quantise, spread
-from kvprof.kernels.levels.launch import token_bytes, token_cost
-from kvprof.kernels.levels.layout import LevelsLayout, Segment
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.append import addresses_of, append, read, write
+from kvprof.kernels.segments.codes import FORMATS, bits_numbered, format_of, quantise, spread
+from kvprof.kernels.segments.launch import token_bytes, token_cost
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
 from tests.kernels.dequantised import dequantised
@@ -56,7 +56,7 @@ def test_codes_scales_and_rows_are_those_of_the_runtime(bits, width, columns, se
 
 
 def test_e4m3_is_that_of_the_runtime():
-    layout = LevelsLayout((segment([(48, 32)], "fp8", "fp8"),))
+    layout = SegmentsLayout((segment([(48, 32)], "fp8", "fp8"),))
     keys, values = 300 * random(2, 100, 48), random(2, 100, 32, seed=1)
     codec = codec_for(Quantiser("fp8", None, None), SideQuantiser((8,)), 0)
     buffer = layout.packed([([keys], [values])])
@@ -78,7 +78,7 @@ def test_every_token_is_found_where_it_was_put(
     key_bits, value_bits, columns, widths, capacity, seed
 ):
     pairs = list(zip(widths[::2], widths[1::2], strict=False))
-    layout = LevelsLayout(
+    layout = SegmentsLayout(
         (
             segment(pairs, key_bits, value_bits, columns=columns, capacity=capacity),
             segment(pairs, value_bits, None, columns=columns, capacity=7),
@@ -118,16 +118,16 @@ def test_formats_are_found_by_name_and_by_number():
 
 def test_bytes_are_counted_with_scales_middles_and_padding():
     # 102,400 tokens: 64 columns in 32 bytes, and per group of 32 columns 2 bytes twice.
-    layout = LevelsLayout((segment([(64, 64)], 4, 4, batch=1, capacity=102_400),))
+    layout = SegmentsLayout((segment([(64, 64)], 4, 4, batch=1, capacity=102_400),))
     assert layout.nbytes == 102_400 * 2 * (32 + 2 * 4)
     # 4 tokens take the room of 64, a pair of blocks.
-    sinks = LevelsLayout((segment([(64, 64)], None, None, batch=1, capacity=4),))
+    sinks = SegmentsLayout((segment([(64, 64)], None, None, batch=1, capacity=4),))
     assert sinks.nbytes == 64 * 2 * 64 * 2
     assert [format_of(bits).container for bits in (None, 2, 3, 4, 8, "fp8")] == [0, 2, 4, 4, 8, 8]
 
 
-def of_one(pair: tuple[int, int], bits: int | None) -> LevelsLayout:
-    return LevelsLayout((segment([pair], bits, bits, columns=32),))
+def of_one(pair: tuple[int, int], bits: int | None) -> SegmentsLayout:
+    return SegmentsLayout((segment([pair], bits, bits, columns=32),))
 
 
 def test_a_token_costs_its_bytes_and_what_a_plane_of_keys_is_padded_by():
@@ -147,7 +147,7 @@ def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes():
     # 48 bytes of codes more of one and less of the other, 3 scales and middles with them.
     difference = token_cost(wide_values, 0, 0, 26) - token_cost(wide_keys, 0, 0, 26)
     assert difference == pytest.approx(16 * (0.25 * 48 - 0.05 * 3 * 4), abs=1)
-    beside = LevelsLayout(tuple(segment([(128, 32)], bits, bits, columns=32) for bits in (4, 2)))
+    beside = SegmentsLayout(tuple(segment([(128, 32)], bits, bits, columns=32) for bits in (4, 2)))
     assert token_cost(beside, 0, 0, 26) == 16 * (token_bytes(beside, 0, 0) + 26)
 
 
@@ -155,7 +155,7 @@ def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
     for width in (16, 48, 112, 240, 256, 512):
         for columns in (16, 32, 48, 64, None):
             own = segment([(width, width)], 2, 4, columns=columns)
-            for side in LevelsLayout((own,)).sides(0, 0):
+            for side in SegmentsLayout((own,)).sides(0, 0):
                 assert sum(plane.width for plane in side.planes) == width
                 for plane in side.planes:
                     last = plane.start + plane.width - 1
@@ -174,7 +174,9 @@ def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
     st.integers(0, 99),
 )
 def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
-    layout = LevelsLayout((segment([(48, 80)], key_bits, value_bits, capacity=70),), torch.float16)
+    layout = SegmentsLayout(
+        (segment([(48, 80)], key_bits, value_bits, capacity=70),), torch.float16
+    )
     keys, values = (random(2, 70, width, seed=seed).half() for width in (48, 80))
     wanted = layout.packed([([keys.clone()], [values.clone()])])
     buffer = layout.packed([([keys], [values])])
@@ -207,7 +209,7 @@ def test_single_tokens_of_many_heads_are_read_where_they_lie(k_bits, v_bits, wid
         segment(widths, *bits, columns=columns, capacity=90)
         for bits in ((8, None), (k_bits, v_bits))
     ]
-    layout = LevelsLayout(tuple(both), torch.float16)
+    layout = SegmentsLayout(tuple(both), torch.float16)
     sides = [
         [random(2, 90, pair[side], seed=seed + n).half() for n, pair in enumerate(widths)]
         for side in (0, 1)
@@ -236,12 +238,12 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="24"):
         segment([(32, 32)], 4, 4, columns=24)
     with pytest.raises(UsageError, match="same heads"):
-        LevelsLayout((segment([(32, 32)], 4, 4), segment([(32, 32), (16, 16)], 4, 4)))
+        SegmentsLayout((segment([(32, 32)], 4, 4), segment([(32, 32), (16, 16)], 4, 4)))
     with pytest.raises(UsageError, match="same heads"):
-        LevelsLayout(())
+        SegmentsLayout(())
     with pytest.raises(UsageError, match="float64"):
-        LevelsLayout((segment([(32, 32)], 4, 4),), torch.float64)
-    layout = LevelsLayout((segment([(32, 32)], 4, 4),))
+        SegmentsLayout((segment([(32, 32)], 4, 4),), torch.float64)
+    layout = SegmentsLayout((segment([(32, 32)], 4, 4),))
     new = [random(2, 1, 16)]
     with pytest.raises(UsageError, match="32 wide"):
         append(layout.empty(), layout, 0, new, new, torch.zeros(2, dtype=torch.int32))

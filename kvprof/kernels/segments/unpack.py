@@ -18,7 +18,7 @@ Triton's interpreter knows no inline assembly: there the same bits are made the 
 import triton
 import triton.language as tl
 
-from kvprof.kernels.levels.codes import FP8, FULL
+from kvprof.kernels.segments.codes import FP8, FULL
 
 __all__ = ["codes", "half", "halves", "missing_factor", "rounded"]
 
@@ -188,7 +188,7 @@ def codes(
     SLOT
         Which of a byte's codes, from the lowest bits.
     FORMAT
-        `kvprof.kernels.levels.codes.NumberFormat.read_as`.
+        `kvprof.kernels.segments.codes.NumberFormat.read_as`.
     FAST
         Inline assembly; only for bfloat16 and float16.
     """

@@ -1,1 +1,0 @@
-"""Attention of one new token per sequence over quantised storage and over levels of tokens."""
