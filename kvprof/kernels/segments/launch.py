@@ -206,9 +206,6 @@ _COST = tl.constexpr(column(Unit, "cost"))
 _HEIGHT = tl.constexpr(column(Unit, "height"))
 _CAPACITY = tl.constexpr(column(Unit, "capacity"))
 _SHARED = tl.constexpr(column(Counter, "shared"))
-#: Tiles of a piece from which on multiprocessors keep to their shares of the work. On an H200 with
-#: heads of four kinds, shares are 4 % faster at 48 tiles a piece, 1 % slower at 6.
-_LONG = tl.constexpr(16)
 
 
 @triton.jit
@@ -240,7 +237,7 @@ def _share(before, cost, tiles, pieces, total):
     return tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["count", "batch", "pieces", "room", "counted"])
+@triton.jit(do_not_specialize=["count", "batch", "pieces", "room", "counted", "near"])
 def cut_units(
     lengths,
     units,
@@ -252,6 +249,7 @@ def cut_units(
     pieces,
     room,
     counted,
+    near,
     HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -277,6 +275,8 @@ def cut_units(
         multiprocessor: set to 0, but for whether pieces are long enough for shares.
     count
         Units of a layer: HEADS times batch times SEGMENTS, in that order.
+    near
+        Tiles that a piece has on average from which on pieces are long enough for shares.
     """
     task = tl.program_id(0)
     layer = tl.program_id(1)
@@ -329,7 +329,7 @@ def cut_units(
         begin += share
         before += cost
     for at in range(task * BLOCK, counted, tl.num_programs(0) * BLOCK):
-        long = (at + lane == _SHARED) & (all_tiles >= pieces * _LONG)
+        long = (at + lane == _SHARED) & (all_tiles >= pieces * near)
         tl.store(counters + at + lane, long.to(tl.int32), mask=at + lane < counted)
     own = parts + (row * HEADS + head) * _PART
     tl.store(own + _FIRST, first)
@@ -523,7 +523,7 @@ def constants(
 
 
 def launch_cut(
-    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
+    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int, near: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut the work of one or more layers into items.
 
@@ -536,6 +536,8 @@ def launch_cut(
     heads, pieces : int
     counted : int
         Counters that the kernel needs, as `cut_units` has them, or 0.
+    near : int
+        `Tuning.near`.
 
     Returns
     -------
@@ -560,6 +562,7 @@ def launch_cut(
         pieces,
         room,
         counted,
+        near,
         HEADS=heads,
         SEGMENTS=segments,
         BLOCK=min(256, max(32, triton.next_power_of_2(count))),

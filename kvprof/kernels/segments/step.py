@@ -93,15 +93,15 @@ def _family(layout: SegmentsLayout, widths: tuple[int, ...]) -> SegmentsLayout:
 
 @torch.library.custom_op("kvprof::segments_cut", mutates_args=())
 def cut_operator(
-    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
+    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int, near: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut a step's work: `kvprof.kernels.segments.launch.launch_cut`, which says what is what."""
-    return launch_cut(lengths, units, heads, pieces, counted)
+    return launch_cut(lengths, units, heads, pieces, counted, near)
 
 
 @cut_operator.register_fake
 def _(
-    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int
+    lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int, near: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     layers, rows = units.shape[0], lengths.shape[1] * heads
     room = pieces + lengths.shape[0] * rows
@@ -280,7 +280,9 @@ class SegmentsStep:
         if not uses_triton(tables.device):
             return [Schedule(lengths, None, [])] * len(tables)
         pieces = self.tuning.pieces * self.multiprocessors
-        found = cut_operator(lengths, tables, self.layout.heads, pieces, self._counted)
+        found = cut_operator(
+            lengths, tables, self.layout.heads, pieces, self._counted, self.tuning.near
+        )
         layers = zip(*(each.unbind() for each in found), strict=True)
         return [Schedule(lengths, None, list(own)) for own in layers]
 

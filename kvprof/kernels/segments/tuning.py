@@ -29,8 +29,8 @@ class Tuning:
     registers : int
         Most of a thread; 0 leaves it to the compiler.
     near : int
-        1 where a multiprocessor takes neighbouring pieces if they are long, which pays where heads
-        are of several kinds, each with code of its own; 0 for pieces in order.
+        Tiles of a piece from which on a multiprocessor takes neighbouring pieces, which pays where
+        heads are of several kinds, each with code of its own; 0 for pieces in order, always.
     """
 
     pieces: int = 16
@@ -39,7 +39,7 @@ class Tuning:
     warps: int = 1
     per_token: int = 26
     registers: int = 128
-    near: int = 1
+    near: int = 16
 
 
 def _numbers(layout: SegmentsLayout, heads: int, warps: int) -> int:
@@ -65,7 +65,9 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
     if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
         warps = 2 if numbers > _REGISTERS else 1
         return Tuning(8, stages=3, warps=warps, per_token=32, registers=0, near=0)
-    near = int(len(layout.kinds) * len(layout.segments) > 1)
+    # On an H200 with heads of four kinds, shares are 4 % faster at 48 tiles a piece, and 1 % slower
+    # at 6.
+    near = 16 if len(layout.kinds) * len(layout.segments) > 1 else 0
     if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2, near=near)
     # Larger tiles, of which fewer programs have room at once.

@@ -116,6 +116,7 @@ VARIANTS = (
             "pieces": "i32",
             "room": "i32",
             "counted": "i32",
+            "near": "i32",
         },
         {"HEADS": 8, "SEGMENTS": 3, "BLOCK": 256},
         1,
