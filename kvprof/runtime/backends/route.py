@@ -33,6 +33,7 @@ __all__ = [
     "STORAGES",
     "KernelRoute",
     "choice",
+    "few_kinds",
     "kernel_reasons",
     "storage_of",
     "why_not",
@@ -198,7 +199,7 @@ class KernelRoute:
                 planes |= layer.pairs
             elif isinstance(layer, SegmentKernelLayer):
                 segments |= layer.kinds
-        return ModelKinds(_few(planes), _few(segments))
+        return ModelKinds(few_kinds(planes), few_kinds(segments))
 
     @property
     def used(self) -> bool:
@@ -395,7 +396,7 @@ _MASKED = (
 )
 
 
-def _few(kinds: set[Any]) -> tuple[Any, ...] | None:
+def few_kinds(kinds: set[Any]) -> tuple[Any, ...] | None:
     """Return kinds of head in order where there are not too many for one kernel."""
     return tuple(sorted(kinds)) if 0 < len(kinds) <= _MOST_KINDS else None
 

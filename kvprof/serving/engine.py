@@ -1,0 +1,297 @@
+"""What the plug-in does inside vLLM: checks, pages, weights; only the plug-in loads it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.linear import (
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvprof.errors import UsageError
+from kvprof.kernels.project.bases import basis_set
+from kvprof.methods.plan import Plan
+from kvprof.serving.backend import PlanImpl, ServedLayer, ServedModel
+from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
+from kvprof.serving.refusals import check_shape
+from kvprof.serving.weights import folded_output, folded_value, narrowed
+
+__all__ = ["check_engine", "check_model", "deal_heads", "fold", "page_spec", "run_layer"]
+
+logger = init_logger("vllm.kvprof")
+
+# --- Before anything is loaded.
+
+
+def check_engine(config: Any) -> None:
+    """Refuse settings of the engine with which a plan cannot be served.
+
+    Parameters
+    ----------
+    config : VllmConfig
+
+    Raises
+    ------
+    UsageError
+    """
+    parallel, cache = config.parallel_config, config.cache_config
+    reasons = {
+        "speculation (--speculative-config)": config.speculative_config is not None,
+        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
+        "LoRA": config.lora_config is not None,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        f"weights quantised by {config.model_config.quantization}": bool(
+            config.model_config.quantization
+        ),
+        f"--kv-cache-dtype {cache.cache_dtype}: the plan says what is stored": cache.cache_dtype
+        not in ("auto", "bfloat16", "float16"),
+    }
+    for what, there in reasons.items():
+        if there:
+            raise UsageError(f"a plan cannot be served with {what}")
+    tokens = cache.block_size
+    if tokens is not None and tokens % 16:
+        raise UsageError(f"pages of {tokens} tokens cannot run: --block-size is a multiple of 16")
+
+
+def check_model(plan: Plan, config: Any) -> None:
+    """Refuse the plan of another model before weights are loaded.
+
+    Random weights (``load_format="dummy"``) are nobody's: there the plan has to have the model's
+    shape, and what the engine answers means nothing, as ever with them.
+
+    Parameters
+    ----------
+    plan : Plan
+    config : VllmConfig
+
+    Raises
+    ------
+    UsageError
+        For another model's plan.
+    KvprofError
+        As `load_model`, when the model cannot be identified.
+    """
+    model = config.model_config
+    check_shape(
+        plan,
+        model.get_total_num_hidden_layers(),
+        model.get_total_num_kv_heads(),
+        model.get_head_size(),
+    )
+    layer_pages(plan, config.parallel_config.tensor_parallel_size)
+    if config.load_config.load_format == "dummy":
+        logger.info("Weights are random (dummy): the plan is held against the shape alone.")
+        return
+    from kvprof.serving.identity import check_identity
+
+    check_identity(
+        plan, model.model, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
+# --- The cache's pages.
+
+
+def page_spec(layer: Any, plan: Plan, config: Any) -> FullAttentionSpec:
+    """Return what a layer stores of a token, as one head of as many columns.
+
+    Parameters
+    ----------
+    layer : Attention
+    plan : Plan
+    config : VllmConfig
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    own = layer_pages(plan, ranks)[extract_layer_index(layer.layer_name)]
+    return FullAttentionSpec(
+        block_size=config.cache_config.block_size,
+        num_kv_heads=1,
+        head_size=own.columns,
+        head_size_v=0,
+        dtype=layer.kv_cache_torch_dtype,
+    )
+
+
+# --- The weights.
+
+
+def _attention_layers(model: Any) -> Iterator[tuple[int, Any, Any, Any]]:
+    """Yield each attention layer's number, the layer, and its projections before and behind it."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if not isinstance(module, Attention):
+            continue
+        parent = modules[name.rpartition(".")[0]]
+        found = [
+            [child for child in parent.children() if isinstance(child, kind)]
+            for kind in (QKVParallelLinear, RowParallelLinear)
+        ]
+        if any(len(own) != 1 for own in found):
+            raise UsageError(
+                f"{type(model).__name__} cannot be served: {name} does not lie between one "
+                "projection of Q, K and V and one of the heads' outputs"
+            )
+        (inner,), (outer,) = found
+        for linear in (inner, outer):
+            if not isinstance(linear.quant_method, UnquantizedLinearMethod):
+                raise UsageError(
+                    f"{type(model).__name__} cannot be served: {linear.prefix} is quantised, and "
+                    "bases cannot be folded into it"
+                )
+        yield extract_layer_index(module.layer_name), module, inner, outer
+
+
+def deal_heads(model: Any, plan: Plan) -> None:
+    """See to it that each rank loads the heads that it serves.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Before its weights are loaded.
+    plan : Plan
+    """
+    ranks = get_tensor_model_parallel_world_size()
+    if ranks == 1:
+        return
+    pages = layer_pages(plan, ranks)
+    for index, attention, inner, outer in _attention_layers(model):
+        order = pages[index].assignment.order
+        group = attention.num_heads // attention.num_kv_heads
+        queries = [head * group + at for head in order for at in range(group)]
+        sizes = {"q": queries, "k": order, "v": order}
+        for parameter in inner.parameters(recurse=False):
+            _wrap_loader(parameter, _inner_order(sizes))
+        _wrap_loader(outer.weight, _outer_order(queries))
+
+
+def _outer_order(order: Sequence[int]) -> Callable[[Tensor, Any], Tensor]:
+    return lambda tensor, _: _picked(tensor, order, 1)
+
+
+def _inner_order(orders: dict[str, Sequence[int]]) -> Callable[[Tensor, Any], Tensor]:
+    def reorder(tensor: Tensor, shard: Any) -> Tensor:
+        if shard is not None:
+            return _picked(tensor, orders[shard], 0)
+        heads = [len(orders[kind]) for kind in "qkv"]
+        each = tensor.shape[0] // sum(heads)
+        parts = torch.split(tensor[:], [each * count for count in heads])
+        return torch.cat(
+            [_picked(part, orders[kind], 0) for part, kind in zip(parts, "qkv", strict=True)]
+        )
+
+    return reorder
+
+
+def _picked(tensor: Tensor, order: Sequence[int], dim: int) -> Tensor:
+    heads = tensor[:].unflatten(dim, (len(order), -1))
+    found: Tensor = heads.index_select(dim, torch.tensor(order, device=heads.device))
+    return found.flatten(dim, dim + 1)
+
+
+def _wrap_loader(parameter: Any, reorder: Callable[[Tensor, Any], Tensor]) -> None:
+    load = parameter.weight_loader
+
+    def weight_loader(parameter: Any, loaded: Tensor, shard: Any = None, *rest: Any) -> Any:
+        given = () if shard is None else (shard,)
+        return load(parameter, reorder(loaded, shard), *given, *rest)
+
+    name = "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader"
+    setattr(parameter, name, weight_loader)
+
+
+@torch.no_grad()
+def fold(model: Any, plan: Plan) -> None:
+    """Fold V's bases into the weights, and give every layer the bases of its keys.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With its weights, before the engine brings them into the form that it runs.
+    plan : Plan
+    """
+    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    pages = layer_pages(plan, ranks)
+    served = ServedModel()
+    for index, attention, inner, outer in _attention_layers(model):
+        own = pages[index].assignment.heads[rank]
+        key_widths, value_widths = pages[index].of_rank(rank)
+        group = attention.num_heads // attention.num_kv_heads
+        keys, values = plan.layers[index].keys.groups, plan.layers[index].values.groups
+        pairs = zip(own, key_widths, value_widths, strict=True)
+        bases = [(narrowed(keys[h], k), narrowed(values[h], v)) for h, k, v in pairs]
+        weight, tail = inner.weight, attention.num_kv_heads * attention.head_size
+        downs, ups = [value[0] for _, value in bases], [value[1] for _, value in bases]
+        weight.data[-tail:] = folded_value(weight.data[-tail:], downs)
+        if inner.bias is not None:
+            inner.bias.data[-tail:] = folded_value(inner.bias.data[-tail:], downs)
+        outer.weight.data = folded_output(outer.weight.data, ups, group)
+        how: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        layer = ServedLayer(
+            attention,
+            basis_set([key[1] for key, _ in bases], **how),
+            basis_set([key[0] for key, _ in bases], **how),
+            value_widths,
+            group,
+        )
+        impl = attention.impl
+        assert isinstance(impl, PlanImpl)
+        impl.model, impl.served = served, layer
+        served.layers.append(layer)
+    if rank == 0:
+        _report(plan, pages, ranks, served.layers[0].keys.packed.itemsize)
+
+
+def _report(plan: Plan, pages: Any, ranks: int, itemsize: int) -> None:
+    own, full = token_bytes(pages, itemsize), full_token_bytes(plan, itemsize, ranks)
+    spread = f", {imbalance(pages):.1%} of them empty as ranks are unlike" if ranks > 1 else ""
+    logger.info(
+        "kvprof serves %s: %s bytes a token on each rank%s, %s at full width: %.2f times as many "
+        "tokens fit the same memory.",
+        plan.method,
+        f"{own:,}",
+        spread,
+        f"{full:,}",
+        full / own,
+    )
+
+
+# --- A layer's turn.
+
+
+def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Run a layer; what it puts out is as wide as the latents, as W_O is.
+
+    Without torch.compile the operator that hides attention from it would only cost a copy.
+
+    Parameters
+    ----------
+    layer : Attention
+    query, key, value : Tensor
+        ``[tokens, heads · d]`` or ``[tokens, heads, d]``.
+    """
+    impl = layer.impl
+    query = query.view(-1, layer.num_heads, layer.head_size)
+    key = key.view(-1, layer.num_kv_heads, layer.head_size)
+    value = value.view(-1, layer.num_kv_heads, layer.head_size)
+    if not torch.compiler.is_compiling():
+        metadata = get_forward_context().attn_metadata
+        own = None if metadata is None else metadata[layer.layer_name]
+        found: Tensor = impl.attended(query, key, value, own)
+        return found
+    output = query.new_empty(len(query), impl.output_width)
+    torch.ops.vllm.unified_attention_with_output(
+        query, key, value, output, _encode_layer_name(layer.layer_name)
+    )
+    return output

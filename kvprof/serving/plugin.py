@@ -1,0 +1,127 @@
+"""kvprof in vLLM: entry point ``vllm.general_plugins``; does nothing unless ``KVPROF_PLAN`` is set.
+
+vLLM calls `register` in every process that it starts. There the plan takes its places: the engine's
+configuration is checked against it before anything is loaded, attention layers get the back end,
+the cache gets pages of the plan's size, heads go to the ranks that carry them, and V's bases go
+into the weights when these are there. Written for vLLM 0.26 and 0.27; the tests run the plug-in in
+the engine.
+"""
+
+import os
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import UsageError
+from kvprof.methods.plan import Plan
+
+__all__ = ["PLAN_VARIABLE", "register"]
+
+#: Names the file of the plan.
+PLAN_VARIABLE = "KVPROF_PLAN"
+
+
+@cache
+def served_plan(path: str) -> Plan:
+    """Return the plan that is served, read once in a process.
+
+    Raises
+    ------
+    UsageError, FailedError
+        As `load_plan`, and for a plan that cannot be served.
+    """
+    from kvprof.methods.plan_files import load_plan
+    from kvprof.serving.refusals import check_servable
+
+    plan = load_plan(Path(path).expanduser())
+    check_servable(plan)
+    return plan
+
+
+def register() -> None:
+    """Serve the plan that ``KVPROF_PLAN`` names; without one vLLM stays as it is."""
+    path = os.environ.get(PLAN_VARIABLE)
+    if not path:
+        return
+    from vllm.engine import arg_utils
+    from vllm.model_executor.layers.attention import attention
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if getattr(register, "done", False):
+        return
+    register.done = True  # type: ignore[attr-defined]
+    register_backend(AttentionBackendEnum.CUSTOM, "kvprof.serving.backend.PlanBackend")
+    _check_configuration(arg_utils.EngineArgs, path)
+    _take_attention(attention.Attention, path)
+    _take_weights(base_loader, path)
+
+
+def _check_configuration(engine_args: Any, path: str) -> None:
+    """Refuse what cannot be served as soon as the engine's configuration is known."""
+    made = engine_args.create_engine_config
+
+    @wraps(made)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.engine import check_engine, check_model
+
+        plan = served_plan(path)
+        config = made(self, *args, **kwargs)
+        check_engine(config)
+        check_model(plan, config)
+        return config
+
+    engine_args.create_engine_config = create_engine_config
+
+
+def _take_attention(attention: Any, path: str) -> None:
+    """Give attention layers the back end, and the cache its pages."""
+    begin, specified, ran = attention.__init__, attention.get_kv_cache_spec, attention.forward
+
+    @wraps(begin)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        from kvprof.serving.backend import PlanBackend
+
+        if type(self) is not attention:
+            raise UsageError(f"a plan cannot be served with layers of {type(self).__name__}")
+        kwargs["attn_backend"] = PlanBackend
+        begin(self, *args, **kwargs)
+
+    @wraps(specified)
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        from kvprof.serving.engine import page_spec
+
+        return page_spec(self, served_plan(path), vllm_config)
+
+    @wraps(ran)
+    def forward(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.engine import run_layer
+
+        return run_layer(self, query, key, value)
+
+    attention.__init__ = made
+    attention.get_kv_cache_spec = get_kv_cache_spec
+    attention.forward = forward
+
+
+def _take_weights(base_loader: Any, path: str) -> None:
+    """Deal heads out to ranks as weights are loaded, and fold V's bases in afterwards."""
+    made, processed = base_loader.initialize_model, base_loader.process_weights_after_loading
+
+    @wraps(made)
+    def initialize_model(*args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.engine import deal_heads
+
+        model = made(*args, **kwargs)
+        deal_heads(model, served_plan(path))
+        return model
+
+    @wraps(processed)
+    def process_weights_after_loading(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.engine import fold
+
+        fold(model, served_plan(path))
+        return processed(model, *args, **kwargs)
+
+    base_loader.initialize_model = initialize_model
+    base_loader.process_weights_after_loading = process_weights_after_loading

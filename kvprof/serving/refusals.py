@@ -1,0 +1,84 @@
+"""What cannot be served, each in one line that says why; nothing of it needs an engine."""
+
+from kvprof.errors import UsageError
+from kvprof.methods.plan import LayerPlan, Placement, Plan
+
+__all__ = ["check_servable", "check_shape", "refusal"]
+
+
+def check_servable(plan: Plan) -> None:
+    """Refuse a plan that the plug-in cannot serve.
+
+    Raises
+    ------
+    UsageError
+        With the reason.
+    """
+    reason = refusal(plan)
+    if reason is not None:
+        raise UsageError(f"{plan.method} cannot be served: {reason}")
+
+
+def refusal(plan: Plan) -> str | None:
+    """Return why a plan cannot be served by pages of an engine; None where it can.
+
+    Parameters
+    ----------
+    plan : Plan
+    """
+    if plan.eviction is not None:
+        return "it evicts tokens, and an engine's pages keep every token of a prompt for reuse"
+    if plan.online_bases:
+        return "its bases are a request's own, and pages are shared between requests"
+    if len(plan.levels.shares) > 1:
+        return "its tokens change their rank as they age, and a page's tokens stay what they are"
+    if plan.lazy:
+        return "its prefill attends to exact keys and values, which chunks of a prompt do not keep"
+    if plan.quantiser is not None:
+        return "quantised pages are not there yet; serve the plan without its quantiser"
+    for index, layer in enumerate(plan.layers):
+        reason = _layer_refusal(layer)
+        if reason is not None:
+            return f"layer {index}: {reason}"
+    return None
+
+
+def _layer_refusal(layer: LayerPlan) -> str | None:
+    if layer.sliding_window is not None:
+        return "a sliding window's pages beside ragged ones have another size"
+    if layer.shared:
+        return "it attends to another layer's keys and values"
+    if layer.keys.placement is Placement.PRE_ROPE:
+        return "keys rebuilt before RoPE are not served from pages yet"
+    if layer.keys.per_query_head:
+        return "keys are stored per query head, for which there are no kernels"
+    if any(group.heads > 1 for group in (*layer.keys.groups, *layer.values.groups)):
+        return "KV heads that share a latent are not served yet"
+    return None
+
+
+def check_shape(plan: Plan, layers: int, kv_heads: int, head_dim: int) -> None:
+    """Refuse a plan of another shape than the model's.
+
+    Parameters
+    ----------
+    plan : Plan
+    layers, kv_heads, head_dim : int
+        Of the model as the engine sees it.
+
+    Raises
+    ------
+    UsageError
+        When any of them differs.
+    """
+    groups = plan.layers[0].values.groups if plan.layers else ()
+    own = (
+        len(plan.layers),
+        sum(group.heads for group in groups),
+        groups[0].head_dim if groups else 0,
+    )
+    if own != (layers, kv_heads, head_dim):
+        raise UsageError(
+            f"the plan is for {plan.made.get('model', 'another model')}: {own[0]} layers of "
+            f"{own[1]} KV heads of {own[2]}, and the model has {layers} of {kv_heads} of {head_dim}"
+        )
