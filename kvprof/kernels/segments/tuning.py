@@ -65,9 +65,11 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
     if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
         warps = 2 if numbers > _REGISTERS else 1
         return Tuning(8, stages=3, warps=warps, per_token=32, registers=0, near=0)
-    # On an H200 with heads of four kinds, shares are 4 % faster at 48 tiles a piece, and 1 % slower
-    # at 6.
-    near = 16 if len(layout.kinds) * len(layout.segments) > 1 else 0
+    # On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
+    # four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with
+    # six 0.52, 0.77 and 0.92. Below a tile a piece most programs would walk and find nothing.
+    kinds = len(layout.kinds) * len(layout.segments)
+    near = 0 if kinds <= 2 else 3 if kinds <= 4 else 1
     if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2, near=near)
     # Larger tiles, of which fewer programs have room at once.
