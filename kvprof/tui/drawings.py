@@ -9,7 +9,6 @@ from rich.text import Text
 
 from kvprof.records.cases import Series
 from kvprof.records.events import TelemetrySample
-from kvprof.records.parts import UNATTRIBUTED, part_of
 from kvprof.tui.figures import (
     COLUMNS,
     LayerRow,
@@ -34,6 +33,7 @@ from kvprof.views.bars import (
 )
 from kvprof.views.jct_data import QUANTITIES
 from kvprof.views.numbers import MISSING, count, number, span
+from kvprof.views.part_table import PartColumns, PartTable
 
 __all__ = [
     "PROVISIONAL",
@@ -41,14 +41,13 @@ __all__ = [
     "CacheBars",
     "LayerTable",
     "Levels",
-    "LiveParts",
     "LoadColumns",
     "Telemetry",
     "layer_head",
+    "part_table",
     "short",
     "spark",
     "stacked_bars",
-    "table_width",
 ]
 
 # --- Stacked bars: a method's job completion time in parts, on a scale that all methods share.
@@ -111,22 +110,29 @@ def short(name: str, longest: int = _LONGEST_NAME) -> str:
 # times.
 
 
-_FIGURE = 18  # columns of a method: time, share, and what keeps them apart
-_TOTALS: tuple[tuple[str, Callable[[CaseState], float | None]], ...] = (
-    ("first token", CaseState.ttft_seconds),
-    ("between tokens", CaseState.tbt_seconds),
-    ("completion", lambda case: case.account.seconds if case.finished is not None else None),
-)
+_TOTALS: dict[str, Callable[[CaseState], float | None]] = {
+    "first token": CaseState.ttft_seconds,
+    "between tokens": CaseState.tbt_seconds,
+    "completion": lambda case: case.account.seconds if case.finished is not None else None,
+}
+_LONGEST_METHOD = 16  # in the table of parts, where several stand side by side
 
 
-@dataclass(frozen=True)
-class LiveParts:
-    """Rich renderable of the parts of every method that there is room for.
+def part_table(
+    cases: Sequence[CaseState],
+    order: Sequence[str],
+    baseline: CaseState | None,
+    chosen: CaseState | None,
+    ink: Ink,
+    small: float | None = 0.01,
+) -> PartTable:
+    """Return the parts of every method that there is room for, and the request's own times.
 
-    Attributes
+    Parameters
     ----------
     cases : sequence of CaseState
-    rows : sequence of (part, seconds per case)
+    order : sequence of str
+        The parts.
     baseline : CaseState or None
         What the request's times are held against.
     chosen : CaseState or None
@@ -135,112 +141,42 @@ class LiveParts:
         Parts below this share of every shown method stand in one row; None keeps all apart.
     """
 
-    cases: Sequence[CaseState]
-    rows: Sequence[tuple[str, list[float | None]]]
-    baseline: CaseState | None
-    chosen: CaseState | None
-    ink: Ink
-    small: float | None = 0.01
+    def wanted(index: int) -> tuple[bool, bool, int]:
+        return cases[index] is not chosen, cases[index] is not baseline, index
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self.cases:
-            return
-        label = _label([part for part, _ in self.rows])
-        columns = self._columns(max(1, (options.max_width - label) // _FIGURE))
-        head = Text(f"{'  part':<{label}}", style="bold", no_wrap=True)
-        for index in columns:
-            case = self.cases[index]
-            sign = PROVISIONAL * case.provisional
-            name = short(case.method, _FIGURE - 2 - len(sign))
-            head.append(f"{sign + name:>{_FIGURE}}")
-        yield head
-        small: list[list[float | None]] = []
-        for part, seconds in self.rows:
-            if (
-                self.small is not None
-                and part != UNATTRIBUTED
-                and all(
-                    (seconds[index] or 0.0) <= self.small * self.cases[index].account.seconds
-                    for index in columns
-                )
-            ):
-                small.append(seconds)
-                continue
-            line = Text(no_wrap=True)
-            line.append(part_of(part).fill, style=self.ink.part(part))
-            line.append(f" {part:<{label - 2}}")
-            yield self._figures(line, columns, seconds)
-        if small:
-            sums = [sum(column[i] or 0.0 for column in small) for i in range(len(self.cases))]
-            word = f"{len(small)} small part{'s' if len(small) > 1 else ''}"
-            line = Text(f"▸ {word:<{label - 2}}", no_wrap=True)
-            line.apply_meta({"press": "small_parts()"})
-            yield self._figures(line, columns, sums)
-        yield Text("  " + "─" * (label + _FIGURE * len(columns) - 2), style="dim", no_wrap=True)
-        for name, figure in _TOTALS:
-            yield self._total(name, figure, label, columns)
-        if left := len(self.cases) - len(columns):
-            yield Text(f"  {left} more: m shows the next method", style="dim", overflow="fold")
-
-    def _columns(self, fitting: int) -> list[int]:
-        """Return which cases to show: all, or the baseline, the chosen one and its neighbours."""
-        everything = range(len(self.cases))
-        if fitting >= len(self.cases):
-            return list(everything)
-
-        def rank(index: int) -> tuple[bool, bool, int]:
-            case = self.cases[index]
-            return case is not self.chosen, case is not self.baseline, index
-
-        return sorted(sorted(everything, key=rank)[:fitting])
-
-    def _figures(
-        self,
-        line: Text,
-        columns: Sequence[int],
-        seconds: Sequence[float | None],
-    ) -> Text:
-        for index in columns:
-            value = seconds[index]
-            found = None if value is None else self.cases[index].account.share(value)
-            part = "" if found is None else share(found)
-            line.append(f"{duration(value):>{_FIGURE - 7}}")
-            line.append(f"{part:>7}")
-        return line
-
-    def _total(
-        self,
-        name: str,
-        figure: Callable[[CaseState], float | None],
-        label: int,
-        columns: Sequence[int],
-    ) -> Text:
-        line = Text(f"  {name:<{label - 2}}", no_wrap=True)
-        base = self.baseline
-        done = base is not None and base.finished is not None
-        against = figure(base) if base is not None and done else None
-        for index in columns:
-            case = self.cases[index]
-            value = figure(case)
-            # Until it has finished: of one run of the request, or of the short pass.
-            known = "bold" if case.finished is not None else ""
-            line.append(f"{duration(value):>{_FIGURE - 7}}", style=known)
-            if case is base or case.finished is None or value is None or against is None:
-                line.append(" " * 7)
-                continue
-            words = difference(value, against)
-            better = value < against
-            line.append(f"{words:>7}", style=self.ink.good() if better else self.ink.bad())
-        return line
+    return PartTable(
+        [
+            PartColumns(
+                short(PROVISIONAL * case.provisional + case.method, _LONGEST_METHOD),
+                case.account,
+                totals=[_total(case, figure, baseline, ink) for figure in _TOTALS.values()],
+            )
+            for case in cases
+        ],
+        order=order,
+        ink=ink,
+        small=small,
+        totals=list(_TOTALS),
+        wanted=sorted(range(len(cases)), key=wanted),
+        left_out=": m shows the next method",
+    )
 
 
-def table_width(parts: Sequence[str], cases: int) -> int:
-    """Return the columns of a table of these parts for so many cases."""
-    return _label(parts) + _FIGURE * cases
-
-
-def _label(parts: Sequence[str]) -> int:
-    return 2 + max(len(part) for part in ("between tokens", *parts))
+def _total(
+    case: CaseState,
+    figure: Callable[[CaseState], float | None],
+    base: CaseState | None,
+    ink: Ink,
+) -> tuple[Text, Text]:
+    """Return one of the request's own times, and its difference from the baseline's."""
+    value = figure(case)
+    # Until it has finished: of one run of the request, or of the short pass.
+    time = Text(duration(value), style="bold" if case.finished is not None else "")
+    against = figure(base) if base is not None and base.finished is not None else None
+    if case is base or case.finished is None or value is None or against is None:
+        return time, Text()
+    style = ink.good() if value < against else ink.bad()
+    return time, Text(difference(value, against), style=style)
 
 
 # --- Multiprocessors as columns: what a schedule gave each of them, and what they took.

@@ -30,7 +30,7 @@ __all__ = [
     "request_words",
     "schedule_loads",
     "share",
-    "shown_part_times",
+    "shown_parts",
     "size",
     "tbt_curve",
 ]
@@ -378,12 +378,12 @@ def bars(state: RunState, choice: Choice) -> list[MethodBar]:
     return made
 
 
-def shown_part_times(state: RunState, choice: Choice) -> list[tuple[str, list[float | None]]]:
-    """Return `kvprof.records.cases.part_times` of the shown cases, in the order that was chosen."""
+def shown_parts(state: RunState, choice: Choice) -> list[str]:
+    """Return the parts that the shown cases have, in the order that was chosen."""
     rows = part_times(case.account for case in choice.shown_cases(state))
     if choice.parts_by_size:
         rows.sort(key=lambda row: -max(seconds or 0.0 for seconds in row[1]))
-    return rows
+    return [part for part, _ in rows]
 
 
 def nice_scale(value: float) -> float:

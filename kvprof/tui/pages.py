@@ -15,12 +15,11 @@ from kvprof.tui.drawings import (
     CacheBars,
     LayerTable,
     Levels,
-    LiveParts,
     LoadColumns,
     Telemetry,
     layer_head,
+    part_table,
     stacked_bars,
-    table_width,
 )
 from kvprof.tui.figures import (
     LayerFilter,
@@ -31,7 +30,7 @@ from kvprof.tui.figures import (
     request_words,
     schedule_loads,
     share,
-    shown_part_times,
+    shown_parts,
     tbt_curve,
 )
 from kvprof.tui.frame import RunScreen
@@ -86,12 +85,12 @@ class OverviewScreen(RunScreen):
             choice.parts_by_size,
             app.dark,
         )
-        rows = shown_part_times(state, choice)
+        small = None if choice.small_parts else _SMALL[self.has_class("short")]
+        table = part_table(cases, shown_parts(state, choice), base, chosen, app.ink, small)
         room = self.size.width - 6
-        table = table_width([part for part, _ in rows], len(cases))
-        beside = table + 3 + _LEAST_CURVE <= room
+        beside = table.width + 3 + _LEAST_CURVE <= room
         self.query("#figures").set_class(beside, "beside")
-        if (wide := f"width: {table if beside else '100%'};") != self._parts_style:
+        if (wide := f"width: {table.width if beside else '100%'};") != self._parts_style:
             self._parts_style = wide  # setting a style lays the screen out, changed or not
             self.query("#parts").set_styles(wide)
         airy = self.size.height >= (_TALL if beside else 2 * _TALL)
@@ -107,10 +106,7 @@ class OverviewScreen(RunScreen):
         progress = app.session.progress()
         self.query("#progress").set_class(bool(progress), "shown")
         self.put("progress", (progress,), lambda: Text(progress, style="dim", overflow="fold"))
-        small = None if choice.small_parts else _SMALL[self.has_class("short")]
-        self.put(
-            "parts", (seen, small), lambda: LiveParts(cases, rows, base, chosen, app.ink, small)
-        )
+        self.put("parts", (seen, small), lambda: table)
         self.put("notes", seen, lambda: self._notes(cases))
         devices = tuple((name, device.count) for name, device in state.devices.items())
         self.put("telemetry", (devices, app.dark), lambda: Telemetry(state.devices, app.ink))

@@ -156,7 +156,7 @@ def _blocks(part: RenderableType) -> Iterator[Block]:
             part.title,
             [column.title for column in part.columns],
             [column.words for column in part.columns],
-            part.rows,
+            [[str(cell) for cell in row] for row in part.rows],
         )
     elif isinstance(part, LinePlot):
         yield Plot(part)

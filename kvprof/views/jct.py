@@ -1,14 +1,12 @@
 """The report of ``kvprof bench --jct``: where does the time of a request go?"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import floor, log10
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.cases import Account, accounts, part_times
+from kvprof.records.cases import Account, accounts
 from kvprof.records.parts import UNATTRIBUTED
 from kvprof.sizes import format_bytes
 from kvprof.views.bars import LoadLine, StackedBars, bar_of, load_scales, relative_loads
@@ -40,15 +38,16 @@ from kvprof.views.numbers import (
     unit_of,
 )
 from kvprof.views.page import bullets, framed, heading, paragraph, tidy_csv
+from kvprof.views.part_table import PartColumns, PartTable
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import Column, DataTable
 
 __all__ = [
-    "PartTable",
     "figure",
     "layer_table",
     "memory_table",
     "notes",
+    "part_table",
     "provenance",
     "reliability_table",
     "report",
@@ -136,13 +135,12 @@ def _unattributed(account: Account) -> str:
     return percent(share).replace("-", "−")
 
 
-@dataclass(frozen=True)
-class PartTable:
-    """Parts as rows, cases as columns: time, share and difference to the baseline's part.
+def part_table(
+    group: Group, accounts: Mapping[str, Account], apart: Mapping[str, frozenset[str]]
+) -> PartTable:
+    """Return parts as rows, cases as columns: time, share and difference to the baseline's part.
 
-    As many cases as fit stand side by side; the others follow below.
-
-    Attributes
+    Parameters
     ----------
     group : Group
     accounts : mapping
@@ -150,80 +148,20 @@ class PartTable:
     apart : mapping
         Case to the parts that are differences of two times.
     """
-
-    group: Group
-    accounts: Mapping[str, Account]
-    apart: Mapping[str, frozenset[str]]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        group = self.group
-        rows = part_times(self.accounts[case["case"]] for case in group.cases)
-        if not rows:
-            yield Text("Nothing was timed in parts yet.", style="dim", overflow="fold")
-            return
-        parts = [part for part, _ in rows]
-        known = [value for _, times in rows for value in times if value is not None]
-        factor, unit = unit_of(known)
-        decimals = _decimals(known, factor)
-        first = Column(f"part ({unit})", words=True)
-        blocks = [self._block(index, parts, factor, decimals) for index in range(len(group.cases))]
-        room = options.max_width - max([len(first.title), *map(len, parts)])
-        chunk: list[tuple[list[Column], list[list[str]]]] = []
-        used = 0
-        for block in blocks:
-            width = sum(
-                2 + max(len(column.title), *map(len, cells))
-                for column, cells in zip(*block, strict=True)
+    base = group.baseline
+    return PartTable(
+        [
+            PartColumns(
+                name,
+                accounts[case["case"]],
+                accounts[base["case"]]
+                if base is not None and case is not base and case["jct_seconds"]
+                else None,
+                apart.get(case["case"], frozenset()),
             )
-            if chunk and used + width > room:
-                yield _joined(first, parts, chunk)
-                yield Text()
-                chunk, used = [], 0
-            chunk.append(block)
-            used += width
-        if chunk:
-            yield _joined(first, parts, chunk)
-        if any(self.apart.get(case["case"]) for case in group.cases):
-            yield Text("* a difference of two measured times", style="dim", overflow="fold")
-
-    def _block(
-        self, index: int, parts: Sequence[str], factor: float, decimals: int
-    ) -> tuple[list[Column], list[list[str]]]:
-        group = self.group
-        case = group.cases[index]
-        account = self.accounts[case["case"]]
-        own = account.by_part()
-        stars = self.apart.get(case["case"], frozenset())
-        columns = [Column(group.names[index]), Column("share")]
-        cells = [
-            [_fixed(own.get(part), factor, decimals) + "*" * (part in stars) for part in parts],
-            [
-                percent(account.share(own[part])).replace("-", "−") if part in own else MISSING
-                for part in parts
-            ],
+            for name, case in zip(group.names, group.cases, strict=True)
         ]
-        if group.baseline is not None and case is not group.baseline and case["jct_seconds"]:
-            base = self.accounts[group.baseline["case"]].by_part()
-            columns.append(Column("differs"))
-            cells.append(
-                [
-                    _fixed(own.get(part, 0.0) - base.get(part, 0.0), factor, decimals, "+")
-                    if part in own or part in base
-                    else MISSING
-                    for part in parts
-                ]
-            )
-        return columns, cells
-
-
-def _joined(
-    first: Column, parts: Sequence[str], chunk: Sequence[tuple[list[Column], list[list[str]]]]
-) -> DataTable:
-    columns = [first, *(column for own, _ in chunk for column in own)]
-    cells = [list(parts), *(one for _, own in chunk for one in own)]
-    # A part that none of these cases has is of others.
-    rows = [row for row in zip(*cells, strict=True) if any(cell != MISSING for cell in row[1:])]
-    return DataTable(columns, rows)
+    )
 
 
 def sweep_table(sweep: Sweep) -> DataTable:
@@ -334,24 +272,6 @@ def _largest(errors: Sequence[tuple[float, int]]) -> str:
 
 def _scaled(value: float | None, factor: float) -> str:
     return MISSING if value is None else number(value * factor).replace("-", "−")
-
-
-def _decimals(seconds: Sequence[float], factor: float) -> int:
-    """Return the decimals of a column whose largest figure has four digits or more.
-
-    Fixed, so that the points stand below each other and a difference is as precise as its terms.
-    """
-    most = max((abs(value) * factor for value in seconds), default=0.0)
-    return min(6, max(0, 3 - floor(log10(most)))) if most > 0 else 0
-
-
-def _fixed(value: float | None, factor: float, decimals: int, plus: str = "") -> str:
-    if value is None:
-        return MISSING
-    text = f"{abs(value) * factor:,.{decimals}f}"
-    if not any(digit in text for digit in "123456789"):
-        return text
-    return f"{'−' if value < 0 else plus}{text}"
 
 
 # --- The machine during a run: clocks, power, temperature, memory, and what slowed it down.
@@ -766,7 +686,7 @@ def _measured(
     parts += [StackedBars(bars, "Job completion time in parts"), Text(), summary_table(group)]
     if table := reliability_table(group, known):
         parts += [Text(), table]
-    parts += [Text(), PartTable(group, known, _apart(result))]
+    parts += [Text(), part_table(group, known, _apart(result))]
     factor, unit = unit_of(
         row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
     )

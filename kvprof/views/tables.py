@@ -12,8 +12,10 @@ from rich.text import Text
 from kvprof.views.numbers import MISSING, interval, number
 
 __all__ = [
+    "Cell",
     "Column",
     "DataTable",
+    "LineTable",
     "Ranked",
     "RankedTable",
     "SplitTable",
@@ -21,7 +23,11 @@ __all__ = [
     "columns",
     "key_values",
     "least_width",
+    "natural_width",
 ]
+
+#: What stands in a table: words as they are, or with styles and what a click does.
+Cell = str | Text
 
 _GAP = 2  # columns between two columns
 _LEAST_WORDS = 10  # columns that running text needs to be read
@@ -42,11 +48,11 @@ class Column:
     title: str
     words: bool = False
 
-    def least_width(self, cells: Sequence[str]) -> int:
+    def least_width(self, cells: Sequence[Cell]) -> int:
         """Columns below which the title or a cell would break inside a word or a figure."""
         pieces = self.title.split()
         for cell in cells:
-            pieces += cell.split() if self.words else [cell]
+            pieces += str(cell).split() if self.words else [str(cell)]
         longest = max((len(piece) for piece in pieces), default=1)
         widest = max((len(cell) for cell in (self.title, *cells)), default=1)
         return max(longest, min(_LEAST_WORDS, widest)) if self.words else longest
@@ -63,6 +69,15 @@ def least_width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> in
     return sum(least) + _GAP * (len(least) - 1)
 
 
+def natural_width(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> int:
+    """Return what columns take beside others, with the gaps before them, where nothing wraps."""
+    cells = list(zip(*rows, strict=True)) or [()] * len(columns)
+    return sum(
+        _GAP + max(len(text) for text in (column.title, *own))
+        for column, own in zip(columns, cells, strict=True)
+    )
+
+
 class DataTable:
     """A table whose figures are never cut: where it is too wide, each row becomes a block.
 
@@ -70,7 +85,7 @@ class DataTable:
     ----------
     columns : sequence of Column
         The first one names the row.
-    rows : sequence of sequence of str
+    rows : sequence of sequence of str or Text
         As they are to be printed, each as long as `columns`.
     title : str
         Above the table; empty for none.
@@ -81,7 +96,7 @@ class DataTable:
     def __init__(
         self,
         columns: Sequence[Column],
-        rows: Sequence[Sequence[str]],
+        rows: Sequence[Sequence[Cell]],
         *,
         title: str = "",
         lines: bool = False,
@@ -109,7 +124,7 @@ class DataTable:
             justify: Literal["left", "right"] = "left" if column.words else "right"
             table.add_column(Text(column.title), justify=justify, overflow="fold", width=size)
         for row in self.rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
         yield table
 
     def _widths(self, room: int) -> list[int] | None:
@@ -136,7 +151,33 @@ class DataTable:
             if index:
                 yield Text()
             for column, cell in zip(self.columns, row, strict=True):
-                yield Text(f"{column.title}: {cell}", overflow="fold")
+                yield Text.assemble(f"{column.title}: ", cell, overflow="fold")
+
+
+class LineTable(DataTable):
+    """A `DataTable` in which nothing wraps, drawn as lines of text, which the live view takes."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        head = [column.title for column in self.columns]
+        sizes = [max(map(len, column)) for column in zip(head, *self.rows, strict=True)]
+        whole = sum(sizes) + _GAP * (len(sizes) - 1)
+        if whole > options.max_width:
+            yield from self._blocks()
+            return
+        yield self._line(head, sizes, "bold")
+        yield Text("─" * whole, no_wrap=True)
+        for row in self.rows:
+            yield self._line(row, sizes)
+
+    def _line(self, row: Sequence[Cell], sizes: Sequence[int], style: str = "") -> Text:
+        line = Text(style=style, no_wrap=True)
+        for index, (column, cell, size) in enumerate(zip(self.columns, row, sizes, strict=True)):
+            line.append(" " * (_GAP * (index > 0)))
+            blank = " " * (size - len(cell))
+            line.append("" if column.words else blank)
+            line.append_text(Text(cell) if isinstance(cell, str) else cell)
+            line.append(blank if column.words else "")
+        return line
 
 
 class SplitTable:

@@ -13,10 +13,10 @@ from kvprof.tui.drawings import (
     CacheBars,
     LayerTable,
     Levels,
-    LiveParts,
     LoadColumns,
     Telemetry,
     layer_head,
+    part_table,
     spark,
     stacked_bars,
 )
@@ -26,7 +26,7 @@ from kvprof.tui.figures import (
     bars,
     layer_rows,
     schedule_loads,
-    shown_part_times,
+    shown_parts,
 )
 from kvprof.tui.frame import KEYS, SCREENS, footer, tabs, text_lines
 from kvprof.tui.state import RunState
@@ -56,8 +56,8 @@ def state():
 def table(state, choice=None, width=100):
     choice = choice or Choice()
     cases, base = choice.shown_cases(state), choice.baseline_case(state)
-    rows = shown_part_times(state, choice)
-    return drawn(LiveParts(cases, rows, base, choice.shown_case(state), Ink()), width)
+    parts = shown_parts(state, choice)
+    return drawn(part_table(cases, parts, base, choice.shown_case(state), Ink()), width)
 
 
 def everything(state, ink):
@@ -66,9 +66,9 @@ def everything(state, ink):
     rows = layer_rows(case, sort="layer", descending=False, shown=LayerFilter())
     return {
         "bars": stacked_bars(bars(state, choice), ink),
-        "parts": LiveParts(
+        "parts": part_table(
             choice.shown_cases(state),
-            shown_part_times(state, choice),
+            shown_parts(state, choice),
             choice.baseline_case(state),
             case,
             ink,
@@ -186,12 +186,12 @@ class TestBars:
         )
 
 
-class TestLiveParts:
+class TestPartTable:
     def test_shares_are_of_the_methods_own_time(self, state):
         line = next(line for line in table(state, width=120) if "attention" in line)
         case = Choice().shown_cases(state)[0]
         share = 100 * case.account.by_part()["attention"] / case.account.seconds
-        assert f"{share:.0f} %" in line
+        assert f"{share:.1f} %" in line
 
     def test_what_does_not_fit_is_counted_and_the_baseline_stays(self, state):
         lines = table(state, Choice(method="fdc"), width=60)
@@ -203,7 +203,7 @@ class TestLiveParts:
     def test_small_parts_stand_together_and_nothing_is_lost(self, state):
         lines = table(state, width=120)
         assert any("small part" in line for line in lines)
-        named = [line.split()[1] for line in lines if line[:1] not in (" ", "")]
+        named = [line.split()[1] for line in lines if line[:1] not in (" ", "─", "")]
         assert "attention" in named
         assert "unattributed" in named
 

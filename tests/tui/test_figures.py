@@ -11,7 +11,7 @@ from kvprof.tui.figures import (
     nice_scale,
     schedule_loads,
     share,
-    shown_part_times,
+    shown_parts,
     tbt_curve,
 )
 from kvprof.tui.state import RunState
@@ -75,10 +75,10 @@ class TestBars:
 
     def test_parts_by_size_come_largest_first(self):
         state = state_of(stream(("full",)))
-        rows = shown_part_times(state, Choice(parts_by_size=True))
-        values = [seconds[0] for _, seconds in rows]
-        assert values == sorted(values, reverse=True)
-        assert rows != shown_part_times(state, Choice())
+        parts = shown_parts(state, Choice(parts_by_size=True))
+        seconds = next(iter(state.cases.values())).account.by_part()
+        assert [seconds[part] for part in parts] == sorted(seconds.values(), reverse=True)
+        assert parts != shown_parts(state, Choice())
 
 
 class TestChoice:
