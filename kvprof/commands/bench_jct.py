@@ -13,11 +13,12 @@ from kvprof.commands.bench_device import resolve_device, resolve_dtype
 from kvprof.commands.output import Outputs
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.records.fold import result_of
+from kvprof.records.journal import EVENTS_NAME, Journal
 from kvprof.sizes import parse_count, parse_counts
 
 if TYPE_CHECKING:
     from kvprof.benchmark.jct.request import JctRequest
-    from kvprof.records.journal import Journal
 
 __all__ = [
     "BaselineOption",
@@ -174,9 +175,6 @@ def bench_jct(asked: JctOptions, outputs: Outputs, **given: Any) -> None:
     KvprofError
         As `kvprof.benchmark.jct.run.run_jct`; what was measured is shown and kept before.
     """
-    from kvprof.records.fold import result_of
-    from kvprof.records.journal import EVENTS_NAME
-
     events = outputs.out / EVENTS_NAME if outputs.out is not None else None
     outputs.check([events] if events is not None else [])
     request = _request(asked, **given)
@@ -290,10 +288,9 @@ def _command(arguments: Sequence[str]) -> tuple[str, ...]:
 
 def _measured(
     request: "JctRequest", path: Path | None, force: bool, stop: Any
-) -> "tuple[Journal, Exception | None]":
+) -> tuple[Journal, Exception | None]:
     """Run into a journal; return what went wrong instead of raising it."""
     from kvprof.benchmark.jct.run import run_jct
-    from kvprof.records.journal import Journal
 
     journal = Journal(path, force=force, warn=console.warn)
     try:

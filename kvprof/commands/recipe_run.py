@@ -26,6 +26,7 @@ from kvprof.errors import (
     usage_message,
 )
 from kvprof.interrupt import graceful_interrupt
+from kvprof.methods.named import method_entries
 from kvprof.records.files import (
     RESULT_NAME,
     read_result,
@@ -101,8 +102,6 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
     UsageError
         With what there is.
     """
-    from kvprof.methods.named import method_entries
-
     named = values.get("methods") or values.get("method")
     if not named:
         return

@@ -216,7 +216,7 @@ def entry_of(
             and run.outcome.code not in (ExitCode.LACKING, ExitCode.INTERRUPTED)
             for _, _, run in cells
         ),
-        "lines": [_line(one, recipe.published, units) for one in judged],
+        "lines": [_line(one, units) for one in judged],
         "measures": [
             {"id": name, "value": one.value, "interval": one.interval, "missing": one.missing}
             for name, one in measured.items()
@@ -244,9 +244,7 @@ def _machine(machine: "Machine", cells: Sequence["Cell"]) -> str:
     return "; ".join(dict.fromkeys(machine.device(cell.words) for cell in cells)) or machine.cpu
 
 
-def _line(
-    one: JudgedLine, published: Mapping[str, Any], units: Mapping[str, str | None]
-) -> dict[str, Any]:
+def _line(one: JudgedLine, units: Mapping[str, str | None]) -> dict[str, Any]:
     line = one.line
     return {
         "measure": line.measure,

@@ -344,16 +344,14 @@ class Keeper:
                     self.eviction, row_group.seen, candidates, row_group.scores, device
                 )
                 index = index.expand(len(row_group.rows), len(self.units), -1)
-                self._keep_beside(row_group, own, index, candidates)
+                self._keep_beside(row_group, own, index)
         with marked(self._storing):
             row_group.keys = self._kept(row_group, "keys", row_group.keys, keys, key_latents, index)
             row_group.values = self._kept(
                 row_group, "values", row_group.values, values, value_latents, index
             )
 
-    def _keep_beside(
-        self, row_group: RowGroup, own: OwnTokens, index: Tensor, candidates: int
-    ) -> None:
+    def _keep_beside(self, row_group: RowGroup, own: OwnTokens, index: Tensor) -> None:
         if row_group.scores is not None:
             row_group.scores = row_group.scores.gather(-1, index)
         if row_group.noise is not None:

@@ -181,8 +181,8 @@ class PartTable:
         cells: list[Cell] = [self._time(seconds) + star, percent(share).replace("-", "−")]
         if case.base is not None:
             own = case.base.by_part().get(part)
-            told = seconds is not None or own is not None
-            cells.append(self._time((seconds or 0.0) - (own or 0.0), "+") if told else MISSING)
+            known = seconds is not None or own is not None
+            cells.append(self._time((seconds or 0.0) - (own or 0.0), "+") if known else MISSING)
         return cells
 
     def _time(self, seconds: float | None, plus: str = "") -> str:

@@ -267,11 +267,11 @@ def _evidence(result: Mapping[str, Any], pair: str, curves: Sequence[Curve]) -> 
         sentences.append(
             f"Random tokens with another seed cost {share_text(noise.cost)}: the noise floor."
         )
-    sentences.append(_ratios(result, every, noise))
+    sentences.append(_ratios(every, noise))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _ratios(result: Mapping[str, Any], curves: Sequence[Curve], noise: Curve | None) -> str:
+def _ratios(curves: Sequence[Curve], noise: Curve | None) -> str:
     known = {
         curve.target: ratio
         for curve in curves

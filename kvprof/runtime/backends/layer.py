@@ -18,6 +18,12 @@ from torch import Tensor
 
 from kvprof.kernels.planes import LARGEST_GROUP, STEP, RaggedLayout
 from kvprof.kernels.project.bases import BasisSet, basis_set
+from kvprof.kernels.project.step import (
+    project_keys,
+    project_step,
+    project_values,
+    store_values,
+)
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Plan
 from kvprof.methods.tokens import quantises
 from kvprof.models.layout import LayerLayout
@@ -493,8 +499,6 @@ class KernelLayer(ABC):
         matrices: Matrices | None = None,
     ) -> Tensor:
         """Store a pass's keys and values; return its queries, ``[batch, t, Σ_g G·dk_g]``."""
-        from kvprof.kernels.project.step import project_step  # Triton is for Linux only
-
         if matrices is None:
             matrices = self._prepared(query.device, query.dtype)
         with part(self._storing):
@@ -523,18 +527,16 @@ class KernelLayer(ABC):
         value: Tensor,
     ) -> None:
         """Store a pass's keys and values."""
-        from kvprof.kernels.project import step  # Triton is for Linux only
-
         matrices = self._prepared(key.device, key.dtype)
         with part(self._storing):
             where = (layout, buffer, start)
             keys = _by_latent(key, layout.heads)[..., : matrices.keys.depth]
-            step.project_keys(keys, matrices.keys, *where, valid=passing.hidden)
+            project_keys(keys, matrices.keys, *where, valid=passing.hidden)
             values = _by_latent(value, layout.heads)
             if matrices.values is None:
-                step.store_values(values, *where, valid=passing.hidden)
+                store_values(values, *where, valid=passing.hidden)
             else:
-                step.project_values(values, matrices.values, *where, valid=passing.hidden)
+                project_values(values, matrices.values, *where, valid=passing.hidden)
 
     def _scoring(self, options: dict[str, Any]) -> dict[str, Any]:
         scaling, sinks = options.get("scaling"), options.get("s_aux")

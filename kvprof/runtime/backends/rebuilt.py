@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP, RaggedLayout, chunks
+from kvprof.kernels.project.step import project_queries
 from kvprof.kernels.reconstruct.form import halves
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import quantises
@@ -221,8 +222,6 @@ class FoldedKernelLayer(LatentKernelLayer):
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
-        from kvprof.kernels.project.step import project_queries  # Triton is for Linux only
-
         query, layout, buffer = states[0], store.layout, store.buffer
         assert layout is not None
         self._kept(layout, buffer, passing.start, passing, *states[1:])
