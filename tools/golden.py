@@ -1,18 +1,21 @@
 """What kvprof says today, kept to be held against what it says after a change of structure.
 
-``python tools/golden.py keep FOLDER`` runs every command on the reference model and shows every
-committed record, at 80 and 120 columns, and writes what was said, figures of time and of the
-machine left out, as one text file per case. ``python tools/golden.py hold FOLDER`` does it again
-and prints what differs, exit code 1 if anything does. The folder lies outside the project, made
-by the version to compare with: another machine's arithmetic differs in the last digits.
+``python tools/golden.py keep FOLDER`` runs every command on the reference model, shows every
+committed record at 80 and 120 columns, and follows the recorded demo in the live view; it writes
+what was said, figures of time and of the machine left out, as one text file per case. ``python
+tools/golden.py hold FOLDER`` does it again and prints what differs, exit code 1 if anything does.
+The folder lies outside the project, made by the version to compare with: another machine's
+arithmetic differs in the last digits.
 
 ``--kernels`` adds what every compiled form of a kernel needs (minutes); ``--only WORD`` keeps to
 cases with that word in their name.
 """
 
 import argparse
+import asyncio
 import contextlib
 import difflib
+import html
 import io
 import json
 import os
@@ -21,6 +24,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -45,6 +49,7 @@ EXACT = (
         "eval-tasks": f"eval --method kq --rate 0.3 --tasks needle --task-items 2 {_SMALL}",
         "eval-forced": f"eval --method kq,palu --rate 0.3 --teacher-forced {_SMALL}",
         "frontier": f"frontier --methods fdc,kq --points 2 --no-cache {_SMALL}",
+        "sensitivity": "sensitivity --layers 0,1 --bits 4 --tokens 512 --seq-len 128",
         "generate": "generate --method kq --rate 0.3 --max-new-tokens 12 --prompt 'The cat' --diff",
     }
     | {
@@ -78,6 +83,12 @@ RECORDS = (
 )
 EXPORTS = ("csv", "md", "html", "perfetto")
 
+#: Screens of the live view, by the keys that lead to them, and the shares of the demo's time at
+#: which it is followed; at the end it is whole.
+SCREENS = {"overview": [], "layers": ["2"], "balance": ["3"], "cache": ["4"], "log": ["5"]}
+FOLLOWED = (0.3, 0.7, 1.0)
+_SVG_TEXT = re.compile(r'<text [^>]*\bx="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
+
 _SAYS_WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?")
 # The row of an evaluation's report that says how long each method took.
 _TIMES = re.compile(r"(?m)^( *seconds +).*$")
@@ -92,6 +103,11 @@ _TIMED_KEYS = re.compile(
 def lines() -> Iterator[tuple[str, str]]:
     """Yield a name and a command line of what measures nothing."""
     yield from (("recipes", "recipe list"), ("recipe", "recipe show fdc-table-10"))
+    yield "recipe-validate", "recipe validate fdc-table-10 zack-fig-14"
+    yield "runs", "runs kvprof/assets"
+    yield "warm", "warm --method kq --rate 0.3 --calibrate-tokens 1k"
+    yield "compare", "compare docs/findings/frontier-text.json docs/findings/frontier-text-64k.json"
+    yield "replay", "tui kvprof/assets/demo"
     yield "schema", "export --schema jct"
     for command in ("", *_commands()):
         yield f"help-{command or 'all'}", f"{command} --help"
@@ -175,6 +191,37 @@ def _plain(value: Any, timed: bool, key: str = "") -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def screens(only: str) -> Iterator[tuple[str, str]]:
+    """Yield what the live view shows of the demo as it is followed, as lines of text."""
+    from readme_svg import picture
+
+    from kvprof.commands.tui import open_run
+
+    last = open_run("kvprof/assets/demo")
+    last.source.jump()
+    end = 0.0
+    while events := last.source.poll(1000):
+        end = max(end, events[-1].time)
+    for screen, keys in SCREENS.items():
+        for share in FOLLOWED:
+            for width in WIDTHS:
+                name = f"screen-{screen}-{share:.0%}-{width}"
+                if only not in name:
+                    continue
+                session = open_run("kvprof/assets/demo")
+                session.name = "demo"
+                drawn = asyncio.run(picture(session, share * end, keys, (width, 50), light=False))
+                yield f"{name}.txt", _lines_of(drawn)
+
+
+def _lines_of(svg: str) -> str:
+    rows: dict[float, list[tuple[float, str]]] = defaultdict(list)
+    for x, y, text in _SVG_TEXT.findall(svg):
+        rows[float(y)].append((float(x), html.unescape(text).replace("\xa0", " ")))
+    lines = (" ".join(text for _, text in sorted(row)) for _, row in sorted(rows.items()))
+    return "".join(f"{line}\n" for line in lines)
+
+
 def kernels() -> str:
     """Return what each compiled form of each kernel needs, one a line."""
     command = [sys.executable, "-m", "kvprof.kernels.compile"]
@@ -191,6 +238,7 @@ def everything(only: str, with_kernels: bool) -> Iterator[tuple[str, str]]:
             for columns in WIDTHS if "export" not in name else WIDTHS[:1]:
                 code, text, told = said(line, columns)
                 yield f"{name}-{columns}.txt", f"exit {code}\n{told}{text}"
+    yield from screens(only)
     if with_kernels:
         yield "kernels.txt", kernels()
 
