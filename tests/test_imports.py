@@ -15,7 +15,7 @@ FILES = {
 #: Packages that take tenths of a second or more to load, or that an extra or a platform may lack.
 COSTLY = {
     *("torch", "transformers", "numpy", "scipy", "textual", "plotext", "matplotlib"),
-    *("huggingface_hub", "triton", "ray", "gguf", "lm_eval"),
+    *("huggingface_hub", "triton", "ray", "gguf", "lm_eval", "vllm"),
 }
 #: Modules that run before kvprof, or where there may be none.
 EARLY = {

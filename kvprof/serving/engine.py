@@ -22,6 +22,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.project.bases import basis_set
 from kvprof.methods.plan import Plan
 from kvprof.serving.backend import PlanImpl, ServedLayer, ServedModel
+from kvprof.serving.identity import check_identity
 from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
 from kvprof.serving.refusals import check_shape
 from kvprof.serving.weights import folded_output, folded_value, narrowed
@@ -94,8 +95,6 @@ def check_model(plan: Plan, config: Any) -> None:
     if config.load_config.load_format == "dummy":
         logger.info("Weights are random (dummy): the plan is held against the shape alone.")
         return
-    from kvprof.serving.identity import check_identity
-
     check_identity(
         plan, model.model, revision=model.revision, trust_remote_code=model.trust_remote_code
     )

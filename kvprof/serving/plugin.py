@@ -14,6 +14,7 @@ from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.plan import Plan
+from kvprof.serving.refusals import check_servable
 
 __all__ = ["PLAN_VARIABLE", "register"]
 
@@ -31,7 +32,6 @@ def served_plan(path: str) -> Plan:
         As `load_plan`, and for a plan that cannot be served.
     """
     from kvprof.methods.plan_files import load_plan
-    from kvprof.serving.refusals import check_servable
 
     plan = load_plan(Path(path).expanduser())
     check_servable(plan)
