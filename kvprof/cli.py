@@ -154,6 +154,15 @@ def _no_file(name: str) -> str | None:
     return next((kind for kind, is_one in kinds.items() if is_one(mode)), None)
 
 
+_EXAMPLES = (
+    "kvprof spectrum                        # of the model that ships; nothing is fetched",
+    "kvprof plan --method kq --rate 30%",
+    "kvprof eval --method kq --rate 0.2",
+    "kvprof tui --demo                      # a request's time on an H200, part by part",
+    "kvprof COMMAND --help                  # options in groups, and examples",
+)
+
+
 class _Group(TyperGroup):
     """The top level: knows every command by name, and turns every error into one line."""
 
@@ -163,6 +172,12 @@ class _Group(TyperGroup):
             self.add_command(
                 _LazyCommand(entry.name, help=entry.help, short_help=entry.help, callback=None)
             )
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write where to begin, and what else comes last."""
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in _EXAMPLES))
+        super().format_epilog(ctx, formatter)
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """Read the options before the command's name."""

@@ -1,6 +1,7 @@
 """Options that several commands share, and how ``--help`` shows a command's options."""
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "ContextOption",
     "DeviceOption",
     "DtypeOption",
+    "Examples",
     "GgufOption",
     "GridOption",
     "MethodOption",
@@ -66,7 +68,26 @@ OUTPUT = "Output"
 _SECTION = re.compile(r"^([A-Z][A-Za-z ]*)\n-{3,}\n", re.MULTILINE)
 
 
-class Command(TyperCommand):
+class Examples:
+    """Of a command or a group: the command lines that its help ends with.
+
+    Attributes
+    ----------
+    examples : sequence of str
+        Lines as they stand.
+    """
+
+    examples: Sequence[str]
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples as they stand, and what else comes last."""
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in self.examples))
+        super().format_epilog(ctx, formatter)  # type: ignore[misc]
+
+
+class Command(Examples, TyperCommand):
     """A command that shows its options in groups and ends with its docstring's examples.
 
     An option's group is its ``rich_help_panel``; those without one come first, as *Options*.
@@ -99,13 +120,6 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples as they stand, and what else comes last."""
-        if self.examples:
-            with formatter.section("Examples"):
-                formatter.write("".join(f"  {line}\n" for line in self.examples))
-        super().format_epilog(ctx, formatter)
 
 
 def share_option(name: str, help: str, group: str | None = None) -> Any:

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvprof import console
 from kvprof.commands.completion import starting
-from kvprof.commands.options import Command
+from kvprof.commands.options import Command, Examples
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, check_command, run_recipes
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
@@ -27,10 +28,21 @@ from kvprof.reproduction.ledger import ledger_data, merge_entries
 from kvprof.reproduction.recipe import PROFILES, Recipe, read_text
 from kvprof.requirements import extra_command
 
+
+class _Recipes(Examples, TyperGroup):
+    """``kvprof recipe`` without a command of its own."""
+
+    examples = (
+        'kvprof recipe list "fdc-table-*"',
+        "kvprof recipe run fdc-table-3 --out recipe-run",
+        "kvprof recipe run --help",
+    )
+
+
 recipe = typer.Typer(
+    cls=_Recipes,
     add_completion=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
     help="Run a paper's table or figure, and see whether its claim holds here.\n\n"
     "A recipe is a file: the claim, the published numbers, what to run, and when the claim holds.",
 )

@@ -348,6 +348,7 @@ class Case:
     layers : dict of int to Layer
         Those that were stated, timed or measured.
     steps : Series of StepFinished
+        Of as many runs as are known: those of several take the place of a single one's.
     memory : Series of MemorySample
     balance : Series of Balance
     """
@@ -357,6 +358,7 @@ class Case:
         self.finished: CaseFinished | None = None
         self.measured = Account()
         self.layers: dict[int, Layer] = {}
+        self._most = most
         self.steps: Series[StepFinished] = Series(most)
         self.memory: Series[MemorySample] = Series(most)
         self.balance: Series[Balance] = Series(most)
@@ -368,6 +370,10 @@ class Case:
 
     def add(self, event: Event) -> None:
         """Take the next event of this case."""
+        known = self.steps.last
+        if isinstance(event, StepFinished) and known is not None and event.runs > known.runs:
+            self.steps = Series(self._most)
+            self.measured.walked.clear()
         if isinstance(event, PartSample | StepFinished | CaseFinished):
             self.measured.add(event)
         match event:

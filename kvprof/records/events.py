@@ -206,7 +206,18 @@ class PartSample(Event):
 
 @dataclass(frozen=True)
 class StepFinished(Event):
-    """A forward pass ended; `seconds` is its wall time, `weight` the passes it stands for."""
+    """A forward pass ended.
+
+    Attributes
+    ----------
+    seconds : float
+        Wall time.
+    weight : float
+        Passes that it stands for.
+    runs : int
+        Runs of the request of which `seconds` is the median. Passes of several runs are told once
+        those have ended, from prefill on, in place of those of the first one.
+    """
 
     type: ClassVar[str] = "step"
     case: str
@@ -215,6 +226,7 @@ class StepFinished(Event):
     context: int
     seconds: float
     weight: float = 1.0
+    runs: int = 1
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def _jct(data: Row) -> Iterator[Figure]:
             row for row in data["steps"] if row["case"] == case["case"] and row["phase"] == "decode"
         ]
         if case["tbt_seconds"] is not None:
-            # Its steps are those of one run: no limit judges it, but the time of all steps.
+            # Neighbouring steps share what slows them: no limit judges it, but all steps' time.
             # Steps that stand for unlike numbers of passes are no sample of their median.
             alike = len({row["weight"] for row in steps}) == 1 and len(steps) >= _LEAST_SAMPLES
             samples = [row["seconds"] for row in steps] if alike else None

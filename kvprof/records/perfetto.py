@@ -80,7 +80,7 @@ def trace_of(events: Iterable[Event]) -> dict[str, Any]:
             case PartSample():
                 key = event.phase, event.step
                 cases[event.case].waiting.setdefault(key, []).append(event)
-            case StepFinished():
+            case StepFinished(runs=1):  # a median of several runs was at no time
                 made += _step(cases[event.case], event)
             case CaseFinished():
                 made += _left(cases[event.case])

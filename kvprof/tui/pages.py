@@ -94,7 +94,7 @@ class OverviewScreen(RunScreen):
             self._parts_style = wide  # setting a style lays the screen out, changed or not
             self.query("#parts").set_styles(wide)
         airy = self.size.height >= (_TALL if beside else 2 * _TALL)
-        steps = tuple((case.name, case.steps.count) for case in cases)
+        steps = tuple((case.name, case.steps.count, case.steps.last) for case in cases)
         known = "bars" in self._drawn
         curved = self.put(
             "curve", (steps, self.size, beside), lambda: self._curve(cases, beside), every=app.calm

@@ -50,6 +50,26 @@ def test_every_command_has_examples_that_its_own_parser_takes(words: str) -> Non
     assert any(line.startswith(f"kvprof {words}") for line in command.examples)
 
 
+@pytest.mark.parametrize("words", [[], ["recipe"]])
+def test_help_of_what_only_has_commands_ends_with_examples(words: list[str]) -> None:
+    shown = kvprof(*words, "--help").stdout.partition("\nExamples:\n")[2].partition("\n\n")[0]
+    lines = [line.strip() for line in shown.splitlines()]
+    assert lines
+    for line in lines:
+        given = shlex.split(line, comments=True)
+        assert given[1 : 1 + len(words)] == words
+        target = next((one for one in ALL if given[1:][: len(one.split())] == one.split()), None)
+        assert target is not None or given == ["kvprof", "COMMAND", "--help"]
+        if target is not None and "--help" not in given:
+            ALL[target].make_context(target, given[1 + len(target.split()) :])
+
+
+def test_a_command_that_is_left_out_is_one_line() -> None:
+    done = kvprof("recipe")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == "kvprof: Missing command (kvprof recipe --help shows what there is)\n"
+
+
 def test_options_stand_in_groups_and_none_is_lost() -> None:
     shown = kvprof("eval", "--help").stdout
     titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and line[0] != " "]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvprof.records.events import (
 from kvprof.records.files import render_result
 from kvprof.records.fold import fold, result_of
 from kvprof.records.parts import PARTS, UNTIMED
+from kvprof.records.perfetto import trace_of
 from kvprof.records.schema import validate_result
 from tests.records.streams import case_name, stream
 
@@ -86,6 +88,22 @@ def test_a_part_costs_its_seconds_times_what_it_stands_for() -> None:
         [2 / 5.5, 1 / 5.5, 2 / 5.5, 0.5 / 5.5]
     )
     assert data["cases"][0]["unattributed_share"] == pytest.approx(1.5 / 5.5)
+
+
+def test_steps_of_several_runs_take_the_place_of_one_runs() -> None:
+    """Or the time between tokens would be another request's than the time of the request."""
+    first = [step(9.0), step(7.0), step(8.0)]
+    medians = [
+        replace(one, seconds=seconds, runs=5)
+        for one, seconds in zip(first, (1.0, 3.0, 2.0), strict=True)
+    ]
+    run = small_run(*first, *medians)
+    data = fold(run)
+    assert [row["seconds"] for row in data["steps"]] == [1.0, 3.0, 2.0]
+    assert data["cases"][0]["tbt_seconds"] == 2.0
+    assert data["cases"][0]["measured_seconds"] == 6.0
+    passes = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
+    assert [event["dur"] for event in passes] == pytest.approx([9e6, 7e6, 8e6])
 
 
 def test_parts_that_exceed_the_wall_time_show_it() -> None:

@@ -437,10 +437,16 @@ class CaseEvents:
         self._emit(Progress(self._now(), self._case, "pass", done, least, most, step, steps))
 
     def step(self, number: int, step: Step) -> None:
-        """Emit a step that ran without marks."""
+        """Emit a step of the first run without marks."""
+        self._step(number, step.seconds)
+
+    def _step(self, number: int, seconds: float, runs: int = 1) -> None:
         context = self._input_len + number
-        event = StepFinished(self._now(), self._case, _phase(number), number, context, step.seconds)
-        self._emit(event)
+        self._emit(
+            StepFinished(
+                self._now(), self._case, _phase(number), number, context, seconds, runs=runs
+            )
+        )
 
     def parts(self, number: int, runs: Sequence[RequestRun]) -> None:
         """Emit the parts of a step, unless they are emitted already: those of its median run.
@@ -458,7 +464,10 @@ class CaseEvents:
                 self._part(number, key, seconds)
 
     def finish(self, plain: Sequence[RequestRun], timed: Sequence[RequestRun]) -> None:
-        """Emit all parts that are not emitted yet; on a GPU also what it waited.
+        """Emit all parts that are not emitted yet, and steps as all runs have them.
+
+        The time between tokens is then of the same runs as the request's, of which the first may
+        be far off. On a GPU what it waited is emitted as well.
 
         A step's wait is its time without marks less the GPU's time with them. Where noise makes
         that negative the phase's other steps give way: cut off at 0 each, waits would add up to
@@ -467,9 +476,12 @@ class CaseEvents:
         for number in sorted({number for one in timed for number in one.parts}):
             self.parts(number, timed)
         whole = [one for one in plain if one.ended is not None]
+        walls = step_seconds(whole) if whole else []
+        if len(whole) > 1:
+            for number, seconds in enumerate(walls):
+                self._step(number, seconds, len(whole))
         if not self._on_gpu or not whole:
             return
-        walls = step_seconds(whole)
         gaps = {number: walls[number] - busy for number, busy in sorted(self._emitted.items())}
         for phase in ("prefill", "decode"):
             own = {number: gap for number, gap in gaps.items() if _phase(number) == phase}

@@ -271,9 +271,9 @@ def measure_real(
 ) -> CaseFinished | None:
     """Measure one request under one plan and tell what happens as events.
 
-    Steps are emitted as the first run without marks takes them; parts in the last run with
-    marks, each step's as its median run had them; the times of the whole request are sums of every
-    step's median.
+    Steps are emitted as the first run without marks takes them, and again as the medians of all
+    such runs; parts in the last run with marks, each step's as its median run had them; the times
+    of the whole request are sums of every step's median.
 
     Parameters
     ----------

@@ -64,8 +64,14 @@ def test_the_events_of_a_case() -> None:
     started, finished = events[0], events[-1]
     assert (started.type, finished) == ("case_started", done)
     assert (started.batch, started.input_len, started.output_len) == (2, PROMPT, NEW)
-    steps = of(events, "step")
-    assert [step.step for step in steps] == list(range(NEW))
+    told = of(events, "step")
+    assert [step.runs for step in told] == [1] * NEW + [2] * NEW
+    steps = told[NEW:]  # those of both runs, in place of the first one's
+    assert [step.step for step in told] == 2 * list(range(NEW))
+    assert (steps[0].seconds, sum(step.seconds for step in steps[1:])) == (
+        finished.prefill_seconds,
+        pytest.approx(finished.decode_seconds),
+    )
     assert [step.context for step in steps] == list(range(PROMPT, PROMPT + NEW))
     assert [step.phase for step in steps] == ["prefill"] + ["decode"] * (NEW - 1)
     assert all(step.seconds > 0 for step in steps)
@@ -180,7 +186,7 @@ def test_energy_is_that_of_the_runs_without_marks() -> None:
     assert done.energy_joules == 6.0
     assert len(windows) == 3
     parts = [e.time for e in of(events, "part")]
-    first = of(events, "step")
+    first = [step for step in of(events, "step") if step.runs == 1]
     assert windows[0][0] < first[0].time < first[-1].time < windows[0][1] < min(parts)
 
 

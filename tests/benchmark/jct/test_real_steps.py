@@ -446,7 +446,8 @@ def test_a_quiet_machine_needs_no_more_runs_than_asked_for() -> None:
     assert len(made.plain) == len(made.marked) == 3
     assert made.attributed() == [1.0] * 3
     assert run_warnings(made.plain, made.marked, made.attributed()) == []
-    assert [e.step for e in events if e.type == "step"] == [0, 1, 2]
+    steps = [(e.step, e.runs) for e in events if e.type == "step"]
+    assert steps == [(0, 1), (1, 1), (2, 1), (0, 3), (1, 3), (2, 3)]
     assert [e.step for e in events if e.type == "part"] == [0, 1, 2]
 
 
@@ -460,6 +461,14 @@ def test_more_runs_are_made_while_the_share_in_parts_changes() -> None:
     made, _ = turned(*noisy, repeats=3, most=5)
     assert len(made.plain) == 5
     assert "between" in run_warnings(made.plain[:1], made.marked[:1], made.attributed())[0]
+
+
+def test_a_first_run_that_was_disturbed_does_not_stay_in_the_steps() -> None:
+    """The time between tokens is of the runs that the request's time is of."""
+    made, events = turned(9.0, 1.0, *([1.0] * 20), repeats=3, most=3)
+    steps = [e for e in events if e.type == "step"]
+    assert [e.seconds for e in steps] == [9.0] * 3 + [1.0] * 3
+    assert made.seconds(made.plain) == (1.0, 2.0)
 
 
 def test_each_way_goes_first_as_often_as_the_other() -> None:
