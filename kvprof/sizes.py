@@ -5,7 +5,15 @@ import re
 
 from kvprof.errors import UsageError
 
-__all__ = ["MOST", "format_bytes", "format_count", "parse_count", "parse_counts", "parse_share"]
+__all__ = [
+    "MOST",
+    "format_bytes",
+    "format_count",
+    "parse_count",
+    "parse_counts",
+    "parse_share",
+    "second_reading",
+]
 
 #: Of whatever is counted; more tokens than this, nobody waits for.
 MOST = 2**31 - 1
@@ -18,6 +26,8 @@ _COUNT = re.compile(
 )
 # What a thousands separator leaves behind when a list is split at its commas.
 _CUT_OFF = re.compile(r"0[0-9]{2}[kmg]?", re.IGNORECASE)
+# Two counts of a list that read as well as one number with its thousands marked.
+_EITHER = re.compile(r"([1-9][0-9]{0,2}),([1-9][0-9]{2})")
 
 
 def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
@@ -68,6 +78,20 @@ def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[i
                 f"thousands (before {entry.strip()!r}); write for example 1024,2048"
             )
     return sorted({parse_count(entry, what=what, minimum=minimum) for entry in entries})
+
+
+def second_reading(text: str) -> int | None:
+    """Return the number that a list may have been meant as: 1536 for ``1,536``; None for most.
+
+    `parse_counts` takes the list. Powers of two (``256,512``) and what no one number that people
+    write looks like (``96,112``) are lists for sure, and so is what has a space behind its comma.
+    """
+    match = _EITHER.fullmatch(text.strip())
+    if match is None:
+        return None
+    whole = int(match[1] + match[2])
+    listed = all(int(entry).bit_count() == 1 for entry in match.groups())
+    return whole if not listed and (whole % 10 == 0 or whole % 256 == 0) else None
 
 
 def parse_share(text: str | float, *, what: str) -> float:

@@ -3,7 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.sizes import format_bytes, format_count, parse_count, parse_counts, parse_share
+from kvprof.sizes import (
+    format_bytes,
+    format_count,
+    parse_count,
+    parse_counts,
+    parse_share,
+    second_reading,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,19 @@ def test_a_thousands_separator_in_a_list_is_refused(text: str) -> None:
 def test_three_digits_without_a_leading_zero_are_entries_of_a_list() -> None:
     assert parse_counts("64,128,256") == [64, 128, 256]
     assert parse_counts("0,1", minimum=0) == [0, 1]
+
+
+@pytest.mark.parametrize("one", [1536, 8192, 16384, 102400, 262144, 1500, 3750])
+def test_a_list_that_may_be_one_number_is_told_from_others(one: int) -> None:
+    assert second_reading(f"{one:,}") == one
+    assert second_reading(f"{one:,}".replace(",", ", ")) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["256,512", "64,128,256", "1,128", "96,112", "1k,2k", "8192", "1024,2048", "8,16"]
+)
+def test_a_list_that_looks_like_one_is_left_alone(text: str) -> None:
+    assert second_reading(text) is None
 
 
 @given(st.integers(1, 2**31 - 1))

@@ -25,7 +25,7 @@ from kvprof.commands.bench_jct import (
     bench_jct,
     refuse_kernel_options,
 )
-from kvprof.commands.options import MODEL, share_option
+from kvprof.commands.options import MODEL, read_counts, share_option
 from kvprof.commands.output import (
     CsvOption,
     ForceOption,
@@ -40,7 +40,6 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import method_entries
 from kvprof.records.result import build_result
-from kvprof.sizes import parse_counts
 
 if TYPE_CHECKING:
     from kvprof.benchmark.request import BenchRequest
@@ -176,7 +175,7 @@ def bench(
     kvprof bench --jct --methods full,palu,fdc --out jct-run   # the reference model
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
-    batches = tuple(parse_counts(batch, what="--batch")) if batch is not None else None
+    batches = tuple(read_counts(batch, what="--batch")) if batch is not None else None
     if not 0 <= rate < 1:
         raise UsageError(f"--rate {rate:g} is no share to save; write 0.5 to halve the bytes")
     asked = JctOptions(
@@ -212,7 +211,7 @@ def bench(
         return
     asked.refuse_without_jct()
     outputs.check()
-    seqs = tuple(parse_counts("100k" if seq is None else seq, what="--seq"))
+    seqs = tuple(read_counts("100k" if seq is None else seq, what="--seq"))
     schedule = "equal" if schedule is None else schedule
     resolved = resolve_device(device)
 

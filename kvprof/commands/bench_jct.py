@@ -10,12 +10,13 @@ import typer
 
 from kvprof import console
 from kvprof.commands.bench_device import resolve_device, resolve_dtype
+from kvprof.commands.options import read_counts
 from kvprof.commands.output import Outputs
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, Journal
-from kvprof.sizes import parse_count, parse_counts
+from kvprof.sizes import parse_count
 
 if TYPE_CHECKING:
     from kvprof.benchmark.jct.request import JctRequest
@@ -279,7 +280,7 @@ def _count(option: str, value: int | None, default: int) -> int:
 
 
 def _counts(option: str, text: str | None, default: str) -> tuple[int, ...]:
-    return tuple(parse_counts(default if text is None else text, what=option))
+    return tuple(read_counts(default if text is None else text, what=option))
 
 
 def _command(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from kvprof import console
 from kvprof.commands.completion import methods, models
 from kvprof.errors import UsageError
 from kvprof.methods.named import check_names, options_in
-from kvprof.sizes import parse_share
+from kvprof.sizes import parse_counts, parse_share, second_reading
 
 __all__ = [
     "DATA",
@@ -51,6 +52,7 @@ __all__ = [
     "check_choice",
     "method_options",
     "parse_rates",
+    "read_counts",
     "share_option",
 ]
 
@@ -348,6 +350,22 @@ TeacherForcedOption = Annotated[
         help="Score text in one pass instead of decoding it.",
     ),
 ]
+
+
+def read_counts(text: str, *, what: str) -> list[int]:
+    """Read a list of counts, and say so where it may have been meant as one (``1,536``).
+
+    Raises
+    ------
+    UsageError
+        As `parse_counts` does.
+    """
+    counts = parse_counts(text, what=what)
+    if (one := second_reading(text)) is not None:
+        console.note(
+            f"{what} {text} is a list, {' and '.join(map(str, counts))}; for one count write {one}"
+        )
+    return counts
 
 
 def method_options(

@@ -16,11 +16,12 @@ from kvprof.commands.options import (
     SeqLenOption,
     TextOption,
     TrustOption,
+    read_counts,
 )
 from kvprof.commands.output import CsvOption, ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.sizes import parse_count, parse_counts
+from kvprof.sizes import parse_count
 
 _GROUP = "What is measured"
 _ADVICE = "What is recommended"
@@ -114,7 +115,7 @@ def sensitivity(
     if not 0 < limit < float("inf"):
         raise UsageError(f"--limit {limit:g}: it is a divergence in nats, above 0")
     given_bits = _bits(bits)
-    given_ranks = [] if ranks == "none" else parse_counts(ranks, what="--ranks")
+    given_ranks = [] if ranks == "none" else read_counts(ranks, what="--ranks")
     if not given_bits and not given_ranks:
         raise UsageError("--bits none and --ranks none leave nothing to measure")
     count = parse_count(tokens, what="--tokens") if tokens else None

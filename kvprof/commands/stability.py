@@ -14,6 +14,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     parse_rates,
+    read_counts,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -26,7 +27,7 @@ from kvprof.commands.output import (
 )
 from kvprof.errors import ClaimNotMetError, ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.sizes import parse_count, parse_counts
+from kvprof.sizes import parse_count
 from kvprof.sources.grammar import Source, SourceKind, parse_source
 
 _PAIRS = "qk,vo"
@@ -101,14 +102,14 @@ def stability(
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     outputs.check()
-    counts = parse_counts(tokens, what="--tokens")
+    counts = read_counts(tokens, what="--tokens")
     offline = parse_source(source, what="--source")
     if offline.tokens is not None:
         raise UsageError(
             f"--source {source}: the counts of a sweep come from --tokens; write --source random"
         )
     datasets = _targets(against or ["prose", "code", "tasks"])
-    given_ranks = parse_counts(ranks, what="--ranks") if ranks else None
+    given_ranks = read_counts(ranks, what="--ranks") if ranks else None
     rates = [] if removal == "none" else parse_rates(removal, what="--removal")
     lengths = (
         parse_count(seq_len, what="--seq-len") if seq_len else None,

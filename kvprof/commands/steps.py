@@ -14,7 +14,7 @@ import torch
 import typer
 
 from kvprof import console
-from kvprof.commands.options import check_choice
+from kvprof.commands.options import check_choice, read_counts
 from kvprof.environment import usable_threads
 from kvprof.errors import ExitCode, UsageError
 from kvprof.evaluation.data import default_shape, text_samples
@@ -35,7 +35,7 @@ from kvprof.models.load import LoadedModel, load_model
 from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
 from kvprof.runtime.compressed import check_runs, refusal
-from kvprof.sizes import parse_count, parse_counts
+from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, parse_source
 
 __all__ = [
@@ -248,7 +248,7 @@ def load_sample(
         For an unknown text or task, or one that is too short or too long.
     """
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
-    lengths = parse_counts(task_lengths, what="--task-lengths") if task_lengths else None
+    lengths = read_counts(task_lengths, what="--task-lengths") if task_lengths else None
     sources = tuple(parse_source(name, what="--text") for name in text or _DEFAULT_TEXT)
 
     number, longest = default_shape(loaded)

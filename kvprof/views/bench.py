@@ -498,23 +498,43 @@ def _answer(found: list[Group]) -> str:
         if group is None:
             continue
         best = best_baseline(group)
-        first, *rest = fits(group)
-        name, said = first["method"], speedup_words(first)
+        timed = fits(group)
+        undecided = [row for row in timed if not _decided(row)]
+        sure = [row for row in timed if row not in undecided]
+        first, *rest = sure if sure and (sure[0]["speedup"] > 1 or not undecided) else undecided
         against = ""
         if best is not None:
             # Of the same rounds as the speed-up, or the two would say different things.
             beside = beside_seconds(first) or best[1]
             against = f" ({best[0]}, {number(beside * 1e3)} ms)"
-        if first["speedup"] <= 1:
-            lines.append(
-                f"{group.name}: no method is faster than the best full width{against}; {name} "
-                f"comes nearest ({said})."
+        where, full = group.name, f"the best full width{against}"
+        if first["speedup"] > 1 and first not in undecided:
+            line = f"{where}: {first['method']} is {speedup_words(first)} as fast as {full}"
+            line += f"; then {_listed(rest[:3])}" if rest else ""
+            line += f"; not sure: {_listed(undecided[:3])}" if undecided else ""
+        elif undecided:
+            line = (
+                f"{where}: no verdict, these samples do not tell whether anything is faster than "
+                f"{full}: {_listed(undecided[:4])}"
             )
-            continue
-        line = f"{group.name}: {name} is {said} as fast as the best full width{against}"
-        others = [f"{other['method']} {speedup_words(other)}" for other in rest[:3]]
-        lines.append(f"{line}{'; then ' if others else ''}{', '.join(others)}.")
+        else:
+            line = (
+                f"{where}: no method is faster than {full}; {first['method']} comes nearest "
+                f"({speedup_words(first)})"
+            )
+        lines.append(f"{line}.")
     return "\n".join([*lines, _OF]) if lines else "No speed-up was measured."
+
+
+def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{row['method']} {speedup_words(row)}" for row in rows)
+
+
+def _decided(row: Mapping[str, Any]) -> bool:
+    """Tell whether a speed-up's whole interval lies on one side of 1; without one it is taken."""
+    ends = [finite(end) for end in row.get("speedup_interval") or ()]
+    known = [end for end in ends if end is not None]
+    return len(known) < 2 or not known[0] <= 1 <= known[1]
 
 
 def _judged(found: list[Group], phase: str) -> Group | None:

@@ -1,7 +1,7 @@
 """The report of ``kvprof compare``: what got better, what got worse, and is that sure?"""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
@@ -48,8 +48,8 @@ _UNKNOWN = (
     "to see how far a figure repeats."
 )
 _STEPS = (
-    "The interval of tbt is over the decode steps of one run each: it does not tell how far runs "
-    "differ from each other."
+    "The interval of tbt is over decode steps, neighbours of each other: it does not tell how far "
+    "runs differ."
 )
 
 
@@ -138,24 +138,42 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
         ]
         lines.append(f"{letter} against {letters[0]}: {', '.join(said) or 'nothing in common'}.")
     if data["fail_over"] is not None:
-        judged = [
-            change
-            for row in data["rows"]
-            if row["headline"]
-            for change in row["changes"]
-            if change is not None
-        ]
-        left = sum(not change.get("gated", True) for change in judged)
-        if left:
-            lines.append(f"{left} of {len(judged)} have no interval and are not judged.")
-        limit = f"{100 * data['fail_over']:g} %"
-        failed = data["failed"]
-        lines.append(
-            f"{failed} {'figure' if failed == 1 else 'figures'} got worse by more than {limit}."
-            if failed
-            else f"No figure got worse by more than {limit}."
-        )
+        lines += _gate(data)
     return "\n".join(lines)
+
+
+def _gate(data: Mapping[str, Any]) -> Iterator[str]:
+    """Say what the limit found, and how much of it the intervals leave open."""
+    judged = [
+        (row["better"], change)
+        for row in data["rows"]
+        if row["headline"]
+        for change in row["changes"]
+        if change is not None
+    ]
+    left = sum(not change.get("gated", True) for _, change in judged)
+    if left:
+        yield f"{left} of {len(judged)} have no interval and are not judged."
+    open_ = sum(_may_be_worse(better, change, data["fail_over"]) for better, change in judged)
+    limit, failed = f"{100 * data['fail_over']:g} %", data["failed"]
+    if failed:
+        yield f"{failed} {'figure' if failed == 1 else 'figures'} got worse by more than {limit}."
+    elif not open_:
+        yield f"No figure got worse by more than {limit}."
+    else:
+        yield f"No figure got worse by more than {limit} for sure."
+    if open_:
+        which = f"{open_} more" if failed else f"{open_} of {len(judged) - left}"
+        whose = "its interval reaches" if open_ == 1 else "their intervals reach"
+        yield f"{which} may have: {whose} beyond that."
+
+
+def _may_be_worse(better: str | None, change: Mapping[str, Any], limit: float) -> bool:
+    """Tell whether a figure that the limit lets pass may have got worse by more than it."""
+    interval = change["share_interval"]
+    if change["failed"] or not change.get("gated", True) or interval is None or better is None:
+        return False
+    return (interval[1] if better == "lower" else -interval[0]) > limit
 
 
 def _noise(data: Mapping[str, Any], letters: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,20 @@ def slower(result: dict[str, Any], factor: float) -> dict[str, Any]:
             row["seconds"] = [value * factor for value in row["seconds"]]
             row["seconds_interval"] = [value * factor for value in row["seconds_interval"]]
     return changed
+
+
+def built(data: dict[str, Any], fail_over: float) -> dict[str, Any]:
+    return build_result(
+        "compare",
+        environment=ENVIRONMENT,
+        inputs={"runs": ["a", "b"], "fail_over": fail_over},
+        data=data,
+    )
+
+
+def answer_of(data: dict[str, Any], fail_over: float) -> str:
+    """The report's words, a line each between spaces."""
+    return " ".join(render_text(report(built(data, fail_over)), 120).split())
 
 
 def rows_of(data: dict[str, Any], figure: str) -> list[dict[str, Any]]:
@@ -93,6 +108,11 @@ def test_a_change_within_its_interval_does_not_fail() -> None:
                     for i, value in enumerate([row["seconds"][0]] * 9)
                 ]
     data = compare([base, wide], ["a", "b"], fail_over=0.05)
+    # What the intervals leave open is no verdict that all is well.
+    said = answer_of(data, 0.05)
+    assert "No figure got worse by more than 5 % for sure." in said
+    assert re.search(r"\d+ of \d+ may have: their intervals reach beyond that\.", said)
+    assert "for sure" not in answer_of(compare([base, base], ["a", "b"], fail_over=5.0), 5.0)
     changes = [row["changes"][0] for row in rows_of(data, "seconds")]
     assert any(change["certain"] is False and change["verdict"] == "worse" for change in changes)
     assert data["failed"] == 0
@@ -194,13 +214,7 @@ def test_a_request_on_a_slower_machine_is_not_a_slower_method() -> None:
 
 def test_a_report_folds_what_is_the_same() -> None:
     base = bench_result()
-    data = compare([base, slower(base, 1.2)], ["a", "b"], fail_over=0.05)
-    result = build_result(
-        "compare",
-        environment=ENVIRONMENT,
-        inputs={"runs": ["a", "b"], "fail_over": 0.05},
-        data=data,
-    )
+    result = built(compare([base, slower(base, 1.2)], ["a", "b"], fail_over=0.05), 0.05)
     folded, whole = (render_text(report(result, whole=one), 120) for one in (False, True))
     assert "are the same; --all lists them" in folded
     assert len(whole.splitlines()) > len(folded.splitlines())

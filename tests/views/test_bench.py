@@ -243,6 +243,24 @@ def test_where_nothing_is_faster_that_is_the_answer() -> None:
     assert "fdc comes nearest (0.910×)" in text
 
 
+def test_a_verdict_needs_its_interval() -> None:
+    """A speed-up that may be none is told as that, whichever side of 1 its median is on."""
+    result = bench_result(phases=("decode",), batches=(8,))
+    wide = {"fdc": (0.54, [0.16, 1.42]), "kq": (1.2, [0.8, 1.9])}
+    for row in result["data"]["rows"]:
+        row["speedup"], row["speedup_interval"] = wide.get(row["method"], (0.5, [0.4, 0.6]))
+    text = flat(result)
+    assert "no verdict, these samples do not tell whether anything is faster than the best" in text
+    assert "kq 1.20× [0.800, 1.90], fdc 0.540× [0.160, 1.42]." in text
+    assert "no method is faster" not in text
+    for row in result["data"]["rows"]:
+        if row["method"] == "fp8":
+            row["speedup"], row["speedup_interval"] = 1.1, [1.05, 1.15]
+    text = flat(result)
+    assert "tokens: fp8 is 1.10× [1.05, 1.15] as fast as the best full width" in text
+    assert "; not sure: kq 1.20× [0.800, 1.90], fdc 0.540× [0.160, 1.42]." in text
+
+
 def test_the_notes_say_what_was_measured_with_which_ranks() -> None:
     text = flat(bench_result())
     assert "resampled to this shape: keys 70.0 (32–112), values 58.0 (32–96)" in text
