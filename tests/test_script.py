@@ -94,6 +94,56 @@ def test_ctrl_c_ends_it_in_silence_before_site_is_imported(installed: Path) -> N
         early.unlink()
 
 
+def knows_block_signal() -> bool:
+    return said("env", "--block-signal=INT", "true").returncode == 0
+
+
+@pytest.mark.skipif(not knows_block_signal(), reason="the system's env cannot block signals")
+def test_ctrl_c_before_a_line_of_python_is_run_waits_and_is_not_lost(
+    installed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(installed.parents[1], tmp_path / "own", symlinks=True)
+    script = tmp_path / "own" / "bin" / "kvprof"
+    python = script.with_name("python3")
+    python.unlink()
+    python.write_text(f'#!/bin/sh\nkill -INT $$\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    started = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    early = script.parents[1] / LIBRARY / "aa_early.pth"  # run by site, which is not reached
+    early.write_text("import os; os.write(2, b'went on')\n")
+    done = said(script, "--version", **started)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    # The shell that stands for Python lives beyond its own signal: it is held back there.
+    python.write_text('#!/bin/sh\nkill -INT $$\necho "still here"\n')
+    assert said(script, **started).stdout == "still here\n"
+
+
+def test_no_signal_is_held_back_from_what_kvprof_runs(installed: Path) -> None:
+    early = installed.parents[1] / LIBRARY / "aa_early.pth"
+    early.write_text("import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n")
+    try:
+        assert said(installed, "--version").stdout.splitlines()[0] == "set()"
+    finally:
+        early.unlink()
+
+
+@pytest.mark.parametrize("body", ["exit 1", "exit 125", None])
+def test_an_env_that_cannot_block_signals_is_not_asked_to(
+    body: str | None, installed: Path, tmp_path: Path
+) -> None:
+    """BusyBox's says how it is used and fails; and a path with = would be a variable to any."""
+    environment, script = None, installed
+    if body is not None:
+        (tmp_path / "env").write_text(f"#!/bin/sh\necho no such option >&2\n{body}\n")
+        (tmp_path / "env").chmod(0o755)
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    else:
+        shutil.copytree(installed.parents[1], tmp_path / "a=b", symlinks=True)
+        script = tmp_path / "a=b" / "bin" / "kvprof"
+    done = said(script, "--version", env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvprof {__version__}\n", "")
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_outside_of_an_environment_it_takes_the_python_that_has_kvprof(
     beside: bool, tmp_path: Path
