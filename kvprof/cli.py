@@ -63,8 +63,6 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 # What a write fails with where nothing is wrong with kvprof: the disk is full, the quota used up, a
 # limit of the shell's (ulimit -f) reached, the device or the terminal gone.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-# Of a name in a message.
-_SHOWN = 200
 # The name itself is wrong, rather than what is there.
 _NO_SUCH_NAME = (errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _GIVES_NOTHING = re.compile(r"--[a-z-]+=")
@@ -280,8 +278,7 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
     if isinstance(problem, OSError) and problem.strerror and problem.filename is not None:
         # Whatever file it was, the user named it or can do something about it.
         name = os.fsdecode(problem.filename) if isinstance(problem.filename, str | bytes) else ""
-        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"
-        console.error(f"{shown}: {problem.strerror}")
+        console.error(f"{name}: {problem.strerror}")
         return ExitCode.USAGE if problem.errno in _NO_SUCH_NAME else ExitCode.FAILED
     hint = "" if debug else "; kvprof --debug COMMAND or KVPROF_DEBUG=1 shows the traceback"
     console.error(f"internal error: {type(problem).__name__}: {problem}{hint}")

@@ -48,6 +48,7 @@ __all__ = [
 MIN_WIDTH = 40
 _PIPED_WIDTH = 100
 _BETWEEN_LINES = 15.0  # seconds
+_LONGEST_WORD = 256  # letters: a path, not a name or a number of thousands
 
 
 class PrintableConsole(Console):
@@ -204,13 +205,20 @@ def note(message: str) -> None:
 
 def warn(message: str) -> None:
     """Warn on stderr in one line; the caller also puts the warning into the result."""
-    _stderr().print(f"warning: {' '.join(message.split())}", style="yellow")
+    _stderr().print(f"warning: {_one_line(message)}", style="yellow")
 
 
 def error(message: str) -> None:
     """Say in one line on stderr why the command stops."""
-    line = " ".join(message.split())
-    _stderr().print(f"kvprof: {line}", style="red")
+    _stderr().print(f"kvprof: {_one_line(message)}", style="red")
+
+
+def _one_line(message: str) -> str:
+    """Return a message without line breaks, and of what nobody reads to its end both ends."""
+    return " ".join(
+        word if len(word) <= _LONGEST_WORD else f"{word[:200]}…{word[-20:]}"
+        for word in message.split()
+    )
 
 
 class Tracker:
