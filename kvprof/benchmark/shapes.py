@@ -11,9 +11,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.errors import FailedError, UsageError
+from kvprof.models.gguf import GgufFile
 from kvprof.models.layout import LayerLayout, ModelLayout
-from kvprof.models.load import read_config
+from kvprof.models.load import blaming, read_config
 from kvprof.models.locate import check_config_sizes, locate, read_json
 from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_layout
@@ -264,6 +265,11 @@ def shape_of_config(given: str) -> Shape:
     folder = path if gguf is None else path.parent
     if gguf is None:
         check_config_sizes(given, read_json(given, path / "config.json"))
+    with blaming(f"{given}: {path.name if gguf is not None else 'config.json'} cannot be used"):
+        return _described(given, path, folder, gguf)
+
+
+def _described(given: str, path: Path, folder: Path, gguf: GgufFile | None) -> Shape:
     with quiet():
         config = read_config(given, folder, False, gguf).get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
@@ -325,7 +331,7 @@ def _layout(given: str, config: Any, width: int) -> ModelLayout:
                 layout = inspect_layout(model)
         except UsageError:
             raise
-        except (KvprofError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # of whatever kind: the config is a stranger's
             problem = error
             continue
         if layout.layers[0].qk_head_dim == width:

@@ -19,7 +19,7 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity
 from kvprof.models.gguf import GgufFile
 from kvprof.models.layout import ModelLayout
@@ -30,7 +30,14 @@ from kvprof.models.probe import inspect_layout
 from kvprof.models.weights import check_finite, input_device
 from kvprof.scratch import ScratchFolder
 
-__all__ = ["LoadedModel", "load_model", "read_config", "read_weights", "wrap_model"]
+__all__ = [
+    "LoadedModel",
+    "blaming",
+    "load_model",
+    "read_config",
+    "read_weights",
+    "wrap_model",
+]
 
 # --- Reads config and weights with transformers, turning each way it can fail into one clear
 # line.
@@ -199,6 +206,33 @@ def _more(names: list[str]) -> str:
 
 def _first_sentence(error: Exception) -> str:
     return " ".join(str(error).split()).split(". ")[0]
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Let whatever fails in the body be a line that names a stranger's file.
+
+    Around code of transformers that builds or runs what such a file describes: there is no list of
+    what it raises.
+
+    Parameters
+    ----------
+    what : str
+        Names the file, and says what it fails at.
+
+    Raises
+    ------
+    FailedError
+        In place of anything but kvprof's own errors, of memory and of files.
+    """
+    try:
+        yield
+    except (KvprofError, MemoryError, OSError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise
+        raise FailedError(f"{what}: {type(error).__name__}: {_first_sentence(error)}") from error
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
@@ -420,8 +454,9 @@ def _examined(
 ) -> LoadedModel:
     model.eval()
     check_finite(model, spec)
-    with quiet():
+    with quiet(), blaming(f"{spec} cannot be run as its config says"):
         layout = inspect_layout(model)
+    _check_ends(model, spec)
     config = model.config.get_text_config(decoder=True)
     lengths = (getattr(config, name, None) for name in _LENGTHS)
     return LoadedModel(
@@ -439,3 +474,15 @@ def _examined(
         gguf=checkpoint.gguf if checkpoint else None,
         _scratch=scratch,
     )
+
+
+def _check_ends(model: PreTrainedModel, spec: str) -> None:
+    """Refuse ends of a text that are no token's number."""
+    for name in ("eos_token_id", "pad_token_id"):
+        value = getattr(model.generation_config, name, None)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and (isinstance(one, bool) or not isinstance(one, int)):
+                raise FailedError(
+                    f"{spec}: its generation config says {name} is {str(value)[:40]}, which is no "
+                    "token's number"
+                )

@@ -11,7 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from kvprof.errors import UsageError
 from kvprof.models.chat import ChatWriter
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import LoadedModel, blaming
 from kvprof.models.noise import quiet
 
 __all__ = [
@@ -144,7 +144,8 @@ def generate_text(
         choice = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     ids = torch.tensor([list(prompt)], device=loaded.device)
     torch.manual_seed(settings.seed)
-    with quiet(), torch.inference_mode():
+    doing = blaming(f"{loaded.spec}: no text can be generated as its generation config says")
+    with quiet(), torch.inference_mode(), doing:
         result: Any = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -1,21 +1,28 @@
 """Models that are not what they say: templates that loop, sizes that nothing has, hubs away."""
 
+import contextlib
 import json
+import math
 import socket
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.benchmark.shapes import shape_of_config
+from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models import chat, hub, locate
 from kvprof.models.chat import ChatWriter
 from kvprof.models.load import load_model
 from kvprof.models.locate import check_config_sizes
-from kvprof.runtime.generation import prompt_ids
+from kvprof.runtime.generation import GenerationSettings, generate_text, prompt_ids
 from kvprof.sources.windows import read_documents
+from tests.records.hostile import LEAVES
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -26,6 +33,13 @@ FITS = {
     "num_hidden_layers": 2,
     "vocab_size": 100,
 }
+TOLD = (
+    "architectures", "attention_bias", "dtype", "eos_token_id", "hidden_act", "hidden_size",
+    "initializer_range", "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pad_token_id",
+    "pretraining_tp", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "use_cache",
+    "vocab_size",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -81,6 +95,52 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(FailedError, match=r"config\.json is damaged"):
         locate.locate(str(tmp_path))
+
+
+def changed(folder: Path, new: Path, file: str, text: str) -> Path:
+    """Return a copy of a model's folder, by links, in which one file is another."""
+    for path in folder.iterdir():
+        if path.name != file:
+            (new / path.name).symlink_to(path)
+    (new / file).write_text(text)
+    return new
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    key=st.sampled_from([*TOLD, "sliding_window", "layer_types", "rope_scaling", "head_dim"]),
+    value=st.sampled_from([*LEAVES, math.nan, math.inf, -2, ["sliding_attention"] * 3]),
+)
+@example(key="hidden_act", value="nope")
+@example(key="sliding_window", value=math.nan)
+def test_a_config_that_says_anything_is_used_or_refused_in_a_line(
+    tiny_folder: Path, key: str, value: Any
+) -> None:
+    config = json.loads((tiny_folder / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as place:
+        folder = changed(
+            tiny_folder, Path(place), "config.json", json.dumps({**config, key: value})
+        )
+        for use in (shape_of_config, load_model):
+            with contextlib.suppress(KvprofError):
+                use(str(folder))
+
+
+@pytest.mark.parametrize("value", ["x", [1, "x"], True, 1.5, {}, math.nan])
+def test_a_text_ends_at_a_tokens_number(tiny_folder: Path, tmp_path: Path, value: Any) -> None:
+    own = json.loads((tiny_folder / "generation_config.json").read_text())
+    text = json.dumps({**own, "eos_token_id": value})
+    folder = changed(tiny_folder, tmp_path, "generation_config.json", text)
+    with pytest.raises(FailedError, match=r"says eos_token_id is .* no token's number"):
+        load_model(str(folder))
+
+
+def test_a_generation_config_that_cannot_be_followed(tiny_folder: Path, tmp_path: Path) -> None:
+    own = json.loads((tiny_folder / "generation_config.json").read_text())
+    text = json.dumps({**own, "repetition_penalty": "x"})
+    loaded = load_model(str(changed(tiny_folder, tmp_path, "generation_config.json", text)))
+    with pytest.raises(FailedError, match="no text can be generated as its generation config says"):
+        generate_text(loaded, [1, 2], GenerationSettings(max_new_tokens=2))
 
 
 def test_a_hub_that_does_not_answer_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
