@@ -28,7 +28,7 @@ from kvprof.reproduction.recipe import (
     read_yaml,
     value_at,
 )
-from kvprof.reproduction.resolve import expand, filled_measures
+from kvprof.reproduction.resolve import expand, filled_measures, refused_size
 
 __all__ = [
     "CommandCheck",
@@ -87,6 +87,9 @@ def profile_problems(recipe: Recipe, check_command: CommandCheck | None) -> Iter
             yield Problem(
                 (*key_path, "matrix", both), f"{both!r} stands under set and under matrix"
             )
+        if (too_much := refused_size(profile)) is not None:
+            yield Problem(key_path, f"{name}: {too_much}")
+            continue
         cells = expand(profile, {})
         ids: dict[str, KeyPath] = {}
         for one in cells:

@@ -1,6 +1,7 @@
 """From a recipe and what the user set to the very commands that are run."""
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,11 +9,22 @@ from dataclasses import dataclass, replace
 from kvprof.errors import UsageError
 from kvprof.reproduction.recipe import CellTemplate, KeyPath, Measure, Profile, Recipe, placeholders
 
-__all__ = ["Cell", "Planned", "check_settings", "expand", "filled_measures", "resolve_cells"]
+__all__ = [
+    "Cell",
+    "Planned",
+    "check_settings",
+    "expand",
+    "filled_measures",
+    "refused_size",
+    "resolve_cells",
+]
 
 _NAME = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 # Whose first word that is no option names a model.
 _MODEL_FIRST = ("spectrum", "stability", "plan", "eval", "frontier", "generate")
+# Of a profile, all combinations of its matrix: far above what anybody waits for.
+_MOST_CELLS = 1_000
+_MOST_LETTERS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,34 @@ class Planned:
     cells: tuple[tuple[Cell, str], ...] = ()
     open: str | None = None
     lacking: bool = False
+
+
+def refused_size(profile: Profile) -> str | None:
+    """Return why a profile is more than anybody runs once its placeholders are filled, or None.
+
+    It is counted and not made: a file of some hundred letters can stand for 10⁹ cells.
+    """
+    longest = {key: len(value or "") for key, value in profile.set.items()}
+    longest |= {key: max(map(len, values), default=0) for key, values in profile.matrix.items()}
+
+    def filled(text: str) -> int:
+        return len(text) + sum(longest.get(name, 0) for name in placeholders(text))
+
+    cells = letters = 0
+    for cell in profile.cells:
+        text = " ".join((cell.id, *cell.words))
+        used = dict.fromkeys(placeholders(text))
+        many = math.prod(len(values) for key, values in profile.matrix.items() if key in used)
+        cells += many
+        letters += many * filled(text)
+    for one in profile.measures:
+        given = (one.cell, one.data, *one.where.values())
+        letters += sum(filled(text) for text in given if isinstance(text, str))
+    if cells > _MOST_CELLS:
+        return f"its matrix makes {cells:,} cells; at most {_MOST_CELLS:,}"
+    if letters > _MOST_LETTERS:
+        return f"its placeholders fill in {letters:,} letters; at most {_MOST_LETTERS:,}"
+    return None
 
 
 def expand(profile: Profile, settings: Mapping[str, str]) -> list[Cell]:

@@ -69,6 +69,19 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, sa
     assert any(re.search(said, line) for line in lines), lines
 
 
+def test_a_profile_is_counted_before_it_is_made(tmp_path: Path) -> None:
+    values = ", ".join(f"{key}: {[*range(900)]}" for key in ("method", "b", "c"))
+    (line,) = wrong(
+        tmp_path,
+        'matrix: {method: [fdc, kq]}\n    cells:\n      - {id: "plan-{method}"',
+        f'matrix: {{{values}}}\n    cells:\n      - {{id: "plan-{{method}}-{{b}}{{c}}"',
+    )
+    assert line.endswith(":11: smoke: its matrix makes 729,000,000 cells; at most 1,000")
+    text = TEXT.replace('rate: "0.30"', f"rate: {'x' * 5000}").replace("{rate}", "{rate}" * 1000)
+    with pytest.raises(InvalidRecipeError, match=r"fill in 10,0\d\d,\d{3} letters; at most 2,000"):
+        load_recipe(write(tmp_path, text))
+
+
 def test_every_mistake_is_listed(tmp_path: Path) -> None:
     text = TEXT.replace("tolerance", "tolerence").replace("claim: The", "calim: The")
     with pytest.raises(InvalidRecipeError) as caught:
