@@ -12,6 +12,7 @@ from kvprof.evaluation.sensitivity_answers import answers, layers_that_stay
 from kvprof.interrupt import Stop
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
+from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.sources.grammar import parse_source
 
 __all__ = ["Request", "chosen_layers", "study"]
@@ -19,7 +20,6 @@ __all__ = ["Request", "chosen_layers", "study"]
 # Tokens of text, and of each sequence on a CPU: about a minute of a small model.
 _CPU_TOKENS, _GPU_TOKENS = 2048, 32768
 _CPU_LENGTH = 256
-_LEAST_SEQUENCES = 8
 #: How llama.cpp's q4_1 cuts a row: blocks of 32 values with a float16 scale and minimum.
 _BLOCK = 32
 
@@ -127,10 +127,10 @@ def study(
         "context": measuring.context,
     }
     warnings = []
-    if sequences < _LEAST_SEQUENCES:
+    if sequences < LEAST_SEQUENCES:
         warnings.append(
             f"intervals come from {sequences} sequence{'s' if sequences > 1 else ''}, too few to "
-            f"vary as other text would: take --tokens {_LEAST_SEQUENCES * length} or more"
+            f"vary as other text would: take --tokens {LEAST_SEQUENCES * length} or more"
         )
     noise = None
     with console.track(f"{len(parts) * len(settings)} cells", len(parts) * len(settings)) as bar:

@@ -34,6 +34,7 @@ from kvprof.methods.registry import calibration_needs
 from kvprof.models.load import LoadedModel, load_model
 from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
+from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, parse_source
@@ -182,8 +183,6 @@ def resolve_context(
     return stated if isinstance(stated, int) else evaluation_context(DEFAULT_SEQ_LEN)
 
 
-# A bootstrap over fewer draws the same ones again and again.
-_LEAST_SEQUENCES = 8
 _DEFAULT_TEXT = ("prose",)
 
 
@@ -271,10 +270,10 @@ def load_sample(
         if sequences is not None and len(one.ids) < sequences
     ]
     count = sum(len(one.ids) for one in samples)
-    if count < _LEAST_SEQUENCES:
+    if count < LEAST_SEQUENCES:
         warnings.append(
             f"intervals come from {count} sequence{'s' if count > 1 else ''}, too few to vary as "
-            f"other text would: take --sequences {_LEAST_SEQUENCES} or more"
+            f"other text would: take --sequences {LEAST_SEQUENCES} or more"
         )
     settings = EvaluationSettings(teacher_forced=teacher_forced, batch_size=batch_size)
     evaluator = Evaluator(loaded, samples, selection.items, settings)

@@ -8,12 +8,14 @@ from typing import Any
 
 from kvprof.records.parts import SHARED_PARTS
 
-__all__ = ["Figure", "figures_of", "interval_of_share", "judging_tasks"]
+__all__ = ["LEAST_SEQUENCES", "Figure", "figures_of", "interval_of_share", "judging_tasks"]
 
 Row = Mapping[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
 _LEAST_SAMPLES = 5
+#: For an interval of accuracy: a bootstrap over fewer draws the same ones again and again.
+LEAST_SEQUENCES = 8
 _LARGE = 0.02  # of a request's time: a part below it is mostly noise
 _Z = 1.959964  # 95 % of a normal distribution
 

@@ -1,5 +1,6 @@
 """What one view looks at: the state, where its events come from, and the measurement behind it."""
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ class Session:
     caught_up: bool = False
     said: str = ""
     _ended: bool = False
+    _begun: float = field(default_factory=time.monotonic)
 
     def advance(self) -> bool:
         """Take the next events; return whether there were any."""
@@ -194,7 +196,12 @@ class Session:
     def _saying(self) -> str:
         # Loading and calibrating take minutes, and are no events.
         over = self.state.end is not None or (self.worker is not None and not self.measuring)
-        return f"the measurement says: {self.said}" if self.said and not over else ""
+        if self.said and not over:
+            return f"the measurement says: {self.said}"
+        if self.measuring and self.state.run is None:
+            waited = clock(time.monotonic() - self._begun)
+            return f"the measurement starts: torch is loaded first, a matter of seconds · {waited}"
+        return ""
 
     def _now(self) -> float:
         """Return the time of the run that the view shows."""

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.figures import judging_tasks
+from kvprof.records.figures import LEAST_SEQUENCES, judging_tasks
 from kvprof.views.figure import draw_reference, label_axes, new_figure, point_style, titled
 from kvprof.views.numbers import MISSING, number, percent, rate_in_bytes
 from kvprof.views.page import ends, framed, heading, paragraph, tidy_csv, weights_row
@@ -585,9 +585,24 @@ def _cautions(result: Mapping[str, Any]) -> list[str]:
     unable = [task.replace("_", " ") for task in unable_tasks(evaluations)]
     return [
         *([f"Not measured: {', '.join(left)}."] if left else []),
+        *([thin] if (thin := _thin(evaluations)) else []),
         *([unable_note(unable)] if unable else []),
         *([apart] if apart else []),
     ]
+
+
+def _thin(evaluations: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say that the sample is too small for its intervals to hold; None where it is not."""
+    scored = [
+        (one["sequences"], one["decoded_tokens"]) for one in evaluations if one["decoded_tokens"]
+    ]
+    sequences, tokens = min(scored, default=(LEAST_SEQUENCES, 0))
+    if sequences >= LEAST_SEQUENCES:
+        return None
+    return (
+        f"{sequences} {'sequence' if sequences == 1 else 'sequences'}, {tokens:,} scored tokens: "
+        "too few to say how other text would do, whatever the intervals are."
+    )
 
 
 def unable_note(tasks: Sequence[str]) -> str:

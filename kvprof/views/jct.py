@@ -73,7 +73,7 @@ _SHARES = (
 )
 _TIMES = (
     "JCT: prefill and all output tokens. TTFT: prefill. TBT: the median decode step; p99, its 99th "
-    "percentile. Of several runs each step has its median first."
+    "percentile."
 )
 _TIMING = (
     "Timing costs: what timing every part added to the request, and to its decode steps; the times "

@@ -1,6 +1,9 @@
 """What the screens show, and what a click does, on a run that never happened."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -152,6 +155,17 @@ class TestScreens:
         ]
         shown = keys(tmp_path / "composed", "2", events=composed)["text"]
         assert "no layer was timed on its own" in shown
+
+    def test_a_measurement_that_says_nothing_yet_is_told_to_start(self):
+        worker: Any = SimpleNamespace(running=True, stopping=False)
+        session = Session("a run", NoEvents(), record=Path("events.jsonl"), worker=worker)
+        session._begun -= 12
+        assert session.progress().startswith("the measurement starts: torch is loaded first")
+        assert session.progress().endswith("· 00:12")
+        session.said = "loading the weights"
+        assert session.progress() == "the measurement says: loading the weights"
+        session.said, worker.running = "", False
+        assert session.progress() == ""
 
     def test_what_the_measurement_says_stands_where_nothing_else_does_yet(self, tmp_path):
         session = recorded(tmp_path, stream()[:1])

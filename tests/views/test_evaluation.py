@@ -177,3 +177,16 @@ def test_csv_holds_every_figure_in_full():
         row = one(method=name, scope="task_depth", name="needle 0.5")
         assert float(row["value"]) == evaluation["tasks"]["needle"]["by_depth"]["0.5"]["accuracy"]
     assert one(method="kq", scope="harness", metric="acc")["value"] == "0.5"
+
+
+def test_an_answer_from_few_sequences_says_so_below_itself() -> None:
+    result = evaluation_result()
+    assert "too few to say how other text would do" not in " ".join(shown(result).split())
+    for one in result["data"]["evaluations"]:
+        one["sequences"], one["decoded_tokens"] = 2, 64
+    said, _, rest = " ".join(shown(result).split()).partition(
+        "2 sequences, 64 scored tokens: too few to say how "
+    )
+    assert rest.startswith("other text would do")
+    assert "saves" in said
+    assert "bytes per token" not in said  # above the first table
