@@ -173,7 +173,8 @@ def _may_be_worse(better: str | None, change: Mapping[str, Any], limit: float) -
     interval = change["share_interval"]
     if change["failed"] or not change.get("gated", True) or interval is None or better is None:
         return False
-    return (interval[1] if better == "lower" else -interval[0]) > limit
+    worst: float = interval[1] if better == "lower" else -interval[0]
+    return worst > limit
 
 
 def _noise(data: Mapping[str, Any], letters: Sequence[str]) -> list[str]:
