@@ -21,10 +21,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvprof.errors import UsageError
 from kvprof.kernels.project.bases import basis_set
 from kvprof.methods.plan import Plan
-from kvprof.serving.backend import PlanImpl, ServedLayer, ServedModel
+from kvprof.serving.backend import PlanImpl
 from kvprof.serving.identity import check_identity
 from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
 from kvprof.serving.refusals import check_shape
+from kvprof.serving.steps import ServedLayer, ServedModel
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 
 __all__ = ["check_engine", "check_model", "deal_heads", "fold", "page_spec", "run_layer"]

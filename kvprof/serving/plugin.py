@@ -51,6 +51,8 @@ def register() -> None:
     if getattr(register, "done", False):
         return
     register.done = True  # type: ignore[attr-defined]
+    # The second model runner of 0.26 and 0.27 is not tried.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     register_backend(AttentionBackendEnum.CUSTOM, "kvprof.serving.backend.PlanBackend")
     _check_configuration(arg_utils.EngineArgs, path)
     _take_attention(attention.Attention, path)
