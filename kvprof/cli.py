@@ -46,6 +46,7 @@ COMMANDS = (
     CommandEntry("frontier", "How far does each method go before accuracy falls below a target?"),
     CommandEntry("generate", "Write text with a compressed cache; see where it departs."),
     CommandEntry("warm", "Compile a plan's kernels before anything waits for them."),
+    CommandEntry("serve", "Serve a plan through vLLM: an OpenAI-compatible server."),
     CommandEntry("bench", "How much faster is attention on a smaller cache, really?"),
     CommandEntry("show", "Show a result again, also of a run that was killed or still runs."),
     CommandEntry("compare", "What got better or worse between two results, and is that sure?"),

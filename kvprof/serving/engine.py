@@ -28,7 +28,15 @@ from kvprof.serving.refusals import check_shape
 from kvprof.serving.steps import ServedLayer, ServedModel
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 
-__all__ = ["check_engine", "check_model", "deal_heads", "fold", "page_spec", "run_layer"]
+__all__ = [
+    "check_engine",
+    "check_model",
+    "deal_heads",
+    "fold",
+    "page_spec",
+    "run_layer",
+    "tell_tokens",
+]
 
 logger = init_logger("vllm.kvprof")
 
@@ -121,6 +129,37 @@ def page_spec(layer: Any, plan: Plan, config: Any) -> FullAttentionSpec:
         head_size=own.columns,
         head_size_v=0,
         dtype=layer.kv_cache_torch_dtype,
+    )
+
+
+def tell_tokens(plan: Plan, config: Any, pages: int) -> None:
+    """Say how many tokens of cache fit, against full width in the same memory.
+
+    Parameters
+    ----------
+    plan : Plan
+    config : VllmConfig
+    pages : int
+        That every rank has room for.
+    """
+    ranks, itemsize = (
+        config.parallel_config.tensor_parallel_size,
+        config.model_config.dtype.itemsize,
+    )
+    layers = layer_pages(plan, ranks)
+    own, full = token_bytes(layers, itemsize), full_token_bytes(plan, itemsize, ranks)
+    tokens = pages * config.cache_config.block_size
+    spread = (
+        f" on each of {ranks} ranks, {imbalance(layers):.1%} of them empty" if ranks > 1 else ""
+    )
+    logger.info(
+        "kvprof serves %s: %s tokens of cache fit, at full width %s (%s bytes a token%s, not %s)",
+        plan.method,
+        f"{tokens:,}",
+        f"{tokens * own // full:,}",
+        f"{own:,}",
+        spread,
+        f"{full:,}",
     )
 
 
@@ -249,22 +288,6 @@ def fold(model: Any, plan: Plan) -> None:
         assert isinstance(impl, PlanImpl)
         impl.model, impl.served = served, layer
         served.layers.append(layer)
-    if rank == 0:
-        _report(plan, pages, ranks, served.layers[0].keys.packed.itemsize)
-
-
-def _report(plan: Plan, pages: Any, ranks: int, itemsize: int) -> None:
-    own, full = token_bytes(pages, itemsize), full_token_bytes(plan, itemsize, ranks)
-    spread = f", {imbalance(pages):.1%} of them empty as ranks are unlike" if ranks > 1 else ""
-    logger.info(
-        "kvprof serves %s: %s bytes a token on each rank%s, %s at full width: %.2f times as many "
-        "tokens fit the same memory.",
-        plan.method,
-        f"{own:,}",
-        spread,
-        f"{full:,}",
-        full / own,
-    )
 
 
 # --- A layer's turn.

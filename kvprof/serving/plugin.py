@@ -47,6 +47,7 @@ def register() -> None:
     from vllm.model_executor.layers.attention import attention
     from vllm.model_executor.model_loader import base_loader
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.engine import core
 
     if getattr(register, "done", False):
         return
@@ -57,6 +58,7 @@ def register() -> None:
     _check_configuration(arg_utils.EngineArgs, path)
     _take_attention(attention.Attention, path)
     _take_weights(base_loader, path)
+    _tell_tokens(core, path)
 
 
 def _check_configuration(engine_args: Any, path: str) -> None:
@@ -127,3 +129,18 @@ def _take_weights(base_loader: Any, path: str) -> None:
 
     base_loader.initialize_model = initialize_model
     base_loader.process_weights_after_loading = process_weights_after_loading
+
+
+def _tell_tokens(core: Any, path: str) -> None:
+    """Say how many tokens of cache fit, once the engine knows what memory there is."""
+    made = core.get_kv_cache_configs
+
+    @wraps(made)
+    def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.engine import tell_tokens
+
+        found = made(vllm_config, *args, **kwargs)
+        tell_tokens(served_plan(path), vllm_config, found[0].num_blocks)
+        return found
+
+    core.get_kv_cache_configs = get_kv_cache_configs

@@ -1,0 +1,124 @@
+"""``kvprof serve``: vLLM's OpenAI-compatible server with a compressed cache."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.options import (
+    AllocationOption,
+    CalibrateOption,
+    CalibrateTokensOption,
+    ContextOption,
+    DtypeOption,
+    GridOption,
+    MethodOption,
+    MethodOptionsOption,
+    MinimumOption,
+    ModelArgument,
+    PlanFileOption,
+    RateOption,
+    RemovalOption,
+    RevisionOption,
+    TrustOption,
+    check_choice,
+    method_options,
+)
+from kvprof.errors import LackingError
+from kvprof.requirements import extra_command
+from kvprof.serving.settings import LOOPBACK
+
+
+def serve(
+    model: ModelArgument = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM…]", help="Options for vllm serve, after --."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every network's.")
+    ] = LOOPBACK,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port.")] = 8000,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tp", min=1, help="GPUs that share each layer's heads.")
+    ] = 1,
+    load_format: Annotated[
+        str | None,
+        typer.Option(
+            "--load-format",
+            help="vLLM's; dummy is random weights, for which a plan of the same shape will do.",
+        ),
+    ] = None,
+    method: MethodOption = None,
+    rate: RateOption = None,
+    removal: RemovalOption = None,
+    plan_file: PlanFileOption = None,
+    calibrate: CalibrateOption = None,
+    calibrate_tokens: CalibrateTokensOption = None,
+    allocation: AllocationOption = None,
+    grid: GridOption = None,
+    minimum: MinimumOption = None,
+    option: MethodOptionsOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = "auto",
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Serve a plan through vLLM, which answers as it always does: /v1/completions and the rest.
+
+    What is set for vLLM is told on stderr, and so is how many tokens of cache fit. Needs the extra
+    serve.
+
+    Examples
+    --------
+    kvprof serve reference --plan kq.plan
+    kvprof serve reference --method fdc --rate 0.5 --port 8001
+    kvprof serve reference --plan kq.plan -- --max-num-seqs 64 --max-model-len 1024
+    """
+    options = method_options(allocation, grid, minimum, option)
+    check_choice(
+        method,
+        plan_file,
+        rate=rate,
+        removal=removal,
+        calibrate=calibrate,
+        calibrate_tokens=calibrate_tokens,
+        options=options,
+    )
+    if find_spec("vllm") is None:
+        raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
+
+    # Everything from here on needs torch.
+    from kvprof.commands.serve_run import calibrated, serve_plan
+
+    given: dict[str, Any] = {
+        "--method": method,
+        "--rate": rate,
+        "--removal": removal,
+        "--calibrate": calibrate,
+        "--calibrate-tokens": calibrate_tokens,
+        "--allocation": allocation,
+        "--grid": grid,
+        "--minimum": minimum,
+        "--context": context,
+        "--revision": revision,
+    }
+    spec = model or "reference"
+    with calibrated(spec, plan_file, given, option, trust_remote_code) as plan:
+        code = serve_plan(
+            spec,
+            Path(plan),
+            engine or [],
+            host=host,
+            port=port,
+            dtype=dtype,
+            ranks=tensor_parallel,
+            load_format=load_format,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    if code:
+        console.note(f"the server ended with {code}")
+        raise typer.Exit(code)

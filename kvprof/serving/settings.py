@@ -1,0 +1,84 @@
+"""What ``kvprof serve`` sets for vLLM, and why; everything else is vLLM's own default.
+
+Standard library only: the command reads it before anything is loaded.
+"""
+
+import json
+from dataclasses import dataclass
+
+__all__ = ["LOOPBACK", "Setting", "engine_options", "engine_variables", "named"]
+
+#: Where the server listens unless told otherwise.
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that is set.
+
+    Attributes
+    ----------
+    name : str
+        An option of ``vllm serve``, or a variable of the environment.
+    value : str
+    why : str
+        In a few words.
+    """
+
+    name: str
+    value: str
+    why: str
+
+
+def engine_options(
+    *, host: str = LOOPBACK, port: int = 8000, dtype: str = "auto", ranks: int = 1
+) -> list[Setting]:
+    """Return the options of ``vllm serve``.
+
+    Parameters
+    ----------
+    host : str
+    port : int
+    dtype : str
+    ranks : int
+        Of tensor parallelism.
+    """
+    listens = "only this machine reaches it" if host == LOOPBACK else "as asked"
+    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return [
+        Setting("--host", host, listens),
+        Setting("--port", str(port), "as asked" if port != 8000 else "vLLM's own"),
+        Setting("--dtype", dtype, "of weights and latents"),
+        Setting("--tensor-parallel-size", str(ranks), "heads are dealt out by their widths"),
+        Setting(
+            "--compilation-config",
+            json.dumps(compilation, separators=(",", ":")),
+            "on a GPU each decoding step is one CUDA graph, its cut of the work included",
+        ),
+    ]
+
+
+def engine_variables(plan: str) -> list[Setting]:
+    """Return what the server's environment gets.
+
+    Parameters
+    ----------
+    plan : str
+        File of the plan.
+    """
+    return [
+        Setting("KVPROF_PLAN", plan, "what is stored"),
+        Setting("VLLM_USE_V2_MODEL_RUNNER", "0", "the plug-in is tried with the first one"),
+        Setting("VLLM_NO_USAGE_STATS", "1", "nothing is sent to anybody"),
+    ]
+
+
+def named(given: list[str]) -> set[str]:
+    """Return the options that somebody gave to vLLM, which then are not set a second time.
+
+    Parameters
+    ----------
+    given : list of str
+        Words of a command line.
+    """
+    return {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("--")}
