@@ -1,0 +1,140 @@
+"""Pages, ranks' heads, folded weights and refusals; nothing of it needs vLLM."""
+
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprof.errors import UsageError
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.methods.accounting import bytes_at
+from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.quantisers import quantised
+from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
+from kvprof.serving.ranks import assign
+from kvprof.serving.refusals import check_servable, check_shape, refusal
+from kvprof.serving.weights import folded_output, folded_value, narrowed
+from tests.serving.tiny import DEPTH, HEADS, KV_HEADS, RANKS, ragged_plan
+
+
+@given(
+    st.sampled_from([(4, 2), (8, 2), (8, 4), (8, 8), (6, 3), (32, 4)]).flatmap(
+        lambda size: st.tuples(
+            st.lists(st.integers(2, 32), min_size=size[0], max_size=size[0]), st.just(size[1])
+        )
+    )
+)
+def test_heads_are_dealt_out_once_and_no_wider_than_in_order(case: tuple[list[int], int]) -> None:
+    """Every head has a rank, ranks have as many, and nobody is worse off than in order."""
+    widths, ranks = case
+    found, each = assign(widths, ranks), len(widths) // ranks
+    assert sorted(found.order) == list(range(len(widths)))
+    assert {len(own) for own in found.heads} == {each}
+    assert found.columns == tuple(sum(widths[head] for head in own) for own in found.heads)
+    plain = max(sum(widths[first : first + each]) for first in range(0, len(widths), each))
+    assert found.widest <= plain
+    if ranks == 2 and len(widths) <= 8:
+        best = min(
+            max(sum(widths[h] for h in own), sum(widths) - sum(widths[h] for h in own))
+            for own in combinations(range(len(widths)), each)
+        )
+        assert found.widest == best
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    """A KV head is never cut in two."""
+    with pytest.raises(UsageError, match="4 KV heads cannot be served by 8 ranks"):
+        assign([1, 2, 3, 4], 8)
+
+
+def test_pages_hold_what_the_account_counts() -> None:
+    """Where ranks are multiples of 16 a page's bytes are the byte account's."""
+    plan = ragged_plan()
+    pages = layer_pages(plan)
+    counted = bytes_at(plan, 64, itemsize=2).total
+    widened = 2 * (8 + 8)  # of one head: 24 and 40 columns become 32 and 48
+    assert 64 * token_bytes(pages, 2) == counted + 64 * widened
+    assert full_token_bytes(plan, 2) == 2 * 2 * 2 * KV_HEADS * DEPTH
+    keys, values = pages[1].of_rank(0)
+    assert (keys, values) == ((16, 64, 32, 32), (16, 48, 16, 48))
+    assert RaggedLayout(keys, values, 2, 7, 16).row == 16 * pages[1].columns
+
+
+def test_ranks_share_a_page_size() -> None:
+    """Each rank's pages have room for the widest rank; what stays empty is told."""
+    plan = ragged_plan()
+    pages = layer_pages(plan, 2)
+    for layer in pages:
+        for rank in range(2):
+            assert sum(map(sum, layer.of_rank(rank))) <= layer.columns
+    stored = sum(key + value for layer in RANKS for key, value in layer) + 16
+    room = 2 * sum(layer.columns for layer in pages)
+    assert imbalance(pages) == pytest.approx(1 - stored / room)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_folded_weights_give_what_the_plan_says(bias: bool) -> None:
+    """V's latents and what W_O makes of them, against the model's own in float64."""
+    generator = torch.Generator().manual_seed(3)
+    layer, group, hidden = ragged_plan().layers[1], HEADS // KV_HEADS, 24
+    states = torch.randn(5, hidden, generator=generator, dtype=torch.float64)
+    weight = torch.randn(KV_HEADS * DEPTH, hidden, generator=generator, dtype=torch.float64)
+    shift = torch.randn(KV_HEADS * DEPTH, generator=generator, dtype=torch.float64) * bias
+    output = torch.randn(hidden, HEADS * DEPTH, generator=generator, dtype=torch.float64)
+    widths = layer_pages(ragged_plan())[1].value_widths
+    pairs = [narrowed(one, width) for one, width in zip(layer.values.groups, widths, strict=True)]
+    downs, ups = zip(*pairs, strict=True)
+    latents = states @ folded_value(weight, downs).T + folded_value(shift, downs)
+    latents = latents.unflatten(1, (KV_HEADS, DEPTH))
+    given_out, wanted = [], torch.zeros(5, hidden, dtype=torch.float64)
+    values = (states @ weight.T + shift).unflatten(1, (KV_HEADS, DEPTH))
+    for head in range(HEADS):
+        own = layer.values.groups[head // group]
+        assert own.down is not None
+        assert own.up is not None
+        given_out.append(latents[:, head // group, : widths[head // group]])
+        restored = values[:, head // group] @ own.down.double() @ own.up.T.double()
+        wanted += restored @ output[:, head * DEPTH : (head + 1) * DEPTH].T
+    folded = folded_output(output, ups, group)
+    assert folded.shape == (hidden, group * sum(widths))
+    torch.testing.assert_close(torch.cat(given_out, dim=1) @ folded.T, wanted)
+
+
+def _with_keys(plan: Plan, **changes: Any) -> Plan:
+    layers = [replace(one, keys=replace(one.keys, **changes)) for one in plan.layers]
+    return replace(plan, layers=tuple(layers))
+
+
+def test_what_cannot_be_served_is_said() -> None:
+    """Each refusal is one line with its reason; a ragged plan has none."""
+    plan = ragged_plan()
+    assert refusal(plan) is None
+    windowed = replace(plan.layers[0], sliding_window=128)
+    cases = {
+        "sliding window": replace(plan, layers=(windowed, plan.layers[1])),
+        "quantised pages": quantised(plan, "per-token", 4),
+        "before RoPE": _with_keys(plan, placement=Placement.PRE_ROPE),
+        "exact keys and values": replace(
+            plan,
+            layers=tuple(
+                replace(one, values=replace(one.values, fold_down=False)) for one in plan.layers
+            ),
+            lazy=True,
+        ),
+    }
+    for words, one in cases.items():
+        with pytest.raises(UsageError, match=words) as caught:
+            check_servable(one)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_plan_of_another_shape_is_refused() -> None:
+    """The shape is all that a model of random weights has."""
+    plan = ragged_plan()
+    check_shape(plan, 2, KV_HEADS, DEPTH)
+    with pytest.raises(UsageError, match="2 layers of 4 KV heads of 64, and the model has 32 of 8"):
+        check_shape(plan, 32, 8, 128)
