@@ -154,11 +154,11 @@ def _no_file(name: str) -> str | None:
 
 
 _EXAMPLES = (
-    "kvprof spectrum                        # of the model that ships; nothing is fetched",
+    "kvprof spectrum                 # of the model that ships; nothing is fetched",
     "kvprof plan --method kq --rate 30%",
     "kvprof eval --method kq --rate 0.2",
-    "kvprof tui --demo                      # a request's time on an H200, part by part",
-    "kvprof COMMAND --help                  # options in groups, and examples",
+    "kvprof tui --demo               # a request's time on an H200, part by part",
+    "kvprof COMMAND --help           # options in groups, and examples",
 )
 
 
