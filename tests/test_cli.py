@@ -395,3 +395,13 @@ def test_a_width_that_is_none_is_no_width(stated: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) < 200
+
+
+def test_bench_refuses_a_wrong_name_before_torch_is_loaded() -> None:
+    done = python(
+        "import sys; from kvprof.cli import app\n"
+        "try: app(['bench', '--methods', 'full,unifrom,tale:bits=none'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    assert done.stdout.split() == ["2", "False"]
+    assert "method 'unifrom' is unknown; did you mean uniform?" in " ".join(done.stderr.split())

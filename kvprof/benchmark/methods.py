@@ -34,6 +34,7 @@ from kvprof.methods.accounting import compression_ratio, layer_bytes, paper_rate
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.named import (
     ENTRY_POINTS,
+    KINDS,
     Modifier,
     method_entries,
     method_names,
@@ -77,8 +78,6 @@ __all__ = [
     "stored_plan",
 ]
 
-#: Names whose widths on a shape are known without its weights; quantisers may come on top.
-KINDS = ("full", "fp8", "fdc", "kq", "uniform", "palu", "palu-folded", "tale")
 _PLANNED = "plan"
 _LOW_RANK = ("fdc", "kq", "uniform")
 # What a kind may be told after a colon besides the options of the method of its name.

@@ -38,7 +38,7 @@ from kvprof.commands.output import (
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.methods.named import method_entries
+from kvprof.methods.named import KINDS, check_names, method_entries
 from kvprof.records.result import build_result
 
 if TYPE_CHECKING:
@@ -274,7 +274,10 @@ def _asked(methods: str | None, plans: list[Path] | None) -> tuple[str, ...]:
 
     Plans alone stand beside full width; empty where nothing was asked for.
     """
-    named = [label for label, _, _ in method_entries(methods)] if methods is not None else []
+    entries = method_entries(methods) if methods is not None else []
+    # Now, while torch is not loaded yet.
+    check_names((name for _, name, _ in entries), more=KINDS)
+    named = [label for label, _, _ in entries]
     files = [file.name for file in plans or []]
     if twice := [name for name in files if name in named or files.count(name) > 1]:
         raise UsageError(f"--plan: two methods are called {twice[0]}; rename the file")

@@ -19,6 +19,7 @@ __all__ = [
     "COMBINATIONS",
     "COMPARED",
     "ENTRY_POINTS",
+    "KINDS",
     "METHOD_NAMES",
     "MODIFIERS",
     "Modifier",
@@ -40,6 +41,10 @@ ALWAYS = ("full", "fp8")
 
 #: The four papers' methods and the optimal bases, as ``--methods`` writes them.
 COMPARED = "fdc,zack,palu,tale,kq"
+
+#: What ``bench`` times on a shape without weights, because its widths are known; quantisers may
+#: come on top.
+KINDS = ("full", "fp8", "fdc", "kq", "uniform", "palu", "palu-folded", "tale")
 
 #: Quantisers and evictors, which also go on top of other methods.
 MODIFIERS = (
@@ -147,8 +152,14 @@ def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | No
     return base, modifiers
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
     """Refuse a name that is neither a method nor a combination, at once.
+
+    Parameters
+    ----------
+    names : iterable of str
+    more : iterable of str
+        Names that are known here besides the methods, such as `KINDS`.
 
     Raises
     ------
@@ -156,8 +167,8 @@ def check_names(names: Iterable[str]) -> None:
         Naming the nearest one.
     """
     for name in names:
-        if parts_of(name, (*METHOD_NAMES, *_installed())) is None:
-            raise unknown_method(name, method_names())
+        if parts_of(name, (*METHOD_NAMES, *_installed(), *more)) is None:
+            raise unknown_method(name, dict.fromkeys((*more, *method_names())))
 
 
 def names_in(text: str) -> list[str]:

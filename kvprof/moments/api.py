@@ -12,6 +12,7 @@ from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.runtime.compressed import check_runs
+from kvprof.sizes import parse_share
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, parse_source
 
 __all__ = ["plan"]
@@ -20,9 +21,9 @@ __all__ = ["plan"]
 def plan(
     model: PreTrainedModel | LoadedModel | str | Path,
     method: str = "kq",
-    rate: float = 0.5,
+    rate: float | str = 0.5,
     *,
-    removal: float | None = None,
+    removal: float | str | None = None,
     calibrate: str | Path | None = None,
     context: int | None = None,
     seq_len: int | None = None,
@@ -36,9 +37,9 @@ def plan(
         A model in memory, or a name or folder to load one from.
     method : str
         ``kq``, ``fdc``, ``palu``, ``kq-4bit`` … (`kvprof.methods.named.method_names`).
-    rate : float
-        Share of the cache's bytes saved, everything counted.
-    removal : float, optional
+    rate : float or str
+        Share of the cache's bytes saved, everything counted: ``0.3`` or ``"30%"``.
+    removal : float or str, optional
         FDC's removal rate (eq. 1); takes the place of `rate`.
     calibrate : str or Path, optional
         ``random:8k``, ``calibration`` (embedded text), a file; by default what the method's paper
@@ -66,18 +67,20 @@ def plan(
     >>> plan.method
     'kq'
     """
+    share = parse_share(rate, what="--rate")
+    removed = None if removal is None else parse_share(removal, what="--removal")
     loaded = _loaded(model)
     check_runs(loaded)
     length = min(seq_len or DEFAULT_SEQ_LEN, loaded.context_length)
     source = parse_source(str(calibrate), what="calibrate") if calibrate is not None else None
     calibrator = Calibrator(loaded, CalibrationOptions(source, seq_len=length))
     family = calibrator.family(method, **options)
-    if removal is None:
+    if removed is None:
         tokens = context or max(1, length * 3 // 4)
-        return plan_for_rate(family, rate, tokens, itemsize=loaded.dtype.itemsize)
+        return plan_for_rate(family, share, tokens, itemsize=loaded.dtype.itemsize)
     if family.knob != KNOBS["removal"]:
         raise UsageError(f"{method} turns its {family.knob} here, not a removal rate; give rate")
-    return plan_at(family, removal)
+    return plan_at(family, removed)
 
 
 def _loaded(model: PreTrainedModel | LoadedModel | str | Path) -> LoadedModel:

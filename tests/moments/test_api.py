@@ -61,3 +61,11 @@ def test_wrong_use_is_told() -> None:
         kvprof.plan(model, "kq", 0.99, calibrate="random:512")
     with pytest.raises(UsageError, match="no option colour"):
         kvprof.plan(model, "kq", calibrate="random:512", colour=1)
+
+
+def test_a_rate_is_a_share_as_people_write_it() -> None:
+    by_share = kvprof.plan(tiny("Llama"), "kq", "40%", **FINE)
+    assert 0.4 <= rate(by_share, 96, itemsize=4) < 0.45
+    for wrong in ({"rate": "a third"}, {"removal": "a third"}):
+        with pytest.raises(UsageError, match="a third is no share; write for example 30%"):
+            kvprof.plan("no model is looked for", "fdc", **wrong)

@@ -12,10 +12,11 @@ from triton.errors import TritonError
 
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.machine import gpu_warnings
-from kvprof.benchmark.methods import KINDS, named_plans
+from kvprof.benchmark.methods import named_plans
 from kvprof.benchmark.timing import DeviceLost, Interrupted
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.methods.named import KINDS
 from kvprof.moments.calibrator import CalibrationInterrupted
 from kvprof.progress import Progress
 from kvprof.records.events import Event, RunStarted, Warned
