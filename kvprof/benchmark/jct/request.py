@@ -66,7 +66,7 @@ class JctRequest:
     layers : int or None
         How many of a shape's layers; None for all, and for four of them with `check`.
     trace : str or None
-        Lengths of requests; see `kvprof.benchmark.jct.serving`.
+        Lengths of requests; see `kvprof.serving.load.traces`.
     requests : int
         To sample from the trace.
     check : bool

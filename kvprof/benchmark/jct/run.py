@@ -26,8 +26,6 @@ from kvprof.benchmark.jct.real import measure_real, preview_real
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name
 from kvprof.benchmark.jct.serving import (
     capacity,
-    load_trace,
-    sample_requests,
     summary,
     trace_warnings,
     weight_bytes,
@@ -48,6 +46,7 @@ from kvprof.progress import Progress, silent
 from kvprof.records import events
 from kvprof.records.events import CaseFinished, RunFinished
 from kvprof.records.journal import Journal
+from kvprof.serving.load.traces import load_trace, sample_requests
 from kvprof.sizes import format_bytes
 
 __all__ = ["JctRequest", "differences", "run_composed", "run_jct"]

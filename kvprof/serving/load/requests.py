@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Outcome", "Request"]
+__all__ = ["BLOCK", "Outcome", "Request"]
+
+#: Tokens of one of a request's `blocks`, as in Mooncake's traces.
+BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,10 @@ class Request:
         How many tokens at the prompt's beginning it shares with others of the same `session`.
     session : int or None
         Requests of one session begin alike.
+    blocks : tuple of int
+        Where it is known in more detail what begins alike: a number for each `BLOCK` tokens of the
+        prompt, which stands for these and all before them. Two prompts are equal as far as their
+        blocks are; `prefix` is then what at least one other has as well.
     """
 
     number: int
@@ -32,6 +39,7 @@ class Request:
     output: int
     prefix: int = 0
     session: int | None = None
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,14 @@ import numpy as np
 import pytest
 import yaml
 
-from kvprof.benchmark.jct.composer import ComposedRequest, RequestLengths
-from kvprof.benchmark.jct.serving import (
+from kvprof.errors import UsageError
+from kvprof.serving.load.traces import (
     TokenRange,
     Trace,
     load_trace,
     sample_requests,
-    summary,
     trace_names,
 )
-from kvprof.errors import UsageError
 
 
 def test_every_row_of_both_tables_is_there():
@@ -87,33 +85,3 @@ def test_cells_stand_as_printed():
         "minimum": "9.4K",
         "maximum": "104.9K",
     }
-
-
-def composition(given, written, prefill, decode, compress):
-    return ComposedRequest(
-        RequestLengths(given, written),
-        {"attention": prefill, "compress": compress},
-        {"attention": decode},
-        prefill,
-        decode,
-        [],
-        None,
-        None,
-    )
-
-
-def test_percentiles_are_over_requests():
-    found = {
-        "fdc": [composition(10, 11, 1.0 * n, 2.0 * n, 0.03 * n) for n in range(1, 101)],
-        "full": [composition(10, 1, 1.0, 0.0, 0.0)] * 100,
-    }
-    data = summary(load_trace("fdc/arxiv"), 5, found)
-    (ttft, _), (tbt,) = data["ttft"], data["tbt"]
-    assert ttft["p50_seconds"] == pytest.approx(50.5)
-    assert tbt["method"] == "fdc"  # a request of one token has no time between tokens
-    assert tbt["p99_seconds"] == pytest.approx(99.01 * 2 / 10)
-    assert data["normalised_latency"][0]["mean_seconds"] == pytest.approx(3 * 50.5 / 11)
-    overhead = data["overheads"][0]
-    assert (overhead["method"], overhead["part"]) == ("fdc", "compress")
-    assert overhead["p99_share"] == pytest.approx(0.01)
-    assert (data["count"], data["seed"], data["mean_input_len"]) == (100, 5, 10)

@@ -1,0 +1,109 @@
+"""When requests arrive: Poisson, more or less bursty than that, or as they were recorded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvprof.errors import UsageError
+
+__all__ = ["Arrivals", "parse_arrivals", "scaled_times"]
+
+_MOST_CV = 100.0
+_WAYS = "poisson, gamma:cv=2 (burstier), gamma:cv=0 (evenly spaced) or trace (a file's own times)"
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """A process of arrivals.
+
+    Attributes
+    ----------
+    kind : str
+        ``poisson``, ``gamma`` or ``trace``.
+    cv : float
+        Coefficient of variation of the time between two arrivals: 1 of Poisson, 0 evenly spaced;
+        of a trace it means nothing.
+    """
+
+    kind: str = "poisson"
+    cv: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """As `parse_arrivals` reads it."""
+        return f"gamma:cv={self.cv:g}" if self.kind == "gamma" else self.kind
+
+    def gaps(self, count: int, seed: int) -> NDArray[np.float64]:
+        """Draw the times between arrivals at a rate of one a second.
+
+        Other rates divide them: at every rate the same requests come in the same pattern, so that
+        rates and methods differ in nothing else.
+
+        Parameters
+        ----------
+        count : int
+        seed : int
+
+        Returns
+        -------
+        array, (count,)
+            Seconds; of the first, from the load's beginning.
+        """
+        generator = np.random.default_rng([seed, 1])  # lengths are drawn with the seed itself
+        if self.kind == "gamma" and self.cv == 0:
+            return np.ones(count)
+        shape = self.cv**-2
+        return generator.gamma(shape, 1 / shape, count)
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """Read ``poisson``, ``gamma:cv=2`` or ``trace``.
+
+    Raises
+    ------
+    UsageError
+        For anything else.
+    """
+    kind, _, option = text.strip().lower().partition(":")
+    if kind in ("poisson", "trace") and not option:
+        return Arrivals(kind)
+    if kind == "gamma" and option.startswith("cv="):
+        try:
+            cv = float(option.removeprefix("cv="))
+        except ValueError:
+            cv = -1.0
+        if 0 <= cv <= _MOST_CV:
+            return Arrivals("gamma", cv)
+        raise UsageError(
+            f"--arrivals {text}: a coefficient of variation lies between 0 and {_MOST_CV:g}"
+        )
+    raise UsageError(f"--arrivals {text[:40]}: there are {_WAYS}")
+
+
+def scaled_times(times: Sequence[float], rate: float) -> NDArray[np.float64]:
+    """Return recorded times stretched to a rate, the first at its mean gap.
+
+    Parameters
+    ----------
+    times : sequence of float
+        Seconds, ascending.
+    rate : float
+        Requests a second, over all of them.
+
+    Raises
+    ------
+    UsageError
+        When all of several came at once: no stretching gives them a rate.
+    """
+    own = np.asarray(times, dtype=np.float64)
+    if len(own) < 2:
+        return np.full(len(own), 1 / rate)
+    span = float(own[-1] - own[0])
+    if span <= 0:
+        raise UsageError(
+            "--arrivals trace: all of its requests came at once, which has no rate; take poisson"
+        )
+    stretched: NDArray[np.float64] = (own - own[0]) * ((len(own) - 1) / span / rate)
+    return stretched + 1 / rate

@@ -1,0 +1,177 @@
+"""How long requests are: as a paper's trace, all alike, or as in a file; and the load they make."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvprof.errors import UsageError
+from kvprof.serving.load.arrivals import Arrivals, scaled_times
+from kvprof.serving.load.requests import Request
+from kvprof.serving.load.trace_files import RecordedTrace, read_trace_file
+from kvprof.serving.load.traces import Trace, load_trace, sample_requests, trace_names
+from kvprof.sizes import parse_count
+
+__all__ = ["Lengths", "arriving", "load_lengths"]
+
+_PAPER = "fdc"  # whose lengths a trace without its paper has
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Where the lengths of requests come from; one of the three is set.
+
+    Attributes
+    ----------
+    name : str
+        ``fdc/arxiv``, ``in=8192,out=256`` or a file's name.
+    trace : Trace or None
+        A paper's.
+    fixed : (int, int) or None
+        Prompt and output, in tokens.
+    recorded : RecordedTrace or None
+        A file's.
+    """
+
+    name: str
+    trace: Trace | None = None
+    fixed: tuple[int, int] | None = None
+    recorded: RecordedTrace | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Whether there are times to arrive at: ``--arrivals trace``."""
+        return self.recorded is not None and self.recorded.timed
+
+    def described(self) -> dict[str, Any]:
+        """Return what a result says of it, as JSON values; nothing of a file's text."""
+        recorded = self.recorded
+        return {
+            "name": self.name,
+            "source": self.trace.source
+            if self.trace is not None
+            else f"{recorded.format} file"
+            if recorded is not None
+            else "fixed",
+            "requests": None if recorded is None else len(recorded.requests),
+            "skipped": None if recorded is None else recorded.skipped,
+        }
+
+    def draw(self, count: int, seed: int) -> list[Request]:
+        """Return requests of these lengths, in the order in which they shall arrive.
+
+        Parameters
+        ----------
+        count : int
+        seed : int
+
+        Returns
+        -------
+        list of Request
+            Numbered; `arrival` is the file's own time, or 0. A timed file is taken in its order
+            from its beginning, because requests that share a prefix stand near each other; another
+            is shuffled. A file that is too short begins again: with other sessions and blocks, so
+            that no prompt is sent twice, and later by its mean gap.
+        """
+        if self.trace is not None:
+            drawn = sample_requests(self.trace, count, seed)
+            return [Request(number, 0.0, *sizes) for number, sizes in enumerate(drawn)]
+        if self.fixed is not None:
+            return [Request(number, 0.0, *self.fixed) for number in range(count)]
+        assert self.recorded is not None
+        own = self.recorded.requests
+        if not self.recorded.timed:
+            order = np.random.default_rng(seed).permutation(len(own))
+            own = tuple(own[place] for place in order)
+        span = own[-1].arrival * len(own) / max(1, len(own) - 1)
+        # Numbers of sessions are blocks': one distance keeps the copies of both apart.
+        distance = 1 + max((max(one.blocks, default=0) for one in own), default=0)
+        found = []
+        for number in range(count):
+            again, place = divmod(number, len(own))
+            one = own[place]
+            found.append(
+                replace(
+                    one,
+                    number=number,
+                    arrival=one.arrival + again * span,
+                    session=None if one.session is None else one.session + again * distance,
+                    blocks=tuple(block + again * distance for block in one.blocks),
+                )
+            )
+        return found
+
+
+def load_lengths(text: str, count: Callable[[str], int] | None = None) -> Lengths:
+    """Read what ``--lengths`` names.
+
+    Parameters
+    ----------
+    text : str
+        A paper's trace (``arxiv`` is FDC's, ``zack/cocktail``), ``in=8k,out=256``, or a file.
+    count : callable, optional
+        Tokens of a text; see `read_trace_file`.
+
+    Raises
+    ------
+    UsageError, FailedError
+        When it is none of these; as `read_trace_file`.
+    """
+    name = text.strip()
+    known = trace_names()
+    for candidate in (name.lower(), f"{_PAPER}/{name.lower()}"):
+        if candidate in known:
+            return Lengths(candidate, trace=load_trace(candidate, what="--lengths"))
+    if name.startswith("in=") or ",in=" in name:
+        fixed = _fixed(name)
+        return Lengths(f"in={fixed[0]},out={fixed[1]}", fixed=fixed)
+    if not Path(name).exists():
+        raise UsageError(
+            f"--lengths {name}: no trace and no file; write one of {', '.join(known)}, "
+            "in=8k,out=256, or a file of requests"
+        )
+    recorded = read_trace_file(Path(name), count)
+    return Lengths(recorded.name, recorded=recorded)
+
+
+def _fixed(text: str) -> tuple[int, int]:
+    sides = dict(part.partition("=")[::2] for part in text.split(","))
+    if set(sides) != {"in", "out"} or text.count(",") != 1:
+        raise UsageError(f"--lengths {text}: write both lengths, for example in=8k,out=256")
+    prompt, output = (parse_count(sides[side], what=f"--lengths {side}") for side in ("in", "out"))
+    return prompt, output
+
+
+def arriving(
+    lengths: Lengths, arrivals: Arrivals, rate: float, count: int, seed: int
+) -> list[Request]:
+    """Return a load: requests with their times of arrival.
+
+    The same count and seed give the same requests in the same order at every rate.
+
+    Parameters
+    ----------
+    lengths : Lengths
+    arrivals : Arrivals
+    rate : float
+        Requests a second.
+    count : int
+    seed : int
+
+    Raises
+    ------
+    UsageError
+        When arrivals are to be a trace's and the lengths have no times.
+    """
+    requests = lengths.draw(count, seed)
+    if arrivals.kind == "trace":
+        if not lengths.timed:
+            raise UsageError(
+                f"--arrivals trace: {lengths.name} has no times; take poisson, or a file with times"
+            )
+        times = scaled_times([one.arrival for one in requests], rate)
+    else:
+        times = np.cumsum(arrivals.gaps(count, seed)) / rate
+    return [replace(one, arrival=float(time)) for one, time in zip(requests, times, strict=True)]

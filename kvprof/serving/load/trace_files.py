@@ -1,0 +1,300 @@
+"""Files of requests that people have: ShareGPT-like chats, Mooncake's traces, Azure's.
+
+- ShareGPT-like: a JSON array or JSON Lines of ``{"conversations": [{"from": "human", "value": …},
+  {"from": "gpt", "value": …}, …]}``; ``messages`` with ``role`` and ``content``, or ``prompt`` with
+  ``completion``, ``output`` or ``response``, are read as well. Of a chat the first question and the
+  answer to it count, as in vLLM's benchmark. Lengths are the model's tokenizer's; the text goes no
+  further.
+- Mooncake (arXiv 2407.00079, FAST 2025): JSON Lines of ``timestamp`` (milliseconds),
+  ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 tokens of the prompt; an
+  id stands for its block and all before it.
+- Azure's LLM inference traces (2023, 2024): CSV with ``TIMESTAMP,ContextTokens,GeneratedTokens``.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.serving.load.requests import BLOCK, Request
+from kvprof.sizes import MOST
+
+__all__ = ["RecordedTrace", "read_trace_file"]
+
+Count = Callable[[str], int]
+
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_ASKED = ("human", "user")
+_ANSWERED = ("gpt", "assistant", "chatgpt", "bard", "bing")
+_ANSWERS = ("completion", "output", "response")
+_FORMATS = (
+    "ShareGPT-like JSON or JSON Lines (conversations, messages or prompt), Mooncake's JSON Lines "
+    f"(timestamp, input_length, output_length) and Azure's CSV ({','.join(_AZURE)}) are read"
+)
+
+
+@dataclass(frozen=True)
+class RecordedTrace:
+    """Requests of a file.
+
+    Attributes
+    ----------
+    name : str
+        The file's, without its folders.
+    format : str
+        ``sharegpt``, ``mooncake`` or ``azure``.
+    requests : tuple of Request
+        By time where the file has times, else in its order at time 0; times begin at 0.
+    timed : bool
+    skipped : int
+        Entries without a question and its answer, or of no tokens.
+    """
+
+    name: str
+    format: str
+    requests: tuple[Request, ...]
+    timed: bool
+    skipped: int = 0
+
+
+def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
+    """Read a file of requests; its form is recognised by what it holds.
+
+    Parameters
+    ----------
+    path : Path
+    count : callable, optional
+        Tokens of a text, by the model's tokenizer; only texts need it.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file, its form is not known, or texts need a tokenizer and there is none.
+    FailedError
+        When it is damaged, with the line and the value.
+    """
+    try:
+        text = path.read_text("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError):
+        raise UsageError(f"--lengths {path}: there is no such file") from None
+    except UnicodeDecodeError as wrong:
+        raise FailedError(f"{path} is no text: byte {wrong.start:,} is not UTF-8") from None
+    except OSError as problem:
+        raise FailedError(f"cannot read {path}: {problem.strerror}") from None
+    first = text.lstrip()[:1]
+    if not first:
+        raise FailedError(f"{path} is empty; it holds no request")
+    if first == "[":
+        return _chats(path, _array(path, text), count)
+    if first == "{":
+        head = _object(path, 1, next(line for line in text.splitlines() if line.strip()))
+        if "input_length" in head:
+            return _mooncake(path, text)
+        return _chats(path, _lines(path, text), count)
+    if _is_azure(text):
+        return _azure(path, text)
+    raise UsageError(f"--lengths {path}: its form is not known; {_FORMATS}")
+
+
+def _is_azure(text: str) -> bool:
+    """Whether a CSV's header names Azure's columns."""
+    header = [cell.strip().lower() for cell in text.lstrip().splitlines()[0].split(",")]
+    return {name.lower() for name in _AZURE} <= set(header)
+
+
+# --- Mooncake and Azure: lengths and times, no text.
+
+
+def _mooncake(path: Path, text: str) -> RecordedTrace:
+    found = []
+    for number, entry in _lines(path, text):
+        place = f"{path} line {number}"
+        stamp = entry.get("timestamp", 0)
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e15:
+            raise _damaged(place, "timestamp", stamp, "milliseconds")
+        ids = entry.get("hash_ids", [])
+        if not isinstance(ids, list) or any(type(one) is not int for one in ids):
+            raise _damaged(place, "hash_ids", ids, "a list of whole numbers")
+        prompt = _tokens(place, "input_length", entry.get("input_length"))
+        output = _tokens(place, "output_length", entry.get("output_length"))
+        found.append((stamp / 1000, prompt, output, tuple(ids[: -(-prompt // BLOCK)])))
+    return _timed(path, "mooncake", found)
+
+
+def _azure(path: Path, text: str) -> RecordedTrace:
+    found = []
+    lines = csv.reader(text.splitlines())
+    header = [cell.strip().lower() for cell in next(lines)]
+    columns = [header.index(name.lower()) for name in _AZURE]
+    for cells in lines:
+        if not any(cell.strip() for cell in cells):
+            continue
+        place = f"{path} line {lines.line_num}"
+        if len(cells) <= max(columns):
+            raise FailedError(f"{place} has {len(cells)} cells, not {len(header)}: {_short(cells)}")
+        stamp, prompt, output = (cells[column].strip() for column in columns)
+        found.append(
+            (
+                _moment(place, stamp),
+                _tokens(place, _AZURE[1], _whole(prompt)),
+                _tokens(place, _AZURE[2], _whole(output)),
+                (),
+            )
+        )
+    return _timed(path, "azure", found)
+
+
+def _moment(place: str, stamp: str) -> float:
+    try:
+        # 2023's traces have seven digits of a second, of which Python takes six.
+        head, dot, rest = stamp.partition(".")
+        digits = len(rest) - len(rest.lstrip("0123456789"))
+        moment = datetime.fromisoformat(head + dot + rest[: min(digits, 6)] + rest[digits:])
+    except ValueError:
+        raise _damaged(place, _AZURE[0], stamp, "a date and time") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _timed(
+    path: Path, form: str, found: Sequence[tuple[float, int, int, tuple[int, ...]]]
+) -> RecordedTrace:
+    """Return requests by time; those of no tokens are counted as skipped."""
+    whole = sorted((one for one in found if one[1] and one[2]), key=lambda one: one[0])
+    if not whole:
+        raise FailedError(f"{path} holds no request of at least one token each way")
+    begin = whole[0][0]
+    requests = [
+        Request(number, stamp - begin, prompt, output, blocks=blocks)
+        for number, (stamp, prompt, output, blocks) in enumerate(whole)
+    ]
+    return RecordedTrace(
+        path.name, form, tuple(_with_prefixes(requests)), True, len(found) - len(whole)
+    )
+
+
+def _with_prefixes(requests: list[Request]) -> list[Request]:
+    """Say of each request which of its blocks another has as well, and name its session."""
+    seen: dict[int, int] = {}
+    for request in requests:
+        for block in dict.fromkeys(request.blocks):
+            seen[block] = seen.get(block, 0) + 1
+    found = []
+    for request in requests:
+        shared = 0
+        while shared < len(request.blocks) and seen[request.blocks[shared]] > 1:
+            shared += 1
+        found.append(
+            replace(request, prefix=min(shared * BLOCK, request.prompt), session=request.blocks[0])
+            if shared
+            else request
+        )
+    return found
+
+
+# --- Texts: what counts is how many tokens they have.
+
+
+def _chats(
+    path: Path, entries: Iterator[tuple[int, dict[str, Any]]], count: Count | None
+) -> RecordedTrace:
+    if count is None:
+        raise UsageError(
+            f"--lengths {path} holds texts, whose lengths the model's tokenizer tells; name a "
+            "model that has one with --model"
+        )
+    found: list[Request] = []
+    skipped = 0
+    for number, entry in entries:
+        pair = _pair(f"{path} entry {number}", entry)
+        sizes = (0, 0) if pair is None else (count(pair[0]), count(pair[1]))
+        if min(sizes) < 1:
+            skipped += 1
+            continue
+        found.append(Request(len(found), 0.0, *sizes))
+    if not found:
+        raise FailedError(f"{path} holds no question with its answer")
+    return RecordedTrace(path.name, "sharegpt", tuple(found), False, skipped)
+
+
+def _pair(place: str, entry: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the first question of a chat and the answer to it; None where there is none."""
+    if "prompt" in entry:
+        answer = next((entry[key] for key in _ANSWERS if key in entry), None)
+        return _texts(place, entry["prompt"], answer)
+    for key, who, what in (("conversations", "from", "value"), ("messages", "role", "content")):
+        turns = entry.get(key)
+        if turns is None:
+            continue
+        if not isinstance(turns, list) or any(not isinstance(turn, dict) for turn in turns):
+            raise _damaged(place, key, turns, "a list of turns")
+        for one, other in pairwise(turns):
+            if one.get(who) in _ASKED and other.get(who) in _ANSWERED:
+                return _texts(place, one.get(what), other.get(what))
+        return None
+    raise FailedError(f"{place} has no conversations, messages or prompt: {_short(list(entry))}")
+
+
+def _texts(place: str, question: Any, answer: Any) -> tuple[str, str] | None:
+    if answer is None:
+        return None
+    for text in (question, answer):
+        if not isinstance(text, str):
+            raise FailedError(f"{place}: a {type(text).__name__} stands where a text should be")
+    return question, answer
+
+
+# --- Lines and values.
+
+
+def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, _object(path, number, line)
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        raise FailedError(f"{path} line {number} is no JSON: {_short(line.strip())}") from None
+    if not isinstance(entry, dict):
+        raise FailedError(f"{path} line {number} is no JSON object: {_short(line.strip())}")
+    return entry
+
+
+def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        entries = json.loads(text)
+    except json.JSONDecodeError as wrong:
+        near = text.splitlines()[wrong.lineno - 1].strip() if text else ""
+        raise FailedError(f"{path} line {wrong.lineno} is no JSON: {_short(near)}") from None
+    except (ValueError, RecursionError):
+        raise FailedError(f"{path} is no JSON that can be read") from None
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict):
+            raise FailedError(f"{path} entry {number} is no JSON object: {_short(entry)}")
+        yield number, entry
+
+
+def _tokens(place: str, name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise _damaged(place, name, value, "a number of tokens")
+    return value
+
+
+def _whole(cell: str) -> int | str:
+    return int(cell) if cell.isascii() and cell.isdecimal() else cell
+
+
+def _damaged(place: str, name: str, value: Any, wanted: str) -> FailedError:
+    return FailedError(f"{place}: {name} is {_short(value)}, not {wanted}")
+
+
+def _short(value: Any) -> str:
+    shown = value if isinstance(value, str) else json.dumps(value, default=str)
+    return repr(shown if len(shown) <= 40 else shown[:40] + "…")
