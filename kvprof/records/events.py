@@ -19,6 +19,11 @@ __all__ = [
     "CaseStarted",
     "Event",
     "LayerMeasured",
+    "LoadRateFinished",
+    "LoadRateStarted",
+    "LoadRequest",
+    "LoadSample",
+    "LoadServer",
     "MemorySample",
     "PartSample",
     "Preview",
@@ -33,8 +38,8 @@ __all__ = [
 ]
 
 #: Written into every run's first event. The number grows when an older kvprof would misread it;
-#: 2 added `Preview` and `Progress`.
-EVENTS = "kvprof-events/2"
+#: 2 added `Preview` and `Progress`, 3 what happens under load.
+EVENTS = "kvprof-events/3"
 
 #: Phases of a request.
 PHASES = ("prefill", "decode")
@@ -58,15 +63,16 @@ class RunStarted(Event):
         UTC, as in a result.
     kvprof_version : str
     kind : str
-        Of the result that the events become: ``jct``.
+        Of the result that the events become: ``jct`` or ``load``.
     command : tuple of str
         As the user wrote it, no paths of this machine beyond what they wrote.
     mode : str
-        ``real`` or ``composed``.
+        ``real`` or ``composed``; of load ``served`` (own servers), ``url`` or ``simulated``.
     inputs, environment, shape : dict
         As in the result.
     cases : tuple of str
-        Every case that will be measured, in order.
+        Every case that will be measured, in order; of load every method: how many rates each
+        needs is found out on the way.
     baseline : str
         The method against which differences are shown.
     """
@@ -343,6 +349,160 @@ class CaseFinished(Event):
     energy_joules: float | None = None
     prefill_interval: list[float] | None = None
     decode_interval: list[float] | None = None
+
+
+# --- Load: requests arrive at a rate while others are served. A case is a method at a rate.
+
+
+@dataclass(frozen=True)
+class LoadServer(Event):
+    """A method's server is ready, and what is known of it.
+
+    Attributes
+    ----------
+    method : str
+    seconds : float
+        Until it was ready; 0 where it ran already.
+    servers : int
+        How many, each of them asked by its own address.
+    engine : str or None
+        Name and version, as far as the server tells them.
+    cache_tokens, cache_bytes : int or None
+        Of all of them together; None where they do not tell it.
+    settings : dict of str
+        What it was started with, and what it does not take; no address and no key.
+    """
+
+    type: ClassVar[str] = "load_server"
+    method: str
+    seconds: float
+    servers: int
+    engine: str | None = None
+    cache_tokens: int | None = None
+    cache_bytes: int | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadRateStarted(Event):
+    """Requests begin to arrive: from here on times of the case are seconds `at` after this.
+
+    Attributes
+    ----------
+    case : str
+        ``fdc @ 2/s``.
+    method : str
+    rate : float
+        Requests a second that are offered.
+    requests : int
+        That will arrive.
+    seconds : float
+        Until the last arrives.
+    """
+
+    type: ClassVar[str] = "load_rate_started"
+    case: str
+    method: str
+    rate: float
+    requests: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LoadRequest(Event):
+    """A request has ended, or failed; nothing of its text.
+
+    Attributes
+    ----------
+    case : str
+    number : int
+        In the order of arrival.
+    arrival, sent : float
+        When it should be sent, and when it was.
+    prompt, output : int
+        Tokens that were asked for.
+    first, last : float or None
+        When its first and last token came; None for none.
+    tokens : int
+        That came.
+    longest : float or None
+        The longest time between two of them.
+    failure : str or None
+        As `kvprof.serving.load.requests.Outcome` has it.
+    server : int
+        Which one answered.
+    """
+
+    type: ClassVar[str] = "load_request"
+    case: str
+    number: int
+    arrival: float
+    sent: float
+    prompt: int
+    output: int
+    first: float | None
+    last: float | None
+    tokens: int
+    longest: float | None = None
+    failure: str | None = None
+    server: int = 0
+
+
+@dataclass(frozen=True)
+class LoadSample(Event):
+    """The state of the servers at one moment, all together.
+
+    Attributes
+    ----------
+    case : str
+    at : float
+    sent : int
+        Requests that were sent and have not ended, as the client sees it.
+    running, waiting : int or None
+        As the engines say; None where they do not tell.
+    cache : float or None
+        Share of the cache's pages that is used, the mean over servers.
+    preemptions : int or None
+        Since the case began.
+    """
+
+    type: ClassVar[str] = "load_sample"
+    case: str
+    at: float
+    sent: int
+    running: int | None = None
+    waiting: int | None = None
+    cache: float | None = None
+    preemptions: int | None = None
+
+
+@dataclass(frozen=True)
+class LoadRateFinished(Event):
+    """All requests of a case have ended or failed, or the case was given up.
+
+    Attributes
+    ----------
+    case : str
+    complete : bool
+    reason : str or None
+        Why it is not complete.
+    engine : dict of float
+        From the engines' own marks, of all requests that ended meanwhile: ``requests``, and the
+        seconds of all of them together, ``waiting``, ``prefill``, ``decode``, ``end_to_end``;
+        ``preemptions``, ``prefix_queries``, ``prefix_hits`` (tokens). What they do not tell is
+        absent.
+    spans : list of dict
+        Decoding in short stretches of time: ``at`` (the middle), ``tokens``, ``between`` (mean
+        seconds between tokens), ``batch`` (requests that decode), ``context`` (tokens that they
+        hold together) and ``prefill`` (prompt tokens that were read meanwhile, for each step).
+    """
+
+    type: ClassVar[str] = "load_rate_finished"
+    case: str
+    complete: bool
+    reason: str | None = None
+    engine: dict[str, float] = field(default_factory=dict)
+    spans: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,11 @@ from kvprof.records.cases import Case, Series, case_row, layer_rows, part_rows, 
 from kvprof.records.events import (
     CaseStarted,
     Event,
+    LoadRateFinished,
+    LoadRateStarted,
+    LoadRequest,
+    LoadSample,
+    LoadServer,
     Preview,
     Progress,
     RunFinished,
@@ -17,6 +22,7 @@ from kvprof.records.events import (
     TelemetrySample,
     Warned,
 )
+from kvprof.records.load import LoadFold
 from kvprof.records.result import build_result
 
 __all__ = ["Fold", "fold", "result_of"]
@@ -78,6 +84,8 @@ class Fold(Generic[_Case]):
     devices : dict of str to Series of TelemetrySample
     warnings : list of str
         Each with the case that it is of.
+    load : LoadFold
+        What happened under load; empty for other runs.
     """
 
     def __init__(self, begin: Callable[[CaseStarted], _Case]) -> None:
@@ -87,6 +95,7 @@ class Fold(Generic[_Case]):
         self.cases: dict[str, _Case] = {}
         self.devices: dict[str, Series[TelemetrySample]] = {}
         self.warnings: list[str] = []
+        self.load = LoadFold()
 
     def add(self, event: Event) -> None:
         """Take the next event of the journal."""
@@ -99,6 +108,10 @@ class Fold(Generic[_Case]):
                 pass  # for who looks on: nothing of a result
             case CaseStarted():
                 self.cases[event.case] = self._begin(event)
+            case (
+                LoadServer() | LoadRateStarted() | LoadRequest() | LoadSample() | LoadRateFinished()
+            ):
+                self.load.add(event)
             case TelemetrySample():
                 self.devices.setdefault(event.device, Series()).add(event)
             case Warned():
@@ -113,7 +126,10 @@ class Fold(Generic[_Case]):
             self.add(event)
 
     def data(self) -> dict[str, Any]:
-        """Return the `data` of the result; see ``schema/jct.json``."""
+        """Return the `data` of the result; see ``schema/jct.json`` and ``schema/load.json``."""
+        if self.run is not None and self.run.kind == "load":
+            extra = self.end.extra if self.end is not None else {}
+            return {**self.load.data(self.run), "telemetry": self._devices(), **extra}
         cases = list(self.cases.values())
         extra = self.end.extra if self.end is not None else {}
         return {
@@ -150,10 +166,11 @@ class Fold(Generic[_Case]):
                 for case in cases
                 for one in case.balance
             ],
-            "telemetry": {
-                device: _telemetry(list(samples)) for device, samples in self.devices.items()
-            },
+            "telemetry": self._devices(),
         }
+
+    def _devices(self) -> dict[str, Any]:
+        return {device: _telemetry(list(samples)) for device, samples in self.devices.items()}
 
     def result(self, damage: str | None = None) -> dict[str, Any]:
         """Return the whole result; see `result_of`."""

@@ -21,6 +21,8 @@ from kvprof.records.events import (
     PHASES,
     CaseStarted,
     Event,
+    LoadRateStarted,
+    LoadServer,
     Preview,
     RunFinished,
     RunStarted,
@@ -107,7 +109,7 @@ class EventReader:
         _check_limits(event)
         if self._line == 1 and not isinstance(event, RunStarted):
             raise ValueError(f"is a {event.type} event before the run started")
-        if isinstance(event, CaseStarted):
+        if isinstance(event, CaseStarted | LoadRateStarted):
             self._cases.add(event.case)
         elif (
             # A warning may say why a case was never started, and a preview comes before it is.
@@ -220,7 +222,15 @@ def _check(hint: Any) -> _Check:
 EVENTS_NAME = "events.jsonl"
 _NO_RECORD = "is no record of a kvprof run"
 # Until one of another kind, nothing was measured.
-_UNMEASURED = (RunStarted, RunFinished, CaseStarted, TelemetrySample, Warned)
+_UNMEASURED = (
+    RunStarted,
+    RunFinished,
+    CaseStarted,
+    LoadServer,
+    LoadRateStarted,
+    TelemetrySample,
+    Warned,
+)
 
 
 class Journal:

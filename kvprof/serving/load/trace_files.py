@@ -74,7 +74,7 @@ def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
     Raises
     ------
     UsageError
-        When there is no such file, its form is not known, or texts need a tokenizer and there is none.
+        When there is no such file, its form is not known, or texts lack a tokenizer.
     FailedError
         When it is damaged, with the line and the value.
     """

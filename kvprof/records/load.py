@@ -1,0 +1,442 @@
+"""Events of a load into the data of its result: what each rate gave, and what each method serves.
+
+Every figure's definition is here or in `kvprof.records.load_statistics`; ``docs/load.md`` has them
+in words.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvprof.records.events import (
+    LoadRateFinished,
+    LoadRateStarted,
+    LoadRequest,
+    LoadSample,
+    LoadServer,
+    RunStarted,
+)
+from kvprof.records.load_statistics import (
+    Fit,
+    break_even,
+    fitted,
+    growth,
+    mean_ratio,
+    percentile,
+    share_with_interval,
+    summarised,
+    window_of,
+)
+
+__all__ = ["LoadCase", "LoadFold", "is_beyond", "is_within", "load_case", "rate_row"]
+
+#: Of the requests, unless an objective says otherwise: so many must be within it.
+ATTAINED = 0.9
+_KEPT_SAMPLES = 600
+LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished
+
+
+def load_case(method: str, rate: float) -> str:
+    """Return the name of a method at a rate, in requests a second."""
+    return f"{method} @ {rate:g}/s"
+
+
+@dataclass
+class LoadCase:
+    """What happened at one rate, in the order in which it did."""
+
+    started: LoadRateStarted
+    requests: list[LoadRequest] = field(default_factory=list)
+    samples: list[LoadSample] = field(default_factory=list)
+    finished: LoadRateFinished | None = None
+
+    def add(self, event: LoadRequest | LoadSample | LoadRateFinished) -> None:
+        """Take the next event of the case."""
+        match event:
+            case LoadRequest():
+                self.requests.append(event)
+            case LoadSample():
+                self.samples.append(event)
+            case LoadRateFinished():
+                self.finished = event
+
+
+class LoadFold:
+    """Takes the events of a load one by one.
+
+    Attributes
+    ----------
+    servers : dict of str to LoadServer
+        By method.
+    cases : dict of str to LoadCase
+        In the order in which they began; a case that begins again replaces what was there.
+    """
+
+    def __init__(self) -> None:
+        self.servers: dict[str, LoadServer] = {}
+        self.cases: dict[str, LoadCase] = {}
+
+    def add(self, event: LoadEvent) -> None:
+        """Take the next event."""
+        match event:
+            case LoadServer():
+                self.servers[event.method] = event
+            case LoadRateStarted():
+                self.cases[event.case] = LoadCase(event)
+            case _:
+                self.cases[event.case].add(event)
+
+    def data(self, run: RunStarted | None) -> dict[str, Any]:
+        """Return the `data` of the result; see ``schema/load.json``."""
+        inputs: Mapping[str, Any] = run.inputs if run is not None else {}
+        objective = dict(inputs.get("objective") or {})
+        ordered = sorted(self.cases.values(), key=lambda one: one.started.rate)
+        methods = list(run.cases) if run is not None else []
+        methods += [m for m in dict.fromkeys(c.started.method for c in ordered) if m not in methods]
+        by_method = {m: [c for c in ordered if c.started.method == m] for m in methods}
+        rows = {m: [rate_row(case, objective) for case in by_method[m]] for m in methods}
+        baseline = run.baseline if run is not None else None
+        fits = {
+            m: fitted([span for case in by_method[m] for span in _spans(case)]) for m in methods
+        }
+        return {
+            "mode": run.mode if run is not None else None,
+            "shape": run.shape if run is not None else {},
+            "baseline": baseline,
+            "objective": objective,
+            "methods": [
+                {
+                    "method": m,
+                    **_server(self.servers.get(m)),
+                    **_largest(rows[m], rows.get(baseline or "")),
+                    "fit": None if (fit := fits[m]) is None else fit.described(),
+                    "pays": None
+                    if m == baseline or baseline not in by_method
+                    else {
+                        "contexts": _contexts(fits[m], fits[baseline]),
+                        **_rates(by_method[m], by_method[baseline]),
+                    },
+                }
+                for m in methods
+            ],
+            "rates": [row for m in methods for row in rows[m]],
+            "series": [_series(case) for m in methods for case in by_method[m]],
+        }
+
+
+# --- One rate.
+
+
+def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
+    """Return a row of ``data.rates``.
+
+    Parameters
+    ----------
+    case : LoadCase
+    objective : mapping
+        ``ttft_seconds``, ``tbt_seconds``, ``normalised_latency_seconds``: what a request must keep
+        to be within it, as far as given; ``share``: of the requests that must.
+    """
+    requests = sorted(case.requests, key=lambda one: one.number)
+    done = [one for one in requests if one.failure is None and one.last is not None]
+    begin, end = window_of([one.arrival for one in requests], [one.last or 0.0 for one in done])
+    counted = [one for one in requests if begin <= one.arrival <= end]
+    served = [one for one in counted if one.failure is None and one.last is not None]
+    span = end - begin
+    failures: dict[str, int] = {}
+    for one in requests:
+        if one.failure is not None:
+            failures[one.failure] = failures.get(one.failure, 0) + 1
+    limits = {name: objective[name] for name in _LIMITS if objective.get(name) is not None}
+    attained = [_attains(one, limits) for one in counted]
+    share = share_with_interval(attained) if limits else None
+    window = [one for one in case.samples if begin <= one.at <= end]
+    finished = case.finished
+    late = sorted(one.sent - one.arrival for one in requests)
+    return {
+        "case": case.started.case,
+        "method": case.started.method,
+        "rate": case.started.rate,
+        "complete": finished is not None and finished.complete,
+        "reason": finished.reason if finished is not None else "it had not ended",
+        "requests": case.started.requests,
+        "answered": len(done),
+        "failed": sum(failures.values()),
+        "failures": failures,
+        "window": [begin, end],
+        "counted": len(counted),
+        "mean_prompt": _mean([one.prompt for one in requests]),
+        "mean_output": _mean([one.tokens for one in done]),
+        "arrived_per_s": len(counted) / span if span > 0 else None,
+        "completed_per_s": sum(begin <= (one.last or 0) < end for one in done) / span
+        if span > 0
+        else None,
+        "tokens_per_s": sum(_tokens_within(one, begin, end) for one in requests) / span
+        if span > 0
+        else None,
+        **growth([one.arrival for one in requests], [one.last or 0.0 for one in done], begin, end),
+        "normalised_latency_seconds": summarised(
+            [((one.last or 0.0) - one.arrival) / one.tokens for one in served if one.tokens]
+        ),
+        "ttft_seconds": summarised(
+            [one.first - one.arrival for one in served if one.first is not None]
+        ),
+        "tbt_seconds": summarised([_between(one) for one in served if one.tokens > 1]),
+        "longest_gap_seconds": summarised(
+            [one.longest for one in served if one.longest is not None]
+        ),
+        "objective_share": objective.get("share", ATTAINED),
+        "attained_share": None if share is None else share[0],
+        "attained_share_interval": None if share is None else share[1],
+        "goodput_per_s": sum(attained) / span if limits and span > 0 else None,
+        "preemptions": None if finished is None else _whole(finished.engine.get("preemptions")),
+        "prefix_hit_share": None if finished is None else _hits(finished.engine),
+        "cache_share": _level([one.cache for one in window]),
+        "running": _level([one.running for one in window]),
+        "waiting": _level([one.waiting for one in window]),
+        "in_flight": _level([one.sent for one in window]),
+        "lateness_seconds": {
+            "p50": percentile(late, 0.5) if late else None,
+            "p99": percentile(late, 0.99) if late else None,
+            "most": late[-1] if late else None,
+        },
+        "parts": None if finished is None else _parts(finished.engine),
+        "servers": _by_server(requests),
+    }
+
+
+_LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
+
+
+def _attains(one: LoadRequest, limits: Mapping[str, float]) -> bool:
+    """Whether a request is within every limit; one that failed is within none."""
+    if one.failure is not None or one.first is None or one.last is None or not one.tokens:
+        return False
+    own = {
+        "ttft_seconds": one.first - one.arrival,
+        "tbt_seconds": _between(one) if one.tokens > 1 else 0.0,
+        "normalised_latency_seconds": (one.last - one.arrival) / one.tokens,
+    }
+    return all(own[name] <= limit for name, limit in limits.items())
+
+
+def _between(one: LoadRequest) -> float:
+    return ((one.last or 0.0) - (one.first or 0.0)) / (one.tokens - 1)
+
+
+def _tokens_within(one: LoadRequest, begin: float, end: float) -> float:
+    """Tokens that came inside the window, taken as evenly spaced from the first to the last."""
+    if one.first is None or one.last is None:
+        return 0.0
+    if one.last <= one.first:
+        return float(one.tokens) if begin <= one.first <= end else 0.0
+    inside = max(0.0, min(end, one.last) - max(begin, one.first))
+    return one.tokens * inside / (one.last - one.first)
+
+
+def _parts(engine: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return where a request's time goes, by the engine's marks: means over requests that ended."""
+    count = engine.get("requests", 0.0)
+    if not count:
+        return None
+    known = {
+        f"{name}_seconds": engine[name] / count if name in engine else None
+        for name in ("waiting", "prefill", "decode", "end_to_end")
+    }
+    named = [known[f"{name}_seconds"] for name in ("waiting", "prefill", "decode")]
+    total = known["end_to_end_seconds"]
+    rest = None
+    if total is not None and None not in named:
+        rest = total - sum(one for one in named if one is not None)
+    return {
+        "requests": int(count),
+        **known,
+        "elsewhere_seconds": rest,
+        "preemptions_per_request": engine["preemptions"] / count
+        if "preemptions" in engine
+        else None,
+        "preempted_seconds": None,
+    }
+
+
+def _hits(engine: Mapping[str, float]) -> float | None:
+    queries = engine.get("prefix_queries")
+    return engine.get("prefix_hits", 0.0) / queries if queries else None
+
+
+def _by_server(requests: Sequence[LoadRequest]) -> list[int]:
+    found: dict[int, int] = {}
+    for one in requests:
+        found[one.server] = found.get(one.server, 0) + 1
+    return [found.get(number, 0) for number in range(max(found, default=-1) + 1)]
+
+
+def _level(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [one for one in values if one is not None]
+    return {"mean": sum(known) / len(known), "most": max(known)} if known else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _series(case: LoadCase) -> dict[str, Any]:
+    """Return the samples of a case, thinned, by column."""
+    kept = case.samples[:: -(-len(case.samples) // _KEPT_SAMPLES) or 1]
+    names = ("at", "sent", "running", "waiting", "cache", "preemptions")
+    return {
+        "case": case.started.case,
+        **{name: [getattr(sample, name) for sample in kept] for name in names},
+    }
+
+
+def _spans(case: LoadCase) -> list[dict[str, float]]:
+    finished = case.finished
+    return finished.spans if finished is not None and finished.complete else []
+
+
+# --- One method: the largest rate that it serves, and from where on it pays.
+
+
+def is_within(row: Mapping[str, Any], share: float) -> bool:
+    """Whether a rate was served: the queue does not grow, and enough requests are within."""
+    attained = row["attained_share"]
+    return bool(
+        row["complete"] and row["grows"] is not True and (attained is None or attained >= share)
+    )
+
+
+def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
+    """Whether a rate surely lies beyond (True) or surely within (False); None where it is open."""
+    if not row["complete"]:
+        return None
+    interval = row["attained_share_interval"]
+    if row["grows"] is True or (interval is not None and interval[1] < share):
+        return True
+    steady = row["grows"] is False
+    return False if steady and (interval is None or interval[0] >= share) else None
+
+
+def _largest(
+    rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    own = _bracket(rows)
+    ratio, interval = None, None
+    if baseline:
+        other = _bracket(baseline)
+        low, high = own["largest_rate_interval"]
+        theirs_low, theirs_high = other["largest_rate_interval"]
+        if own["largest_rate"] and other["largest_rate"]:
+            ratio = own["largest_rate"] / other["largest_rate"]
+        interval = [
+            low / theirs_high if low is not None and theirs_high else None,
+            high / theirs_low if high is not None and theirs_low else None,
+        ]
+    return {**own, "ratio": ratio, "ratio_interval": interval}
+
+
+def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the largest measured rate below the first that is not within, and between what it is.
+
+    The interval goes from the largest rate that is surely within to the smallest that is surely
+    beyond; an end that no measured rate gives is None.
+    """
+    known = [row for row in rows if row["complete"]]
+    share = known[0]["objective_share"] if known else ATTAINED
+    largest: float | None = None
+    limited = None
+    for row in known:
+        if not is_within(row, share):
+            limited = "queue" if row["grows"] is True else "objective"
+            break
+        largest = row["rate"]
+    beyond = [row["rate"] for row in known if is_beyond(row, share) is True]
+    high = min(beyond, default=None)
+    within = [
+        row["rate"]
+        for row in known
+        if is_beyond(row, share) is False and (high is None or row["rate"] < high)
+    ]
+    return {
+        "largest_rate": largest,
+        "largest_rate_interval": [max(within, default=None), high],
+        "limited_by": limited,
+    }
+
+
+def _server(server: LoadServer | None) -> dict[str, Any]:
+    return {
+        "engine": server.engine if server is not None else None,
+        "servers": server.servers if server is not None else None,
+        "ready_seconds": server.seconds if server is not None else None,
+        "cache_tokens": server.cache_tokens if server is not None else None,
+        "cache_bytes": server.cache_bytes if server is not None else None,
+        "settings": server.settings if server is not None else {},
+    }
+
+
+def _contexts(fit: Fit | None, baseline: Fit | None) -> list[dict[str, Any]]:
+    """Return the break-even context alone, and at the batch that the baseline saw in the middle."""
+    if fit is None or baseline is None:
+        return []
+    middle = max(2, round(sum(baseline.seen["batch"]) / 2))
+    found = (break_even(fit, baseline, batch) for batch in (1, middle))
+    return [one for one in found if one is not None]
+
+
+def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, Any]:
+    """Compare normalised latency at equal rates, request by request.
+
+    Returns
+    -------
+    dict
+        ``ratios``: per rate that both completed; ``from_rate``: the smallest rate from which on the
+        whole interval lies below 1 at every rate, None where there is none.
+    """
+    theirs = {case.started.rate: case for case in baseline if _complete(case)}
+    ratios = []
+    for case in own:
+        rate = case.started.rate
+        if not _complete(case) or rate not in theirs:
+            continue
+        pairs = _pairs(case, theirs[rate])
+        if (found := mean_ratio(pairs)) is not None:
+            ratios.append({"rate": rate, **found})
+    from_rate = None
+    for row in reversed(ratios):
+        if row["interval"] is None or row["interval"][1] >= 1:
+            break
+        from_rate = row["rate"]
+    return {"ratios": ratios, "from_rate": from_rate}
+
+
+def _complete(case: LoadCase) -> bool:
+    return case.finished is not None and case.finished.complete
+
+
+def _pairs(case: LoadCase, other: LoadCase) -> list[tuple[float, float]]:
+    """Return the normalised latencies of requests that both served, inside both windows."""
+    latencies = []
+    for one in (case, other):
+        requests = sorted(one.requests, key=lambda request: request.number)
+        ends = [r.last for r in requests if r.failure is None and r.last is not None]
+        begin, end = window_of([r.arrival for r in requests], ends)
+        latencies.append(
+            {
+                r.number: (r.last - r.arrival) / r.tokens
+                for r in requests
+                if r.failure is None
+                and r.last is not None
+                and r.tokens
+                and begin <= r.arrival <= end
+            }
+        )
+    return [
+        (latencies[0][number], latencies[1][number])
+        for number in latencies[0]
+        if number in latencies[1]
+    ]

@@ -1,0 +1,469 @@
+"""What a load's requests tell: percentiles with intervals, growth of a queue, a line through steps.
+
+Requests that are served together are not independent: intervals come from resampling blocks of
+neighbours (a block bootstrap), not single requests. Standard library only, as all of `records`.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+__all__ = [
+    "COLUMNS",
+    "LATENCIES",
+    "Fit",
+    "blocks",
+    "break_even",
+    "fitted",
+    "growth",
+    "mean_ratio",
+    "percentile",
+    "share_with_interval",
+    "summarised",
+    "window_of",
+]
+
+#: What is told of each latency; fewer than 1 / (1 - share) requests have no such percentile.
+LATENCIES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+
+_BLOCKS = 20
+_RESAMPLES = 200
+_ENDS = (0.025, 0.975)
+_LEAST = 20  # requests, or spans, from which an interval is told
+_Z = 1.959964
+_EDGE = 0.1  # of the requests at each end: while the queue fills, and while it empties
+_HALF = 0.5
+_GROWTH_BLOCKS = 10
+_T9 = 2.262157  # Student's t with 9 degrees of freedom, 97.5 %
+#: Of the rate: a queue that grows by less is not said to grow.
+_LEAST_GROWTH = 0.02
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return a percentile of ascending values, between two of them on a straight line."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def blocks(count: int, wanted: int = _BLOCKS) -> list[range]:
+    """Cut neighbours into blocks of nearly equal size, fewer than `wanted` where there are few."""
+    number = min(wanted, count)
+    edges = [round(place * count / number) for place in range(number + 1)] if number else [0]
+    return [range(low, high) for low, high in pairwise(edges)]
+
+
+def _resampled(
+    cut: Sequence[range], figure: Callable[[list[range]], float | None], seed: int
+) -> list[float]:
+    generator = random.Random(seed)
+    found = (figure(generator.choices(cut, k=len(cut))) for _ in range(_RESAMPLES))
+    return sorted(one for one in found if one is not None)
+
+
+def _interval(values: Sequence[float]) -> list[float] | None:
+    if len(values) < _RESAMPLES // 2:
+        return None
+    ordered = sorted(values)
+    return [percentile(ordered, end) for end in _ENDS]
+
+
+def summarised(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
+    """Return mean and percentiles of one figure of requests, each with its interval.
+
+    Parameters
+    ----------
+    values : sequence of float
+        Seconds, in the order of arrival.
+    seed : int
+        Of the bootstrap.
+
+    Returns
+    -------
+    dict
+        ``count``, and of ``mean``, ``p50``, ``p90``, ``p95`` and ``p99`` the value in seconds and
+        ``…_interval`` (95 %); None for what so few requests do not tell.
+    """
+    found: dict[str, Any] = {"count": len(values)}
+    ordered = sorted(values)
+    found["mean"] = sum(values) / len(values) if values else None
+    for name, share in LATENCIES.items():
+        told = len(values) * (1 - share) >= 1 - 1e-9
+        found[name] = percentile(ordered, share) if told else None
+    several: dict[str, list[float]] = {name: [] for name in ("mean", *LATENCIES)}
+    if len(values) >= _LEAST:
+        cut = blocks(len(values))
+        generator = random.Random(seed)
+        for _ in range(_RESAMPLES):
+            drawn = generator.choices(cut, k=len(cut))
+            again = sorted(values[place] for block in drawn for place in block)
+            several["mean"].append(sum(again) / len(again))
+            for name, share in LATENCIES.items():
+                several[name].append(percentile(again, share))
+    for name, resampled in several.items():
+        found[f"{name}_interval"] = _interval(resampled) if found[name] is not None else None
+    return found
+
+
+def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, list[float]] | None:
+    """Return the share of requests that do, with an interval; None of none.
+
+    The wider of two: by blocks, and Wilson's of independent ones, which stays wide where all agree.
+    """
+    if not answers:
+        return None
+    count = len(answers)
+    share = sum(answers) / count
+    square = _Z**2 / count
+    middle = (share + square / 2) / (1 + square)
+    half = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    cut = blocks(count)
+    sums = {block: sum(answers[place] for place in block) for block in cut}
+
+    def figure(drawn: list[range]) -> float:
+        return sum(sums[block] for block in drawn) / sum(map(len, drawn))
+
+    by_blocks = _interval(_resampled(cut, figure, seed)) or [low, high]
+    return share, [min(low, by_blocks[0]), max(high, by_blocks[1])]
+
+
+def mean_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, Any] | None:
+    """Return the ratio of two means over the same requests, the first over the second.
+
+    Parameters
+    ----------
+    pairs : sequence of (float, float)
+        In the order of arrival.
+    seed : int
+
+    Returns
+    -------
+    dict or None
+        ``ratio``, ``interval`` (None for few pairs) and ``count``; None without a pair.
+    """
+    if not pairs or not sum(pair[1] for pair in pairs):
+        return None
+    cut = blocks(len(pairs))
+    sums = {block: [sum(pairs[place][side] for place in block) for side in (0, 1)] for block in cut}
+
+    def figure(drawn: list[range]) -> float | None:
+        below = sum(sums[block][1] for block in drawn)
+        return sum(sums[block][0] for block in drawn) / below if below else None
+
+    return {
+        "ratio": figure(list(cut)),
+        "interval": _interval(_resampled(cut, figure, seed)) if len(pairs) >= _LEAST else None,
+        "count": len(pairs),
+    }
+
+
+# --- Which requests count, and whether the queue grows.
+
+
+def window_of(arrivals: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
+    """Return the time that counts: neither while the queue fills nor while it empties.
+
+    Parameters
+    ----------
+    arrivals : sequence of float
+        Of all requests, ascending.
+    ends : sequence of float
+        When requests had all of their tokens.
+
+    Returns
+    -------
+    (float, float)
+        From the arrival of the first request beyond the first tenth, or the first end where that is
+        later (but before half of them arrived), to the arrival of the one before the last tenth.
+    """
+    if not arrivals:
+        return 0.0, 0.0
+    last = len(arrivals) - 1
+    begin = arrivals[min(last, math.ceil(_EDGE * len(arrivals)))] if last > 1 else 0.0
+    if ends:
+        begin = max(begin, min(min(ends), arrivals[math.floor(_HALF * last)]))
+    end = arrivals[max(0, last - math.floor(_EDGE * len(arrivals)))]
+    return begin, max(begin, end)
+
+
+def growth(
+    arrivals: Sequence[float], ends: Sequence[float], begin: float, end: float
+) -> dict[str, Any]:
+    """Tell whether more requests come than are completed: whether the queue grows.
+
+    The window is cut into ten. Growth is the rate at which requests arrived, less the mean rate at
+    which they were completed; its interval comes from how much the latter differs from part to part
+    (Student's t, nine degrees of freedom). The queue grows where the whole interval lies above 0
+    and growth is at least a fiftieth of the rate.
+
+    Parameters
+    ----------
+    arrivals, ends : sequence of float
+        Seconds; a request that failed has no end.
+    begin, end : float
+        The window.
+
+    Returns
+    -------
+    dict
+        ``growth_per_s``, ``growth_per_s_interval`` and ``grows``; None where fewer than 20 requests
+        arrived.
+    """
+    span = end - begin
+    came = sum(begin <= time < end for time in arrivals)
+    nothing = {"growth_per_s": None, "growth_per_s_interval": None, "grows": None}
+    if span <= 0 or came < _LEAST:
+        return nothing
+    counts = [0] * _GROWTH_BLOCKS
+    for time in ends:
+        if begin <= time < end:
+            counts[min(_GROWTH_BLOCKS - 1, int((time - begin) / span * _GROWTH_BLOCKS))] += 1
+    per_s = [count * _GROWTH_BLOCKS / span for count in counts]
+    mean = sum(per_s) / _GROWTH_BLOCKS
+    variance = sum((one - mean) ** 2 for one in per_s) / (_GROWTH_BLOCKS - 1)
+    half = _T9 * math.sqrt(variance / _GROWTH_BLOCKS)
+    found = came / span - mean
+    interval = [found - half, found + half]
+    return {
+        "growth_per_s": found,
+        "growth_per_s_interval": interval,
+        "grows": interval[0] > 0 and found >= _LEAST_GROWTH * came / span,
+    }
+
+
+# --- The time between tokens as a line in context, batch and prefill.
+
+#: What a step's time is taken to grow with, in the order in which each may explain it.
+COLUMNS = ("context", "batch", "prefill")
+_LEFT_OVER = 0.01  # of a column's variation that the columns before it do not explain
+_SPREAD = 0.02  # a column whose deviation is below this share of its mean does not vary
+_TOGETHER = 10  # spans of a block
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Seconds between tokens = intercept + Σ slope × column.
+
+    Attributes
+    ----------
+    intercept : float
+    slopes : dict of str to float
+        Of those `COLUMNS` that could be told apart.
+    left_out : tuple of str
+        Those that did not vary, or only with others.
+    intervals : dict of str to list of float or None
+        Of ``intercept`` and the slopes.
+    resamples : list of dict
+        Intercept and slopes of each resample, for what is computed from them.
+    spans : int
+    r2 : float
+        Share of the variance that the line explains.
+    seen : dict of str to list of float
+        Least and most of each column.
+    """
+
+    intercept: float
+    slopes: dict[str, float]
+    left_out: tuple[str, ...]
+    intervals: dict[str, list[float] | None]
+    resamples: list[dict[str, float]] = field(repr=False)
+    spans: int
+    r2: float
+    seen: dict[str, list[float]]
+
+    def described(self) -> dict[str, Any]:
+        """Return it as a result has it."""
+        return {
+            "intercept_seconds": self.intercept,
+            "intercept_seconds_interval": self.intervals["intercept"],
+            "slopes": {
+                name: {"seconds": slope, "seconds_interval": self.intervals[name]}
+                for name, slope in self.slopes.items()
+            },
+            "left_out": list(self.left_out),
+            "spans": self.spans,
+            "r2": self.r2,
+            "seen": self.seen,
+        }
+
+
+_Moments = list[list[float]]
+
+
+def fitted(spans: Sequence[Mapping[str, float]], seed: int = 0) -> Fit | None:
+    """Fit a line through stretches of decoding by least squares, weighted by their tokens.
+
+    Parameters
+    ----------
+    spans : sequence of mapping
+        As `kvprof.records.events.LoadRateFinished` has them, those of one case after the other.
+    seed : int
+        Of the bootstrap over blocks of ten spans.
+
+    Returns
+    -------
+    Fit or None
+        None for fewer than 20 spans.
+    """
+    if len(spans) < _LEAST:
+        return None
+    rows = [[1.0, *(span[name] for name in COLUMNS), span["between"]] for span in spans]
+    weights = [span["tokens"] for span in spans]
+    cut = blocks(len(rows), max(2, len(rows) // _TOGETHER))
+    moments = {
+        block: _moments([rows[n] for n in block], [weights[n] for n in block]) for block in cut
+    }
+    whole = _added([moments[block] for block in cut])
+    kept = _told_apart(whole)
+    solution = _solved(whole, kept)
+    if solution is None:
+        return None
+    generator = random.Random(seed)
+    resamples = []
+    for _ in range(_RESAMPLES):
+        again = _solved(_added([moments[one] for one in generator.choices(cut, k=len(cut))]), kept)
+        if again is not None:
+            resamples.append(dict(zip(("intercept", *kept), again, strict=True)))
+    names = ("intercept", *kept)
+    mean = whole[0][-1] / whole[0][0]
+    total = whole[-1][-1] - whole[0][0] * mean**2
+    places = [0, *(1 + COLUMNS.index(name) for name in kept)]
+    explained = sum(value * whole[place][-1] for value, place in zip(solution, places, strict=True))
+    return Fit(
+        intercept=solution[0],
+        slopes=dict(zip(kept, solution[1:], strict=True)),
+        left_out=tuple(name for name in COLUMNS if name not in kept),
+        intervals={name: _interval([one[name] for one in resamples]) for name in names},
+        resamples=resamples,
+        spans=len(spans),
+        r2=1 - max(0.0, whole[-1][-1] - explained) / total if total > 0 else 0.0,
+        seen={
+            name: [min(span[name] for span in spans), max(span[name] for span in spans)]
+            for name in COLUMNS
+        },
+    )
+
+
+def _moments(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> _Moments:
+    size = len(COLUMNS) + 2
+    return [
+        [
+            sum(w * row[i] * row[j] for row, w in zip(rows, weights, strict=True))
+            for j in range(size)
+        ]
+        for i in range(size)
+    ]
+
+
+def _added(several: Sequence[_Moments]) -> _Moments:
+    size = len(several[0])
+    return [[sum(one[i][j] for one in several) for j in range(size)] for i in range(size)]
+
+
+def _told_apart(moments: _Moments) -> tuple[str, ...]:
+    """Return the columns that vary, and not only as those before them do."""
+    total = moments[0][0]
+    size = len(COLUMNS)
+    means = [moments[0][1 + i] / total for i in range(size)]
+    covariance = [
+        [moments[1 + i][1 + j] / total - means[i] * means[j] for j in range(size)]
+        for i in range(size)
+    ]
+    kept: list[int] = []
+    for place in range(size):
+        own = covariance[place][place]
+        if own <= (_SPREAD * means[place]) ** 2 or own <= 0:
+            continue
+        inner = [[covariance[i][j] for j in kept] for i in kept]
+        side = [covariance[i][place] for i in kept]
+        weights = _gauss(inner, side) if kept else []
+        if weights is None:
+            continue
+        rest = own - sum(w * s for w, s in zip(weights, side, strict=True))
+        if rest > _LEFT_OVER * own:
+            kept.append(place)
+    return tuple(COLUMNS[place] for place in kept)
+
+
+def _solved(moments: _Moments, kept: Sequence[str]) -> list[float] | None:
+    places = [0, *(1 + COLUMNS.index(name) for name in kept)]
+    # Columns of one size: contexts are tens of thousands, batches a few.
+    scales = [math.sqrt(moments[i][i]) or 1.0 for i in places]
+    matrix = [
+        [moments[i][j] / (scales[a] * scales[b]) for b, j in enumerate(places)]
+        for a, i in enumerate(places)
+    ]
+    side = [moments[i][-1] / scales[a] for a, i in enumerate(places)]
+    found = _gauss(matrix, side)
+    return None if found is None else [v / s for v, s in zip(found, scales, strict=True)]
+
+
+def _gauss(matrix: Sequence[Sequence[float]], side: Sequence[float]) -> list[float] | None:
+    """Solve a small symmetric system; None where it is singular."""
+    size = len(side)
+    rows = [[*row, value] for row, value in zip(matrix, side, strict=True)]
+    largest = max((abs(row[i]) for i, row in enumerate(rows)), default=1.0)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda k: abs(rows[k][i]))
+        if abs(rows[pivot][i]) < 1e-12 * largest:
+            return None
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for k in range(size):
+            if k != i:
+                factor = rows[k][i] / rows[i][i]
+                rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]
+
+
+def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
+    """Return from which context on a method's steps are shorter than the baseline's.
+
+    Parameters
+    ----------
+    fit, baseline : Fit
+        Both with a slope for the context; a batch that one of them leaves out counts for nothing.
+    batch : float
+        Sequences that decode, all of one context.
+
+    Returns
+    -------
+    dict or None
+        ``batch``; ``pays``: ``always``, ``from``, ``until`` or ``never``; ``context`` in tokens of
+        each sequence, for ``from`` and ``until``; ``interval``: of that, None where it is not
+        told; ``certain``: the share of resamples that say the same; ``seen``: whether such
+        contexts were measured with both. None without a slope.
+    """
+    if "context" not in fit.slopes or "context" not in baseline.slopes:
+        return None
+
+    def crossing(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[str, float | None]:
+        at_none = (one["intercept"] - other["intercept"]) + batch * (
+            one.get("batch", 0.0) - other.get("batch", 0.0)
+        )
+        slope = batch * (one["context"] - other["context"])
+        if at_none < 0:
+            return ("always", None) if slope <= 0 else ("until", -at_none / slope)
+        return ("never", None) if slope >= 0 else ("from", -at_none / slope)
+
+    own = {"intercept": fit.intercept, **fit.slopes}
+    theirs = {"intercept": baseline.intercept, **baseline.slopes}
+    pays, context = crossing(own, theirs)
+    again = [crossing(a, b) for a, b in zip(fit.resamples, baseline.resamples, strict=False)]
+    alike = [at for said, at in again if said == pays and at is not None]
+    both = [
+        max(fit.seen["context"][0], baseline.seen["context"][0]),
+        min(fit.seen["context"][1], baseline.seen["context"][1]),
+    ]
+    return {
+        "batch": batch,
+        "pays": pays,
+        "context": context,
+        "interval": _interval(alike),
+        "certain": sum(said == pays for said, _ in again) / len(again) if again else None,
+        "seen": context is not None and both[0] <= context * batch <= both[1],
+    }
