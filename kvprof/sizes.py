@@ -9,6 +9,7 @@ __all__ = [
     "MOST",
     "format_bytes",
     "format_count",
+    "parse_bytes",
     "parse_count",
     "parse_counts",
     "parse_share",
@@ -28,6 +29,9 @@ _COUNT = re.compile(
 _CUT_OFF = re.compile(r"0[0-9]{2}[kmg]?", re.IGNORECASE)
 # Two counts of a list that read as well as one number with its thousands marked.
 _EITHER = re.compile(r"([1-9][0-9]{0,2}),([1-9][0-9]{2})")
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b", re.IGNORECASE)
+_LARGEST_SIZE = 2.0**60
 
 
 def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
@@ -119,6 +123,30 @@ def parse_share(text: str | float, *, what: str) -> float:
         shown = written if len(written) <= 40 else f"{written[:40]}…"
         raise UsageError(f"{what} {shown} is no share; write for example 30% or 0.3")
     return value
+
+
+def parse_bytes(text: str, *, what: str) -> int:
+    """Read a size such as ``80GB``, ``512MiB`` or ``4096B``.
+
+    Parameters
+    ----------
+    text : str
+        What the user wrote; a GB is 1,024³ bytes, as GPUs are sold.
+    what : str
+        Named in the error, for example ``"--fit"``.
+
+    Raises
+    ------
+    UsageError
+        For what is no size, or more than any machine has.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{what}: {text!r} is no size; write for example 80GB or 512MiB")
+    value = float(match[1]) * {**_FACTORS, "t": 1024**4}[match[2].lower()]
+    if value > _LARGEST_SIZE:
+        raise UsageError(f"{what}: {text[:20]} is more than any machine has")
+    return int(value)
 
 
 def format_count(value: int) -> str:

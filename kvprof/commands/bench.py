@@ -25,6 +25,24 @@ from kvprof.commands.bench_jct import (
     bench_jct,
     refuse_kernel_options,
 )
+from kvprof.commands.bench_load import (
+    ArrivalsOption,
+    KeyOption,
+    LengthsOption,
+    LoadOption,
+    LoadOptions,
+    MemoryOption,
+    RatesOption,
+    RefineOption,
+    ReplicasOption,
+    RouterOption,
+    SecondsOption,
+    ServedModelOption,
+    SloOption,
+    TimeoutOption,
+    UrlOption,
+    bench_load,
+)
 from kvprof.commands.options import MODEL, read_counts, share_option
 from kvprof.commands.output import (
     CsvOption,
@@ -43,6 +61,8 @@ from kvprof.records.result import build_result
 
 if TYPE_CHECKING:
     from kvprof.benchmark.request import BenchRequest
+
+_RATE = 0.5
 
 
 def bench(
@@ -75,7 +95,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    rate: Annotated[float, share_option("--rate", "Share of the cache's bytes to save.")] = 0.5,
+    rate: Annotated[float, share_option("--rate", "Share of the cache's bytes to save.")] = _RATE,
     ranks: Annotated[
         Path | None,
         typer.Option(
@@ -155,6 +175,20 @@ def bench(
     kernels: KernelsOption = None,
     capacity: CapacityOption = False,
     check: CheckOption = False,
+    load: LoadOption = False,
+    lengths: LengthsOption = None,
+    arrivals: ArrivalsOption = None,
+    rates: RatesOption = None,
+    seconds: SecondsOption = None,
+    slo: SloOption = None,
+    memory: MemoryOption = None,
+    replicas: ReplicasOption = None,
+    router: RouterOption = None,
+    refine: RefineOption = None,
+    url: UrlOption = None,
+    served_model: ServedModelOption = None,
+    key_env: KeyOption = None,
+    timeout: TimeoutOption = None,
     json: JsonOption = None,
     csv: CsvOption = None,
     svg: SvgOption = None,
@@ -164,7 +198,8 @@ def bench(
 ) -> None:
     """Time attention over compressed caches against the best full-width kernel on this machine.
 
-    With --jct: where does the time of a whole request go?
+    With --jct: where does the time of a whole request go? With --load: what rate of requests does
+    a server of each method serve?
 
     Examples
     --------
@@ -173,6 +208,7 @@ def bench(
     kvprof bench --model reference --seq 4k --methods full,zack-4bit,kq:grid=32
     kvprof bench --jct --model Llama-3.1-8B --input-len 8k,32k --output-len 256
     kvprof bench --jct --methods full,palu,fdc --out jct-run   # the reference model
+    kvprof bench --load --url http://127.0.0.1:8000 --lengths arxiv --slo ttft=2s,tbt=50ms
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     batches = tuple(read_counts(batch, what="--batch")) if batch is not None else None
@@ -191,7 +227,50 @@ def bench(
         capacity=capacity,
         check=check,
     )
+    sent = LoadOptions(
+        lengths=lengths,
+        arrivals=arrivals,
+        rates=rates,
+        seconds=seconds,
+        slo=slo,
+        url=url,
+        served_model=served_model,
+        key_env=key_env,
+        memory=memory,
+        replicas=replicas,
+        router=router,
+        refine=refine,
+        timeout=timeout,
+    )
     named, plans = _asked(methods, plan), tuple(map(str, plan or ()))
+    if load:
+        asked.refuse_beside_load(
+            {
+                "--jct": jct,
+                "--seq": seq is not None,
+                "--batch": batch is not None,
+                "--ranks": ranks is not None,
+                "--phase": phase is not None,
+                "--schedule": schedule is not None,
+                "--dtype": dtype != "auto",
+                "--device": device != "auto",
+                "--repeats": repeats is not None,
+            }
+        )
+        bench_load(
+            sent,
+            outputs,
+            model=model,
+            methods=named,
+            plans=tuple(plan or ()),
+            rate=None if rate == _RATE else rate,
+            baseline=baseline,
+            requests=requests,
+            tp=tp,
+            seed=seed,
+        )
+        return
+    sent.refuse_without_load()
     if jct:
         refuse_kernel_options({"--seq": seq, "--phase": phase, "--schedule": schedule})
         bench_jct(

@@ -41,6 +41,7 @@ __all__ = [
 
 
 _GROUP = "A request's time (--jct)"
+_SHARED = ("--baseline", "--requests", "--tp")  # with --load
 
 
 def _option(*names: str, metavar: str | None = None, text: str) -> Any:
@@ -78,7 +79,11 @@ TraceOption = Annotated[
     _option("--trace", text="Requests as long as a paper's: fdc/arxiv, zack/cocktail, …"),
 ]
 RequestsOption = Annotated[
-    int | None, _option("--requests", text="How many to sample from --trace. Default 200.")
+    int | None,
+    _option(
+        "--requests",
+        text="How many to sample from --trace, or (--load) arrive at each rate. Default 200.",
+    ),
 ]
 TpOption = Annotated[
     int | None,
@@ -127,6 +132,27 @@ class JctOptions:
         ------
         UsageError
         """
+        if said := self._given():
+            raise UsageError(f"{' and '.join(said)} means nothing without --jct")
+
+    def refuse_beside_load(self, given: Mapping[str, bool]) -> None:
+        """Refuse those that a load does not have, and others that mean nothing beside it.
+
+        Parameters
+        ----------
+        given : mapping of str to bool
+            Options of ``kvprof bench`` besides, and whether they were given.
+
+        Raises
+        ------
+        UsageError
+        """
+        said = [option for option in self._given() if option not in _SHARED]
+        said += [option for option, there in given.items() if there]
+        if said:
+            raise UsageError(f"{' and '.join(said)} means nothing with --load")
+
+    def _given(self) -> list[str]:
         given = {
             "--input-len": self.input_len is not None,
             "--output-len": self.output_len is not None,
@@ -140,8 +166,7 @@ class JctOptions:
             "--capacity": self.capacity,
             "--check": self.check,
         }
-        if said := [option for option, there in given.items() if there]:
-            raise UsageError(f"{' and '.join(said)} means nothing without --jct")
+        return [option for option, there in given.items() if there]
 
 
 def refuse_kernel_options(given: Mapping[str, str | None]) -> None:

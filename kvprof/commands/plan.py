@@ -1,6 +1,5 @@
 """``kvprof plan``: what a method would store, fold and run, and what fits into a memory."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,11 +30,7 @@ from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names, names_in
-from kvprof.sizes import parse_share
-
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b", re.IGNORECASE)
-_LARGEST = 2.0**60
-_FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+from kvprof.sizes import parse_bytes, parse_share
 
 
 def plan(
@@ -220,25 +215,15 @@ def _fit_sizes(memory: str, reserve: str) -> tuple[int, int]:
     UsageError
         For what is no size, and a reserve that leaves nothing.
     """
-    total = _size(memory, "--fit")
+    total = parse_bytes(memory, what="--fit")
     if total < 1:
         raise UsageError(f"--fit {memory} holds nothing; give a memory such as 80GB")
     if reserve.strip().endswith("%"):
         kept = int(total * parse_share(reserve, what="--reserve"))
     else:
-        kept = _size(reserve, "--reserve")
+        kept = parse_bytes(reserve, what="--reserve")
     if kept < 0:
         raise UsageError(f"--reserve {reserve} is less than nothing")
     if kept >= total:
         raise UsageError(f"--reserve {reserve} leaves nothing of --fit {memory}")
     return total, kept
-
-
-def _size(text: str, option: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{option}: {text!r} is no size; write for example 80GB or 512MiB")
-    value = float(match[1]) * _FACTORS[match[2].lower()]
-    if value > _LARGEST:
-        raise UsageError(f"{option}: {text[:20]} is more than any machine has")
-    return int(value)

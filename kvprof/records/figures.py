@@ -198,6 +198,34 @@ def _jct(data: Row) -> Iterator[Figure]:
         yield from _given(row, "seconds", key, "lower", control=control)
 
 
+def _load(data: Row) -> Iterator[Figure]:
+    for row in data["rates"]:
+        if not row["complete"]:
+            continue
+        key = _key(row, ("method", "rate"))
+        for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
+            for statistic in ("mean", "p50", "p99"):
+                yield from _given(
+                    {name: row[name][statistic], "ends": row[name][f"{statistic}_interval"]},
+                    name,
+                    (*key, ("statistic", statistic)),
+                    "lower",
+                    interval="ends",
+                    headline=statistic == "mean",
+                )
+        yield from _given(row, "tokens_per_s", key, "higher")
+        yield from _given(
+            row, "attained_share", key, "higher", interval="attained_share_interval", headline=True
+        )
+        yield from _given(row, "preemptions", key, "lower")
+    for method in data["methods"]:
+        key = (("method", method["method"]),)
+        yield from _given(
+            method, "largest_rate", key, "higher", interval="largest_rate_interval", headline=True
+        )
+        yield from _given(method, "cache_tokens", key, "higher", exact=True)
+
+
 def _eval(data: Row) -> Iterator[Figure]:
     for row in data["evaluations"]:
         key = (("method", row["method"]),)
@@ -368,6 +396,7 @@ _KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
     "frontier": _frontier,
     "generate": _generate,
     "jct": _jct,
+    "load": _load,
     "plan": _plan,
     "spectrum": _spectrum,
     "stability": _stability,

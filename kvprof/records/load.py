@@ -33,6 +33,7 @@ __all__ = ["LoadCase", "LoadFold", "is_beyond", "is_within", "load_case", "rate_
 #: Of the requests, unless an objective says otherwise: so many must be within it.
 ATTAINED = 0.9
 _KEPT_SAMPLES = 600
+_ROUNDING = 1e-9
 LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished
 
 
@@ -248,6 +249,7 @@ def _parts(engine: Mapping[str, float]) -> dict[str, Any] | None:
     rest = None
     if total is not None and None not in named:
         rest = total - sum(one for one in named if one is not None)
+        rest = rest if abs(rest) > _ROUNDING * total else 0.0
     return {
         "requests": int(count),
         **known,

@@ -6,9 +6,11 @@ neighbours (a block bootstrap), not single requests. Standard library only, as a
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 __all__ = [
@@ -194,12 +196,15 @@ def window_of(arrivals: Sequence[float], ends: Sequence[float]) -> tuple[float, 
 def growth(
     arrivals: Sequence[float], ends: Sequence[float], begin: float, end: float
 ) -> dict[str, Any]:
-    """Tell whether more requests come than are completed: whether the queue grows.
+    """Tell whether more requests come than are completed: whether the queue grows, or does not.
 
     The window is cut into ten. Growth is the rate at which requests arrived, less the mean rate at
     which they were completed; its interval comes from how much the latter differs from part to part
     (Student's t, nine degrees of freedom). The queue grows where the whole interval lies above 0
-    and growth is at least a fiftieth of the rate.
+    and growth is at least a fiftieth of the rate. It does not where it came back: where at some
+    arrival in the last third of the window no more requests were in the system than at the median
+    arrival of the first third. Else it is open: so few requests do not tell a load that is a little
+    too large from one that is nearly.
 
     Parameters
     ----------
@@ -211,8 +216,8 @@ def growth(
     Returns
     -------
     dict
-        ``growth_per_s``, ``growth_per_s_interval`` and ``grows``; None where fewer than 20 requests
-        arrived.
+        ``growth_per_s``, ``growth_per_s_interval`` (None where fewer than 20 requests arrived) and
+        ``grows`` (None where that is open).
     """
     span = end - begin
     came = sum(begin <= time < end for time in arrivals)
@@ -229,11 +234,21 @@ def growth(
     half = _T9 * math.sqrt(variance / _GROWTH_BLOCKS)
     found = came / span - mean
     interval = [found - half, found + half]
-    return {
-        "growth_per_s": found,
-        "growth_per_s_interval": interval,
-        "grows": interval[0] > 0 and found >= _LEAST_GROWTH * came / span,
-    }
+    grows: bool | None = interval[0] > 0 and found >= _LEAST_GROWTH * came / span
+    if not grows:
+        grows = False if _came_back(arrivals, ends, begin, end) else None
+    return {"growth_per_s": found, "growth_per_s_interval": interval, "grows": grows}
+
+
+def _came_back(arrivals: Sequence[float], ends: Sequence[float], begin: float, end: float) -> bool:
+    """Whether the system held as few requests late in the window as it did early."""
+    came, left = sorted(arrivals), sorted(ends)
+    held: tuple[list[int], list[int]] = ([], [])
+    for place, time in enumerate(came):
+        third = int(3 * (time - begin) / (end - begin)) if begin <= time < end else 1
+        if third != 1:
+            held[third // 2].append(place + 1 - bisect_right(left, time))
+    return all(held) and min(held[1]) <= median(held[0])
 
 
 # --- The time between tokens as a line in context, batch and prefill.
@@ -243,6 +258,7 @@ COLUMNS = ("context", "batch", "prefill")
 _LEFT_OVER = 0.01  # of a column's variation that the columns before it do not explain
 _SPREAD = 0.02  # a column whose deviation is below this share of its mean does not vary
 _TOGETHER = 10  # spans of a block
+_CERTAIN = 0.9  # of resamples
 
 
 @dataclass(frozen=True)
@@ -433,7 +449,8 @@ def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
     Returns
     -------
     dict or None
-        ``batch``; ``pays``: ``always``, ``from``, ``until`` or ``never``; ``context`` in tokens of
+        ``batch``; ``pays``: ``always``, ``from``, ``until`` or ``never``, and ``unclear`` where
+        fewer than nine of ten resamples say the same; ``context`` in tokens of
         each sequence, for ``from`` and ``until``; ``interval``: of that, None where it is not
         told; ``certain``: the share of resamples that say the same; ``seen``: whether such
         contexts were measured with both. None without a slope.
@@ -454,6 +471,9 @@ def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
     theirs = {"intercept": baseline.intercept, **baseline.slopes}
     pays, context = crossing(own, theirs)
     again = [crossing(a, b) for a, b in zip(fit.resamples, baseline.resamples, strict=False)]
+    certain = sum(said == pays for said, _ in again) / len(again) if again else None
+    if certain is None or certain < _CERTAIN:
+        pays, context = "unclear", None
     alike = [at for said, at in again if said == pays and at is not None]
     both = [
         max(fit.seen["context"][0], baseline.seen["context"][0]),
@@ -464,6 +484,6 @@ def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
         "pays": pays,
         "context": context,
         "interval": _interval(alike),
-        "certain": sum(said == pays for said, _ in again) / len(again) if again else None,
+        "certain": certain,
         "seen": context is not None and both[0] <= context * batch <= both[1],
     }

@@ -112,6 +112,7 @@ _MODULES = {
     "frontier": "frontier",
     "generate": "generation",
     "jct": "jct",
+    "load": "load",
     "plan": "plan",
     "recipe": "recipe",
     "sensitivity": "sensitivity",

@@ -35,7 +35,7 @@ from tests.views.test_kinds import RESULTS
 # What a schema has a list of, and nothing else may stand in.
 _LISTED = frozenset(
     ("schema", "kind", "created", "phase", "protocol", "mode", "check", "profile", "verdict")
-) | {"scoring", "side", "more"}
+) | {"scoring", "side", "more", "limited_by", "pays"}
 _SMALL = {
     "bench": bench_result(),
     "stability": stability_result(counts=(1024, 2048), seeds=2, heads=(2,), targets=("prose",)),
@@ -139,7 +139,7 @@ _FUZZ = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-_FUZZED_KINDS = ("bench", "eval", "frontier", "recipe", "jct", "sensitivity")
+_FUZZED_KINDS = ("bench", "eval", "frontier", "recipe", "jct", "load", "sensitivity")
 _FUZZED = {kind: plain(kind) for kind in _FUZZED_KINDS}
 
 

@@ -12,6 +12,7 @@ from kvprof.views import bench, evaluation, frontier, spectrum, stability
 from kvprof.views.export import Drawing, Heading, Plot, Rows, blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
+from tests.records.load_stream import load_stream
 from tests.records.sample import ENVIRONMENT, benchmark_result
 from tests.records.streams import stream
 from tests.views.synthetic import spectrum_result
@@ -28,6 +29,7 @@ _MADE = {
     "eval": evaluation_result(),
     "frontier": frontier_result(),
     "jct": result_of(stream(steps=6)),
+    "load": result_of(load_stream()),
     "recipe": recipe_result(),
     "sensitivity": sensitivity_result(),
     "spectrum": spectrum_result(),
@@ -143,7 +145,7 @@ def test_blocks_keep_the_order_and_the_kind_of_what_they_show() -> None:
 def test_kinds_say_what_they_have() -> None:
     with_csv = {kind for kind, result in RESULTS.items() if csv_of(result) is not None}
     with_figure = {kind for kind, result in RESULTS.items() if figure_of(result) is not None}
-    drawn = {"bench", "eval", "frontier", "jct", "spectrum", "stability"}
+    drawn = {"bench", "eval", "frontier", "jct", "load", "spectrum", "stability"}
     assert with_csv == drawn | {"sensitivity"}
     assert with_figure == drawn
 

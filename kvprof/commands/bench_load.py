@@ -1,0 +1,593 @@
+"""``kvprof bench --load``: what rate of requests does a method serve? Its options, and the run."""
+
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvprof import console
+from kvprof.commands.output import Outputs
+from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
+from kvprof.interrupt import graceful_interrupt
+from kvprof.sizes import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from kvprof.records.events import Event
+    from kvprof.records.journal import Journal
+    from kvprof.serving.load.sweep import SweepOptions
+    from kvprof.serving.load.target import LoadTarget
+
+__all__ = [
+    "ArrivalsOption",
+    "KeyOption",
+    "LengthsOption",
+    "LoadOption",
+    "LoadOptions",
+    "MemoryOption",
+    "RatesOption",
+    "RefineOption",
+    "ReplicasOption",
+    "RouterOption",
+    "SecondsOption",
+    "ServedModelOption",
+    "SloOption",
+    "TimeoutOption",
+    "UrlOption",
+    "bench_load",
+]
+
+_GROUP = "Requests under load (--load)"
+_METHODS = ("full", "fp8", "fdc")
+_SERVED = "served"  # what an address serves, which has no name of ours
+_REQUESTS = 200
+_TIMEOUT = 600.0
+_MOST_REQUESTS = 10_000_000
+_TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)?")
+_ROUTERS = ("shortest-queue", "round-robin")
+_LIMITS = {
+    "ttft": "ttft_seconds",
+    "tbt": "tbt_seconds",
+    "latency": "normalised_latency_seconds",
+}
+
+
+def _option(*names: str, metavar: str | None = None, text: str) -> Any:
+    return typer.Option(
+        *names, metavar=metavar, help=text, show_default=False, rich_help_panel=_GROUP
+    )
+
+
+LoadOption = Annotated[
+    bool, _option("--load", text="Send requests at growing rates to a server of each method.")
+]
+LengthsOption = Annotated[
+    str | None,
+    _option(
+        "--lengths", metavar="TRACE|in=8k,out=256|FILE",
+        text="How long requests are: a paper's trace (arxiv, zack/cocktail), all alike, or a file: "
+        "ShareGPT-like, Mooncake's, Azure's. Default arxiv.",
+    ),
+]  # fmt: skip
+ArrivalsOption = Annotated[
+    str | None,
+    _option("--arrivals", text="poisson, gamma:cv=2, or trace (a file's times). Default poisson."),
+]
+RatesOption = Annotated[
+    str | None,
+    _option(
+        "--rates", metavar="LIST",
+        text="Requests a second: 0.5,1,2. Default auto: doubled until the queue grows.",
+    ),
+]  # fmt: skip
+SecondsOption = Annotated[
+    float | None,
+    _option("--seconds", text="Send requests for so long at each rate, in place of --requests."),
+]
+SloOption = Annotated[
+    str | None,
+    _option(
+        "--slo", metavar="LIST",
+        text="Objective of a request: ttft=2s,tbt=50ms,latency=100ms; share=0.9 must keep it.",
+    ),
+]  # fmt: skip
+UrlOption = Annotated[
+    str | None,
+    _option("--url", metavar="LIST", text="OpenAI-compatible servers that run already."),
+]
+ServedModelOption = Annotated[
+    str | None, _option("--served-model", text="What such a server calls its model. Default: asks.")
+]
+KeyOption = Annotated[
+    str | None,
+    _option("--key-env", metavar="NAME", text="Environment variable that holds its key."),
+]
+MemoryOption = Annotated[
+    str | None,
+    _option("--memory", metavar="SIZE", text="Bytes of the cache: the same for every method."),
+]
+ReplicasOption = Annotated[
+    int | None, _option("--replicas", text="Engines that share the requests. Default 1.")
+]
+RouterOption = Annotated[
+    str | None,
+    _option("--router", text="shortest-queue or round-robin. Default shortest-queue."),
+]
+RefineOption = Annotated[
+    int | None,
+    _option("--refine", text="Further rates, halving what lies between within and beyond."),
+]
+TimeoutOption = Annotated[
+    float | None, _option("--timeout", text="Seconds that a request may take. Default 600.")
+]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options that mean something with ``--load`` only, as they were given."""
+
+    lengths: str | None = None
+    arrivals: str | None = None
+    rates: str | None = None
+    seconds: float | None = None
+    slo: str | None = None
+    url: str | None = None
+    served_model: str | None = None
+    key_env: str | None = None
+    memory: str | None = None
+    replicas: int | None = None
+    router: str | None = None
+    refine: int | None = None
+    timeout: float | None = None
+
+    def refuse_without_load(self) -> None:
+        """Refuse them all where ``--load`` is missing.
+
+        Raises
+        ------
+        UsageError
+        """
+        said = [f"--{name.replace('_', '-')}" for name, v in vars(self).items() if v is not None]
+        if said:
+            raise UsageError(f"{' and '.join(said)} means nothing without --load")
+
+
+def bench_load(
+    asked: LoadOptions,
+    outputs: Outputs,
+    *,
+    model: str | None,
+    methods: tuple[str, ...],
+    plans: tuple[Path, ...],
+    rate: float | None,
+    baseline: str | None,
+    requests: int | None,
+    tp: int | None,
+    seed: int,
+) -> None:
+    """Measure, show and keep.
+
+    Parameters
+    ----------
+    asked : LoadOptions
+    outputs : Outputs
+    model, methods, plans, rate, baseline, requests, tp, seed
+        What ``kvprof bench`` was given besides; None and empty are what was not given.
+
+    Raises
+    ------
+    typer.Exit
+        With 130 when the run was interrupted.
+    KvprofError
+        What a server failed with; what was measured is shown and kept before.
+    """
+    from kvprof.serving.load.lengths import load_lengths
+
+    if asked.url is not None:
+        _refuse_beside_url(asked, methods, plans, rate, tp)
+    else:
+        _refuse_without_url(asked)
+    lengths = load_lengths(asked.lengths or "arxiv", _counter(model))
+    options = _sweep_options(asked, lengths, requests, seed)
+    name = model if model is not None or asked.url is not None else "reference"
+    labels = (_SERVED,) if asked.url is not None else (methods or _METHODS)
+    base = baseline or ("full" if "full" in labels else labels[0])
+    if base not in labels:
+        raise UsageError(f"--baseline {base} is not measured; --methods has {','.join(labels)}")
+    labels = (base, *(label for label in labels if label != base))
+    inputs = _inputs(asked, options, name, labels, base, plans, rate, tp)
+    targets = _targets(asked, labels, plans, name, rate, inputs)
+    mode = "served" if asked.url is None else "url"
+    _measure_and_show(options, targets, inputs, outputs, mode=mode)
+
+
+# --- What was asked for.
+
+
+def _refuse_beside_url(
+    asked: LoadOptions,
+    methods: tuple[str, ...],
+    plans: tuple[Path, ...],
+    rate: float | None,
+    tp: int | None,
+) -> None:
+    given = {
+        "--methods": bool(methods),
+        "--plan": bool(plans),
+        "--rate": rate is not None,
+        "--tp": tp is not None,
+        "--memory": asked.memory is not None,
+        "--replicas": asked.replicas is not None,
+    }
+    if said := [option for option, there in given.items() if there]:
+        raise UsageError(
+            f"{' and '.join(said)} means nothing with --url: that server has its method already"
+        )
+    if asked.router is not None and "," not in (asked.url or ""):
+        raise UsageError("--router means nothing with one --url; name several: --url A,B")
+
+
+def _refuse_without_url(asked: LoadOptions) -> None:
+    given = {"--served-model": asked.served_model, "--key-env": asked.key_env}
+    if said := [option for option, value in given.items() if value is not None]:
+        raise UsageError(f"{' and '.join(said)} means nothing without --url")
+    if asked.router is not None and (asked.replicas or 1) < 2:
+        raise UsageError("--router means nothing for one engine; --replicas 2 starts several")
+
+
+def _sweep_options(
+    asked: LoadOptions, lengths: Any, requests: int | None, seed: int
+) -> "SweepOptions":
+    from kvprof.serving.load.arrivals import parse_arrivals
+    from kvprof.serving.load.sweep import SweepOptions
+
+    if requests is not None and asked.seconds is not None:
+        raise UsageError("--requests and --seconds both say how many arrive; leave one out")
+    if asked.seconds is not None and not 0 < asked.seconds < math.inf:
+        raise UsageError(f"--seconds {asked.seconds:g} is no time to send requests for")
+    if requests is not None and not 1 <= requests <= _MOST_REQUESTS:
+        raise UsageError(f"--requests {requests:,} is no number of requests at a rate")
+    if asked.refine is not None and not 0 <= asked.refine <= 20:
+        raise UsageError(f"--refine {asked.refine}: between 0 and 20 further rates make sense")
+    arrivals = parse_arrivals(asked.arrivals or "poisson")
+    if arrivals.kind == "trace" and not lengths.timed:
+        raise UsageError(
+            f"--arrivals trace: {lengths.name} has no times; take poisson, or a file with times"
+        )
+    return SweepOptions(
+        lengths=lengths,
+        arrivals=arrivals,
+        rates=_rates(asked.rates),
+        requests=requests or _REQUESTS,
+        seconds=asked.seconds,
+        objective=_objective(asked.slo),
+        refine=asked.refine or 0,
+        seed=seed,
+    )
+
+
+def _rates(text: str | None) -> tuple[float, ...]:
+    if text is None or text.strip().lower() == "auto":
+        return ()
+    found = []
+    for piece in text.split(","):
+        try:
+            value = float(piece)
+        except ValueError:
+            value = math.nan
+        if not 1e-4 <= value <= 1e6:
+            raise UsageError(
+                f"--rates: {piece.strip()[:20]!r} is no rate; write requests a second, 0.5,1,2"
+            )
+        found.append(value)
+    return tuple(sorted(set(found)))
+
+
+def _objective(text: str | None) -> dict[str, float]:
+    if text is None:
+        return {}
+    found: dict[str, float] = {}
+    for piece in text.split(","):
+        name, _, value = piece.strip().partition("=")
+        if name == "share":
+            with suppress(ValueError):
+                found["share"] = float(value)
+            if not 0 < found.get("share", 0) <= 1:
+                raise UsageError(f"--slo share={value}: a share lies above 0, and at most at 1")
+            continue
+        match = _TIME.fullmatch(value.strip())
+        if name not in _LIMITS or match is None or float(match[1]) <= 0:
+            raise UsageError(
+                f"--slo: {piece.strip()[:40]!r} is no limit; write ttft=2s,tbt=50ms,latency=100ms, "
+                "and share=0.9 for how many must keep it"
+            )
+        found[_LIMITS[name]] = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
+    if not found.keys() & set(_LIMITS.values()):
+        raise UsageError("--slo names no limit; write for example ttft=2s,tbt=50ms")
+    return {"share": 0.9, **found}
+
+
+def _counter(model: str | None) -> Any:
+    """Return what counts a text's tokens, and reads the tokenizer when the first text comes."""
+    if model is None:
+        return None
+    held: list[Any] = []
+
+    def count(text: str) -> int:
+        if not held:
+            from kvprof.serving.load.tokenizer import token_counter
+
+            held.append(token_counter(model))
+        tokens: int = held[0](text)
+        return tokens
+
+    return count
+
+
+def _inputs(
+    asked: LoadOptions,
+    options: "SweepOptions",
+    model: str | None,
+    labels: Sequence[str],
+    baseline: str,
+    plans: Sequence[Path],
+    rate: float | None,
+    tp: int | None,
+) -> dict[str, Any]:
+    """Return every resolved input; no address, no key and no path among them."""
+    replicas = len(_urls(asked)) if asked.url is not None else asked.replicas or 1
+    timeout = _TIMEOUT if asked.timeout is None else asked.timeout
+    if not 0 < timeout < math.inf:
+        raise UsageError(f"--timeout {timeout:g} is no time for a request")
+    return {
+        "model": None if model is None else Path(model).name,
+        "methods": list(labels),
+        "plans": [path.name for path in plans],
+        "baseline": baseline,
+        "rate": (0.5 if rate is None else rate) if asked.url is None else None,
+        "lengths": options.lengths.described(),
+        "arrivals": options.arrivals.name,
+        "rates": list(options.rates) or None,
+        "requests": options.requests if options.seconds is None else None,
+        "seconds": options.seconds,
+        "objective": options.objective,
+        "refine": options.refine,
+        "memory": None if asked.memory is None else parse_bytes(asked.memory, what="--memory"),
+        "replicas": _positive("--replicas", replicas),
+        "router": _router(asked.router),
+        "tp": _positive("--tp", 1 if tp is None else tp),
+        "timeout": timeout,
+        "seed": options.seed,
+    }
+
+
+def _positive(option: str, value: int) -> int:
+    return parse_count(str(value), what=option)
+
+
+def _router(text: str | None) -> str:
+    if text is not None and text not in _ROUTERS:
+        raise UsageError(f"--router {text[:40]}: there are {' and '.join(_ROUTERS)}")
+    return text or _ROUTERS[0]
+
+
+def _urls(asked: LoadOptions) -> list[str]:
+    return [url.strip() for url in (asked.url or "").split(",") if url.strip()]
+
+
+def _targets(
+    asked: LoadOptions,
+    labels: Sequence[str],
+    plans: Sequence[Path],
+    model: str | None,
+    rate: float | None,
+    inputs: Mapping[str, Any],
+) -> "list[LoadTarget]":
+    from kvprof.serving.load.http import parse_address
+    from kvprof.serving.load.server import Served
+    from kvprof.serving.load.target import ServedTarget
+
+    if asked.url is not None:
+        addresses = [parse_address(url) for url in _urls(asked)]
+        if not addresses:
+            raise UsageError("--url names no address; write http://127.0.0.1:8000")
+        return [
+            ServedTarget(
+                Served(_SERVED, addresses),
+                model=asked.served_model,
+                key=_key(asked.key_env),
+                timeout=inputs["timeout"],
+                router=inputs["router"],
+            )
+        ]
+    files = {path.name: path for path in plans}
+    return [
+        ServedTarget(
+            _process(label, files.get(label), model or "reference", rate, inputs),
+            timeout=inputs["timeout"],
+            router=inputs["router"],
+        )
+        for label in labels
+    ]
+
+
+def _process(
+    label: str, plan: Path | None, model: str, rate: float | None, inputs: Mapping[str, Any]
+) -> Any:
+    """Return a method's server with the engine's own router, or as many servers as replicas."""
+    from kvprof.serving.load.server import ServerProcess, serve_command
+
+    apart = inputs["replicas"] if inputs["router"] == "round-robin" else 1
+    inner = inputs["replicas"] // apart
+
+    def command(port: int) -> list[str]:
+        return serve_command(
+            model,
+            port,
+            method=label,
+            plan=None if plan is None else str(plan),
+            rate=0.5 if rate is None else rate,
+            memory=inputs["memory"],
+            tp=inputs["tp"],
+            replicas=inner,
+            seed=inputs["seed"],
+        )
+
+    return ServerProcess(label, command, count=apart, gpus=inputs["tp"])
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable, "").strip()):
+        raise UsageError(f"--key-env {variable}: there is no such variable, or it is empty")
+    return key
+
+
+# --- The run.
+
+
+def _measure_and_show(
+    options: "SweepOptions",
+    targets: "Sequence[LoadTarget]",
+    inputs: dict[str, Any],
+    outputs: Outputs,
+    *,
+    mode: str,
+) -> None:
+    """Run into a journal, and show and keep what was measured, also where something failed."""
+    from kvprof.records.fold import result_of
+    from kvprof.records.journal import EVENTS_NAME
+    from kvprof.views import load as view
+
+    path = outputs.out / EVENTS_NAME if outputs.out is not None else None
+    earlier = _earlier(outputs, inputs)
+    if earlier is not None:
+        replace(outputs, out=None).check()
+        outputs = replace(outputs, force=True)
+        console.note(f"{outputs.out}: an interrupted run of the same load goes on")
+    else:
+        outputs.check([path] if path is not None else [])
+    with graceful_interrupt() as stop:
+        journal, problems = _measured(
+            options, targets, inputs, path, outputs.force, mode, earlier or [], stop
+        )
+        if not journal.measured:
+            if problems:
+                raise problems[0]
+            console.error("interrupted before anything was measured; there is no result")
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        recording = journal.recording()
+        result = result_of(recording.events, damage=recording.damage)
+        outputs.finish(
+            result,
+            lambda width, colour: view.report(result, width, colour=colour),
+            csv_text=lambda: view.to_csv(result),
+            figure=lambda: view.figure(result),
+            lost=[journal.failure] if journal.failure is not None else [],
+            problem=problems[0] if problems else None,
+            interrupted=stop(),
+        )
+
+
+def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> "list[Event] | None":
+    """Return the events of an interrupted run of the same load in the folder; None without one.
+
+    Raises
+    ------
+    UsageError
+        When the folder holds the interrupted run of another load.
+    """
+    from kvprof.records.events import RunFinished, RunStarted
+    from kvprof.records.journal import find_events, read_events
+    from kvprof.records.result import to_plain
+
+    if outputs.out is None or outputs.force or (found := find_events(outputs.out)) is None:
+        return None
+    try:
+        events = read_events(found).events
+    except FailedError:
+        return None
+    started, last = events[0], events[-1]
+    if not isinstance(started, RunStarted) or started.kind != "load":
+        return None
+    if isinstance(last, RunFinished) and last.complete:
+        return None
+    if started.inputs != to_plain(inputs):
+        own = to_plain(inputs)
+        assert isinstance(own, dict)
+        differing = [name for name in own if own[name] != started.inputs.get(name)]
+        raise UsageError(
+            f"{outputs.out} holds an interrupted load with other options ({', '.join(differing)}); "
+            "--force measures anew"
+        )
+    return events
+
+
+def _measured(
+    options: "SweepOptions",
+    targets: "Sequence[LoadTarget]",
+    inputs: dict[str, Any],
+    path: Path | None,
+    force: bool,
+    mode: str,
+    earlier: "Sequence[Event]",
+    stop: Any,
+) -> "tuple[Journal, list[KvprofError]]":
+    from kvprof.environment import collect_environment
+    from kvprof.records.events import RunFinished, RunStarted
+    from kvprof.records.journal import Journal
+    from kvprof.serving.load.sweep import run_sweep
+
+    journal = Journal(path, force=force, warn=console.warn)
+    problems: list[KvprofError] = []
+    with journal:
+        journal.emit(
+            RunStarted(
+                journal.now(),
+                datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+                _version(),
+                "load",
+                ("kvprof", *_command(sys.argv[1:])),
+                mode,
+                inputs,
+                collect_environment(),
+                {"name": inputs["model"] or "the served model"},
+                tuple(inputs["methods"]),
+                inputs["baseline"],
+            )
+        )
+        try:
+            complete, problems = run_sweep(
+                targets, options, journal, stop=stop, earlier=earlier, progress=console.note
+            )
+        except KvprofError as problem:
+            complete, problems = False, [problem]
+        reason = None
+        if not complete:
+            reason = "interrupted" if stop() or not problems else str(problems[0])
+        journal.emit(RunFinished(journal.now(), complete, reason))
+    return journal, problems
+
+
+def _version() -> str:
+    from kvprof.version import __version__
+
+    return __version__
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line without the addresses that it names."""
+    found: list[str] = []
+    for word in arguments:
+        if found and found[-1] == "--url":
+            word = "…"
+        found.append("--url=…" if word.startswith("--url=") else word)
+    return found

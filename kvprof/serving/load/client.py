@@ -1,0 +1,328 @@
+"""A client of any OpenAI-compatible server: sends completions, and keeps when each token came.
+
+What is sent are random tokens, or words, of the wanted length; nothing of what is sent or answered
+is kept. The same `Request` gives another text each time a load begins, so that a server that keeps
+prefixes finds only those that the load itself shares.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kvprof.errors import FailedError
+from kvprof.serving.load.http import Address, Answer, HttpError, exchange
+from kvprof.serving.load.requests import BLOCK, Outcome, Request
+
+__all__ = ["Client", "Dialect", "Prompts"]
+
+_COMPLETIONS = "/v1/completions"
+_FIRST_ID, _LAST_ID = 100, 1100  # in every vocabulary, and past most special tokens
+_PROBE = Request(0, 0.0, 8, 4)
+_PROBE_SECONDS = 120.0
+_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a server takes, found out by asking it.
+
+    Attributes
+    ----------
+    ids : bool
+        Prompts as token ids; else as words.
+    to_the_end : bool
+        ``ignore_eos`` and ``min_tokens``: every answer is as long as asked for.
+    counted : bool
+        Each piece of an answer says how many tokens were written so far.
+    tokens_per_word : float
+        Of prompts in words, as the server counted them.
+    """
+
+    ids: bool = True
+    to_the_end: bool = True
+    counted: bool = True
+    tokens_per_word: float = 1.0
+
+    def lacks(self) -> list[str]:
+        """Say what a reader must know of a server that takes less than all of it."""
+        said = []
+        if not self.ids:
+            said.append("the server takes no token ids: prompts are words, of about the length")
+        if not self.to_the_end:
+            said.append("the server takes no ignore_eos: answers may end before the wanted length")
+        if not self.counted:
+            said.append("the server does not count tokens as it writes: a piece counts as one")
+        return said
+
+
+@dataclass
+class Prompts:
+    """Makes prompts; those of one load share what their requests say, and nothing with others'.
+
+    Parameters
+    ----------
+    first, last : int
+        Token ids to draw from.
+    """
+
+    first: int = _FIRST_ID
+    last: int = _LAST_ID
+    _salt: int = field(default_factory=lambda: secrets.randbits(63))
+
+    def ids(self, request: Request) -> list[int]:
+        """Return `request.prompt` token ids."""
+        pieces: list[Any] = []
+        if request.blocks:
+            pieces = [self._drawn(1, block, BLOCK) for block in request.blocks]
+        elif request.session is not None and request.prefix:
+            pieces = [self._drawn(2, request.session, request.prefix)]
+        length = sum(map(len, pieces))
+        if length < request.prompt:
+            pieces.append(self._drawn(3, request.number, request.prompt - length))
+        found: list[int] = np.concatenate(pieces)[: request.prompt].tolist()
+        return found
+
+    def words(self, request: Request, tokens_per_word: float) -> str:
+        """Return about `request.prompt` tokens of words."""
+        count = max(1, round(request.prompt / tokens_per_word))
+        drawn = self.ids(replace(request, prompt=count, prefix=min(request.prefix, count)))
+        return " ".join(_WORDS[one % len(_WORDS)] for one in drawn)
+
+    def _drawn(self, kind: int, number: int, count: int) -> Any:
+        generator = np.random.default_rng([self._salt, kind, number % 2**63])
+        return generator.integers(self.first, self.last, count)
+
+
+class Client:
+    """Talks to one or several servers of one model.
+
+    Parameters
+    ----------
+    addresses : sequence of Address
+    model : str
+        As the servers call it.
+    key : str or None
+        Sent as a bearer token; never kept.
+    timeout : float
+        Seconds from sending a request to its last token.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        model: str,
+        *,
+        key: str | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self.addresses = tuple(addresses)
+        self.model = model
+        self.dialect = Dialect()
+        self._timeout = timeout
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    async def find_dialect(self) -> Dialect:
+        """Ask the first server what it takes, from all to the least, and keep that.
+
+        Raises
+        ------
+        FailedError
+            When it answers no completion at all.
+        """
+        said = ""
+        for ids in (True, False):
+            for to_the_end, counted in ((True, True), (True, False), (False, True), (False, False)):
+                self.dialect = Dialect(ids, to_the_end, counted)
+                status, said, usage = await self._probe()
+                if status == 200:
+                    if not ids and (read := (usage or {}).get("prompt_tokens")):
+                        self.dialect = replace(self.dialect, tokens_per_word=read / _PROBE.prompt)
+                    if not usage and counted:
+                        self.dialect = replace(self.dialect, counted=False)
+                    return self.dialect
+                if status not in (400, 422):
+                    break
+            if status not in (400, 422):
+                break
+        raise FailedError(f"the server answers no completion: {said}")
+
+    async def _probe(self) -> tuple[int, str, dict[str, Any] | None]:
+        """Ask for one short completion; return its status, what went wrong, and the usage."""
+        body = self.body(_PROBE, Prompts())
+        try:
+            async with (
+                asyncio.timeout(_PROBE_SECONDS),
+                exchange(
+                    self.addresses[0], "POST", _COMPLETIONS, body=body, headers=self._headers
+                ) as answer,
+            ):
+                if answer.status != 200:
+                    return answer.status, f"HTTP {answer.status}", None
+                reader = _Tokens(self.dialect)
+                await reader.read(answer)
+                said = reader.failure or ("no token came" if not reader.times else "")
+                return (500 if said else 200), said, reader.usage
+        except TimeoutError:
+            return 0, "timeout", None
+        except (OSError, HttpError) as wrong:
+            return 0, _lost(wrong), None
+
+    def body(self, request: Request, prompts: Prompts) -> bytes:
+        """Return what is sent for a request."""
+        dialect = self.dialect
+        prompt: Any = (
+            prompts.ids(request) if dialect.ids else prompts.words(request, dialect.tokens_per_word)
+        )
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": request.output,
+            "temperature": 0,
+            "stream": True,
+        }
+        if dialect.to_the_end:
+            asked |= {"ignore_eos": True, "min_tokens": request.output}
+        if dialect.counted:
+            asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        return json.dumps(asked, separators=(",", ":")).encode()
+
+    async def complete(
+        self, request: Request, body: bytes, *, start: float, server: int = 0
+    ) -> Outcome:
+        """Send a request now, and return what became of it; nothing is raised but a cancellation.
+
+        Parameters
+        ----------
+        request : Request
+        body : bytes
+            Of `body`.
+        start : float
+            When the load began, by `time.perf_counter`.
+        server : int
+            Which of the addresses.
+        """
+        sent = time.perf_counter() - start
+        reader = _Tokens(self.dialect, start)
+        failure = None
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                exchange(
+                    self.addresses[server], "POST", _COMPLETIONS, body=body, headers=self._headers
+                ) as answer,
+            ):
+                if answer.status == 200:
+                    await reader.read(answer)
+                    failure = reader.failure
+                else:
+                    failure = f"HTTP {answer.status}"
+        except TimeoutError:
+            failure = "timeout"
+        except (OSError, HttpError) as wrong:
+            failure = _lost(wrong)
+        times = reader.all_times()
+        if failure is None and (
+            not times or (self.dialect.to_the_end and len(times) < request.output)
+        ):
+            failure = "ended early"
+        return Outcome(request, sent, times, failure)
+
+    async def models(self) -> tuple[str | None, int | None]:
+        """Return the first server's model and how many tokens a request may have, as it tells."""
+        answer = await self.fetch("/v1/models")
+        try:
+            entry = json.loads(answer or b"")["data"][0]
+            most = entry.get("max_model_len")
+            return str(entry["id"]), most if type(most) is int else None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None, None
+
+    async def fetch(self, path: str, server: int = 0, timeout: float = 10.0) -> bytes | None:
+        """Return what a server has at a path; None where it has nothing, or does not answer."""
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                exchange(self.addresses[server], "GET", path, headers=self._headers) as answer,
+            ):
+                return await answer.body() if answer.status == 200 else None
+        except (TimeoutError, OSError, HttpError):
+            return None
+
+
+def _lost(problem: Exception) -> str:
+    if isinstance(problem, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(problem, HttpError) and "HTTP" in str(problem):
+        return "no HTTP answer"
+    return "connection lost"
+
+
+class _Tokens:
+    """Reads a stream of pieces and keeps when each token came."""
+
+    def __init__(self, dialect: Dialect, start: float = 0.0) -> None:
+        self._counted = dialect.counted
+        self._start = start
+        self._written = 0
+        self.times: list[float] = []
+        self.usage: dict[str, Any] | None = None
+        self.failure: str | None = None
+
+    async def read(self, answer: Answer) -> None:
+        """Read until the stream ends."""
+        ended = False
+        async for line in answer.lines():
+            if not line.startswith(b"data:"):
+                continue
+            now = time.perf_counter() - self._start
+            text = line[5:].strip()
+            if text == b"[DONE]":
+                ended = True
+                break
+            try:
+                piece = json.loads(text)
+            except ValueError:
+                self.failure = "damaged answer"
+                return
+            if not isinstance(piece, dict) or "error" in piece:
+                self.failure = "server error"
+                return
+            ended = self._take(piece, now) or ended
+        if not ended:
+            self.failure = "connection lost"
+
+    def _take(self, piece: dict[str, Any], now: float) -> bool:
+        """Count the tokens of a piece; return whether it is the last with tokens."""
+        usage = piece.get("usage")
+        if isinstance(usage, dict):
+            self.usage = usage
+        choices = piece.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(choice, dict):
+            return False
+        reason = choice.get("finish_reason")
+        written = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if self._counted and type(written) is int:
+            self.times += [now] * (written - self._written)
+            self._written = written
+        elif choice.get("text") or reason is None:
+            self.times.append(now)
+        if reason in ("abort", "error"):
+            self.failure = "aborted"
+        return reason is not None
+
+    def all_times(self) -> tuple[float, ...]:
+        """Return a time for each token: as many as the server counted."""
+        total = (self.usage or {}).get("completion_tokens")
+        pieces = len(self.times)
+        if type(total) is not int or not pieces or total <= pieces:
+            return tuple(self.times)
+        return tuple(self.times[place * pieces // total] for place in range(total))

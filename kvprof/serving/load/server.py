@@ -1,0 +1,248 @@
+"""Servers that a load is sent to: those that run already, and one that is started for a method."""
+
+import os
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvprof.child import module_command
+from kvprof.errors import FailedError, LackingError
+from kvprof.leash import Leash
+from kvprof.printable import printable
+from kvprof.scratch import ScratchFolder
+from kvprof.serving.load.http import Address
+
+__all__ = ["Served", "Server", "ServerProcess", "free_port", "serve_command"]
+
+_STOP_SECONDS = 20.0
+_TAIL = 20  # lines of what a server said
+_LACKING = 3
+
+
+class Server(ABC):
+    """One or several addresses at which one method is served.
+
+    Attributes
+    ----------
+    method : str
+    addresses : tuple of Address
+    own : bool
+        Whether it is started here, and so can be stopped.
+    """
+
+    method: str
+    addresses: tuple[Address, ...]
+    own = False
+
+    def start(self) -> None:  # noqa: B027 - one that runs already needs no start
+        """Start it, without waiting until it is ready."""
+
+    @abstractmethod
+    def ended(self) -> str | None:
+        """Return why it has ended, in a line; None while it runs, as far as can be told."""
+
+    def stop(self) -> None:  # noqa: B027 - what was not started here goes on
+        """End it, and give its memory back."""
+
+    def settings(self) -> Mapping[str, str]:
+        """Return what it was started with; no address, no path."""
+        return {}
+
+
+class Served(Server):
+    """Servers that run already."""
+
+    def __init__(self, method: str, addresses: Sequence[Address]) -> None:
+        self.method = method
+        self.addresses = tuple(addresses)
+
+    def ended(self) -> str | None:
+        """Return None: what happens to another's process cannot be told."""
+        return None
+
+
+class ServerProcess(Server):
+    """Servers that are children of this process, and end with it.
+
+    Parameters
+    ----------
+    method : str
+    commands : callable
+        Of a port, returns the command of one server.
+    count : int
+        How many; the n-th sees the n-th share of the GPUs.
+    settings : mapping of str
+    gpus : int
+        Of each server; 0 leaves the environment as it is.
+    """
+
+    own = True
+
+    def __init__(
+        self,
+        method: str,
+        commands: Callable[[int], Sequence[str]],
+        *,
+        count: int = 1,
+        settings: Mapping[str, str] | None = None,
+        gpus: int = 0,
+    ) -> None:
+        self.method = method
+        self._commands = commands
+        self._count = count
+        self._settings = dict(settings or {})
+        self._gpus = gpus
+        self._folder: ScratchFolder | None = None
+        self._running: list[tuple[subprocess.Popen[bytes], Leash, Path]] = []
+        self.addresses = ()
+
+    def settings(self) -> Mapping[str, str]:
+        """Return what it was started with; no address, no path."""
+        return self._settings
+
+    def start(self) -> None:
+        """Start the processes, each on a free port of loopback.
+
+        Raises
+        ------
+        FailedError
+            When one cannot be started.
+        """
+        self._folder = ScratchFolder("load")
+        addresses = []
+        for number in range(self._count):
+            port = free_port()
+            log = Path(self._folder.name) / f"server-{number}.log"
+            leash = Leash()
+            try:
+                with log.open("wb") as out:
+                    child = leash.start(
+                        list(self._commands(port)),
+                        env=self._environment(number),
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            except OSError as problem:
+                raise FailedError(
+                    f"{self.method}: its server cannot be started: {problem.strerror}"
+                ) from problem
+            self._running.append((child, leash, log))
+            addresses.append(Address("127.0.0.1", port))
+        self.addresses = tuple(addresses)
+
+    def ended(self) -> str | None:
+        """Return why one of them has ended, with the last it said; None while all run."""
+        for child, _, log in self._running:
+            if (code := child.poll()) is not None:
+                how = f"was killed (signal {-code})" if code < 0 else f"ended with {code}"
+                said = _last_words(log)
+                return f"{self.method}: its server {how}{': ' + said if said else ''}"
+        return None
+
+    def refused(self) -> bool:
+        """Whether one ended because the machine lacks something (exit code 3)."""
+        return any(child.poll() == _LACKING for child, _, _ in self._running)
+
+    def stop(self) -> None:
+        """End them: as at SIGTERM first, and kill what does not end within seconds."""
+        for child, _, _ in self._running:
+            with suppress(OSError):
+                child.terminate()
+        until = time.monotonic() + _STOP_SECONDS
+        for child, leash, _ in self._running:
+            try:
+                child.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            leash.close()
+        self._running = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def problem(self, said: str) -> FailedError | LackingError:
+        """Return the error for a server that ended before it was ready."""
+        return LackingError(said) if self.refused() else FailedError(said)
+
+    def _environment(self, number: int) -> dict[str, str] | None:
+        if not self._gpus or self._count == 1:
+            return None
+        stated = os.environ.get("CUDA_VISIBLE_DEVICES")
+        known = stated.split(",") if stated else [str(n) for n in range(self._count * self._gpus)]
+        own = known[number * self._gpus : (number + 1) * self._gpus]
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _last_words(log: Path) -> str:
+    """Return the last line of a log that tells an error, or its last line; no more than that."""
+    try:
+        with log.open("rb") as file:
+            lines = deque((line.decode("utf-8", "replace").strip() for line in file), _TAIL)
+    except OSError:
+        return ""
+    said = [line for line in lines if line]
+    errors = [line for line in said if "error" in line.lower()]
+    return printable((errors or said or [""])[-1])[:200]
+
+
+def serve_command(
+    model: str,
+    port: int,
+    *,
+    method: str,
+    plan: str | None = None,
+    rate: float | None = None,
+    memory: int | None = None,
+    tp: int = 1,
+    replicas: int = 1,
+    seed: int = 0,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """Return the command of ``kvprof serve`` for one method.
+
+    Parameters
+    ----------
+    model : str
+    port : int
+        Of loopback.
+    method : str
+    plan : str, optional
+        A saved plan's path, in place of the method.
+    rate : float, optional
+        Share of the cache's bytes that the method is to save.
+    memory : int, optional
+        Bytes of the cache of each GPU; the same for every method.
+    tp, replicas : int
+        GPUs of tensor parallelism, and engines behind the engine's own router.
+    seed : int
+    more : sequence of str
+        For the engine itself.
+    """
+    words = [model, *(("--plan", plan) if plan is not None else ("--methods", method))]
+    words += ["--host", "127.0.0.1", "--port", str(port)]
+    if rate is not None and plan is None and method not in ("full", "fp8"):
+        words += ["--rate", f"{rate:g}"]
+    if memory is not None:
+        words += ["--memory", str(memory)]
+    if tp > 1:
+        words += ["--tp", str(tp)]
+    if replicas > 1:
+        words += ["--replicas", str(replicas)]
+    words += ["--seed", str(seed)]
+    return module_command("kvprof", "serve", *words, *(("--", *more) if more else ()))

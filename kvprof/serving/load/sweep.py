@@ -1,0 +1,419 @@
+"""Rates upwards until the queue grows, method by method, each as events on disk."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.records.events import (
+    Event,
+    LoadRateFinished,
+    LoadRateStarted,
+    LoadRequest,
+    LoadSample,
+    LoadServer,
+    Warned,
+)
+from kvprof.records.journal import Journal
+from kvprof.records.load import ATTAINED, LoadFold, is_within, load_case, rate_row
+from kvprof.serving.load.arrivals import Arrivals
+from kvprof.serving.load.lengths import Lengths, arriving
+from kvprof.serving.load.marks import Marks
+from kvprof.serving.load.requests import Outcome
+from kvprof.serving.load.spans import longest_gap, spans_of
+from kvprof.serving.load.target import LoadTarget
+
+__all__ = ["SweepOptions", "finished_cases", "next_rate", "run_sweep"]
+
+_MOST_RATES = 12  # of auto
+_LEAST_RATES = 4  # downwards, where the first is too much already
+_DIGITS = 2
+#: A client that sends later than this share of the median time to first token is told.
+_LATE = 0.1
+_LATE_SECONDS = 0.005
+_GIVEN_UP = " was given up: "
+
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is asked of every method.
+
+    Attributes
+    ----------
+    lengths : Lengths
+    arrivals : Arrivals
+    rates : tuple of float
+        Requests a second, ascending; empty finds them: from half of what one request at a time
+        gives, doubled until the queue grows.
+    requests : int
+        At each rate.
+    seconds : float or None
+        In place of `requests`: as many as arrive in these.
+    objective : dict
+        As `kvprof.records.load.rate_row` has it.
+    refine : int
+        Further rates, halfway between the largest within and the next beyond.
+    seed : int
+    """
+
+    lengths: Lengths
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    rates: tuple[float, ...] = ()
+    requests: int = 200
+    seconds: float | None = None
+    objective: dict[str, float] = field(default_factory=dict)
+    refine: int = 0
+    seed: int = 0
+
+    def count(self, rate: float) -> int:
+        """Return how many requests arrive at a rate."""
+        return self.requests if self.seconds is None else max(1, math.ceil(rate * self.seconds))
+
+
+def next_rate(
+    rows: Sequence[Mapping[str, Any]], options: SweepOptions, first: float | None
+) -> float | None:
+    """Return the rate to be measured next; None where there is nothing left to find out.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Rates of the method that are complete, as `kvprof.records.load.rate_row` gives them.
+    options : SweepOptions
+    first : float or None
+        Where to begin when the rates are to be found.
+    """
+    known = sorted(rows, key=lambda row: row["rate"])
+    measured = [row["rate"] for row in known]
+    share = options.objective.get("share", ATTAINED)
+    within = [row["rate"] for row in known if is_within(row, share)]
+    grown = [row["rate"] for row in known if row["grows"] is True]
+    if options.rates:
+        for rate in options.rates:
+            if grown and rate > min(grown):
+                break
+            if rate not in measured:
+                return rate
+    elif not known:
+        return first
+    elif not within and len(known) <= _LEAST_RATES:
+        return _rounded(measured[0] / 2)
+    elif not grown and within and len(known) < _MOST_RATES:
+        return _rounded(measured[-1] * 2)
+    return _between(known, measured, within, options, share)
+
+
+def _between(
+    known: Sequence[Mapping[str, Any]],
+    measured: Sequence[float],
+    within: Sequence[float],
+    options: SweepOptions,
+    share: float,
+) -> float | None:
+    beyond = [row["rate"] for row in known if not is_within(row, share)]
+    edge = min(beyond, default=None)
+    below = [rate for rate in within if edge is not None and rate < edge]
+    # What was asked for stands in the list, or on the ladder of doublings.
+    ladder = options.rates or _ladder(measured)
+    halved = sum(rate not in ladder for rate in measured)
+    if edge is None or not below or halved >= options.refine:
+        return None
+    middle = _rounded((max(below) + edge) / 2, digits=_DIGITS + 1)
+    return None if middle in measured else middle
+
+
+def _ladder(measured: Sequence[float]) -> set[float]:
+    """Return the measured rates that come from each other by doubling, from the smallest."""
+    found, rate = set(), measured[0]
+    while rate <= measured[-1] * 1.001:
+        found.add(rate)
+        rate = _rounded(rate * 2)
+    return found
+
+
+def _rounded(rate: float, digits: int = _DIGITS) -> float:
+    return float(f"{rate:.{digits}g}")
+
+
+def finished_cases(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Return the events of every case of an earlier run that is complete, by its name.
+
+    Parameters
+    ----------
+    events : iterable of Event
+        In the order of the journal.
+    """
+    found: dict[str, list[Event]] = {}
+    complete: set[str] = set()
+    for event in events:
+        if isinstance(event, LoadRateStarted):
+            found[event.case] = []
+            complete.discard(event.case)
+        if isinstance(event, LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished):
+            found[event.case].append(event)
+        if isinstance(event, LoadRateFinished) and event.complete:
+            complete.add(event.case)
+    return {case: own for case, own in found.items() if case in complete}
+
+
+def run_sweep(
+    targets: Sequence[LoadTarget],
+    options: SweepOptions,
+    journal: Journal,
+    *,
+    stop: Stop = lambda: False,
+    earlier: Sequence[Event] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[bool, list[KvprofError]]:
+    """Measure every method at every rate; each event is on disk as it happens.
+
+    Parameters
+    ----------
+    targets : sequence of LoadTarget
+        The baseline first: its first rate is everyone's where rates are to be found.
+    options : SweepOptions
+    journal : Journal
+        Open, with its run started.
+    stop : callable
+        Whether to end; the rate under way is given up.
+    earlier : sequence of Event
+        Of an interrupted run of the same options: rates that it completed are not measured again.
+    progress : callable
+        Told in a line what is under way.
+
+    Returns
+    -------
+    (bool, list of KvprofError)
+        Whether everything was measured, and what went wrong.
+    """
+    return _Sweep(options, journal, stop, progress).run(targets, earlier)
+
+
+class _Sweep:
+    def __init__(
+        self, options: SweepOptions, journal: Journal, stop: Stop, progress: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._journal = journal
+        self._stop = stop
+        self._progress = progress
+        self._fold = LoadFold()
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._first: float | None = None
+        self._problems: list[KvprofError] = []
+        self._said: set[str] = set()
+
+    def run(
+        self, targets: Sequence[LoadTarget], earlier: Sequence[Event]
+    ) -> tuple[bool, list[KvprofError]]:
+        cases = finished_cases(earlier)
+        servers = {one.method: one for one in earlier if isinstance(one, LoadServer)}
+        complete = True
+        for event in earlier:
+            if isinstance(event, Warned) and _GIVEN_UP not in event.message:
+                self._emit(event)
+        for target in targets:
+            method = target.method
+            self._rows[method] = []
+            again = [own for own in cases.values() if _started(own).method == method]
+            if again and method in servers:
+                self._emit(servers[method])
+            for own in again:
+                for event in own:
+                    self._emit(event)
+                self._judge(_started(own).case)
+            if again and self._first is None:
+                self._first = min(row["rate"] for row in self._rows[method])
+            complete = self._method(target, bool(again)) and complete
+            if self._stop():
+                return False, self._problems
+        return complete, self._problems
+
+    def _method(self, target: LoadTarget, began: bool) -> bool:
+        """Measure a method's rates; return whether all of them were."""
+        method = target.method
+        rows = self._rows[method]
+        if began and next_rate(rows, self._options, self._first) is None:
+            return True
+        try:
+            opened = self._open(target)
+            if opened is None:
+                return False
+            while (rate := next_rate(rows, self._options, self._first)) is not None:
+                if not self._rate(target, rate):
+                    return False
+        except UsageError:
+            raise
+        except KvprofError as problem:
+            self._problems.append(problem)
+            self._emit(Warned(self._journal.now(), f"{method}{_GIVEN_UP}{problem}"))
+            return False
+        finally:
+            target.close()
+        return True
+
+    def _open(self, target: LoadTarget) -> LoadServer | None:
+        self._progress(f"{target.method}: waiting for its server")
+        began = self._journal.now()
+        opened = target.open(self._stop)
+        if self._stop():
+            return None
+        now = self._journal.now()
+        event = LoadServer(
+            now,
+            target.method,
+            now - began,
+            opened.servers,
+            opened.engine,
+            opened.cache_tokens,
+            opened.cache_bytes,
+            opened.settings,
+        )
+        self._emit(event)
+        for said in opened.warnings:
+            self._emit(Warned(now, said))
+        self._refuse_long(target.method, opened.longest)
+        one = self._options.lengths.draw(1, self._options.seed)[0]
+        self._progress(f"{target.method}: one request alone")
+        seconds = target.alone(one)
+        if seconds is None:
+            raise FailedError(f"{target.method}: a request by itself is not answered")
+        if self._first is None:
+            self._first = _rounded(0.5 / seconds, digits=1)
+        return event
+
+    def _refuse_long(self, method: str, longest: int | None) -> None:
+        """Refuse requests that a server would refuse, before any is sent."""
+        if longest is None:
+            return
+        drawn = self._options.lengths.draw(
+            self._options.count(max(self._options.rates, default=1)), self._options.seed
+        )
+        most = max(one.prompt + one.output for one in drawn)
+        if most > longest:
+            raise UsageError(
+                f"--lengths {self._options.lengths.name} has a request of {most:,} tokens, and "
+                f"{method}'s server takes at most {longest:,}; take shorter ones, or serve longer"
+            )
+
+    def _rate(self, target: LoadTarget, rate: float) -> bool:
+        """Measure one rate; return whether the method can go on."""
+        options = self._options
+        requests = arriving(
+            options.lengths, options.arrivals, rate, options.count(rate), options.seed
+        )
+        case = load_case(target.method, rate)
+        seconds = requests[-1].arrival
+        self._progress(f"{case}: {len(requests):,} requests in {seconds:.0f} s")
+        self._emit(
+            LoadRateStarted(self._journal.now(), case, target.method, rate, len(requests), seconds)
+        )
+        watch = _Watch(self, case)
+        ran = target.run(requests, watch, self._stop)
+        self._emit(
+            LoadRateFinished(
+                self._journal.now(),
+                case,
+                ran.reason is None,
+                ran.reason,
+                ran.engine,
+                spans_of(watch.outcomes),
+            )
+        )
+        if ran.reason is not None:
+            if ran.gone:
+                raise FailedError(ran.reason)
+            return False
+        row = self._judge(case)
+        if row["failed"] == row["requests"]:
+            kinds = ", ".join(row["failures"])
+            raise FailedError(f"{case}: every request failed ({kinds})")
+        self._tell_lateness(row)
+        return True
+
+    def _judge(self, case: str) -> dict[str, Any]:
+        held = self._fold.cases[case]
+        row = rate_row(held, self._options.objective)
+        self._rows[held.started.method].append(row)
+        return row
+
+    def _tell_lateness(self, row: Mapping[str, Any]) -> None:
+        late, first = row["lateness_seconds"]["p99"], row["ttft_seconds"]["p50"]
+        if late is not None and first is not None and late > max(_LATE_SECONDS, _LATE * first):
+            self._emit(
+                Warned(
+                    self._journal.now(),
+                    f"{row['case']}: the client sent requests late, one in a hundred by more than "
+                    f"{late * 1e3:.0f} ms: times count from when they should have been sent",
+                )
+            )
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, Warned):
+            if event.message in self._said:
+                return
+            self._said.add(event.message)
+        event = replace(event, time=self._journal.now())
+        self._journal.emit(event)
+        if isinstance(
+            event, LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished
+        ):
+            self._fold.add(event)
+
+
+class _Watch:
+    """Makes events of what a target tells."""
+
+    def __init__(self, sweep: _Sweep, case: str) -> None:
+        self._sweep = sweep
+        self._case = case
+        self._preempted: float | None = None
+        self.outcomes: list[Outcome] = []
+
+    def outcome(self, outcome: Outcome, server: int) -> None:
+        self.outcomes.append(outcome)
+        request = outcome.request
+        self._sweep._emit(
+            LoadRequest(
+                0.0,
+                self._case,
+                request.number,
+                request.arrival,
+                outcome.sent,
+                request.prompt,
+                request.output,
+                outcome.tokens[0] if outcome.tokens else None,
+                outcome.tokens[-1] if outcome.tokens else None,
+                len(outcome.tokens),
+                longest_gap(outcome),
+                outcome.failure,
+                server,
+            )
+        )
+
+    def sample(self, at: float, sent: int, marks: Marks | None) -> None:
+        preemptions = None
+        if marks is not None and (total := marks.totals.get("preemptions")) is not None:
+            self._preempted = total if self._preempted is None else self._preempted
+            preemptions = max(0, round(total - self._preempted))
+        self._sweep._emit(
+            LoadSample(
+                0.0,
+                self._case,
+                at,
+                sent,
+                marks.running if marks is not None else None,
+                marks.waiting if marks is not None else None,
+                marks.cache if marks is not None else None,
+                preemptions,
+            )
+        )
+
+
+def _started(events: Sequence[Event]) -> LoadRateStarted:
+    started = events[0]
+    assert isinstance(started, LoadRateStarted)
+    return started

@@ -1,0 +1,351 @@
+"""What a load is sent to: one method at one or several servers, or the simulator in their place."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvprof.errors import FailedError, KvprofError
+from kvprof.serving.load.client import Client, Prompts
+from kvprof.serving.load.marks import Marks, added, difference, engine_name, parse_marks
+from kvprof.serving.load.requests import Outcome, Request
+from kvprof.serving.load.server import Server, ServerProcess
+
+__all__ = ["ROUTERS", "LoadTarget", "Opened", "Ran", "ServedTarget", "Watch"]
+
+ROUTERS = ("shortest-queue", "round-robin")
+
+_TICK = 0.2  # seconds between two looks at whether to stop
+_SAMPLES = 200  # of a rate, but no more often than every tick
+_AHEAD = 16  # requests whose prompts are ready before they are due
+_GRACE = 1.0  # seconds for connections to notice that their server has gone
+_REFUSED = 10  # in a row: nobody is there any more
+_LOST = ("connection refused", "connection lost")
+
+
+@dataclass
+class Opened:
+    """What is known of a target once it is ready; see `kvprof.records.events.LoadServer`."""
+
+    servers: int = 1
+    engine: str | None = None
+    cache_tokens: int | None = None
+    cache_bytes: int | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    longest: int | None = None  # tokens that a request may have, prompt and output
+
+
+class Watch(Protocol):
+    """Is told what happens while a load runs."""
+
+    def outcome(self, outcome: Outcome, server: int) -> None:
+        """Take a request that has ended or failed."""
+
+    def sample(self, at: float, sent: int, marks: Marks | None) -> None:
+        """Take the state at a moment; `sent` have not ended, as the client sees it."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a load as a whole.
+
+    Attributes
+    ----------
+    reason : str or None
+        Why it is not complete.
+    engine : dict of float
+        See `kvprof.records.events.LoadRateFinished`.
+    gone : bool
+        Whether the target answers no more.
+    """
+
+    reason: str | None = None
+    engine: dict[str, float] = field(default_factory=dict)
+    gone: bool = False
+
+
+class LoadTarget(Protocol):
+    """What serves the requests of one method."""
+
+    method: str
+
+    def open(self, stop: Callable[[], bool]) -> Opened:
+        """Start it, and wait until it is ready.
+
+        Raises
+        ------
+        KvprofError
+            When it cannot be.
+        """
+
+    def alone(self, request: Request) -> float | None:
+        """Serve one request by itself; return its seconds, None where it fails."""
+
+    def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
+        """Serve requests that arrive at their times, and tell `watch` what becomes of them."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class ServedTarget:
+    """A method behind an OpenAI-compatible server.
+
+    Parameters
+    ----------
+    server : Server
+    model : str or None
+        As the server calls it; None asks it.
+    key : str or None
+        Of the server.
+    timeout : float
+        Seconds of a request.
+    ready : float
+        Seconds that a server may take to be ready.
+    router : str
+        Of `ROUTERS`: how the client spreads requests over several addresses.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        model: str | None = None,
+        key: str | None = None,
+        timeout: float = 600.0,
+        ready: float = 900.0,
+        router: str = "shortest-queue",
+    ) -> None:
+        self.method = server.method
+        self._server = server
+        self._model = model
+        self._key = key
+        self._timeout = timeout
+        self._ready = ready
+        self._router = router
+        self._client: Client | None = None
+
+    def open(self, stop: Callable[[], bool]) -> Opened:
+        """Start the server, wait until it answers, and find out what it takes.
+
+        Raises
+        ------
+        KvprofError
+            When it ends, does not answer in time, or answers no completion.
+        """
+        self._server.start()
+        return asyncio.run(self._opened(stop))
+
+    async def _opened(self, stop: Callable[[], bool]) -> Opened:
+        client = self._new_client(self._model or "")
+        until = time.monotonic() + self._ready
+        name, longest = await client.models()
+        while name is None:
+            if (said := self._server.ended()) is not None:
+                raise self._problem(said)
+            if not self._server.own or stop():
+                break
+            if time.monotonic() > until:
+                raise FailedError(
+                    f"{self.method}: its server is not ready after {self._ready:.0f} s"
+                )
+            await asyncio.sleep(_TICK)
+            name, longest = await client.models()
+        if stop():
+            return Opened(servers=len(self._server.addresses))
+        for number in range(1, len(self._server.addresses)):
+            await self._wait_for(client, number, until, stop)
+        if self._model is None and name is None:
+            raise FailedError(
+                f"{self.method}: the server names no model at /v1/models; name one with "
+                "--served-model"
+            )
+        client.model = self._model or name or ""
+        dialect = await client.find_dialect()
+        texts = [await client.fetch("/metrics", n) for n in range(len(self._server.addresses))]
+        marks = added([parse_marks(text) if text else None for text in texts])
+        engine = next((engine_name(text) for text in texts if text), None)
+        version = await client.fetch("/version")
+        warnings = dialect.lacks()
+        if marks is None:
+            warnings.append(
+                "the server tells no marks at /metrics: what runs and waits, the cache's use, "
+                "preemptions and where a request's time goes are not known"
+            )
+        self._client = client
+        return Opened(
+            servers=len(self._server.addresses),
+            engine=_with_version(engine, version),
+            cache_tokens=marks.cache_tokens if marks is not None else None,
+            cache_bytes=marks.cache_bytes if marks is not None else None,
+            settings=dict(self._server.settings()),
+            warnings=[f"{self.method}: {one}" for one in warnings],
+            longest=longest,
+        )
+
+    async def _wait_for(
+        self, client: Client, number: int, until: float, stop: Callable[[], bool]
+    ) -> None:
+        while await client.fetch("/v1/models", number) is None:
+            if (said := self._server.ended()) is not None:
+                raise self._problem(said)
+            if not self._server.own or time.monotonic() > until:
+                raise FailedError(f"{self.method}: server {number + 1} does not answer")
+            if stop():
+                return
+            await asyncio.sleep(_TICK)
+
+    def _problem(self, said: str) -> KvprofError:
+        if isinstance(self._server, ServerProcess):
+            return self._server.problem(said)
+        return FailedError(said)
+
+    def _new_client(self, model: str) -> Client:
+        return Client(self._server.addresses, model, key=self._key, timeout=self._timeout)
+
+    def alone(self, request: Request) -> float | None:
+        """Serve one request by itself on every server; return the longest time, or None."""
+        client = self._opened_client()
+        prompts = Prompts()
+
+        async def ask() -> float | None:
+            found = 0.0
+            for number in range(len(client.addresses)):
+                start = time.perf_counter()
+                body = client.body(request, prompts)
+                outcome = await client.complete(request, body, start=start, server=number)
+                if outcome.failure is not None or not outcome.tokens:
+                    return None
+                found = max(found, outcome.tokens[-1] - outcome.sent)
+            return found
+
+        return asyncio.run(ask())
+
+    def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
+        """Send requests at their times, each on a connection of its own."""
+        return asyncio.run(
+            _Running(self._opened_client(), self._server, self._router).run(requests, watch, stop)
+        )
+
+    def close(self) -> None:
+        """Stop the server, where it was started here."""
+        self._server.stop()
+
+    def _opened_client(self) -> Client:
+        if self._client is None:
+            raise RuntimeError("the target is not open")
+        return self._client
+
+
+class _Running:
+    """One load on its way."""
+
+    def __init__(self, client: Client, server: Server, router: str) -> None:
+        self._client = client
+        self._server = server
+        self._router = router
+        self._in_flight = [0] * len(client.addresses)
+        self._turn = 0
+        self._refused = 0
+        self._start = 0.0
+
+    async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
+        before = await self._marks()
+        bodies: asyncio.Queue[bytes] = asyncio.Queue(_AHEAD)
+        making = asyncio.create_task(self._make(requests, bodies))
+        first = [await bodies.get()]  # before the clock starts
+        self._start = time.perf_counter()
+        every = max(_TICK, (requests[-1].arrival if requests else 0.0) / _SAMPLES)
+        sampling = asyncio.create_task(self._sample(every, watch))
+        tasks: set[asyncio.Task[None]] = set()
+        reason = None
+        try:
+            for request in requests:
+                body = first.pop() if first else await bodies.get()
+                if (reason := await self._due(request, stop)) is not None:
+                    break
+                server = self._route()
+                self._in_flight[server] += 1
+                tasks.add(asyncio.create_task(self._one(request, body, server, watch)))
+                tasks = {task for task in tasks if not task.done()}
+            while tasks and reason is None:
+                _, tasks = await asyncio.wait(tasks, timeout=_TICK)
+                reason = self._why_stop(stop)
+            gone = reason is not None and not stop()
+            if tasks and gone:  # what was lost is counted as lost
+                _, tasks = await asyncio.wait(tasks, timeout=_GRACE)
+        finally:
+            for task in (making, sampling, *tasks):
+                task.cancel()
+            await asyncio.gather(making, sampling, *tasks, return_exceptions=True)
+        after = None if gone else await self._marks()
+        return Ran(reason, difference(before, after), gone)
+
+    async def _make(self, requests: Sequence[Request], bodies: "asyncio.Queue[bytes]") -> None:
+        """Write prompts before they are due, beside the loop that waits for tokens."""
+        prompts = Prompts()
+        for request in requests:
+            await bodies.put(await asyncio.to_thread(self._client.body, request, prompts))
+
+    async def _due(self, request: Request, stop: Callable[[], bool]) -> str | None:
+        """Wait for a request's time; return why it shall not be sent any more."""
+        while True:
+            if (reason := self._why_stop(stop)) is not None:
+                return reason
+            left = request.arrival - self._now()
+            if left <= 0:
+                return None
+            await asyncio.sleep(min(left, _TICK))
+
+    def _why_stop(self, stop: Callable[[], bool]) -> str | None:
+        if stop():
+            return "interrupted"
+        if (said := self._server.ended()) is not None:
+            return said
+        if self._refused >= _REFUSED:
+            return f"{self._server.method}: nobody answers any more"
+        return None
+
+    def _route(self) -> int:
+        count = len(self._in_flight)
+        turns = [(self._turn + n) % count for n in range(count)]
+        if self._router == "round-robin":
+            server = turns[0]
+        else:
+            server = min(turns, key=lambda n: self._in_flight[n])
+        self._turn = (server + 1) % count
+        return server
+
+    async def _one(self, request: Request, body: bytes, server: int, watch: Watch) -> None:
+        outcome = await self._client.complete(request, body, start=self._start, server=server)
+        self._in_flight[server] -= 1
+        self._refused = self._refused + 1 if outcome.failure in _LOST else 0
+        watch.outcome(outcome, server)
+
+    async def _sample(self, every: float, watch: Watch) -> None:
+        while True:
+            marks = await self._marks()
+            watch.sample(self._now(), sum(self._in_flight), marks)
+            await asyncio.sleep(every)
+
+    async def _marks(self) -> Marks | None:
+        texts = await asyncio.gather(
+            *(self._client.fetch("/metrics", n) for n in range(len(self._in_flight)))
+        )
+        return added([parse_marks(text) if text else None for text in texts])
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _with_version(engine: str | None, answer: bytes | None) -> str | None:
+    version = ""
+    if answer:
+        import json
+
+        with suppress(ValueError, AttributeError):
+            version = str(json.loads(answer).get("version", ""))[:40]
+    return f"{engine or 'an engine'} {version}" if version else engine

@@ -1,0 +1,475 @@
+"""The report of ``kvprof bench --load``: what rate each method serves, and how fast, by rate."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from kvprof.sizes import format_bytes
+from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
+from kvprof.views.numbers import MISSING, count, duration, interval, number, percent, unit_of
+from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
+from kvprof.views.plot import Series
+from kvprof.views.tables import DataTable, SplitTable, columns
+
+__all__ = ["figure", "report", "to_csv"]
+
+_LATENCIES = {
+    "normalised_latency_seconds": "latency per token",
+    "ttft_seconds": "TTFT",
+    "tbt_seconds": "TBT",
+    "longest_gap_seconds": "longest gap",
+}
+_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+_PANEL = (4.4, 3.2)  # inches
+
+Row = Mapping[str, Any]
+
+
+def report(
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+) -> RenderableType:
+    """Return the report of a load.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``load``.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    """
+    data, inputs = result["data"], result["inputs"]
+    verdicts = [_verdict(method, data) for method in data["methods"]]
+    body: list[RenderableType] = [bullets(verdicts[1:])] if len(verdicts) > 1 else []
+    for method in data["methods"]:
+        rows = _rows(data, method["method"])
+        if rows:
+            body += _method(method, rows, data)
+    body += _paying(data)
+    missing = list(_missing(data))
+    if missing:
+        body += [heading("Not measured"), bullets(missing)]
+    return framed(
+        result,
+        body,
+        answer=verdicts[0] if verdicts else "",
+        cautions=_cautions(data),
+        notes=_notes(data),
+        measured_with=_measured_with(data, inputs),
+        width=width,
+        colour=colour,
+    )
+
+
+def _rows(data: Mapping[str, Any], method: str) -> list[Row]:
+    return [row for row in data["rates"] if row["method"] == method]
+
+
+# --- What each method serves, in a sentence.
+
+
+def _verdict(method: Row, data: Mapping[str, Any]) -> str:
+    name = method["method"]
+    if not _rows(data, name):
+        return f"{name}: nothing was measured"
+    own = _served(method)
+    if name == data["baseline"] or method["ratio"] is None:
+        return f"{name} serves {own}"
+    return f"{name} serves {_ratio(method)} of what {data['baseline']} serves: {own}"
+
+
+def _ratio(method: Row) -> str:
+    low, high = method["ratio_interval"] or (None, None)
+    if low is not None and high is not None:
+        return f"{method['ratio']:.2f} times [{low:.2f}, {high:.2f}]"
+    known = [f"at least {low:.2f}"] if low is not None else []
+    known += [f"at most {high:.2f}"] if high is not None else []
+    return f"{method['ratio']:.2f} times ({' and '.join(known) or 'no end of that is known'})"
+
+
+def _served(method: Row) -> str:
+    low, high = method["largest_rate_interval"]
+    if method["largest_rate"] is None:
+        said = "no rate that was measured" if method["limited_by"] else "no rate that is complete"
+        return said + (f"; less than {high:g} a second" if high is not None else "")
+    bounds = f"surely {low:g}" if low is not None else "no rate surely"
+    bounds += f", surely less than {high:g}" if high is not None else ", no end was seen"
+    why = {
+        "queue": "above it the queue grows",
+        "objective": "above it too few requests are within the objective",
+    }.get(method["limited_by"], "every rate that was measured")
+    return f"{method['largest_rate']:g} requests a second ({bounds}; {why})"
+
+
+def _cautions(data: Mapping[str, Any]) -> list[str]:
+    said = []
+    if failed := [row for row in data["rates"] if row["failed"]]:
+        said += [
+            f"{row['case']}: {row['failed']:,} of {row['requests']:,} requests failed ("
+            + ", ".join(f"{kind}: {n:,}" for kind, n in row["failures"].items())
+            + ")"
+            for row in failed
+        ]
+    said += [
+        f"{row['case']} is not complete: {row['reason']}"
+        for row in data["rates"]
+        if not row["complete"]
+    ]
+    return said
+
+
+# --- Tables of one method.
+
+
+def _method(method: Row, rows: Sequence[Row], data: Mapping[str, Any]) -> list[RenderableType]:
+    objective = bool(_limits(data["objective"]))
+    parts: list[RenderableType] = [heading(f"{method['method']} by rate")]
+    units = {
+        name: unit_of(row[name]["p99"] or row[name]["mean"] for row in rows) for name in _LATENCIES
+    }
+    titles = ["requests/s"]
+    for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
+        said, unit = _LATENCIES[name], units[name][1]
+        titles += [f"{said} {unit}", "p50", "p99"]
+    last = ["tokens/s", *(["within"] if objective else []), "queue"]
+    cells = []
+    for row in rows:
+        line = [f"{row['rate']:g}"]
+        for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
+            line += _latency(row[name], units[name][0])
+        line.append(number(row["tokens_per_s"]))
+        if objective:
+            line.append(percent(row["attained_share"], 0))
+        line.append(_queue(row))
+        cells.append(line)
+    parts.append(
+        SplitTable(columns("requests/s", figures=[*titles[1:], *last]), cells, (3, 3, 3, len(last)))
+    )
+    parts += [Text(), _state(rows)]
+    if any(row["parts"] for row in rows):
+        parts += [Text(), _where(rows)]
+    if method["fit"] is not None:
+        parts += [Text(), bullets([_fit(method["fit"])])]
+    return parts
+
+
+def _latency(found: Row, factor: float) -> list[str]:
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else value * factor
+
+    bounds = found["mean_interval"]
+    mean = interval(
+        scaled(found["mean"]), None if bounds is None else [scaled(one) for one in bounds]
+    )
+    return [mean, number(scaled(found["p50"])), number(scaled(found["p99"]))]
+
+
+def _queue(row: Row) -> str:
+    return {True: "grows", False: "steady"}.get(row["grows"], "open")
+
+
+def _state(rows: Sequence[Row]) -> RenderableType:
+    """Return what the servers were busy with, rate by rate."""
+    titles = ("running", "waiting", "most", "cache used", "most", "preempted", "failed", "late p99")
+    cells = [
+        [
+            f"{row['rate']:g}",
+            _level(row["running"], "mean", number),
+            _level(row["waiting"], "mean", number),
+            _level(row["waiting"], "most", number),
+            _level(row["cache_share"], "mean", percent),
+            _level(row["cache_share"], "most", percent),
+            MISSING if row["preemptions"] is None else f"{row['preemptions']:,}",
+            f"{row['failed']:,}",
+            duration(row["lateness_seconds"]["p99"]),
+        ]
+        for row in rows
+    ]
+    return SplitTable(columns("requests/s", figures=titles), cells, (3, 2, 3))
+
+
+def _level(level: Row | None, name: str, write: Callable[[float], str]) -> str:
+    return MISSING if level is None else write(level[name])
+
+
+def _where(rows: Sequence[Row]) -> RenderableType:
+    """Return where a request's time goes, by the engine's own marks."""
+    names = ("waiting", "prefill", "decode", "elsewhere", "end_to_end")
+    titles = ["waiting", "prefill", "decode", "elsewhere", "all", "preemptions"]
+    cells = []
+    for row in rows:
+        parts = row["parts"] or {}
+        often = parts.get("preemptions_per_request")
+        cells.append(
+            [
+                f"{row['rate']:g}",
+                *(duration(parts.get(f"{name}_seconds")) for name in names),
+                MISSING if often is None else f"{often:.2f}",
+            ]
+        )
+    return DataTable(
+        columns("requests/s", figures=titles),
+        cells,
+        title="Where a request's time goes, mean by the engine's own marks",
+    )
+
+
+def _fit(fit: Row) -> str:
+    """Say the line through the steps: what a token costs, and each thing it grows with."""
+    said = [
+        f"a token costs {_seconds(fit['intercept_seconds'], fit['intercept_seconds_interval'])}"
+    ]
+    words = {
+        "context": ("1,000 tokens held", 1000.0),
+        "batch": ("request that decodes", 1.0),
+        "prefill": ("1,000 prompt tokens read beside it", 1000.0),
+    }
+    for name, found in fit["slopes"].items():
+        what, factor = words[name]
+        bounds = found["seconds_interval"]
+        scaled = None if bounds is None else [one * factor for one in bounds]
+        said.append(f"{_seconds(found['seconds'] * factor, scaled)} for each {what}")
+    left = f"; {' and '.join(fit['left_out'])} did not vary by itself" if fit["left_out"] else ""
+    return f"{', and '.join((said[0], ', '.join(said[1:]))) if said[1:] else said[0]}{left}"
+
+
+def _seconds(value: float, bounds: Sequence[float] | None) -> str:
+    factor, unit = unit_of([value])
+    scaled = None if bounds is None else [one * factor for one in bounds]
+    return f"{interval(value * factor, scaled)} {unit}"
+
+
+# --- From where on a method pays.
+
+
+def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
+    lines = []
+    for method in data["methods"]:
+        pays = method["pays"]
+        if pays is None or not pays["ratios"]:
+            continue
+        name, base = method["method"], data["baseline"]
+        rate = pays["from_rate"]
+        ratios = ", ".join(
+            f"{interval(one['ratio'], one['interval'])} at {one['rate']:g}/s"
+            for one in pays["ratios"]
+        )
+        said = (
+            f"is faster than {base} from {rate:g} requests a second on"
+            if rate is not None
+            else f"is surely faster than {base} at no rate from which on it stays so"
+        )
+        lines.append(f"{name} {said}; latency per token over {base}'s: {ratios}")
+        lines += [_context(name, base, one) for one in pays["contexts"]]
+    return [heading("From where on it pays"), bullets(lines)] if lines else []
+
+
+def _context(name: str, base: str, found: Row) -> str:
+    batch = f"{found['batch']:g} request{'s' if found['batch'] != 1 else ''} at once"
+    sure = "" if found["certain"] is None else f" ({percent(found['certain'], 0)} of resamples)"
+    if found["pays"] in ("always", "never"):
+        return f"{name}'s steps, {batch}: {found['pays']} shorter than {base}'s{sure}"
+    if found["context"] is None:
+        return f"{name}'s steps, {batch}: whether they are shorter than {base}'s is unclear"
+    word = "from" if found["pays"] == "from" else "up to"
+    beyond = "" if found["seen"] else "; such contexts were not measured, the lines are drawn on"
+    tokens = f"{found['context']:,.0f}"
+    if found["interval"] is not None:
+        low, high = found["interval"]
+        tokens += f" [{low:,.0f}, {high:,.0f}]"
+    return f"{name}'s steps, {batch}: shorter than {base}'s {word} {tokens} tokens{sure}{beyond}"
+
+
+# --- What a reader must know.
+
+
+def _missing(data: Mapping[str, Any]) -> Iterator[str]:
+    rates = data["rates"]
+    if rates and all(row["cache_share"] is None for row in rates):
+        yield "the cache's use: no server told it"
+    if rates and all(row["preemptions"] is None for row in rates):
+        yield "preemptions: no server told them"
+    if rates and all(row["parts"] is None for row in rates):
+        yield "where a request's time goes: no server told its marks"
+    elif rates:
+        yield (
+            "how long preempted requests waited: engines count preemptions and do not time them; "
+            "it lies in prefill and decode"
+        )
+    if not _limits(data["objective"]):
+        yield "requests within an objective: none was named (--slo ttft=2s,tbt=50ms)"
+    for method in data["methods"]:
+        rows = _rows(data, method["method"])
+        if rows and method["fit"] is None:
+            yield f"{method['method']}: what a token's time grows with; too few tokens came"
+        if untold := [
+            f"{row['rate']:g}" for row in rows if row["complete"] and row["grows"] is None
+        ]:
+            yield (
+                f"{method['method']}: whether the queue grows at {', '.join(untold)} requests a "
+                "second; more requests (--requests) would tell"
+            )
+
+
+def _notes(data: Mapping[str, Any]) -> list[str]:
+    notes = [
+        "latency per token: from a request's arrival to its last token, over the tokens written "
+        "(normalised latency); TTFT: from its arrival to its first token; TBT: its mean time "
+        "between tokens; means with 95 % intervals by blocks of neighbouring requests",
+        "counted are requests that arrived in the window: without the first and last tenth, and "
+        "not before a first request has ended",
+        "the queue grows where surely more requests arrive than are completed; it is steady where "
+        "late in the window no more were in the system than early; else that is open",
+    ]
+    if (limits := _limits(data["objective"])) and data["rates"]:
+        share = data["rates"][0].get("objective_share")
+        notes.append(
+            f"within: requests that keep {limits}; a rate is within where {percent(share, 0)} of "
+            "its requests are"
+        )
+    if data["mode"] == "simulated":
+        notes.append("nothing was served: times are simulated from measured parts of a step")
+    return notes
+
+
+def _limits(objective: Mapping[str, Any]) -> str:
+    words = {
+        "ttft_seconds": "TTFT",
+        "tbt_seconds": "TBT",
+        "normalised_latency_seconds": "latency per token",
+    }
+    return ", ".join(
+        f"{said} ≤ {duration(objective[name])}" for name, said in words.items() if name in objective
+    )
+
+
+def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    cache = [
+        f"{method['method']}: "
+        + ", ".join(
+            part
+            for part in (
+                f"{count(method['cache_tokens'])} tokens" if method["cache_tokens"] else "",
+                format_bytes(method["cache_bytes"]) if method["cache_bytes"] else "",
+            )
+            if part
+        )
+        for method in data["methods"]
+        if method["cache_tokens"] or method["cache_bytes"]
+    ]
+    engines = dict.fromkeys(m["engine"] for m in data["methods"] if m["engine"])
+    lengths = inputs.get("lengths", {})
+    return {
+        "model": data["shape"].get("name"),
+        "engine": ", ".join(engines) or None,
+        "servers": {
+            "served": "started for it, one method after the other",
+            "url": "ran already",
+            "simulated": "none: simulated",
+        }.get(data["mode"]),
+        "lengths": lengths.get("name"),
+        "arrivals": inputs.get("arrivals"),
+        "memory of the cache": format_bytes(inputs["memory"]) if inputs.get("memory") else None,
+        "replicas": inputs.get("replicas") if (inputs.get("replicas") or 1) > 1 else None,
+        "router": inputs.get("router") if (inputs.get("replicas") or 1) > 1 else None,
+        "tensor parallelism": inputs.get("tp") if (inputs.get("tp") or 1) > 1 else None,
+        "cache": "; ".join(cache) or None,
+        "seed": inputs.get("seed"),
+    }
+
+
+# --- CSV and figure.
+
+
+def to_csv(result: Mapping[str, Any]) -> str:
+    """Return a row per method and rate.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``load``.
+    """
+    rows = []
+    for row in result["data"]["rates"]:
+        line: dict[str, Any] = {
+            name: row[name]
+            for name in (
+                "method", "rate", "complete", "requests", "counted", "failed", "arrived_per_s",
+                "completed_per_s", "tokens_per_s", "growth_per_s",
+            )
+        }  # fmt: skip
+        line |= ends("growth_per_s", row["growth_per_s_interval"])
+        line |= {"grows": row["grows"], "attained_share": row["attained_share"]}
+        line |= ends("attained_share", row["attained_share_interval"])
+        line |= {"goodput_per_s": row["goodput_per_s"], "preemptions": row["preemptions"]}
+        for name in ("cache_share", "running", "waiting"):
+            level = row[name] or {}
+            line |= {f"{name}_{which}": level.get(which) for which in ("mean", "most")}
+        for name in _LATENCIES:
+            for statistic in _STATISTICS:
+                key = f"{statistic}_{name}"
+                line[key] = row[name][statistic]
+                line |= ends(key, row[name][f"{statistic}_interval"])
+        parts = row["parts"] or {}
+        for name in ("waiting", "prefill", "decode", "elsewhere"):
+            line[f"engine_{name}_seconds"] = parts.get(f"{name}_seconds")
+        rows.append(line)
+    return tidy_csv(list(rows[0]) if rows else ["method", "rate"], rows)
+
+
+def figure(result: Mapping[str, Any]) -> Any:
+    """Return latency per token, TTFT and TBT against the rate, a curve per method.
+
+    Parameters
+    ----------
+    result : mapping
+        Of kind ``load``.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    data = result["data"]
+    limits = data["objective"]
+
+    def panel(name: str, said: str) -> Callable[[Any], None]:
+        def draw(axes: Any) -> None:
+            every = [row[name]["mean"] for row in data["rates"]]
+            factor, unit = unit_of(every)
+            curves = [_curve(data, method["method"], name, factor) for method in data["methods"]]
+            draw_curves(
+                axes,
+                [one for one in curves if one.x],
+                title=said,
+                x_label="requests a second",
+                y_label=f"mean, {unit}",
+            )
+            if limits.get(name) is not None:
+                draw_reference(axes, limits[name] * factor, "objective")
+
+        return draw
+
+    shown = list(_LATENCIES.items())[:3]
+    return panel_figure(
+        [panel(name, said) for name, said in shown],
+        _PANEL,
+        columns=3,
+        title=titled(result, f"{data['shape']['name']} under load"),
+    )
+
+
+def _curve(data: Mapping[str, Any], method: str, name: str, factor: float) -> Series:
+    rows = [row for row in _rows(data, method) if row["complete"] and row[name]["mean"] is not None]
+    bounds = [row[name]["mean_interval"] for row in rows]
+    known = bool(rows) and all(one is not None for one in bounds)
+    return Series(
+        method,
+        [row["rate"] for row in rows],
+        [row[name]["mean"] * factor for row in rows],
+        low=[one[0] * factor for one in bounds] if known else None,
+        high=[one[1] * factor for one in bounds] if known else None,
+    )

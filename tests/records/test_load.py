@@ -1,0 +1,157 @@
+"""Events of a load into its result: a queue whose largest rate is known."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvprof.records.compare import compare
+from kvprof.records.events import LoadRequest, event_from, event_line
+from kvprof.records.fold import result_of
+from kvprof.records.journal import EVENTS_NAME, read_events
+from kvprof.records.load import LoadFold, is_beyond, is_within, load_case
+from kvprof.records.schema import validate_result
+from tests.records.load_stream import METHODS, load_stream
+from tests.records.streams import write
+
+EVENTS = load_stream()
+RESULT = result_of(EVENTS)
+
+
+def row(case, result=RESULT):
+    return next(one for one in result["data"]["rates"] if one["case"] == case)
+
+
+def method(name, result=RESULT):
+    return next(one for one in result["data"]["methods"] if one["method"] == name)
+
+
+def capacity(name):
+    slots, token, context = METHODS[name]
+    return slots / (201 * (token + context * 2048))
+
+
+def test_the_result_passes_the_schema_and_comes_back_from_disk(tmp_path):
+    validate_result(RESULT)
+    path = write(tmp_path / EVENTS_NAME, EVENTS)
+    assert result_of(read_events(path).events) == RESULT
+    assert [event_from(event_line(event)) for event in EVENTS] == EVENTS
+
+
+def test_latencies_are_those_of_the_requests_in_the_window():
+    one = row("full @ 2/s")
+    events = [e for e in EVENTS if isinstance(e, LoadRequest) and e.case == "full @ 2/s"]
+    begin, end = one["window"]
+    counted = [e for e in events if begin <= e.arrival <= end]
+    assert one["counted"] == len(counted)
+    latency = [(e.last - e.arrival) / e.tokens for e in counted]
+    assert one["normalised_latency_seconds"]["mean"] == pytest.approx(np.mean(latency))
+    assert one["normalised_latency_seconds"]["p50"] == pytest.approx(np.median(latency))
+    assert one["ttft_seconds"]["mean"] == pytest.approx(
+        np.mean([e.first - e.arrival for e in counted])
+    )
+    step = METHODS["full"][1] + METHODS["full"][2] * 2048
+    assert one["tbt_seconds"]["p90"] == pytest.approx(step)
+    assert one["longest_gap_seconds"]["mean"] == pytest.approx(step)
+    inside = sum(begin <= e.last < end for e in events)
+    assert one["completed_per_s"] == pytest.approx(inside / (end - begin))
+    assert one["tokens_per_s"] == pytest.approx(200 * one["completed_per_s"], rel=0.15)
+
+
+def test_the_largest_rate_is_the_last_below_what_the_slots_give():
+    assert 2 < capacity("full") < 6 < capacity("fdc") < 12
+    for name, largest, beyond in (("full", 2.0, 6.0), ("fdc", 6.0, 12.0)):
+        own = method(name)
+        assert own["largest_rate"] == largest
+        assert own["largest_rate_interval"] == [largest, beyond]
+        assert own["limited_by"] == "queue"
+        assert row(f"{name} @ {beyond:g}/s")["grows"] is True
+        growth = row(f"{name} @ {beyond:g}/s")
+        low, high = growth["growth_per_s_interval"]
+        assert low <= growth["arrived_per_s"] - capacity(name) <= high
+    assert method("fdc")["ratio"] == 3.0
+    assert method("fdc")["ratio_interval"] == [1.0, 6.0]
+    assert method("full")["pays"] is None
+
+
+def test_an_objective_ends_what_the_queue_does_not():
+    strict = result_of(load_stream(rates=(0.5, 1.0), objective={"share": 0.9, "tbt_seconds": 1e-3}))
+    own = method("full", strict)
+    assert (own["largest_rate"], own["limited_by"]) == (None, "objective")
+    assert own["largest_rate_interval"] == [None, 0.5]
+    assert row("full @ 1/s", strict)["goodput_per_s"] == 0
+    loose = result_of(load_stream(rates=(0.5, 1.0), objective={"share": 0.9, "tbt_seconds": 1.0}))
+    own = method("full", loose)
+    assert (own["largest_rate"], own["limited_by"]) == (1.0, None)
+    assert own["largest_rate_interval"] == [1.0, None]
+    one = row("full @ 1/s", loose)
+    assert one["goodput_per_s"] == pytest.approx(one["arrived_per_s"])
+
+
+def test_a_request_that_failed_is_within_no_objective_and_has_no_latency():
+    result = result_of(load_stream(rates=(1.0,), fails=(20, 21, 22)))
+    one = row("full @ 1/s", result)
+    assert one["failures"] == {"timeout": 3}
+    assert (one["failed"], one["answered"]) == (3, 117)
+    assert one["attained_share"] == pytest.approx(1 - 3 / one["counted"])
+    assert one["normalised_latency_seconds"]["count"] == one["counted"] - 3
+    validate_result(result)
+
+
+def test_a_rate_that_did_not_end_is_kept_and_not_judged():
+    result = result_of(load_stream(rates=(1.0, 2.0), ends=False))
+    validate_result(result)
+    assert not result["complete"]
+    one = row("fdc @ 2/s", result)
+    assert (one["complete"], one["reason"]) == (False, "it had not ended")
+    assert one["counted"] > 0
+    assert method("fdc", result)["largest_rate"] == 1.0
+    assert [r["rate"] for r in method("fdc", result)["pays"]["ratios"]] == [1.0]
+
+
+def test_where_time_goes_adds_up_to_the_engines_own_end():
+    parts = row("full @ 6/s")["parts"]
+    named = sum(parts[f"{name}_seconds"] for name in ("waiting", "prefill", "decode", "elsewhere"))
+    assert named == pytest.approx(parts["end_to_end_seconds"])
+    assert parts["waiting_seconds"] > row("full @ 1/s")["parts"]["waiting_seconds"]
+    assert parts["preempted_seconds"] is None
+
+
+def test_from_which_rate_a_method_pays():
+    pays = method("fdc")["pays"]
+    # fdc is slower a token by itself, and has twice the slots.
+    assert [one["rate"] for one in pays["ratios"]] == [1.0, 2.0, 6.0, 12.0]
+    assert pays["ratios"][0]["ratio"] > 1
+    assert pays["ratios"][2]["interval"][1] < 1
+    assert pays["from_rate"] == 6.0
+    never = result_of(load_stream(rates=(0.5, 1.0)))
+    assert method("fdc", never)["pays"]["from_rate"] is None
+
+
+def test_rows_are_within_beyond_or_open():
+    base = {"complete": True, "grows": False, "attained_share": 0.95}
+    assert is_within(base, 0.9)
+    assert is_beyond(base | {"attained_share_interval": [0.91, 0.97]}, 0.9) is False
+    assert is_beyond(base | {"attained_share_interval": [0.85, 0.97]}, 0.9) is None
+    assert is_beyond(base | {"attained_share_interval": [0.5, 0.8]}, 0.9) is True
+    assert is_beyond(base | {"attained_share_interval": None, "grows": None}, 0.9) is None
+    assert not is_within(base | {"grows": True}, 0.9)
+    assert not is_within(base | {"complete": False}, 0.9)
+
+
+def test_a_case_that_begins_again_replaces_what_was_there():
+    fold = LoadFold()
+    case = load_case("full", 1.0)
+    own = [event for event in EVENTS if getattr(event, "case", None) == case]
+    for event in [*own[:50], *own]:
+        fold.add(event)
+    assert len(fold.cases[case].requests) == 120
+
+
+def test_two_loads_are_compared_rate_by_rate():
+    other = result_of(load_stream(methods=("full", "fp8")))
+    data = compare([RESULT, other], ["a", "b"])
+    keys = {json.dumps(one["key"], sort_keys=True) for one in data["rows"]}
+    assert any('"rate": 2.0' in key for key in keys)
+    assert {one["figure"] for one in data["rows"]} >= {"ttft_seconds", "largest_rate"}
+    assert all('"fdc"' not in key for key in keys)
