@@ -23,7 +23,7 @@ __all__ = ["Client", "Dialect", "Prompts"]
 
 _COMPLETIONS = "/v1/completions"
 _FIRST_ID, _LAST_ID = 100, 1100  # in every vocabulary, and past most special tokens
-_PROBE = Request(0, 0.0, 8, 4)
+_PROBE = Request(0, 0.0, 64, 4)
 _PROBE_SECONDS = 120.0
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 

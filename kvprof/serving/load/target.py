@@ -1,6 +1,8 @@
 """What a load is sent to: one method at one or several servers, or the simulator in their place."""
 
 import asyncio
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +23,7 @@ _TICK = 0.2  # seconds between two looks at whether to stop
 _SAMPLES = 200  # of a rate, but no more often than every tick
 _AHEAD = 16  # requests whose prompts are ready before they are due
 _GRACE = 1.0  # seconds for connections to notice that their server has gone
+_OTHER_FILES = 256
 _REFUSED = 10  # in a row: nobody is there any more
 _LOST = ("connection refused", "connection lost")
 
@@ -253,6 +256,7 @@ class _Running:
         self._start = 0.0
 
     async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
+        _allow_connections(len(requests))
         before = await self._marks()
         bodies: asyncio.Queue[bytes] = asyncio.Queue(_AHEAD)
         making = asyncio.create_task(self._make(requests, bodies))
@@ -341,11 +345,24 @@ class _Running:
         return time.perf_counter() - self._start
 
 
+def _allow_connections(count: int) -> None:
+    """Let the process have a connection open for every request, as far as the system lets it."""
+    if os.name != "posix":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _with_version(engine: str | None, answer: bytes | None) -> str | None:
     version = ""
     if answer:
-        import json
-
         with suppress(ValueError, AttributeError):
             version = str(json.loads(answer).get("version", ""))[:40]
     return f"{engine or 'an engine'} {version}" if version else engine

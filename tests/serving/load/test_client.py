@@ -1,0 +1,162 @@
+"""The client against a server on loopback: when tokens came, what is sent, and what fails how."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.serving.load.client import Client, Dialect, Prompts
+from kvprof.serving.load.http import Address, parse_address
+from kvprof.serving.load.requests import Request
+from tests.serving.load.fake_server import Behaviour, FakeServer
+
+
+def client_of(server, **options):
+    return Client([parse_address(server.url)], "fake", **options)
+
+
+def asked(server, *requests, **options):
+    """Send requests one after the other; return their outcomes."""
+
+    async def ask():
+        client = client_of(server, **options)
+        await client.find_dialect()
+        prompts = Prompts()
+        return [
+            await client.complete(one, client.body(one, prompts), start=time.perf_counter())
+            for one in requests
+        ]
+
+    return asyncio.run(ask())
+
+
+ONE = Request(0, 0.0, 100, 12)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_each_token_has_its_time(pieces):
+    with FakeServer(Behaviour(token_seconds=0.004, pieces=pieces)) as server:
+        (one,) = asked(server, ONE)
+    assert one.failure is None
+    assert len(one.tokens) == 12
+    assert list(one.tokens) == sorted(one.tokens)
+    assert len(set(one.tokens)) == 12 // pieces
+    assert one.tokens[-1] - one.sent >= 0.04  # no sooner than the server writes
+    sent = server.bodies[-1]
+    assert (len(sent["prompt"]), sent["max_tokens"], sent["min_tokens"]) == (100, 12, 12)
+    assert sent["ignore_eos"] is True
+
+
+def test_a_server_that_takes_less_is_asked_for_less():
+    lacking = Behaviour(takes_ids=False, takes_ignore_eos=False, takes_counts=False, pieces=2)
+
+    async def find(server):
+        client = client_of(server)
+        return await client.find_dialect()
+
+    with FakeServer(lacking) as server:
+        found = asyncio.run(find(server))
+        (one,) = asked(server, ONE)
+    assert (found.ids, found.to_the_end, found.counted) == (False, False, False)
+    assert len(found.lacks()) == 3
+    assert one.failure is None
+    assert len(one.tokens) == 6  # pieces, which is all that is told
+    assert isinstance(server.bodies[-1]["prompt"], str)
+    with FakeServer(Behaviour(takes_ignore_eos=False)) as server:
+        assert asyncio.run(find(server)) == Dialect(to_the_end=False)
+    with FakeServer(Behaviour(takes_ids=False)) as server:
+        found = asyncio.run(find(server))
+    assert found.tokens_per_word == pytest.approx(2.0)  # as the server counts words
+
+
+@pytest.mark.parametrize(
+    ("fault", "failure"),
+    [("503", "HTTP 503"), ("cut", "connection lost"), ("error", "server error")],
+)
+def test_failures_have_a_name_and_keep_what_came(fault, failure):
+    with FakeServer(Behaviour(fails={2: fault})) as server:
+        (one,) = asked(server, ONE)
+    assert one.failure == failure
+    assert len(one.tokens) == (0 if fault == "503" else 1)
+    assert one.normalised_latency is None
+
+
+def test_a_request_that_takes_too_long_is_given_up():
+    with FakeServer(Behaviour(fails={2: "hang"})) as server:
+        (one,) = asked(server, ONE, timeout=0.2)
+    assert (one.failure, one.tokens) == ("timeout", ())
+
+
+def test_nobody_there_is_told():
+    client = Client([Address("127.0.0.1", 9)], "fake")
+    outcome = asyncio.run(client.complete(ONE, b"{}", start=time.perf_counter()))
+    assert outcome.failure == "connection refused"
+    with pytest.raises(FailedError, match="connection refused"):
+        asyncio.run(client.find_dialect())
+
+
+def test_what_is_no_http_is_told():
+    async def ask():
+        async def answer(reader, writer):
+            await reader.readline()
+            writer.write(b"220 mail ready\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = Client([Address("127.0.0.1", port)], "fake")
+        outcome = await client.complete(ONE, b"{}", start=time.perf_counter())
+        server.close()
+        return outcome
+
+    assert asyncio.run(ask()).failure == "no HTTP answer"
+
+
+def test_a_key_is_sent_and_enters_nothing():
+    with FakeServer(Behaviour(key="s3cret")) as server:
+        (one,) = asked(server, ONE, key="s3cret")
+        assert one.failure is None
+        with pytest.raises(FailedError, match="HTTP 401") as refused:
+            asked(server, ONE, key="another")
+    assert "another" not in str(refused.value)
+    assert "s3cret" not in json.dumps([vars(one.request), one.failure])
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://127.0.0.1:8000", Address("127.0.0.1", 8000)),
+        ("localhost:81/v1/", Address("localhost", 81)),
+        ("https://a.example/x/v1", Address("a.example", 443, "/x", True)),
+    ],
+)
+def test_addresses_as_people_write_them(url, address):
+    assert parse_address(url) == address
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://x:port", "http://me:pw@x", "http://x?key=sk-1"]
+)
+def test_other_addresses_are_refused_without_their_secrets(url):
+    with pytest.raises(UsageError) as refused:
+        parse_address(url)
+    assert "pw" not in str(refused.value)
+    assert "sk-1" not in str(refused.value)
+
+
+def test_prompts_share_what_their_requests_say_and_nothing_else():
+    prompts = Prompts()
+    one = prompts.ids(Request(0, 0.0, 1100, 1, 1024, 1, (1, 2, 3)))
+    two = prompts.ids(Request(1, 0.0, 2000, 1, 1024, 1, (1, 2, 4, 5)))
+    assert (len(one), len(two)) == (1100, 2000)
+    assert one[:1024] == two[:1024]
+    assert one[1024:1100] != two[1024:1100]
+    apart = [prompts.ids(Request(n, 0.0, 64, 1)) for n in range(2)]
+    assert apart[0] != apart[1]
+    session = [prompts.ids(Request(n, 0.0, 64, 1, 32, 7)) for n in range(2)]
+    assert session[0][:32] == session[1][:32]
+    assert session[0][32:] != session[1][32:]
+    assert Prompts().ids(Request(0, 0.0, 64, 1)) != apart[0]  # another load, another text
+    assert len(prompts.words(Request(0, 0.0, 100, 1), 2.0).split()) == 50

@@ -1,0 +1,341 @@
+"""Which rates are measured, what is kept of a sweep that stops, and servers that are children."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.records.events import LoadRateFinished, LoadRequest, RunStarted, Warned
+from kvprof.records.fold import result_of
+from kvprof.records.journal import Journal
+from kvprof.serving.load.http import parse_address
+from kvprof.serving.load.lengths import load_lengths
+from kvprof.serving.load.requests import Outcome
+from kvprof.serving.load.server import Served, ServerProcess
+from kvprof.serving.load.sweep import SweepOptions, finished_cases, next_rate, run_sweep
+from kvprof.serving.load.target import Opened, Ran, ServedTarget
+from tests.records.load_stream import METHODS, load_inputs, load_stream, served
+from tests.records.sample import ENVIRONMENT
+from tests.serving.load.fake_server import Behaviour, FakeServer
+
+LENGTHS = load_lengths("in=2k,out=200")
+
+
+def row(rate, grows=False, share=1.0):
+    return {"rate": rate, "complete": True, "grows": grows, "attained_share": share}
+
+
+def walk(options, judge, first=None):
+    """Measure as `judge` says until nothing is left; return the rates in order."""
+    rows = []
+    while (rate := next_rate(rows, options, first)) is not None:
+        rows.append(judge(rate))
+        assert len(rows) < 50
+    return [one["rate"] for one in rows]
+
+
+def limit(most, grown=None):
+    """A method that is within up to `most` and whose queue grows from `grown` on."""
+    return lambda rate: row(rate, rate > (grown or most), 1.0 if rate <= most else 0.1)
+
+
+def test_rates_that_are_named_are_measured_until_the_queue_grows():
+    options = SweepOptions(LENGTHS, rates=(0.5, 1.0, 2.0, 4.0, 8.0))
+    assert walk(options, limit(1.5, 3.0)) == [0.5, 1.0, 2.0, 4.0]
+    assert walk(options, limit(100.0)) == [0.5, 1.0, 2.0, 4.0, 8.0]
+
+
+def test_rates_that_are_found_double_until_the_queue_grows():
+    options = SweepOptions(LENGTHS)
+    assert walk(options, limit(3.0), 0.4) == [0.4, 0.8, 1.6, 3.2]
+    assert walk(options, limit(0.15), 0.4) == [0.4, 0.2, 0.1]
+    assert len(walk(options, limit(1e9), 1.0)) == 12  # somewhere it ends
+    assert len(walk(options, lambda rate: row(rate, True), 1.0)) == 5
+
+
+def test_refining_halves_what_lies_between():
+    options = SweepOptions(LENGTHS, rates=(1.0, 2.0, 4.0), refine=3)
+    assert walk(options, limit(2.9)) == [1.0, 2.0, 4.0, 3.0, 2.5, 2.75]
+    found = walk(SweepOptions(LENGTHS, refine=2), limit(2.9), 1.0)
+    assert found == [1.0, 2.0, 4.0, 3.0, 2.5]
+    assert walk(options, limit(100.0)) == [1.0, 2.0, 4.0]
+
+
+class Simulated:
+    """A target of known slots: no server, and no time passes."""
+
+    def __init__(self, method, fails=None):
+        self.method = method
+        self.fails = fails or {}
+        self.opened = self.closed = 0
+        self.rates = []
+
+    def open(self, stop):
+        self.opened += 1
+        return Opened(engine="none", cache_tokens=100, warnings=[f"{self.method}: a lack"])
+
+    def alone(self, request):
+        return 2.0
+
+    def run(self, requests, watch, stop):
+        self.rates.append(round(len(requests) / requests[-1].arrival, 1))
+        outcomes = served(requests, *METHODS[self.method])
+        fault = self.fails.get(len(self.rates))
+        for one in outcomes[: 30 if fault else None]:
+            watch.outcome(one, 0)
+        watch.sample(1.0, 3, None)
+        if fault == "dies":
+            return Ran(f"{self.method}: its server was killed (signal 9)", gone=True)
+        if fault == "stops":
+            return Ran("interrupted")
+        return Ran()
+
+    def close(self):
+        self.closed += 1
+
+
+def sweep(targets, options, earlier=(), stop=lambda: False):
+    methods = [target.method for target in targets]
+    with Journal(None) as journal:
+        journal.emit(
+            RunStarted(
+                0.0, "2026-11-23T07:00:00Z", "0.1.0", "load", ("kvprof",), "served",
+                load_inputs(methods, options.lengths, options.objective), ENVIRONMENT,
+                {"name": "m"}, tuple(methods), methods[0],
+            )
+        )  # fmt: skip
+        complete, problems = run_sweep(targets, options, journal, earlier=earlier, stop=stop)
+        return complete, problems, journal.recording().events
+
+
+def test_every_method_is_measured_at_the_same_rates():
+    targets = [Simulated("full"), Simulated("fdc")]
+    complete, problems, events = sweep(targets, SweepOptions(LENGTHS, requests=150))
+    assert (complete, problems) == (True, [])
+    data = result_of(events)["data"]
+    rates = {m: [r["rate"] for r in data["rates"] if r["method"] == m] for m in ("full", "fdc")}
+    # One request takes 2 s: half of that rate is the first, and of all methods the same.
+    assert rates["full"][0] == rates["fdc"][0] == 0.2
+    assert rates["fdc"][: len(rates["full"])] == rates["full"]
+    assert rates["fdc"][-1] >= rates["full"][-1]
+    assert [(t.opened, t.closed) for t in targets] == [(1, 1), (1, 1)]
+    assert sum(isinstance(event, Warned) for event in events) == 2
+
+
+def test_a_server_that_dies_costs_its_method_and_no_other():
+    targets = [Simulated("full", {2: "dies"}), Simulated("fdc")]
+    options = SweepOptions(LENGTHS, rates=(1.0, 2.0), requests=60)
+    complete, problems, events = sweep(targets, options)
+    assert not complete
+    assert [str(one) for one in problems] == ["full: its server was killed (signal 9)"]
+    result = result_of(events)
+    rows = {one["case"]: one for one in result["data"]["rates"]}
+    assert rows["full @ 1/s"]["complete"]
+    assert rows["full @ 2/s"]["reason"] == "full: its server was killed (signal 9)"
+    assert rows["full @ 2/s"]["answered"] == 30  # what was measured is kept
+    assert rows["fdc @ 2/s"]["complete"]
+    assert targets[0].closed == 1
+    assert any("given up" in said for said in result["warnings"])
+
+
+def test_an_interrupted_sweep_goes_on_with_what_is_left():
+    options = SweepOptions(LENGTHS, rates=(1.0, 2.0), requests=60)
+    first = [Simulated("full"), Simulated("fdc", {2: "stops"})]
+    complete, _, events = sweep(first, options)
+    assert not complete
+    assert sorted(finished_cases(events)) == ["fdc @ 1/s", "full @ 1/s", "full @ 2/s"]
+    again = [Simulated("full"), Simulated("fdc")]
+    complete, _, resumed = sweep(again, options, earlier=events)
+    assert complete
+    assert again[0].opened == 0  # all of its rates were there
+    assert (again[1].opened, len(again[1].rates)) == (1, 1)
+    whole = sweep([Simulated("full"), Simulated("fdc")], options)[2]
+    assert result_of(resumed)["data"]["rates"] == result_of(whole)["data"]["rates"]
+    warned = [event.message for event in resumed if isinstance(event, Warned)]
+    assert len(warned) == len(set(warned))
+
+
+def test_a_load_of_which_nothing_is_answered_is_given_up():
+    class Refusing(Simulated):
+        def run(self, requests, watch, stop):
+            for one in requests:
+                watch.outcome(Outcome(one, one.arrival, (), "HTTP 500"), 0)
+            return Ran()
+
+    complete, problems, _ = sweep([Refusing("full")], SweepOptions(LENGTHS, rates=(1.0, 2.0)))
+    assert not complete
+    assert "every request failed (HTTP 500)" in str(problems[0])
+
+
+def test_requests_that_a_server_cannot_take_are_refused_before_any_is_sent():
+    class Short(Simulated):
+        def open(self, stop):
+            return Opened(longest=2000)
+
+    with pytest.raises(UsageError, match=r"2,248 tokens.*at most 2,000"):
+        sweep([Short("full")], SweepOptions(LENGTHS, rates=(1.0,)))
+
+
+# --- Servers.
+
+
+def quick(server, **options):
+    return ServedTarget(Served("served", [parse_address(server.url)]), **options)
+
+
+SHORT = SweepOptions(load_lengths("in=50,out=8"), rates=(20.0, 40.0), requests=40)
+
+
+def test_a_server_is_measured_from_outside_and_by_its_marks():
+    with FakeServer(Behaviour(slots=2, token_seconds=0.002)) as server:
+        complete, problems, events = sweep([quick(server)], SHORT)
+    assert (complete, problems) == (True, [])
+    result = result_of(events)
+    one = result["data"]["rates"][0]
+    assert (one["answered"], one["failed"]) == (40, 0)
+    assert one["parts"]["requests"] == 40
+    assert one["parts"]["waiting_seconds"] >= 0
+    assert one["cache_share"]["most"] <= 1
+    sent = [event for event in events if isinstance(event, LoadRequest)]
+    assert all(event.sent >= event.arrival for event in sent)
+    assert result["data"]["methods"][0]["cache_tokens"] == 16_000
+    assert result["data"]["methods"][0]["engine"] == "vLLM 9.9"
+
+
+def test_a_server_without_marks_is_measured_and_that_is_said():
+    with FakeServer(Behaviour(marks=False)) as server:
+        _, _, events = sweep([quick(server)], SHORT)
+    result = result_of(events)
+    assert any("no marks at /metrics" in said for said in result["warnings"])
+    one = result["data"]["rates"][0]
+    assert (one["parts"], one["cache_share"], one["preemptions"]) == (None, None, None)
+    assert one["in_flight"] is not None
+
+
+@pytest.mark.parametrize(
+    ("router", "spread"), [("round-robin", [20, 20]), ("shortest-queue", None)]
+)
+def test_the_client_spreads_requests_over_servers(router, spread):
+    slow, fast = Behaviour(slots=1, token_seconds=0.02), Behaviour(slots=8, token_seconds=0.001)
+    with FakeServer(slow) as one, FakeServer(fast) as two:
+        target = ServedTarget(
+            Served("served", [parse_address(one.url), parse_address(two.url)]), router=router
+        )
+        options = SweepOptions(load_lengths("in=50,out=8"), rates=(60.0,), requests=40)
+        _, _, events = sweep([target], options)
+    found = result_of(events)["data"]["rates"][0]["servers"]
+    if spread is not None:
+        assert found == spread
+    else:
+        assert found[1] > 1.5 * found[0]
+
+
+def child(behaviour="{}"):
+    def command(port):
+        program = "tests.serving.load.fake_server"
+        return [sys.executable, "-m", program, "--port", str(port), "--behaviour", behaviour]
+
+    return command
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+
+def test_a_server_of_our_own_is_started_and_ended(here):
+    process = ServerProcess("full", child())
+    target = ServedTarget(process)
+    complete, _, _ = sweep([target], SHORT)
+    assert complete
+    assert process.addresses[0].host == "127.0.0.1"
+    assert process._running == []
+
+
+def test_a_server_that_is_killed_in_the_middle_is_told(here):
+    process = ServerProcess("full", child('{"dies_after": 30}'))
+    complete, problems, events = sweep([ServedTarget(process)], SHORT)
+    assert not complete
+    assert "killed (signal 9)" in str(problems[0])
+    assert isinstance(problems[0], FailedError)
+    kept = [event for event in events if isinstance(event, LoadRequest)]
+    assert sum(event.failure is None for event in kept) > 10
+    (finished,) = [event for event in events if isinstance(event, LoadRateFinished)]
+    assert not finished.complete
+
+
+def test_a_server_that_does_not_start_says_why(here):
+    def command(port):
+        return [sys.executable, "-c", "print('Error: no memory for the cache'); exit(1)"]
+
+    _, problems, _ = sweep([ServedTarget(ServerProcess("full", command))], SHORT)
+    assert str(problems[0]) == "full: its server ended with 1: Error: no memory for the cache"
+
+
+def test_an_address_that_ceases_to_answer_ends_the_rate():
+    options = SweepOptions(load_lengths("in=50,out=8"), rates=(40.0,), requests=200)
+    with FakeServer(Behaviour(token_seconds=0.002)) as server:
+        closing = threading.Timer(1.0, server.close)
+        closing.start()
+        complete, problems, _ = sweep([quick(server)], options)
+    assert not complete
+    assert "nobody answers any more" in str(problems[0])
+
+
+def test_a_stop_ends_a_rate_at_once_and_keeps_it_out_of_what_is_judged():
+    began = time.monotonic()
+    options = SweepOptions(load_lengths("in=50,out=8"), rates=(2.0,), requests=200)
+    with FakeServer() as server:
+        complete, problems, events = sweep(
+            [quick(server)], options, stop=lambda: time.monotonic() - began > 1.5
+        )
+    assert time.monotonic() - began < 30
+    assert (complete, problems) == (False, [])
+    assert result_of(events)["data"]["rates"][0]["reason"] == "interrupted"
+
+
+def test_a_child_ends_with_its_parent(here, tmp_path):
+    log = tmp_path / "port"
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from kvprof.serving.load.server import ServerProcess\n"
+        "from kvprof.child import module_command\n"
+        "command = lambda port: [sys.executable, '-c', 'from kvprof.leash import follow_parent; "
+        "import time, os; follow_parent(); time.sleep(60)']\n"
+        "process = ServerProcess('full', command)\n"
+        "process.start()\n"
+        f"Path({str(log)!r}).write_text(str(process._running[0][0].pid))\n"
+        "time.sleep(60)\n"
+    )
+    import subprocess
+
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    until = time.monotonic() + 30
+    while not (log.exists() and log.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    pid = int(log.read_text())
+    time.sleep(1.0)  # until the child follows its parent
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            break
+        if Path(f"/proc/{pid}/stat").exists() and " Z " in Path(f"/proc/{pid}/stat").read_text():
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the server outlived its parent")
+
+
+def test_events_of_a_load_that_never_ended_have_their_finished_cases():
+    events = load_stream(ends=False)
+    assert "fdc @ 12/s" not in finished_cases(events)
+    assert len(finished_cases(events)) == 7
