@@ -27,6 +27,7 @@ from kvprof.commands.bench_jct import (
 )
 from kvprof.commands.bench_load import (
     ArrivalsOption,
+    EngineOption,
     KeyOption,
     LengthsOption,
     LoadOption,
@@ -189,6 +190,7 @@ def bench(
     served_model: ServedModelOption = None,
     key_env: KeyOption = None,
     timeout: TimeoutOption = None,
+    engine: EngineOption = None,
     json: JsonOption = None,
     csv: CsvOption = None,
     svg: SvgOption = None,
@@ -241,6 +243,7 @@ def bench(
         router=router,
         refine=refine,
         timeout=timeout,
+        engine=engine,
     )
     named, plans = _asked(methods, plan), tuple(map(str, plan or ()))
     if load:

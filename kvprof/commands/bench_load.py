@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from kvprof import console
 from kvprof.commands.output import Outputs
 from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.methods.named import check_names, method_entries
 from kvprof.sizes import parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArrivalsOption",
+    "EngineOption",
     "KeyOption",
     "LengthsOption",
     "LoadOption",
@@ -50,6 +53,8 @@ _SERVED = "served"  # what an address serves, which has no name of ours
 _REQUESTS = 200
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
+_SECRET = re.compile(r"--(?:api[-_]key|hf[-_]token|ssl)", re.IGNORECASE)
+_RATE = 0.5
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)?")
 _ROUTERS = ("shortest-queue", "round-robin")
 _LIMITS = {
@@ -128,6 +133,11 @@ TimeoutOption = Annotated[
     float | None, _option("--timeout", text="Seconds that a request may take. Default 600.")
 ]
 
+EngineOption = Annotated[
+    str | None,
+    _option("--engine", metavar="TEXT", text="Options for vLLM: '--load-format dummy'."),
+]
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -146,6 +156,7 @@ class LoadOptions:
     router: str | None = None
     refine: int | None = None
     timeout: float | None = None
+    engine: str | None = None
 
     def refuse_without_load(self) -> None:
         """Refuse them all where ``--load`` is missing.
@@ -198,12 +209,14 @@ def bench_load(
     options = _sweep_options(asked, lengths, requests, seed)
     name = model if model is not None or asked.url is not None else "reference"
     labels = (_SERVED,) if asked.url is not None else (methods or _METHODS)
+    if asked.url is None:
+        _check_methods(labels, plans)
     base = baseline or ("full" if "full" in labels else labels[0])
     if base not in labels:
         raise UsageError(f"--baseline {base} is not measured; --methods has {','.join(labels)}")
     labels = (base, *(label for label in labels if label != base))
     inputs = _inputs(asked, options, name, labels, base, plans, rate, tp)
-    targets = _targets(asked, labels, plans, name, rate, inputs)
+    targets = _targets(asked, labels, plans, name, rate, inputs, lengths)
     mode = "served" if asked.url is None else "url"
     _measure_and_show(options, targets, inputs, outputs, mode=mode)
 
@@ -225,6 +238,7 @@ def _refuse_beside_url(
         "--tp": tp is not None,
         "--memory": asked.memory is not None,
         "--replicas": asked.replicas is not None,
+        "--engine": asked.engine is not None,
     }
     if said := [option for option, there in given.items() if there]:
         raise UsageError(
@@ -240,6 +254,18 @@ def _refuse_without_url(asked: LoadOptions) -> None:
         raise UsageError(f"{' and '.join(said)} means nothing without --url")
     if asked.router is not None and (asked.replicas or 1) < 2:
         raise UsageError("--router means nothing for one engine; --replicas 2 starts several")
+
+
+def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
+    """Refuse methods that there are not, and plans that are no file, before a server is started."""
+    from kvprof.serving.load.server import served_by_engine
+
+    files = {path.name: path for path in plans}
+    for name, path in files.items():
+        if not path.exists():
+            raise UsageError(f"--plan {name}: there is no such file")
+    own = [label for label in labels if label not in files and served_by_engine(label) is None]
+    check_names([method for label in own for _, method, _ in method_entries(label)])
 
 
 def _sweep_options(
@@ -351,7 +377,7 @@ def _inputs(
         "methods": list(labels),
         "plans": [path.name for path in plans],
         "baseline": baseline,
-        "rate": (0.5 if rate is None else rate) if asked.url is None else None,
+        "rate": (_RATE if rate is None else rate) if asked.url is None else None,
         "lengths": options.lengths.described(),
         "arrivals": options.arrivals.name,
         "rates": list(options.rates) or None,
@@ -364,6 +390,7 @@ def _inputs(
         "router": _router(asked.router),
         "tp": _positive("--tp", 1 if tp is None else tp),
         "timeout": timeout,
+        "engine": shlex.join(_engine_words(asked.engine)) or None,
         "seed": options.seed,
     }
 
@@ -389,6 +416,7 @@ def _targets(
     model: str | None,
     rate: float | None,
     inputs: Mapping[str, Any],
+    lengths: Any,
 ) -> "list[LoadTarget]":
     from kvprof.serving.load.http import parse_address
     from kvprof.serving.load.server import Served
@@ -408,9 +436,18 @@ def _targets(
             )
         ]
     files = {path.name: path for path in plans}
+    folder = _folder(model or "reference")
     return [
         ServedTarget(
-            _process(label, files.get(label), model or "reference", rate, inputs),
+            _process(
+                label,
+                files.get(label),
+                folder,
+                rate,
+                inputs,
+                lengths.longest,
+                _engine_words(asked.engine),
+            ),
             timeout=inputs["timeout"],
             router=inputs["router"],
         )
@@ -418,29 +455,65 @@ def _targets(
     ]
 
 
+def _folder(model: str) -> str:
+    """Return what vLLM finds a model by: it knows folders and hub ids, not kvprof's own names."""
+    if model not in ("reference", "smollm2"):
+        return model
+    from kvprof.models.locate import locate
+
+    return str(locate(model).folder)
+
+
 def _process(
-    label: str, plan: Path | None, model: str, rate: float | None, inputs: Mapping[str, Any]
+    label: str,
+    plan: Path | None,
+    model: str,
+    rate: float | None,
+    inputs: Mapping[str, Any],
+    longest: int,
+    more: Sequence[str],
 ) -> Any:
     """Return a method's server with the engine's own router, or as many servers as replicas."""
-    from kvprof.serving.load.server import ServerProcess, serve_command
+    from kvprof.serving.load.server import EngineSettings, ServerProcess, serve_command
 
     apart = inputs["replicas"] if inputs["router"] == "round-robin" else 1
-    inner = inputs["replicas"] // apart
+    settings = EngineSettings(
+        memory=inputs["memory"],
+        longest=longest,
+        tp=inputs["tp"],
+        replicas=inputs["replicas"] // apart,
+        seed=inputs["seed"],
+        more=tuple(more),
+    )
+    ((_, method, options),) = method_entries(label) if plan is None else [(label, label, [])]
 
     def command(port: int) -> list[str]:
         return serve_command(
             model,
             port,
-            method=label,
+            settings,
+            method=method,
+            options=options,
             plan=None if plan is None else str(plan),
-            rate=0.5 if rate is None else rate,
-            memory=inputs["memory"],
-            tp=inputs["tp"],
-            replicas=inner,
-            seed=inputs["seed"],
+            rate=_RATE if rate is None else rate,
         )
 
-    return ServerProcess(label, command, count=apart, gpus=inputs["tp"])
+    told = {"engine options": shlex.join(settings.words())}
+    return ServerProcess(label, command, count=apart, settings=told, gpus=inputs["tp"])
+
+
+def _engine_words(text: str | None) -> list[str]:
+    """Return options for vLLM; what holds a key is refused, since they enter records."""
+    try:
+        words = shlex.split(text or "")
+    except ValueError as wrong:
+        raise UsageError(f"--engine: {str(wrong).lower()}") from None
+    if secret := [word for word in words if _SECRET.match(word)]:
+        raise UsageError(
+            f"--engine {secret[0].partition('=')[0]} holds a key, which would enter records; "
+            "give it to the server's environment"
+        )
+    return words
 
 
 def _key(variable: str | None) -> str | None:
@@ -470,6 +543,7 @@ def _measure_and_show(
     path = outputs.out / EVENTS_NAME if outputs.out is not None else None
     earlier = _earlier(outputs, inputs)
     if earlier is not None:
+        # What is there is an unfinished run's: it is carried over, and then replaced.
         replace(outputs, out=None).check()
         outputs = replace(outputs, force=True)
         console.note(f"{outputs.out}: an interrupted run of the same load goes on")
@@ -480,6 +554,7 @@ def _measure_and_show(
             options, targets, inputs, path, outputs.force, mode, earlier or [], stop
         )
         if not journal.measured:
+            _leave_nothing(path, journal)
             if problems:
                 raise problems[0]
             console.error("interrupted before anything was measured; there is no result")
@@ -497,6 +572,18 @@ def _measure_and_show(
         )
 
 
+def _leave_nothing(path: Path | None, journal: "Journal") -> None:
+    """Remove the events of a run in which nothing was measured, so that the next one finds none."""
+    if path is None or not path.exists():
+        return
+    with suppress(OSError, FailedError):
+        from kvprof.records.journal import read_events
+
+        if read_events(path).events == journal.recording().events:
+            path.unlink()
+            path.parent.rmdir()
+
+
 def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> "list[Event] | None":
     """Return the events of an interrupted run of the same load in the folder; None without one.
 
@@ -505,7 +592,7 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> "list[Event] | None
     UsageError
         When the folder holds the interrupted run of another load.
     """
-    from kvprof.records.events import RunFinished, RunStarted
+    from kvprof.records.events import LoadRequest, RunFinished, RunStarted
     from kvprof.records.journal import find_events, read_events
     from kvprof.records.result import to_plain
 
@@ -520,6 +607,8 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> "list[Event] | None
         return None
     if isinstance(last, RunFinished) and last.complete:
         return None
+    if not any(isinstance(event, LoadRequest) for event in events):
+        return []  # it was killed before anything was measured
     if started.inputs != to_plain(inputs):
         own = to_plain(inputs)
         assert isinstance(own, dict)

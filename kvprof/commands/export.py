@@ -12,6 +12,7 @@ from kvprof.commands.completion import starting
 from kvprof.commands.output import ForceOption
 from kvprof.commands.run_source import DEMO, complete_runs, events_of, load_run
 from kvprof.errors import UsageError
+from kvprof.records.events import RunStarted
 from kvprof.records.files import (
     ensure_writable,
     what_was_read,
@@ -162,7 +163,10 @@ def _svg(run: str) -> bytes:
 
 
 def _perfetto(run: str) -> str:
-    return json.dumps(trace_of(events_of(run)), allow_nan=False) + "\n"
+    events = events_of(run)
+    if isinstance(events[0], RunStarted) and events[0].kind == "load":
+        raise UsageError(f"--to perfetto: {run} is a load, which has no steps; --to html shows it")
+    return json.dumps(trace_of(events), allow_nan=False) + "\n"
 
 
 #: What ``--to`` takes, and what makes it of a run's name.

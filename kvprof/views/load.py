@@ -22,6 +22,10 @@ _LATENCIES = {
     "longest_gap_seconds": "longest gap",
 }
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+_WHY = {
+    "queue": "the queue grows",
+    "objective": "too few requests are within the objective",
+}
 _PANEL = (4.4, 3.2)  # inches
 
 Row = Mapping[str, Any]
@@ -92,16 +96,14 @@ def _ratio(method: Row) -> str:
 
 def _served(method: Row) -> str:
     low, high = method["largest_rate_interval"]
+    why = _WHY.get(method["limited_by"])
     if method["largest_rate"] is None:
-        said = "no rate that was measured" if method["limited_by"] else "no rate that is complete"
-        return said + (f"; less than {high:g} a second" if high is not None else "")
+        said = f"no rate that was measured: {why}" if why else "no rate that was completed"
+        return said + (f"; surely less than {high:g} requests a second" if high is not None else "")
     bounds = f"surely {low:g}" if low is not None else "no rate surely"
     bounds += f", surely less than {high:g}" if high is not None else ", no end was seen"
-    why = {
-        "queue": "above it the queue grows",
-        "objective": "above it too few requests are within the objective",
-    }.get(method["limited_by"], "every rate that was measured")
-    return f"{method['largest_rate']:g} requests a second ({bounds}; {why})"
+    ends = f"above it {why}" if why else "the largest that was measured"
+    return f"{method['largest_rate']:g} requests a second ({bounds}; {ends})"
 
 
 def _cautions(data: Mapping[str, Any]) -> list[str]:

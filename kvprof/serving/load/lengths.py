@@ -45,6 +45,16 @@ class Lengths:
         """Whether there are times to arrive at: ``--arrivals trace``."""
         return self.recorded is not None and self.recorded.timed
 
+    @property
+    def longest(self) -> int:
+        """The most tokens, prompt and output, that a request can have."""
+        if self.trace is not None:
+            return self.trace.input.maximum + self.trace.output.maximum
+        if self.fixed is not None:
+            return sum(self.fixed)
+        assert self.recorded is not None
+        return max(one.prompt + one.output for one in self.recorded.requests)
+
     def described(self) -> dict[str, Any]:
         """Return what a result says of it, as JSON values; nothing of a file's text."""
         recorded = self.recorded

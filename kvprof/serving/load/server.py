@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvprof.child import module_command
@@ -17,7 +18,15 @@ from kvprof.printable import printable
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.load.http import Address
 
-__all__ = ["Served", "Server", "ServerProcess", "free_port", "serve_command"]
+__all__ = [
+    "EngineSettings",
+    "Served",
+    "Server",
+    "ServerProcess",
+    "free_port",
+    "serve_command",
+    "served_by_engine",
+]
 
 _STOP_SECONDS = 20.0
 _TAIL = 20  # lines of what a server said
@@ -201,48 +210,94 @@ def _last_words(log: Path) -> str:
     return printable((errors or said or [""])[-1])[:200]
 
 
+#: Baselines that vLLM serves by itself, and what it is told to store the cache in.
+_OWN = {"full": "auto", "fp8": "fp8"}
+_OWN_PREFIXES = ("fp8_", "turboquant_")
+
+
+def served_by_engine(method: str) -> str | None:
+    """Return the type of the cache in which vLLM itself serves a baseline; None for a method.
+
+    Parameters
+    ----------
+    method : str
+        ``full``, ``fp8``, or a type that vLLM names: ``fp8_e5m2``, ``turboquant_4bit_nc``.
+    """
+    return _OWN.get(method, method if method.startswith(_OWN_PREFIXES) else None)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What every method's engine is started with, so that methods differ in nothing else.
+
+    Attributes
+    ----------
+    memory : int or None
+        Bytes of the cache of each GPU; None lets each engine take what it finds free.
+    longest : int
+        Tokens that a request may have.
+    tp, replicas : int
+        GPUs of tensor parallelism, and engines behind the engine's own router.
+    seed : int
+    more : tuple of str
+        Further options, as they were given.
+    """
+
+    memory: int | None = None
+    longest: int = 0
+    tp: int = 1
+    replicas: int = 1
+    seed: int = 0
+    more: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        """Return the options of vLLM, but for those that ``kvprof serve`` has itself."""
+        words = ["--seed", str(self.seed)]
+        given = {word.partition("=")[0].replace("_", "-") for word in self.more}
+        if self.longest and "--max-model-len" not in given:
+            words += ["--max-model-len", str(self.longest)]
+        if self.memory is not None:
+            words += ["--kv-cache-memory-bytes", str(self.memory)]
+        if self.replicas > 1:
+            words += ["--data-parallel-size", str(self.replicas)]
+        return [*words, *self.more]
+
+
 def serve_command(
     model: str,
     port: int,
+    settings: EngineSettings,
     *,
     method: str,
+    options: Sequence[str] = (),
     plan: str | None = None,
-    rate: float | None = None,
-    memory: int | None = None,
-    tp: int = 1,
-    replicas: int = 1,
-    seed: int = 0,
-    more: Sequence[str] = (),
+    rate: float = 0.5,
 ) -> list[str]:
-    """Return the command of ``kvprof serve`` for one method.
+    """Return the command of a method's server: ``kvprof serve``, or for a baseline vLLM alone.
 
     Parameters
     ----------
     model : str
+        A folder or a hub id.
     port : int
         Of loopback.
+    settings : EngineSettings
     method : str
+        Without its options.
+    options : sequence of str
+        Of the method, ``KEY=VALUE``.
     plan : str, optional
         A saved plan's path, in place of the method.
-    rate : float, optional
+    rate : float
         Share of the cache's bytes that the method is to save.
-    memory : int, optional
-        Bytes of the cache of each GPU; the same for every method.
-    tp, replicas : int
-        GPUs of tensor parallelism, and engines behind the engine's own router.
-    seed : int
-    more : sequence of str
-        For the engine itself.
     """
-    words = [model, *(("--plan", plan) if plan is not None else ("--methods", method))]
-    words += ["--host", "127.0.0.1", "--port", str(port)]
-    if rate is not None and plan is None and method not in ("full", "fp8"):
-        words += ["--rate", f"{rate:g}"]
-    if memory is not None:
-        words += ["--memory", str(memory)]
-    if tp > 1:
-        words += ["--tp", str(tp)]
-    if replicas > 1:
-        words += ["--replicas", str(replicas)]
-    words += ["--seed", str(seed)]
-    return module_command("kvprof", "serve", *words, *(("--", *more) if more else ()))
+    place = ["--host", "127.0.0.1", "--port", str(port)]
+    if plan is None and (stored := served_by_engine(method)) is not None:
+        words = ["--model", model, *place, "--tensor-parallel-size", str(settings.tp)]
+        words += ["--kv-cache-dtype", stored, *settings.words()]
+        return module_command("kvprof.serving.load.engine", *words)
+    chosen = ["--plan", plan] if plan is not None else ["--method", method, "--rate", f"{rate:g}"]
+    for entry in options if plan is None else ():
+        chosen += ["--option", entry]
+    words = [model, *chosen, *place, "--tp", str(settings.tp)]
+    return module_command("kvprof", "serve", *words, "--", *settings.words())

@@ -289,14 +289,11 @@ class _Sweep:
         """Refuse requests that a server would refuse, before any is sent."""
         if longest is None:
             return
-        drawn = self._options.lengths.draw(
-            self._options.count(max(self._options.rates, default=1)), self._options.seed
-        )
-        most = max(one.prompt + one.output for one in drawn)
+        most = self._options.lengths.longest
         if most > longest:
             raise UsageError(
-                f"--lengths {self._options.lengths.name} has a request of {most:,} tokens, and "
-                f"{method}'s server takes at most {longest:,}; take shorter ones, or serve longer"
+                f"--lengths {self._options.lengths.name} has requests of up to {most:,} tokens, "
+                f"and {method}'s server takes at most {longest:,}; take shorter ones"
             )
 
     def _rate(self, target: LoadTarget, rate: float) -> bool:

@@ -16,7 +16,7 @@ from kvprof.records.journal import Journal
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.requests import Outcome
-from kvprof.serving.load.server import Served, ServerProcess
+from kvprof.serving.load.server import EngineSettings, Served, ServerProcess, serve_command
 from kvprof.serving.load.sweep import SweepOptions, finished_cases, next_rate, run_sweep
 from kvprof.serving.load.target import Opened, Ran, ServedTarget
 from tests.records.load_stream import METHODS, load_inputs, load_stream, served
@@ -267,6 +267,35 @@ def test_a_server_that_is_killed_in_the_middle_is_told(here):
     assert sum(event.failure is None for event in kept) > 10
     (finished,) = [event for event in events if isinstance(event, LoadRateFinished)]
     assert not finished.complete
+
+
+def test_methods_differ_in_what_they_store_and_nothing_else():
+    settings = EngineSettings(2**30, 8448, tp=2, replicas=4, seed=7, more=("--enforce-eager",))
+    same = [
+        "--seed", "7", "--max-model-len", "8448", "--kv-cache-memory-bytes", str(2**30),
+        "--data-parallel-size", "4", "--enforce-eager",
+    ]  # fmt: skip
+    full, fp8 = (serve_command("m", 81, settings, method=name) for name in ("full", "fp8"))
+    fdc = serve_command("m", 81, settings, method="kq", options=["grid=32"], rate=0.4)
+    plan = serve_command("m", 81, settings, method="my.plan", plan="/x/my.plan")
+    for words in (full, fp8, fdc, plan):
+        assert words[-len(same) :] == same
+        assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert full[full.index("--kv-cache-dtype") + 1] == "auto"
+    assert fp8[fp8.index("--kv-cache-dtype") + 1] == "fp8"
+    assert "serve" not in full  # nothing of ours but the end of the process
+    at = fdc.index("serve")
+    assert fdc[at + 1 : at + 8] == ["m", "--method", "kq", "--rate", "0.4", "--option", "grid=32"]
+    assert plan[plan.index("serve") + 2 : plan.index("serve") + 4] == ["--plan", "/x/my.plan"]
+    assert "--max-model-len" not in EngineSettings(more=("--max-model-len=5",), longest=9).words()
+
+
+def test_each_of_several_servers_sees_gpus_of_its_own(here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    process = ServerProcess("full", child(), count=2, gpus=2)
+    assert process._environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert process._environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert ServerProcess("full", child(), gpus=2)._environment(0) is None
 
 
 def test_a_server_that_does_not_start_says_why(here):

@@ -1,0 +1,34 @@
+"""The process of a baseline: vLLM's own server, with nothing of kvprof's in it but its end.
+
+It ends with its parent, as every child of kvprof does, and no plan reaches it.
+"""
+
+import os
+import runpy
+import sys
+
+from kvprof.leash import follow_parent
+
+__all__ = ["main"]
+
+_PLAN = "KVPROF_PLAN"
+_SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def main(words: list[str]) -> None:
+    """Run vLLM's OpenAI-compatible server.
+
+    Parameters
+    ----------
+    words : list of str
+        Its options.
+    """
+    os.environ.pop(_PLAN, None)
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    sys.argv = [_SERVER, *words]
+    runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    follow_parent()
+    main(sys.argv[1:])

@@ -1,0 +1,203 @@
+"""``kvprof bench --load`` from the command line: what it refuses, measures, and goes on with."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprof.child import module_command
+from kvprof.errors import ExitCode
+from kvprof.records.files import read_result
+from kvprof.records.journal import EVENTS_NAME, read_events
+from tests.commands.running import kvprof
+from tests.serving.load.fake_server import Behaviour, FakeServer
+
+SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "20,40")
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(Behaviour(slots=2, token_seconds=0.002, key="s3cret-key")) as running:
+        yield running
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOAD_KEY", "s3cret-key")
+
+
+def load(server: FakeServer, *arguments: Any) -> Any:
+    return kvprof(
+        "bench", "--load", "--url", server.url, "--key-env", "LOAD_KEY", *SHORT, *arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lengths", "arxiv"], "--lengths means nothing without --load"),
+        (["--jct", "--slo", "ttft=1s", "--url", "x"], "--slo and --url means nothing without"),
+        (["--load", "--jct"], "--jct means nothing with --load"),
+        (["--load", "--seq", "4k", "--layers", "2"], "--layers and --seq means nothing with"),
+        (["--load", "--device", "cuda", "--trace", "fdc/arxiv"], "--trace and --device"),
+        (["--load", "--url", "x", "--methods", "fdc", "--memory", "1GB"], "--methods and --memory"),
+        (["--load", "--url", "x", "--rate", "0.4"], "--rate means nothing with --url"),
+        (["--load", "--url", "x", "--router", "round-robin"], "name several"),
+        (["--load", "--url", "http://me:pw@x"], "a key belongs into an environment variable"),
+        (["--load", "--router", "round-robin"], "--replicas 2"),
+        (["--load", "--router", "random", "--replicas", "2"], "--router random"),
+        (["--load", "--key-env", "X"], "--key-env means nothing without --url"),
+        (["--load", "--url", "x", "--key-env", "NOT_THERE"], "there is no such variable"),
+        (["--load", "--rates", "1,x"], "'x' is no rate"),
+        (["--load", "--rates", "0"], "'0' is no rate"),
+        (["--load", "--slo", "ttft=2x"], "'ttft=2x' is no limit"),
+        (["--load", "--slo", "share=0.9"], "names no limit"),
+        (["--load", "--slo", "ttft=1s,share=2"], "share=2"),
+        (["--load", "--requests", "5", "--seconds", "9"], "leave one out"),
+        (["--load", "--seconds", "-1"], "--seconds -1"),
+        (["--load", "--refine", "99"], "--refine 99"),
+        (["--load", "--timeout", "0"], "--timeout 0"),
+        (["--load", "--memory", "lots"], "--memory: 'lots' is no size"),
+        (["--load", "--arrivals", "weibull"], "--arrivals weibull"),
+        (["--load", "--arrivals", "trace"], "has no times"),
+        (["--load", "--lengths", "nowhere.jsonl"], "no trace and no file"),
+        (["--load", "--baseline", "kq"], "--baseline kq is not measured"),
+        (["--load", "--requests", "0"], "--requests 0"),
+        (["--load", "--engine", "--api-key=sk-1"], "--engine --api-key holds a key"),
+        (["--load", "--engine", "'"], "--engine: no closing quotation"),
+        (["--load", "--url", "x", "--engine", "-O0"], "--engine means nothing with --url"),
+        (["--load", "--methods", "full,fcd"], "fcd"),
+        (["--load", "--plan", "nowhere.plan"], "--plan nowhere.plan: there is no such file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], said: str) -> None:
+    done = kvprof("bench", *arguments)
+    assert done.code == ExitCode.USAGE, done.stderr
+    assert said in done.error
+
+
+def test_a_load_is_measured_shown_compared_and_exported(
+    server: FakeServer, key: None, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    run = tmp_path / "run"
+    done = load(server, "--slo", "ttft=2s,tbt=1s", "--out", run, "--csv", tmp_path / "a.csv")
+    assert done.code == 0, done.stderr
+    assert re.search(r"served serves (20|40) requests a second", done.stdout)
+    result = read_result(run / "result.json")
+    assert (result["kind"], result["complete"]) == ("load", True)
+    assert [row["case"] for row in result["data"]["rates"]] == ["served @ 20/s", "served @ 40/s"]
+    assert result["data"]["objective"] == {"share": 0.9, "ttft_seconds": 2.0, "tbt_seconds": 1.0}
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 3
+    assert kvprof("show", run).stdout == done.stdout
+    other = tmp_path / "other"
+    assert load(server, "--out", other).code == 0
+    compared = kvprof("compare", run, other)
+    assert compared.code == 0, compared.stderr
+    assert "tokens" in compared.stdout
+    for form in ("html", "csv", "svg", "md"):
+        file = tmp_path / f"page.{form}"
+        made = kvprof("export", run, "--to", form, "--output", file)
+        assert made.code == 0, made.stderr
+        assert file.stat().st_size > 200
+    again = load(server, "--out", run)
+    assert again.code == ExitCode.USAGE
+    assert "--force" in again.error
+
+
+def test_no_key_address_or_prompt_enters_a_record(
+    server: FakeServer, key: None, tmp_path: Path
+) -> None:
+    done = load(server, "--out", tmp_path / "run")
+    assert done.code == 0, done.stderr
+    prompt = ",".join(map(str, server.bodies[-1]["prompt"][:4]))
+    for path in (tmp_path / "run").iterdir():
+        text = path.read_text()
+        assert "s3cret" not in text
+        assert str(server.port) not in re.sub(r"\d+\.\d+(e-?\d+)?", "", text)
+        assert "127.0.0.1" not in text
+        assert prompt not in text.replace(" ", "")
+    assert "s3cret" not in done.stdout + done.stderr
+
+
+def test_a_server_that_answers_nothing_is_a_failure_in_one_line(tmp_path: Path) -> None:
+    done = kvprof("bench", "--load", "--url", "http://127.0.0.1:9", *SHORT, "--out", tmp_path / "r")
+    assert done.code == ExitCode.FAILED
+    assert "names no model" in done.error
+    assert not (tmp_path / "r").exists()
+
+
+def test_failures_are_counted_and_said(key: None) -> None:
+    faults = {5: "503", 9: "cut", 14: "error"}
+    with FakeServer(Behaviour(fails=faults, key="s3cret-key")) as server:
+        done = load(server, "--json", "-")
+    assert done.code == 0
+    first = json.loads(done.stdout)["data"]["rates"][0]
+    assert first["failures"] == {"HTTP 503": 1, "connection lost": 1, "server error": 1}
+
+
+def started(server: FakeServer, *arguments: Any) -> "subprocess.Popen[str]":
+    words = ["bench", "--load", "--url", server.url, "--key-env", "LOAD_KEY", *arguments]
+    return subprocess.Popen(
+        module_command("kvprof", *map(str, words)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(
+    server: FakeServer, key: None, tmp_path: Path, number: int
+) -> None:
+    run = tmp_path / "run"
+    arguments = (
+        "--lengths", "in=64,out=8", "--requests", 40, "--rates", "0.5,20", "--out", run,
+    )  # fmt: skip
+    # The slow rate comes first: it is under way when the signal comes, and nothing is complete.
+    child = started(server, *arguments)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        events = run / EVENTS_NAME
+        if events.exists() and '"load_request"' in events.read_text():
+            break
+        time.sleep(0.1)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == ExitCode.INTERRUPTED, err
+    assert "is not complete: interrupted" in " ".join(out.split())
+    result = read_result(run / "result.json")
+    assert not result["complete"]
+    other = load(server, "--out", run)
+    assert other.code == ExitCode.USAGE
+    assert "other options (rates)" in other.error
+
+
+def test_rates_that_are_there_are_not_measured_again(
+    server: FakeServer, key: None, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert load(server, "--out", run).code == 0
+    # As if it had been killed in the second rate.
+    lines = (run / EVENTS_NAME).read_text().splitlines(keepends=True)
+    begun = next(n for n, line in enumerate(lines) if '"served @ 40/s"' in line)
+    (run / EVENTS_NAME).write_text("".join(lines[: begun + 9]))
+    (run / "result.json").unlink()
+    shown = kvprof("show", run)
+    assert "is not complete: it had not ended" in " ".join(shown.stdout.split())
+    sent = len(server.bodies)
+    done = load(server, "--out", run)
+    assert done.code == 0, done.stderr
+    assert "goes on" in done.stderr
+    assert len(server.bodies) - sent == 42  # one rate, the probe and one request alone
+    result = read_result(run / "result.json")
+    assert [row["complete"] for row in result["data"]["rates"]] == [True, True]
+    assert read_events(run / EVENTS_NAME).finished
