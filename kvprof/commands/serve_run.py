@@ -14,6 +14,7 @@ from kvprof.errors import ExitCode
 from kvprof.interrupt import raising
 from kvprof.leash import Leash
 from kvprof.models.locate import locate
+from kvprof.models.placement import main_device, parse_dtype
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.plugin import served_plan
 from kvprof.serving.settings import Setting, engine_options, engine_variables, named
@@ -137,7 +138,8 @@ def serve_plan(
     # vLLM knows hub ids and folders; names of kvprof's own are folders to it.
     local = spec in ("reference", "smollm2")
     model = str(locate(spec).folder) if local else spec
-    settings = engine_options(host=host, port=port, dtype=dtype, ranks=ranks)
+    kind = str(parse_dtype(dtype, main_device("auto"))).removeprefix("torch.")
+    settings = engine_options(host=host, port=port, dtype=kind, ranks=ranks)
     if local:
         settings.append(Setting("--served-model-name", spec, "what clients call it"))
     variables = engine_variables(str(plan.resolve()))

@@ -1,0 +1,212 @@
+"""The plug-in in vLLM's engine: tokens of kvprof's own runtime, whatever the engine does to them.
+
+They run where vLLM is installed (a CPU build will do); ``.ci/run`` makes an environment for them.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvprof.child import module_command
+from kvprof.methods.plan_files import load_plan
+from kvprof.models.load import load_model
+from kvprof.runtime.compressed import compressed
+from tests.serving.tiny import VOCABULARY, save_model, save_ragged_plan
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+TOKENS = 24
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the tiny model."""
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of its ragged plan."""
+    return save_ragged_plan(model, tmp_path_factory.mktemp("plan") / "tiny.plan")
+
+
+def _prompts() -> list[list[int]]:
+    drawn = random.Random(5)
+    long = [drawn.randrange(3, VOCABULARY) for _ in range(150)]
+    others = [[drawn.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 17, 40, 33)]
+    return [long, long[:100] + others[1], *others]
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path, plan: Path) -> list[list[int]]:
+    """Return what kvprof's own runtime writes; it differs from the uncompressed model's."""
+    loaded = load_model(str(model), device="cpu", dtype="float32")
+
+    def written() -> list[list[int]]:
+        found = []
+        for prompt in _prompts():
+            ids = torch.tensor([prompt])
+            made = loaded.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+            )
+            found.append(made[0, len(prompt) :].tolist())
+        return found
+
+    plain = written()
+    with compressed(loaded, load_plan(plan)):
+        own = written()
+    assert sum(a != b for a, b in zip(plain, own, strict=True)) >= 4
+    return own
+
+
+def _served(model: Path, plan: Path, waves: int = 1, **engine: Any) -> dict[str, Any]:
+    asked = {"prompts": _prompts(), "tokens": TOKENS, "waves": waves, "engine": engine}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.serving.serve_tokens", str(model), json.dumps(asked)],
+        env={**os.environ, **ENVIRONMENT, "KVPROF_PLAN": str(plan)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert said, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(said[0].removeprefix("RESULT "))
+    return found
+
+
+def test_chunks_prefixes_and_preemption_change_no_token(
+    model: Path, plan: Path, wanted: list[list[int]]
+) -> None:
+    """Prompts come in chunks of 32, prefixes are found again, and pages run out on the way."""
+    found = _served(
+        model,
+        plan,
+        waves=2,
+        block_size=16,
+        num_gpu_blocks_override=17,
+        max_model_len=200,
+        max_num_batched_tokens=32,
+        max_num_seqs=6,
+    )
+    assert found["waves"] == [wanted, wanted]
+    assert found["hits"] > 0
+    assert found["preemptions"] > 0
+
+
+def test_two_ranks_write_the_same(model: Path, plan: Path, wanted: list[list[int]]) -> None:
+    """With heads dealt out by their widths over two processes no token changes."""
+    found = _served(model, plan, max_model_len=200, tensor_parallel_size=2, max_num_seqs=6)
+    assert found["waves"] == [wanted]
+
+
+def _kvprof(*words: str, **more: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        module_command("kvprof", *words),
+        env={**os.environ, **ENVIRONMENT, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_another_models_plan_is_refused_before_weights_load(plan: Path, tmp_path: Path) -> None:
+    """The same shape with other weights is another model: one line, and no server."""
+    other = save_model(tmp_path / "other", seed=1)
+    process = _kvprof("serve", str(other), "--plan", str(plan), "--", "--skip-tokenizer-init")
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 2, said[-3000:]
+    assert "kvprof: the plan is for" in said
+    assert "Traceback" not in said
+    assert "Loading weights took" not in said
+
+
+def test_the_server_answers_and_ends(
+    model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """A completion over HTTP on loopback has the runtime's tokens; SIGTERM ends the server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path / "log"
+    engine = ("--skip-tokenizer-init", "--max-model-len", "200", "--block-size", "32")
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            module_command(
+                "kvprof", "serve", str(model), "--plan", str(plan), "--port", str(port),
+                "--dtype", "float32", "--", *engine,
+            ),
+            env={**os.environ, **ENVIRONMENT},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            address = f"http://127.0.0.1:{port}/v1/completions"
+            body = {
+                "model": str(model),
+                "prompt": _prompts()[4],
+                "max_tokens": TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            answer = _asked(address, body, process, log)
+            assert answer["choices"][0]["token_ids"] == wanted[4]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 130
+        finally:
+            if process.poll() is None:
+                process.kill()
+    said = log.read_text()
+    assert "--host 127.0.0.1 (only this machine reaches it)" in said
+    assert "tokens of cache fit, at full width" in said
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+
+
+def _asked(
+    address: str, body: dict[str, Any], process: "subprocess.Popen[bytes]", log: Path
+) -> dict[str, Any]:
+    request = urllib.request.Request(
+        address, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        assert process.poll() is None, log.read_text()[-4000:]
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as reply:
+                    found: dict[str, Any] = json.load(reply)
+                    return found
+            except urllib.error.HTTPError as problem:
+                raise AssertionError(problem.read().decode()) from problem
+        time.sleep(1)
+    raise AssertionError(log.read_text()[-4000:])
