@@ -51,8 +51,12 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         common = common_attn_metadata
         found: EngineStep | None = getattr(common, "_kvprof_step", None)
         if found is None:
-            self._model.bind(self.kv_cache_spec.block_size)
+            most = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self._model.bind(self.kv_cache_spec.block_size, most)
             decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+            # Of sequences with several new tokens the host's numbers are those of the device.
+            several = prefills > 0
+            lengths = common.seq_lens_cpu_upper_bound if several else None
             found = EngineStep(
                 self._model,
                 common.slot_mapping,
@@ -61,6 +65,8 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
                 common.seq_lens,
                 decodes,
                 decodes + prefills,
+                common.query_start_loc_cpu.tolist() if several else (),
+                () if lengths is None else lengths.tolist(),
             )
             common._kvprof_step = found
         return found

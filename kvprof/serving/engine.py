@@ -23,8 +23,14 @@ from kvprof.kernels.project.bases import basis_set
 from kvprof.methods.plan import Plan
 from kvprof.serving.backend import PlanImpl
 from kvprof.serving.identity import check_identity
-from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
-from kvprof.serving.refusals import check_shape
+from kvprof.serving.pages import (
+    check_page,
+    full_token_bytes,
+    imbalance,
+    layer_pages,
+    token_bytes,
+)
+from kvprof.serving.refusals import check_dtype, check_shape
 from kvprof.serving.steps import ServedLayer, ServedModel
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 
@@ -70,9 +76,6 @@ def check_engine(config: Any) -> None:
     for what, there in reasons.items():
         if there:
             raise UsageError(f"a plan cannot be served with {what}")
-    tokens = cache.block_size
-    if tokens is not None and tokens % 16:
-        raise UsageError(f"pages of {tokens} tokens cannot run: --block-size is a multiple of 16")
 
 
 def check_model(plan: Plan, config: Any) -> None:
@@ -101,6 +104,10 @@ def check_model(plan: Plan, config: Any) -> None:
         model.get_head_size(),
     )
     layer_pages(plan, config.parallel_config.tensor_parallel_size)
+    if config.cache_config.user_specified_block_size:
+        check_page(plan, config.cache_config.block_size)
+    if plan.quantiser is not None and config.device_config.device_type == "cuda":
+        check_dtype(plan, model.dtype)
     if config.load_config.load_format == "dummy":
         logger.info("Weights are random (dummy): the plan is held against the shape alone.")
         return
@@ -121,14 +128,14 @@ def page_spec(layer: Any, plan: Plan, config: Any) -> FullAttentionSpec:
     plan : Plan
     config : VllmConfig
     """
-    ranks = config.parallel_config.tensor_parallel_size
+    ranks, dtype = config.parallel_config.tensor_parallel_size, layer.kv_cache_torch_dtype
     own = layer_pages(plan, ranks)[extract_layer_index(layer.layer_name)]
     return FullAttentionSpec(
         block_size=config.cache_config.block_size,
         num_kv_heads=1,
-        head_size=own.columns,
+        head_size=own.columns if own.codes is None else own.token_bytes(dtype.itemsize),
         head_size_v=0,
-        dtype=layer.kv_cache_torch_dtype,
+        dtype=dtype if own.codes is None else torch.uint8,
     )
 
 
@@ -283,6 +290,7 @@ def fold(model: Any, plan: Plan) -> None:
             basis_set([key[0] for key, _ in bases], **how),
             value_widths,
             group,
+            pages[index].codes,
         )
         impl = attention.impl
         assert isinstance(impl, PlanImpl)

@@ -2,17 +2,93 @@
 
 A page is a row of `kvprof.kernels.planes.RaggedLayout` with the page's tokens as its capacity: one
 stretch of memory with everything of its tokens. Ranks that are no multiple of 16 are widened with
-columns of zeros (`kvprof.kernels.planes.widened`), as the kernels ask for.
+columns of zeros (`kvprof.kernels.planes.widened`), as the kernels ask for. Quantised latents lie in
+blocks instead, of which a page holds whole ones (`kvprof.kernels.segments.layout`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvprof.kernels.planes import widened
+import torch
+
+from kvprof.errors import UsageError
+from kvprof.kernels.planes import RaggedLayout, widened
+from kvprof.kernels.segments.codes import Bits
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.methods.plan import Plan
+from kvprof.runtime.backends.segment_store import shared_columns, stored_as
 from kvprof.serving.ranks import Assignment, assign
 
-__all__ = ["LayerPages", "full_token_bytes", "imbalance", "layer_pages", "token_bytes"]
+__all__ = [
+    "Codes",
+    "LayerPages",
+    "check_page",
+    "full_token_bytes",
+    "imbalance",
+    "layer_pages",
+    "plan_codes",
+    "quantised_layout",
+    "token_bytes",
+]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How latents are quantised in pages.
+
+    Attributes
+    ----------
+    keys, values : int, "fp8" or None
+        Bits of a column; None stays as it is.
+    columns : int or None
+        That share a scale; None for a token's whole row.
+    """
+
+    keys: Bits
+    values: Bits
+    columns: int | None
+
+
+def plan_codes(plan: Plan) -> Codes | None:
+    """Return how a plan's latents are quantised in pages; None where they are not."""
+    quantiser = plan.quantiser
+    if quantiser is None:
+        return None
+    return Codes(
+        stored_as(quantiser, quantiser.keys, 0),
+        stored_as(quantiser, quantiser.values, 0),
+        shared_columns(quantiser),
+    )
+
+
+def quantised_layout(pool: RaggedLayout, codes: Codes, dtype: torch.dtype) -> SegmentsLayout:
+    """Return how quantised latents of a pool of pages lie.
+
+    Parameters
+    ----------
+    pool : RaggedLayout
+        The widths, as many rows as pages, and a page's tokens.
+    codes : Codes
+    dtype : torch.dtype
+        Of the model.
+    """
+    segment = Segment(pool, codes.keys, codes.values, codes.columns, paged=True)
+    return SegmentsLayout((segment,), dtype)
+
+
+def check_page(plan: Plan, page: int) -> None:
+    """Refuse pages that hold no whole blocks.
+
+    Raises
+    ------
+    UsageError
+    """
+    step = 16 if plan.quantiser is None else 64
+    if page % step:
+        raise UsageError(
+            f"pages of {page} tokens cannot run: --block-size is a multiple of {step} for "
+            f"{plan.method}"
+        )
 
 
 @dataclass(frozen=True)
@@ -25,16 +101,36 @@ class LayerPages:
         Stored columns of each of the plan's KV heads.
     assignment : Assignment
         The ranks' heads.
+    codes : Codes or None
+        How latents are quantised.
     """
 
     key_widths: tuple[int, ...]
     value_widths: tuple[int, ...]
     assignment: Assignment
+    codes: Codes | None = None
 
     @property
     def columns(self) -> int:
         """Values of a token in a page, the same on every rank."""
         return self.assignment.widest
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a token in a page, the same on every rank.
+
+        Parameters
+        ----------
+        itemsize : int
+            Bytes of a value of the model's dtype.
+        """
+        if self.codes is None:
+            return self.columns * itemsize
+        dtype, page = {2: torch.bfloat16, 4: torch.float32}[itemsize], 64
+        rows = (
+            quantised_layout(RaggedLayout(*self.of_rank(rank), 1, 1, page), self.codes, dtype).row
+            for rank in range(len(self.assignment.heads))
+        )
+        return -(-max(rows) // page)
 
     def of_rank(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the widths of K and of V of a rank's heads."""
@@ -64,13 +160,13 @@ def layer_pages(plan: Plan, ranks: int = 1) -> list[LayerPages]:
         keys = tuple(widened(group.rank) for group in layer.keys.groups)
         values = tuple(widened(group.rank) for group in layer.values.groups)
         both = [key + value for key, value in zip(keys, values, strict=True)]
-        found.append(LayerPages(keys, values, assign(both, ranks)))
+        found.append(LayerPages(keys, values, assign(both, ranks), plan_codes(plan)))
     return found
 
 
 def token_bytes(layers: Sequence[LayerPages], itemsize: int) -> int:
     """Return the bytes of a token in the pages of all layers of one rank."""
-    return sum(layer.columns for layer in layers) * itemsize
+    return sum(layer.token_bytes(itemsize) for layer in layers)
 
 
 def full_token_bytes(plan: Plan, itemsize: int, ranks: int = 1) -> int:

@@ -1,9 +1,12 @@
 """What cannot be served, each in one line that says why; nothing of it needs an engine."""
 
+import torch
+
 from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement, Plan
+from kvprof.runtime.backends.segment_store import refused_quantiser
 
-__all__ = ["check_servable", "check_shape", "refusal"]
+__all__ = ["check_dtype", "check_servable", "check_shape", "refusal"]
 
 
 def check_servable(plan: Plan) -> None:
@@ -34,8 +37,10 @@ def refusal(plan: Plan) -> str | None:
         return "its tokens change their rank as they age, and a page's tokens stay what they are"
     if plan.lazy:
         return "its prefill attends to exact keys and values, which chunks of a prompt do not keep"
-    if plan.quantiser is not None:
-        return "quantised pages are not there yet; serve the plan without its quantiser"
+    if plan.quantiser is not None and (plan.quantiser.window or plan.levels.sink):
+        return "some tokens stay at full precision, and a page's tokens are all stored alike"
+    if plan.quantiser is not None and (reason := refused_quantiser(plan.quantiser)) is not None:
+        return reason
     for index, layer in enumerate(plan.layers):
         reason = _layer_refusal(layer)
         if reason is not None:
@@ -55,6 +60,19 @@ def _layer_refusal(layer: LayerPlan) -> str | None:
     if any(group.heads > 1 for group in (*layer.keys.groups, *layer.values.groups)):
         return "KV heads that share a latent are not served yet"
     return None
+
+
+def check_dtype(plan: Plan, dtype: torch.dtype) -> None:
+    """Refuse a dtype in which quantised pages do not run on a GPU.
+
+    Raises
+    ------
+    UsageError
+    """
+    if plan.quantiser is not None and dtype == torch.float32:
+        raise UsageError(
+            f"{plan.method} is served in bfloat16 or float16 on a GPU, not in float32: give --dtype"
+        )
 
 
 def check_shape(plan: Plan, layers: int, kv_heads: int, head_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""The process of ``kvprof serve``: vLLM's own command line, with the plug-in in its place."""
+"""The process of ``kvprof serve``: vLLM's own ``serve``, with the plug-in in its place."""
 
 import sys
 
@@ -10,19 +10,27 @@ __all__ = ["main"]
 
 
 def main(words: list[str]) -> int:
-    """Run ``vllm`` and return an exit code; what kvprof refuses is one line on stderr.
+    """Run ``vllm serve`` and return an exit code; what kvprof refuses is one line on stderr.
 
     Parameters
     ----------
     words : list of str
-        What ``vllm`` is given.
+        What ``vllm`` is given, ``serve`` first.
     """
-    from vllm.entrypoints.cli.main import main as vllm_main
+    # Not vllm's `main`: it asks for metadata by a name that builds for a CPU do not have.
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    cli_env_setup()
     register()
     sys.argv = ["vllm", *words]
+    parser, command = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    arguments = parser.parse_args(words)
+    command.validate(arguments)
     try:
-        vllm_main()
+        command.cmd(arguments)
     except KvprofError as refusal:
         sys.stderr.write(f"kvprof: {refusal}\n")
         return int(refusal.exit_code)

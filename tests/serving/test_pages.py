@@ -13,7 +13,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Placement, Plan
-from kvprof.methods.quantisers import quantised
+from kvprof.methods.quantisers import kivi, quantised
 from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
 from kvprof.serving.ranks import assign
 from kvprof.serving.refusals import check_servable, check_shape, refusal
@@ -62,6 +62,14 @@ def test_pages_hold_what_the_account_counts() -> None:
     keys, values = pages[1].of_rank(0)
     assert (keys, values) == ((16, 64, 32, 32), (16, 48, 16, 48))
     assert RaggedLayout(keys, values, 2, 7, 16).row == 16 * pages[1].columns
+
+
+def test_quantised_pages_hold_what_the_account_counts() -> None:
+    """Codes, scales and middles of 4 bits, as the byte account has them."""
+    plan = quantised(ragged_plan(), "per-token", 4)
+    # A head of 24 and 40 columns takes 32 and 48: 8 columns more on each side.
+    counted = bytes_at(plan, 64, itemsize=2).total + 64 * (4 + 4)
+    assert 64 * token_bytes(layer_pages(plan), 2) == counted
 
 
 def test_ranks_share_a_page_size() -> None:
@@ -113,10 +121,12 @@ def test_what_cannot_be_served_is_said() -> None:
     """Each refusal is one line with its reason; a ragged plan has none."""
     plan = ragged_plan()
     assert refusal(plan) is None
+    assert refusal(quantised(plan, "per-token", 4)) is None
     windowed = replace(plan.layers[0], sliding_window=128)
     cases = {
         "sliding window": replace(plan, layers=(windowed, plan.layers[1])),
-        "quantised pages": quantised(plan, "per-token", 4),
+        "32 at a time": quantised(plan, lambda bits: replace(kivi(bits), window=0), 4),
+        "full precision": quantised(plan, "kivi", 4),
         "before RoPE": _with_keys(plan, placement=Placement.PRE_ROPE),
         "exact keys and values": replace(
             plan,

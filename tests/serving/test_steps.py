@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
+from kvprof.serving.pages import Codes, quantised_layout
 from kvprof.serving.steps import EngineStep, ServedLayer, ServedModel, attend
 
-DEPTH, GROUP, PAGE = 32, 2, 16
+DEPTH, GROUP, PAGE, QUANTISED_PAGE = 32, 2, 16, 64
 WIDTHS = (((16, 32), (32, 16)), ((32, 16), (16, 16)))
 
 
@@ -44,13 +45,97 @@ def _wanted(
     return torch.cat(found, dim=-1)
 
 
+def _quantised_layer(pages: int, bits: int, generator: torch.Generator) -> ServedLayer:
+    layer = _layer(pages, WIDTHS[0], generator)
+    layer.codes = Codes(bits, bits, 16)
+    layout = quantised_layout(layer.layout(pages, QUANTISED_PAGE), layer.codes, torch.float32)
+    layer.attention.kv_cache = torch.full((pages, layout.row + 64), 77, dtype=torch.uint8)
+    return layer
+
+
+def _rounded(states: Tensor, bits: int) -> Tensor:
+    """Round as `per_token` does, in groups of 16 columns of one token."""
+    groups = states.unflatten(-1, (-1, 16))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = ((high - low) / (2**bits - 1)).half().float()
+    codes = ((groups - low) / scale.clamp(min=1e-12)).round().clamp(0, 2**bits - 1)
+    return (low + codes * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_pages_of_quantised_latents(bits: int) -> None:
+    """A chunk sees its own tokens as they are and older ones rounded; decoding sees all rounded."""
+    generator = torch.Generator().manual_seed(4)
+    model = ServedModel([_quantised_layer(6, bits, generator)])
+    model.bind(QUANTISED_PAGE, 100)
+    (layer,), scale, heads = model.layers, DEPTH**-0.5, 2
+    table = torch.tensor([[4, 1], [2, 5]], dtype=torch.int32)
+    states = [[torch.empty(0, heads, DEPTH)] * 2 for _ in range(2)]
+    lengths = [0, 0]
+    for new in ([39, 2], [44, 1], [1, 1], [1, 27]):
+        rows = sorted(range(2), key=lambda row: new[row] > 1)
+        slots, starts = [], [0]
+        for row in rows:
+            for token in range(lengths[row], lengths[row] + new[row]):
+                page = int(table[row, token // QUANTISED_PAGE])
+                slots.append(page * QUANTISED_PAGE + token % QUANTISED_PAGE)
+            starts.append(len(slots))
+            lengths[row] += new[row]
+        decodes = sum(count == 1 for count in new)
+        own = [lengths[row] for row in rows]
+        step = EngineStep(
+            model,
+            torch.tensor(slots),
+            table[rows],
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(own, dtype=torch.int32),
+            decodes,
+            2,
+            starts,
+            own,
+        )
+        query, key, value = (
+            torch.randn(len(slots), size, DEPTH, generator=generator)
+            for size in (heads * GROUP, heads, heads)
+        )
+        output = attend(layer, step, query, key, value, scale)
+        for number, (row, first, stop) in enumerate(zip(rows, starts, starts[1:], strict=False)):
+            kept = states[row]
+            past = len(kept[0])
+            kept[:] = [
+                torch.cat([kept[0], key[first:stop]]),
+                torch.cat([kept[1], value[first:stop]]),
+            ]
+            rounded = past + 1 if number < decodes else past
+            found = []
+            for head, width in enumerate(layer.value_widths):
+                basis = layer.keys.head(head)
+                latents = [kept[0][:, head] @ basis, kept[1][:, head, :width]]
+                seen = [
+                    torch.cat([_rounded(one[:rounded], bits), one[rounded:]]).double()
+                    for one in latents
+                ]
+                for at in range(GROUP):
+                    asked = query[first:stop, head * GROUP + at] @ layer.queries.head(head)
+                    scores = scale * asked.double() @ seen[0].T
+                    order = torch.arange(past + stop - first)
+                    hidden = order > past + torch.arange(stop - first)[:, None]
+                    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+                    found.append(weights @ seen[1])
+            # Scales and middles are float16.
+            close = {8: 3e-2, 4: 6e-2}[bits]
+            torch.testing.assert_close(
+                output[first:stop].double(), torch.cat(found, dim=-1), atol=close, rtol=close
+            )
+
+
 @pytest.mark.parametrize("padding", [0, 3])
 def test_chunks_and_decoding_together(padding: int) -> None:
     """Prompts in chunks, decoding beside them, shared pages and padding give exact attention."""
     generator = torch.Generator().manual_seed(1)
     model = ServedModel()
     model.layers += [_layer(24, widths, generator) for widths in WIDTHS]
-    model.bind(PAGE)
+    model.bind(PAGE, 64)
     heads, scale = len(WIDTHS[0]), DEPTH**-0.5
     table = torch.randperm(24, generator=generator)[:20].view(4, 5).int()
     lengths = [0, 0, 0, 0]
@@ -74,6 +159,8 @@ def test_chunks_and_decoding_together(padding: int) -> None:
             torch.tensor([lengths[row] for row in rows], dtype=torch.int32),
             decodes,
             len(rows),
+            starts,
+            [lengths[row] for row in rows],
         )
         for number, layer in enumerate(model.layers):
             query, key, value = (
@@ -99,7 +186,7 @@ def test_padded_rows_of_a_decoding_graph() -> None:
     """Rows without tokens give zeros and change nothing, as a captured step has them."""
     generator = torch.Generator().manual_seed(2)
     model = ServedModel([_layer(8, WIDTHS[0], generator)])
-    model.bind(PAGE)
+    model.bind(PAGE, 64)
     (layer,) = model.layers
     states = [torch.randn(4, size, DEPTH, generator=generator) for size in (4, 2, 2)]
     table = torch.arange(8, dtype=torch.int32).view(4, 2)

@@ -1,0 +1,208 @@
+"""A step of an engine over pages of quantised latents.
+
+A step's tokens are projected into planes of the step's own, and quantised from there into their
+pages. Sequences that decode attend to their pages, their new token among them: what it is in the
+page, quantised, where the plan's rule would show it as it is for that one step. A chunk of a prompt
+attends to its own tokens as they are and to those before it as the pages give them back; for that
+there is no kernel over pages, so they are dequantised into planes first, sequence by sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.kernels.dispatch import uses_triton
+from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
+from kvprof.kernels.prefill.rows import rows_step
+from kvprof.kernels.project.step import project_step
+from kvprof.kernels.segments.append import addresses_of, read, write
+from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.move import token_move
+from kvprof.kernels.segments.step import SegmentsStep, segments_step
+from kvprof.serving.pages import quantised_layout
+from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
+
+__all__ = ["QuantisedSteps", "quantised_steps"]
+
+# Tokens that are dequantised together, and by which planes for a context grow.
+_PIECE = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedSteps:
+    """What a layer runs over pages of quantised latents.
+
+    Attributes
+    ----------
+    layer : ServedLayer
+    layout : SegmentsLayout
+        Of the pool.
+    planes : RaggedLayout
+        Of a step's own tokens, one after another.
+    scratch : Tensor
+        Room for these planes, which all layers use in turn.
+    decode : SegmentsStep
+        Of one sequence; `replace` makes those of more.
+    """
+
+    layer: ServedLayer
+    layout: SegmentsLayout
+    planes: RaggedLayout
+    scratch: Tensor
+    decode: SegmentsStep
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool."""
+        return self.layout.batch
+
+    @cached_property
+    def _begin(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self.scratch.device)
+
+    @cached_property
+    def _order(self) -> Tensor:
+        return torch.arange(self.planes.capacity, device=self.scratch.device)
+
+    @property
+    def _own(self) -> Tensor:
+        return self.scratch[: self.planes.elements]
+
+    def attend(
+        self, step: EngineStep, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Do what `kvprof.serving.steps.attend` says."""
+        cache, found = self.layer.attention.kv_cache, []
+        projected = self._projected(query, key, value, self.planes, self._own, self._begin)
+        # Before this step's tokens go into pages: of a page's bytes only older ones are read.
+        later = [
+            self._chunk(step, row, query, key, value, scale)
+            for row in range(step.decodes, step.rows)
+        ]
+        self._store(step.slots[: len(query)], alone=step.rows == step.decodes)
+        if step.decodes:
+            decode = replace(self.decode, rows=step.decodes)
+            schedule, table = step.schedule(self.decode), step.table[: step.decodes]
+            found.append(decode.run(projected[: step.decodes], cache, schedule, scale, table=table))
+        return filled_up(found + later, len(query))
+
+    def _projected(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: RaggedLayout,
+        planes: Tensor,
+        start: Tensor,
+    ) -> Tensor:
+        made: Tensor = project_step(
+            query[None],
+            key[None],
+            value[None],
+            self.layer.keys,
+            layout,
+            planes,
+            start,
+            query_bases=self.layer.queries,
+        )[0]
+        return made
+
+    def _store(self, slots: Tensor, *, alone: bool) -> None:
+        """Quantise the step's tokens into their pages.
+
+        Parameters
+        ----------
+        slots : Tensor
+        alone : bool
+            Whether no two of them may share a byte: each is of a sequence of its own.
+        """
+        cache, own = self.layer.attention.kv_cache, self.layout.segments[0]
+        if not uses_triton(cache.device):
+            places = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
+            sides = zip(
+                *(self.planes.head(self._own, head) for head in range(self.planes.heads)),
+                strict=True,
+            )
+            keys, values = (torch.cat(side, dim=-1)[:, : len(slots)] for side in sides)
+            write(cache, places, keys, values)
+            return
+        move = token_move(self.layout, 0, self.planes, cache.device)
+        origins = self._order[: len(slots)]
+        for turn in range(1 if alone else own.slots):
+            targets = slots if alone else torch.where(slots % own.slots == turn, slots, -1)
+            move.run(cache, self._own, origins, targets)
+
+    def _chunk(
+        self,
+        step: EngineStep,
+        row: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Attend from several new tokens of a sequence."""
+        first, stop, length = *step.host_starts[row : row + 2], step.host_lengths[row]
+        past, device = length - (stop - first), query.device
+        layout = self.layer.layout(1, -(-length // _PIECE) * _PIECE)
+        planes = self.scratch.new_empty(layout.elements)
+        for begin in range(0, past, _PIECE):
+            self._restore(step.table[row], begin, min(begin + _PIECE, past), layout, planes)
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        start, lengths = torch.tensor([[past], [length]], **numbers)
+        states = query[first:stop], key[first:stop], value[first:stop]
+        projected = self._projected(*states, layout, planes, start)
+        attending = rows_step(layout, device, self.scratch.dtype)
+        starts = torch.tensor([0, stop - first], **numbers)
+        cut = attending.cut(starts, lengths, stop - first)
+        return attending.run(projected, planes, cut, scale)
+
+    def _restore(
+        self, table: Tensor, begin: int, stop: int, layout: RaggedLayout, planes: Tensor
+    ) -> None:
+        """Dequantise tokens ``begin … stop - 1`` of a sequence into planes."""
+        cache, page = self.layer.attention.kv_cache, self.layout.segments[0].capacity
+        tokens = torch.arange(begin, stop, device=table.device)
+        slots = table.long()[tokens // page] * page + tokens % page
+        places = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
+        for side, states in enumerate(read(cache, places)):
+            widths = (layout.key_widths, layout.value_widths)[side]
+            parts = torch.split(states.to(planes.dtype), list(widths), dim=-1)
+            for head, latent in enumerate(parts):
+                own = layout.planes(planes, head)[side]
+                cut = torch.split(latent, list(chunks(widths[head])), dim=-1)
+                for plane, part in zip(own, cut, strict=True):
+                    plane[:, begin:stop] = part
+
+
+def quantised_steps(
+    layer: ServedLayer,
+    page: int,
+    most_tokens: int,
+    scratch: Tensor,
+    kinds: Sequence[tuple[int, int]] | None,
+) -> QuantisedSteps:
+    """Prepare a layer's steps over the pages that the engine has given it.
+
+    Parameters
+    ----------
+    layer : ServedLayer
+    page : int
+        Tokens of a page.
+    most_tokens : int
+        Of a step of the engine.
+    scratch : Tensor
+        In the model's dtype.
+    kinds : sequence of (key width, value width) or None
+        Of the heads of all layers, where one kernel serves them.
+    """
+    cache = layer.attention.kv_cache
+    assert layer.codes is not None
+    layout = quantised_layout(layer.layout(len(cache), page), layer.codes, scratch.dtype)
+    shared = None if kinds is None else [(kind,) for kind in kinds]
+    decode = segments_step(layout, cache.device, rows=1, kinds=shared)
+    return QuantisedSteps(layer, layout, layer.layout(1, most_tokens), scratch, decode)
