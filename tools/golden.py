@@ -93,8 +93,12 @@ _SAYS_WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d
 # The row of an evaluation's report that says how long each method took.
 _TIMES = re.compile(r"(?m)^( *seconds +).*$")
 _LEFT_OUT = ("created", "environment", "kvprof_version", "events", "seconds")
-# Of what is timed: what another run on the same machine may have otherwise.
-_CHANGES = ("warnings", "telemetry", "peak", "source", "label", "baseline", "best")
+# Of what is timed: what another run on the same machine may have otherwise. What full width moves
+# and buffers may differ too: its kernel is the one that was the fastest.
+_CHANGES = (
+    *("warnings", "telemetry", "peak", "source", "label", "baseline", "best"),
+    *("available_bytes", "labels"),
+)
 _TIMED_KEYS = re.compile(
     r"second|_s$|^s$|time|speedup|share|bandwidth|clock|memory|load|drift|doubt"
 )
