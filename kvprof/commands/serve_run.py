@@ -16,7 +16,7 @@ from kvprof.leash import Leash
 from kvprof.models.locate import locate
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.scratch import ScratchFolder
-from kvprof.serving.plugin import served_plan
+from kvprof.serving.plugin import check_found, served_plan
 from kvprof.serving.settings import Setting, engine_options, engine_variables, named
 
 __all__ = ["calibrated", "serve_plan", "server_command"]
@@ -134,6 +134,7 @@ def serve_plan(
     KvprofError
         For a plan that cannot be read or served, before a process is started.
     """
+    check_found()
     served_plan(str(plan))
     # vLLM knows hub ids and folders; names of kvprof's own are folders to it.
     local = spec in ("reference", "smollm2")

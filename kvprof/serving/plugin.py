@@ -9,14 +9,16 @@ the engine.
 
 import os
 from functools import cache, wraps
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from kvprof.errors import UsageError
+from kvprof.errors import LackingError, UsageError
 from kvprof.methods.plan import Plan
+from kvprof.requirements import extra_command
 from kvprof.serving.refusals import check_servable
 
-__all__ = ["PLAN_VARIABLE", "register"]
+__all__ = ["PLAN_VARIABLE", "check_found", "register"]
 
 #: Names the file of the plan.
 PLAN_VARIABLE = "KVPROF_PLAN"
@@ -36,6 +38,30 @@ def served_plan(path: str) -> Plan:
     plan = load_plan(Path(path).expanduser())
     check_servable(plan)
     return plan
+
+
+def check_found() -> None:
+    """Refuse to serve where the engine's own processes would not find the plug-in.
+
+    They look for entry points, and one that found none would serve full width without a word.
+
+    Raises
+    ------
+    LackingError
+        When kvprof's installation does not name it.
+    UsageError
+        When ``VLLM_PLUGINS`` leaves it out.
+    """
+    group = entry_points(group="vllm.general_plugins")
+    names = {one.name for one in group if one.module == register.__module__}
+    if not names:
+        raise LackingError(
+            "vLLM would not find kvprof's plug-in, which this installation does not name; "
+            f"install it again: {extra_command('serve')}"
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and not names & set(allowed.split(",")):
+        raise UsageError(f"VLLM_PLUGINS={allowed} leaves kvprof's plug-in out: add kvprof to it")
 
 
 def register() -> None:

@@ -1,0 +1,48 @@
+"""A server never starts where the engine's processes would go without the plug-in."""
+
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from kvprof.errors import LackingError, UsageError
+from kvprof.serving import plugin
+
+GROUP = "vllm.general_plugins"
+OWN = EntryPoint("kvprof", "kvprof.serving.plugin:register", GROUP)
+OTHER = EntryPoint("lora", "vllm.plugins.lora:register", GROUP)
+
+
+def installed(monkeypatch, *points):
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda **wanted: EntryPoints(points).select(**wanted)
+    )
+
+
+@pytest.mark.parametrize("points", [(), (OTHER,)])
+def test_an_installation_without_the_plug_in_is_refused(monkeypatch, points):
+    installed(monkeypatch, *points)
+    with pytest.raises(LackingError, match="would not find kvprof's plug-in.*pip install"):
+        plugin.check_found()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "found"), [("lora", False), ("lora,kvprof", True), ("", False)]
+)
+def test_plug_ins_that_are_left_out_are_told(monkeypatch, allowed, found):
+    installed(monkeypatch, OTHER, OWN)
+    plugin.check_found()
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    if found:
+        plugin.check_found()
+    else:
+        with pytest.raises(UsageError, match="VLLM_PLUGINS=.* leaves kvprof's plug-in out"):
+            plugin.check_found()
+
+
+def test_the_project_names_its_plug_in():
+    import tomllib
+    from pathlib import Path
+
+    project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
+    assert project["entry-points"][GROUP] == {OWN.name: OWN.value}
+    assert callable(OWN.load())
