@@ -249,7 +249,8 @@ class _Sweep:
             raise
         except KvprofError as problem:
             self._problems.append(problem)
-            self._emit(Warned(self._journal.now(), f"{method}{_GIVEN_UP}{problem}"))
+            said = str(problem).removeprefix(f"{method}: ")
+            self._emit(Warned(self._journal.now(), f"{method}{_GIVEN_UP}{said}"))
             return False
         finally:
             target.close()
