@@ -474,6 +474,7 @@ def _process(
     more: Sequence[str],
 ) -> Any:
     """Return a method's server with the engine's own router, or as many servers as replicas."""
+    from kvprof.models.placement import main_device, parse_dtype
     from kvprof.serving.load.server import EngineSettings, ServerProcess, serve_command
 
     apart = inputs["replicas"] if inputs["router"] == "round-robin" else 1
@@ -483,6 +484,7 @@ def _process(
         tp=inputs["tp"],
         replicas=inputs["replicas"] // apart,
         seed=inputs["seed"],
+        dtype=str(parse_dtype("auto", main_device("auto"))).removeprefix("torch."),
         more=tuple(more),
     )
     ((_, method, options),) = method_entries(label) if plan is None else [(label, label, [])]

@@ -1,6 +1,8 @@
 """A server never starts where the engine's processes would go without the plug-in."""
 
+import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +23,7 @@ def installed(monkeypatch, *points):
 @pytest.mark.parametrize("points", [(), (OTHER,)])
 def test_an_installation_without_the_plug_in_is_refused(monkeypatch, points):
     installed(monkeypatch, *points)
-    with pytest.raises(LackingError, match="would not find kvprof's plug-in.*pip install"):
+    with pytest.raises(LackingError, match=r"would not find kvprof's plug-in.*pip install"):
         plugin.check_found()
 
 
@@ -35,14 +37,11 @@ def test_plug_ins_that_are_left_out_are_told(monkeypatch, allowed, found):
     if found:
         plugin.check_found()
     else:
-        with pytest.raises(UsageError, match="VLLM_PLUGINS=.* leaves kvprof's plug-in out"):
+        with pytest.raises(UsageError, match=r"VLLM_PLUGINS=.* leaves kvprof's plug-in out"):
             plugin.check_found()
 
 
 def test_the_project_names_its_plug_in():
-    import tomllib
-    from pathlib import Path
-
     project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
     assert project["entry-points"][GROUP] == {OWN.name: OWN.value}
     assert callable(OWN.load())

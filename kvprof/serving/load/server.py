@@ -239,6 +239,9 @@ class EngineSettings:
     tp, replicas : int
         GPUs of tensor parallelism, and engines behind the engine's own router.
     seed : int
+    dtype : str
+        Of weights, and of a cache that is not quantised: what a server chooses by itself is not the
+        same for all.
     more : tuple of str
         Further options, as they were given.
     """
@@ -248,12 +251,15 @@ class EngineSettings:
     tp: int = 1
     replicas: int = 1
     seed: int = 0
+    dtype: str = "auto"
     more: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
         """Return the options of vLLM, but for those that ``kvprof serve`` has itself."""
         words = ["--seed", str(self.seed)]
         given = {word.partition("=")[0].replace("_", "-") for word in self.more}
+        if "--dtype" not in given:
+            words += ["--dtype", self.dtype]
         if self.longest and "--max-model-len" not in given:
             words += ["--max-model-len", str(self.longest)]
         if self.memory is not None:

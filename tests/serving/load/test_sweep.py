@@ -270,9 +270,12 @@ def test_a_server_that_is_killed_in_the_middle_is_told(here):
 
 
 def test_methods_differ_in_what_they_store_and_nothing_else():
-    settings = EngineSettings(2**30, 8448, tp=2, replicas=4, seed=7, more=("--enforce-eager",))
+    settings = EngineSettings(
+        2**30, 8448, tp=2, replicas=4, seed=7, dtype="bfloat16", more=("--enforce-eager",)
+    )
     same = [
-        "--seed", "7", "--max-model-len", "8448", "--kv-cache-memory-bytes", str(2**30),
+        "--seed", "7", "--dtype", "bfloat16", "--max-model-len", "8448",
+        "--kv-cache-memory-bytes", str(2**30),
         "--data-parallel-size", "4", "--enforce-eager",
     ]  # fmt: skip
     full, fp8 = (serve_command("m", 81, settings, method=name) for name in ("full", "fp8"))
@@ -288,6 +291,7 @@ def test_methods_differ_in_what_they_store_and_nothing_else():
     assert fdc[at + 1 : at + 8] == ["m", "--method", "kq", "--rate", "0.4", "--option", "grid=32"]
     assert plan[plan.index("serve") + 2 : plan.index("serve") + 4] == ["--plan", "/x/my.plan"]
     assert "--max-model-len" not in EngineSettings(more=("--max-model-len=5",), longest=9).words()
+    assert EngineSettings(more=("--dtype", "float16")).words().count("--dtype") == 1
 
 
 def test_each_of_several_servers_sees_gpus_of_its_own(here, monkeypatch):
