@@ -200,7 +200,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--memory", type=float, default=0.9, help="share that an engine takes")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of an engine")
-    parser.add_argument("--tiny", action="store_true", help="two layers of the reference model's shape, on a CPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="two layers of the reference model's shape, on a CPU"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

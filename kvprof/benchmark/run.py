@@ -1,9 +1,12 @@
 """``run_bench``: phases, batches and contexts, each with its baselines and methods."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -12,16 +15,17 @@ from triton.errors import TritonError
 from kvprof.benchmark import schedules as loads
 from kvprof.benchmark.baselines import FullWidth, baseline_builders, full_width
 from kvprof.benchmark.case import Case, Lack, Workload
-from kvprof.benchmark.cases import build_case
+from kvprof.benchmark.cases import build_case, ragged_case
 from kvprof.benchmark.limits import flop_rate, largest_context, prefill_length, shortage
 from kvprof.benchmark.machine import Machine, all_threads, free_bytes, gpu_warnings, open_machine
 from kvprof.benchmark.methods import Method, make_methods, named_plans, stored_bytes
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Found, SampleWarnings, Timed, add_row
 from kvprof.benchmark.shapes import Shape, load_shape
 from kvprof.benchmark.timing import DeviceLost, Interrupted, Sampler, interleaved, sampler
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import KvprofError, LackingError, UsageError
+from kvprof.kernels.dispatch import compiling_ahead
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.progress import Progress, silent
 
@@ -34,8 +38,9 @@ __all__ = ["BenchRequest", "Budget", "Point", "measure", "run_bench"]
 # speed-up is a ratio of medians of the same minutes.
 
 
-# How often slower than the best a kernel is that further samples do not help: after one, after two.
-_HOPELESS = (4.0, 2.0)
+# How often slower than the best a kernel is that further samples do not help: after one, two and
+# three.
+_HOPELESS = (4.0, 2.0, 1.5)
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,9 @@ def _spared(point: Point, name: str) -> Iterator[None]:
         yield
     except UsageError as refusal:
         point.found.warn(f"{name}, {workload.name}: not measured: {refusal}")
-    except (MemoryError, RuntimeError, TritonError) as problem:
+    except (MemoryError, RuntimeError, TritonError, CalledProcessError) as problem:
+        if point.should_stop() and isinstance(problem, CalledProcessError):
+            raise Interrupted from problem  # a compiler heard the same Ctrl-C
         if _short_of_memory(problem):
             most = largest_context(workload, free_bytes(workload.device))
             point.found.warn(
@@ -405,6 +412,8 @@ def run_bench(
             rate = flop_rate(machine, dtype)
             bar.advance()
         workloads = _workloads(request, shape, machine, dtype, rate, found)
+        if machine.is_gpu:
+            _compile(workloads, chosen, request.schedules, progress)
         with suppress(Interrupted):  # the caller knows that it asked
             try:
                 _measure_all(workloads, chosen, request, machine, found, progress, should_stop)
@@ -489,6 +498,35 @@ def _shortened(workload: Workload, machine: Machine, rate: float, found: Found) 
             f"at {workload.seq:,} one call would take too long here"
         )
     return replace(workload, seq=length)
+
+
+def _compile(
+    workloads: list[Workload],
+    chosen: list[tuple[Method, Widths | None]],
+    schedules: tuple[str, ...],
+    progress: Progress,
+) -> None:
+    """Compile the kernels of all rows at once: one after the other they took half of a run.
+
+    A row that cannot be made is left out here, and says why when it is measured.
+    """
+    with torch.cuda.device(workloads[0].device), compiling_ahead() as pending:
+        for workload in workloads:
+            full = full_widths(workload.shape)
+            cases = [partial(ragged_case, "kvprof", workload, full, path="triton")]
+            cases += [
+                partial(build_case, method, workload, widths, schedule, path="triton")
+                for method, widths in chosen
+                if method.family != "full" and method.lacks(workload.phase) is None
+                for schedule in (schedules if method.cut else (None,))
+            ]
+            for build in cases:
+                with suppress(KvprofError, Lack, MemoryError, RuntimeError, TritonError):
+                    build().runs[0]()
+                torch.cuda.empty_cache()
+        with progress("compiling kernels", len(pending)) as bar:
+            for _ in as_completed(pending):
+                bar.advance()
 
 
 def _measure_all(
