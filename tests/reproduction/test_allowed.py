@@ -31,7 +31,15 @@ def options() -> set[str]:
 def test_every_option_of_a_command_is_judged() -> None:
     known = {*_FREE, *_READ, *_KEPT, _NAMES}
     # A new option is decided on here: none is let in because nobody thought of it.
-    assert options() - known == {"--save", "--cache", "--harness-include", "--trust-remote-code"}
+    # A cell sends nothing to anybody's server, and sets up no engine as a stranger likes.
+    servers = {"--url", "--served-model", "--key-env", "--engine"}
+    assert options() - known - servers == {
+        "--save",
+        "--cache",
+        "--harness-include",
+        "--trust-remote-code",
+    }
+    assert servers <= options()
     assert not known - options()
     assert not _FREE & _READ
 
