@@ -21,6 +21,7 @@ ROUTERS = ("shortest-queue", "round-robin")
 
 _TICK = 0.2  # seconds between two looks at whether to stop
 _SAMPLES = 200  # of a rate, but no more often than every tick
+_MOMENT = 0.005
 _AHEAD = 16  # requests whose prompts are ready before they are due
 _GRACE = 1.0  # seconds for connections to notice that their server has gone
 _OTHER_FILES = 256
@@ -258,9 +259,10 @@ class _Running:
     async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
         _allow_connections(len(requests))
         before = await self._marks()
-        bodies: asyncio.Queue[bytes] = asyncio.Queue(_AHEAD)
+        bodies: asyncio.Queue[bytes | Exception] = asyncio.Queue(_AHEAD)
         making = asyncio.create_task(self._make(requests, bodies))
-        first = [await bodies.get()]  # before the clock starts
+        while bodies.qsize() < min(_AHEAD, len(requests)) and not making.done():
+            await asyncio.sleep(_MOMENT)  # before the clock starts
         self._start = time.perf_counter()
         every = max(_TICK, (requests[-1].arrival if requests else 0.0) / _SAMPLES)
         sampling = asyncio.create_task(self._sample(every, watch))
@@ -268,7 +270,9 @@ class _Running:
         reason = None
         try:
             for request in requests:
-                body = first.pop() if first else await bodies.get()
+                body = await bodies.get()
+                if isinstance(body, Exception):
+                    raise body
                 if (reason := await self._due(request, stop)) is not None:
                     break
                 server = self._route()
@@ -288,11 +292,16 @@ class _Running:
         after = None if gone else await self._marks()
         return Ran(reason, difference(before, after), gone)
 
-    async def _make(self, requests: Sequence[Request], bodies: "asyncio.Queue[bytes]") -> None:
+    async def _make(
+        self, requests: Sequence[Request], bodies: "asyncio.Queue[bytes | Exception]"
+    ) -> None:
         """Write prompts before they are due, beside the loop that waits for tokens."""
         prompts = Prompts()
-        for request in requests:
-            await bodies.put(await asyncio.to_thread(self._client.body, request, prompts))
+        try:
+            for request in requests:
+                await bodies.put(await asyncio.to_thread(self._client.body, request, prompts))
+        except Exception as problem:  # whoever waits for the next one raises it
+            await bodies.put(problem)
 
     async def _due(self, request: Request, stop: Callable[[], bool]) -> str | None:
         """Wait for a request's time; return why it shall not be sent any more."""
