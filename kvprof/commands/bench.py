@@ -118,7 +118,8 @@ def bench(
             autocompletion=completion.methods,
             metavar="LIST",
             help="Those of plan, kq:grid=32 too; also uniform, palu-folded, palu:group=1, "
-            "tale:bits=none. Default full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct full,palu,fdc.",
+            "tale:bits=none. Default full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct "
+            "full,palu,fdc; with --load full,fp8,fdc.",
             show_default=False,
         ),
     ] = None,

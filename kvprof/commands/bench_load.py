@@ -437,6 +437,7 @@ def _targets(
         ]
     files = {path.name: path for path in plans}
     folder = _folder(model or "reference")
+    _refuse_long(folder, lengths)
     return [
         ServedTarget(
             _process(
@@ -462,6 +463,22 @@ def _folder(model: str) -> str:
     from kvprof.models.locate import locate
 
     return str(locate(model).folder)
+
+
+def _refuse_long(folder: str, lengths: Any) -> None:
+    """Refuse requests longer than the model's positions, where its config lies here."""
+    from kvprof.records.files import parse_json
+
+    try:
+        config = parse_json((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # a hub id: the engine knows
+    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if isinstance(positions, int) and 0 < positions < lengths.longest:
+        raise UsageError(
+            f"--lengths {lengths.name} has requests of up to {lengths.longest:,} tokens, and the "
+            f"model has {positions:,} positions; take shorter ones, such as in=1k,out=128"
+        )
 
 
 def _process(

@@ -70,6 +70,7 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--lengths", "nowhere.jsonl"], "no trace and no file"),
         (["--load", "--baseline", "kq"], "--baseline kq is not measured"),
         (["--load", "--requests", "0"], "--requests 0"),
+        (["--load"], "the model has 2,048 positions"),
         (["--load", "--engine", "--api-key=sk-1"], "--engine --api-key holds a key"),
         (["--load", "--engine", "'"], "--engine: no closing quotation"),
         (["--load", "--url", "x", "--engine", "-O0"], "--engine means nothing with --url"),
