@@ -1,6 +1,7 @@
 """Servers that a load is sent to: those that run already, and one that is started for a method."""
 
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -150,6 +151,7 @@ class ServerProcess(Server):
         """Return why one of them has ended, with the last it said; None while all run."""
         for child, _, log in self._running:
             if (code := child.poll()) is not None:
+                _kill_group(child.pid)  # what it started holds memory, and maybe a GPU's
                 how = f"was killed (signal {-code})" if code < 0 else f"ended with {code}"
                 said = _last_words(log)
                 return f"{self.method}: its server {how}{': ' + said if said else ''}"
@@ -171,6 +173,7 @@ class ServerProcess(Server):
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+            _kill_group(child.pid)
             leash.close()
         self._running = []
         if self._folder is not None:
@@ -198,8 +201,15 @@ def free_port() -> int:
     return port
 
 
+def _kill_group(leader: int) -> None:
+    """Kill what a process that has just ended left behind of the group that it led."""
+    if os.name == "posix":
+        with suppress(OSError):
+            os.killpg(leader, signal.SIGKILL)
+
+
 def _last_words(log: Path) -> str:
-    """Return the last line of a log that tells an error, or its last line; no more than that."""
+    """Return the last line of a log that tells an error, or the last that is no mere note."""
     try:
         with log.open("rb") as file:
             lines = deque((line.decode("utf-8", "replace").strip() for line in file), _TAIL)
@@ -207,6 +217,7 @@ def _last_words(log: Path) -> str:
         return ""
     said = [line for line in lines if line]
     errors = [line for line in said if "error" in line.lower()]
+    said = [line for line in said if "INFO" not in line and "WARNING" not in line]
     return printable((errors or said or [""])[-1])[:200]
 
 
@@ -256,7 +267,7 @@ class EngineSettings:
 
     def words(self) -> list[str]:
         """Return the options of vLLM, but for those that ``kvprof serve`` has itself."""
-        words = ["--seed", str(self.seed)]
+        words = ["--seed", str(self.seed), "--disable-uvicorn-access-log"]
         given = {word.partition("=")[0].replace("_", "-") for word in self.more}
         if "--dtype" not in given:
             words += ["--dtype", self.dtype]

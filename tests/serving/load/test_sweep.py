@@ -274,8 +274,8 @@ def test_methods_differ_in_what_they_store_and_nothing_else():
         2**30, 8448, tp=2, replicas=4, seed=7, dtype="bfloat16", more=("--enforce-eager",)
     )
     same = [
-        "--seed", "7", "--dtype", "bfloat16", "--max-model-len", "8448",
-        "--kv-cache-memory-bytes", str(2**30),
+        "--seed", "7", "--disable-uvicorn-access-log", "--dtype", "bfloat16",
+        "--max-model-len", "8448", "--kv-cache-memory-bytes", str(2**30),
         "--data-parallel-size", "4", "--enforce-eager",
     ]  # fmt: skip
     full, fp8 = (serve_command("m", 81, settings, method=name) for name in ("full", "fp8"))
@@ -300,6 +300,26 @@ def test_each_of_several_servers_sees_gpus_of_its_own(here, monkeypatch):
     assert process._environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert process._environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert ServerProcess("full", child(), gpus=2)._environment(0) is None
+
+
+def test_what_a_killed_server_had_started_goes_with_it(here, tmp_path):
+    pid = tmp_path / "pid"
+    program = (
+        "import subprocess, sys, os, signal\n"
+        "own = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(own.pid))\n"
+        "print('(Server) INFO: all is well', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    _, problems, _ = sweep(
+        [ServedTarget(ServerProcess("full", lambda port: [sys.executable, "-c", program]))], SHORT
+    )
+    assert str(problems[0]) == "full: its server was killed (signal 9)"
+    left = Path(f"/proc/{pid.read_text()}/stat")
+    until = time.monotonic() + 10
+    while left.exists() and " Z " not in left.read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left.exists() or " Z " in left.read_text()
 
 
 def test_a_server_that_does_not_start_says_why(here):
