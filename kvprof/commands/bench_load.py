@@ -19,11 +19,14 @@ from kvprof.commands.output import Outputs
 from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names, method_entries
+from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
+from kvprof.records.files import parse_json
+from kvprof.records.journal import EVENTS_NAME, Journal, find_events, read_events
+from kvprof.records.result import to_plain
 from kvprof.sizes import parse_bytes, parse_count
+from kvprof.version import __version__
 
 if TYPE_CHECKING:
-    from kvprof.records.events import Event
-    from kvprof.records.journal import Journal
     from kvprof.serving.load.sweep import SweepOptions
     from kvprof.serving.load.target import LoadTarget
 
@@ -467,8 +470,6 @@ def _folder(model: str) -> str:
 
 def _refuse_long(folder: str, lengths: Any) -> None:
     """Refuse requests longer than the model's positions, where its config lies here."""
-    from kvprof.records.files import parse_json
-
     try:
         config = parse_json((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -556,7 +557,6 @@ def _measure_and_show(
 ) -> None:
     """Run into a journal, and show and keep what was measured, also where something failed."""
     from kvprof.records.fold import result_of
-    from kvprof.records.journal import EVENTS_NAME
     from kvprof.views import load as view
 
     path = outputs.out / EVENTS_NAME if outputs.out is not None else None
@@ -591,19 +591,17 @@ def _measure_and_show(
         )
 
 
-def _leave_nothing(path: Path | None, journal: "Journal") -> None:
+def _leave_nothing(path: Path | None, journal: Journal) -> None:
     """Remove the events of a run in which nothing was measured, so that the next one finds none."""
     if path is None or not path.exists():
         return
     with suppress(OSError, FailedError):
-        from kvprof.records.journal import read_events
-
         if read_events(path).events == journal.recording().events:
             path.unlink()
             path.parent.rmdir()
 
 
-def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> "list[Event] | None":
+def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
     """Return the events of an interrupted run of the same load in the folder; None without one.
 
     Raises
@@ -611,10 +609,6 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> "list[Event] | None
     UsageError
         When the folder holds the interrupted run of another load.
     """
-    from kvprof.records.events import LoadRequest, RunFinished, RunStarted
-    from kvprof.records.journal import find_events, read_events
-    from kvprof.records.result import to_plain
-
     if outputs.out is None or outputs.force or (found := find_events(outputs.out)) is None:
         return None
     try:
@@ -646,12 +640,10 @@ def _measured(
     path: Path | None,
     force: bool,
     mode: str,
-    earlier: "Sequence[Event]",
+    earlier: Sequence[Event],
     stop: Any,
-) -> "tuple[Journal, list[KvprofError]]":
+) -> tuple[Journal, list[KvprofError]]:
     from kvprof.environment import collect_environment
-    from kvprof.records.events import RunFinished, RunStarted
-    from kvprof.records.journal import Journal
     from kvprof.serving.load.sweep import run_sweep
 
     journal = Journal(path, force=force, warn=console.warn)
@@ -661,7 +653,7 @@ def _measured(
             RunStarted(
                 journal.now(),
                 datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-                _version(),
+                __version__,
                 "load",
                 ("kvprof", *_command(sys.argv[1:])),
                 mode,
@@ -683,12 +675,6 @@ def _measured(
             reason = "interrupted" if stop() or not problems else str(problems[0])
         journal.emit(RunFinished(journal.now(), complete, reason))
     return journal, problems
-
-
-def _version() -> str:
-    from kvprof.version import __version__
-
-    return __version__
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
