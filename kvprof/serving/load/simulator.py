@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import ceil, inf, sqrt
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,6 +176,9 @@ class TokenTimes(Sequence[float]):
     def __iter__(self) -> Iterator[float]:
         return iter(self.array().tolist())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return self.array().astype(dtype or np.float64, copy=False)
+
     def array(self) -> NDArray[np.float64]:
         """Return all of them; shape ``[tokens]``."""
         if not self._ranges:
@@ -192,9 +195,11 @@ class Totals:
     computed : int
         Tokens that went through the model: of prompts, decoded ones, and those computed again.
     found : int
-        Tokens of prompts that were found in the cache, those of preempted requests included.
+        Tokens of prompts that were found in the cache.
     again : int
-        Tokens that a preemption lost.
+        Tokens that preemptions gave up.
+    kept : int
+        Of these, what was found once more.
     preemptions : int
     steps : int
     stretches : int
@@ -204,6 +209,7 @@ class Totals:
     computed: int = 0
     found: int = 0
     again: int = 0
+    kept: int = 0
     preemptions: int = 0
     steps: int = 0
     stretches: int = 0
@@ -235,7 +241,17 @@ class Moment:
 class _Live:
     """A request in a replica."""
 
-    __slots__ = ("base", "computed", "finish", "held", "ranges", "request", "since", "total")
+    __slots__ = (
+        "admitted",
+        "base",
+        "computed",
+        "finish",
+        "held",
+        "ranges",
+        "request",
+        "since",
+        "total",
+    )
 
     def __init__(self, request: Request, held: Held) -> None:
         self.request = request
@@ -246,6 +262,7 @@ class _Live:
         self.since = -1  # step in which it wrote the first token since it was (re)admitted
         self.finish = -1  # step after which all is written
         self.ranges: list[tuple[int, int]] = []
+        self.admitted: float | None = None  # for the first time
 
 
 @dataclass
@@ -283,7 +300,7 @@ class _Replica:
         self._decoding = 0
         self._residues = [0] * settings.block_size  # of `base`, of those that decode
         self._finishing: list[tuple[int, int, _Live]] = []
-        self.computed = self.found = self.again = self.preemptions = 0
+        self.computed = self.found = self.again = self.kept = self.preemptions = 0
 
     # --- What arrives.
 
@@ -405,7 +422,7 @@ class _Replica:
         admitted = False
         if not preempted:
             while self.waiting and budget and len(self.running) < settings.max_num_seqs:
-                found = self._admitted(self.waiting[0], budget)
+                found = self._admitted(self.waiting[0], budget, now)
                 if found is None:
                     break
                 live = self.waiting.popleft()
@@ -441,7 +458,7 @@ class _Replica:
         self._stretch = stretch
         self.boundary = stretch.ends(steps)
 
-    def _admitted(self, live: _Live, budget: int) -> tuple[int, int] | None:
+    def _admitted(self, live: _Live, budget: int, now: float) -> tuple[int, int] | None:
         """Give a waiting request its pages; return its tokens found and read, None for no room."""
         size, pool, held = self.settings.block_size, self.pool, live.held
         units, pages, idle = pool.found(held, (live.total - 1) // size)
@@ -453,7 +470,11 @@ class _Replica:
         live.computed = before + read
         pool.take(-(-live.computed // size) - pages)
         pool.write(held, live.computed // size)
-        self.found += before
+        if live.admitted is None:
+            live.admitted = now
+            self.found += before
+        else:
+            self.kept += before
         return before, read
 
     def _pages_of(self, steps: int, piece: int) -> int:
@@ -563,11 +584,17 @@ class Simulated:
     ----------
     outcomes : list of Outcome
         In the order of the requests.
+    admitted : list of float or None
+        When each was first given pages; None of those that failed.
+    servers : list of int
+        Which replica each was sent to; 0 of those that failed.
     totals : Totals
     settings : EngineSettings
     """
 
     outcomes: list[Outcome]
+    admitted: list[float | None]
+    servers: list[int]
     totals: Totals
     settings: EngineSettings
     _logs: list[_Log] = field(repr=False, default_factory=list)
@@ -622,34 +649,42 @@ def simulate(requests: Sequence[Request], settings: EngineSettings, times: StepT
         raise ValueError(f"request {empty.number} writes no token")
     replicas = [_Replica(settings, times) for _ in range(settings.replicas)]
     router = _Router(settings, replicas)
-    lives: list[tuple[_Live, _Log] | None] = []
+    lives: list[tuple[_Live, int] | None] = []
     for request in requests:
         stored = request.prompt + request.output - 1
         if -(-stored // settings.block_size) > settings.pages:
             lives.append(None)
             continue
         live = _Live(request, _shared(request, settings))
-        replica = router.next(request.arrival)
-        replica.run_until(request.arrival)
-        replica.deliver(live, request.arrival)
-        lives.append((live, replica.log))
+        index = router.next(request.arrival)
+        replicas[index].run_until(request.arrival)
+        replicas[index].deliver(live, request.arrival)
+        lives.append((live, index))
     for replica in replicas:
         replica.run_until(inf)
     outcomes = [
         Outcome(request, request.arrival, (), TOO_LONG)
         if entry is None
-        else Outcome(request, request.arrival, TokenTimes(entry[1], entry[0].ranges))
+        else Outcome(request, request.arrival, TokenTimes(replicas[entry[1]].log, entry[0].ranges))
         for request, entry in zip(requests, lives, strict=True)
     ]
     totals = Totals(
         computed=sum(replica.computed for replica in replicas),
         found=sum(replica.found for replica in replicas),
         again=sum(replica.again for replica in replicas),
+        kept=sum(replica.kept for replica in replicas),
         preemptions=sum(replica.preemptions for replica in replicas),
         steps=sum(replica.steps for replica in replicas),
         stretches=sum(len(replica.log.first) for replica in replicas),
     )
-    return Simulated(outcomes, totals, settings, [replica.log for replica in replicas])
+    return Simulated(
+        outcomes,
+        [None if entry is None else entry[0].admitted for entry in lives],
+        [0 if entry is None else entry[1] for entry in lives],
+        totals,
+        settings,
+        [replica.log for replica in replicas],
+    )
 
 
 class _Router:
@@ -661,14 +696,14 @@ class _Router:
         self._scores = [0] * len(replicas)
         self._heard = -1  # in which interval
 
-    def next(self, time: float) -> _Replica:
-        """Return who gets the request that arrives now."""
+    def next(self, time: float) -> int:
+        """Return which replica gets the request that arrives now."""
         replicas, scores = self._replicas, self._scores
         self._sent += 1
         if len(replicas) == 1:
-            return replicas[0]
+            return 0
         if self._settings.route == "round-robin":
-            return replicas[(self._sent - 1) % len(replicas)]
+            return (self._sent - 1) % len(replicas)
         refresh = self._settings.refresh
         interval = int(time / refresh) if refresh else self._sent
         if interval != self._heard:
@@ -679,7 +714,7 @@ class _Router:
                 scores[index] = _WAITING * len(replica.waiting) + len(replica.running)
         index = scores.index(min(scores))
         scores[index] += _WAITING
-        return replicas[index]
+        return index
 
 
 def _shared(request: Request, settings: EngineSettings) -> Held:

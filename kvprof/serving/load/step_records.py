@@ -1,0 +1,332 @@
+"""Where a simulation's step times come from: records of steps that were measured on some device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from kvprof.errors import FailedError, UsageError
+from kvprof.records.events import LoadRateFinished, LoadRateStarted, LoadRequest, LoadServer
+from kvprof.records.files import RESULT_NAME, read_result
+from kvprof.records.journal import find_events, read_events
+from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times, pairs_of
+
+__all__ = ["METHOD_COLUMNS", "MethodSteps", "ModelSteps", "read_model_steps", "samples_of"]
+
+#: What a sample of a method is, in the order of its list.
+METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source")
+_SHIPPED = "h200.json"
+_HOW = "name a result of bench --jct --composed, or the folder of a bench --load that really served"
+
+
+@dataclass(frozen=True)
+class MethodSteps:
+    """One method's steps.
+
+    Attributes
+    ----------
+    method : str
+    rate : float
+        Of the cache's bytes.
+    token_bytes : float
+        Bytes of a token in one device's cache.
+    samples : tuple of StepSample
+    notes : tuple of str
+        What a reader must know of them.
+    """
+
+    method: str
+    rate: float
+    token_bytes: float
+    samples: tuple[StepSample, ...]
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def times(self) -> StepTimes:
+        """What a step takes, fitted to the samples.
+
+        Raises
+        ------
+        FailedError
+            When the samples do not tell it.
+        """
+        try:
+            return fit_step_times(self.samples)
+        except ValueError as problem:
+            raise FailedError(f"step times of {self.method}: {problem}") from None
+
+
+@dataclass(frozen=True)
+class ModelSteps:
+    """A model's steps on one device, or on one of several that share it.
+
+    Attributes
+    ----------
+    model : str
+    tp : int
+        Devices that share the model; bytes are one device's.
+    device : str
+        What the steps were measured on.
+    source : str
+        The record, for the report.
+    created : str
+        Of the record, UTC.
+    weights_bytes, memory_bytes : int or None
+        Of the weights, and of the device's memory; None where the record does not tell.
+    methods : dict of str to MethodSteps
+        Full width is ``full``.
+    """
+
+    model: str
+    tp: int
+    device: str
+    source: str
+    created: str
+    weights_bytes: int | None
+    memory_bytes: int | None
+    methods: dict[str, MethodSteps]
+
+    def method(self, name: str) -> MethodSteps:
+        """Return a method's steps.
+
+        Raises
+        ------
+        UsageError
+            When the record has none, with those that it has.
+        """
+        if name not in self.methods:
+            raise UsageError(
+                f"--methods {name}: {self.source} has no steps of it for {self.model}: it has "
+                f"{', '.join(self.methods)}"
+            )
+        return self.methods[name]
+
+    def described(self) -> dict[str, Any]:
+        """Return what a result says of it, as JSON values."""
+        return {
+            "source": self.source,
+            "created": self.created,
+            "device": self.device,
+            "model": self.model,
+            "tp": self.tp,
+            "methods": [
+                {
+                    "method": one.method,
+                    "rate": one.rate,
+                    "token_bytes": one.token_bytes,
+                    "samples": one.times.samples,
+                    "largest_difference": one.times.residual,
+                    "notes": list(one.notes),
+                }
+                for one in self.methods.values()
+            ],
+        }
+
+
+def read_model_steps(path: Path | None, model: str | None = None, tp: int = 1) -> ModelSteps:
+    """Read the steps of a model.
+
+    Parameters
+    ----------
+    path : Path or None
+        A result of ``bench --jct --composed``, the folder of a ``bench --load`` that served, or a
+        record of `tools/step_times.py`; None takes the one that ships.
+    model : str, optional
+        Its name; not needed where the record has one model alone.
+    tp : int
+
+    Raises
+    ------
+    UsageError
+        When it is another kind of result, or has no such model.
+    FailedError
+        When it cannot be read.
+    """
+    if path is None:
+        with as_file(files("kvprof") / "assets" / "step_times" / _SHIPPED) as shipped:
+            return _chosen(_gathered(read_result(shipped), _SHIPPED), _SHIPPED, model, tp)
+    result = read_result(path)
+    kind = result["kind"]
+    if kind == "benchmark" and result["inputs"].get("benchmark") == "step_times":
+        found = _gathered(result, path.name)
+    elif kind == "jct":
+        found = [_composed(result, path.name)]
+    elif kind == "load":
+        found = [_served(result, path)]
+    else:
+        raise UsageError(f"--step-times {path}: a result of {kind} has no times of steps: {_HOW}")
+    return _chosen(found, str(path), model, tp)
+
+
+def _chosen(found: Sequence[ModelSteps], name: str, model: str | None, tp: int) -> ModelSteps:
+    for one in found:
+        if one.tp == tp and (model is None or _plain(model) == _plain(one.model)):
+            return one
+    known = ", ".join(f"{one.model} with --tp {one.tp}" for one in found)
+    wanted = f"{model} with --tp {tp}" if model is not None else f"--tp {tp}"
+    raise UsageError(f"--step-times {name}: no steps of {wanted}: it has {known}; or {_HOW}")
+
+
+def _plain(name: str) -> str:
+    return name.rsplit("/", 1)[-1].lower()
+
+
+# --- Records gathered by tools/step_times.py.
+
+
+def _gathered(result: Mapping[str, Any], name: str) -> list[ModelSteps]:
+    data = result["data"]
+    try:
+        return [
+            ModelSteps(
+                model["name"],
+                model["tp"],
+                data["gpu"]["name"],
+                name,
+                result["created"],
+                model["weights_bytes"],
+                data["gpu"]["memory_bytes"],
+                {
+                    entry["method"]: MethodSteps(
+                        entry["method"],
+                        entry["rate"],
+                        model["full_token_bytes"] * (1 - entry["rate"]),
+                        tuple(samples_of(entry)),
+                        tuple(entry["notes"]),
+                    )
+                    for entry in model["methods"]
+                },
+            )
+            for model in data["models"]
+        ]
+    except (KeyError, TypeError, ValueError) as problem:
+        raise FailedError(f"{name}: no record of step times: {problem!r}") from None
+
+
+def samples_of(entry: Mapping[str, Any]) -> list[StepSample]:
+    """Return the samples of a method in a record of step times."""
+    return [StepSample(*sample) for sample in entry["samples"]]
+
+
+# --- A composed run of one request: its prompts and steps, at one or several batches.
+
+
+def _composed(result: Mapping[str, Any], name: str) -> ModelSteps:
+    data, environment = result["data"], result["environment"]
+    if data["mode"] != "composed":
+        raise UsageError(
+            f"--step-times {name}: a {data['mode']} run has its steps instrumented: {_HOW}"
+        )
+    cases = {row["case"]: row for row in data["cases"]}
+    samples: dict[str, list[StepSample]] = {row["method"]: [] for row in cases.values()}
+    for row in cases.values():
+        if row["ttft_seconds"] is not None and "predicted" not in row["labels"]:
+            tokens = row["batch"] * row["input_len"]
+            pairs = row["batch"] * pairs_of(0, row["input_len"])
+            samples[row["method"]].append(
+                StepSample(0, 0.0, tokens, pairs, row["ttft_seconds"], name)
+            )
+    for step in data["steps"]:
+        if step["phase"] == "decode":
+            row = cases[step["case"]]
+            context = float(row["batch"] * step["context"])
+            samples[row["method"]].append(
+                StepSample(row["batch"], context, 0, 0.0, step["seconds"], name)
+            )
+    per_token: dict[str, float] = {}
+    for one in data["memory"]:
+        row = cases[one["case"]]
+        per_token[row["method"]] = one["logical"] / (row["batch"] * one["context"])
+    gpus = environment.get("gpus") or []
+    device = gpus[0]["name"] if gpus else str(environment.get("cpu", {}).get("model") or "CPU")
+    memory = gpus[0]["memory_bytes"] if gpus else environment.get("memory_bytes")
+    rates = {row["method"]: row["rate"] or 0.0 for row in cases.values()}
+    methods = {
+        method: MethodSteps(method, rates[method], per_token[method], tuple(own))
+        for method, own in samples.items()
+        if own and method in per_token
+    }
+    shape = data["shape"]
+    return ModelSteps(
+        str(shape["name"]),
+        int(shape.get("tp", 1)),
+        device,
+        name,
+        result["created"],
+        None,
+        memory,
+        methods,
+    )
+
+
+# --- A load that was served: stretches of decoding, and what the engine said of its cache.
+
+
+def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
+    data = result["data"]
+    if data["mode"] == "simulated":
+        raise UsageError(f"--step-times {path}: a simulated load has measured no step: {_HOW}")
+    folder = path.parent if path.name == RESULT_NAME else path
+    events = find_events(folder) if folder.is_dir() else None
+    if events is None:
+        raise UsageError(
+            f"--step-times {path}: a load's steps lie in its events: name the run's folder"
+        )
+    method_of: dict[str, str] = {}
+    servers: dict[str, LoadServer] = {}
+    prompts: dict[str, list[int]] = {}
+    finished: list[LoadRateFinished] = []
+    for event in read_events(events).events:
+        match event:
+            case LoadServer():
+                servers[event.method] = event
+            case LoadRateStarted():
+                method_of[event.case] = event.method
+            case LoadRequest():
+                prompts.setdefault(event.case, []).append(event.prompt)
+            case LoadRateFinished():
+                finished.append(event)
+    samples: dict[str, list[StepSample]] = {}
+    for one in finished:
+        known = prompts.get(one.case, [])
+        # A prompt's token attends to half of its prompt on average, long prompts have more tokens.
+        each = sum(pairs_of(0, p) for p in known) / max(1, sum(known))
+        for span in one.spans:
+            decode, prefill = max(1, round(span["batch"])), round(span["prefill"])
+            samples.setdefault(method_of[one.case], []).append(
+                StepSample(
+                    decode, span["context"], prefill, prefill * each, span["between"], path.name
+                )
+            )
+    full = _bytes_per_token(servers.get(data["baseline"]))
+    methods = {}
+    for method, own in samples.items():
+        per_token = _bytes_per_token(servers.get(method))
+        if per_token is not None:
+            rate = 1 - per_token / full if full else 0.0
+            methods[method] = MethodSteps(method, rate, per_token, tuple(own))
+    if not methods:
+        raise UsageError(
+            f"--step-times {path}: no engine there told its cache's bytes and tokens, or none was "
+            "busy for long enough"
+        )
+    first = servers[next(iter(methods))]
+    gpus = result["environment"].get("gpus") or []
+    return ModelSteps(
+        str(data["shape"].get("name", "")),
+        int(result["inputs"].get("tp") or 1),
+        gpus[0]["name"] if gpus else "CPU",
+        path.name,
+        result["created"],
+        None,
+        None if first.cache_bytes is None else first.cache_bytes // first.servers,
+        methods,
+    )
+
+
+def _bytes_per_token(server: LoadServer | None) -> float | None:
+    if server is None or not server.cache_tokens or not server.cache_bytes:
+        return None
+    return server.cache_bytes / server.cache_tokens

@@ -1,0 +1,142 @@
+"""Step times are read from what ships, from composed runs, and from loads that were served."""
+
+import json
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from kvprof.child import child_python
+from kvprof.errors import FailedError, UsageError
+from kvprof.records.events import (
+    LoadRateFinished,
+    LoadRateStarted,
+    LoadRequest,
+    LoadServer,
+    RunFinished,
+    RunStarted,
+)
+from kvprof.records.files import write_result
+from kvprof.records.fold import result_of
+from kvprof.records.journal import Journal, read_events
+from kvprof.serving.load.step_records import read_model_steps
+from kvprof.serving.load.step_times import StepTimes
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_what_ships_is_what_the_tool_gathers_from_the_records(tmp_path):
+    made = tmp_path / "h200.json"
+    command = [*child_python(str(REPOSITORY / "tools/step_times.py"), "--out", str(made))]
+    subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
+    shipped = files("kvprof") / "assets" / "step_times" / "h200.json"
+    assert json.loads(made.read_text()) == json.loads(shipped.read_text())
+
+
+def test_what_ships_tells_steps_near_those_that_were_measured():
+    found = read_model_steps(None, "Llama-3.1-8B")
+    assert (found.device, found.tp) == ("NVIDIA H200", 1)
+    full, compressed = found.method("full"), found.method("fdc")
+    assert full.token_bytes == 131_072
+    assert compressed.token_bytes == full.token_bytes / 2
+    for one in found.methods.values():
+        assert one.times.residual < 0.07
+        assert one.times.per_context * one.times.per_pair > 0
+    # The slope is bytes over bandwidth: 131,072 bytes at 4.3 to 4.9 TB/s.
+    assert 131_072 / 4.9e12 < full.times.per_context < 131_072 / 4.3e12
+    seventy = read_model_steps(None, "meta-llama/Llama-3.1-70B", tp=4)
+    assert "palu" in seventy.methods
+    with pytest.raises(UsageError, match=r"--methods tale: h200\.json has no steps of it"):
+        found.method("tale")
+
+
+def test_a_composed_run_gives_its_prompts_and_steps(tmp_path):
+    demo = files("kvprof") / "assets" / "demo" / "events.jsonl.gz"
+    result = result_of(read_events(Path(str(demo))).events)
+    write_result(tmp_path / "run.json", result)
+    found = read_model_steps(tmp_path / "run.json")
+    assert found.model == result["data"]["shape"]["name"]
+    assert list(found.methods) == list(dict.fromkeys(c["method"] for c in result["data"]["cases"]))
+    full = found.method("full")
+    for step in result["data"]["steps"]:
+        if step["case"].startswith("full b1 ") and step["phase"] == "decode":
+            told = full.times.step(1, step["context"])
+            assert told == pytest.approx(step["seconds"], rel=0.05)
+
+
+#: Of the machine whose record ships.
+ENVIRONMENT = json.loads((files("kvprof") / "assets/step_times/h200.json").read_text())[
+    "environment"
+]
+
+
+def served(folder, times, batches=(1, 4, 16), prefills=(0, 300), mode="served"):
+    """Write the events of a load on servers whose steps take known times."""
+    folder.mkdir()
+    with Journal(folder / "events.jsonl") as journal:
+        journal.emit(
+            RunStarted(
+                0.0, "2026-11-23T00:00:00Z", "0", "load", (), mode, {}, ENVIRONMENT,
+                {"name": "tiny"}, ("full",), "full",
+            )
+        )  # fmt: skip
+        journal.emit(LoadServer(0.0, "full", 1.0, 2, "vllm", 2000, 2_000_000))
+        journal.emit(LoadRateStarted(0.0, "full @ 1/s", "full", 1.0, 2, 1.0))
+        for number, prompt in enumerate((100, 300)):
+            journal.emit(LoadRequest(0.0, "full @ 1/s", number, 0.0, 0.0, prompt, 2, 0.1, 0.2, 2))
+        # Half of a prompt's tokens are attended to, weighted by length.
+        each = (100 * 101 / 2 + 300 * 301 / 2) / 400
+        spans = [
+            {
+                "at": 0.0,
+                "tokens": 10.0,
+                "between": times.step(batch, 50.0 * batch * k, prefill, prefill * each),
+                "batch": float(batch),
+                "context": 50.0 * batch * k,
+                "prefill": float(prefill),
+            }
+            for batch in batches
+            for prefill in prefills
+            for k in (1, 9)
+        ]
+        journal.emit(LoadRateFinished(1.0, "full @ 1/s", True, None, {}, spans))
+        journal.emit(RunFinished(1.0, True))
+    result = result_of(read_events(folder / "events.jsonl").events)
+    write_result(folder / "result.json", result)
+    return folder
+
+
+def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
+    times = StepTimes((1.0, 320.0), (5e-3, 2e-2), 5e-5, 1e-6, 1e-8)
+    found = read_model_steps(served(tmp_path / "run", times))
+    own = found.method("full")
+    assert (found.model, found.device, own.token_bytes) == ("tiny", "NVIDIA H200", 1000.0)
+    assert found.memory_bytes == 1_000_000  # of one server's cache
+    assert own.times.per_context == pytest.approx(1e-6, rel=0.05)
+    assert own.times.step(4, 1000.0) == pytest.approx(times.step(4, 1000.0), rel=0.02)
+
+
+def test_what_tells_no_steps_is_refused(tmp_path):
+    times = StepTimes((1.0,), (5e-3,), 5e-5)
+    with pytest.raises(UsageError, match="there is no such file"):
+        read_model_steps(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="a simulated load has measured no step"):
+        read_model_steps(served(tmp_path / "simulated", times, mode="simulated"))
+    run = served(tmp_path / "run", times)
+    (run / "events.jsonl").unlink()
+    with pytest.raises(UsageError, match="in its events: name the run's folder"):
+        read_model_steps(run)
+    with pytest.raises(UsageError, match=r"no steps of Other with --tp 1: it has Llama-3\.1-8B"):
+        read_model_steps(None, "Other")
+    kernels = REPOSITORY / "docs/benchmarks/kernels.json"
+    with pytest.raises(UsageError, match="a result of benchmark has no times of steps: name a"):
+        read_model_steps(kernels)
+    damaged = json.loads((files("kvprof") / "assets/step_times/h200.json").read_text())
+    del damaged["data"]["models"][0]["name"]
+    write_result(tmp_path / "damaged.json", damaged)
+    with pytest.raises(FailedError, match="no record of step times"):
+        read_model_steps(tmp_path / "damaged.json")
+    one_kind = read_model_steps(served(tmp_path / "decode", times, prefills=(0,)))
+    with pytest.raises(FailedError, match="of full: steps that decode and steps that read"):
+        _ = one_kind.method("full").times
