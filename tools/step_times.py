@@ -16,7 +16,7 @@ from typing import Any
 
 from kvprof.records.files import read_result, write_result
 from kvprof.records.result import build_result
-from kvprof.serving.load.step_records import METHOD_COLUMNS, samples_of
+from kvprof.serving.load.step_records import METHOD_COLUMNS, samples_of, weight_bytes
 from kvprof.serving.load.step_times import fit_step_times, pairs_of
 
 _ITEMSIZE = 2  # of bfloat16
@@ -64,16 +64,13 @@ def main() -> None:
 
 def _model(shape: dict[str, Any], methods: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one GPU's part of a model, from the shape that a composed run says it has."""
-    hidden, heads = shape["hidden_size"], shape["head_dim"]
-    queries, keys = shape["num_heads"] * heads, shape["num_kv_heads"] * heads
-    layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * shape["intermediate_size"]
-    weights = shape["layers"] * layer + 2 * shape["vocab_size"] * hidden
+    keys = shape["num_kv_heads"] * shape["head_dim"]
     return {
         "name": shape["name"],
         "tp": shape["tp"],
         "layers": shape["layers"],
         "dtype": "bfloat16",
-        "weights_bytes": weights * _ITEMSIZE,
+        "weights_bytes": weight_bytes(shape, _ITEMSIZE),
         "full_token_bytes": shape["layers"] * 2 * keys * _ITEMSIZE,
         "methods": methods,
     }

@@ -133,17 +133,17 @@ def watched_command(words: Sequence[str]) -> Watched:
         When the command writes no events, or would overwrite some.
     """
     arguments = tuple(words[1:] if words[0] == "kvprof" else words)
-    if not arguments or arguments[0] != "bench" or "--jct" not in arguments:
+    if not arguments or arguments[0] != "bench" or not {"--jct", "--load"} & set(arguments):
         raise UsageError(
-            f"kvprof tui watches kvprof bench --jct, not {' '.join(words)!r}; a recorded run is "
-            "named by its folder"
+            "kvprof tui watches kvprof bench --jct and --load, not "
+            f"{' '.join(words)!r}; a recorded run is named by its folder"
         )
     named = _option(arguments, "--out")
     if named is not None:
         for name in (EVENTS_NAME, REPORT_NAME, MESSAGES_NAME):
             ensure_writable(Path(named) / name, "--force" in arguments)
         return Watched(arguments, Path(named), own=False)
-    folder = _new_folder()
+    folder = _new_folder("load" if "--load" in arguments else "jct")
     return Watched((*arguments, "--out", str(folder)), folder, own=True)
 
 
@@ -186,10 +186,10 @@ def run_plainly(watched: Watched) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _new_folder() -> Path:
+def _new_folder(kind: str) -> Path:
     """Return a folder that does not exist yet, among the user's data."""
     runs = runs_folder()
-    stem = datetime.now().strftime("jct-%Y%m%d-%H%M%S")
+    stem = datetime.now().strftime(f"{kind}-%Y%m%d-%H%M%S")
     number, folder = 1, runs / stem
     while folder.exists():
         number += 1
@@ -262,7 +262,7 @@ def open_run(name: str, speed: float | None = None) -> Session:
     if speed is not None:
         raise UsageError(f"--speed: {name} has no {EVENTS_NAME}, so nothing of it can be played")
     result = read_result(found.result)
-    if result["kind"] != "jct":
+    if result["kind"] not in ("jct", "load"):
         raise UsageError(
             f"{name} is a result of kind {result['kind']}, which has no live view; "
             f"kvprof show {name} prints it"
@@ -308,7 +308,7 @@ def tui(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN | -- bench --jct …]",
+            metavar="[RUN | -- bench --jct|--load …]",
             autocompletion=complete_runs,
             help="A run's folder, its events or its result, also one that is being written; or a "
             "measurement to start and watch.",
@@ -338,7 +338,7 @@ def tui(
         ),
     ] = None,
 ) -> None:
-    """Watch where the time of a request goes: live, followed or replayed.
+    """Watch where the time of a request goes, or servers under load: live, followed or replayed.
 
     Alone it measures the reference model with full, palu and fdc. Everything that is seen is on
     disk; without a terminal the report is printed instead.

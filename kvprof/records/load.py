@@ -28,7 +28,7 @@ from kvprof.records.load_statistics import (
     window_of,
 )
 
-__all__ = ["LoadCase", "LoadFold", "is_beyond", "is_within", "load_case", "rate_row"]
+__all__ = ["LoadCase", "LoadFold", "attains", "is_beyond", "is_within", "load_case", "rate_row"]
 
 #: Of the requests, unless an objective says otherwise: so many must be within it.
 ATTAINED = 0.9
@@ -149,7 +149,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         if one.failure is not None:
             failures[one.failure] = failures.get(one.failure, 0) + 1
     limits = {name: objective[name] for name in _LIMITS if objective.get(name) is not None}
-    attained = [_attains(one, limits) for one in counted]
+    attained = [attains(one, limits) for one in counted]
     share = share_with_interval(attained) if limits else None
     window = [one for one in case.samples if begin <= one.at <= end]
     finished = case.finished
@@ -209,7 +209,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
 _LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
 
 
-def _attains(one: LoadRequest, limits: Mapping[str, float]) -> bool:
+def attains(one: LoadRequest, limits: Mapping[str, float]) -> bool:
     """Whether a request is within every limit; one that failed is within none."""
     if one.failure is not None or one.first is None or one.last is None or not one.tokens:
         return False

@@ -22,7 +22,15 @@ from textual.widgets import Input
 from kvprof.errors import ExitCode, KvprofError
 from kvprof.printable import printable
 from kvprof.tui.figures import COLUMNS, Choice
-from kvprof.tui.frame import KEYS, SCREENS, HelpScreen, QuitScreen, RunScreen
+from kvprof.tui.frame import (
+    KEYS,
+    LOAD_SCREENS,
+    REQUEST_SCREENS,
+    HelpScreen,
+    QuitScreen,
+    RunScreen,
+)
+from kvprof.tui.load_page import LoadScreen
 from kvprof.tui.pages import (
     BalanceScreen,
     CacheScreen,
@@ -68,11 +76,12 @@ class LiveApp(App[int]):
         "layers": LayersScreen,
         "balance": BalanceScreen,
         "cache": CacheScreen,
+        "load": LoadScreen,
         "log": LogScreen,
     }
     DEFAULT_MODE = "overview"
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(n), f"show({name!r})", name) for n, name in enumerate(SCREENS, 1)),
+        *(Binding(str(n), f"screen({n})", f"screen {n}") for n in range(1, 6)),
         # What scrolls takes End for itself, unless the key comes here first.
         *(Binding(k.key, k.action, k.word, priority=k.action == "jump") for k in KEYS),
         Binding("N", "request(-1)", "the request before", show=False),
@@ -100,6 +109,11 @@ class LiveApp(App[int]):
     def ink(self) -> Ink:
         """What figures are drawn with."""
         return Ink(dark=self.dark, colour=not self.no_color)
+
+    @property
+    def screens(self) -> tuple[str, ...]:
+        """Names of the screens that the run has, in the order of their keys."""
+        return LOAD_SCREENS if self.session.state.is_load else REQUEST_SCREENS
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Return Textual's own filters, and the one that keeps names from being obeyed."""
@@ -140,6 +154,10 @@ class LiveApp(App[int]):
 
     def draw(self) -> None:
         """Draw the current screen, also below a question."""
+        screens = self.screens
+        # What kind of run it is, its first event says.
+        if self.current_mode not in screens and isinstance(self.screen, RunScreen):
+            self.switch_mode(screens[0])
         for screen in self.screen_stack:
             if isinstance(screen, RunScreen):
                 screen.refresh_all()
@@ -153,7 +171,8 @@ class LiveApp(App[int]):
             words += [name] if name else []
             words += [f"{run.mode} run"] if run.mode else []
         if count := len(self.session.state.warnings):
-            status = f"! {count} warning{'s' if count > 1 else ''}: key 5 · {status}"
+            key = len(self.screens)
+            status = f"! {count} warning{'s' if count > 1 else ''}: key {key} · {status}"
         left = Text(" · ".join(words), no_wrap=True, overflow="ellipsis")
         left.truncate(max(0, width - len(status) - 2), overflow="ellipsis")
         left.append(" " * max(1, width - left.cell_len - len(status)))
@@ -164,13 +183,16 @@ class LiveApp(App[int]):
         hidden = set()
         if not self.session.source.playing:
             hidden.add("end")
-        if len(self.session.state.requests()) < 2:
+        state = self.session.state
+        if max(len(state.requests()), len(state.load.cases)) < 2:
             hidden.add("n")
         return frozenset(hidden)
 
     def key_words(self) -> dict[str, str]:
         """Return what keys are called now, where that changes."""
         words = {"space": "resume"} if self.session.paused else {}
+        if self.session.state.is_load:
+            words["n"] = "rate"
         return words | ({"p": "fold parts"} if self.choice.small_parts else {})
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -181,15 +203,25 @@ class LiveApp(App[int]):
             return self.session.source.playing and not isinstance(self.focused, Input)
         return True
 
+    def action_screen(self, number: int) -> None:
+        """Go to a screen by its key."""
+        if number <= len(self.screens):
+            self.action_show(self.screens[number - 1])
+
     def action_show(self, name: str) -> None:
         """Go to a screen."""
         self.switch_mode(name)
 
     def action_method(self, name: str | None = None) -> None:
         """Choose a method, the next one when none is named."""
-        if name is not None:
+        state = self.session.state
+        if name is not None and state.is_load:
+            self.choice.choose_load(state, name)
+        elif name is not None:
             self.choice.method = name
-        elif self.choice.next_method(self.session.state) is None:
+        elif (
+            self.choice.next_load_method(state) if state.is_load else self.choice.next_method(state)
+        ) is None:
             self._say("no method was started yet")
         self.draw()
 
@@ -200,8 +232,12 @@ class LiveApp(App[int]):
         self.draw()
 
     def action_request(self, by: int) -> None:
-        """Go to another batch and lengths."""
-        self.choice.move_request(self.session.state, by)
+        """Go to another batch and lengths, or another rate of a load."""
+        state = self.session.state
+        if state.is_load:
+            self.choice.move_load(state, by)
+        else:
+            self.choice.move_request(state, by)
         self.draw()
 
     def action_sort(self) -> None:
@@ -311,6 +347,7 @@ _PRINTABLE = _Printable()
 _OWN = frozenset(
     (
         "show",
+        "screen",
         "method",
         "baseline",
         "request",

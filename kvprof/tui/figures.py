@@ -9,6 +9,7 @@ from typing import Any
 
 from kvprof.records.cases import part_times
 from kvprof.records.events import Balance
+from kvprof.records.load import LoadCase
 from kvprof.sizes import format_bytes
 from kvprof.tui.state import CaseState, RunState
 from kvprof.views.bars import relative_loads
@@ -243,6 +244,8 @@ class Choice:
     ----------
     request : tuple or None
         None follows what is being measured.
+    rate : str or None
+        Of a load: the case that is looked at; None follows what is being measured.
     method : str or None
         None follows what is being measured.
     baseline : str or None
@@ -257,6 +260,7 @@ class Choice:
     """
 
     request: Request | None = None
+    rate: str | None = None
     method: str | None = None
     baseline: str | None = None
     sort: str = "layer"
@@ -286,6 +290,45 @@ class Choice:
                 return case
         return cases[-1] if cases else None
 
+    def shown_load(self, state: RunState) -> LoadCase | None:
+        """Return the chosen rate of a load: what is chosen, or what is measured, or the last."""
+        cases = state.load.cases
+        if self.rate in cases:
+            return cases[self.rate]
+        newest = list(cases.values())
+        return newest[-1] if newest else None
+
+    def choose_load(self, state: RunState, method: str) -> None:
+        """Choose a method of a load: at the rate that is shown, or its nearest."""
+        shown = self.shown_load(state)
+        own = [one for one in state.load.cases.values() if one.started.method == method]
+        if shown is not None and own:
+            near = min(own, key=lambda one: abs(one.started.rate - shown.started.rate))
+            self.rate = near.started.case
+
+    def next_load_method(self, state: RunState) -> str | None:
+        """Choose the next method of a load, and return it."""
+        shown = self.shown_load(state)
+        methods = list(dict.fromkeys(one.started.method for one in state.load.cases.values()))
+        found = _after(methods, shown.started.method if shown is not None else None)
+        if found is not None:
+            self.choose_load(state, found)
+        return found
+
+    def move_load(self, state: RunState, by: int) -> None:
+        """Choose the rate of the same method that is the next higher one, or lower."""
+        shown = self.shown_load(state)
+        if shown is None:
+            return
+        method = shown.started.method
+        own = sorted(
+            (one.started.rate, one.started.case)
+            for one in state.load.cases.values()
+            if one.started.method == method
+        )
+        place = own.index((shown.started.rate, shown.started.case))
+        self.rate = own[(place + by) % len(own)][1]
+
     def baseline_method(self, state: RunState) -> str | None:
         """Return the method that others are held against."""
         if self.baseline is not None:
@@ -307,6 +350,7 @@ class Choice:
     def next_baseline(self, state: RunState) -> str | None:
         """Choose the next method as the baseline, and return it."""
         methods = [c.method for c in self.shown_cases(state)]
+        methods += dict.fromkeys(one.started.method for one in state.load.cases.values())
         self.baseline = _after(methods, self.baseline_method(state))
         return self.baseline
 

@@ -1,7 +1,7 @@
 """What every screen has: tabs, status, keys, the help, and the question before leaving."""
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -25,6 +25,8 @@ __all__ = [
     "KEYS",
     "LEAST_COLUMNS",
     "LEAST_ROWS",
+    "LOAD_SCREENS",
+    "REQUEST_SCREENS",
     "SCREENS",
     "HelpScreen",
     "Key",
@@ -70,14 +72,19 @@ def text_lines(content: RenderableType, console: Console, width: int) -> list[Te
 # --- The keys of the view: what they are called, what they do, and where they are shown.
 
 
-#: Name of a screen to its title, in the order of the keys 1 to 5.
+#: Name of a screen to its title.
 SCREENS = {
     "overview": "Overview",
     "layers": "Layers",
     "balance": "Balance",
     "cache": "Cache",
+    "load": "Load",
     "log": "Log",
 }
+
+#: Screens of a run, in the order of the keys from 1 on: of a request, and of servers under load.
+REQUEST_SCREENS = ("overview", "layers", "balance", "cache", "log")
+LOAD_SCREENS = ("load", "log")
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,9 @@ class Key:
 
 #: In the order of the footer.
 KEYS = (
-    Key("m", "m", "method", "method", "the next method (Layers, Balance, Cache show it)"),
+    Key("m", "m", "method", "method", "the next method (Layers, Balance, Cache, Load show it)"),
     Key("b", "b", "baseline", "baseline", "hold the others against the next method"),
-    Key("n", "n", "request", "request(1)", "the next batch and lengths (N: the one before)"),
+    Key("n", "n", "request", "request(1)", "the next batch and lengths, or rate (N: before)"),
     Key(
         "s",
         "s",
@@ -138,14 +145,14 @@ KEYS = (
 )
 
 
-def tabs(active: str) -> Text:
+def tabs(active: str, screens: Sequence[str] = REQUEST_SCREENS) -> Text:
     """Return the line of screens; the active one is in brackets.
 
     What can be clicked carries the action of the app under ``press`` in its meta data.
     """
     line = Text("kvprof ", no_wrap=True, style="bold")
-    for number, (name, title) in enumerate(SCREENS.items(), 1):
-        chosen = name == active
+    for number, name in enumerate(screens, 1):
+        title, chosen = SCREENS[name], name == active
         word = Text(f"[{number} {title}]" if chosen else f" {number} {title} ")
         word.stylize(Style(bold=True, reverse=True) if chosen else "")
         word.apply_meta({"press": f"show({name!r})"})
@@ -153,7 +160,14 @@ def tabs(active: str) -> Text:
     return line
 
 
-def footer(screen: str, *, hidden: frozenset[str], words: dict[str, str], width: int) -> Text:
+def footer(
+    screen: str,
+    *,
+    hidden: frozenset[str],
+    words: dict[str, str],
+    width: int,
+    screens: Sequence[str] = REQUEST_SCREENS,
+) -> Text:
     """Return the keys that do something here, on as many lines as they need.
 
     Parameters
@@ -165,8 +179,10 @@ def footer(screen: str, *, hidden: frozenset[str], words: dict[str, str], width:
         Another word for a key, for example what a second press does.
     width : int
         Columns.
+    screens : sequence of str
+        Those of the run.
     """
-    entries = [Text.assemble(("1–5", "bold"), " screens")]
+    entries = [Text.assemble((f"1–{len(screens)}", "bold"), " screens")]
     for key in KEYS:
         if not key.word or key.key in hidden or (key.screens and screen not in key.screens):
             continue
@@ -219,6 +235,10 @@ class Shown(Protocol):
     @property
     def ink(self) -> Ink:
         """What figures are drawn with."""
+
+    @property
+    def screens(self) -> tuple[str, ...]:
+        """Names of the screens that the run has, in the order of their keys."""
 
     def status_line(self, width: int) -> Text:
         """Return what the last line says."""
@@ -315,7 +335,8 @@ class RunScreen(Screen[None]):
         if not self._composed or not app.is_running or not self.size.width:
             return
         width = self.size.width
-        self.put("tabs", (app.dark,), lambda: tabs(self.called))
+        screens = app.screens
+        self.put("tabs", (app.dark, screens), lambda: tabs(self.called, screens))
         status = app.status_line(width - 2)
         self.put("status", (status,), lambda: status)
         banner = app.session.banner()
@@ -324,8 +345,11 @@ class RunScreen(Screen[None]):
         own, hidden, words = self.footer_text(), app.hidden_keys(), app.key_words()
         self.put(
             "keys",
-            (own, hidden, tuple(words.items())),
-            lambda: own or footer(self.called, hidden=hidden, words=words, width=width - 2),
+            (own, hidden, tuple(words.items()), screens),
+            lambda: (
+                own
+                or footer(self.called, hidden=hidden, words=words, width=width - 2, screens=screens)
+            ),
         )
         if self.has_class("too-small"):
             line = (
@@ -403,6 +427,8 @@ _READING = (
     "Time between tokens is of decode steps; first token and completion are without "
     "instrumentation. A first token that is not bold is of a single run so far.",
     "A colour means one thing: a part, the curve of a method, or better, worse and doubtful.",
+    "Under load a rate that runs shows the requests that ended so far: those that take long are "
+    "not among them yet. ▲ the queue grows, × too few requests are within the objective.",
     "A layer's ms are its attention and what the method adds, over the whole request.",
     "The view reads the run's events and changes nothing: several may watch one run.",
 )
@@ -420,7 +446,7 @@ class HelpScreen(ModalScreen[None]):
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        table.add_row("1–5", "the screens")
+        table.add_row("1–5", "the screens; a load has two: Load and Log")
         for key in KEYS:
             table.add_row(key.sign, key.help)
         table.add_row("↑ ↓", "scroll; the mouse works, too: tabs, keys, methods, columns")

@@ -165,7 +165,8 @@ class Session:
         age = (self.source.age() or 0.0) if self.caught_up else 0.0
         if age > _QUIET and not self.measuring:
             # Between two cases a plan is made or a kernel compiled, which is no event.
-            doing = "stuck" if state.current is not None else "preparing a case"
+            preparing = "waiting for a server" if state.is_load else "preparing a case"
+            doing = "stuck" if state.current is not None else preparing
             return f"○ no event for {clock(age)}: {doing}, or killed"
         return f"● {self._doing()} · {clock(state.time + age)}"
 
@@ -209,6 +210,8 @@ class Session:
         return self.state.time + ((self.source.age() or 0.0) if live else 0.0)
 
     def _doing(self) -> str:
+        if self.state.is_load:
+            return self.state.current or "preparing the next rate"
         done, planned = self.state.done()
         if self.state.current is not None:
             return f"measuring case {done + 1} of {planned}"

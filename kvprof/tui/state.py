@@ -13,6 +13,10 @@ from kvprof.records.events import (
     CaseStarted,
     Event,
     LayerMeasured,
+    LoadRateFinished,
+    LoadRateStarted,
+    LoadSample,
+    LoadServer,
     MemorySample,
     Preview,
     Progress,
@@ -24,6 +28,7 @@ from kvprof.records.events import (
 )
 from kvprof.records.fold import Fold
 from kvprof.records.parts import UNATTRIBUTED
+from kvprof.tui.load_figures import RateBrief, brief_from_row, brief_of
 
 __all__ = ["CaseState", "LogLine", "RunState", "state_of"]
 
@@ -162,6 +167,8 @@ class RunState(Fold[CaseState]):
         The newest lines.
     logged : int
         Lines ever logged.
+    briefs : dict of str to RateBrief
+        Of a load: the rates that are over, by case.
     time : float
         Of the newest event.
     version : int
@@ -170,6 +177,7 @@ class RunState(Fold[CaseState]):
 
     def __init__(self) -> None:
         super().__init__(CaseState)
+        self.briefs: dict[str, RateBrief] = {}
         self.current: str | None = None
         self.progress: Progress | None = None
         self._begun: float | None = None  # of the case under way, or of what counts for the run
@@ -205,12 +213,34 @@ class RunState(Fold[CaseState]):
                 self.write("run", f"started: {' '.join(event.command)}", event.time)
             case RunFinished():
                 self._finished(event)
+            case LoadServer():
+                self._server_ready(event)
+            case LoadRateStarted():
+                self.current = event.case
+                self.briefs.pop(event.case, None)
+                words = f"{event.requests:,} requests in {event.seconds:.0f} s"
+                self.write("rate", f"{event.case}: started, {words}", event.time)
+            case LoadRateFinished():
+                self._rate_finished(event)
 
     def write(self, kind: str, text: str, time: float | None = None) -> None:
         """Add a line to the log, at the newest event's time unless another is given."""
         self.version += 1
         self.logged += 1
         self.log.append(LogLine(self.time if time is None else time, kind, text))
+
+    @property
+    def is_load(self) -> bool:
+        """Whether the run puts servers under load, rather than one request after the other."""
+        return self.run is not None and self.run.kind == "load"
+
+    @property
+    def objective(self) -> dict[str, float]:
+        """What a request under load must keep; see `kvprof.records.load.rate_row`."""
+        wanted = self.run.inputs.get("objective") if self.run is not None else None
+        if not isinstance(wanted, dict):
+            return {}
+        return {name: value for name, value in wanted.items() if isinstance(value, int | float)}
 
     def requests(self) -> list[tuple[int, int, int]]:
         """Return (batch, input length, output length) of every request, as they were started."""
@@ -278,6 +308,25 @@ class RunState(Fold[CaseState]):
         """Tell whether the run measures a CPU."""
         return self.run is not None and str(self.run.inputs.get("device", "")).startswith("cpu")
 
+    def _server_ready(self, event: LoadServer) -> None:
+        words = [f"ready after {event.seconds:.3g} s"] if event.seconds else ["ready"]
+        if event.engine is not None:
+            words.append(event.engine)
+        if event.cache_tokens is not None:
+            words.append(f"{event.cache_tokens:,} tokens of cache")
+        self.write("server", f"{event.method}: {', '.join(words)}", event.time)
+        for name, value in event.settings.items():
+            self.write("note", f"{event.method}: {name}: {value}", event.time)
+
+    def _rate_finished(self, event: LoadRateFinished) -> None:
+        if self.current == event.case:
+            self.current = None
+        brief = brief_of(self.load.cases[event.case], self.objective)
+        self.briefs[event.case] = brief
+        how = "over" if event.complete else f"given up: {event.reason}"
+        latency = f", {brief.latency:.4g} s per token" if brief.latency is not None else ""
+        self.write("rate", f"{event.case}: {how}{latency}", event.time)
+
     def _progress(self, event: Progress) -> None:
         before = self.progress
         if before is None or before.case != event.case:
@@ -336,9 +385,12 @@ def state_of(result: dict[str, Any]) -> RunState:
     Parameters
     ----------
     result : dict
-        Of kind ``jct``. Samples that a result does not keep (parts by step) are there as sums.
+        Of kind ``jct`` or ``load``. Samples that a result does not keep (parts by step) are there
+        as sums, requests under load as the figures of their rate.
     """
     state, data = RunState(), result["data"]
+    if result["kind"] == "load":
+        return _load_state(state, result)
     state.add(
         RunStarted(
             0.0,
@@ -369,6 +421,57 @@ def state_of(result: dict[str, Any]) -> RunState:
         state.add(Warned(0.0, message))
     state.add(RunFinished(state.time, result["complete"], result["incomplete_reason"]))
     return state
+
+
+def _load_state(state: RunState, result: dict[str, Any]) -> RunState:
+    data = result["data"]
+    state.add(
+        RunStarted(
+            0.0,
+            result["created"],
+            result["kvprof_version"],
+            "load",
+            ("kvprof", "bench", "--load"),
+            data["mode"] or "",
+            result["inputs"],
+            result["environment"],
+            data["shape"],
+            tuple(row["method"] for row in data["methods"]),
+            data["baseline"] or "",
+        )
+    )
+    for method in data["methods"]:
+        if method["servers"]:
+            state.add(
+                LoadServer(
+                    0.0,
+                    method["method"],
+                    method["ready_seconds"] or 0.0,
+                    method["servers"],
+                    method["engine"],
+                    method["cache_tokens"],
+                    method["cache_bytes"],
+                    method["settings"],
+                )
+            )
+    series = {one["case"]: one for one in data["series"]}
+    for row in data["rates"]:
+        case, seconds = row["case"], row["window"][1]
+        state.add(LoadRateStarted(0.0, case, row["method"], row["rate"], row["requests"], seconds))
+        columns = series.get(case, {"at": []})
+        names = [name for name in _SAMPLED if name in columns]
+        for index, at in enumerate(columns["at"]):
+            values = {name: columns[name][index] for name in names}
+            state.add(LoadSample(0.0, case, at, **{"sent": 0, **values}))
+        state.add(LoadRateFinished(0.0, case, row["complete"], row["reason"]))
+        state.briefs[case] = brief_from_row(row)
+    for message in result["warnings"]:
+        state.add(Warned(0.0, message))
+    state.add(RunFinished(state.time, result["complete"], result["incomplete_reason"]))
+    return state
+
+
+_SAMPLED = ("sent", "running", "waiting", "cache", "preemptions")
 
 
 def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:

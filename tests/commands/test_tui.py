@@ -89,10 +89,10 @@ class TestBadInput:
             (("tui", "run", "--speed", "0"), "--speed 0 plays nothing"),
             (("tui", "run", "--speed", "nan"), "--speed nan plays nothing"),
             (("tui", "--speed", "2"), "--speed is for a recorded run"),
-            (("tui", "--", "bench", "--seq", "4k"), "watches kvprof bench --jct, not"),
-            (("tui", "--", "spectrum", "--jct"), "watches kvprof bench --jct, not"),
-            (("tui", "one", "two"), "watches kvprof bench --jct, not"),
-            (("tui", "bench"), "watches kvprof bench --jct, not"),
+            (("tui", "--", "bench", "--seq", "4k"), "watches kvprof bench --jct and --load, not"),
+            (("tui", "--", "spectrum", "--jct"), "watches kvprof bench --jct and --load, not"),
+            (("tui", "one", "two"), "watches kvprof bench --jct and --load, not"),
+            (("tui", "bench"), "watches kvprof bench --jct and --load, not"),
         ],
     )
     def test_what_makes_no_sense_is_said(self, arguments, line, tmp_path, monkeypatch):

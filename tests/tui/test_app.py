@@ -8,7 +8,7 @@ from textual.events import Resize
 
 from kvprof.records.files import read_result
 from kvprof.records.fold import result_of
-from kvprof.tui.frame import KEYS, SCREENS
+from kvprof.tui.frame import KEYS, REQUEST_SCREENS, SCREENS
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Replay
 from tests.records.streams import stream, write
@@ -16,7 +16,7 @@ from tests.tui.running import keys, press, recorded, settle, show, text, until
 from tests.tui.test_figures import two_requests
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(SCREENS, 1)))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(REQUEST_SCREENS, 1)))
 def test_numbers_go_to_the_screens(tmp_path, number, name):
     other = "5" if number == 1 else "1"
     found = keys(tmp_path, other, str(number))

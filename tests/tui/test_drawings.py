@@ -28,7 +28,15 @@ from kvprof.tui.figures import (
     schedule_loads,
     shown_parts,
 )
-from kvprof.tui.frame import KEYS, SCREENS, footer, tabs, text_lines
+from kvprof.tui.frame import (
+    KEYS,
+    LOAD_SCREENS,
+    REQUEST_SCREENS,
+    SCREENS,
+    footer,
+    tabs,
+    text_lines,
+)
 from kvprof.tui.state import RunState
 from kvprof.views.bars import Ink
 from kvprof.views.heatmap import HeatMap
@@ -355,8 +363,10 @@ class TestKeys:
         assert "filter" not in plain
 
     def test_the_active_tab_is_in_brackets(self):
-        for name, title in SCREENS.items():
-            assert f" {title}]" in tabs(name).plain
+        for screens in (REQUEST_SCREENS, LOAD_SCREENS):
+            for name in screens:
+                assert f" {SCREENS[name]}]" in tabs(name, screens).plain
+                assert all(SCREENS[other] in tabs(name, screens).plain for other in screens)
 
 
 def test_lines_of_a_renderable_are_what_rich_would_print():

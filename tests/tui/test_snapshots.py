@@ -17,6 +17,7 @@ import pytest
 
 from kvprof.records.events import CaseStarted, TelemetrySample
 from tests.records.streams import stream
+from tests.tui.loads import load
 from tests.tui.running import press, recorded, settle, show
 
 FOLDER = Path(__file__).parent / "snapshots"
@@ -58,6 +59,12 @@ def finished():
     return list(gpu(stream(("full", "palu", "fdc", "tale"), layers=16, steps=24)))
 
 
+def load_under_way():
+    """Return the events of a load whose second method is at its second rate."""
+    events = load()
+    return events[: len(events) * 3 // 4]
+
+
 SCREENS = {
     "overview-80": (under_way, (80, 24), "dark", ()),
     "overview-120": (under_way, (120, 40), "dark", ()),
@@ -69,6 +76,9 @@ SCREENS = {
     "cache-120": (finished, (120, 44), "dark", ("4",)),
     "log-80": (finished, (80, 24), "dark", ("5",)),
     "help-80-light": (under_way, (80, 40), "light", ("question_mark",)),
+    "load-80": (load_under_way, (80, 24), "dark", ()),
+    "load-120": (load, (120, 44), "dark", ()),
+    "load-120-mono": (load, (120, 40), "mono", ("N", "m")),
     "narrow-40": (under_way, (40, 16), "dark", ()),
 }
 

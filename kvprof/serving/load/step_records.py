@@ -13,10 +13,21 @@ from kvprof.records.files import RESULT_NAME, read_result
 from kvprof.records.journal import find_events, read_events
 from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times, pairs_of
 
-__all__ = ["METHOD_COLUMNS", "MethodSteps", "ModelSteps", "read_model_steps", "samples_of"]
+__all__ = [
+    "METHOD_COLUMNS",
+    "UTILISATION",
+    "MethodSteps",
+    "ModelSteps",
+    "read_model_steps",
+    "samples_of",
+    "weight_bytes",
+]
 
 #: What a sample of a method is, in the order of its list.
 METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source")
+#: Share of a device's memory that an engine takes, as vLLM does. Activations are not counted.
+UTILISATION = 0.92
+_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHIPPED = "h200.json"
 _HOW = "name a result of bench --jct --composed, or the folder of a bench --load that really served"
 
@@ -73,8 +84,9 @@ class ModelSteps:
         The record, for the report.
     created : str
         Of the record, UTC.
-    weights_bytes, memory_bytes : int or None
-        Of the weights, and of the device's memory; None where the record does not tell.
+    cache_bytes : int or None
+        That one device's cache may have: what vLLM may take of its memory, less the weights, or
+        what an engine had; None where the record does not tell.
     methods : dict of str to MethodSteps
         Full width is ``full``.
     """
@@ -84,8 +96,7 @@ class ModelSteps:
     device: str
     source: str
     created: str
-    weights_bytes: int | None
-    memory_bytes: int | None
+    cache_bytes: int | None
     methods: dict[str, MethodSteps]
 
     def method(self, name: str) -> MethodSteps:
@@ -123,6 +134,29 @@ class ModelSteps:
                 for one in self.methods.values()
             ],
         }
+
+
+def weight_bytes(shape: Mapping[str, Any], itemsize: int = 2) -> int:
+    """Return the bytes of one device's weights, at full width.
+
+    Parameters
+    ----------
+    shape : mapping
+        As a result of ``bench --jct`` describes it.
+    itemsize : int
+        Bytes of a weight.
+    """
+    hidden, width = shape["hidden_size"], shape["head_dim"]
+    columns = 2 * shape["num_heads"] * width + 2 * shape["num_kv_heads"] * width
+    mlp = (3 if shape.get("gated", True) else 2) * shape["intermediate_size"]
+    layer = hidden * (columns + mlp * max(1, shape.get("experts", 0)))
+    values = shape["layers"] * layer + 2 * shape["vocab_size"] * hidden
+    return int(values) * itemsize
+
+
+def _room(memory: int | None, weights: int) -> int | None:
+    room = 0 if memory is None else int(UTILISATION * memory) - weights
+    return room if room > 0 else None
 
 
 def read_model_steps(path: Path | None, model: str | None = None, tp: int = 1) -> ModelSteps:
@@ -186,8 +220,7 @@ def _gathered(result: Mapping[str, Any], name: str) -> list[ModelSteps]:
                 data["gpu"]["name"],
                 name,
                 result["created"],
-                model["weights_bytes"],
-                data["gpu"]["memory_bytes"],
+                _room(data["gpu"]["memory_bytes"], model["weights_bytes"]),
                 {
                     entry["method"]: MethodSteps(
                         entry["method"],
@@ -255,8 +288,7 @@ def _composed(result: Mapping[str, Any], name: str) -> ModelSteps:
         device,
         name,
         result["created"],
-        None,
-        memory,
+        _room(memory, weight_bytes(shape, _ITEMSIZES.get(str(result["inputs"].get("dtype")), 2))),
         methods,
     )
 
@@ -320,7 +352,6 @@ def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
         gpus[0]["name"] if gpus else "CPU",
         path.name,
         result["created"],
-        None,
         None if first.cache_bytes is None else first.cache_bytes // first.servers,
         methods,
     )

@@ -37,6 +37,8 @@ def test_what_ships_is_what_the_tool_gathers_from_the_records(tmp_path):
 def test_what_ships_tells_steps_near_those_that_were_measured():
     found = read_model_steps(None, "Llama-3.1-8B")
     assert (found.device, found.tp) == ("NVIDIA H200", 1)
+    # vLLM 0.26 says 57,576 pages of 16 tokens: activations take what is between.
+    assert 57_576 < found.cache_bytes / 131_072 / 16 < 57_576 * 1.02
     full, compressed = found.method("full"), found.method("fdc")
     assert full.token_bytes == 131_072
     assert compressed.token_bytes == full.token_bytes / 2
@@ -57,6 +59,7 @@ def test_a_composed_run_gives_its_prompts_and_steps(tmp_path):
     write_result(tmp_path / "run.json", result)
     found = read_model_steps(tmp_path / "run.json")
     assert found.model == result["data"]["shape"]["name"]
+    assert found.cache_bytes == read_model_steps(None, "Llama-3.1-8B").cache_bytes
     assert list(found.methods) == list(dict.fromkeys(c["method"] for c in result["data"]["cases"]))
     full = found.method("full")
     for step in result["data"]["steps"]:
@@ -112,7 +115,7 @@ def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
     found = read_model_steps(served(tmp_path / "run", times))
     own = found.method("full")
     assert (found.model, found.device, own.token_bytes) == ("tiny", "NVIDIA H200", 1000.0)
-    assert found.memory_bytes == 1_000_000  # of one server's cache
+    assert found.cache_bytes == 1_000_000  # of one server's cache
     assert own.times.per_context == pytest.approx(1e-6, rel=0.05)
     assert own.times.step(4, 1000.0) == pytest.approx(times.step(4, 1000.0), rel=0.02)
 

@@ -1,0 +1,165 @@
+"""What the screen *Load* shows of a run's state, before it is drawn: rates, levels, words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvprof.records.load import LoadCase, attains
+from kvprof.records.load_statistics import growth, percentile, window_of
+from kvprof.views.numbers import number
+
+__all__ = ["LEVELS", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
+
+#: Samples' names to what they are called, as lines of the screen.
+LEVELS = {"waiting": "waiting", "running": "running", "cache": "cache used"}
+
+
+@dataclass(frozen=True)
+class RateBrief:
+    """One method at one rate in a few figures; a result has them with intervals.
+
+    Attributes
+    ----------
+    case, method : str
+    rate : float
+        Requests a second.
+    latency, latency_p99 : float or None
+        Seconds from arrival to the last token, per token written: normalised latency.
+    ttft, tbt : float or None
+        Means, in seconds.
+    attained : float or None
+        Share of requests within the objective; None without one.
+    grows : bool or None
+        Whether the queue does; None where too few requests tell.
+    requests, ended, failed : int
+        That are to arrive, and that ended so far; the failed ones among them.
+    complete : bool
+        Whether the rate is over, and was not given up.
+    over : bool
+        Whether it is over.
+    """
+
+    case: str
+    method: str
+    rate: float
+    latency: float | None
+    latency_p99: float | None
+    ttft: float | None
+    tbt: float | None
+    attained: float | None
+    grows: bool | None
+    requests: int
+    ended: int
+    failed: int
+    complete: bool
+    over: bool
+
+
+def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
+    """Return the figures of a case, of the requests that ended so far.
+
+    While it runs, those that take long are not among them yet.
+
+    Parameters
+    ----------
+    case : LoadCase
+    objective : mapping
+        As `kvprof.records.load.rate_row` has it.
+    """
+    started, finished = case.started, case.finished
+    requests = sorted(case.requests, key=lambda one: one.number)
+    done = [one for one in requests if one.failure is None and one.last is not None]
+    arrivals = [one.arrival for one in requests]
+    begin, end = window_of(arrivals, [one.last or 0.0 for one in done])
+    counted = [one for one in requests if begin <= one.arrival <= end]
+    served = [one for one in counted if one.failure is None and one.last is not None]
+    latencies = sorted(
+        ((one.last or 0.0) - one.arrival) / one.tokens for one in served if one.tokens
+    )
+    limits = {name: limit for name, limit in objective.items() if name != "share"}
+    grows = None
+    if finished is not None:
+        grows = growth(arrivals, [one.last or 0.0 for one in done], begin, end)["grows"]
+    return RateBrief(
+        started.case,
+        started.method,
+        started.rate,
+        _mean(latencies),
+        percentile(latencies, 0.99) if len(latencies) >= 100 else None,
+        _mean([one.first - one.arrival for one in served if one.first is not None]),
+        _mean(
+            [
+                ((one.last or 0.0) - (one.first or 0.0)) / (one.tokens - 1)
+                for one in served
+                if one.tokens > 1
+            ]
+        ),
+        _mean([float(attains(one, limits)) for one in counted]) if limits else None,
+        grows,
+        started.requests,
+        len(requests),
+        len(requests) - len(done),
+        finished is not None and finished.complete,
+        finished is not None,
+    )
+
+
+def brief_from_row(row: Mapping[str, Any]) -> RateBrief:
+    """Return the figures of a row of a result's ``data.rates``."""
+    latency = row["normalised_latency_seconds"]
+    return RateBrief(
+        row["case"],
+        row["method"],
+        row["rate"],
+        latency["mean"],
+        latency["p99"],
+        row["ttft_seconds"]["mean"],
+        row["tbt_seconds"]["mean"],
+        row["attained_share"],
+        row["grows"],
+        row["requests"],
+        row["answered"] + row["failed"],
+        row["failed"],
+        row["complete"],
+        True,
+    )
+
+
+def by_rate(briefs: Sequence[RateBrief]) -> dict[float, dict[str, RateBrief]]:
+    """Return the cases as rows of a table: rates ascending, methods as they began."""
+    return {
+        rate: {one.method: one for one in briefs if one.rate == rate}
+        for rate in sorted({one.rate for one in briefs})
+    }
+
+
+def rate_words(rate: float) -> str:
+    """Write a rate: ``2/s``."""
+    return f"{number(rate)}/s"
+
+
+def binned(
+    times: Sequence[float], values: Sequence[float | None], columns: int
+) -> list[float | None]:
+    """Return the mean of what lies in each of so many stretches of time; None where nothing does.
+
+    Parameters
+    ----------
+    times : sequence of float
+        Ascending.
+    values : sequence of float or None
+        As long as `times`.
+    columns : int
+    """
+    if not times:
+        return []
+    end = times[-1] or 1.0
+    sums: list[list[float]] = [[] for _ in range(columns)]
+    for time, value in zip(times, values, strict=True):
+        if value is not None:
+            sums[min(columns - 1, max(0, int(time / end * columns)))].append(value)
+    return [_mean(one) for one in sums]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
