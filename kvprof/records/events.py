@@ -6,7 +6,7 @@ what is on disk. Times are seconds; `time` counts from the start of the run.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from kvprof.records.result import to_plain
@@ -530,7 +530,9 @@ _TYPES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses
 
 def event_line(event: Event) -> dict[str, Any]:
     """Return an event as plain JSON types, its type under ``event``."""
-    plain = to_plain({"event": event.type, **asdict(event)})
+    # Not `asdict`, which copies every value deeply before it is made plain.
+    named = {entry.name: getattr(event, entry.name) for entry in fields(event)}
+    plain = to_plain({"event": event.type, **named})
     assert isinstance(plain, dict)
     return plain
 
