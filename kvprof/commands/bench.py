@@ -26,6 +26,7 @@ from kvprof.commands.bench_jct import (
     refuse_kernel_options,
 )
 from kvprof.commands.bench_load import (
+    AgainstOption,
     ArrivalsOption,
     EngineOption,
     KeyOption,
@@ -39,7 +40,9 @@ from kvprof.commands.bench_load import (
     RouterOption,
     SecondsOption,
     ServedModelOption,
+    SimulateOption,
     SloOption,
+    StepTimesOption,
     TimeoutOption,
     UrlOption,
     bench_load,
@@ -191,7 +194,10 @@ def bench(
     served_model: ServedModelOption = None,
     key_env: KeyOption = None,
     timeout: TimeoutOption = None,
+    simulate: SimulateOption = False,
+    step_times: StepTimesOption = None,
     engine: EngineOption = None,
+    against: AgainstOption = None,
     json: JsonOption = None,
     csv: CsvOption = None,
     svg: SvgOption = None,
@@ -212,6 +218,7 @@ def bench(
     kvprof bench --jct --model Llama-3.1-8B --input-len 8k,32k --output-len 256
     kvprof bench --jct --methods full,palu,fdc --out jct-run   # the reference model
     kvprof bench --load --url http://127.0.0.1:8000 --lengths arxiv --slo ttft=2s,tbt=50ms
+    kvprof bench --load --simulate --lengths arxiv --methods full,fp8,fdc   # needs no GPU
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     batches = tuple(read_counts(batch, what="--batch")) if batch is not None else None
@@ -244,7 +251,10 @@ def bench(
         router=router,
         refine=refine,
         timeout=timeout,
+        simulate=simulate or None,
+        step_times=step_times,
         engine=engine,
+        against=against,
     )
     named, plans = _asked(methods, plan), tuple(map(str, plan or ()))
     if load:

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +21,7 @@ from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names, method_entries
 from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
 from kvprof.records.files import parse_json
+from kvprof.records.fold import fold, result_of
 from kvprof.records.journal import EVENTS_NAME, Journal, find_events, read_events
 from kvprof.records.result import to_plain
 from kvprof.sizes import parse_bytes, parse_count
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvprof.serving.load.target import LoadTarget
 
 __all__ = [
+    "AgainstOption",
     "ArrivalsOption",
     "EngineOption",
     "KeyOption",
@@ -44,7 +46,9 @@ __all__ = [
     "RouterOption",
     "SecondsOption",
     "ServedModelOption",
+    "SimulateOption",
     "SloOption",
+    "StepTimesOption",
     "TimeoutOption",
     "UrlOption",
     "bench_load",
@@ -135,10 +139,37 @@ RefineOption = Annotated[
 TimeoutOption = Annotated[
     float | None, _option("--timeout", text="Seconds that a request may take. Default 600.")
 ]
+SimulateOption = Annotated[
+    bool,
+    _option(
+        "--simulate",
+        text="Serve nothing: steps take the times that a record of a GPU tells. No GPU needed.",
+    ),
+]
+StepTimesOption = Annotated[
+    Path | None,
+    _option(
+        "--step-times", metavar="RECORD",
+        text="Whose steps: a result of bench --jct --composed, or the folder of a load that was "
+        "served. Default: an H200's, Llama-3.1-8B (with --tp 4 Llama-3.1-70B), which ships.",
+    ),
+]  # fmt: skip
+AgainstOption = Annotated[
+    str | None,
+    _option(
+        "--against", metavar="RUN",
+        text="A load that was served: simulate the same requests at its rates, and say how near "
+        "that comes.",
+    ),
+]  # fmt: skip
 
 EngineOption = Annotated[
     str | None,
-    _option("--engine", metavar="TEXT", text="Options for vLLM: '--load-format dummy'."),
+    _option(
+        "--engine",
+        metavar="TEXT",
+        text="Options for vLLM: '--load-format dummy'; with --simulate, its scheduler's.",
+    ),
 ]
 
 
@@ -159,7 +190,10 @@ class LoadOptions:
     router: str | None = None
     refine: int | None = None
     timeout: float | None = None
+    simulate: bool | None = None
+    step_times: Path | None = None
     engine: str | None = None
+    against: str | None = None
 
     def refuse_without_load(self) -> None:
         """Refuse them all where ``--load`` is missing.
@@ -208,23 +242,153 @@ def bench_load(
         _refuse_beside_url(asked, methods, plans, rate, tp)
     else:
         _refuse_without_url(asked)
+    if asked.simulate:
+        _simulate(
+            asked,
+            outputs,
+            model=model,
+            methods=methods,
+            plans=plans,
+            rate=rate,
+            baseline=baseline,
+            requests=requests,
+            tp=tp,
+            seed=seed,
+        )
+        return
+    _refuse_without_simulate(asked)
     lengths = load_lengths(asked.lengths or "arxiv", _counter(model))
     options = _sweep_options(asked, lengths, requests, seed)
     name = model if model is not None or asked.url is not None else "reference"
     labels = (_SERVED,) if asked.url is not None else (methods or _METHODS)
     if asked.url is None:
         _check_methods(labels, plans)
-    base = baseline or ("full" if "full" in labels else labels[0])
-    if base not in labels:
-        raise UsageError(f"--baseline {base} is not measured; --methods has {','.join(labels)}")
-    labels = (base, *(label for label in labels if label != base))
+    labels = _baseline_first(labels, baseline)
+    base = labels[0]
     inputs = _inputs(asked, options, name, labels, base, plans, rate, tp)
     targets = _targets(asked, labels, plans, name, rate, inputs, lengths)
     mode = "served" if asked.url is None else "url"
     _measure_and_show(options, targets, inputs, outputs, mode=mode)
 
 
+def _simulate(
+    asked: LoadOptions,
+    outputs: Outputs,
+    *,
+    model: str | None,
+    methods: tuple[str, ...],
+    plans: tuple[Path, ...],
+    rate: float | None,
+    baseline: str | None,
+    requests: int | None,
+    tp: int | None,
+    seed: int,
+) -> None:
+    """Simulate in place of measuring; see `bench_load`."""
+    from kvprof.commands.bench_simulated import served_load, simulation
+    from kvprof.serving.load.lengths import load_lengths
+
+    _refuse_beside_simulate(asked, plans, rate)
+    served = None if asked.against is None else served_load(asked.against)
+    if served is not None:
+        asked, own = _as_served(asked, served.inputs, served.rates), served.inputs
+        if requests is None and asked.seconds is None:
+            requests, seconds = own.get("requests"), own.get("seconds")
+            asked = replace(asked, seconds=seconds)
+        seed, tp = seed or own["seed"], own["tp"] if tp is None else tp
+    words = _engine_words(asked.engine)
+    known = () if served is None else _engine_words(served.inputs.get("engine"))
+    what = simulation(asked.step_times, words, known, model, 1 if tp is None else tp)
+    if served is not None and not methods:
+        methods = tuple(one for one in served.methods if one in what.methods)
+        if not methods:
+            raise UsageError(
+                f"--against {served.name} served {', '.join(served.methods)}, and the step times "
+                f"are of {', '.join(what.methods)}"
+            )
+    labels = _baseline_first(methods or what.methods, baseline)
+    lengths = load_lengths(asked.lengths or "arxiv", _counter(model))
+    options = _sweep_options(asked, lengths, requests, seed)
+    inputs = _inputs(asked, options, what.steps.model, labels, labels[0], (), None, tp)
+    inputs |= {"rate": None, "timeout": None, **what.inputs(labels, inputs["memory"])}
+    if served is not None:
+        served.refuse_others(inputs)
+    targets = what.targets(
+        labels, inputs["memory"], replicas=inputs["replicas"], router=inputs["router"]
+    )
+    _measure_and_show(
+        options,
+        targets,
+        inputs,
+        outputs,
+        mode="simulated",
+        more=None if served is None else lambda data: {"against": served.held(data)},
+    )
+
+
+def _as_served(asked: LoadOptions, inputs: Mapping[str, Any], rates: str) -> LoadOptions:
+    """Return the options with those of a load that was served where none were given.
+
+    Raises
+    ------
+    UsageError
+        When its lengths are of a file, which must be named again.
+    """
+    lengths = asked.lengths
+    if lengths is None:
+        known = inputs["lengths"]
+        if known["source"].endswith(" file"):
+            raise UsageError(
+                f"--against: its lengths are of the file {known['name']}; name it: --lengths FILE"
+            )
+        lengths = known["name"]
+    replicas = inputs["replicas"] if asked.replicas is None else asked.replicas
+    memory = inputs.get("memory")
+    if asked.memory is None and memory is not None:
+        asked = replace(asked, memory=str(memory))
+    return replace(
+        asked,
+        lengths=lengths,
+        arrivals=asked.arrivals or inputs["arrivals"],
+        rates=asked.rates or rates,
+        replicas=replicas,
+        router=asked.router or (inputs["router"] if replicas > 1 else None),
+    )
+
+
+def _baseline_first(labels: Sequence[str], baseline: str | None) -> tuple[str, ...]:
+    base = baseline or ("full" if "full" in labels else labels[0])
+    if base not in labels:
+        raise UsageError(f"--baseline {base} is not measured; --methods has {','.join(labels)}")
+    return (base, *(label for label in labels if label != base))
+
+
 # --- What was asked for.
+
+
+def _refuse_beside_simulate(
+    asked: LoadOptions, plans: tuple[Path, ...], rate: float | None
+) -> None:
+    given = {
+        "--url": asked.url is not None,
+        "--plan": bool(plans),
+        "--rate": rate is not None,
+        "--timeout": asked.timeout is not None,
+    }
+    if said := [option for option, there in given.items() if there]:
+        raise UsageError(
+            f"{' and '.join(said)} means nothing with --simulate: methods and rates are those "
+            "whose steps were measured (--step-times)"
+        )
+
+
+def _refuse_without_simulate(asked: LoadOptions) -> None:
+    given = {
+        "--step-times": asked.step_times,
+        "--against": asked.against,
+    }
+    if said := [option for option, value in given.items() if value is not None]:
+        raise UsageError(f"{' and '.join(said)} means nothing without --simulate")
 
 
 def _refuse_beside_url(
@@ -554,9 +718,12 @@ def _measure_and_show(
     outputs: Outputs,
     *,
     mode: str,
+    more: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """Run into a journal, and show and keep what was measured, also where something failed."""
-    from kvprof.records.fold import result_of
+    """Run into a journal, and show and keep what was measured, also where something failed.
+
+    `more` is given the result's data, and returns what else belongs into them.
+    """
     from kvprof.views import load as view
 
     path = outputs.out / EVENTS_NAME if outputs.out is not None else None
@@ -570,7 +737,7 @@ def _measure_and_show(
         outputs.check([path] if path is not None else [])
     with graceful_interrupt() as stop:
         journal, problems = _measured(
-            options, targets, inputs, path, outputs.force, mode, earlier or [], stop
+            options, targets, inputs, path, outputs.force, mode, earlier or [], stop, more
         )
         if not journal.measured:
             _leave_nothing(path, journal)
@@ -642,6 +809,7 @@ def _measured(
     mode: str,
     earlier: Sequence[Event],
     stop: Any,
+    more: Callable[[dict[str, Any]], dict[str, Any]] | None,
 ) -> tuple[Journal, list[KvprofError]]:
     from kvprof.environment import collect_environment
     from kvprof.serving.load.sweep import run_sweep
@@ -673,7 +841,10 @@ def _measured(
         reason = None
         if not complete:
             reason = "interrupted" if stop() or not problems else str(problems[0])
-        journal.emit(RunFinished(journal.now(), complete, reason))
+        extra = {}
+        if more is not None and journal.measured:
+            extra = more(fold(journal.recording().events))
+        journal.emit(RunFinished(journal.now(), complete, reason, extra))
     return journal, problems
 
 

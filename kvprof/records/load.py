@@ -249,6 +249,7 @@ def _parts(engine: Mapping[str, float]) -> dict[str, Any] | None:
     rest = None
     if total is not None and None not in named:
         rest = total - sum(one for one in named if one is not None)
+        rest = 0.0 if abs(rest) < 1e-9 * abs(total) else rest  # what rounding leaves
         rest = rest if abs(rest) > _ROUNDING * total else 0.0
     return {
         "requests": int(count),

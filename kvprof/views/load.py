@@ -8,6 +8,7 @@ from rich.text import Text
 
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
+from kvprof.views.load_against import against_section
 from kvprof.views.numbers import MISSING, count, duration, interval, number, percent, unit_of
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
 from kvprof.views.plot import Series
@@ -53,19 +54,29 @@ def report(
         if rows:
             body += _method(method, rows, data)
     body += _paying(data)
+    if data.get("against") is not None:
+        body += against_section(data["against"])
     missing = list(_missing(data))
     if missing:
         body += [heading("Not measured"), bullets(missing)]
     return framed(
         result,
         body,
-        answer=verdicts[0] if verdicts else "",
+        answer=_simulated(inputs) + verdicts[0] if verdicts else "",
         cautions=_cautions(data),
         notes=_notes(data),
         measured_with=_measured_with(data, inputs),
         width=width,
         colour=colour,
     )
+
+
+def _simulated(inputs: Mapping[str, Any]) -> str:
+    """Say in front of all else that nothing was served, and whose steps were taken."""
+    steps = inputs.get("step_times")
+    if steps is None:
+        return ""
+    return f"Simulated, with steps of {steps['device']} ({steps['source']}): "
 
 
 def _rows(data: Mapping[str, Any], method: str) -> list[Row]:
@@ -372,6 +383,10 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
             "url": "ran already",
             "simulated": "none: simulated",
         }.get(data["mode"]),
+        "step times": None if (steps := inputs.get("step_times")) is None else _steps(steps),
+        "engine settings": None
+        if (engine := inputs.get("engine_settings")) is None
+        else ", ".join(f"{name.replace('_', ' ')} {_setting(v)}" for name, v in engine.items()),
         "lengths": lengths.get("name"),
         "arrivals": inputs.get("arrivals"),
         "memory of the cache": format_bytes(inputs["memory"]) if inputs.get("memory") else None,
@@ -381,6 +396,19 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         "cache": "; ".join(cache) or None,
         "seed": inputs.get("seed"),
     }
+
+
+def _setting(value: object) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _steps(steps: Mapping[str, Any]) -> str:
+    """Say where a simulation's step times are from, and how near they come to what was measured."""
+    widest = max((one["largest_difference"] or 0.0 for one in steps["methods"]), default=0.0)
+    return (
+        f"{steps['source']}, of {steps['device']}, {steps['created'][:10]}; measured steps are met "
+        f"to {percent(widest)}"
+    )
 
 
 # --- CSV and figure.

@@ -14,7 +14,7 @@ one piece of work however many steps it has, and the time of any of its tokens a
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -35,6 +35,7 @@ __all__ = [
     "EngineSettings",
     "Moment",
     "Simulated",
+    "SimulationStoppedError",
     "TokenTimes",
     "Totals",
     "simulate",
@@ -46,12 +47,13 @@ ROUTES = ("shortest-queue", "round-robin")
 #: `Outcome.failure` of a request that no empty cache could hold.
 TOO_LONG = "longer than the cache"
 
+_ASKED = 2048  # requests between two looks at whether to stop
 _WAITING = 4  # what a waiting request counts, as in vLLM's router for data parallelism; running: 1
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What is served with; the defaults are vLLM's.
+    """What is served with; the defaults are those of vLLM's server on a GPU of 70 GiB and more.
 
     Attributes
     ----------
@@ -75,8 +77,8 @@ class EngineSettings:
 
     pages: int
     block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
     prefix_caching: bool = True
     replicas: int = 1
     route: str = "shortest-queue"
@@ -93,6 +95,10 @@ class EngineSettings:
             )
         if self.route not in ROUTES:
             raise UsageError(f"no route {self.route!r}: there are {', '.join(ROUTES)}")
+
+
+class SimulationStoppedError(Exception):
+    """A simulation was asked to end before it had."""
 
 
 class _Log:
@@ -148,10 +154,11 @@ class TokenTimes(Sequence[float]):
     A request writes a token in every step from its first one on, with a gap where it was preempted.
     """
 
-    __slots__ = ("_length", "_log", "_ranges")
+    __slots__ = ("_length", "_log", "_ranges", "_read")
 
     def __init__(self, log: _Log, ranges: Sequence[tuple[int, int]]) -> None:
         self._log, self._ranges = log, ranges
+        self._read: NDArray[np.float64] | None = None
         self._length = sum(last - first + 1 for first, last in ranges)
 
     def __len__(self) -> int:
@@ -180,10 +187,11 @@ class TokenTimes(Sequence[float]):
         return self.array().astype(dtype or np.float64, copy=False)
 
     def array(self) -> NDArray[np.float64]:
-        """Return all of them; shape ``[tokens]``."""
-        if not self._ranges:
-            return np.empty(0)
-        return np.concatenate([self._log.ends_of(first, last) for first, last in self._ranges])
+        """Return all of them, and keep them; shape ``[tokens]``."""
+        if self._read is None:
+            pieces = [self._log.ends_of(first, last) for first, last in self._ranges]
+            self._read = np.concatenate(pieces) if pieces else np.empty(0)
+        return self._read
 
 
 @dataclass(frozen=True)
@@ -627,7 +635,12 @@ class Simulated:
         ]
 
 
-def simulate(requests: Sequence[Request], settings: EngineSettings, times: StepTimes) -> Simulated:
+def simulate(
+    requests: Sequence[Request],
+    settings: EngineSettings,
+    times: StepTimes,
+    stop: Callable[[], bool] = lambda: False,
+) -> Simulated:
     """Return what becomes of requests.
 
     Parameters
@@ -637,11 +650,15 @@ def simulate(requests: Sequence[Request], settings: EngineSettings, times: StepT
     settings : EngineSettings
     times : StepTimes
         Of one replica's steps.
+    stop : callable
+        Whether to end, asked from time to time.
 
     Raises
     ------
     ValueError
         When requests do not arrive in order, or one writes no token.
+    SimulationStoppedError
+        When `stop` says so.
     """
     if any(b.arrival < a.arrival for a, b in pairwise(requests)):
         raise ValueError("requests have to be in the order of arrival")
@@ -650,7 +667,9 @@ def simulate(requests: Sequence[Request], settings: EngineSettings, times: StepT
     replicas = [_Replica(settings, times) for _ in range(settings.replicas)]
     router = _Router(settings, replicas)
     lives: list[tuple[_Live, int] | None] = []
-    for request in requests:
+    for number, request in enumerate(requests):
+        if number % _ASKED == 0 and stop():
+            raise SimulationStoppedError
         stored = request.prompt + request.output - 1
         if -(-stored // settings.block_size) > settings.pages:
             lives.append(None)
@@ -661,6 +680,8 @@ def simulate(requests: Sequence[Request], settings: EngineSettings, times: StepT
         replicas[index].deliver(live, request.arrival)
         lives.append((live, index))
     for replica in replicas:
+        if stop():
+            raise SimulationStoppedError
         replica.run_until(inf)
     outcomes = [
         Outcome(request, request.arrival, (), TOO_LONG)

@@ -87,6 +87,8 @@ class ModelSteps:
     cache_bytes : int or None
         That one device's cache may have: what vLLM may take of its memory, less the weights, or
         what an engine had; None where the record does not tell.
+    memory_bytes : int or None
+        Of the device; None where the record does not tell.
     methods : dict of str to MethodSteps
         Full width is ``full``.
     """
@@ -97,6 +99,7 @@ class ModelSteps:
     source: str
     created: str
     cache_bytes: int | None
+    memory_bytes: int | None
     methods: dict[str, MethodSteps]
 
     def method(self, name: str) -> MethodSteps:
@@ -221,6 +224,7 @@ def _gathered(result: Mapping[str, Any], name: str) -> list[ModelSteps]:
                 name,
                 result["created"],
                 _room(data["gpu"]["memory_bytes"], model["weights_bytes"]),
+                data["gpu"]["memory_bytes"],
                 {
                     entry["method"]: MethodSteps(
                         entry["method"],
@@ -289,6 +293,7 @@ def _composed(result: Mapping[str, Any], name: str) -> ModelSteps:
         name,
         result["created"],
         _room(memory, weight_bytes(shape, _ITEMSIZES.get(str(result["inputs"].get("dtype")), 2))),
+        memory if gpus else None,
         methods,
     )
 
@@ -353,6 +358,7 @@ def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
         path.name,
         result["created"],
         None if first.cache_bytes is None else first.cache_bytes // first.servers,
+        gpus[0]["memory_bytes"] if gpus else None,
         methods,
     )
 

@@ -1,0 +1,203 @@
+"""``kvprof bench --load --simulate``: what it is asked for, and the targets that simulate."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvprof.commands.run_source import load_run
+from kvprof.errors import UsageError
+from kvprof.records.load_against import against, differing
+from kvprof.sizes import parse_count
+
+if TYPE_CHECKING:
+    from kvprof.serving.load.step_records import ModelSteps
+    from kvprof.serving.load.target import LoadTarget
+
+__all__ = ["Served", "Simulation", "served_load", "simulation"]
+
+#: vLLM's options of which the simulator knows something, to what it calls them.
+_ENGINE = {
+    "--max-num-seqs": "max_num_seqs",
+    "--max-num-batched-tokens": "max_num_batched_tokens",
+    "--block-size": "block_size",
+}
+_SWITCHES = {"--enable-prefix-caching": True, "--no-enable-prefix-caching": False}
+_CACHING = "prefix_caching"
+
+
+# --- A load that was served, which the simulation is held against.
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was asked of a load that was served, and what it gave.
+
+    Attributes
+    ----------
+    name : str
+        The run, as the user named it.
+    inputs, data : dict
+        Of its result.
+    """
+
+    name: str
+    inputs: Mapping[str, Any]
+    data: Mapping[str, Any]
+
+    @property
+    def rates(self) -> str:
+        """The rates that it completed, as an option has them."""
+        known = sorted({row["rate"] for row in self.data["rates"] if row["complete"]})
+        return ",".join(f"{rate:.15g}" for rate in known)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that it completed a rate of."""
+        return tuple(dict.fromkeys(r["method"] for r in self.data["rates"] if r["complete"]))
+
+    def refuse_others(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse a load of other requests, or at other times.
+
+        Raises
+        ------
+        UsageError
+        """
+        if other := differing(inputs, self.inputs):
+            raise UsageError(
+                f"--against {self.name} had other {' and '.join(other)}: only the same requests at "
+                "the same times can be compared; leave these options out to take its own"
+            )
+
+    def held(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return how near simulated data come; see `kvprof.records.load_against`."""
+        return against(data, self.data)
+
+
+def served_load(name: str) -> Served:
+    """Return a load to hold a simulation against.
+
+    Raises
+    ------
+    UsageError
+        When it is no load, was itself simulated, or completed no rate.
+    """
+    result = load_run(name)
+    if result["kind"] != "load":
+        raise UsageError(f"--against {name} is a result of {result['kind']}, no load")
+    if result["data"]["mode"] == "simulated":
+        raise UsageError(f"--against {name} is simulated itself; name a load that was served")
+    found = Served(name, result["inputs"], result["data"])
+    if not found.methods:
+        raise UsageError(f"--against {name} completed no rate")
+    return found
+
+
+# --- What is simulated.
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Step times and an engine's settings.
+
+    Attributes
+    ----------
+    steps : ModelSteps
+    settings : dict
+        As `kvprof.serving.load.simulator.EngineSettings` names them; what is missing is vLLM's.
+    """
+
+    steps: "ModelSteps"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Every method that there are steps of."""
+        return tuple(self.steps.methods)
+
+    def inputs(self, labels: Sequence[str], memory: int | None) -> dict[str, Any]:
+        """Return what a result says of the simulation, resolved.
+
+        Raises
+        ------
+        UsageError
+            As `kvprof.serving.load.simulated.engine_settings`.
+        """
+        from kvprof.serving.load.simulated import engine_settings
+
+        engine = engine_settings(self.steps, labels[0], memory, **self.settings)
+        return {
+            "step_times": self.steps.described(),
+            "engine_settings": {
+                name: getattr(engine, name) for name in (*_ENGINE.values(), _CACHING)
+            },
+        }
+
+    def targets(
+        self, labels: Sequence[str], memory: int | None, *, replicas: int, router: str
+    ) -> "list[LoadTarget]":
+        """Return what simulates each method.
+
+        Raises
+        ------
+        UsageError
+            As `kvprof.serving.load.simulated.engine_settings`.
+        """
+        from kvprof.serving.load.simulated import SimulatedTarget, engine_settings
+
+        own = {**self.settings, "replicas": replicas, "route": router}
+        return [
+            SimulatedTarget(label, self.steps, engine_settings(self.steps, label, memory, **own))
+            for label in labels
+        ]
+
+
+def simulation(
+    step_times: Path | None,
+    engine: Sequence[str],
+    served: Sequence[str],
+    model: str | None,
+    tp: int,
+) -> Simulation:
+    """Return what is to be simulated.
+
+    Parameters
+    ----------
+    step_times : Path or None
+        A record of steps; None takes the one that ships.
+    engine : sequence of str
+        Options as vLLM has them: those of its scheduler.
+    served : sequence of str
+        Options that a server was started with, of which those of its scheduler are taken.
+    model : str or None
+        None takes the record's only one, of the shipped record Llama-3.1-8B.
+    tp : int
+
+    Raises
+    ------
+    UsageError
+        For an option that the simulator does not know, or a record without such steps.
+    """
+    from kvprof.serving.load.step_records import read_model_steps
+
+    settings = {**_settings(served, strict=False), **_settings(engine, strict=True)}
+    return Simulation(read_model_steps(step_times, model, tp), settings)
+
+
+def _settings(words: Sequence[str], *, strict: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    left = list(words)
+    while left:
+        name, equals, value = left.pop(0).replace("_", "-").partition("=")
+        if name in _SWITCHES and not equals:
+            found[_CACHING] = _SWITCHES[name]
+        elif name in _ENGINE:
+            if not equals:
+                value = left.pop(0) if left else ""
+            found[_ENGINE[name]] = parse_count(value, what=f"--engine {name}")
+        elif strict:
+            raise UsageError(
+                f"--engine: the simulator knows nothing of {name[:40]}; it knows "
+                f"{', '.join((*_ENGINE, *_SWITCHES))}"
+            )
+    return found

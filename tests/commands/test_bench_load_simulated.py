@@ -1,0 +1,137 @@
+"""``kvprof bench --load --simulate`` from the command line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvprof.errors import ExitCode
+from kvprof.records.files import read_result
+from tests.commands.running import kvprof
+
+SHORT = ("--lengths", "in=2000,out=20", "--requests", 60, "--rates", "1,6")
+
+
+def simulate(*arguments, short=SHORT):
+    return kvprof("bench", "--load", "--simulate", *short, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--simulate"], "--simulate means nothing without --load"),
+        (["--load", "--step-times", "x", "--against", "y"], "--step-times and --against means"),
+        (["--load", "--simulate", "--url", "x"], "--url means nothing with --simulate"),
+        (["--load", "--simulate", "--rate", "0.4", "--plan", "p"], "--plan and --rate means"),
+        (["--load", "--simulate", "--timeout", "3"], "--timeout means nothing with --simulate"),
+        (["--load", "--simulate", "--methods", "tale"], "no steps of it for Llama-3.1-8B: it has"),
+        (["--load", "--simulate", "--model", "Other"], "no steps of Other with --tp 1"),
+        (["--load", "--simulate", "--tp", "8"], "Llama-3.1-70B with --tp 4"),
+        (["--load", "--simulate", "--step-times", "none.json"], "there is no such file"),
+        (["--load", "--simulate", "--engine", "--pages 3"], "the simulator knows nothing of --pag"),
+        (["--load", "--simulate", "--engine", "--block-size x"], "--block-size: 'x' is no"),
+        (["--load", "--simulate", "--engine", "--block-size"], "--block-size: '' is no"),
+        (["--load", "--simulate", "--engine", "--max-num-seqs=9k"], "a step of 8192 tokens cannot"),
+        (["--load", "--simulate", "--memory", "1KB"], "not one page of full fits"),
+        (["--load", "--simulate", "--router", "round-robin"], "--replicas 2"),
+        (["--load", "--simulate", "--baseline", "tale"], "--baseline tale is not measured"),
+        (["--load", "--simulate", "--against", "demo"], "is a result of jct, no load"),
+        (["--load", "--simulate", "--lengths", "in=2M,out=9"], "server takes at most 935,616"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(arguments, said):
+    done = kvprof("bench", *arguments)
+    assert done.code == ExitCode.USAGE, done.stderr
+    assert said in done.error
+
+
+def test_a_load_is_simulated_shown_and_compared(tmp_path):
+    run = tmp_path / "run"
+    done = simulate("--slo", "ttft=1s", "--out", run)
+    assert done.code == 0, done.stderr
+    said = "Simulated, with steps of NVIDIA H200 (h200.json): full serves"
+    assert said in " ".join(done.stdout.split())
+    assert "nothing was served" in done.stdout
+    assert re.search(r"prefix caching\s+on", done.stdout)
+    result = read_result(run / "result.json")
+    data, inputs = result["data"], result["inputs"]
+    assert (data["mode"], data["baseline"]) == ("simulated", "full")
+    methods = {one["method"]: one for one in data["methods"]}
+    assert list(methods) == ["full", "fp8", "fdc", "kq", "fdc-4bit"]
+    assert methods["fdc"]["cache_tokens"] == pytest.approx(
+        2 * methods["full"]["cache_tokens"], 1e-4
+    )
+    assert inputs["engine_settings"]["max_num_batched_tokens"] == 8192
+    assert [one["method"] for one in inputs["step_times"]["methods"]] == list(methods)
+    rows = {row["case"]: row for row in data["rates"]}
+    # One request alone: a prompt of 2,000 tokens in 55 ms, and 19 steps of 6 ms.
+    alone = rows["full @ 1/s"]["normalised_latency_seconds"]["p50"]
+    assert 0.006 < alone < 0.012
+    assert all(row["lateness_seconds"]["most"] == 0 for row in rows.values())
+    assert all(row["parts"]["elsewhere_seconds"] == 0 for row in rows.values())
+    for case in ("1/s", "6/s"):
+        ours, theirs = (rows[f"{m} @ {case}"]["tbt_seconds"]["mean"] for m in ("fdc", "full"))
+        assert ours < theirs
+    assert kvprof("show", run).stdout == done.stdout
+    again = tmp_path / "again"
+    assert simulate("--slo", "ttft=1s", "--out", again).code == 0
+    same = read_result(again / "result.json")["data"]
+    assert same["rates"] == data["rates"]  # nothing of it is chance
+    assert kvprof("compare", run, again).code == 0
+    options = "--max-num-seqs 1 --max_num_batched_tokens=1k --no-enable-prefix-caching"
+    tuned = simulate("--methods", "full", "--engine", options)
+    said = "max num seqs 1, max num batched tokens 1024, block size 16, prefix caching off"
+    assert said in " ".join(tuned.stdout.split())
+
+
+def test_replicas_share_the_requests(tmp_path):
+    arguments = ("--methods", "fdc", "--replicas", 3, "--router", "round-robin")
+    done = simulate(*arguments, "--tp", 4, "--json", tmp_path / "a.json")
+    assert done.code == 0, done.stderr
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["inputs"]["model"] == "Llama-3.1-70B"
+    assert [row["servers"] for row in result["data"]["rates"]] == [[20, 20, 20]] * 2
+
+
+def served(folder: Path, factors: dict[str, float], mode: str = "served") -> None:
+    """Make a load that was served of a simulated one: as if it had taken so many times as long."""
+    (folder / "events.jsonl").unlink()
+    path = folder / "result.json"
+    result = json.loads(path.read_text())
+    result["data"]["mode"] = mode
+    result["inputs"]["engine"] = "--load-format dummy --max-num-seqs 512"
+    for row in result["data"]["rates"]:
+        for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
+            row[name]["mean"] *= factors[row["case"]]
+            row[name]["mean_interval"] = None
+    path.write_text(json.dumps(result))
+
+
+def test_it_is_held_against_a_load_that_was_served(tmp_path):
+    run = tmp_path / "run"
+    options = ("--lengths", "in=2000,out=20", "--requests", 60, "--seed", 3, "--arrivals")
+    first = simulate(
+        *options, "gamma:cv=2", "--rates", "1,6", "--methods", "full", "--out", run, short=()
+    )
+    assert first.code == 0, first.stderr
+    refused = kvprof("bench", "--load", "--simulate", "--against", run)
+    assert "is simulated itself" in refused.error
+    served(run, {"full @ 1/s": 1.05, "full @ 6/s": 1.25})
+    out = tmp_path / "held"
+    done = kvprof("bench", "--load", "--simulate", "--against", run, "--out", out)
+    assert done.code == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "1 of 2 rates are within 10 % of the measured latency per token" in text
+    assert "not within: full @ 6/s (−20.0 %)" in text
+    result = read_result(out / "result.json")
+    assert (result["inputs"]["seed"], result["inputs"]["arrivals"]) == (3, "gamma:cv=2")
+    assert result["inputs"]["engine_settings"]["max_num_seqs"] == 512
+    held = {row["case"]: row for row in result["data"]["against"]["rates"]}
+    latency = held["full @ 1/s"]["normalised_latency_seconds"]
+    assert latency["difference"] == pytest.approx(1 / 1.05 - 1)
+    assert latency["within"]
+    assert kvprof("show", out).stdout == done.stdout
+    other = kvprof("bench", "--load", "--simulate", "--against", run, "--requests", 30)
+    assert other.code == ExitCode.USAGE
+    assert "had other requests" in other.error
