@@ -13,6 +13,24 @@ __all__ = ["Held", "Idle", "PagePool", "Unit"]
 
 
 @dataclass(eq=False)
+class Unit:
+    """Pages that are found and taken as a whole: one copy of them.
+
+    Attributes
+    ----------
+    pages : int
+    key : hashable
+        What they are found by.
+    references : int
+        Running requests that hold it.
+    """
+
+    pages: int
+    key: Hashable
+    references: int = 1
+
+
+@dataclass(eq=False)
 class Idle:
     """Pages that nobody refers to, side by side in the queue.
 
@@ -20,30 +38,15 @@ class Idle:
     ----------
     pages : int
         How many of them are left; 0 once they are referred to again.
-    key : hashable or None
-        What they can be found by as a whole; None where nobody will look for them.
+    unit : Unit or None
+        Which these are, where others may find them.
+    awaited : bool
+        Whether a preempted request may look for them.
     """
 
     pages: int
-    key: Hashable = None
-
-
-@dataclass(eq=False)
-class Unit:
-    """Pages that are shared as a whole.
-
-    Attributes
-    ----------
-    pages : int
-    references : int
-        Running requests that hold it.
-    idle : Idle or None
-        Its place in the queue, where nobody holds it.
-    """
-
-    pages: int
-    references: int = 1
-    idle: Idle | None = None
+    unit: Unit | None = None
+    awaited: bool = False
 
 
 @dataclass
@@ -56,24 +59,21 @@ class Held:
         Of the units at the prompt's beginning that others may have too, in order.
     ends : sequence of int
         Pages up to the end of each unit.
-    units : int
-        How many of them the request holds as shared ones; the others are its own.
-    closed : bool
-        Whether somebody else wrote one of its units first: what follows is its own.
+    units : list of Unit
+        Those of them that the request has written or found, from the first on.
     own : Idle or None
-        Its own pages that a preemption left in the queue.
+        Pages behind all units that a preemption left in the queue.
     """
 
     keys: Sequence[Hashable] = ()
     ends: Sequence[int] = ()
-    units: int = 0
-    closed: bool = False
+    units: list[Unit] = field(default_factory=list)
     own: Idle | None = None
 
     @property
     def shared(self) -> int:
         """Pages of the units that it holds."""
-        return self.ends[self.units - 1] if self.units else 0
+        return self.ends[len(self.units) - 1] if self.units else 0
 
 
 @dataclass
@@ -94,7 +94,9 @@ class PagePool:
     free: int = field(init=False)
     _unwritten: int = field(init=False)  # pages that hold nothing: taken first
     _queue: deque[Idle] = field(default_factory=deque, init=False)
-    _units: dict[Hashable, Unit] = field(default_factory=dict, init=False)
+    #: Copies of each unit, the first of which is found; those of two that wrote it at a time.
+    _copies: dict[Hashable, list[Unit]] = field(default_factory=dict, init=False)
+    _idle: dict[Unit, Idle] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.free = self._unwritten = self.total
@@ -110,17 +112,22 @@ class PagePool:
         queue = self._queue
         while pages:
             first = queue[0]
-            if isinstance(first.key, Held) or first.key is None:
-                used = min(pages, first.pages)
-                first.pages -= used
-                pages -= used
-            else:
+            if first.unit is not None:
                 # A unit is found as a whole or not at all: what is left of it is no use to anyone.
-                self._units.pop(first.key, None)
-                first.key = None
-                continue
+                self._forget(first.unit)
+                first.unit = None
+            used = min(pages, first.pages)
+            first.pages -= used
+            pages -= used
             if not first.pages:
                 queue.popleft()
+
+    def _forget(self, unit: Unit) -> None:
+        del self._idle[unit]
+        copies = self._copies[unit.key]
+        copies.remove(unit)
+        if not copies:
+            del self._copies[unit.key]
 
     def found(self, held: Held, most: int) -> tuple[int, int, int]:
         """Return what a request would find: units, pages, and how many of these nobody holds.
@@ -135,12 +142,12 @@ class PagePool:
             return 0, 0, 0
         units = pages = idle = 0
         for key, end in zip(held.keys, held.ends, strict=True):
-            unit = self._units.get(key)
-            if unit is None or end > most:
+            copies = self._copies.get(key)
+            if copies is None or end > most:
                 break
             units += 1
             pages = end
-            idle += unit.pages if not unit.references else 0
+            idle += copies[0].pages if not copies[0].references else 0
         if held.own is not None and units == len(held.keys):
             again = min(held.own.pages, most - pages)
             pages, idle = pages + again, idle + again
@@ -149,31 +156,29 @@ class PagePool:
     def hold(self, held: Held, units: int, pages: int) -> None:
         """Refer to what `found` returned."""
         for key in held.keys[:units]:
-            unit = self._units[key]
-            if unit.idle is not None:
+            unit = self._copies[key][0]
+            if not unit.references:
+                idle = self._idle.pop(unit)
                 self.free -= unit.pages
-                unit.idle.pages, unit.idle.key, unit.idle = 0, None, None
+                idle.pages, idle.unit = 0, None
             unit.references += 1
-        held.units, held.closed = units, False
+            held.units.append(unit)
         own, held.own = held.own, None
-        again = pages - held.shared
-        if own is not None and again:
+        if own is not None:
+            again = pages - held.shared
             self.free -= again
             own.pages -= again
-        if own is not None:
-            own.key = None
+            own.awaited = False
 
     def write(self, held: Held, pages: int) -> None:
         """Let others find the units that lie within a request's first full `pages`."""
-        if held.closed or not self.caching:
+        if not self.caching:
             return
-        while held.units < len(held.keys) and held.ends[held.units] <= pages:
-            key = held.keys[held.units]
-            if key in self._units:
-                held.closed = True
-                return
-            self._units[key] = Unit(held.ends[held.units] - held.shared)
-            held.units += 1
+        while len(held.units) < len(held.keys) and held.ends[len(held.units)] <= pages:
+            place = len(held.units)
+            unit = Unit(held.ends[place] - held.shared, held.keys[place])
+            self._copies.setdefault(unit.key, []).append(unit)
+            held.units.append(unit)
 
     def give_back(self, held: Held, pages: int, full: int, *, again: bool = False) -> None:
         """Give back what a request holds.
@@ -193,24 +198,25 @@ class PagePool:
         shared = held.shared
         self.free += pages - shared
         self._unwritten += pages - full
-        # What lies behind all units is its own alone; copies of units that others wrote first, and
-        # units that are not whole, are found by nobody.
-        alone = full - max(shared, held.ends[-1] if held.ends else 0)
-        if again and alone > 0:
-            held.own = Idle(alone, held)
-            self._queue.append(held.own)
-            full -= alone
         if full > shared:
-            last = self._queue[-1] if self._queue else None
-            if last is not None and last.key is None:
-                last.pages += full - shared
-            else:
-                self._queue.append(Idle(full - shared))
-        for key in reversed(held.keys[: held.units]):
-            unit = self._units[key]
+            self._append(Idle(full - shared), held, again and len(held.units) == len(held.keys))
+        for unit in reversed(held.units):
             unit.references -= 1
             if not unit.references:
                 self.free += unit.pages
-                unit.idle = Idle(unit.pages, key)
-                self._queue.append(unit.idle)
-        held.units = 0
+                self._idle[unit] = idle = Idle(unit.pages, unit)
+                self._queue.append(idle)
+        held.units = []
+
+    def _append(self, idle: Idle, held: Held, again: bool) -> None:
+        """Put a request's own pages into the queue, for itself to find or for nobody."""
+        if again:
+            idle.awaited = True
+            held.own = idle
+            self._queue.append(idle)
+            return
+        last = self._queue[-1] if self._queue else None
+        if last is not None and last.unit is None and not last.awaited:
+            last.pages += idle.pages
+        else:
+            self._queue.append(idle)

@@ -13,7 +13,6 @@ class _Job:
     times: list = field(default_factory=list)
     pages: list = field(default_factory=list)
     named: int = 0  # pages that were looked at for a name
-    closed: bool = False  # somebody else wrote one of the shared pages first
 
     @property
     def tokens(self):
@@ -27,7 +26,7 @@ class NaiveEngine:
         self.settings, self.times = settings, times
         self.unwritten = list(range(settings.pages))
         self.idle = OrderedDict()  # page -> what it can be found by, the first is taken first
-        self.keyed = {}  # key -> page
+        self.keyed = {}  # key -> pages, the first of which is found
         self.key_of = {}  # page -> key
         self.references = dict.fromkeys(range(settings.pages), 0)
         self.waiting, self.running = deque(), []
@@ -46,7 +45,7 @@ class NaiveEngine:
             page, _ = self.idle.popitem(last=False)
             key = self.key_of.pop(page, None)
             if key is not None:
-                del self.keyed[key]
+                self.keyed[key].remove(page)
         self.references[page] = 1
         return page
 
@@ -57,18 +56,14 @@ class NaiveEngine:
         return (request.session, index) if index < shared else ("own", request.number, index)
 
     def write(self, job):
-        """Name the pages that are full: the first one to be written keeps the name."""
+        """Name the pages that are full."""
         if not self.settings.prefix_caching:
             return
         full = job.computed // self.settings.block_size
         for index in range(job.named, full):
             key, page = self.key(job, index), job.pages[index]
-            if key[0] != "own":
-                job.closed = job.closed or key in self.keyed
-                if job.closed:
-                    continue
-            if key not in self.keyed:
-                self.keyed[key], self.key_of[page] = page, key
+            self.keyed.setdefault(key, []).append(page)
+            self.key_of[page] = key
         job.named = full
 
     def give_back(self, job, full):
@@ -88,10 +83,10 @@ class NaiveEngine:
     def found(self, job):
         pages = []
         for index in range((job.tokens - 1) // self.settings.block_size):
-            page = self.keyed.get(self.key(job, index))
-            if page is None:
+            copies = self.keyed.get(self.key(job, index))
+            if not copies:
                 break
-            pages.append(page)
+            pages.append(copies[0])
         return pages
 
     # --- A step.
@@ -146,7 +141,7 @@ class NaiveEngine:
                 self.idle.pop(page, None)
                 self.references[page] += 1
             job.pages = list(pages)
-            job.named, job.closed = len(pages), False
+            job.named = len(pages)
             job.computed = len(pages) * settings.block_size
             tokens = min(job.tokens - job.computed, budget)
             assert self.extend(job, tokens)
