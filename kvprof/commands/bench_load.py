@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands.bench_simulated import served_load, simulation
 from kvprof.commands.output import Outputs
 from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
@@ -285,7 +286,6 @@ def _simulate(
     seed: int,
 ) -> None:
     """Simulate in place of measuring; see `bench_load`."""
-    from kvprof.commands.bench_simulated import served_load, simulation
     from kvprof.serving.load.lengths import load_lengths
 
     _refuse_beside_simulate(asked, plans, rate)

@@ -57,7 +57,8 @@ def against_verdict(found: Row) -> str:
     widest = max(told, key=lambda one: abs(one["difference"]))
     return (
         f"{near} of {len(told)} rates are within {percent(found['near'], 0)} of the measured "
-        f"latency per token; the farthest is {signed_percent(widest['difference'])} off"
+        "latency per token, or within its interval; the farthest is "
+        f"{signed_percent(widest['difference'])} off"
     )
 
 

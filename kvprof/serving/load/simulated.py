@@ -16,7 +16,7 @@ from kvprof.serving.load.simulator import (
     SimulationStoppedError,
     simulate,
 )
-from kvprof.serving.load.step_records import ModelSteps
+from kvprof.serving.load.step_records import MethodSteps, ModelSteps
 from kvprof.serving.load.target import Opened, Ran, Watch
 from kvprof.sizes import format_bytes
 
@@ -87,7 +87,8 @@ class SimulatedTarget:
         warnings = list(own.notes)
         if (off := own.times.residual) is not None and off > _DOUBTFUL:
             warnings.append(
-                f"steps that were measured differ from the line through them by up to {off:.0%}"
+                "steps that were measured differ from the line through them by "
+                f"{_up_to(own)}{off:.0%}"
             )
         tokens = engine.pages * engine.block_size
         return Opened(
@@ -145,6 +146,10 @@ class SimulatedTarget:
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+def _up_to(own: MethodSteps) -> str:
+    return "" if own.samples[0].mean else "up to "
 
 
 def _engine(simulated: Simulated) -> dict[str, float]:

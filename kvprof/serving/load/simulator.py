@@ -449,7 +449,7 @@ class _Replica:
             self.boundary = inf
             return
         base = self.times.dense(tokens) + self.times.per_context * self._context
-        base += self.times.per_pair * pairs
+        base += self.times.per_pair * pairs + self.times.per_sequence * decoding
         steps, may_enter = 1, not self.waiting and len(self.running) < settings.max_num_seqs
         if not (ends or admitted or preempted):
             steps = self._alike(piece)

@@ -331,10 +331,16 @@ def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
         # A prompt's token attends to half of its prompt on average, long prompts have more tokens.
         each = sum(pairs_of(0, p) for p in known) / max(1, sum(known))
         for span in one.spans:
-            decode, prefill = max(1, round(span["batch"])), round(span["prefill"])
             samples.setdefault(method_of[one.case], []).append(
                 StepSample(
-                    decode, span["context"], prefill, prefill * each, span["between"], path.name
+                    span["batch"],
+                    span["context"],
+                    span["prefill"],
+                    span["prefill"] * each,
+                    span["between"],
+                    path.name,
+                    mean=True,
+                    weight=span["tokens"],
                 )
             )
     full = _bytes_per_token(servers.get(data["baseline"]))

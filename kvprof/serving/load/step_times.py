@@ -20,6 +20,8 @@ __all__ = ["StepSample", "StepTimes", "fit_step_times", "pairs_of"]
 #: are read by all of them together; beyond, it is a line.
 _LAST_POINT = 4096
 _MOST_POINTS = 16
+_ROUNDS = 8  # of weighting steps anew
+_LEAST_SHARE = 0.05  # of its time that a step is expected to take at least, as a weight
 
 
 def pairs_of(before: int, tokens: int) -> float:
@@ -52,17 +54,23 @@ class StepSample:
     seconds : float
     source : str
         Which record it is from.
+    mean : bool
+        Whether it is no single step, but the mean of several unlike ones.
+    weight : float
+        Of a mean: how many it is of.
     """
 
-    decode: int
+    decode: float
     context: float
-    prefill: int
+    prefill: float
     pairs: float
     seconds: float
     source: str = ""
+    mean: bool = False
+    weight: float = 1.0
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Tokens that are computed."""
         return self.decode + self.prefill
 
@@ -82,8 +90,12 @@ class StepTimes:
         Seconds per token of the decoding sequences' contexts.
     per_pair : float
         Seconds per pair of tokens of prompts.
+    per_sequence : float
+        Seconds per decoding sequence, beside what its token costs as any; negative where that is
+        less.
     residual : float or None
-        Largest relative difference from a step that was fitted; None where none was.
+        Largest relative difference from a step that was fitted; of means the mean difference over
+        their mean. None where none was fitted.
     samples : int
         Steps that were fitted.
     """
@@ -93,6 +105,7 @@ class StepTimes:
     beyond: float
     per_context: float = 0.0
     per_pair: float = 0.0
+    per_sequence: float = 0.0
     residual: float | None = None
     samples: int = 0
     _known: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
@@ -109,11 +122,16 @@ class StepTimes:
 
     def step(self, decode: int, context: float, prefill: int = 0, pairs: float = 0.0) -> float:
         """Return the seconds of a step; see `StepSample`."""
-        return self.dense(decode + prefill) + self.per_context * context + self.per_pair * pairs
+        seconds = self.dense(decode + prefill) + self.per_sequence * decode
+        return seconds + self.per_context * context + self.per_pair * pairs
 
 
 def fit_step_times(samples: Sequence[StepSample]) -> StepTimes:
     """Fit step times to measured steps, by relative error; no part of them is negative.
+
+    Means of unlike steps are fitted by their seconds and weights instead: the shortest of them are
+    of few tokens that came by chance. Their products' time is one line, since a mean lies on no
+    bent one, and a decoding sequence's token costs what it does, not what a prompt's does.
 
     Parameters
     ----------
@@ -127,14 +145,25 @@ def fit_step_times(samples: Sequence[StepSample]) -> StepTimes:
     kept = [one for one in samples if one.seconds > 0 and one.tokens > 0]
     if not any(one.decode for one in kept) or not any(one.prefill for one in kept):
         raise ValueError("steps that decode and steps that read prompts are needed, of both one")
-    points = _points([one.tokens for one in kept])
-    rows = [_row(one, points) for one in kept]
-    matrix = np.array(rows) / np.array([[one.seconds] for one in kept])
-    # Columns differ by ten orders of magnitude.
-    scale = np.abs(matrix).max(axis=0)
-    scale[scale == 0.0] = 1.0
-    found = nnls(matrix / scale, np.ones(len(kept)))[0] / scale
-    off = float(np.abs(matrix @ found - 1.0).max())
+    means = any(one.mean for one in kept)
+    points = [0.0] if means else _points([one.tokens for one in kept])
+    matrix = np.array([_row(one, points, means) for one in kept])
+    seconds = np.array([one.seconds for one in kept])
+    expected = seconds
+    if means:
+        expected = np.array([one.weight**-0.5 for one in kept]) * seconds.mean()
+        found = _least_squares(matrix / expected[:, None], seconds / expected)
+    for _ in range(0 if means else _ROUNDS):
+        # Relative to what is expected: relative to what was measured, a step that took too long
+        # by chance would count for less than one that was too short, and all come out too short.
+        found = _least_squares(matrix / expected[:, None], seconds / expected)
+        expected = np.maximum(matrix @ found, _LEAST_SHARE * seconds)
+    differences = np.abs(matrix @ found - seconds)
+    if means:
+        weights = [one.weight for one in kept]
+        off = float(np.average(differences, weights=weights) / np.average(seconds, weights=weights))
+    else:
+        off = float((differences / seconds).max())
     count = len(points)
     return StepTimes(
         tuple(points),
@@ -142,16 +171,25 @@ def fit_step_times(samples: Sequence[StepSample]) -> StepTimes:
         float(found[count]),
         float(found[count + 1]),
         float(found[count + 2]),
+        float(found[count + 3] - found[count]) if means else 0.0,
         off,
         len(kept),
     )
 
 
-def _points(tokens: Sequence[int]) -> list[float]:
+def _least_squares(matrix: NDArray[np.float64], side: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve with no negative unknown; columns may differ by ten orders of magnitude."""
+    scale = np.abs(matrix).max(axis=0)
+    scale[scale == 0.0] = 1.0
+    solved: NDArray[np.float64] = nnls(matrix / scale, side)[0] / scale
+    return solved
+
+
+def _points(tokens: Sequence[float]) -> list[float]:
     """Return where the line of the products' time bends: what was measured, or one per octave."""
     distinct = sorted({float(value) for value in tokens if value <= _LAST_POINT})
     if not distinct:
-        return [float(min(tokens))]
+        return [min(tokens)]
     if len(distinct) <= _MOST_POINTS:
         return distinct
     octaves: dict[int, list[float]] = {}
@@ -162,15 +200,16 @@ def _points(tokens: Sequence[int]) -> list[float]:
     return [distinct[0], *(value for value in means[1:] if value > distinct[0])]
 
 
-def _row(one: StepSample, points: Sequence[float]) -> NDArray[np.float64]:
+def _row(one: StepSample, points: Sequence[float], means: bool) -> NDArray[np.float64]:
     """Return a step's share of each unknown: what each point adds to the one before, and the rest.
 
     As increments that are not negative, more tokens never take less time.
     """
-    row = np.zeros(len(points) + 3)
+    row = np.zeros(len(points) + 4)
     row[0] = 1.0
     for index in range(1, len(points)):
         low, high = points[index - 1], points[index]
         row[index] = min(1.0, max(0.0, (one.tokens - low) / (high - low)))
-    row[-3:] = max(0.0, one.tokens - points[-1]), one.context, one.pairs
+    tokens = one.prefill if means else max(0.0, one.tokens - points[-1])
+    row[-4:] = tokens, one.context, one.pairs, one.decode if means else 0.0
     return row

@@ -156,7 +156,7 @@ class NaiveEngine:
         for job, before, tokens in planned:
             tokens_in_all += tokens
             if job.times and tokens == 1 and before + 1 == job.tokens and job in self._decoding:
-                seconds += self.times.per_context * (before + 1)
+                seconds += self.times.per_context * (before + 1) + self.times.per_sequence
             else:
                 seconds += self.times.per_pair * sum(before + i + 1 for i in range(tokens))
         self.computed += tokens_in_all

@@ -18,8 +18,9 @@ from tests.serving.load.naive import NaiveEngine
 CONSTANT = StepTimes((1.0,), (1e-3,), 0.0)
 
 
-def times_of(per_context=1e-5, per_pair=1e-6):
-    return StepTimes((1.0, 8.0, 100.0), (0.01, 0.012, 0.05), 4e-4, per_context, per_pair)
+def times_of(per_context=1e-5, per_pair=1e-6, per_sequence=0.0):
+    points = (1.0, 8.0, 100.0), (0.01, 0.012, 0.05)
+    return StepTimes(*points, 4e-4, per_context, per_pair, per_sequence)
 
 
 def drawn(rng):
@@ -44,7 +45,8 @@ def drawn(rng):
         seqs + int(rng.choice([0, 1, 7, 64, 500])),
         bool(rng.random() < 0.8),
     )
-    return requests, settings, times_of(rng.choice([0.0, 1e-5]), rng.choice([0.0, 1e-6]))
+    times = times_of(*(rng.choice([0.0, cost]) for cost in (1e-5, 1e-6, -1e-4)))
+    return requests, settings, times
 
 
 def test_every_token_comes_when_a_simulation_step_by_step_says():

@@ -43,7 +43,7 @@ def test_what_ships_tells_steps_near_those_that_were_measured():
     assert full.token_bytes == 131_072
     assert compressed.token_bytes == full.token_bytes / 2
     for one in found.methods.values():
-        assert one.times.residual < 0.07
+        assert one.times.residual < 0.08
         assert one.times.per_context * one.times.per_pair > 0
     # The slope is bytes over bandwidth: 131,072 bytes at 4.3 to 4.9 TB/s.
     assert 131_072 / 4.9e12 < full.times.per_context < 131_072 / 4.3e12
@@ -111,13 +111,15 @@ def served(folder, times, batches=(1, 4, 16), prefills=(0, 300), mode="served"):
 
 
 def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
-    times = StepTimes((1.0, 320.0), (5e-3, 2e-2), 5e-5, 1e-6, 1e-8)
+    times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6, 0.0, 2e-4 - 5e-5)
     found = read_model_steps(served(tmp_path / "run", times))
     own = found.method("full")
     assert (found.model, found.device, own.token_bytes) == ("tiny", "NVIDIA H200", 1000.0)
     assert found.cache_bytes == 1_000_000  # of one server's cache
     assert own.times.per_context == pytest.approx(1e-6, rel=0.05)
-    assert own.times.step(4, 1000.0) == pytest.approx(times.step(4, 1000.0), rel=0.02)
+    # Of means, a token of a prompt and a sequence that decodes are told apart.
+    for step in ((4, 1000.0, 0, 0.0), (1, 100.0, 300, 300 * 125.5), (64, 9000.0, 0, 0.0)):
+        assert own.times.step(*step) == pytest.approx(times.step(*step), rel=0.02)
 
 
 def test_what_tells_no_steps_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """Step times against steps whose costs are known, and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,36 @@ def test_a_fit_finds_the_costs_of_attention_from_few_and_from_many_steps():
             assert found.per_pair == pytest.approx(9e-10, rel=0.2)
             assert found.dense(32) == pytest.approx(5e-3, rel=within)
             assert found.dense(2000) == pytest.approx(0.08, rel=0.05)
+
+
+def test_steps_that_vary_much_are_met_in_the_mean():
+    rng = np.random.default_rng(4)
+    samples = known(rng, 4000)
+    # Gamma of mean 1 and deviation 0.7: some take three times as long.
+    noisy = [replace(one, seconds=one.seconds * rng.gamma(2.0, 0.5)) for one in samples]
+    found = fit_step_times(noisy)
+    for chosen in ([o for o in samples if not o.prefill], [o for o in samples if o.prefill]):
+        told = sum(found.step(o.decode, o.context, o.prefill, o.pairs) for o in chosen)
+        assert told == pytest.approx(sum(one.seconds for one in chosen), rel=0.05)
+
+
+def test_means_of_few_tokens_count_for_little_and_lie_on_one_line():
+    rng = np.random.default_rng(5)
+    samples = []
+    for number in range(300):
+        decode, prefill = float(rng.uniform(1, 40)), float(rng.choice([0.0, rng.uniform(0, 90)]))
+        context = decode * float(rng.uniform(100, 900))
+        seconds = 5e-3 + 1e-4 * decode + 6e-5 * prefill + 4e-7 * context
+        few = number % 10 == 0  # tokens that came together, or after a pause
+        seconds *= float(rng.choice([0.01, 3.0])) if few else float(rng.uniform(0.9, 1.1))
+        weight = 2.0 if few else 500.0
+        samples.append(StepSample(decode, context, prefill, 0.0, seconds, mean=True, weight=weight))
+    found = fit_step_times(samples)
+    assert found.tokens == (0.0,)
+    for decode, context, prefill in ((1, 500.0, 0), (30, 12_000.0, 0), (10, 5000.0, 512)):
+        expected = 5e-3 + 1e-4 * decode + 6e-5 * prefill + 4e-7 * context
+        assert found.step(decode, context, prefill) == pytest.approx(expected, rel=0.05)
+    assert found.residual < 0.1
 
 
 def test_few_steps_that_the_form_can_have_are_met():
