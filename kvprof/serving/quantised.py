@@ -42,7 +42,7 @@ class QuantisedSteps:
     layout : SegmentsLayout
         Of the pool.
     planes : RaggedLayout
-        Of a step's own tokens, one after another.
+        Of a step's own tokens, a row each.
     scratch : Tensor
         Room for these planes, which all layers use in turn.
     decode : SegmentsStep
@@ -61,12 +61,13 @@ class QuantisedSteps:
         return self.layout.batch
 
     @cached_property
-    def _begin(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32, device=self.scratch.device)
+    def _rows(self) -> Tensor:
+        """The slots of a step's tokens in planes of their own, one in each row."""
+        return torch.arange(self.planes.batch, device=self.scratch.device)
 
     @cached_property
-    def _order(self) -> Tensor:
-        return torch.arange(self.planes.capacity, device=self.scratch.device)
+    def _first(self) -> Tensor:
+        return torch.zeros_like(self._rows)
 
     @property
     def _own(self) -> Tensor:
@@ -77,7 +78,8 @@ class QuantisedSteps:
     ) -> Tensor:
         """Do what `kvprof.serving.steps.attend` says."""
         cache, found = self.layer.attention.kv_cache, []
-        projected = self._projected(query, key, value, self.planes, self._own, self._begin)
+        rows = self._rows[: len(query)]
+        projected = self._projected(query, key, value, self.planes, self._own, slots=rows)
         # Before this step's tokens go into pages: of a page's bytes only older ones are read.
         later = [
             self._chunk(step, row, query, key, value, scale)
@@ -97,7 +99,9 @@ class QuantisedSteps:
         value: Tensor,
         layout: RaggedLayout,
         planes: Tensor,
-        start: Tensor,
+        *,
+        start: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         made: Tensor = project_step(
             query[None],
@@ -108,6 +112,7 @@ class QuantisedSteps:
             planes,
             start,
             query_bases=self.layer.queries,
+            slots=slots,
         )[0]
         return made
 
@@ -127,11 +132,11 @@ class QuantisedSteps:
                 *(self.planes.head(self._own, head) for head in range(self.planes.heads)),
                 strict=True,
             )
-            keys, values = (torch.cat(side, dim=-1)[:, : len(slots)] for side in sides)
+            keys, values = (torch.cat(side, dim=-1)[: len(slots), 0][None] for side in sides)
             write(cache, places, keys, values)
             return
         move = token_move(self.layout, 0, self.planes, cache.device)
-        origins = self._order[: len(slots)]
+        origins = self._first[: len(slots)]
         for turn in range(1 if alone else own.slots):
             targets = slots if alone else torch.where(slots % own.slots == turn, slots, -1)
             move.run(cache, self._own, origins, targets)
@@ -155,7 +160,7 @@ class QuantisedSteps:
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         start, lengths = torch.tensor([[past], [length]], **numbers)
         states = query[first:stop], key[first:stop], value[first:stop]
-        projected = self._projected(*states, layout, planes, start)
+        projected = self._projected(*states, layout, planes, start=start)
         attending = rows_step(layout, device, self.scratch.dtype)
         starts = torch.tensor([0, stop - first], **numbers)
         cut = attending.cut(starts, lengths, stop - first)
@@ -205,4 +210,4 @@ def quantised_steps(
     layout = quantised_layout(layer.layout(len(cache), page), layer.codes, scratch.dtype)
     shared = None if kinds is None else [(kind,) for kind in kinds]
     decode = segments_step(layout, cache.device, rows=1, kinds=shared)
-    return QuantisedSteps(layer, layout, layer.layout(1, most_tokens), scratch, decode)
+    return QuantisedSteps(layer, layout, layer.layout(most_tokens, 1), scratch, decode)

@@ -213,7 +213,7 @@ class ServedModel:
                 raise FailedError(f"{layer.attention.layer_name} was given no pages")
             if layer.codes is not None:
                 if scratch is None:
-                    values = max(one.layout(1, most_tokens).elements for one in self.layers)
+                    values = max(one.layout(most_tokens, 1).elements for one in self.layers)
                     scratch = layer.keys.packed.new_zeros(values)
                 layer.steps = quantised_steps(layer, page, most_tokens, scratch, shared)
                 continue
