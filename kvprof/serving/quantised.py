@@ -80,17 +80,15 @@ class QuantisedSteps:
         cache, found = self.layer.attention.kv_cache, []
         rows = self._rows[: len(query)]
         projected = self._projected(query, key, value, self.planes, self._own, slots=rows)
-        # Before this step's tokens go into pages: of a page's bytes only older ones are read.
-        later = [
-            self._chunk(step, row, query, key, value, scale)
-            for row in range(step.decodes, step.rows)
-        ]
+        # Before anything is read: a sequence may share pages that this very step fills.
         self._store(step.slots[: len(query)], alone=step.rows == step.decodes)
         if step.decodes:
             decode = replace(self.decode, rows=step.decodes)
             schedule, table = step.schedule(self.decode), step.table[: step.decodes]
             found.append(decode.run(projected[: step.decodes], cache, schedule, scale, table=table))
-        return filled_up(found + later, len(query))
+        for row in range(step.decodes, step.rows):
+            found.append(self._chunk(step, row, query, key, value, scale))
+        return filled_up(found, len(query))
 
     def _projected(
         self,

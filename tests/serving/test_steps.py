@@ -129,6 +129,39 @@ def test_pages_of_quantised_latents(bits: int) -> None:
             )
 
 
+def test_a_page_is_shared_in_the_step_that_fills_it() -> None:
+    """A prompt with another one's beginning comes in the same step: it sees that one's page."""
+    outputs = []
+    for together in (True, False):
+        generator = torch.Generator().manual_seed(6)
+        model = ServedModel([_quantised_layer(4, 8, generator)])
+        model.bind(QUANTISED_PAGE, 100)
+        page, more = QUANTISED_PAGE, 5
+        states = [torch.randn(page + more, size, DEPTH, generator=generator) for size in (4, 2, 2)]
+        slots = torch.tensor([*range(page, 2 * page), *range(3 * page, 3 * page + more)])
+        table = torch.tensor([[1, 0], [1, 3]], dtype=torch.int32)
+        rows = [(0, 0, page, page), (1, page, page + more, page + more)]
+        found = []
+        for own in [rows] if together else [[one] for one in rows]:
+            first, last = own[0][1], own[-1][2]
+            starts = [0, *(stop - first for _, _, stop, _ in own)]
+            lengths = [length for *_, length in own]
+            step = EngineStep(
+                model,
+                slots[first:last],
+                table[[row for row, *_ in own]],
+                torch.tensor(starts, dtype=torch.int32),
+                torch.tensor(lengths, dtype=torch.int32),
+                0,
+                len(own),
+                starts,
+                lengths,
+            )
+            found.append(attend(model.layers[0], step, *(one[first:last] for one in states), 0.2))
+        outputs.append(torch.cat(found))
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
 @pytest.mark.parametrize("padding", [0, 3])
 def test_chunks_and_decoding_together(padding: int) -> None:
     """Prompts in chunks, decoding beside them, shared pages and padding give exact attention."""
