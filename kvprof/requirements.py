@@ -85,7 +85,7 @@ COMMAND_NEEDS = {
     ),
     "generate": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
     "warm": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
-    "serve": CommandNeeds((*_MODEL_PACKAGES, "vllm"), _QUANTISERS, uses_gpu=True),
+    "serve": CommandNeeds(_MODEL_PACKAGES, (("vllm", "any server"), *_QUANTISERS), uses_gpu=True),
     "bench": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py"),
         (("matplotlib", "--svg and --png"),),

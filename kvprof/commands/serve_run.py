@@ -16,7 +16,8 @@ from kvprof.leash import Leash
 from kvprof.models.locate import locate
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.scratch import ScratchFolder
-from kvprof.serving.plugin import check_found, served_plan
+from kvprof.serving.plugin import check_found
+from kvprof.serving.served import served_plan
 from kvprof.serving.settings import Setting, engine_options, engine_variables, named
 
 __all__ = ["calibrated", "serve_plan", "server_command"]

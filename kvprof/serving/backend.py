@@ -21,7 +21,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
-from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, ServedModel, attend
+from kvprof.serving.model import ServedModel
+from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, attend
 
 __all__ = ["PlanBackend", "PlanBuilder", "PlanImpl"]
 
@@ -58,7 +59,7 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             several = prefills > 0
             lengths = common.seq_lens_cpu_upper_bound if several else None
             found = EngineStep(
-                self._model,
+                self._model.alike,
                 common.slot_mapping,
                 common.block_table_tensor,
                 common.query_start_loc,

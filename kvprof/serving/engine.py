@@ -23,6 +23,7 @@ from kvprof.kernels.project.bases import basis_set
 from kvprof.methods.plan import Plan
 from kvprof.serving.backend import PlanImpl
 from kvprof.serving.identity import check_identity
+from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import (
     check_page,
     full_token_bytes,
@@ -31,7 +32,7 @@ from kvprof.serving.pages import (
     token_bytes,
 )
 from kvprof.serving.refusals import check_dtype, check_shape
-from kvprof.serving.steps import ServedLayer, ServedModel
+from kvprof.serving.steps import ServedLayer
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 
 __all__ = [

@@ -8,36 +8,17 @@ the engine.
 """
 
 import os
-from functools import cache, wraps
+from functools import wraps
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.methods.plan import Plan
 from kvprof.requirements import extra_command
-from kvprof.serving.refusals import check_servable
 
 __all__ = ["PLAN_VARIABLE", "check_found", "register"]
 
 #: Names the file of the plan.
 PLAN_VARIABLE = "KVPROF_PLAN"
-
-
-@cache
-def served_plan(path: str) -> Plan:
-    """Return the plan that is served, read once in a process.
-
-    Raises
-    ------
-    UsageError, FailedError
-        As `load_plan`, and for a plan that cannot be served.
-    """
-    from kvprof.methods.plan_files import load_plan
-
-    plan = load_plan(Path(path).expanduser())
-    check_servable(plan)
-    return plan
 
 
 def check_found() -> None:
@@ -94,6 +75,7 @@ def _check_configuration(engine_args: Any, path: str) -> None:
     @wraps(made)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         from kvprof.serving.engine import check_engine, check_model
+        from kvprof.serving.served import served_plan
 
         plan = served_plan(path)
         config = made(self, *args, **kwargs)
@@ -120,6 +102,7 @@ def _take_attention(attention: Any, path: str) -> None:
     @wraps(specified)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         from kvprof.serving.engine import page_spec
+        from kvprof.serving.served import served_plan
 
         return page_spec(self, served_plan(path), vllm_config)
 
@@ -141,6 +124,7 @@ def _take_weights(base_loader: Any, path: str) -> None:
     @wraps(made)
     def initialize_model(*args: Any, **kwargs: Any) -> Any:
         from kvprof.serving.engine import deal_heads
+        from kvprof.serving.served import served_plan
 
         model = made(*args, **kwargs)
         deal_heads(model, served_plan(path))
@@ -149,6 +133,7 @@ def _take_weights(base_loader: Any, path: str) -> None:
     @wraps(processed)
     def process_weights_after_loading(model: Any, *args: Any, **kwargs: Any) -> Any:
         from kvprof.serving.engine import fold
+        from kvprof.serving.served import served_plan
 
         fold(model, served_plan(path))
         return processed(model, *args, **kwargs)
@@ -164,6 +149,7 @@ def _tell_tokens(core: Any, path: str) -> None:
     @wraps(made)
     def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         from kvprof.serving.engine import tell_tokens
+        from kvprof.serving.served import served_plan
 
         found = made(vllm_config, *args, **kwargs)
         tell_tokens(served_plan(path), vllm_config, found[0].num_blocks)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
+from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes, quantised_layout
-from kvprof.serving.steps import EngineStep, ServedLayer, ServedModel, attend
+from kvprof.serving.steps import EngineStep, ServedLayer, attend
 
 DEPTH, GROUP, PAGE, QUANTISED_PAGE = 32, 2, 16, 64
 WIDTHS = (((16, 32), (32, 16)), ((32, 16), (16, 16)))
@@ -84,7 +85,7 @@ def test_pages_of_quantised_latents(bits: int) -> None:
         decodes = sum(count == 1 for count in new)
         own = [lengths[row] for row in rows]
         step = EngineStep(
-            model,
+            model.alike,
             torch.tensor(slots),
             table[rows],
             torch.tensor(starts, dtype=torch.int32),
@@ -147,7 +148,7 @@ def test_a_page_is_shared_in_the_step_that_fills_it() -> None:
             starts = [0, *(stop - first for _, _, stop, _ in own)]
             lengths = [length for *_, length in own]
             step = EngineStep(
-                model,
+                model.alike,
                 slots[first:last],
                 table[[row for row, *_ in own]],
                 torch.tensor(starts, dtype=torch.int32),
@@ -185,7 +186,7 @@ def test_chunks_and_decoding_together(padding: int) -> None:
             lengths[row] += new[row]
         count = len(slots) + padding
         step = EngineStep(
-            model,
+            model.alike,
             torch.tensor(slots + [-1] * padding),
             table[rows],
             torch.tensor(starts, dtype=torch.int32),
@@ -225,7 +226,7 @@ def test_padded_rows_of_a_decoding_graph() -> None:
     table = torch.arange(8, dtype=torch.int32).view(4, 2)
     before = layer.attention.kv_cache.clone()
     step = EngineStep(
-        model,
+        model.alike,
         torch.tensor([0, 32, -1, -1]),
         table,
         torch.arange(5, dtype=torch.int32),

@@ -1,0 +1,121 @@
+"""The layers that a rank serves, made ready for the pages that the engine has given them."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import FailedError
+from kvprof.kernels.decode.step import decode_step
+from kvprof.kernels.dispatch import compiling_ahead
+from kvprof.kernels.prefill.rows import rows_step
+from kvprof.runtime.backends.route import few_kinds
+from kvprof.serving.plain import PlainSteps
+from kvprof.serving.quantised import quantised_steps
+from kvprof.serving.steps import EngineStep, ServedLayer, attend, cut_key
+
+__all__ = ["ServedModel"]
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """The layers of this rank, and what they share.
+
+    Attributes
+    ----------
+    layers : list of ServedLayer
+    alike : dict
+        Decoding steps whose work one launch cuts, with their tables, by what they have in common.
+    """
+
+    layers: list[ServedLayer] = field(default_factory=list)
+    alike: dict[Any, tuple[list[Any], Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, int], ...]:
+        """The kinds of head of all layers."""
+        return tuple(sorted(set().union(*(layer.kinds for layer in self.layers))))
+
+    def bind(self, page: int, most_tokens: int) -> None:
+        """Prepare every layer's steps over the pages that the engine has given it.
+
+        Parameters
+        ----------
+        page : int
+            Tokens of a page.
+        most_tokens : int
+            Of a step of the engine.
+
+        Raises
+        ------
+        FailedError
+            When a layer has no pages.
+        """
+        if all(
+            layer.steps is not None and layer.steps.pages == len(layer.attention.kv_cache)
+            for layer in self.layers
+        ):
+            return
+        self._prepare(page, most_tokens)
+        together: dict[Any, list[Any]] = {}
+        for layer in self.layers:
+            assert layer.steps is not None
+            together.setdefault(cut_key(layer.steps.decode), []).append(layer.steps.decode)
+        self.alike = {
+            key: (steps, torch.stack([step.cut_table for step in steps]))
+            for key, steps in together.items()
+        }
+        if self.layers[0].attention.kv_cache.device.type == "cuda":
+            # All kernels at once, and each of them loaded before a graph is captured.
+            with compiling_ahead():
+                self._rehearse()
+            self._rehearse()
+
+    def _prepare(self, page: int, most_tokens: int) -> None:
+        shared = few_kinds(set(self.kinds))
+        scratch: Tensor | None = None
+        for layer in self.layers:
+            cache = layer.attention.kv_cache
+            if cache.dim() != 2:
+                raise FailedError(f"{layer.attention.layer_name} was given no pages")
+            if layer.codes is not None:
+                if scratch is None:
+                    values = max(one.layout(most_tokens, 1).elements for one in self.layers)
+                    scratch = layer.keys.packed.new_zeros(values)
+                layer.steps = quantised_steps(layer, page, most_tokens, scratch, shared)
+                continue
+            layout, device = layer.layout(len(cache), page), cache.device
+            layer.steps = PlainSteps(
+                layer,
+                layout,
+                decode_step(layout, device, page_tokens=page, rows=1, pairs=shared),
+                rows_step(layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.kinds),
+            )
+
+    def _rehearse(self) -> None:
+        """Run every layer on steps of padding alone."""
+        device = self.layers[0].attention.kv_cache.device
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        tokens, rows = 32, 2
+        for starts in ([0, 1, 2], [0, 1, tokens]):
+            count = starts[-1]
+            step = EngineStep(
+                self.alike,
+                torch.full((count,), -1, dtype=torch.int64, device=device),
+                torch.zeros(rows, 4, **numbers),
+                torch.tensor(starts, **numbers),
+                torch.zeros(rows, **numbers),
+                decodes=rows if count == rows else 0,
+                rows=rows,
+                host_starts=starts,
+                host_lengths=[1, tokens - 1],
+            )
+            for layer in self.layers:
+                heads, depth = len(layer.keys.widths), layer.keys.depth
+                query, key, value = (
+                    layer.keys.packed.new_zeros(count, number, depth)
+                    for number in (heads * layer.group, heads, heads)
+                )
+                attend(layer, step, query, key, value, 1.0)

@@ -1,0 +1,65 @@
+"""A step of an engine over pages of latents as they are."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvprof.kernels.decode.step import DecodeStep
+from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.prefill.rows import RowsStep
+from kvprof.kernels.project.step import project_step
+from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
+
+__all__ = ["PlainSteps"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlainSteps:
+    """What a layer runs over pages of latents as they are.
+
+    Attributes
+    ----------
+    layer : ServedLayer
+    layout : RaggedLayout
+        Of the pool.
+    decode, rows : DecodeStep, RowsStep
+        Of one sequence; `replace` makes them for others.
+    """
+
+    layer: ServedLayer
+    layout: RaggedLayout
+    decode: DecodeStep
+    rows: RowsStep
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool."""
+        return self.layout.batch
+
+    def attend(
+        self, step: EngineStep, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Do what `kvprof.serving.steps.attend` says."""
+        layer, cache = self.layer, self.layer.attention.kv_cache
+        projected = project_step(
+            query[None],
+            key[None],
+            value[None],
+            layer.keys,
+            self.layout,
+            cache,
+            None,
+            query_bases=layer.queries,
+            slots=step.slots[: len(query)],
+        )[0]
+        found = []
+        if step.decodes:
+            decode = replace(self.decode, rows=step.decodes)
+            schedule, table = step.schedule(self.decode), step.table[: step.decodes]
+            found.append(decode.run(projected[: step.decodes], cache, schedule, scale, table=table))
+        if step.rows > step.decodes:
+            own = projected[step.decodes :]
+            rows = replace(self.rows, rows=step.rows - step.decodes)
+            cut, table = step.cut(rows, len(own)), step.table[step.decodes :]
+            found.append(rows.run(own, cache, cut, scale, table=table))
+        return filled_up(found, len(query))
