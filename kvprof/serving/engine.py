@@ -322,7 +322,7 @@ def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = None if metadata is None else metadata[layer.layer_name]
         found: Tensor = impl.attended(query, key, value, own)
         return found
-    output = query.new_empty(len(query), impl.output_width)
+    output = query.new_empty(query.shape[0], impl.output_width)
     torch.ops.vllm.unified_attention_with_output(
         query, key, value, output, _encode_layer_name(layer.layer_name)
     )

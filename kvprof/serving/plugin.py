@@ -75,12 +75,15 @@ def _check_configuration(engine_args: Any, path: str) -> None:
     @wraps(made)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         from kvprof.serving.engine import check_engine, check_model
-        from kvprof.serving.served import served_plan
+        from kvprof.serving.served import plan_digest, served_plan
 
         plan = served_plan(path)
         config = made(self, *args, **kwargs)
         check_engine(config)
         check_model(plan, config)
+        # What vLLM keeps of compiled code it finds again by this: widths are compiled in.
+        if isinstance(config.additional_config, dict):
+            config.additional_config["kvprof"] = plan_digest(path)
         return config
 
     engine_args.create_engine_config = create_engine_config

@@ -1,5 +1,6 @@
 """The plan that a process serves."""
 
+import hashlib
 from functools import cache
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.serving.refusals import check_servable
 
-__all__ = ["served_plan"]
+__all__ = ["plan_digest", "served_plan"]
 
 
 @cache
@@ -22,3 +23,9 @@ def served_plan(path: str) -> Plan:
     plan = load_plan(Path(path).expanduser())
     check_servable(plan)
     return plan
+
+
+@cache
+def plan_digest(path: str) -> str:
+    """Return a digest of a plan's file, 32 hexadecimal digits."""
+    return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:32]
