@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from kvprof.child import module_command
-from kvprof.methods.plan_files import load_plan
+from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
 from tests.serving.tiny import VOCABULARY, save_model, save_ragged_plan
@@ -126,6 +127,21 @@ def test_two_ranks_write_the_same(model: Path, plan: Path, wanted: list[list[int
     """With heads dealt out by their widths over two processes no token changes."""
     found = _served(model, plan, max_model_len=200, tensor_parallel_size=2, max_num_seqs=6)
     assert found["waves"] == [wanted]
+
+
+def test_quantised_pages_serve_what_the_prompt_says(
+    model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """At 4 bits a prompt is attended to as it is, so its first token is the unquantised plan's."""
+    own = tmp_path / "tiny-4bit.plan"
+    save_plan(quantised(load_plan(plan), "per-token", 4), own)
+    found = _served(
+        model, own, block_size=64, max_model_len=200, max_num_seqs=6, enable_prefix_caching=False
+    )
+    (wave,) = found["waves"]
+    assert [tokens[0] for tokens in wave] == [tokens[0] for tokens in wanted]
+    assert all(len(tokens) == TOKENS for tokens in wave)
+    assert wave != wanted
 
 
 def _kvprof(*words: str, **more: str) -> "subprocess.Popen[str]":
