@@ -16,6 +16,7 @@ FILES = {
 COSTLY = {
     *("torch", "transformers", "numpy", "scipy", "textual", "plotext", "matplotlib"),
     *("huggingface_hub", "triton", "ray", "gguf", "lm_eval", "vllm"),
+    "resource",  # of Unix alone
 }
 #: Modules that run before kvprof, or where there may be none.
 EARLY = {

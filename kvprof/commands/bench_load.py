@@ -17,6 +17,7 @@ import typer
 from kvprof import console
 from kvprof.commands.bench_simulated import served_load, simulation
 from kvprof.commands.output import Outputs
+from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names, method_entries
@@ -25,6 +26,14 @@ from kvprof.records.files import parse_json
 from kvprof.records.fold import fold, result_of
 from kvprof.records.journal import EVENTS_NAME, Journal, find_events, read_events
 from kvprof.records.result import to_plain
+from kvprof.serving.load.http import parse_address
+from kvprof.serving.load.server import (
+    EngineSettings,
+    Served,
+    ServerProcess,
+    serve_command,
+    served_by_engine,
+)
 from kvprof.sizes import parse_bytes, parse_count
 from kvprof.version import __version__
 
@@ -425,8 +434,6 @@ def _refuse_without_url(asked: LoadOptions) -> None:
 
 def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
     """Refuse methods that there are not, and plans that are no file, before a server is started."""
-    from kvprof.serving.load.server import served_by_engine
-
     files = {path.name: path for path in plans}
     for name, path in files.items():
         if not path.exists():
@@ -585,8 +592,6 @@ def _targets(
     inputs: Mapping[str, Any],
     lengths: Any,
 ) -> "list[LoadTarget]":
-    from kvprof.serving.load.http import parse_address
-    from kvprof.serving.load.server import Served
     from kvprof.serving.load.target import ServedTarget
 
     if asked.url is not None:
@@ -657,7 +662,6 @@ def _process(
 ) -> Any:
     """Return a method's server with the engine's own router, or as many servers as replicas."""
     from kvprof.models.placement import main_device, parse_dtype
-    from kvprof.serving.load.server import EngineSettings, ServerProcess, serve_command
 
     apart = inputs["replicas"] if inputs["router"] == "round-robin" else 1
     settings = EngineSettings(
@@ -811,7 +815,6 @@ def _measured(
     stop: Any,
     more: Callable[[dict[str, Any]], dict[str, Any]] | None,
 ) -> tuple[Journal, list[KvprofError]]:
-    from kvprof.environment import collect_environment
     from kvprof.serving.load.sweep import run_sweep
 
     journal = Journal(path, force=force, warn=console.warn)
