@@ -2,7 +2,7 @@
 
 import sys
 
-from kvprof.errors import KvprofError
+from kvprof.errors import KvprofError, options_named
 from kvprof.leash import follow_parent
 from kvprof.serving.plugin import register
 
@@ -29,11 +29,12 @@ def main(words: list[str]) -> int:
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
     arguments = parser.parse_args(words)
     command.validate(arguments)
-    try:
-        command.cmd(arguments)
-    except KvprofError as refusal:
-        sys.stderr.write(f"kvprof: {refusal}\n")
-        return int(refusal.exit_code)
+    with options_named():
+        try:
+            command.cmd(arguments)
+        except KvprofError as refusal:
+            sys.stderr.write(f"kvprof: {refusal}\n")
+            return int(refusal.exit_code)
     return 0
 
 
