@@ -172,7 +172,7 @@ def test_a_comparison_says_what_its_intervals_are_of(run: Path) -> None:
     shown = " ".join(kvprof(*command).stdout.split())
     assert "All 6 are the same. --all lists them." in shown
     assert kvprof(*command, "--all").stdout.count(" same") > 20
-    assert "over the decode steps of one run each" in shown
+    assert "The interval of tbt is over decode steps, neighbours of each other" in shown
 
 
 @pytest.mark.parametrize("share", ["5", "-1%", "five", "1.5", "nan"])
