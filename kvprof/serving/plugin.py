@@ -8,10 +8,13 @@ the engine.
 """
 
 import os
+import subprocess
 from functools import wraps
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
+from kvprof.child import child_environment, child_python
 from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
 
@@ -24,7 +27,8 @@ PLAN_VARIABLE = "KVPROF_PLAN"
 def check_found() -> None:
     """Refuse to serve where the engine's own processes would not find the plug-in.
 
-    They look for entry points, and one that found none would serve full width without a word.
+    They look for entry points, and one that found none, or could not import it, would serve full
+    width without a word. So a process like theirs is asked.
 
     Raises
     ------
@@ -35,7 +39,15 @@ def check_found() -> None:
     """
     group = entry_points(group="vllm.general_plugins")
     names = {one.name for one in group if one.module == register.__module__}
-    if not names:
+    asked = subprocess.run(
+        child_python("-c", f"import {__name__} as own; print(own.__file__)"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=child_environment(),
+        check=False,
+    )
+    there = os.fsdecode(asked.stdout).strip()
+    if not names or not there or not Path(there).samefile(__file__):
         raise LackingError(
             "vLLM would not find kvprof's plug-in, which this installation does not name; "
             f"install it again: {extra_command('serve')}"

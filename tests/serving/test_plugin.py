@@ -41,6 +41,17 @@ def test_plug_ins_that_are_left_out_are_told(monkeypatch, allowed, found):
             plugin.check_found()
 
 
+def test_a_kvprof_that_only_this_process_finds_is_refused(monkeypatch, tmp_path):
+    """As where it runs from a checkout that is not installed."""
+    installed(monkeypatch, OWN)
+    empty = tmp_path / "kvprof"
+    empty.mkdir()
+    (empty / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(LackingError, match="would not find kvprof's plug-in"):
+        plugin.check_found()
+
+
 def test_the_project_names_its_plug_in():
     project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
     assert project["entry-points"][GROUP] == {OWN.name: OWN.value}
