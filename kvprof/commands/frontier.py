@@ -64,7 +64,7 @@ def frontier(
         typer.Option("--metric", help="accuracy, perplexity, tasks (mean), or a task's name."),
     ] = "accuracy",
     points: Annotated[
-        int, typer.Option("--points", min=1, help="Evaluations per method, at most.")
+        int, typer.Option("--points", min=1, max=1000, help="Evaluations per method, at most.")
     ] = 6,
     text: TextOption = None,
     sequences: SequencesOption = None,

@@ -218,3 +218,9 @@ def test_bad_input_gets_one_line(tiny_folder: Path, arguments: list[str], says: 
     assert says in done.error
     assert done.code == 2
     assert done.stdout == ""
+
+
+def test_more_points_than_anybody_waits_for_are_refused() -> None:
+    result = kvprof("frontier", "reference", "--points", "1000000000")
+    assert result.code == 2
+    assert "'1000000000'" in result.stderr
