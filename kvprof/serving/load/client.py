@@ -166,7 +166,7 @@ class Client:
             ):
                 if answer.status != 200:
                     return answer.status, f"HTTP {answer.status}", None
-                reader = _Tokens(self.dialect)
+                reader = _Tokens(self.dialect, _PROBE.output)
                 await reader.read(answer)
                 said = reader.failure or ("no token came" if not reader.times else "")
                 return (500 if said else 200), said, reader.usage
@@ -210,7 +210,7 @@ class Client:
             Which of the addresses.
         """
         sent = time.perf_counter() - start
-        reader = _Tokens(self.dialect, start)
+        reader = _Tokens(self.dialect, request.output, start)
         failure = None
         try:
             async with (
@@ -229,9 +229,9 @@ class Client:
         except (OSError, HttpError) as wrong:
             failure = _lost(wrong)
         times = reader.all_times()
-        if failure is None and (
-            not times or (self.dialect.to_the_end and len(times) < request.output)
-        ):
+        # Where pieces are counted in place of tokens, nobody knows whether some are missing.
+        told = self.dialect.to_the_end and self.dialect.counted
+        if failure is None and (not times or (told and len(times) < request.output)):
             failure = "ended early"
         return Outcome(request, sent, times, failure)
 
@@ -242,7 +242,7 @@ class Client:
             entry = json.loads(answer or b"")["data"][0]
             most = entry.get("max_model_len")
             return str(entry["id"]), most if type(most) is int else None
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None, None
 
     async def fetch(self, path: str, server: int = 0, timeout: float = 10.0) -> bytes | None:
@@ -266,12 +266,16 @@ def _lost(problem: Exception) -> str:
 
 
 class _Tokens:
-    """Reads a stream of pieces and keeps when each token came."""
+    """Reads a stream of pieces and keeps when each token came.
 
-    def __init__(self, dialect: Dialect, start: float = 0.0) -> None:
+    A server that says to have written more tokens than were asked for is not believed: a time is
+    kept for each of them.
+    """
+
+    def __init__(self, dialect: Dialect, most: int, start: float = 0.0) -> None:
         self._counted = dialect.counted
+        self._most = most
         self._start = start
-        self._written = 0
         self.times: list[float] = []
         self.usage: dict[str, Any] | None = None
         self.failure: str | None = None
@@ -289,13 +293,16 @@ class _Tokens:
                 break
             try:
                 piece = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.failure = "damaged answer"
                 return
             if not isinstance(piece, dict) or "error" in piece:
                 self.failure = "server error"
                 return
             ended = self._take(piece, now) or ended
+            if self._told() > self._most:
+                self.failure = "more tokens than asked for"
+                return
         if not ended:
             self.failure = "connection lost"
 
@@ -311,18 +318,21 @@ class _Tokens:
         reason = choice.get("finish_reason")
         written = usage.get("completion_tokens") if isinstance(usage, dict) else None
         if self._counted and type(written) is int:
-            self.times += [now] * (written - self._written)
-            self._written = written
+            # Some servers count in the last piece alone, when each one before counted as one.
+            self.times += [now] * (min(written, self._most) - len(self.times))
         elif choice.get("text") or reason is None:
             self.times.append(now)
         if reason in ("abort", "error"):
             self.failure = "aborted"
         return reason is not None
 
-    def all_times(self) -> tuple[float, ...]:
-        """Return a time for each token: as many as the server counted."""
+    def _told(self) -> int:
         total = (self.usage or {}).get("completion_tokens")
-        pieces = len(self.times)
-        if type(total) is not int or not pieces or total <= pieces:
+        return total if type(total) is int else 0
+
+    def all_times(self) -> tuple[float, ...]:
+        """Return a time for each token: at least as many as the server counted."""
+        total, pieces = min(self._told(), self._most), len(self.times)
+        if not pieces or total <= pieces:
             return tuple(self.times)
         return tuple(self.times[place * pieces // total] for place in range(total))

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import urlsplit
 
 from kvprof.errors import UsageError
@@ -18,6 +19,7 @@ __all__ = ["Address", "Answer", "HttpError", "exchange", "parse_address"]
 
 _LIMIT = 2**22  # bytes of a line
 _MOST_BODY = 2**26
+_PIECE = 2**16
 _HEADERS = 200
 
 
@@ -55,6 +57,7 @@ def parse_address(url: str) -> Address:
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
+        (parts.hostname or "").encode("idna")  # a name that cannot be looked up
     except ValueError:
         raise UsageError("--url: this is no address; write http://127.0.0.1:8000") from None
     if parts.username or parts.password or parts.query or parts.fragment:
@@ -114,17 +117,23 @@ class Answer:
         try:
             if self.headers.get("transfer-encoding", "").lower() == "chunked":
                 while size := int((await reader.readline()).split(b";")[0], 16):
-                    yield (await reader.readexactly(size + 2))[:-2]
+                    if size < 0:
+                        raise HttpError("the connection was lost")
+                    while size:  # in pieces: a server may announce more than fits into memory
+                        piece = await reader.readexactly(min(size, _PIECE))
+                        size -= len(piece)
+                        yield piece
+                    await reader.readexactly(2)
             elif (length := self.headers.get("content-length")) is not None:
                 left = int(length)
                 while left > 0:
-                    piece = await reader.read(min(left, 2**16))
+                    piece = await reader.read(min(left, _PIECE))
                     if not piece:
                         raise HttpError("the connection was lost")
                     left -= len(piece)
                     yield piece
             else:
-                while piece := await reader.read(2**16):
+                while piece := await reader.read(_PIECE):
                     yield piece
         except (ValueError, EOFError, OSError) as wrong:
             raise HttpError("the connection was lost") from wrong
@@ -148,7 +157,7 @@ async def exchange(
     HttpError
         When something else than HTTP answers, or nothing.
     """
-    context = ssl.create_default_context() if address.tls else None
+    context = _tls() if address.tls else None
     reader, writer = await asyncio.open_connection(
         address.host, address.port, ssl=context, limit=_LIMIT
     )
@@ -170,9 +179,16 @@ async def exchange(
         except (ConnectionError, EOFError) as wrong:
             raise HttpError("the connection was lost") from wrong
     finally:
-        writer.close()
+        # Not `close`: it would wait for a server that reads no more to take what is left to send.
+        writer.transport.abort()
         with suppress(OSError, asyncio.CancelledError):
             await writer.wait_closed()
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return what certificates are checked against: reading them takes tens of milliseconds."""
+    return ssl.create_default_context()
 
 
 async def _begun(reader: asyncio.StreamReader) -> Answer:

@@ -278,9 +278,10 @@ class _Running:
                 server = self._route()
                 self._in_flight[server] += 1
                 tasks.add(asyncio.create_task(self._one(request, body, server, watch)))
-                tasks = {task for task in tasks if not task.done()}
+                tasks = _unfinished(tasks)
             while tasks and reason is None:
-                _, tasks = await asyncio.wait(tasks, timeout=_TICK)
+                await asyncio.wait(tasks, timeout=_TICK)
+                tasks = _unfinished(tasks)
                 reason = self._why_stop(stop)
             gone = reason is not None and not stop()
             if tasks and gone:  # what was lost is counted as lost
@@ -354,6 +355,14 @@ class _Running:
         return time.perf_counter() - self._start
 
 
+def _unfinished(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Return those that go on; what one of the others failed with is raised, not lost."""
+    for task in tasks:
+        if task.done():
+            task.result()
+    return {task for task in tasks if not task.done()}
+
+
 def _allow_connections(count: int) -> None:
     """Let the process have a connection open for every request, as far as the system lets it."""
     if os.name != "posix":
@@ -372,6 +381,6 @@ def _allow_connections(count: int) -> None:
 def _with_version(engine: str | None, answer: bytes | None) -> str | None:
     version = ""
     if answer:
-        with suppress(ValueError, AttributeError):
+        with suppress(ValueError, AttributeError, RecursionError):
             version = str(json.loads(answer).get("version", ""))[:40]
     return f"{engine or 'an engine'} {version}" if version else engine

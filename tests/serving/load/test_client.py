@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -122,6 +123,88 @@ def test_a_key_is_sent_and_enters_nothing():
             asked(server, ONE, key="another")
     assert "another" not in str(refused.value)
     assert "s3cret" not in json.dumps([vars(one.request), one.failure])
+
+
+def answered(body, head=b"Connection: close", request=ONE, **options):
+    """Send a request to a server that answers these bytes, whatever it is asked."""
+
+    async def ask():
+        async def answer(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body)
+            with suppress(ConnectionError):
+                await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        client = Client([address], "fake", **options)
+        outcome = await client.complete(request, b"", start=time.perf_counter())
+        server.close()
+        return outcome, await client.models()
+
+    return asyncio.run(ask())
+
+
+def piece(text="x", reason=None, tokens=None):
+    said = {"choices": [{"text": text, "finish_reason": reason}]}
+    if tokens is not None:
+        said["usage"] = {"completion_tokens": tokens}
+    return b"data: " + json.dumps(said).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("last", [piece("x", "length", 12), piece("", "length", 12)])
+def test_tokens_that_the_last_piece_counts_are_not_counted_twice(last):
+    (one, _) = answered(piece() * 11 + last)
+    assert (one.failure, len(one.tokens)) == (None, 12)
+
+
+@pytest.mark.parametrize("reason", [None, "length"])
+def test_a_server_that_claims_more_tokens_than_asked_for_is_not_believed(reason):
+    (one, _) = answered(piece() + piece("x", reason, 10**12))
+    assert one.failure == "more tokens than asked for"
+    assert len(one.tokens) <= ONE.output
+
+
+def test_what_nests_too_deep_is_a_damaged_answer():
+    deep = b"[" * 100_000
+    one, models = answered(piece() + b"data: " + deep + b"\n\n")
+    assert (one.failure, len(one.tokens)) == ("damaged answer", 1)
+    assert models == (None, None)
+    assert answered(deep)[1] == (None, None)
+
+
+@pytest.mark.parametrize("size", [b"7fffffffffffffff", b"-5", b"x"])
+def test_chunks_of_no_true_size_break_an_answer_off(size):
+    head = b"Transfer-Encoding: chunked"
+    one, _ = answered(size + b"\r\n" + piece() + b"\r\n", head)
+    assert one.failure == "connection lost"
+
+
+def test_a_server_that_reads_no_more_holds_nobody_beyond_the_timeout():
+    async def ask():
+        release = asyncio.Event()
+
+        async def sleep(_, writer):
+            await release.wait()
+            writer.close()
+
+        server = await asyncio.start_server(sleep, "127.0.0.1", 0, limit=2**10)
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        client = Client([address], "fake", timeout=0.2)
+        request = client.complete(ONE, b"x" * 2**25, start=time.perf_counter())
+        outcome = await asyncio.wait_for(request, 5)
+        release.set()
+        server.close()
+        return outcome
+
+    assert asyncio.run(ask()).failure == "timeout"
+
+
+def test_pieces_that_nobody_counts_do_not_tell_that_an_answer_ended_early():
+    with FakeServer(Behaviour(takes_counts=False, pieces=3)) as server:
+        (one,) = asked(server, ONE)
+    assert (one.failure, len(one.tokens)) == (None, 4)
 
 
 @pytest.mark.parametrize(
