@@ -8,7 +8,10 @@ from dataclasses import dataclass
 __all__ = ["Marks", "added", "difference", "engine_name", "parse_marks"]
 
 _LINE = re.compile(rb"([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*")
-_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(rb'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
+_LONGEST = 2**14  # bytes of a line; the engines' have hundreds
+_DIGITS = 18
+_MOST = 1e18  # sums of what a server says stay finite
 
 # Newer names first: of each row the first that is there counts. vLLM's, then SGLang's.
 _GAUGES = {
@@ -67,7 +70,9 @@ def parse_marks(text: bytes) -> Marks | None:
     tokens: list[int] = []
     nbytes: list[int] = []
     for line in text.splitlines():
-        if line.startswith(b"#") or (found := _LINE.fullmatch(line)) is None:
+        if line.startswith(b"#") or len(line) > _LONGEST:
+            continue
+        if (found := _LINE.fullmatch(line)) is None:
             continue
         name, labels, number = found.groups()
         if name == _CONFIG and labels is not None:
@@ -79,7 +84,7 @@ def parse_marks(text: bytes) -> Marks | None:
             value = float(number)
         except ValueError:
             continue
-        if math.isfinite(value):
+        if math.isfinite(value) and abs(value) <= _MOST:
             values.setdefault(name, []).append(value)
 
     def first(names: Sequence[str]) -> list[float] | None:
@@ -110,7 +115,7 @@ def _cache_tokens(labels: Mapping[bytes, bytes]) -> list[int]:
 
 
 def _whole(text: bytes | None) -> list[int]:
-    return [int(text)] if text is not None and text.isdigit() else []
+    return [int(text)] if text is not None and text.isdigit() and len(text) <= _DIGITS else []
 
 
 def engine_name(text: bytes) -> str | None:

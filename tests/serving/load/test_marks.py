@@ -59,3 +59,12 @@ def test_what_grew_and_an_engine_that_began_again():
     )
     assert difference(after, before) == {}
     assert difference(None, after) == {}
+
+
+def test_what_a_hostile_server_tells_has_no_number_that_cannot_be_used():
+    config = b'vllm:cache_config_info{kv_cache_size_tokens="%s",num_gpu_blocks="7"} 1.0\n'
+    huge = b"vllm:num_requests_running 1e308\n" * 9 + b"vllm:num_requests_waiting 1.0\n"
+    marks = parse_marks(huge + config % (b"9" * 5000))
+    assert (marks.running, marks.waiting, marks.cache_tokens) == (None, 1, None)
+    long = b"vllm:cache_config_info{" + b"a" * 2**20 + b"} 1.0\n"  # quadratic, were it read
+    assert parse_marks(long) is None
