@@ -128,13 +128,13 @@ def _mooncake(path: Path, text: str) -> RecordedTrace:
 
 def _azure(path: Path, text: str) -> RecordedTrace:
     found = []
-    lines = csv.reader(text.splitlines())
-    header = [cell.strip().lower() for cell in next(lines)]
+    rows = _rows(path, text)
+    header = next(names for _, cells in rows if any(names := [c.strip().lower() for c in cells]))
     columns = [header.index(name.lower()) for name in _AZURE]
-    for cells in lines:
+    for number, cells in rows:
         if not any(cell.strip() for cell in cells):
             continue
-        place = f"{path} line {lines.line_num}"
+        place = f"{path} line {number}"
         if len(cells) <= max(columns):
             raise FailedError(f"{place} has {len(cells)} cells, not {len(header)}: {_short(cells)}")
         stamp, prompt, output = (cells[column].strip() for column in columns)
@@ -147,6 +147,15 @@ def _azure(path: Path, text: str) -> RecordedTrace:
             )
         )
     return _timed(path, "azure", found)
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    lines = csv.reader(text.splitlines())
+    try:
+        for cells in lines:
+            yield lines.line_num, cells
+    except csv.Error as wrong:
+        raise FailedError(f"{path} line {lines.line_num} is no line of a CSV: {wrong}") from None
 
 
 def _moment(place: str, stamp: str) -> float:
@@ -271,7 +280,7 @@ def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         entries = json.loads(text)
     except json.JSONDecodeError as wrong:
-        near = text.splitlines()[wrong.lineno - 1].strip() if text else ""
+        near = text.split("\n")[wrong.lineno - 1].strip()
         raise FailedError(f"{path} line {wrong.lineno} is no JSON: {_short(near)}") from None
     except (ValueError, RecursionError):
         raise FailedError(f"{path} is no JSON that can be read") from None
@@ -288,7 +297,8 @@ def _tokens(place: str, name: str, value: Any) -> int:
 
 
 def _whole(cell: str) -> int | str:
-    return int(cell) if cell.isascii() and cell.isdecimal() else cell
+    digits = cell.isascii() and cell.isdecimal() and len(cell) <= len(str(MOST))
+    return int(cell) if digits else cell
 
 
 def _damaged(place: str, name: str, value: Any, wanted: str) -> FailedError:

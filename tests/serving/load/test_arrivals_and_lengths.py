@@ -137,6 +137,7 @@ def test_chats_are_as_long_as_the_tokenizer_says(tmp_path, form):
         arriving(lengths, Arrivals("trace"), 1.0, 3, 0)
 
 
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 5}\n'
 
 
@@ -146,6 +147,7 @@ GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 5}\n'
         ("", "empty"),
         ("a,b,c\n1,2,3\n", "form is not known"),
         ("[1, 2", "line 1 is no JSON"),
+        ("[1,\n", "line 2 is no JSON"),
         ("[1, 2]", "entry 1 is no JSON object: '1'"),
         ('[{"text": "x"}]', "entry 1 has no conversations"),
         ('[{"conversations": 5}]', "conversations is '5'"),
@@ -159,6 +161,9 @@ GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 5}\n'
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", "TIMESTAMP is 'yesterday'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,x\n", "GeneratedTokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,5\n", "no request of at"),
+        ("\n\nTIMESTAMP,ContextTokens,GeneratedTokens\nx,5\n", "line 4 has 2 cells"),
+        (f"{AZURE}{'x' * 200_000},5,5\n", "line 2 is no line of a"),
+        (f"{AZURE}2023-11-16 18:15:46,5,{'9' * 5000}\n", "GeneratedTokens"),
     ],
 )
 def test_a_damaged_file_is_answered_in_one_line_that_names_line_and_value(tmp_path, text, said):
