@@ -22,6 +22,7 @@ from kvprof.records.events import (
     CaseStarted,
     Event,
     LoadRateStarted,
+    LoadRequest,
     LoadServer,
     Preview,
     RunFinished,
@@ -53,6 +54,7 @@ __all__ = [
 
 _LARGEST = 2.0**63  # of bytes, tokens, seconds, operations per second
 _MOST_LAYERS = 10_000
+_MOST_SERVERS = 100_000
 
 
 class DamagedLineError(Exception):
@@ -165,6 +167,8 @@ def _check_limits(event: Event) -> None:
     if phase not in (None, *PHASES):
         known = " or ".join(PHASES)
         raise ValueError(f"holds a {event.type} event of phase {phase!r:.40}, not {known}")
+    if isinstance(event, LoadRequest) and event.server >= _MOST_SERVERS:
+        raise ValueError(f"holds a {event.type} event of more servers than any load has")
     layer = getattr(event, "layer", None)
     layers = [layer] if layer is not None else []
     if isinstance(event, CaseStarted):

@@ -232,6 +232,12 @@ def _line(**changes: object) -> bytes:
             b' "context": 1, "seconds": 1}\n',
             "line 3 is of case 'x', which was never started",
         ),
+        (
+            b'{"event": "load_request", "time": 1, "case": "x", "number": 0, "arrival": 0,'
+            b' "sent": 0, "prompt": 1, "output": 1, "first": 1, "last": 1, "tokens": 1,'
+            b' "server": 1000000000000}\n',
+            "line 3 holds a load_request event of more servers than any load has",
+        ),
     ],
 )
 def test_a_record_is_read_up_to_its_damage(tmp_path: Path, line: bytes, said: str) -> None:
