@@ -31,7 +31,7 @@ from kvprof.serving.pages import (
     layer_pages,
     token_bytes,
 )
-from kvprof.serving.refusals import check_dtype, check_shape
+from kvprof.serving.refusals import check_dtype, check_load_format, check_shape
 from kvprof.serving.steps import ServedLayer
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 
@@ -109,7 +109,9 @@ def check_model(plan: Plan, config: Any) -> None:
         check_page(plan, config.cache_config.block_size)
     if plan.quantiser is not None and config.device_config.device_type == "cuda":
         check_dtype(plan, model.dtype)
-    if config.load_config.load_format == "dummy":
+    way = config.load_config.load_format
+    check_load_format(str(getattr(way, "value", way)))
+    if way == "dummy":
         logger.info("Weights are random (dummy): the plan is held against the shape alone.")
         return
     check_identity(

@@ -6,7 +6,14 @@ from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.runtime.backends.segment_store import refused_quantiser
 
-__all__ = ["check_dtype", "check_servable", "check_shape", "refusal"]
+__all__ = ["check_dtype", "check_load_format", "check_servable", "check_shape", "refusal"]
+
+#: Ways of loading that give each weight to its parameter's own loader, where heads are dealt out.
+#: Others (sharded_state, tensorizer) copy what another process kept of its weights.
+_LOAD_FORMATS = (
+    "auto", "dummy", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt",
+    "runai_streamer", "safetensors",
+)  # fmt: skip
 
 
 def check_servable(plan: Plan) -> None:
@@ -72,6 +79,20 @@ def check_dtype(plan: Plan, dtype: torch.dtype) -> None:
     if plan.quantiser is not None and dtype == torch.float32:
         raise UsageError(
             f"{plan.method} is served in bfloat16 or float16 on a GPU, not in float32: give --dtype"
+        )
+
+
+def check_load_format(name: str) -> None:
+    """Refuse ways of loading in which weights would not lie where the plan expects them.
+
+    Raises
+    ------
+    UsageError
+    """
+    if name not in _LOAD_FORMATS:
+        raise UsageError(
+            f"a plan cannot be served with --load-format {name[:40]}: it copies weights past the "
+            f"places where heads are dealt out; take one of {', '.join(_LOAD_FORMATS)}"
         )
 
 

@@ -16,7 +16,7 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import kivi, quantised
 from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
 from kvprof.serving.ranks import assign
-from kvprof.serving.refusals import check_servable, check_shape, refusal
+from kvprof.serving.refusals import check_load_format, check_servable, check_shape, refusal
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 from tests.serving.tiny import DEPTH, HEADS, KV_HEADS, RANKS, ragged_plan
 
@@ -148,3 +148,11 @@ def test_a_plan_of_another_shape_is_refused() -> None:
     check_shape(plan, 2, KV_HEADS, DEPTH)
     with pytest.raises(UsageError, match="2 layers of 4 KV heads of 64, and the model has 32 of 8"):
         check_shape(plan, 32, 8, 128)
+
+
+@pytest.mark.parametrize("name", ["sharded_state", "runai_streamer_sharded", "tensorizer"])
+def test_weights_that_pass_their_loaders_by_are_refused(name):
+    with pytest.raises(UsageError, match=f"--load-format {name}"):
+        check_load_format(name)
+    check_load_format("auto")
+    check_load_format("dummy")
