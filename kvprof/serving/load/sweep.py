@@ -215,8 +215,8 @@ class _Sweep:
         for event in earlier:
             if isinstance(event, Warned) and _GIVEN_UP not in event.message:
                 self._emit(event)
-        for target in targets:
-            method = target.method
+        # All of it before anything is started: it must not be lost with a method before its own.
+        for method in (target.method for target in targets):
             self._rows[method] = []
             again = [own for own in cases.values() if _started(own).method == method]
             if again and method in servers:
@@ -227,7 +227,8 @@ class _Sweep:
                 self._judge(_started(own).case)
             if again and self._first is None:
                 self._first = min(row["rate"] for row in self._rows[method])
-            complete = self._method(target, bool(again)) and complete
+        for target in targets:
+            complete = self._method(target, bool(self._rows[target.method])) and complete
             if self._stop():
                 return False, self._problems
         return complete, self._problems

@@ -160,6 +160,18 @@ def test_an_interrupted_sweep_goes_on_with_what_is_left():
     assert len(warned) == len(set(warned))
 
 
+def test_what_later_methods_measured_is_kept_when_an_earlier_one_stops_the_sweep_again():
+    options = SweepOptions(LENGTHS, rates=(1.0, 2.0), requests=60)
+    first = [Simulated("full", {2: "dies"}), Simulated("fdc", {2: "stops"})]
+    _, _, events = sweep(first, options)
+    assert sorted(finished_cases(events)) == ["fdc @ 1/s", "full @ 1/s"]
+    again = [Simulated("full", {1: "stops"}), Simulated("fdc")]
+    complete, _, resumed = sweep(again, options, earlier=events, stop=lambda: again[0].closed > 0)
+    assert not complete
+    assert again[1].opened == 0
+    assert sorted(finished_cases(resumed)) == ["fdc @ 1/s", "full @ 1/s"]
+
+
 def test_a_load_of_which_nothing_is_answered_is_given_up():
     class Refusing(Simulated):
         def run(self, requests, watch, stop):
