@@ -428,7 +428,7 @@ def _refuse_without_url(asked: LoadOptions) -> None:
     given = {"--served-model": asked.served_model, "--key-env": asked.key_env}
     if said := [option for option, value in given.items() if value is not None]:
         raise UsageError(f"{' and '.join(said)} means nothing without --url")
-    if asked.router is not None and (asked.replicas or 1) < 2:
+    if asked.router is not None and _engines(asked) < 2:
         raise UsageError("--router means nothing for one engine; --replicas 2 starts several")
 
 
@@ -470,6 +470,7 @@ def _sweep_options(
         objective=_objective(asked.slo),
         refine=asked.refine or 0,
         seed=seed,
+        engines=_engines(asked),
     )
 
 
@@ -542,7 +543,6 @@ def _inputs(
     tp: int | None,
 ) -> dict[str, Any]:
     """Return every resolved input; no address, no key and no path among them."""
-    replicas = len(_urls(asked)) if asked.url is not None else asked.replicas or 1
     timeout = _TIMEOUT if asked.timeout is None else asked.timeout
     if not 0 < timeout < math.inf:
         raise UsageError(f"--timeout {timeout:g} is no time for a request")
@@ -560,13 +560,19 @@ def _inputs(
         "objective": options.objective,
         "refine": options.refine,
         "memory": None if asked.memory is None else parse_bytes(asked.memory, what="--memory"),
-        "replicas": _positive("--replicas", replicas),
+        "replicas": _engines(asked),
         "router": _router(asked.router),
         "tp": _positive("--tp", 1 if tp is None else tp),
         "timeout": timeout,
         "engine": shlex.join(_engine_words(asked.engine)) or None,
         "seed": options.seed,
     }
+
+
+def _engines(asked: LoadOptions) -> int:
+    if asked.url is not None:
+        return max(1, len(_urls(asked)))  # that there is none is said where they are asked
+    return _positive("--replicas", 1 if asked.replicas is None else asked.replicas)
 
 
 def _positive(option: str, value: int) -> int:

@@ -493,8 +493,9 @@ class LoadRateFinished(Event):
         absent.
     spans : list of dict
         Decoding in short stretches of time: ``at`` (the middle), ``tokens``, ``between`` (mean
-        seconds between tokens), ``batch`` (requests that decode), ``context`` (tokens that they
-        hold together) and ``prefill`` (prompt tokens that were read meanwhile, for each step).
+        seconds between tokens), and of one engine, the mean where several share the requests:
+        ``batch`` (requests that decode), ``context`` (tokens that they hold together) and
+        ``prefill`` (prompt tokens that were read meanwhile, for each step).
     """
 
     type: ClassVar[str] = "load_rate_finished"

@@ -22,13 +22,15 @@ def longest_gap(outcome: Outcome) -> float | None:
     return float(np.diff(np.asarray(times)).max()) if len(times) > 1 else None
 
 
-def spans_of(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
+def spans_of(outcomes: Sequence[Outcome], engines: int = 1) -> list[dict[str, float]]:
     """Return stretches of equal length from the first token to the last arrival.
 
     Parameters
     ----------
     outcomes : sequence of Outcome
         Of one rate; those that failed count as far as they came.
+    engines : int
+        That share the requests: a step is one engine's, and holds what it holds, in the mean.
 
     Returns
     -------
@@ -63,9 +65,9 @@ def spans_of(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
             "at": float(edges[n] + width / 2),
             "tokens": float(tokens[n]),
             "between": float(between[n]),
-            "batch": float(batch[n]),
-            "context": float(context[n]),
-            "prefill": float(read[n] * between[n] / width),
+            "batch": float(batch[n] / engines),
+            "context": float(context[n] / engines),
+            "prefill": float(read[n] * between[n] / width / engines),
         }
         for n in range(count)
         if tokens[n] >= _LEAST_TOKENS

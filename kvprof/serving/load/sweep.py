@@ -57,6 +57,8 @@ class SweepOptions:
     refine : int
         Further rates, halfway between the largest within and the next beyond.
     seed : int
+    engines : int
+        That share the requests of a method.
     """
 
     lengths: Lengths
@@ -67,6 +69,7 @@ class SweepOptions:
     objective: dict[str, float] = field(default_factory=dict)
     refine: int = 0
     seed: int = 0
+    engines: int = 1
 
     def count(self, rate: float) -> int:
         """Return how many requests arrive at a rate."""
@@ -319,7 +322,7 @@ class _Sweep:
                 ran.reason is None,
                 ran.reason,
                 ran.engine,
-                spans_of(watch.outcomes),
+                spans_of(watch.outcomes, self._options.engines),
             )
         )
         if ran.reason is not None:

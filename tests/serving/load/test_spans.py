@@ -39,6 +39,15 @@ def test_stretches_hold_what_the_requests_hold():
     assert read == pytest.approx(sum(one.request.prompt for one in outcomes), rel=0.1)
 
 
+def test_a_step_of_several_engines_is_one_of_theirs():
+    requests = arriving(load_lengths("in=500,out=50"), Arrivals(), 4.0, 100, 0)
+    outcomes = served(requests, 8, 0.02, 0.0)
+    for one, all_together in zip(spans_of(outcomes, 4), spans_of(outcomes), strict=True):
+        for name in ("batch", "context", "prefill"):
+            assert one[name] == pytest.approx(all_together[name] / 4)
+        assert (one["between"], one["tokens"]) == (all_together["between"], all_together["tokens"])
+
+
 def test_requests_without_two_tokens_have_no_stretches():
     assert spans_of([]) == []
     assert spans_of([Outcome(Request(0, 0.0, 5, 1), 0.0, (1.0,))]) == []
