@@ -70,7 +70,20 @@ _SERVED = "served"  # what an address serves, which has no name of ours
 _REQUESTS = 200
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
-_SECRET = re.compile(r"--(?:api[-_]key|hf[-_]token|ssl)", re.IGNORECASE)
+_SECRETS = ("--api-key", "--hf-token", "--ssl")
+#: Options of vLLM that a load sets itself, and where what they say is asked for.
+_SET = {
+    "--model": "--model",
+    "--kv-cache-dtype": "--methods",
+    "--kv-cache-memory-bytes": "--memory",
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--data-parallel-size": "--replicas",
+    "-dp": "--replicas",
+    "--seed": "--seed",
+}
+#: Where a load finds the servers that it starts.
+_PLACES = ("--host", "--port", "--uds", "--root-path")
 _RATE = 0.5
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)?")
 _ROUTERS = ("shortest-queue", "round-robin")
@@ -452,6 +465,11 @@ def _sweep_options(
         raise UsageError("--requests and --seconds both say how many arrive; leave one out")
     if asked.seconds is not None and not 0 < asked.seconds < math.inf:
         raise UsageError(f"--seconds {asked.seconds:g} is no time to send requests for")
+    rates = _rates(asked.rates)
+    if asked.seconds is not None and asked.seconds * max(rates, default=1.0) > _MOST_REQUESTS:
+        raise UsageError(
+            f"--seconds {asked.seconds:g}: more than {_MOST_REQUESTS:,} requests would arrive"
+        )
     if requests is not None and not 1 <= requests <= _MOST_REQUESTS:
         raise UsageError(f"--requests {requests:,} is no number of requests at a rate")
     if asked.refine is not None and not 0 <= asked.refine <= 20:
@@ -464,7 +482,7 @@ def _sweep_options(
     return SweepOptions(
         lengths=lengths,
         arrivals=arrivals,
-        rates=_rates(asked.rates),
+        rates=rates,
         requests=requests or _REQUESTS,
         seconds=asked.seconds,
         objective=_objective(asked.slo),
@@ -697,16 +715,30 @@ def _process(
 
 
 def _engine_words(text: str | None) -> list[str]:
-    """Return options for vLLM; what holds a key is refused, since they enter records."""
+    """Return options for vLLM.
+
+    Refused is what holds a key, since they enter records, and what would make one method of
+    another: the last of two options counts for vLLM, which also takes the beginning of a name.
+    """
     try:
         words = shlex.split(text or "")
     except ValueError as wrong:
         raise UsageError(f"--engine: {str(wrong).lower()}") from None
-    if secret := [word for word in words if _SECRET.match(word)]:
-        raise UsageError(
-            f"--engine {secret[0].partition('=')[0]} holds a key, which would enter records; "
-            "give it to the server's environment"
-        )
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-").lower()
+        if not name.startswith("-") or name.strip("-") == "":
+            continue
+        if name.startswith("--ssl") or any(secret.startswith(name) for secret in _SECRETS):
+            raise UsageError(
+                f"--engine {name} holds a key, which would enter records; give it to the server's "
+                "environment"
+            )
+        if own := next((said for option, said in _SET.items() if option.startswith(name)), None):
+            raise UsageError(f"--engine {name}: every method's server is given that by {own}")
+        if any(place.startswith(name) for place in _PLACES):
+            raise UsageError(
+                f"--engine {name}: servers of a load listen on loopback, each where it is found"
+            )
     return words
 
 

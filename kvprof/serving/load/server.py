@@ -313,7 +313,7 @@ def serve_command(
         words = ["--model", model, *place, "--tensor-parallel-size", str(settings.tp)]
         words += ["--kv-cache-dtype", stored, *settings.words()]
         return module_command("kvprof.serving.load.engine", *words)
-    chosen = ["--plan", plan] if plan is not None else ["--method", method, "--rate", f"{rate:g}"]
+    chosen = ["--plan", plan] if plan is not None else ["--method", method, "--rate", repr(rate)]
     for entry in options if plan is None else ():
         chosen += ["--option", entry]
     words = [model, *chosen, *place, "--tp", str(settings.tp)]
