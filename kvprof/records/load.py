@@ -34,6 +34,7 @@ __all__ = ["LoadCase", "LoadFold", "attains", "is_beyond", "is_within", "load_ca
 ATTAINED = 0.9
 _KEPT_SAMPLES = 600
 _ROUNDING = 1e-9
+_HUNDRED = 100  # requests, of fewer no 99th percentile is told
 LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished
 
 
@@ -198,7 +199,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "in_flight": _level([one.sent for one in window]),
         "lateness_seconds": {
             "p50": percentile(late, 0.5) if late else None,
-            "p99": percentile(late, 0.99) if late else None,
+            "p99": percentile(late, 0.99) if len(late) >= _HUNDRED else None,
             "most": late[-1] if late else None,
         },
         "parts": None if finished is None else _parts(finished.engine),

@@ -155,3 +155,12 @@ def test_two_loads_are_compared_rate_by_rate():
     assert any('"rate": 2.0' in key for key in keys)
     assert {one["figure"] for one in data["rows"]} >= {"ttft_seconds", "largest_rate"}
     assert all('"fdc"' not in key for key in keys)
+
+
+@pytest.mark.parametrize(("requests", "told"), [(99, False), (100, True)])
+def test_how_late_one_in_a_hundred_is_takes_a_hundred_requests_to_tell(requests, told):
+    few = result_of(load_stream(methods=("full",), rates=(2.0,), requests=requests))
+    late = row("full @ 2/s", few)["lateness_seconds"]
+    assert (late["p99"] is not None) is told
+    assert late["most"] is not None
+    validate_result(few)

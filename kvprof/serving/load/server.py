@@ -120,8 +120,8 @@ class ServerProcess(Server):
 
         Raises
         ------
-        FailedError
-            When one cannot be started.
+        FailedError, LackingError
+            When one cannot be started, or has no GPUs.
         """
         self._folder = ScratchFolder("load")
         addresses = []
@@ -189,6 +189,11 @@ class ServerProcess(Server):
             return None
         stated = os.environ.get("CUDA_VISIBLE_DEVICES")
         known = stated.split(",") if stated else [str(n) for n in range(self._count * self._gpus)]
+        if len(known) < self._count * self._gpus:
+            raise LackingError(
+                f"{self._count} servers of {self._gpus} GPUs each do not fit on the {len(known)} "
+                "that CUDA_VISIBLE_DEVICES names"
+            )
         own = known[number * self._gpus : (number + 1) * self._gpus]
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
 

@@ -343,13 +343,16 @@ class _Sweep:
         return row
 
     def _tell_lateness(self, row: Mapping[str, Any]) -> None:
-        late, first = row["lateness_seconds"]["p99"], row["ttft_seconds"]["p50"]
+        lateness, first = row["lateness_seconds"], row["ttft_seconds"]["p50"]
+        how, late = "one in a hundred by more than", lateness["p99"]
+        if late is None:
+            how, late = "at most by", lateness["most"]
         if late is not None and first is not None and late > max(_LATE_SECONDS, _LATE * first):
             self._emit(
                 Warned(
                     self._journal.now(),
-                    f"{row['case']}: the client sent requests late, one in a hundred by more than "
-                    f"{late * 1e3:.0f} ms: times count from when they should have been sent",
+                    f"{row['case']}: the client sent requests late, {how} {late * 1e3:.0f} ms: "
+                    "times count from when they should have been sent",
                 )
             )
 

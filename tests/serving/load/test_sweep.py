@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprof.errors import FailedError, UsageError
+from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import LoadRateFinished, LoadRequest, RunStarted, Warned
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
@@ -312,6 +312,8 @@ def test_each_of_several_servers_sees_gpus_of_its_own(here, monkeypatch):
     assert process._environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert process._environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert ServerProcess("full", child(), gpus=2)._environment(0) is None
+    with pytest.raises(LackingError, match="3 servers of 2 GPUs each do not fit on the 4"):
+        ServerProcess("full", child(), count=3, gpus=2)._environment(0)
 
 
 def test_what_a_killed_server_had_started_goes_with_it(here, tmp_path):
