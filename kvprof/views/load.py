@@ -63,7 +63,7 @@ def report(
         result,
         body,
         answer=_simulated(inputs) + verdicts[0] if verdicts else "",
-        cautions=_cautions(data),
+        cautions=_cautions(data, inputs),
         notes=_notes(data),
         measured_with=_measured_with(data, inputs),
         width=width,
@@ -117,8 +117,13 @@ def _served(method: Row) -> str:
     return f"{method['largest_rate']:g} requests a second ({bounds}; {ends})"
 
 
-def _cautions(data: Mapping[str, Any]) -> list[str]:
+def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
     said = []
+    if data["mode"] == "served" and len(data["methods"]) > 1 and inputs.get("memory") is None:
+        said.append(
+            "each method's cache had the memory that its engine found free, which need not be the "
+            "same; --memory gives all alike"
+        )
     if failed := [row for row in data["rates"] if row["failed"]]:
         said += [
             f"{row['case']}: {row['failed']:,} of {row['requests']:,} requests failed ("

@@ -177,3 +177,13 @@ def generated() -> dict[str, Any]:
 def test_every_kind_has_a_report() -> None:
     shown = {*RESULTS, "generate", "plan", "doctor", "compare"}
     assert shown == set(kinds())
+
+
+def test_a_load_without_a_stated_memory_says_that_caches_need_not_be_alike() -> None:
+    made = RESULTS["load"]
+    free = {**made, "inputs": made["inputs"] | {"memory": None}}
+    said = "each method's cache had the memory that its engine found free"
+    texts = [
+        " ".join(render_text(report(one, 100, colour=False), 100).split()) for one in (made, free)
+    ]
+    assert [said in text for text in texts] == [False, True]
