@@ -253,7 +253,7 @@ class _Running:
         self._router = router
         self._in_flight = [0] * len(client.addresses)
         self._turn = 0
-        self._refused = 0
+        self._refused = [0] * len(client.addresses)  # in a row, of each
         self._start = 0.0
 
     async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
@@ -319,8 +319,12 @@ class _Running:
             return "interrupted"
         if (said := self._server.ended()) is not None:
             return said
-        if self._refused >= _REFUSED:
+        # One of several is enough: who answers nothing has the shortest queue, and would get all.
+        gone = [number for number, lost in enumerate(self._refused, 1) if lost >= _REFUSED]
+        if len(gone) == len(self._refused):
             return f"{self._server.method}: nobody answers any more"
+        if gone:
+            return f"{self._server.method}: server {gone[0]} does not answer any more"
         return None
 
     def _route(self) -> int:
@@ -336,7 +340,8 @@ class _Running:
     async def _one(self, request: Request, body: bytes, server: int, watch: Watch) -> None:
         outcome = await self._client.complete(request, body, start=self._start, server=server)
         self._in_flight[server] -= 1
-        self._refused = self._refused + 1 if outcome.failure in _LOST else 0
+        lost = outcome.failure in _LOST
+        self._refused[server] = self._refused[server] + 1 if lost else 0
         watch.outcome(outcome, server)
 
     async def _sample(self, every: float, watch: Watch) -> None:

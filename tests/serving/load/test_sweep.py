@@ -354,6 +354,19 @@ def test_an_address_that_ceases_to_answer_ends_the_rate():
     assert "nobody answers any more" in str(problems[0])
 
 
+@pytest.mark.parametrize("router", ["shortest-queue", "round-robin"])
+def test_one_of_several_that_ceases_to_answer_ends_the_rate(router):
+    options = SweepOptions(load_lengths("in=50,out=8"), rates=(40.0,), requests=80)
+    with FakeServer(Behaviour(token_seconds=0.002)) as one, FakeServer() as two:
+        addresses = [parse_address(server.url) for server in (one, two)]
+        closing = threading.Timer(0.8, one.close)
+        closing.start()
+        target = ServedTarget(Served("served", addresses), router=router)
+        complete, problems, _ = sweep([target], options)
+    assert not complete
+    assert "server 1 does not answer any more" in str(problems[0])
+
+
 def test_a_stop_ends_a_rate_at_once_and_keeps_it_out_of_what_is_judged():
     began = time.monotonic()
     options = SweepOptions(load_lengths("in=50,out=8"), rates=(2.0,), requests=200)
