@@ -169,7 +169,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "counted": len(counted),
         "mean_prompt": _mean([one.prompt for one in requests]),
         "mean_output": _mean([one.tokens for one in done]),
-        "arrived_per_s": len(counted) / span if span > 0 else None,
+        # An arrival at the window's very end opens what lies behind it.
+        "arrived_per_s": sum(one.arrival < end for one in counted) / span if span > 0 else None,
         "completed_per_s": sum(begin <= (one.last or 0) < end for one in done) / span
         if span > 0
         else None,
@@ -190,7 +191,12 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "objective_share": objective.get("share", ATTAINED),
         "attained_share": None if share is None else share[0],
         "attained_share_interval": None if share is None else share[1],
-        "goodput_per_s": sum(attained) / span if limits and span > 0 else None,
+        "goodput_per_s": sum(
+            kept and one.arrival < end for kept, one in zip(attained, counted, strict=True)
+        )
+        / span
+        if limits and span > 0
+        else None,
         "preemptions": None if finished is None else _whole(finished.engine.get("preemptions")),
         "prefix_hit_share": None if finished is None else _hits(finished.engine),
         "cache_share": _level([one.cache for one in window]),
@@ -207,6 +213,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
+#: Of requests that failed, from which on those that were served say little of all.
+_LOSSY = 0.01
 _LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
 
 
@@ -399,23 +407,31 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
     -------
     dict
         ``ratios``: per rate that both completed; ``from_rate``: the smallest rate from which on the
-        whole interval lies below 1 at every rate, None where there is none.
+        whole interval lies below 1 at every rate, None where there is none. Where either lost more
+        than a hundredth of its requests, those that were served do not tell which is faster.
     """
     theirs = {case.started.rate: case for case in baseline if _complete(case)}
-    ratios = []
+    ratios, lossy = [], set()
     for case in own:
         rate = case.started.rate
         if not _complete(case) or rate not in theirs:
             continue
+        if any(_lost(one) > _LOSSY for one in (case, theirs[rate])):
+            lossy.add(rate)
         pairs = _pairs(case, theirs[rate])
         if (found := mean_ratio(pairs)) is not None:
             ratios.append({"rate": rate, **found})
     from_rate = None
     for row in reversed(ratios):
-        if row["interval"] is None or row["interval"][1] >= 1:
+        if row["interval"] is None or row["interval"][1] >= 1 or row["rate"] in lossy:
             break
         from_rate = row["rate"]
     return {"ratios": ratios, "from_rate": from_rate}
+
+
+def _lost(case: LoadCase) -> float:
+    """Return the share of a rate's requests that failed."""
+    return sum(one.failure is not None for one in case.requests) / max(1, len(case.requests))
 
 
 def _complete(case: LoadCase) -> bool:

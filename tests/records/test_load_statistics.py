@@ -56,6 +56,22 @@ def test_the_interval_of_a_mean_holds_the_truth_about_as_often_as_it_says():
     assert held >= 50
 
 
+@pytest.mark.parametrize(("name", "share", "count"), [("p50", 0.5, 60), ("p95", 0.95, 160)])
+def test_the_interval_of_a_percentile_holds_the_truth_about_as_often(name, share, count):
+    generator = np.random.default_rng(3)
+    truth, held = -np.log(1 - share), 0
+    for seed in range(60):
+        low, high = summarised(list(generator.exponential(1.0, count)), seed)[f"{name}_interval"]
+        held += low <= truth <= high
+    assert held >= 54
+
+
+def test_a_percentile_whose_interval_would_end_beyond_all_requests_has_none():
+    found = summarised(list(np.random.default_rng(4).exponential(1.0, 160)))
+    assert found["p99"] is not None
+    assert found["p99_interval"] is None
+
+
 def test_a_share_where_all_agree_keeps_an_interval():
     share, (low, high) = share_with_interval([True] * 50)
     assert (share, high) == (1.0, 1.0)

@@ -244,7 +244,7 @@ def served_by_engine(method: str) -> str | None:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What every method's engine is started with, so that methods differ in nothing else.
+    """What every method's engine is started with; ``kvprof serve`` sets some more for its own.
 
     Attributes
     ----------
