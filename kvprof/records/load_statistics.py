@@ -287,6 +287,7 @@ COLUMNS = ("context", "batch", "prefill")
 _LEFT_OVER = 0.01  # of a column's variation that the columns before it do not explain
 _SPREAD = 0.02  # a column whose deviation is below this share of its mean does not vary
 _TOGETHER = 10  # spans of a block
+_LEAST_BLOCKS = 5  # drawing from fewer gives the same few lines again and again, and no interval
 _CERTAIN = 0.9  # of resamples
 
 
@@ -302,7 +303,7 @@ class Fit:
     left_out : tuple of str
         Those that did not vary, or only with others.
     intervals : dict of str to list of float or None
-        Of ``intercept`` and the slopes.
+        Of ``intercept`` and the slopes; None for fewer than five blocks of spans.
     resamples : list of dict
         Intercept and slopes of each resample, for what is computed from them.
     spans : int
@@ -370,7 +371,7 @@ def fitted(spans: Sequence[Mapping[str, float]], seed: int = 0) -> Fit | None:
         return None
     generator = random.Random(seed)
     resamples = []
-    for _ in range(_RESAMPLES):
+    for _ in range(_RESAMPLES if len(cut) >= _LEAST_BLOCKS else 0):
         again = _solved(_added([moments[one] for one in generator.choices(cut, k=len(cut))]), kept)
         if again is not None:
             resamples.append(dict(zip(("intercept", *kept), again, strict=True)))

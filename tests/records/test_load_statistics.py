@@ -230,6 +230,14 @@ def test_the_break_even_context(intercept, context, said, where):
             assert found["context"] is None
 
 
+def test_few_stretches_have_a_line_and_no_interval():
+    few, many = (fitted(spans(6e-3, 2e-8, 1e-5, 4e-7, count=count)) for count in (49, 50))
+    assert few.slopes["context"] == pytest.approx(2e-8, rel=0.1)
+    assert set(few.intervals.values()) == {None}
+    assert None not in many.intervals.values()
+    assert break_even(few, many, 1)["pays"] == "unclear"
+
+
 def test_without_a_slope_there_is_no_break_even():
     flat = [{**one, "context": 1000.0} for one in spans(1e-3, 0, 1e-5, 0)]
     assert break_even(fitted(flat), fitted(flat), 1) is None
