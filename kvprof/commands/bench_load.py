@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from kvprof import console
 from kvprof.commands.bench_simulated import served_load, simulation
 from kvprof.commands.output import Outputs
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
+from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names, method_entries
 from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
@@ -26,6 +27,7 @@ from kvprof.records.files import parse_json
 from kvprof.records.fold import fold, result_of
 from kvprof.records.journal import EVENTS_NAME, Journal, find_events, read_events
 from kvprof.records.result import to_plain
+from kvprof.requirements import extra_command
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.server import (
     EngineSettings,
@@ -85,7 +87,7 @@ _SET = {
 #: Where a load finds the servers that it starts.
 _PLACES = ("--host", "--port", "--uds", "--root-path")
 _RATE = 0.5
-_TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)?")
+_TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)")
 _ROUTERS = ("shortest-queue", "round-robin")
 _LIMITS = {
     "ttft": "ttft_seconds",
@@ -367,7 +369,7 @@ def _as_served(asked: LoadOptions, inputs: Mapping[str, Any], rates: str) -> Loa
     replicas = inputs["replicas"] if asked.replicas is None else asked.replicas
     memory = inputs.get("memory")
     if asked.memory is None and memory is not None:
-        asked = replace(asked, memory=str(memory))
+        asked = replace(asked, memory=f"{memory}B")
     return replace(
         asked,
         lengths=lengths,
@@ -634,6 +636,11 @@ def _targets(
     files = {path.name: path for path in plans}
     folder = _folder(model or "reference")
     _refuse_long(folder, lengths)
+    if find_spec("vllm") is None:
+        raise LackingError(
+            f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
+            "or name servers that run already (--url), or --simulate"
+        )
     return [
         ServedTarget(
             _process(

@@ -1,5 +1,7 @@
 """``kvprof serve``: vLLM's OpenAI-compatible server with a compressed cache."""
 
+import errno
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +28,7 @@ from kvprof.commands.options import (
     check_choice,
     method_options,
 )
-from kvprof.errors import LackingError
+from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
 from kvprof.serving.settings import LOOPBACK
 
@@ -68,8 +70,8 @@ def serve(
 ) -> None:
     """Serve a plan through vLLM, which answers as it always does: /v1/completions and the rest.
 
-    What is set for vLLM is told on stderr, and so is how many tokens of cache fit. Needs the extra
-    serve.
+    What is set for vLLM is told on stderr; vLLM's log says how many tokens of cache fit, and how
+    many at full width. Needs the extra serve.
 
     Examples
     --------
@@ -87,6 +89,7 @@ def serve(
         calibrate_tokens=calibrate_tokens,
         options=options,
     )
+    _refuse_port_in_use(host, port)
     if find_spec("vllm") is None:
         raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
 
@@ -122,3 +125,17 @@ def serve(
     if code:
         console.note(f"the server ended with {code}")
         raise typer.Exit(code)
+
+
+def _refuse_port_in_use(host: str, port: int) -> None:
+    """Say so before a plan is made and read: vLLM would, after both, with a traceback."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE:
+                raise UsageError(
+                    f"--port {port}: another program listens there; take another port"
+                ) from None

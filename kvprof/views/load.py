@@ -91,6 +91,8 @@ def _verdict(method: Row, data: Mapping[str, Any]) -> str:
     if not _rows(data, name):
         return f"{name}: nothing was measured"
     own = _served(method)
+    if method["largest_rate"] is not None and method["largest_rate_interval"][0] is None:
+        return f"{name} may serve {own}"
     if name == data["baseline"] or method["ratio"] is None:
         return f"{name} serves {own}"
     return f"{name} serves {_ratio(method)} of what {data['baseline']} serves: {own}"
@@ -110,11 +112,15 @@ def _served(method: Row) -> str:
     why = _WHY.get(method["limited_by"])
     if method["largest_rate"] is None:
         said = f"no rate that was measured: {why}" if why else "no rate that was completed"
-        return said + (f"; surely less than {high:g} requests a second" if high is not None else "")
-    bounds = f"surely {low:g}" if low is not None else "no rate surely"
+        return said + (f"; surely less than {_a_second(high)}" if high is not None else "")
+    bounds = f"surely {low:g}" if low is not None else "none is sure, more requests would tell"
     bounds += f", surely less than {high:g}" if high is not None else ", no end was seen"
     ends = f"above it {why}" if why else "the largest that was measured"
-    return f"{method['largest_rate']:g} requests a second ({bounds}; {ends})"
+    return f"{_a_second(method['largest_rate'])} ({bounds}; {ends})"
+
+
+def _a_second(rate: float) -> str:
+    return f"{rate:g} request{'s' if rate != 1 else ''} a second"
 
 
 def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
@@ -276,9 +282,9 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
             for one in pays["ratios"]
         )
         said = (
-            f"is faster than {base} from {rate:g} requests a second on"
+            f"is faster than {base} from {_a_second(rate)} on"
             if rate is not None
-            else f"is surely faster than {base} at no rate from which on it stays so"
+            else f"is from no measured rate on surely faster than {base}"
         )
         lines.append(f"{name} {said}; latency per token over {base}'s: {ratios}")
         lines += [_context(name, base, one) for one in pays["contexts"]]

@@ -112,8 +112,9 @@ def test_it_is_held_against_a_load_that_was_served(tmp_path):
     run = tmp_path / "run"
     options = ("--lengths", "in=2000,out=20", "--requests", 60, "--seed", 3, "--arrivals")
     first = simulate(
-        *options, "gamma:cv=2", "--rates", "1,6", "--methods", "full", "--out", run, short=()
-    )
+        *options, "gamma:cv=2", "--rates", "1,6", "--methods", "full", "--memory", "40GB", "--out",
+        run, short=(),
+    )  # fmt: skip
     assert first.code == 0, first.stderr
     refused = kvprof("bench", "--load", "--simulate", "--against", run)
     assert "is simulated itself" in refused.error
@@ -126,6 +127,7 @@ def test_it_is_held_against_a_load_that_was_served(tmp_path):
     assert "not within: full @ 6/s (−20.0 %)" in text
     result = read_result(out / "result.json")
     assert (result["inputs"]["seed"], result["inputs"]["arrivals"]) == (3, "gamma:cv=2")
+    assert result["inputs"]["memory"] == 40 * 2**30
     assert result["inputs"]["engine_settings"]["max_num_seqs"] == 512
     held = {row["case"]: row for row in result["data"]["against"]["rates"]}
     latency = held["full @ 1/s"]["normalised_latency_seconds"]
@@ -135,3 +137,14 @@ def test_it_is_held_against_a_load_that_was_served(tmp_path):
     other = kvprof("bench", "--load", "--simulate", "--against", run, "--requests", 30)
     assert other.code == ExitCode.USAGE
     assert "had other requests" in other.error
+
+
+def test_no_rate_is_said_to_be_served_where_the_queue_is_open():
+    # Twenty long prompts wait minutes each and have all arrived before a first one ends.
+    long = ("--lengths", "in=100k,out=16", "--requests", 20, "--rates", 1, "--methods", "full,fdc")
+    done = simulate(*long, short=())
+    assert done.code == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "full may serve 1 request a second (none is sure, more requests would tell" in text
+    assert "- fdc may serve 1 request a second" in text
+    assert "times" not in text.partition("full by rate")[0]

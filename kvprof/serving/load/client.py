@@ -8,6 +8,7 @@ prefixes finds only those that the load itself shares.
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -255,6 +256,21 @@ class Client:
                 return await answer.body() if answer.status == 200 else None
         except (TimeoutError, OSError, HttpError):
             return None
+
+    async def unreachable(self, timeout: float = 10.0) -> str | None:
+        """Return why the first server gives no answer of HTTP; None where it gives any."""
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                exchange(self.addresses[0], "GET", "/v1/models", headers=self._headers),
+            ):
+                return None
+        except TimeoutError:
+            return "timeout"
+        except socket.gaierror:
+            return "no such host"
+        except (OSError, HttpError) as problem:
+            return _lost(problem)
 
 
 def _lost(problem: Exception) -> str:

@@ -163,6 +163,8 @@ class ServedTarget:
         for number in range(1, len(self._server.addresses)):
             await self._wait_for(client, number, until, stop)
         if self._model is None and name is None:
+            if (problem := await client.unreachable()) is not None:
+                raise FailedError(f"{self.method}: no server answers at --url: {problem}")
             raise FailedError(
                 f"{self.method}: the server names no model at /v1/models; name one with "
                 "--served-model"
