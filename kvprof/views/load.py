@@ -28,6 +28,8 @@ _WHY = {
     "objective": "too few requests are within the objective",
 }
 _PANEL = (4.4, 3.2)  # inches
+_NEAR = 0.1  # of the rate that was asked for: arrivals farther off are told
+_TOLD = 20  # fewer arrivals have no rate worth telling
 
 Row = Mapping[str, Any]
 
@@ -137,6 +139,14 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
             + ")"
             for row in failed
         ]
+    said += [
+        f"{row['case']}: by chance {row['arrived_per_s']:.3g} requests a second arrived in the "
+        "window, and the figures are of that rate; more requests come nearer"
+        for row in data["rates"]
+        if row["arrived_per_s"] is not None
+        and row["counted"] >= _TOLD
+        and abs(row["arrived_per_s"] - row["rate"]) > _NEAR * row["rate"]
+    ]
     said += [
         f"{row['case']} is not complete: {row['reason']}"
         for row in data["rates"]
@@ -281,11 +291,17 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
             f"{interval(one['ratio'], one['interval'])} at {one['rate']:g}/s"
             for one in pays["ratios"]
         )
-        said = (
-            f"is faster than {base} from {_a_second(rate)} on"
-            if rate is not None
-            else f"is from no measured rate on surely faster than {base}"
-        )
+        sure = [
+            f"{one['rate']:g}/s"
+            for one in pays["ratios"]
+            if one["interval"] is not None and one["interval"][1] < 1
+        ]
+        if rate is not None:
+            said = f"is faster than {base} from {_a_second(rate)} on"
+        elif sure:  # and not at one above them
+            said = f"is surely faster than {base} only at {', '.join(sure)}"
+        else:
+            said = f"is at no measured rate surely faster than {base}"
         lines.append(f"{name} {said}; latency per token over {base}'s: {ratios}")
         lines += [_context(name, base, one) for one in pays["contexts"]]
     return [heading("From where on it pays"), bullets(lines)] if lines else []

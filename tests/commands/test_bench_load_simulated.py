@@ -148,3 +148,16 @@ def test_no_rate_is_said_to_be_served_where_the_queue_is_open():
     assert "full may serve 1 request a second (none is sure, more requests would tell" in text
     assert "- fdc may serve 1 request a second" in text
     assert "times" not in text.partition("full by rate")[0]
+
+
+def test_arrivals_that_came_at_another_rate_are_told():
+    drawn = ("--lengths", "in=500,out=20", "--requests", 120, "--rates", 2, "--methods", "full")
+    done = simulate(*drawn, "--arrivals", "gamma:cv=3", "--json", "-", short=())
+    assert done.code == 0, done.stderr
+    (row,) = json.loads(done.stdout)["data"]["rates"]
+    arrived = row["arrived_per_s"]
+    assert abs(arrived / 2 - 1) > 0.1
+    text = " ".join(simulate(*drawn, "--arrivals", "gamma:cv=3", short=()).stdout.split())
+    assert f"full @ 2/s: by chance {arrived:.3g} requests a second arrived in the window" in text
+    even = simulate(*drawn, "--arrivals", "gamma:cv=0", short=())
+    assert "by chance" not in even.stdout
