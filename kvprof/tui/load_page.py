@@ -283,7 +283,7 @@ class RateTable:
         methods = self._fitting(every, max(1, (options.max_width - _LABEL) // _FIGURE))
         head = Text(f"{'requests/s':<{_LABEL}}", style="bold", no_wrap=True)
         for method in methods:
-            title = Text(f"{short(method, _FIGURE - 9):>11}{'':8}")
+            title = Text(f"{short(method, _FIGURE - 2):>11}".ljust(_FIGURE))
             title.apply_meta({"press": f"method({method!r})"})
             head.append_text(title)
         yield head

@@ -5,11 +5,14 @@ import pytest
 from kvprof.records.events import LoadRateFinished, LoadRequest
 from kvprof.records.fold import result_of
 from kvprof.records.load import rate_row
-from kvprof.tui.load_figures import binned, brief_from_row, brief_of
+from kvprof.tui.load_figures import RateBrief, binned, brief_from_row, brief_of
+from kvprof.tui.load_page import RateTable
 from kvprof.tui.session import Session
 from kvprof.tui.sources import NoEvents
 from kvprof.tui.state import RunState, state_of
+from kvprof.views.bars import Ink
 from kvprof.views.numbers import duration
+from kvprof.views.page import render_text
 from tests.records.streams import stream
 from tests.tui.loads import load
 from tests.tui.running import press, recorded, settle, show, text, whole_text
@@ -201,3 +204,14 @@ class TestScreen:
             assert "svg" in (tmp_path / "kvprof-load.svg").read_text()
 
         show(recorded(tmp_path, load()), tmp_path, steps)
+
+
+def test_a_methods_name_is_as_long_as_its_column():
+    name = "my-served.plan"
+    brief = RateBrief(f"{name} @ 2/s", name, 2.0, 0.01, None, 0.02, 0.01, None, None, 20, 20, 0,
+                      complete=True, over=True)  # fmt: skip
+    drawn = render_text(RateTable([brief], name, None, {}, Ink()))
+    head, row = drawn.splitlines()[:2]
+    assert name in head
+    assert len(head.rstrip()) <= len("requests/s  ") + 19
+    assert "10.0 ms" in row
