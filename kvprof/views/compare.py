@@ -44,8 +44,8 @@ _CERTAIN = (
     "Not certain: the interval includes no change. Better or worse is said of the run, not of A."
 )
 _UNKNOWN = (
-    "Change: the run's figure over A's, less one. Neither result tells an interval: measure again "
-    "to see how far a figure repeats."
+    "Change: the run's figure over A's, less one. Not both results tell an interval of any figure: "
+    "measure again to see how far one repeats."
 )
 _STEPS = (
     "The interval of tbt is over decode steps, neighbours of each other: it does not tell how far "

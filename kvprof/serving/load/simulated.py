@@ -88,7 +88,7 @@ class SimulatedTarget:
         if (off := own.times.residual) is not None and off > _DOUBTFUL:
             warnings.append(
                 "steps that were measured differ from the line through them by "
-                f"{_up_to(own)}{off:.0%}"
+                f"{_up_to(own)}{100 * off:.1f} %"
             )
         tokens = engine.pages * engine.block_size
         return Opened(
