@@ -86,6 +86,7 @@ class Examples:
         if self.examples:
             with formatter.section("Examples"):
                 formatter.write("".join(f"  {line}\n" for line in self.examples))
+        # Typer's class, which stands beside this one in every use.
         super().format_epilog(ctx, formatter)  # type: ignore[misc]
 
 

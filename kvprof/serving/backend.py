@@ -27,7 +27,7 @@ from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, attend
 __all__ = ["PlanBackend", "PlanBuilder", "PlanImpl"]
 
 
-class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types here
     """Says what a step of the engine is, once for all layers, without waiting for the device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
@@ -73,7 +73,7 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return found
 
 
-class PlanImpl(AttentionImpl):  # type: ignore[misc]
+class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
     """Runs a layer; what it runs is given once the weights are there.
 
     Parameters
@@ -152,7 +152,7 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]
         return output.copy_(self.attended(query, key, value, attn_metadata))
 
 
-class PlanBackend(AttentionBackend):  # type: ignore[misc]
+class PlanBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types here
     """What vLLM asks of a back end: pages are rows of bytes that only the kernels understand."""
 
     accept_output_buffer: bool = True

@@ -20,13 +20,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvprof.errors import UsageError
 from kvprof.kernels.project.bases import basis_set
+from kvprof.methods.accounting import full_bytes
 from kvprof.methods.plan import Plan
 from kvprof.serving.backend import PlanImpl
 from kvprof.serving.identity import check_identity
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import (
     check_page,
-    full_token_bytes,
     imbalance,
     layer_pages,
     token_bytes,
@@ -157,7 +157,7 @@ def tell_tokens(plan: Plan, config: Any, pages: int) -> None:
         config.model_config.dtype.itemsize,
     )
     layers = layer_pages(plan, ranks)
-    own, full = token_bytes(layers, itemsize), full_token_bytes(plan, itemsize, ranks)
+    own, full = token_bytes(layers, itemsize), full_bytes(plan, 1, itemsize=itemsize) // ranks
     tokens = pages * config.cache_config.block_size
     spread = (
         f" on each of {ranks} ranks, {imbalance(layers):.1%} of them empty" if ranks > 1 else ""

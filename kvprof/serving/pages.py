@@ -23,7 +23,6 @@ __all__ = [
     "Codes",
     "LayerPages",
     "check_page",
-    "full_token_bytes",
     "imbalance",
     "layer_pages",
     "plan_codes",
@@ -167,19 +166,6 @@ def layer_pages(plan: Plan, ranks: int = 1) -> list[LayerPages]:
 def token_bytes(layers: Sequence[LayerPages], itemsize: int) -> int:
     """Return the bytes of a token in the pages of all layers of one rank."""
     return sum(layer.token_bytes(itemsize) for layer in layers)
-
-
-def full_token_bytes(plan: Plan, itemsize: int, ranks: int = 1) -> int:
-    """Return the bytes of a token at full width, of one rank."""
-    return (
-        sum(
-            group.width * itemsize
-            for layer in plan.layers
-            for side in (layer.keys, layer.values)
-            for group in side.groups
-        )
-        // ranks
-    )
 
 
 def imbalance(layers: Sequence[LayerPages]) -> float:

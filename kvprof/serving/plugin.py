@@ -70,7 +70,7 @@ def register() -> None:
 
     if getattr(register, "done", False):
         return
-    register.done = True  # type: ignore[attr-defined]
+    register.done = True  # type: ignore[attr-defined]  # none to mypy
     # The second model runner of 0.26 and 0.27 is not tried.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     register_backend(AttentionBackendEnum.CUSTOM, "kvprof.serving.backend.PlanBackend")

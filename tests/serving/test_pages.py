@@ -14,7 +14,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import kivi, quantised
-from kvprof.serving.pages import full_token_bytes, imbalance, layer_pages, token_bytes
+from kvprof.serving.pages import imbalance, layer_pages, token_bytes
 from kvprof.serving.ranks import assign
 from kvprof.serving.refusals import check_load_format, check_servable, check_shape, refusal
 from kvprof.serving.weights import folded_output, folded_value, narrowed
@@ -58,7 +58,6 @@ def test_pages_hold_what_the_account_counts() -> None:
     counted = bytes_at(plan, 64, itemsize=2).total
     widened = 2 * (8 + 8)  # of one head: 24 and 40 columns become 32 and 48
     assert 64 * token_bytes(pages, 2) == counted + 64 * widened
-    assert full_token_bytes(plan, 2) == 2 * 2 * 2 * KV_HEADS * DEPTH
     keys, values = pages[1].of_rank(0)
     assert (keys, values) == ((16, 64, 32, 32), (16, 48, 16, 48))
     assert RaggedLayout(keys, values, 2, 7, 16).row == 16 * pages[1].columns

@@ -56,6 +56,7 @@ def engine_settings(
         )
     if steps.memory_bytes is None or steps.memory_bytes < _LARGE:
         settings = {**_SMALL, **settings}
+    # Integers by the names of its fields, which mypy cannot know.
     engine = EngineSettings(1, **settings)  # type: ignore[arg-type]
     page = steps.method(method).token_bytes * engine.block_size
     if room < page:
