@@ -1,32 +1,24 @@
-"""``kvprof bench --load``: what rate of requests does a method serve? Its options, and the run."""
+"""``kvprof bench --load``: what rate of requests does a method serve? Its options."""
 
 import math
 import os
 import re
 import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvprof import console
+from kvprof.commands.bench_load_run import measure_and_show
 from kvprof.commands.bench_simulated import served_load, simulation
 from kvprof.commands.output import Outputs
-from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
-from kvprof.interrupt import graceful_interrupt
+from kvprof.errors import LackingError, UsageError
 from kvprof.methods.named import check_names, method_entries
-from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
 from kvprof.records.files import parse_json
-from kvprof.records.fold import fold, result_of
-from kvprof.records.journal import EVENTS_NAME, Journal, find_events, read_events
-from kvprof.records.result import to_plain
 from kvprof.requirements import extra_command
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.server import (
@@ -37,7 +29,6 @@ from kvprof.serving.load.server import (
     served_by_engine,
 )
 from kvprof.sizes import parse_bytes, parse_count
-from kvprof.version import __version__
 
 if TYPE_CHECKING:
     from kvprof.serving.load.sweep import SweepOptions
@@ -293,7 +284,7 @@ def bench_load(
     inputs = _inputs(asked, options, name, labels, base, plans, rate, tp)
     targets = _targets(asked, labels, plans, name, rate, inputs, lengths)
     mode = "served" if asked.url is None else "url"
-    _measure_and_show(options, targets, inputs, outputs, mode=mode)
+    measure_and_show(options, targets, inputs, outputs, mode=mode)
 
 
 def _simulate(
@@ -340,7 +331,7 @@ def _simulate(
     targets = what.targets(
         labels, inputs["memory"], replicas=inputs["replicas"], router=inputs["router"]
     )
-    _measure_and_show(
+    measure_and_show(
         options,
         targets,
         inputs,
@@ -755,152 +746,3 @@ def _key(variable: str | None) -> str | None:
     if not (key := os.environ.get(variable, "").strip()):
         raise UsageError(f"--key-env {variable}: there is no such variable, or it is empty")
     return key
-
-
-# --- The run.
-
-
-def _measure_and_show(
-    options: "SweepOptions",
-    targets: "Sequence[LoadTarget]",
-    inputs: dict[str, Any],
-    outputs: Outputs,
-    *,
-    mode: str,
-    more: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-) -> None:
-    """Run into a journal, and show and keep what was measured, also where something failed.
-
-    `more` is given the result's data, and returns what else belongs into them.
-    """
-    from kvprof.views import load as view
-
-    path = outputs.out / EVENTS_NAME if outputs.out is not None else None
-    earlier = _earlier(outputs, inputs)
-    if earlier is not None:
-        # What is there is an unfinished run's: it is carried over, and then replaced.
-        replace(outputs, out=None).check()
-        outputs = replace(outputs, force=True)
-        console.note(f"{outputs.out}: an interrupted run of the same load goes on")
-    else:
-        outputs.check([path] if path is not None else [])
-    with graceful_interrupt() as stop:
-        journal, problems = _measured(
-            options, targets, inputs, path, outputs.force, mode, earlier or [], stop, more
-        )
-        if not journal.measured:
-            _leave_nothing(path, journal)
-            if problems:
-                raise problems[0]
-            console.error("interrupted before anything was measured; there is no result")
-            raise typer.Exit(ExitCode.INTERRUPTED)
-        recording = journal.recording()
-        result = result_of(recording.events, damage=recording.damage)
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
-            figure=lambda: view.figure(result),
-            lost=[journal.failure] if journal.failure is not None else [],
-            problem=problems[0] if problems else None,
-            interrupted=stop(),
-        )
-
-
-def _leave_nothing(path: Path | None, journal: Journal) -> None:
-    """Remove the events of a run in which nothing was measured, so that the next one finds none."""
-    if path is None or not path.exists():
-        return
-    with suppress(OSError, FailedError):
-        if read_events(path).events == journal.recording().events:
-            path.unlink()
-            path.parent.rmdir()
-
-
-def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
-    """Return the events of an interrupted run of the same load in the folder; None without one.
-
-    Raises
-    ------
-    UsageError
-        When the folder holds the interrupted run of another load.
-    """
-    if outputs.out is None or outputs.force or (found := find_events(outputs.out)) is None:
-        return None
-    try:
-        events = read_events(found).events
-    except FailedError:
-        return None
-    started, last = events[0], events[-1]
-    if not isinstance(started, RunStarted) or started.kind != "load":
-        return None
-    if isinstance(last, RunFinished) and last.complete:
-        return None
-    if not any(isinstance(event, LoadRequest) for event in events):
-        return []  # it was killed before anything was measured
-    if started.inputs != to_plain(inputs):
-        own = to_plain(inputs)
-        assert isinstance(own, dict)
-        differing = [name for name in own if own[name] != started.inputs.get(name)]
-        raise UsageError(
-            f"{outputs.out} holds an interrupted load with other options ({', '.join(differing)}); "
-            "--force measures anew"
-        )
-    return events
-
-
-def _measured(
-    options: "SweepOptions",
-    targets: "Sequence[LoadTarget]",
-    inputs: dict[str, Any],
-    path: Path | None,
-    force: bool,
-    mode: str,
-    earlier: Sequence[Event],
-    stop: Any,
-    more: Callable[[dict[str, Any]], dict[str, Any]] | None,
-) -> tuple[Journal, list[KvprofError]]:
-    from kvprof.serving.load.sweep import run_sweep
-
-    journal = Journal(path, force=force, warn=console.warn)
-    problems: list[KvprofError] = []
-    with journal:
-        journal.emit(
-            RunStarted(
-                journal.now(),
-                datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-                __version__,
-                "load",
-                ("kvprof", *_command(sys.argv[1:])),
-                mode,
-                inputs,
-                collect_environment(),
-                {"name": inputs["model"] or "the served model"},
-                tuple(inputs["methods"]),
-                inputs["baseline"],
-            )
-        )
-        try:
-            complete, problems = run_sweep(
-                targets, options, journal, stop=stop, earlier=earlier, progress=console.note
-            )
-        except KvprofError as problem:
-            complete, problems = False, [problem]
-        reason = None
-        if not complete:
-            reason = "interrupted" if stop() or not problems else str(problems[0])
-        extra = {}
-        if more is not None and journal.measured:
-            extra = more(fold(journal.recording().events))
-        journal.emit(RunFinished(journal.now(), complete, reason, extra))
-    return journal, problems
-
-
-def _command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line without the addresses that it names."""
-    found: list[str] = []
-    for word in arguments:
-        if found and found[-1] == "--url":
-            word = "…"
-        found.append("--url=…" if word.startswith("--url=") else word)
-    return found
