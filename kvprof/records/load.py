@@ -28,7 +28,17 @@ from kvprof.records.load_statistics import (
     window_of,
 )
 
-__all__ = ["LoadCase", "LoadFold", "attains", "is_beyond", "is_within", "load_case", "rate_row"]
+__all__ = [
+    "Counted",
+    "LoadCase",
+    "LoadFold",
+    "attains",
+    "counted_of",
+    "is_beyond",
+    "is_within",
+    "load_case",
+    "rate_row",
+]
 
 #: Of the requests, unless an objective says otherwise: so many must be within it.
 ATTAINED = 0.9
@@ -129,6 +139,53 @@ class LoadFold:
 # --- One rate.
 
 
+@dataclass(frozen=True)
+class Counted:
+    """The requests of a rate, and those of them that count; of a rate under way, as far as it is.
+
+    Attributes
+    ----------
+    begin, end : float
+        The window, see `window_of`.
+    requests, done : list of LoadRequest
+        All that ended, by number, and those that had all of their tokens.
+    counted, served : list of LoadRequest
+        The same of those that arrived in the window.
+    """
+
+    begin: float
+    end: float
+    requests: list[LoadRequest]
+    done: list[LoadRequest]
+    counted: list[LoadRequest]
+    served: list[LoadRequest]
+
+    @property
+    def latencies(self) -> list[float]:
+        """Seconds from arrival to end, per token written."""
+        return [((one.last or 0.0) - one.arrival) / one.tokens for one in self.served if one.tokens]
+
+    @property
+    def first_tokens(self) -> list[float]:
+        """Seconds from arrival to the first token."""
+        return [one.first - one.arrival for one in self.served if one.first is not None]
+
+    @property
+    def between_tokens(self) -> list[float]:
+        """Mean seconds between a request's tokens."""
+        return [_between(one) for one in self.served if one.tokens > 1]
+
+
+def counted_of(case: LoadCase) -> Counted:
+    """Return which requests of a rate count."""
+    requests = sorted(case.requests, key=lambda one: one.number)
+    done = [one for one in requests if one.failure is None and one.last is not None]
+    begin, end = window_of([one.arrival for one in requests], [one.last or 0.0 for one in done])
+    counted = [one for one in requests if begin <= one.arrival <= end]
+    served = [one for one in counted if one.failure is None and one.last is not None]
+    return Counted(begin, end, requests, done, counted, served)
+
+
 def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     """Return a row of ``data.rates``.
 
@@ -139,11 +196,9 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         ``ttft_seconds``, ``tbt_seconds``, ``normalised_latency_seconds``: what a request must keep
         to be within it, as far as given; ``share``: of the requests that must.
     """
-    requests = sorted(case.requests, key=lambda one: one.number)
-    done = [one for one in requests if one.failure is None and one.last is not None]
-    begin, end = window_of([one.arrival for one in requests], [one.last or 0.0 for one in done])
-    counted = [one for one in requests if begin <= one.arrival <= end]
-    served = [one for one in counted if one.failure is None and one.last is not None]
+    asked = counted_of(case)
+    requests, done, counted, served = asked.requests, asked.done, asked.counted, asked.served
+    begin, end = asked.begin, asked.end
     span = end - begin
     failures: dict[str, int] = {}
     for one in requests:
@@ -178,13 +233,9 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         if span > 0
         else None,
         **growth([one.arrival for one in requests], [one.last or 0.0 for one in done], begin, end),
-        "normalised_latency_seconds": summarised(
-            [((one.last or 0.0) - one.arrival) / one.tokens for one in served if one.tokens]
-        ),
-        "ttft_seconds": summarised(
-            [one.first - one.arrival for one in served if one.first is not None]
-        ),
-        "tbt_seconds": summarised([_between(one) for one in served if one.tokens > 1]),
+        "normalised_latency_seconds": summarised(asked.latencies),
+        "ttft_seconds": summarised(asked.first_tokens),
+        "tbt_seconds": summarised(asked.between_tokens),
         "longest_gap_seconds": summarised(
             [one.longest for one in served if one.longest is not None]
         ),
@@ -440,21 +491,14 @@ def _complete(case: LoadCase) -> bool:
 
 def _pairs(case: LoadCase, other: LoadCase) -> list[tuple[float, float]]:
     """Return the normalised latencies of requests that both served, inside both windows."""
-    latencies = []
-    for one in (case, other):
-        requests = sorted(one.requests, key=lambda request: request.number)
-        ends = [r.last for r in requests if r.failure is None and r.last is not None]
-        begin, end = window_of([r.arrival for r in requests], ends)
-        latencies.append(
-            {
-                r.number: (r.last - r.arrival) / r.tokens
-                for r in requests
-                if r.failure is None
-                and r.last is not None
-                and r.tokens
-                and begin <= r.arrival <= end
-            }
-        )
+    latencies = [
+        {
+            one.number: ((one.last or 0.0) - one.arrival) / one.tokens
+            for one in counted_of(each).served
+            if one.tokens
+        }
+        for each in (case, other)
+    ]
     return [
         (latencies[0][number], latencies[1][number])
         for number in latencies[0]

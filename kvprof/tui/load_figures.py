@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvprof.records.load import LoadCase, attains
-from kvprof.records.load_statistics import growth, percentile, window_of
+from kvprof.records.load import LoadCase, attains, counted_of
+from kvprof.records.load_statistics import growth, percentile
 from kvprof.views.numbers import number
 
 __all__ = ["LEVELS", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
@@ -67,33 +67,22 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
         As `kvprof.records.load.rate_row` has it.
     """
     started, finished = case.started, case.finished
-    requests = sorted(case.requests, key=lambda one: one.number)
-    done = [one for one in requests if one.failure is None and one.last is not None]
-    arrivals = [one.arrival for one in requests]
-    begin, end = window_of(arrivals, [one.last or 0.0 for one in done])
-    counted = [one for one in requests if begin <= one.arrival <= end]
-    served = [one for one in counted if one.failure is None and one.last is not None]
-    latencies = sorted(
-        ((one.last or 0.0) - one.arrival) / one.tokens for one in served if one.tokens
-    )
+    asked = counted_of(case)
+    requests, done, counted = asked.requests, asked.done, asked.counted
+    latencies = sorted(asked.latencies)
     limits = {name: limit for name, limit in objective.items() if name != "share"}
     grows = None
     if finished is not None:
-        grows = growth(arrivals, [one.last or 0.0 for one in done], begin, end)["grows"]
+        arrivals, ends = [one.arrival for one in requests], [one.last or 0.0 for one in done]
+        grows = growth(arrivals, ends, asked.begin, asked.end)["grows"]
     return RateBrief(
         started.case,
         started.method,
         started.rate,
         _mean(latencies),
         percentile(latencies, 0.99) if len(latencies) >= 100 else None,
-        _mean([one.first - one.arrival for one in served if one.first is not None]),
-        _mean(
-            [
-                ((one.last or 0.0) - (one.first or 0.0)) / (one.tokens - 1)
-                for one in served
-                if one.tokens > 1
-            ]
-        ),
+        _mean(asked.first_tokens),
+        _mean(asked.between_tokens),
         _mean([float(attains(one, limits)) for one in counted]) if limits else None,
         grows,
         started.requests,
