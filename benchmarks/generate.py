@@ -11,10 +11,14 @@ before and after the others, so that drift shows; a method's time is set against
 A long or wide context is read once, for one row, in pieces, and its cache repeated for the batch:
 rows are then alike, which no kernel takes advantage of. Its prompt is not timed.
 
+With ``--vllm`` vLLM's own time between tokens of the same cases comes last, where it is installed:
+the engine alone, in a process of its own, when the model has gone.
+
     python benchmarks/generate.py --cases 32k,100k,32k*8,100k*8 --methods fdc,fdc-4bit
 """
 
 import argparse
+import gc
 import statistics
 import time
 from contextlib import nullcontext
@@ -28,6 +32,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from kvprof import console
+from kvprof.benchmark.external import VllmShape, check_vllm, measure_vllm
 from kvprof.benchmark.jct.model import load_run_model, make_plans, prompt
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.environment import collect_environment
@@ -170,8 +175,11 @@ def main() -> None:
     parser.add_argument("--transformers", default="32k", help="cases that it runs too")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--vllm", action="store_true", help="vLLM's own time of each case too")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     arguments = parser.parse_args()
+    if arguments.vllm:
+        check_vllm()
     methods = arguments.methods.split(",")
     request = JctRequest(
         model=arguments.model,
@@ -183,11 +191,22 @@ def main() -> None:
     )
     loaded, shape = load_run_model(request)
     plans = make_plans(loaded, shape, request, progress=console.track, should_stop=lambda: False)
+    inputs = {
+        "benchmark": "generate",
+        "model": arguments.model,
+        "layers": len(loaded.layout.layers),
+        "rate": arguments.rate,
+        "tokens": arguments.tokens,
+        "dtype": str(loaded.dtype),
+        "device": str(loaded.device),
+    }
     rows: list[dict[str, Any]] = []
     known = arguments.transformers.split(",")
+    cases: list[tuple[int, int]] = []
     for case in arguments.cases.split(","):
         written, _, many = case.partition("*")
         ((context,), batch) = parse_counts(written), int(many or 1)
+        cases.append((context, batch))
         own = [] if case not in known else ["uncompressed"]
         for name in (*own, "full", *methods, "full"):
             plan = None if name == "uncompressed" else plans[name]
@@ -205,13 +224,56 @@ def main() -> None:
                 f"{found['tbt_median_s'] * 1e3:.2f} ms; replayed {found.get('replayed_steps')}",
                 flush=True,
             )
-            _write(arguments, loaded, with_ratios(rows))
+            _write(arguments, inputs, with_ratios(rows))
+    if arguments.vllm:
+        known_shape = VllmShape.of(loaded)
+        del loaded, plans
+        gc.collect()
+        rows += vllm_rows(known_shape, cases, arguments.tokens)
+        _write(arguments, inputs, with_ratios(rows))
     for row in with_ratios(rows):
         if row.get("times_full") is not None:
             print(
                 f"{row['context']:7,} tokens x {row['batch']}: {row['method']:14} "
                 f"{row['times_full']:.3f} of full"
             )
+
+
+def vllm_rows(shape: VllmShape, cases: list[tuple[int, int]], tokens: int) -> list[dict[str, Any]]:
+    """Return what vLLM takes by itself; say why where it does not answer.
+
+    Parameters
+    ----------
+    shape : VllmShape
+    cases : list of (int, int)
+        Contexts and batches.
+    tokens : int
+        To write.
+    """
+    asked = [(batch, context, tokens) for context, batch in cases]
+    found = measure_vllm(shape, asked, progress=console.track)
+    if found["why"] is not None:
+        print(f"{found['engine']} was not measured: {found['why']}", flush=True)
+    name = f"{found['engine']} {found['version']}"
+    rows = [
+        {
+            "method": name,
+            "context": row["input_len"],
+            "batch": row["batch"],
+            "ttft_s": row["ttft_seconds"],
+            "tbt_s": row["tbt_samples"],
+            "tbt_median_s": row["tbt_seconds"],
+            "settings": found["settings"],
+        }
+        for row in found["rows"]
+    ]
+    for row in rows:
+        print(
+            f"{row['context']:7,} tokens x {row['batch']}: {name:14} between tokens "
+            f"{row['tbt_median_s'] * 1e3:.2f} ms",
+            flush=True,
+        )
+    return rows
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -229,19 +291,12 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _write(arguments: argparse.Namespace, loaded: LoadedModel, rows: list[dict[str, Any]]) -> None:
+def _write(
+    arguments: argparse.Namespace, inputs: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
     """Write what is measured so far beside what earlier calls measured of other contexts."""
     path = arguments.out / NAME
     new = {(row["context"], row["batch"]) for row in rows}
-    inputs = {
-        "benchmark": "generate",
-        "model": arguments.model,
-        "layers": len(loaded.layout.layers),
-        "rate": arguments.rate,
-        "tokens": arguments.tokens,
-        "dtype": str(loaded.dtype),
-        "device": str(loaded.device),
-    }
     kept = []
     if path.is_file():
         earlier = read_result(path)

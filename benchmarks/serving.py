@@ -36,6 +36,7 @@ from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import on_top
 from kvprof.records.files import write_result
 from kvprof.records.result import build_result
+from kvprof.serving.alone import AT_ONCE, case_times
 from kvprof.serving.settings import engine_variables
 from kvprof.sizes import parse_counts
 
@@ -44,8 +45,6 @@ NAME = "serving.json"
 OWN = {"full": "auto", "fp8": "fp8", "turboquant": "turboquant_4bit_nc"}
 _REPEATS = 3
 _GRAPHS = (1, 2, 4, 8, 16)
-#: Tokens of prompts that a step takes.
-_AT_ONCE = 8192
 
 
 def shape_plan(name: str, model: ModelShape, rate: float, kinds: int) -> Plan:
@@ -75,7 +74,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> None:
 
 def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     """Start an engine and print its rows, a line of JSON each."""
-    from vllm import LLM, SamplingParams  # after the environment that names the plan
+    from vllm import LLM  # after the environment that names the plan
 
     tiny = {"enforce_eager": True, "max_num_batched_tokens": 256} if arguments.tiny else {}
     begun = time.perf_counter()
@@ -95,7 +94,7 @@ def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(_GRAPHS),
         },
-        **({"max_num_batched_tokens": _AT_ONCE} | tiny),
+        **({"max_num_batched_tokens": AT_ONCE} | tiny),
     )
     cache = engine.llm_engine.vllm_config.cache_config
     print(
@@ -111,26 +110,16 @@ def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     )
     drawn = random.Random(1)
     for context, batch in arguments.cases:
-        tbt, ttft = [], []
-        for _ in range(1 + _REPEATS):
-            prompts = [
-                {"prompt_token_ids": [drawn.randrange(10, 1000) for _ in range(context)]}
-                for _ in range(batch)
-            ]
-            # The others decode on, a step for each piece of a prompt, until the last one is done.
-            steps = batch * -(-context // _AT_ONCE) + 16
-            counts = [arguments.tokens + steps] * (batch - 1) + [arguments.tokens]
-            asked = [
-                SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-                for count in counts
-            ]
-            marks = [one.metrics for one in engine.generate(prompts, asked, use_tqdm=False)]
-            last = marks[-1]
-            seconds = last.last_token_ts - last.first_token_ts
-            tbt.append(seconds / (arguments.tokens - 1))
-            ttft.append(marks[0].first_token_latency)
-        row = {"method": name, "context": context, "batch": batch, "tbt_s": tbt[1:]}
-        row["ttft_s"] = ttft[1:] if batch == 1 else None
+        times = case_times(
+            engine,
+            context,
+            batch,
+            arguments.tokens,
+            drawn=drawn,
+            enough=lambda runs: runs >= _REPEATS,
+        )
+        row = {"method": name, "context": context, "batch": batch, "tbt_s": times.tbt}
+        row["ttft_s"] = times.ttft if batch == 1 else None
         print(json.dumps(row), flush=True)
 
 

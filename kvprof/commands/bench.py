@@ -22,6 +22,7 @@ from kvprof.commands.bench_jct import (
     RequestsOption,
     TpOption,
     TraceOption,
+    VllmOption,
     bench_jct,
     refuse_kernel_options,
 )
@@ -180,6 +181,7 @@ def bench(
     kernels: KernelsOption = None,
     capacity: CapacityOption = False,
     check: CheckOption = False,
+    vllm: VllmOption = False,
     load: LoadOption = False,
     lengths: LengthsOption = None,
     arrivals: ArrivalsOption = None,
@@ -236,6 +238,7 @@ def bench(
         kernels=kernels,
         capacity=capacity,
         check=check,
+        vllm=vllm,
     )
     sent = LoadOptions(
         lengths=lengths,

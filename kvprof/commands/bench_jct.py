@@ -35,6 +35,7 @@ __all__ = [
     "RequestsOption",
     "TpOption",
     "TraceOption",
+    "VllmOption",
     "bench_jct",
     "refuse_kernel_options",
 ]
@@ -96,6 +97,14 @@ KernelsOption = Annotated[
     str | None,
     _option("--kernels", text="Of a real run: auto, on (CUDA graphs on a GPU) or off."),
 ]
+VllmOption = Annotated[
+    bool,
+    _option(
+        "--vllm",
+        text="Of a real run: vLLM's own time between tokens too, of the same shape; an engine "
+        "starts for it.",
+    ),
+]
 CapacityOption = Annotated[
     bool,
     _option("--capacity", text="Also what fits, and throughput against batch at equal memory."),
@@ -124,6 +133,7 @@ class JctOptions:
     kernels: str | None = None
     capacity: bool = False
     check: bool = False
+    vllm: bool = False
 
     def refuse_without_jct(self) -> None:
         """Refuse them all where ``--jct`` is missing.
@@ -165,6 +175,7 @@ class JctOptions:
             "--kernels": self.kernels is not None,
             "--capacity": self.capacity,
             "--check": self.check,
+            "--vllm": self.vllm,
         }
         return [option for option, there in given.items() if there]
 
@@ -290,6 +301,7 @@ def _request(
         check=asked.check,
         capacity=asked.capacity,
         kernels="auto" if asked.kernels is None else asked.kernels,
+        vllm=asked.vllm,
         command=_command(sys.argv[1:]),
     )
 

@@ -88,6 +88,12 @@ _LONGEST = (
     "lpt: FDC's longest-first assignment, which gives a head of a sequence to one multiprocessor "
     "whole; with fewer of them than multiprocessors the others have nothing to do."
 )
+_EXTERNAL = (
+    "{engine} {version}: the engine alone, in a process of its own after the others, at full width "
+    "with weights of its own drawing, {graphs}, no torch.compile; its time between tokens is the "
+    "median over {runs} of a request's mean."
+)
+_NO_EXTERNAL = "{engine}'s own time between tokens was not measured{some}: {why}."
 _PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."
 
 
@@ -109,6 +115,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         found.append(_APART)
     if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
         found.append(_ENERGY)
+    if external := data.get("external"):
+        found += _external(external)
     if peak_name(result["inputs"]) == "process peak" and data["memory"]:
         found.append(_PROCESS)
     if any(row["schedule"] == "lpt" for row in data["balance"]):
@@ -122,6 +130,22 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         of = _whose(result, own)
         found.append(f"{name[:1].upper()}{name[1:].replace('_', ' ')}{of}: {text}.")
     return found
+
+
+def _external(external: Mapping[str, Any]) -> Iterator[str]:
+    rows = external["rows"]
+    if rows:
+        runs = sorted({len(row["tbt_samples"]) for row in rows})
+        yield _EXTERNAL.format(
+            **{key: external[key] for key in ("engine", "version")},
+            graphs="no CUDA graphs"
+            if external["settings"]["cuda_graphs"] == "NONE"
+            else "decoding steps in CUDA graphs",
+            runs=f"{runs[0]} runs" if len(runs) == 1 else f"{runs[0]} to {runs[-1]} runs",
+        )
+    if external["why"] is not None:
+        some = " of every request" if rows else ""
+        yield _NO_EXTERNAL.format(engine=external["engine"], some=some, why=external["why"])
 
 
 def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
@@ -419,7 +443,8 @@ def _measured(
         bar_of(name, known[case["case"]])
         for name, case in zip(group.names, group.cases, strict=True)
     ]
-    parts += [StackedBars(bars, "Job completion time in parts"), Text(), summary_table(group)]
+    parts += [StackedBars(bars, "Job completion time in parts"), Text()]
+    parts.append(summary_table(group, result["data"].get("external")))
     if table := reliability_table(group, known):
         parts += [Text(), table]
     parts += [Text(), part_table(group, known, _apart(result))]

@@ -42,26 +42,41 @@ __all__ = [
 ]
 
 
-def summary_table(group: Group) -> DataTable:
-    """Return one row per case of a request: job completion time, first token, between tokens."""
+def summary_table(group: Group, external: Mapping[str, Any] | None = None) -> DataTable:
+    """Return one row per case of a request: job completion time, first token, between tokens.
+
+    Parameters
+    ----------
+    group : Group
+    external : mapping, optional
+        ``data.external``: an engine's own figures of the same request are the last row.
+    """
     against = group.against()
+    request = {key: getattr(group, key) for key in ("batch", "input_len", "output_len")}
+    beside = [
+        {"rate": 0.0, "jct_seconds": None, **row}
+        for row in (external or {"rows": ()})["rows"]
+        if {key: row[key] for key in request} == request
+    ]
+    shown = [*group.cases, *beside]
+    named = f"{external['engine']} {external['version']}" if external else ""
     columns = [Column("method", words=True), Column("rate")]
     cells: list[list[str]] = [
-        group.names,
-        [MISSING if case["rate"] is None else f"{case['rate']:.3f}" for case in group.cases],
+        [*group.names, *[named] * len(beside)],
+        [MISSING if case["rate"] is None else f"{case['rate']:.3f}" for case in shown],
     ]
     for key, title in (("jct_seconds", "JCT"), ("ttft_seconds", "TTFT"), ("tbt_seconds", "TBT")):
         factor, unit = unit_of(case[key] for case in group.cases)
         columns.append(Column(f"{title} ({unit})"))
-        cells.append([_scaled(case[key], factor) for case in group.cases])
-        if against is not None and len(group.cases) > 1:
+        cells.append([_scaled(case[key], factor) for case in shown])
+        if against is not None and len(shown) > 1:
             columns.append(Column(f"to {against}"))
             cells.append(
                 [
                     MISSING
                     if case is group.baseline
                     else signed_percent(change(case[key], group.base(key)))
-                    for case in group.cases
+                    for case in shown
                 ]
             )
     return DataTable(columns, list(zip(*cells, strict=True)))

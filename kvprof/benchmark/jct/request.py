@@ -75,6 +75,8 @@ class JctRequest:
         Also what fits, and throughput against batch at equal memory.
     kernels : str
         Of a real run; see `kvprof.runtime.compressed.compressed`.
+    vllm : bool
+        Of a real run: vLLM's own time between tokens too.
     command : tuple of str
         As the user wrote it.
     """
@@ -100,6 +102,7 @@ class JctRequest:
     check: bool = False
     capacity: bool = False
     kernels: str = "auto"
+    vllm: bool = False
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -137,7 +140,11 @@ class JctRequest:
     def _exclude(self) -> None:
         """Refuse options that mean nothing together."""
         if self.composed:
+            if self.vllm:
+                raise UsageError("--vllm stands beside a real run: add --real")
             return
+        if self.vllm and max(self.output_lens) < 2:
+            raise UsageError("--vllm: one token has no time to the next; give --output-len 2")
         alone = {
             "--tp": self.tp > 1,
             "--trace": self.trace is not None,

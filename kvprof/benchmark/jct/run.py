@@ -1,5 +1,6 @@
 """``run_jct``: every case of a request, as events in a journal."""
 
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -9,6 +10,14 @@ from typing import Any
 
 import torch
 
+from kvprof.benchmark.external import (
+    VllmShape,
+    check_measured,
+    check_vllm,
+    measure_vllm,
+    not_asked,
+    not_reached,
+)
 from kvprof.benchmark.jct.ablations import Variant, make_variants, parse_variant
 from kvprof.benchmark.jct.composed import measure_composed
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
@@ -121,12 +130,33 @@ _REPEATS = {"cuda": (3, 10), "cpu": (3, 9)}
 
 
 def run_real(run: Run) -> None:
-    """Load the model, plan every method, and let the model answer every case.
+    """Load the model, plan every method, and let the model answer every case; then vLLM, if asked.
 
     Parameters
     ----------
     run : Run
     """
+    request = run.request
+    if request.vllm:
+        check_vllm()
+    run.extra["external"] = not_reached() if request.vllm else not_asked()
+    shape = _model_answers(run)
+    if not request.vllm or run.should_stop():
+        return
+    # The model is no longer needed, and its memory is the engine's.
+    gc.collect()
+    cases = [(batch, given, written) for _, batch, given, written in request.cases()]
+    external = measure_vllm(
+        shape, cases, seed=request.seed, progress=run.progress, should_stop=run.should_stop
+    )
+    run.extra["external"] = external
+    if run.should_stop():
+        raise Interrupted
+    with run.spared("vLLM"):
+        check_measured(external)
+
+
+def _model_answers(run: Run) -> VllmShape:
     request = run.request
     if request.check:
         check_methods(request.methods)
@@ -194,6 +224,7 @@ def run_real(run: Run) -> None:
                         for row in rows
                     ]
             bar.advance()
+    return VllmShape.of(loaded)
 
 
 def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, int, int]]) -> None:
