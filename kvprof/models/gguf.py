@@ -174,7 +174,9 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         said = _value(reader, f"{architecture}.block_count")
         scaling = _rope_scaling(reader, architecture)
     except Exception as error:  # whatever a reader of bytes stumbles over
-        raise FailedError(f"{spec}: {path.name} is damaged ({_short(error)})") from error
+        raise FailedError(
+            f"{spec}: {path.name} is truncated or damaged ({_short(error)})"
+        ) from error
     if split > 1:
         raise UsageError(
             f"{spec}: {path.name} is one of {split} parts of a model; join them (llama-gguf-split "
@@ -284,6 +286,7 @@ class _Head:
                 raise ValueError("a tensor beyond the file's end")
 
     def _number(self, form: str) -> int:
+        self._fits(struct.calcsize(form))
         (value,) = struct.unpack_from(form, self._data, self._at)
         self._at += struct.calcsize(form)
         return int(value)

