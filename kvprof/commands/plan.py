@@ -1,4 +1,4 @@
-"""``kvprof plan``: what a method would store, fold and run, and what fits into a memory."""
+"""``kvprof plan``: what a method would store, fold and run, what fits, and what moving takes."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,12 +25,15 @@ from kvprof.commands.options import (
     TrustOption,
     check_choice,
     method_options,
+    read_counts,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, names_in
-from kvprof.sizes import parse_bytes, parse_share
+from kvprof.sizes import parse_bytes, parse_count, parse_share
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN
 
 
 def plan(
@@ -47,7 +50,7 @@ def plan(
         typer.Option(
             "--methods",
             autocompletion=completion.methods,
-            help="Of --fit. Default fdc,zack,palu,tale,kq.",
+            help="Of --fit and --transfer. Default fdc,zack,palu,tale,kq.",
         ),
     ] = None,
     reserve: Annotated[
@@ -56,11 +59,58 @@ def plan(
     ] = None,
     rates: Annotated[
         list[Path] | None,
-        typer.Option("--rates", help="Of --fit: a frontier with rates to take; repeatable."),
+        typer.Option(
+            "--rates", help="Of --fit and --transfer: a frontier with rates to take; repeatable."
+        ),
+    ] = None,
+    transfer: Annotated[
+        bool,
+        typer.Option(
+            "--transfer",
+            help="What moving a context's cache takes, by method, against computing it again.",
+        ),
+    ] = False,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="SHAPE|PATH",
+            autocompletion=completion.shapes,
+            help="Of --transfer: instead of MODEL, a shape as bench --model takes it; no weights "
+            "are needed.",
+        ),
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--link",
+            metavar="LINK",
+            help="Of --transfer: pcie5x16, nvlink4, 100Gbit/s, or a measured one, rdma=46.2GB/s; "
+            "repeatable.",
+        ),
+    ] = None,
+    seq: Annotated[
+        str | None,
+        typer.Option(
+            "--seq",
+            metavar="LIST",
+            help="Of --transfer: contexts in tokens, 4k,32k. Default those of the prefill.",
+        ),
+    ] = None,
+    prefill: Annotated[
+        Path | None,
+        typer.Option(
+            "--prefill",
+            metavar="FILE",
+            help="Of --transfer: a result of bench --jct, which says what computing again takes.",
+        ),
     ] = None,
     plan_files: Annotated[
         list[Path] | None,
-        typer.Option("--plan", help="A saved plan, instead of --method; repeatable with --fit."),
+        typer.Option(
+            "--plan",
+            help="A saved plan, instead of --method; repeatable with --fit and --transfer.",
+        ),
     ] = None,
     describe: Annotated[
         bool, typer.Option("--describe", help="Also in words, with every layer's ranks.")
@@ -87,13 +137,14 @@ def plan(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Show what a method stores, folds and runs, or (--fit) what fits into a memory.
+    """Show what a method stores, folds and runs, what fits (--fit), or what moves (--transfer).
 
     Examples
     --------
     kvprof plan --method kq --rate 0.3 --describe
     kvprof plan --method fdc --rate 0.5 --save fdc.plan
     kvprof plan meta-llama/Llama-3.1-8B --fit 80GB
+    kvprof plan --transfer --shape Llama-3.1-8B --rate 50% --link pcie5x16 --link 100Gbit/s
     """
     outputs = Outputs(json=json, out=out, force=force)
     outputs.check(extra=[save] if save else [])
@@ -115,30 +166,51 @@ def plan(
         "calibrate_tokens": calibrate_tokens,
         "options": options,
     }
-    if fit is None:
+    _refuse(
+        "means nothing without --transfer",
+        {"--shape": shape, "--link": link, "--seq": seq, "--prefill": prefill}
+        if not transfer
+        else {},
+    )
+    _refuse("means nothing without --fit", {"--reserve": reserve} if fit is None else {})
+    sizes = None if fit is None else _fit_sizes(fit, reserve or "10%")
+    several = " and ".join(["--fit"] * (fit is not None) + ["--transfer"] * transfer)
+    if not several:
         _refuse(
-            "means nothing without --fit",
-            {"--methods": methods, "--reserve": reserve, "--rates": rates},
+            "means nothing without --fit or --transfer", {"--methods": methods, "--rates": rates}
         )
         _check_one(files, save)
         check_choice(plan_file=files[0] if files else None, **given)
     else:
         _refuse(
-            "cannot be had with --fit, which plans several methods; run kvprof plan without it",
+            f"cannot be had with {several}, which plans several methods; run kvprof plan without "
+            "it",
             {"--removal": removal, "--describe": describe, "--compare": compare, "--save": save},
         )
         if method is not None and methods is not None:
-            raise UsageError("--method and --methods both name what --fit is for; keep one")
+            raise UsageError(f"--method and --methods both name what {several} is for; keep one")
         if rate is not None and not 0 <= rate < 1:
             raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
         check_names(names_in(methods or method or ""))
-        sizes = _fit_sizes(fit, reserve or "10%")
+    if shape is not None and model is not None:
+        raise UsageError(f"{model} and --shape {shape} both say what is planned for; keep one")
+    links = parse_links(link or ())
+    contexts = read_counts(seq, what="--seq") if seq is not None else None
 
     # Everything from here on needs torch.
-    from kvprof.commands.plan_run import fit_data, model_inputs, one_plan
-    from kvprof.commands.steps import load_for_command, resolve_context
+    from kvprof.commands.plan_run import (
+        choose_plans,
+        fit_data,
+        fit_memory,
+        one_plan,
+        planned_model,
+        planned_shape,
+        transfer_data,
+    )
+    from kvprof.commands.steps import evaluation_context, load_for_command
+    from kvprof.evaluation.recorded_prefill import prefill_of, shipped_prefill
 
-    if fit is None:
+    if not several:
         one_plan(
             model,
             files[0] if files else None,
@@ -151,12 +223,20 @@ def plan(
             save=save,
         )
         return
-    loaded = load_for_command(model, **how)
-    at = resolve_context(context, loaded)
+    if shape is not None:
+        planned = planned_shape(shape, how)
+    else:
+        planned = planned_model(load_for_command(model, **how))
+    memory = None if sizes is None else fit_memory(planned, sizes)
+    if prefill is not None:
+        again = prefill_of(prefill, planned.layout, planned.fingerprint, planned.dtype_name)
+    else:
+        again = shipped_prefill(planned.spec, planned.layout, planned.dtype_name)
+    own = DEFAULT_SEQ_LEN if planned.context_length is None else planned.context_length
+    at = evaluation_context(own) if context is None else parse_count(context, what="--context")
     with graceful_interrupt() as stop:
-        data, complete = fit_data(
-            loaded,
-            sizes,
+        choices = choose_plans(
+            planned,
             methods=method if methods is None else methods,
             rate=rate,
             plan_files=files,
@@ -170,16 +250,26 @@ def plan(
         outputs.end(
             "plan",
             inputs={
-                **model_inputs(loaded),
+                **planned.inputs(),
                 "fit": fit,
-                "reserve": reserve or "10%",
+                "reserve": None if fit is None else reserve or "10%",
+                "links": [one.name for one in links] if transfer else None,
+                "seq": contexts,
+                "prefill": prefill,
                 "context": at,
                 "rate": rate,
                 "calibrate": calibrate,
                 "options": options,
             },
-            data={"plan": None, "comparison": None, "fit": data},
-            complete=complete,
+            data={
+                "plan": None,
+                "comparison": None,
+                "fit": None if memory is None else fit_data(planned, memory, choices),
+                "transfer": transfer_data(planned, choices, links, contexts, again)
+                if transfer
+                else None,
+            },
+            complete=choices.complete,
         )
 
 
@@ -195,7 +285,9 @@ def _refuse(why: str, given: dict[str, Any]) -> None:
 
 def _check_one(files: list[Path], save: Path | None) -> None:
     if len(files) > 1:
-        raise UsageError("--plan names several plans; --fit takes them all, --compare a second one")
+        raise UsageError(
+            "--plan names several plans; --fit and --transfer take them all, --compare a second one"
+        )
     if save is not None and files:
         raise UsageError(f"--save {save}: the plan of --plan is saved already; leave one out")
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvprof.errors import UsageError
 from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily, by_head
 from kvprof.methods.named import COMBINATIONS, method_names
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
-from kvprof.models.layout import LayerLayout
+from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import LoadedModel
 from kvprof.moments.collect import (
     CollectOptions,
@@ -34,6 +34,7 @@ __all__ = [
     "CalibrationInterrupted",
     "CalibrationOptions",
     "Calibrator",
+    "Laid",
     "MomentStore",
     "Progress",
     "base_method",
@@ -512,12 +513,24 @@ def follows_from_rate(method: str, **options: Any) -> bool:
     return needs is None or base_method(method, options)[0] in METHODS
 
 
-def uncalibrated_family(loaded: LoadedModel, method: str, **options: Any) -> PlanFamily | None:
+class Laid(Protocol):
+    """What has a layout: a loaded model, or a shape without weights."""
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Heads and widths of every layer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its weights; empty without."""
+
+
+def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily | None:
     """Return plans that store what the method's own would, on bases that mean nothing.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    loaded : Laid
     method : str
         A method's or a combination's name.
     **options

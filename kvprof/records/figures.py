@@ -343,6 +343,11 @@ def _plan(data: Row) -> Iterator[Figure]:
                 headline=True,
                 exact=True,
             )
+    for row in (data.get("transfer") or {}).get("rows", ()):
+        for found in row["at"]:
+            of = (("label", row["label"]), ("context", found["context"]))
+            yield from _given(found, "bytes", of, "lower", headline=True, exact=True)
+            yield from _given(found, "least_bytes_per_s", of, "lower")
 
 
 def _generate(data: Row) -> Iterator[Figure]:

@@ -45,6 +45,7 @@ _FREE = frozenset(
         "--jct",
         "--kernels",
         "--layers",
+        "--link",
         "--load",
         "--max-new-tokens",
         "--memory",
@@ -92,6 +93,7 @@ _FREE = frozenset(
         "--tokens",
         "--top-p",
         "--tp",
+        "--transfer",
         "--vo-weight",
     )
 )
@@ -105,9 +107,11 @@ _READ = frozenset(
         "--lengths",
         "--model",
         "--plan",
+        "--prefill",
         "--prompt-file",
         "--ranks",
         "--rates",
+        "--shape",
         "--source",
         "--step-times",
         "--text",

@@ -7,11 +7,11 @@ from rich.console import RenderableType
 
 from kvprof.sizes import format_bytes, format_count
 from kvprof.views.heatmap import rank_maps
-from kvprof.views.numbers import MISSING, number, percent, span
+from kvprof.views.numbers import MISSING, duration, number, percent, rate_in_bytes, span
 from kvprof.views.page import bullets, framed, heading, paragraph, weights_row
-from kvprof.views.tables import Column, DataTable, key_values
+from kvprof.views.tables import Column, DataTable, SplitTable, columns, key_values
 
-__all__ = ["fit_parts", "report", "summary"]
+__all__ = ["fit_parts", "report", "summary", "transfer_parts"]
 
 # --- The part of ``kvprof plan``'s report that says what fits into a memory.
 
@@ -115,10 +115,10 @@ def _context(length: int, own: int | None) -> str:
     return f"at {format_count(length)}{' (own)' if length == own else ''}"
 
 
-def _legend(fit: Mapping[str, Any]) -> str:
-    rows = fit["rows"]
+def _rates_said(rows: Sequence[Mapping[str, Any]], dtype: str) -> list[str]:
+    """Say what rates are, and where those of the rows come from."""
     found = {row["rate_from"] for row in rows}
-    text = [f"Rates are bytes saved of full width in {fit['dtype']}."]
+    text = [f"Rates are bytes saved of full width in {dtype}."]
     if "recorded" in found:
         records = sorted({row["rate_record"] for row in rows if row["rate_from"] == "recorded"})
         text.append(
@@ -135,6 +135,12 @@ def _legend(fit: Mapping[str, Any]) -> str:
             f"--rate: the rate given, at {min(contexts):,} tokens; what accuracy it keeps is not "
             "known."
         )
+    return text
+
+
+def _legend(fit: Mapping[str, Any]) -> str:
+    rows = fit["rows"]
+    text = _rates_said(rows, fit["dtype"])
     if any(
         entry["over_model_context"]
         for row in rows
@@ -142,6 +148,146 @@ def _legend(fit: Mapping[str, Any]) -> str:
     ):
         text.append(f"{_OVER} longer than the model's own context.")
     return " ".join(text)
+
+
+# --- The part that says what moving a cache takes, against computing its context again.
+
+
+_SLOWER = "!"
+_LINKS_AT_ONCE = 4  # columns
+
+
+def transfer_parts(result: Mapping[str, Any]) -> list[RenderableType]:
+    """Return what the report says about moving caches.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``plan`` that has a ``transfer``.
+    """
+    moved = result["data"]["transfer"]
+    parts: list[RenderableType] = []
+    if said := _pays(moved):
+        parts.append(paragraph(said))
+    for index, at in enumerate(moved["contexts"]):
+        over = _OVER if at["over_model_context"] else ""
+        parts += [
+            heading(f"Moving the cache of {at['context']:,} tokens{over}"),
+            paragraph(f"Computing it again: {_again(moved, at)}", "dim"),
+            _moving(moved, index),
+        ]
+    parts += [
+        heading("Links"),
+        key_values({one["link"]: _speed_said(one) for one in moved["links"]}),
+        paragraph(" ".join(_moving_legend(moved)), "dim"),
+    ]
+    if moved["measure"] is not None:
+        parts += [
+            heading("Not measured"),
+            paragraph(
+                "What computing these contexts again takes has to be measured on the machine that "
+                "would do it; --prefill prefill.json then takes it:"
+            ),
+            paragraph(moved["measure"]),
+        ]
+    if moved["missing"]:
+        parts += [
+            heading("Not planned"),
+            bullets(f"{entry['label']}: {entry['reason']}" for entry in moved["missing"]),
+        ]
+    return parts
+
+
+def _pays(moved: Mapping[str, Any]) -> str:
+    """Say at the longest context that was measured from which speed on moving pays."""
+    known = [i for i, at in enumerate(moved["contexts"]) if at["recompute_seconds"] is not None]
+    if not known or not moved["rows"]:
+        return ""
+    at = moved["contexts"][known[-1]]
+    least = [(row["at"][known[-1]]["least_bytes_per_s"], row["label"]) for row in moved["rows"]]
+    most, fewest = max(least), min(least)
+    text = (
+        f"Computing {at['context']:,} tokens again takes {duration(at['recompute_seconds'])}; "
+        f"moving their cache takes less from {_speed(most[0])} on with {most[1]}"
+    )
+    return f"{text}, from {_speed(fewest[0])} on with {fewest[1]}."
+
+
+def _again(moved: Mapping[str, Any], at: Mapping[str, Any]) -> str:
+    prefill, seconds = moved["prefill"], at["recompute_seconds"]
+    if seconds is None:
+        if prefill is None:
+            return f"{MISSING} (no prefill of this model is at hand)"
+        return f"{MISSING} ({prefill['source']} has no prefill of this length)"
+    return f"{duration(seconds)} at full width"
+
+
+def _moving(moved: Mapping[str, Any], index: int) -> SplitTable:
+    names = [one["link"] for one in moved["links"]]
+    heads = columns("method", figures=("rate", "bytes", "pays from", *names))
+    again = moved["contexts"][index]["recompute_seconds"]
+    rows = []
+    for row in moved["rows"]:
+        at = row["at"][index]
+        times = [
+            f"{duration(seconds)}{_SLOWER if again is not None and seconds > again else ''}"
+            for seconds in at["seconds"]
+        ]
+        rows.append(
+            [
+                row["label"],
+                rate_in_bytes(at["rate"]),
+                format_bytes(at["bytes"]),
+                _speed(at["least_bytes_per_s"]),
+                *times,
+            ]
+        )
+    few = [min(_LINKS_AT_ONCE, len(names) - at) for at in range(0, len(names), _LINKS_AT_ONCE)]
+    return SplitTable(heads, rows, (3, *few))
+
+
+def _speed(per_s: float | None) -> str:
+    if per_s is None:
+        return MISSING
+    factor, unit = next(
+        ((f, u) for f, u in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")) if per_s >= f),
+        (1e3, "kB/s"),
+    )
+    return f"{number(per_s / factor)} {unit}"
+
+
+def _speed_said(link: Mapping[str, Any]) -> str:
+    how = "nominal" if link["nominal"] else "as given"
+    return f"{_speed(link['bytes_per_s'])}, {how}"
+
+
+def _moving_legend(moved: Mapping[str, Any]) -> list[str]:
+    text = [
+        *_rates_said(moved["rows"], moved["dtype"]),
+        "Seconds: bytes over the speed of one direction; latency, packing and a busy host come on "
+        "top. A GB is 10⁹ bytes. Nominal: what the standard says of the wires.",
+    ]
+    prefill = moved["prefill"]
+    if prefill is not None:
+        several = f" on {prefill['devices']} of" if prefill["devices"] > 1 else " on"
+        where = "shipped with kvprof" if prefill["origin"] == "shipped" else "--prefill"
+        text.append(
+            f"Computing again: prefill of one sequence of {prefill['model']} at full width in "
+            f"{prefill['dtype']}{several} {prefill['device']}, {prefill['mode']}, as "
+            f"{prefill['source']} has it ({where}, {prefill['created'][:10]})."
+        )
+        text.append("Pays from: over a faster link moving takes less time than that.")
+    if any(
+        seconds > again["recompute_seconds"]
+        for row in moved["rows"]
+        for at, again in zip(row["at"], moved["contexts"], strict=True)
+        if again["recompute_seconds"] is not None
+        for seconds in at["seconds"]
+    ):
+        text.append(f"{_SLOWER} longer than computing it again.")
+    if any(at["over_model_context"] for at in moved["contexts"]):
+        text.append(f"{_OVER} longer than the model's own context.")
+    return text
 
 
 _PARTS = {
@@ -183,6 +329,8 @@ def report(
     parts: list[RenderableType] = []
     if data["fit"] is not None:
         parts += fit_parts(result)
+    if data.get("transfer") is not None:
+        parts += transfer_parts(result)
     if data["plan"] is not None:
         parts += _plan_parts(result, describe=describe)
     if data["comparison"] is not None:
