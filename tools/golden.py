@@ -32,9 +32,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 120)
-_SMALL = "--calibrate-tokens 1k --seq-len 128 --sequences 2"
+_TEXT = "--calibrate-tokens 1k --seq-len 128 --sequences 2"
+_SMALL = f"{_TEXT} --tasks none"
 _BENCH = "--model Llama-3.1-8B --seq 256,512 --batch 1 --device cpu --repeats 3 --dtype float32"
 _REQUEST = "--jct --composed --input-len 256 --output-len 8 --device cpu --repeats 3"
+_LOAD = "bench --load --simulate --lengths in=2k,out=32 --requests 24 --slo ttft=2s,tbt=50ms"
 
 #: Commands that measure what does not change with time: reports and results are held whole.
 EXACT = (
@@ -46,10 +48,16 @@ EXACT = (
         "plan-fit": "plan --fit 80GB",
         "eval": f"eval --method full,kq,fdc,palu,tale --rate 0.3 {_SMALL}",
         "eval-quantised": f"eval --method kq-4bit,fdc-8bit,per-token --rate 0.3 {_SMALL}",
-        "eval-tasks": f"eval --method kq --rate 0.3 --tasks needle --task-items 2 {_SMALL}",
+        "eval-tasks": (
+            "eval --method kq --rate 0.3 --tasks needle,niah-multikey-1,multi-rounds,arithmetic-2 "
+            f"--task-items 1 --task-lengths 384,512 {_TEXT}"
+        ),
         "eval-forced": f"eval --method kq,palu --rate 0.3 --teacher-forced {_SMALL}",
         "frontier": f"frontier --methods fdc,kq --points 2 --no-cache {_SMALL}",
         "sensitivity": "sensitivity --layers 0,1 --bits 4 --tokens 512 --seq-len 128",
+        "load": f"{_LOAD} --rates 2,8,32 --methods full,fp8,fdc",
+        "load-replicas": f"{_LOAD} --rates 4 --methods kq --replicas 2 --arrivals gamma:cv=2",
+        "recipe-run": "recipe run example-sweep",
         "generate": "generate --method kq --rate 0.3 --max-new-tokens 12 --prompt 'The cat' --diff",
     }
     | {
@@ -74,6 +82,9 @@ TIMED = {
     "doctor": "doctor",
 }
 
+#: Cases whose figures of time are a record's or a simulation's, and stay as they are.
+STILL = ("show-", "export-", "compare", "replay", "load")
+
 #: Records whose reports and exports are held.
 RECORDS = (
     "kvprof/assets/demo",
@@ -87,6 +98,7 @@ EXPORTS = ("csv", "md", "html", "perfetto")
 #: which it is followed; at the end it is whole.
 SCREENS = {"overview": [], "layers": ["2"], "balance": ["3"], "cache": ["4"], "log": ["5"]}
 FOLLOWED = (0.3, 0.7, 1.0)
+LOAD_SCREENS = {"load": [], "load-method": ["m"]}
 _SVG_TEXT = re.compile(r'<text [^>]*\bx="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 
 _SAYS_WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?")
@@ -110,6 +122,15 @@ def lines() -> Iterator[tuple[str, str]]:
     yield "recipe-validate", "recipe validate fdc-table-10 zack-fig-14"
     yield "runs", "runs kvprof/assets"
     yield "warm", "warm --method kq --rate 0.3 --calibrate-tokens 1k"
+    # Without vLLM; what is served is held by tests.
+    yield "serve", "serve reference --method kq --rate 0.3"
+    yield "serve-nothing", "serve reference --port 8001 --tp 2"
+    for word in ("list", "show", "validate", "run", "report", "new"):
+        yield f"help-recipe-{word}", f"recipe {word} --help"
+    yield (
+        "recipe-report",
+        "recipe report docs/reproduction/smoke-cpu.json --md /dev/stdout --html /dev/null --force",
+    )
     yield "compare", "compare docs/findings/frontier-text.json docs/findings/frontier-text-64k.json"
     yield "replay", "tui kvprof/assets/demo"
     yield "schema", "export --schema jct"
@@ -129,8 +150,11 @@ def _commands() -> list[str]:
     return [one.name for one in COMMANDS]
 
 
-def said(line: str, columns: int) -> tuple[int, str, str]:
-    """Run a command in a process of its own, forked from this one; code, stdout and errors."""
+def said(line: str, columns: int, *, still: bool = False) -> tuple[int, str, str]:
+    """Run a command in a process of its own, forked from this one; code, stdout and errors.
+
+    Figures of time are left out unless they are `still` from run to run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         child = os.fork()
@@ -138,8 +162,9 @@ def said(line: str, columns: int) -> tuple[int, str, str]:
             _run(line, columns, out, err)
         _, status = os.waitpid(child, 0)
         told = [one for one in err.read_text(errors="replace").splitlines() if "kvprof: " in one]
-        text = _SAYS_WHEN.sub("(when)", out.read_text(errors="replace"))
-        text = _TIMES.sub(r"\1(figures)", text)
+        text = out.read_text(errors="replace")
+        if not still:
+            text = _TIMES.sub(r"\1(figures)", _SAYS_WHEN.sub("(when)", text))
         return os.waitstatus_to_exitcode(status), text, "".join(f"{one}\n" for one in told)
 
 
@@ -167,14 +192,18 @@ def measured(name: str, line: str, timed: bool) -> Iterator[tuple[str, str]]:
     """Yield the report at both widths, and the result without what differs from run to run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        code, text, told = said(f"{line} --json {path}", WIDTHS[0])
+        code, text, told = said(f"{line} --json {path}", WIDTHS[0], still=_still(name))
         yield f"{name}.txt", f"exit {code}\n{told}" + ("" if timed else text)
         if not path.exists():
             return
         if not timed:
-            yield f"{name}-{WIDTHS[1]}.txt", said(f"show {path}", WIDTHS[1])[1]
+            yield f"{name}-{WIDTHS[1]}.txt", said(f"show {path}", WIDTHS[1], still=_still(name))[1]
         found = json.loads(path.read_text())
     yield f"{name}.json", json.dumps(_plain(found, timed), indent=1, ensure_ascii=False) + "\n"
+
+
+def _still(name: str) -> bool:
+    return name.startswith(STILL)
 
 
 def _plain(value: Any, timed: bool, key: str = "") -> Any:
@@ -196,24 +225,37 @@ def _plain(value: Any, timed: bool, key: str = "") -> Any:
 
 
 def screens(only: str) -> Iterator[tuple[str, str]]:
-    """Yield what the live view shows of the demo as it is followed, as lines of text."""
+    """Yield what the live view shows of the demo and of a simulated load, as lines of text."""
+    demo = "kvprof/assets/demo"
+    yield from _screens_of(demo, SCREENS, FOLLOWED, only)
+    if not any(only in f"screen-{name}-100%-{width}" for name in LOAD_SCREENS for width in WIDTHS):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        said(f"{_LOAD} --rates 2,8 --methods full,fdc --out {folder}/load", WIDTHS[0])
+        # How long the simulator took is of this run; so it is shown whole, at its end.
+        yield from _screens_of(f"{folder}/load", LOAD_SCREENS, FOLLOWED[-1:], only)
+
+
+def _screens_of(
+    run: str, chosen: dict[str, list[str]], shares: tuple[float, ...], only: str
+) -> Iterator[tuple[str, str]]:
     from readme_svg import picture
 
     from kvprof.commands.tui import open_run
 
-    last = open_run("kvprof/assets/demo")
+    last = open_run(run)
     last.source.jump()
     end = 0.0
     while events := last.source.poll(1000):
         end = max(end, events[-1].time)
-    for screen, keys in SCREENS.items():
-        for share in FOLLOWED:
+    for screen, keys in chosen.items():
+        for share in shares:
             for width in WIDTHS:
                 name = f"screen-{screen}-{share:.0%}-{width}"
                 if only not in name:
                     continue
-                session = open_run("kvprof/assets/demo")
-                session.name = "demo"
+                session = open_run(run)
+                session.name = Path(run).name
                 drawn = asyncio.run(picture(session, share * end, keys, (width, 50), light=False))
                 yield f"{name}.txt", _lines_of(drawn)
 
@@ -240,7 +282,7 @@ def everything(only: str, with_kernels: bool) -> Iterator[tuple[str, str]]:
     for name, line in lines():
         if only in name:
             for columns in WIDTHS if "export" not in name else WIDTHS[:1]:
-                code, text, told = said(line, columns)
+                code, text, told = said(line, columns, still=_still(name))
                 yield f"{name}-{columns}.txt", f"exit {code}\n{told}{text}"
     yield from screens(only)
     if with_kernels:
