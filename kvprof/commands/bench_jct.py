@@ -60,10 +60,11 @@ InputLenOption = Annotated[
 OutputLenOption = Annotated[
     str | None,
     _option(
-        "--output-len", metavar="LIST",
+        "--output-len",
+        metavar="LIST",
         text="Tokens to write. Default 64 of a real run, 256 of a composed one.",
     ),
-]  # fmt: skip
+]
 RealOption = Annotated[
     bool | None,
     _option(

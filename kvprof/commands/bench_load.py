@@ -99,11 +99,12 @@ LoadOption = Annotated[
 LengthsOption = Annotated[
     str | None,
     _option(
-        "--lengths", metavar="TRACE|in=8k,out=256|FILE",
+        "--lengths",
+        metavar="TRACE|in=8k,out=256|FILE",
         text="How long requests are: a paper's trace (arxiv, zack/cocktail), all alike, or a file: "
         "ShareGPT-like, Mooncake's, Azure's. Default arxiv.",
     ),
-]  # fmt: skip
+]
 ArrivalsOption = Annotated[
     str | None,
     _option("--arrivals", text="poisson, gamma:cv=2, or trace (a file's times). Default poisson."),
@@ -111,10 +112,11 @@ ArrivalsOption = Annotated[
 RatesOption = Annotated[
     str | None,
     _option(
-        "--rates", metavar="LIST",
+        "--rates",
+        metavar="LIST",
         text="Requests a second: 0.5,1,2. Default auto: doubled until the queue grows.",
     ),
-]  # fmt: skip
+]
 SecondsOption = Annotated[
     float | None,
     _option("--seconds", text="Send requests for so long at each rate, in place of --requests."),
@@ -122,10 +124,11 @@ SecondsOption = Annotated[
 SloOption = Annotated[
     str | None,
     _option(
-        "--slo", metavar="LIST",
+        "--slo",
+        metavar="LIST",
         text="Objective of a request: ttft=2s,tbt=50ms,latency=100ms; share=0.9 must keep it.",
     ),
-]  # fmt: skip
+]
 UrlOption = Annotated[
     str | None,
     _option("--url", metavar="LIST", text="OpenAI-compatible servers that run already."),
@@ -165,19 +168,21 @@ SimulateOption = Annotated[
 StepTimesOption = Annotated[
     Path | None,
     _option(
-        "--step-times", metavar="RECORD",
+        "--step-times",
+        metavar="RECORD",
         text="Whose steps: a result of bench --jct --composed, or the folder of a load that was "
         "served. Default: an H200's, Llama-3.1-8B (with --tp 4 Llama-3.1-70B), which ships.",
     ),
-]  # fmt: skip
+]
 AgainstOption = Annotated[
     str | None,
     _option(
-        "--against", metavar="RUN",
+        "--against",
+        metavar="RUN",
         text="A load that was served: simulate the same requests at its rates, and say how near "
         "that comes.",
     ),
-]  # fmt: skip
+]
 
 EngineOption = Annotated[
     str | None,

@@ -454,10 +454,18 @@ def to_csv(result: Mapping[str, Any]) -> str:
         line: dict[str, Any] = {
             name: row[name]
             for name in (
-                "method", "rate", "complete", "requests", "counted", "failed", "arrived_per_s",
-                "completed_per_s", "tokens_per_s", "growth_per_s",
+                "method",
+                "rate",
+                "complete",
+                "requests",
+                "counted",
+                "failed",
+                "arrived_per_s",
+                "completed_per_s",
+                "tokens_per_s",
+                "growth_per_s",
             )
-        }  # fmt: skip
+        }
         line |= ends("growth_per_s", row["growth_per_s_interval"])
         line |= {"grows": row["grows"], "attained_share": row["attained_share"]}
         line |= ends("attained_share", row["attained_share_interval"])

@@ -47,9 +47,17 @@ def prefill_cpu(
         for row, length in enumerate(listed):
             stop = min(length, layout.capacity)
             _attend(
-                query[row], output[row], layout, head, keys[row, :stop], values[row, :stop],
-                scaling, softcap, sinks, window,
-            )  # fmt: skip
+                query[row],
+                output[row],
+                layout,
+                head,
+                keys[row, :stop],
+                values[row, :stop],
+                scaling,
+                softcap,
+                sinks,
+                window,
+            )
     return output
 
 
@@ -82,9 +90,17 @@ def prefill_rows_cpu(
                 for side in planes
             )
             _attend(
-                query[begin:end], output[begin:end], layout, head, keys, values,
-                scaling, softcap, sinks, window,
-            )  # fmt: skip
+                query[begin:end],
+                output[begin:end],
+                layout,
+                head,
+                keys,
+                values,
+                scaling,
+                softcap,
+                sinks,
+                window,
+            )
     return output
 
 

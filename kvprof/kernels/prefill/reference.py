@@ -45,9 +45,16 @@ def reference_prefill(
     batch, tokens, _ = query.shape
     starts = [row * tokens for row in range(batch + 1)]
     found = reference_rows(
-        query.flatten(0, 1), buffer, layout, starts, lengths, scaling,
-        softcap=softcap, sinks=sinks, window=window,
-    )  # fmt: skip
+        query.flatten(0, 1),
+        buffer,
+        layout,
+        starts,
+        lengths,
+        scaling,
+        softcap=softcap,
+        sinks=sinks,
+        window=window,
+    )
     return found.view(batch, tokens, -1)
 
 

@@ -78,9 +78,15 @@ def _no_longer(length, new, past, tiles, GROUP: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit(do_not_specialize=["count", "capacity"])
 def cut_rows(
-    starts, lengths, blocks, count, capacity, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    starts,
+    lengths,
+    blocks,
+    count,
+    capacity,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Make a block of every tile of rows, those that see most first; a program per tile.
 
     Every program counts the tiles of all sequences that come before its own: with a few hundred
@@ -239,14 +245,27 @@ def rows_operator(
     layout = layout_of(tuple(key_widths), tuple(value_widths), tuple(sizes))
     if not uses_triton(query.device):
         return prefill_rows_cpu(
-            query, buffer, layout, starts, lengths, scaling, table,
-            softcap=softcap, sinks=sinks, window=window,
-        )  # fmt: skip
+            query,
+            buffer,
+            layout,
+            starts,
+            lengths,
+            scaling,
+            table,
+            softcap=softcap,
+            sinks=sinks,
+            window=window,
+        )
     output = query.new_empty(len(query), layout.output_offsets[-1])
     page = 0 if table is None else layout.capacity
     tensors = (
-        query.contiguous(), buffer, output, lengths, starts, lengths if sinks is None else sinks,
-    )  # fmt: skip
+        query.contiguous(),
+        buffer,
+        output,
+        lengths,
+        starts,
+        lengths if sinks is None else sinks,
+    )
     room = layout.capacity if table is None else min(table.shape[1] * page, MOST_TOKENS)
     numbers = (
         0,
