@@ -95,7 +95,7 @@ def _options() -> str:
     def shown(value: Any) -> str:
         if isinstance(value, tuple):
             return ",".join(map(shown, value))
-        return str(value).lower() if isinstance(value, bool) else str(value)
+        return str(value).lower() if isinstance(value, bool | None) else str(value)
 
     rows = []
     for name, function in METHODS.items():

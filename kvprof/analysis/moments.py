@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprof.analysis.magnitudes import empty_counts, magnitude_counts
 from kvprof.errors import UsageError
 
 __all__ = [
@@ -55,12 +56,16 @@ class LayerMoments:
     c_wv : Tensor or None
         ``W_VᵀW_V`` of each KV head, ``[num_kv_heads, d_v, d_v]``; None where V is no plain
         projection of the layer's input (MLA, normalised values).
+    magnitudes : dict of str to Tensor
+        Where kept, of ``k`` and ``v`` how many values have which magnitude, ``[num_kv_heads,
+        bins]``, all positions together (`kvprof.analysis.magnitudes`).
     """
 
     rest: dict[str, Tensor]
     first: dict[str, Tensor]
     c_o: Tensor | None = None
     c_wv: Tensor | None = None
+    magnitudes: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -70,6 +75,7 @@ class LayerMoments:
         *,
         c_o: Tensor | None = None,
         c_wv: Tensor | None = None,
+        magnitudes: bool = False,
     ) -> "LayerMoments":
         """Return moments with nothing counted yet.
 
@@ -81,6 +87,8 @@ class LayerMoments:
             Where to keep them.
         c_o, c_wv : Tensor or None
             The weights' own moments, as in the class.
+        magnitudes : bool
+            Count how large the values of K and V are too.
         """
 
         def zeros() -> dict[str, Tensor]:
@@ -89,7 +97,8 @@ class LayerMoments:
                 for key, (heads, width) in shapes.items()
             }
 
-        return cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv)
+        counts = {key: empty_counts(shapes[key][0], device) for key in ("k", "v") if magnitudes}
+        return cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv, magnitudes=counts)
 
     def gram(self, key: str) -> Tensor:
         """Return the Gram matrices of `key` over all positions, ``[heads, d, d]``."""
@@ -165,6 +174,8 @@ class Moments:
             if skip_first == 0:
                 _accumulate(store.first[key], vector[:, :, :1])
             _accumulate(rest, vector[:, :, max(1, skip_first) :])
+        for key, counts in store.magnitudes.items():
+            counts += magnitude_counts(vectors[key][:, :, skip_first:])
 
     def count(self, batch: int, length: int, *, skip_first: int = 0) -> None:
         """Count the tokens of a batch of `batch` sequences of `length` tokens once."""
@@ -179,6 +190,7 @@ class Moments:
                 first={key: value.clone() for key, value in layer.first.items()},
                 c_o=layer.c_o,
                 c_wv=layer.c_wv,
+                magnitudes={key: value.clone() for key, value in layer.magnitudes.items()},
             )
             for layer in self.layers
         ]

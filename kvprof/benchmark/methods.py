@@ -89,6 +89,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "tale": {"bits": ("none", "published")},
     "palu": _GROUPS,
     "palu-folded": _GROUPS,
+    "fp8": {"scale": ("head", "none")},
 }
 #: Columns of one token that share a scale where a plan does not say how many.
 _COLUMNS = 32
@@ -371,7 +372,9 @@ def stored_plan(method: Method, shape: Shape, widths: Widths | None) -> Plan:
         return replace(plan, layers=tuple(replace(layer, sliding_window=own) for own in windows))
     if method.kind in ("full", "fp8"):
         inputs = MethodInputs(layout_of(shape), shape.name)
-        family = plan_family(method.kind, inputs)
+        # A scale is in the products that there are: it changes no byte and no launch's size.
+        plain = {"scale": "none"} if method.kind == "fp8" else {}
+        family = plan_family(method.kind, inputs, **plain)
         plan = family.build(family.settings[0])
     elif widths is None:
         raise _needs_weights(method, shape)

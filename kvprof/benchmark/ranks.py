@@ -108,9 +108,9 @@ def measured_layer(plan: Plan) -> LayerPlan:
     """Return the layer of a plan that stands for all of them, as one without a sliding window.
 
     Of layers of unlike ranks it is the one whose bytes are nearest to the mean over the layers
-    without a sliding window, or over all where each has one.
+    without a sliding window, or over all where each has one. Layers left out stand for none.
     """
-    stored = [layer for layer in plan.layers if not layer.shared]
+    stored = [layer for layer in plan.layers if not (layer.shared or layer.left_out)]
     layers = [layer for layer in stored if layer.sliding_window is None] or stored
     whole = [replace(layer, sliding_window=None) for layer in layers]
     sizes = [layer_bytes(plan, layer, _CONTEXT, itemsize=2).total for layer in whole]
@@ -133,7 +133,9 @@ def stored_widths(plan: Plan, words: str) -> "Widths":
     keys, values = (
         tuple(group.ranks[level] for group in side.groups) for side in (layer.keys, layer.values)
     )
-    return Widths(keys, values, f"{words}, the layer nearest to its mean bytes")
+    left = sum(layer.left_out for layer in plan.layers)
+    of = f" (of those compressed: {left} of {len(plan.layers)} are left out)" if left else ""
+    return Widths(keys, values, f"{words}, the layer nearest to its mean bytes{of}")
 
 
 def _refuse_levels(plan: Plan, file: Path) -> None:

@@ -140,7 +140,9 @@ def eval(
     from kvprof.commands.steps import load_for_command, load_sample
 
     request = check_request(
-        PlanRequest(methods, rate, removal, plan, calibrate, calibrate_tokens, options)
+        PlanRequest(
+            methods, rate, removal, plan, calibrate, calibrate_tokens, options, teacher_forced
+        )
     )
     chosen = harness_settings(harness, harness_limit, harness_include, batch_size)
     loaded = load_for_command(

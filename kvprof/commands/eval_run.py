@@ -18,11 +18,11 @@ from kvprof.evaluation.harness import (
 )
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import dim_rate, paper_rate
-from kvprof.methods.family import MethodInputs, plan_at
+from kvprof.methods.family import plan_at
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
-from kvprof.methods.registry import calibration_needs, plan_family, typed_options
+from kvprof.methods.registry import calibration_needs, typed_options
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator, uncalibrated_family
 from kvprof.moments.tokens import check_separate
@@ -53,7 +53,9 @@ class PlanRequest:
     plan_file : Path or None
     calibrate, calibrate_tokens : str or None
     options : dict
-        Of every method.
+        Of every method that has a rate to turn; without any such of ``fp8``.
+    teacher_forced : bool
+        Whether sequences are scored in a single pass, and ``fp8`` has no row.
     """
 
     methods: tuple[str, ...]
@@ -63,6 +65,13 @@ class PlanRequest:
     calibrate: str | None
     calibrate_tokens: str | None
     options: dict[str, Any]
+    teacher_forced: bool = False
+
+    def options_of(self, method: str) -> dict[str, Any]:
+        """Return the options that are a method's."""
+        rated = any(name not in ALWAYS for name in self.methods)
+        own = method not in ALWAYS or (method != ALWAYS[0] and not rated)
+        return self.options if own and method in self.methods else {}
 
 
 def check_request(request: PlanRequest) -> PlanRequest:
@@ -80,10 +89,12 @@ def check_request(request: PlanRequest) -> PlanRequest:
     """
     if request.plan_file is not None:
         return request
-    calibration_needs(request.methods[0], **request.options)  # a library that is missing
+    first = request.methods[0]
+    calibration_needs(first, **request.options_of(first))  # a library that is missing
     rated = [method for method in request.methods if method not in ALWAYS]
     needs = [calibration_needs(method, **request.options) for method in rated]
-    if not any(needs) and (request.calibrate or request.calibrate_tokens):
+    calibrated = any(needs) or not request.teacher_forced  # fp8 stands beside them
+    if not calibrated and (request.calibrate or request.calibrate_tokens):
         raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
     if any(needs) and request.rate is None and request.removal is None:
         raise UsageError(f"--method {','.join(rated)} needs --rate or --removal")
@@ -93,9 +104,10 @@ def check_request(request: PlanRequest) -> PlanRequest:
             f"{' and '.join(request.methods)}: nothing to turn, each has one rate; leave out "
             f"{option}"
         )
-    if request.options and not rated:
+    turned = [method for method in request.methods if request.options_of(method)]
+    if request.options and not turned:
         raise UsageError(f"{' and '.join(request.methods)} have no options")
-    typed = [typed_options(method, request.options) for method in rated]
+    typed = [typed_options(method, request.options) for method in turned]
     return replace(request, options={key: one for own in typed for key, one in own.items()})
 
 
@@ -156,19 +168,19 @@ def make_plans(loaded: LoadedModel, request: PlanRequest, sample: Sample, stop: 
     single_pass = sample.evaluator.settings.teacher_forced
     if single_pass:
         for method in request.methods:  # before anything is calibrated
-            refuse_blind(loaded, method, request.options if method not in ALWAYS else {})
+            refuse_blind(loaded, method, request.options_of(method))
+    saved = []
     if request.plan_file is not None:
-        asked = [load_plan(request.plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
-    else:
-        asked = _from_methods(loaded, request, sample, stop)
-    for plan in asked:
+        saved = [load_plan(request.plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
+    beside = ["fp8"] if not single_pass and "fp8" not in request.methods else []
+    if any(plan.method == "fp8" for plan in saved):
+        beside = []
+    plans = [*_from_methods(loaded, request, beside, sample, stop), *saved]
+    for plan in plans:
         if single_pass:
             _shown(plan)
         check_separate(plan, sample.sources, sample.evaluator.samples)
-    if single_pass:
-        return asked
-    fp8 = [] if any(plan.method == "fp8" for plan in asked) else [_unrated(loaded, "fp8")]
-    return [*fp8, *asked]
+    return plans
 
 
 def refuse_blind(loaded: LoadedModel, method: str, options: dict[str, Any]) -> None:
@@ -199,9 +211,9 @@ def _shown(plan: Plan) -> None:
 
 
 def _from_methods(
-    loaded: LoadedModel, request: PlanRequest, sample: Sample, stop: Stop
+    loaded: LoadedModel, request: PlanRequest, beside: list[str], sample: Sample, stop: Stop
 ) -> list[Plan]:
-    rated = [method for method in request.methods if method not in ALWAYS]
+    methods = [*beside, *request.methods]
     evaluator = sample.evaluator
     given = calibration_options(
         request.calibrate, request.calibrate_tokens, seq_len=evaluator.workload.seq_len
@@ -209,15 +221,15 @@ def _from_methods(
     calibrator = Calibrator(
         loaded, given, progress=console.track, should_stop=stop, notice=console.warn
     )
-    for method in rated:
-        calibrator.expect(method, **request.options)
+    for method in methods:
+        calibrator.expect(method, **request.options_of(method))
     plans = []
     try:
-        for method in request.methods:
+        for method in methods:
+            family = calibrator.family(method, **request.options_of(method))
             if method in ALWAYS:
-                plans.append(_unrated(loaded, method))
+                plans.append(plan_at(family, family.settings[0]))
                 continue
-            family = calibrator.family(method, **request.options)
             with console.status(f"planning {method}"):
                 plans.append(
                     plan_of(loaded, family, request.rate, request.removal, evaluator.context)
@@ -226,12 +238,6 @@ def _from_methods(
         console.error(f"calibration {cause}: nothing was evaluated, and nothing is kept")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     return plans
-
-
-def _unrated(loaded: LoadedModel, method: str) -> Plan:
-    """Return the one plan of a method that has nothing to turn."""
-    family = plan_family(method, MethodInputs(loaded.layout, loaded.fingerprint))
-    return plan_at(family, (family.settings or family.bounds)[0])
 
 
 # What a plan keeps to know its calibration data again; of no use to a reader, and long.

@@ -142,6 +142,9 @@ def run_frontier(
             if evaluator.settings.teacher_forced:
                 refuse_hidden(family.build(most))
             made = family.build(least).made
+            for note in made.get("notes", ()):
+                if note not in warnings:
+                    warn(note)
             try:
                 check_separate(made, sources, evaluator.samples)
             except UsageError as clash:

@@ -28,6 +28,7 @@ from kvprof.evaluation.tasks.registry import (
 from kvprof.interrupt import Stop
 from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
+from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs
@@ -429,7 +430,7 @@ def method_calibrator(
         raise UsageError(
             f"{method} needs no calibration; leave out --calibrate and --calibrate-tokens"
         )
-    if needs is not None and not rated:
+    if needs is not None and not rated and method not in ALWAYS:
         raise UsageError(f"--method {method} needs --rate or --removal")
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
     return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=console.warn)

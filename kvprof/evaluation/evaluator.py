@@ -208,7 +208,8 @@ def hidden_in_one_pass(plan: Plan) -> str | None:
     plan : Plan
     """
     eviction = plan.eviction
-    whole = [layer for layer in plan.layers if layer.sliding_window is None]  # others keep a window
+    # Others keep a window, or everything.
+    whole = [x for x in plan.layers if x.sliding_window is None and not x.left_out]
     groups = [group for layer in whole for group in (*layer.keys.groups, *layer.values.groups)]
     projected = any(
         layer.keys.placement is not Placement.NONE or layer.values.projected

@@ -19,7 +19,7 @@ from kvprof.methods.registry import METHODS, calibration_needs, typed_options
 __all__ = ["MethodRequest", "option_names", "parse_methods"]
 
 # Of a combination's quantiser and evictor, and of the calibration with Fisher information.
-_BESIDE = ("bits", "keep", "fisher_form")
+_BESIDE = ("bits", "keep", "skip", "fisher_form")
 
 
 @dataclass(frozen=True)

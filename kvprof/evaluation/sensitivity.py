@@ -119,7 +119,8 @@ def settings_of(
     found: list[Setting] = []
     for name in bits:
         if name == "fp8":
-            family_of_cast = plan_family("fp8", inputs)
+            # As an engine casts: its flags are what comes of this.
+            family_of_cast = plan_family("fp8", inputs, scale="none")
             plan, spec = plan_at(family_of_cast, 8.0), SettingSpec("fp8", 8, None)
         else:
             plan = quantised(plain, quantiser, int(name))

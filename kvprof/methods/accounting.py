@@ -221,8 +221,9 @@ def weight_bytes(plan: Plan, layout: ModelLayout, *, itemsize: int) -> WeightByt
 def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> CacheBytes:
     """Return what one of the plan's layers stores of one sequence; see `bytes_at`."""
     total = CacheBytes()
-    quantiser = plan.quantiser
-    sink = min(plan.levels.sink, tokens) if layer.sliding_window is None else 0
+    quantiser = None if layer.left_out else plan.quantiser
+    aged = layer.sliding_window is None and not layer.left_out
+    sink = min(plan.levels.sink, tokens) if aged else 0
     for segment in segments(plan, layer, tokens):
         in_sink = segment.stop <= sink
         for groups, side, name in (
@@ -280,7 +281,7 @@ def _quantised(
 
 def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:
     eviction = plan.eviction
-    if eviction is None or layer.sliding_window is not None or layer.shared:
+    if eviction is None or layer.sliding_window is not None or layer.shared or layer.left_out:
         return 0
     stored = kept(eviction, tokens)
     units = len(eviction_units(layer)) if eviction.kind != "recent" else 1
@@ -309,7 +310,7 @@ def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool =
         if layer.shared:
             continue
         levels = list(enumerate(plan.levels.shares))
-        if layer.sliding_window is not None:
+        if layer.sliding_window is not None or layer.left_out:
             levels = [(top, 1.0)]
         elif evict and plan.eviction is not None:
             levels = [(level, share * plan.eviction.keep) for level, share in levels]

@@ -50,6 +50,8 @@ class CalibrationNeeds:
         How many unless the user says; fewer where a text is shorter. None is kvprof's default.
     fisher_tokens : int or None
         The same of Fisher information, where it is taken.
+    magnitudes : bool
+        How large the values of K and V are, counted.
     """
 
     source: str
@@ -57,6 +59,7 @@ class CalibrationNeeds:
     joint_heads: int | None = None
     tokens: int | None = None
     fisher_tokens: int | None = None
+    magnitudes: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,9 @@ class MethodInputs:
         kernel at each width of the grid; None counts dimensions.
     made : dict
         JSON values that every plan shall carry: model, calibration.
+    skip : frozenset of int
+        Layers that are left out whatever a method plans for them (option ``skip``), so that it need
+        not hand them anything.
     """
 
     layout: ModelLayout
@@ -88,6 +94,7 @@ class MethodInputs:
     sensitivities: HeadWeights | None = None
     width_costs: Mapping[str, Mapping[int, float]] | None = None
     made: dict[str, Any] = field(default_factory=dict)
+    skip: frozenset[int] = frozenset()
 
     def calibrated(self, method: str) -> Moments:
         """Return the moments.

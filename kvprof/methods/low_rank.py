@@ -356,7 +356,10 @@ def projected(
     key_basis = chosen(keys, KEY_BASES, method) if keys is not None else None
     value_basis = chosen(values, VALUE_BASES, method) if values is not None else None
     layers = []
-    for facts in inputs.layout.layers:
+    for index, facts in enumerate(inputs.layout.layers):
+        if index in inputs.skip:
+            layers.append(LayerBases(None, None))
+            continue
         key_bases = key_basis(moments, facts) if key_basis is not None else None
         folds = fold_keys and not has_rope(facts) and not facts.qk_norm
         # W_K puts out one key per KV head, not one per query head.

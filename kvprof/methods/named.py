@@ -30,6 +30,7 @@ __all__ = [
     "options_in",
     "parts_of",
     "plain_name",
+    "side_bits",
     "unknown_method",
 ]
 
@@ -85,8 +86,11 @@ COMBINATIONS = (
 )
 
 _OWN_OPTIONS = re.compile(r"([^=]*?)(:)([^=:]*=.*)")
-_BIT_SUFFIX = re.compile(r"(.+)-([2348])bit(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
-# Columns that share a scale after ``-4bit``; None is a token's whole row, which Palu takes (§4.1).
+_BIT_SUFFIX = re.compile(r"(.+)-(?:([2348])bit|(k[2348]v[2348]))(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
+_SIDES = re.compile(r"k([1-9][0-9]?)v([1-9][0-9]?)")
+# Columns that share a scale after ``-4bit`` or ``-k8v4``; None is a token's whole row, which Palu
+# takes (§4.1).
 _GROUP = 32
 _GROUPS: dict[str, int | None] = {"palu": None}
 
@@ -99,14 +103,15 @@ class Modifier:
     ----------
     name : str
         One of `MODIFIERS`.
-    bits : int or None
-        None for those that the user gives, or the quantiser's own.
+    bits : int, str or None
+        ``k8v4`` where keys and values have unlike ones (`side_bits`); None for those that the user
+        gives, or the quantiser's own.
     group : int or None
         Columns that share a scale, where `bits` are said; None for a token's whole row.
     """
 
     name: str
-    bits: int | None = None
+    bits: int | str | None = None
     group: int | None = None
 
 
@@ -147,9 +152,32 @@ def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | No
         return None
     modifiers = [Modifier(part) for part in rest]
     if match:
-        group = None if match[4] else int(match[3] or 0) or _GROUPS.get(plain_name(base), _GROUP)
-        modifiers.append(Modifier("per-token", int(match[2]), group))
+        group = None if match[5] else int(match[4] or 0) or _GROUPS.get(plain_name(base), _GROUP)
+        bits = int(match[2]) if match[2] else match[3]
+        modifiers.append(Modifier("per-token", bits, group))
     return base, modifiers
+
+
+def side_bits(bits: int | str) -> tuple[int, int] | None:
+    """Return the bits of keys and of values: 8 and 4 of ``k8v4``, 4 and 4 of 4 or ``4``.
+
+    Parameters
+    ----------
+    bits : int or str
+
+    Returns
+    -------
+    tuple or None
+        None for a text that says neither.
+    """
+    if isinstance(bits, int):
+        return bits, bits
+    match = _SIDES.fullmatch(bits.strip())
+    if match:
+        return int(match[1]), int(match[2])
+    if bits.strip().isdecimal() and bits.isascii() and len(bits) < 4:
+        return int(bits), int(bits)
+    return None
 
 
 def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
@@ -174,14 +202,19 @@ def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
 def names_in(text: str) -> list[str]:
     """Return the methods that ``--methods`` names: ``fdc,kq:grid=32,minimum=8`` are two."""
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
-    return [piece.partition(":")[0].strip() for piece in pieces if ":" in piece or "=" not in piece]
+    return [
+        piece.partition(":")[0].strip()
+        for piece in pieces
+        if ":" in piece or not ("=" in piece or _NUMBER.fullmatch(piece))
+    ]
 
 
 def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
     """Split ``fdc,kq:a=1,b=2`` into labels, methods and their options as written.
 
     Options of one method follow it after a colon, also with commas between:
-    ``fdc:paper,kq:allocation=budget,grid=32,palu`` are three methods.
+    ``fdc:paper,kq:allocation=budget,grid=32,palu`` are three methods. So may be the values of one
+    option: ``kq:skip=0,-1``.
 
     Raises
     ------
@@ -198,7 +231,9 @@ def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
                 f"--methods: {piece[:80]!r} has a colon but not a method and its option; write for "
                 "example kq:grid=32, or kq"
             )
-        if colon or "=" not in piece:
+        if entries and entries[-1][1] and _NUMBER.fullmatch(piece):
+            entries[-1][1][-1] += f",{piece}"  # of a list: skip=0,-1
+        elif colon or "=" not in piece:
             entries.append((method.strip(), [option.strip()] if colon else []))
         elif not entries or not entries[-1][1]:
             raise UsageError(

@@ -2,7 +2,8 @@
 
 An argument annotated ``bool`` takes true or false, ``int`` a whole number, ``float`` a number, and
 ``tuple[int, int]`` two of them with a comma between. ``Annotated[str, Among("a", "b")]`` takes one
-of these words, ``Annotated[int, AtLeast(1)]`` nothing below.
+of these words, ``Annotated[int, AtLeast(1)]`` nothing below, and ``Annotated[int | str,
+BitsAmong(8, 4)]`` one of these numbers of bits or ``k8v4``.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from kvprof.analysis.rank_allocation import ALLOCATIONS
 from kvprof.errors import UsageError
+from kvprof.methods.named import side_bits
 from kvprof.methods.pair_bases import KEY_BASES, VALUE_BASES
 from kvprof.sizes import MOST, parse_share
 
@@ -20,6 +22,7 @@ __all__ = [
     "Allocation",
     "Among",
     "AtLeast",
+    "BitsAmong",
     "Count",
     "KeyBasis",
     "Positive",
@@ -39,6 +42,16 @@ class Among:
     choices: tuple[Any, ...]
 
     def __init__(self, *choices: Any) -> None:
+        object.__setattr__(self, "choices", choices)
+
+
+@dataclass(frozen=True, init=False)
+class BitsAmong:
+    """One of these numbers of bits, or ``k8v4`` of two of them: keys' and values'."""
+
+    choices: tuple[int, ...]
+
+    def __init__(self, *choices: int) -> None:
         object.__setattr__(self, "choices", choices)
 
 
@@ -188,6 +201,8 @@ def _limited(inner: Any, limits: list[Any], given: Any) -> Any:
                 raise
             raise _WrongError(f"a list with commas between, each {wrong}") from None
     for limit in limits:
+        if isinstance(limit, BitsAmong):
+            return _bits(limit.choices, given)
         if isinstance(limit, Among):
             words = _WrongError(f"one of {', '.join(map(str, limit.choices))}")
             try:
@@ -200,3 +215,11 @@ def _limited(inner: Any, limits: list[Any], given: Any) -> Any:
             what = "a whole number" if inner is int else "a number"
             raise _WrongError(f"{what} from {limit.least:g} on")
     return _read(inner, given)
+
+
+def _bits(choices: tuple[int, ...], given: Any) -> int | str:
+    pair = side_bits(given) if type(given) in (int, str) else None
+    if pair is None or any(one not in choices for one in pair):
+        named = ", ".join(map(str, choices))
+        raise _WrongError(f"one of {named}, or k8v4 for unlike ones of keys and values")
+    return pair[0] if pair[0] == pair[1] else f"k{pair[0]}v{pair[1]}"

@@ -64,7 +64,10 @@ def palu(
     refuse_latent_attention(inputs.layout)
     moments = inputs.calibrated("palu")
     layers = []
-    for facts in inputs.layout.layers:
+    for index, facts in enumerate(inputs.layout.layers):
+        if index in inputs.skip:
+            layers.append(LayerBases(None, None))
+            continue
         rope = has_rope(facts)
         keys = shared_bases(moments, facts, "k_pre", heads)
         layers.append(

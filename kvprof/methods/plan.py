@@ -23,6 +23,9 @@ whose matrices are None and whose rank is ``n*d`` is stored as it is (the identi
 - keys, ``pre_rope`` (Palu): ``x`` is K as it enters RoPE, after QK-norm where the layer has one.
   At every use ``K_j = RoPE((z @ up.T)[:, j*d:(j+1)*d])`` is rebuilt at the token's own position,
   also in prefill. ``fold_down`` puts ``down`` into W_K and b_K; it is never set across a QK-norm.
+- a group that is stored as it is may have a ``scale`` s, a power of two, for a quantiser's sake:
+  stored is ``z = x / s``, queries meet it as ``s * q_h`` and outputs are ``s * (p_h @ z)``. It is
+  the plan's, the same for every token, and rounds nothing.
 - values (``projected``): ``x`` is V. Query head h gives ``o_h = p_h @ z`` (``[T, r]``) and
   ``out_h = o_h @ up_j.T``. ``fold_down`` puts ``down`` into W_V and b_V; ``fold_up`` replaces
   W_O^h by ``up_j.T @ W_O^h`` (``[r, D]``), which makes W_O up to n times larger. b_O stays. Bias
@@ -49,7 +52,7 @@ group of heads), with ``axis = channel`` ``group`` consecutive tokens of one col
 (KVQuant-like): ``x ≈ zero + scale * c[code]`` with ``c = kvprof.methods.quantisers.codebook(bits)``
 in [0, 1]; before that the ``ceil(outliers * r)`` largest magnitudes of each token's row are kept
 apart (value in the model's dtype, 16-bit column index) and count as 0 in minimum and maximum.
-``fp8``: a saturating cast to e4m3, no scale.
+``fp8``: a saturating cast to e4m3; what is cast may be stored over a scale of its group's own.
 ``hqq`` and ``quanto``: what the library of that name makes of a group of columns of one token;
 `kvprof.methods.storage` says how a row is cut, filled up and packed.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
@@ -58,6 +61,9 @@ Where the last column group is narrower than ``group`` it has its own scale all 
 **Sliding windows.** A layer with ``sliding_window`` W stores its last ``W - 1`` tokens. Only its
 projections (top rank) and a quantiser with ``window`` 0 and ``block`` 1 apply there; sinks, levels,
 eviction and any other quantiser do not, and what they would touch stays at full precision.
+
+**Layers left out.** A layer that is ``left_out`` is stored as the model gives it: neither bases nor
+levels, quantiser or eviction apply there.
 
 **Strawman** (ZACK §3.2). ``online_bases``: ``down`` and ``up`` are None though the rank is below
 the width (keys: ``post_rope``). Prefill computes, per sequence and head, the eigenvectors of
@@ -68,6 +74,7 @@ projects; prefill itself attends exactly. Every decode step first rebuilds all o
 Tensors are float32 on the CPU; the runtime casts what it runs online and folds in float32 or wider.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -101,6 +108,8 @@ __all__ = [
 
 # The quantised rows hold 16-bit column indices of outliers.
 _WIDEST = 2**16
+# A scale is 2^-64 … 2^64: what no dtype's largest or smallest value asks for is damage.
+_SCALES = 64
 
 
 class Placement(StrEnum):
@@ -125,6 +134,8 @@ class HeadGroup:
         One per token level, lowest level first, never decreasing; the last is the latent's width.
     down, up : Tensor or None
         ``[heads * head_dim, ranks[-1]]`` float32; see the module. Both or neither.
+    scale : float
+        What rows are divided by before they are stored, a power of two; see the module.
     """
 
     first: int
@@ -133,6 +144,7 @@ class HeadGroup:
     ranks: tuple[int, ...]
     down: Tensor | None = None
     up: Tensor | None = None
+    scale: float = 1.0
 
     @property
     def width(self) -> int:
@@ -146,7 +158,7 @@ class HeadGroup:
 
     @property
     def identity(self) -> bool:
-        """Whether the group is stored as the model gives it (at the top level)."""
+        """Whether the group is stored as the model gives it (at the top level), or over a scale."""
         return self.down is None and self.rank == self.width
 
 
@@ -190,12 +202,15 @@ class LayerPlan:
         The layer's own, in tokens.
     shared : bool
         Whether it attends to another layer's keys and values and stores none.
+    left_out : bool
+        Whether the plan leaves it as it is; see the module.
     """
 
     keys: KeyPlan
     values: ValuePlan
     sliding_window: int | None = None
     shared: bool = False
+    left_out: bool = False
 
     @property
     def kv_heads(self) -> int:
@@ -297,6 +312,9 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
             raise UsageError(f"{name}: keys per query head cannot be folded into W_K or W_Q")
     elif key_heads != value_heads:
         raise UsageError(f"{name}: keys and values cover different numbers of KV heads")
+    for side, groups in (("keys", keys.groups), ("values", values.groups)):
+        if any(group.scale != 1 for group in groups):
+            _check_scales(f"{name} {side}", groups, layer, plan)
     plain = all(group.identity for group in keys.groups)
     if keys.placement is Placement.NONE and not plain:
         raise UsageError(f"{name}: keys have a basis but no placement")
@@ -304,11 +322,36 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
         raise UsageError(f"{name}: keys have nothing to fold")
     if keys.placement is Placement.PRE_ROPE and keys.fold_up:
         raise UsageError(f"{name}: keys rebuilt before RoPE cannot be folded into W_Q")
+    if layer.left_out and (
+        keys.placement is not Placement.NONE
+        or any(
+            group.scale != 1 or set(group.ranks) != {group.width}
+            for group in (*keys.groups, *values.groups)
+        )
+        or not plain
+        or values.projected
+    ):
+        raise UsageError(f"{name} is left out, and compressed all the same")
     if layer.sliding_window is not None and layer.sliding_window < 2:
         raise UsageError(f"{name}: a sliding window of {layer.sliding_window} stores no token")
     if (plan.lazy or plan.online_bases) and (keys.fold_down or values.fold_down):
         what = "lazy" if plan.lazy else "online_bases"
         raise UsageError(f"{name}: {what} needs exact K and V in prefill, so nothing folds down")
+
+
+def _check_scales(name: str, groups: Sequence[HeadGroup], layer: LayerPlan, plan: Plan) -> None:
+    for group in groups:
+        if not 2.0**-_SCALES <= group.scale <= 2.0**_SCALES or math.frexp(group.scale)[0] != 0.5:
+            raise UsageError(f"{name}: a scale of {group.scale:g} is no power of two that is sane")
+        if not group.identity:
+            raise UsageError(f"{name}: a scale belongs into the basis where there is one")
+    if layer.keys.placement is Placement.PRE_ROPE or plan.lazy or plan.online_bases:
+        raise UsageError(
+            f"{name}: scales go with heads that are stored as they are, not with keys before RoPE, "
+            "a lazy prefill or bases of a sequence's own"
+        )
+    if plan.quantiser is None:
+        raise UsageError(f"{name}: scales are for a quantiser, and the plan has none")
 
 
 def _check_groups(name: str, groups: Sequence[HeadGroup], plan: Plan) -> int:

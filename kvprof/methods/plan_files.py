@@ -24,6 +24,8 @@ from kvprof.tensor_files import load_tensors, save_tensors
 __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/1"
+# Of plans that say what a reader of the first would pass over: scales, and layers left out.
+_SECOND = "kvprof-plan/2"
 
 
 def _head_groups(
@@ -45,6 +47,8 @@ def _is_group(group: Any) -> bool:
         return False
     ranks, first = group.get("ranks"), group.get("first")
     if type(ranks) is not list or not 1 <= len(ranks) <= _LEVELS or type(first) is not int:
+        return False
+    if type(group.get("scale", 1.0)) is not float:
         return False
     counts = (first + 1, group.get("heads"), group.get("head_dim"), *ranks)
     return all(type(one) is int and 1 <= one < 2**31 for one in counts)
@@ -74,12 +78,15 @@ def _list(entry: dict[str, Any], least: int, most: int) -> dict[str, Any]:
 _YES_OR_NO, _WORDS, _NUMBER = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
 _LEVELS = 64  # more than any plan has
 _FOLDS = {"fold_down": _YES_OR_NO, "fold_up": _YES_OR_NO}
-_GROUP = _object(
-    first=_integer(0),
-    heads=_integer(1),
-    head_dim=_integer(1),
-    ranks=_list(_integer(1), 1, _LEVELS),
-    based=_YES_OR_NO,
+_GROUP = _with(
+    _object(
+        first=_integer(0),
+        heads=_integer(1),
+        head_dim=_integer(1),
+        ranks=_list(_integer(1), 1, _LEVELS),
+        based=_YES_OR_NO,
+    ),
+    scale=_NUMBER,
 )
 _GROUPS = {"type": "array", "minItems": 1, "maxItems": 2**16, "headGroups": True}
 _SIDE = _object(bits=_list(_integer(1, 16), 1, _LEVELS), axis=_WORDS, group=_or_null(_integer(1)))
@@ -110,6 +117,7 @@ _SCHEMA = _object(
                 sliding_window=_or_null(_integer(1)),
             ),
             shared=_YES_OR_NO,
+            left_out=_YES_OR_NO,
         ),
         1,
         10_000,
@@ -178,8 +186,11 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
                 if group.down is not None and group.up is not None:
                     tensors[f"layers.{index}.{name}.{number}.down"] = group.down
                     tensors[f"layers.{index}.{name}.{number}.up"] = group.up
+    groups = (group for x in plan.layers for group in (*x.keys.groups, *x.values.groups))
+    more = any(group.scale != 1 for group in groups) or any(x.left_out for x in plan.layers)
+    written = _SECOND if more else FORMAT
     save_tensors(
-        path, tensors, {"plan": json.dumps(structure(plan))}, format_name=FORMAT, force=force
+        path, tensors, {"plan": json.dumps(structure(plan))}, format_name=written, force=force
     )
 
 
@@ -205,7 +216,7 @@ def load_plan(
         When it is for another model, or does not exist.
     """
     tensors, metadata = load_tensors(
-        path, format_name=FORMAT, what="plans", made_by="kvprof plan --save"
+        path, format_name=(FORMAT, _SECOND), what="plans", made_by="kvprof plan --save"
     )
     try:
         stored = parse_json(metadata["plan"])
@@ -253,6 +264,7 @@ def structure(plan: Plan) -> dict[str, Any]:
                 "values": _side(layer.values),
                 "sliding_window": layer.sliding_window,
                 **({"shared": True} if layer.shared else {}),
+                **({"left_out": True} if layer.left_out else {}),
             }
         )
     return {
@@ -277,6 +289,8 @@ def _side(side: KeyPlan | ValuePlan) -> dict[str, Any]:
                 "head_dim": group.head_dim,
                 "ranks": list(group.ranks),
                 "based": group.down is not None,
+                # Only where there is one: digests and files of other plans stay what they were.
+                **({"scale": group.scale} if group.scale != 1 else {}),
             }
             for group in side.groups
         ],
@@ -305,6 +319,7 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
                 ),
                 layer["sliding_window"],
                 layer.get("shared", False),
+                layer.get("left_out", False),
             )
         )
     levels = stored["levels"]
@@ -331,7 +346,13 @@ def _groups(side: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> tu
             up = tensors[f"{prefix}.{number}.up"].to(torch.float32)
         groups.append(
             HeadGroup(
-                group["first"], group["heads"], group["head_dim"], tuple(group["ranks"]), down, up
+                group["first"],
+                group["heads"],
+                group["head_dim"],
+                tuple(group["ranks"]),
+                down,
+                up,
+                float(group.get("scale", 1.0)),
             )
         )
     return tuple(groups)

@@ -1,5 +1,6 @@
 """What ``kvprof plan`` tells about a plan: its account, where its matrices went, its rounding."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -203,6 +204,12 @@ def _value_sentences(plan: Plan) -> list[str]:
 def _token_sentences(plan: Plan) -> list[str]:
     levels = plan.levels
     found = []
+    left = [str(index) for index, layer in enumerate(plan.layers) if layer.left_out]
+    if left:
+        found.append(
+            f"Left out, at full width with every token as the model gives it: layer"
+            f"{'s' if len(left) > 1 else ''} {', '.join(left)}."
+        )
     if levels.sink:
         found.append(f"The first {levels.sink} tokens stay at full precision and top rank.")
     if len(levels.shares) > 1:
@@ -226,7 +233,7 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
         if side is None:
             found.append(f"{name} are not quantised.")
         elif own is not None and not own.kept:
-            found.append(f"{name} are stored in {own.words}, without scales.")
+            found.append(f"{name} are stored in {own.words}, {_scale_words(plan, name.lower())}.")
         else:
             bits = "/".join(map(str, side.bits))
             unit = "tokens" if side.axis == "channel" else "columns"
@@ -250,6 +257,21 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
             "stay at full precision."
         )
     return found
+
+
+def _scale_words(plan: Plan, side: str) -> str:
+    layers = [layer for layer in plan.layers if not layer.left_out]
+    groups = [group for layer in layers for group in getattr(layer, side).groups]
+    exponents = [math.frexp(group.scale)[1] - 1 for group in groups]
+    if not any(exponents):
+        return "without scales"
+    low, high = min(exponents), max(exponents)
+    values = f"2^{low}" if low == high else f"2^{low} … 2^{high}"
+    back = {"keys": "queries", "values": "outputs"}[side]
+    return (
+        f"each KV head's over a scale of its own ({values}) that {back} take back; it is the "
+        "plan's, and no byte of any token"
+    )
 
 
 def _eviction_sentences(plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import NormalDist
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.full import full_plan
+from kvprof.methods.named import side_bits
+from kvprof.methods.option_types import BitsAmong
 from kvprof.methods.plan import Plan
 from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library
 
@@ -116,20 +119,40 @@ QUANTISERS: dict[str, tuple[Callable[[tuple[int, ...]], Quantiser], tuple[int, .
 }
 
 
-def quantiser_family(name: str, inputs: MethodInputs) -> PlanFamily:
-    """Return the plans of a quantiser alone, at full width; the knob is its bits."""
+def quantiser_family(
+    name: str,
+    inputs: MethodInputs,
+    *,
+    bits: Annotated[int | str, BitsAmong(*_BITS)] | None = None,
+) -> PlanFamily:
+    """Return the plans of a quantiser alone, at full width; the knob is its bits.
+
+    Parameters
+    ----------
+    name : str
+        One of `QUANTISERS`.
+    inputs : MethodInputs
+        Moments are not needed.
+    bits : int, str or None
+        One setting instead of all: ``4``, or ``k8v4`` for unlike ones of keys and values, whose
+        mean is the knob.
+    """
     _require(name)
-    _, bits, _ = QUANTISERS[name]
+    _, known, _ = QUANTISERS[name]
     plain = full_plan(inputs, name)
-    return PlanFamily(
-        name,
-        "bits",
-        lambda value: quantised(plain, name, int(value)),
-        settings=tuple(map(float, bits)),
-    )
+    if bits is None:
+        settings = tuple(map(float, known))
+        return PlanFamily(
+            name, "bits", lambda value: quantised(plain, name, int(value)), settings=settings
+        )
+    plan = quantised(plain, name, bits)
+    plan = replace(plan, made={**plan.made, "options": {"bits": bits}})
+    return PlanFamily(name, "bits", lambda _: plan, settings=(sum(_sides(name, bits)) / 2,))
 
 
-def quantised(plan: Plan, how: str | Callable[[tuple[int, ...]], Quantiser], bits: int) -> Plan:
+def quantised(
+    plan: Plan, how: str | Callable[[tuple[int, ...]], Quantiser], bits: int | str
+) -> Plan:
     """Return a plan with its latents quantised, the same bits at every token level.
 
     Parameters
@@ -138,7 +161,8 @@ def quantised(plan: Plan, how: str | Callable[[tuple[int, ...]], Quantiser], bit
         Not quantised yet.
     how : str or callable
         One of `QUANTISERS`, or what makes one of the bits per level.
-    bits : int
+    bits : int or str
+        ``k8v4`` where keys and values have unlike ones.
 
     Raises
     ------
@@ -148,24 +172,34 @@ def quantised(plan: Plan, how: str | Callable[[tuple[int, ...]], Quantiser], bit
         When the quantiser is a library's and the library is not installed.
     """
     name = how if isinstance(how, str) else "per-token"
-    make, known, _ = QUANTISERS[name]
+    make, _, _ = QUANTISERS[name]
     if not isinstance(how, str):
         make = how
     if plan.quantiser is not None:
         raise UsageError(f"{plan.method} is quantised already; {name} cannot come on top")
-    if bits not in known:
-        raise UsageError(
-            f"{name} has no {bits} bits; choose from {', '.join(map(str, sorted(known)))}"
-        )
+    keys, values = _sides(name, bits)
     _require(name)
-    quantiser = make((bits,) * len(plan.levels.shares))
     levels = plan.levels
+    quantiser = make((keys,) * len(levels.shares))
+    if values != keys:
+        quantiser = replace(quantiser, values=make((values,) * len(levels.shares)).values)
     if name == "kvquant":
         levels = replace(levels, sink=max(1, levels.sink))
     if len(levels.shares) > 1:
         # Tokens that share scales go down a level together.
         levels = replace(levels, batch=-(-levels.batch // quantiser.block) * quantiser.block)
     return replace(plan, quantiser=quantiser, levels=levels)
+
+
+def _sides(name: str, bits: int | str) -> tuple[int, int]:
+    """Return the bits of keys and of values, which the quantiser has."""
+    pair, known = side_bits(bits), QUANTISERS[name][1]
+    if wrong := [one for one in pair or (bits,) if one not in known]:
+        raise UsageError(
+            f"{name} has no {wrong[0]} bits; choose from {', '.join(map(str, sorted(known)))}"
+        )
+    assert pair is not None  # else a text would be among the bits
+    return pair
 
 
 def _require(name: str) -> None:

@@ -1,7 +1,8 @@
 """Methods by name: those of the papers, quantisers, evictors, combinations, and one's own.
 
 A combination is written ``method+quantiser``, ``method+evictor`` or ``method-4bit`` (per-token
-integers; ``-4bit-g64`` shares a scale among 64 columns, ``-4bit-row`` among a token's whole row).
+integers; ``-4bit-g64`` shares a scale among 64 columns, ``-4bit-row`` among a token's whole row;
+``-k8v4`` gives keys 8 bits and values 4).
 Without a group 32 columns share one, and with ``palu`` the row, as in the paper. The published ones
 are listed, any other works as well. ``method:paper`` is the paper's own setting
 (`kvprof.methods.papers`), alone and in combinations: ``palu:paper-3bit``.
@@ -23,6 +24,7 @@ from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full
 from kvprof.methods.installed import InstalledMethod, installed_methods
 from kvprof.methods.kq import kq
+from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import (
     Modifier,
     method_names,
@@ -30,7 +32,7 @@ from kvprof.methods.named import (
     plain_name,
     unknown_method,
 )
-from kvprof.methods.option_types import Among, option_types, read_option
+from kvprof.methods.option_types import BitsAmong, option_types, read_option
 from kvprof.methods.palu import palu
 from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
@@ -79,6 +81,7 @@ _NEEDS = {
     "fdc": _RANDOM, "zack": _RANDOM, "kq": _RANDOM,
     "svd-kv": _RANDOM, "svd-k": _RANDOM, "svd-v": _RANDOM,
     "palu": replace(_TEXT, pre_rope=True), "tale": _TEXT, "tale+kivi": _TEXT,
+    "fp8": replace(_RANDOM, magnitudes=True),
 }  # fmt: skip
 _NEEDS |= {
     name: replace(
@@ -90,6 +93,9 @@ _NEEDS |= {
     for name, setting in PAPERS.items()
 }
 _ALL_HEADS = 2**20
+#: What every method that compresses can be told besides its own options: layers to leave out, from
+#: the first, or below 0 from the last.
+_SKIP: dict[str, Any] = {"skip": tuple[int, ...]}
 # Says how the calibration weighs heads; no method is given it.
 _CALIBRATIONS = "fisher_form"
 
@@ -100,11 +106,13 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     Parameters
     ----------
     name : str
-        A method's name, or names joined by ``+``, with ``-2bit`` … ``-8bit`` at the end.
+        A method's name, or names joined by ``+``, with ``-2bit`` … ``-8bit`` or ``-k8v4`` at the
+        end.
     inputs : MethodInputs
     **options
-        Of the method; for a combination also ``bits`` of its quantiser, and ``keep``, the share of
-        tokens that its evictor keeps (by default both halves keep the same share).
+        Of the method, and ``skip``, the layers that are left out; for a combination also ``bits``
+        of its quantiser, and ``keep``, the share of tokens that its evictor keeps (by default both
+        halves keep the same share).
 
     Raises
     ------
@@ -115,6 +123,9 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     """
     options = typed_options(name, options)
     installed = _installed()
+    if (name in installed or name in METHODS) and _skips(name) and "skip" in options:
+        given = replace(inputs, skip=_skipped(name, options.pop("skip"), inputs))
+        return _leaving_out(plan_family(name, given, **options), given)
     if name in installed:
         with few_threads():
             return installed[name].family(inputs, **options)
@@ -144,20 +155,14 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         For an unknown name, an option that there is not, or a value that it does not take.
     """
     installed = _installed()  # which refuses one that has the name of another
-    if name in installed:
-        return _read_options(name, installed[name].options(), options)
-    if name in METHODS:
-        return _read_options(name, option_types(METHODS[name]), options)
+    if name in installed or name in METHODS:
+        own = installed[name].options() if name in installed else option_types(METHODS[name])
+        return _read_options(name, {**own, **(_SKIP if _skips(name) else {})}, options)
     base, modifiers = _parts(name)
-    quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
-    types: dict[str, Any] = {}
-    if quantisers:
-        types["bits"] = Annotated[int, Among(*QUANTISERS[quantisers[0]][1])]
-    elif "bits" in options:
+    types = _types_on_top(modifiers)
+    if "bits" in options and "bits" not in types and base not in QUANTISERS:
         raise UsageError(f"{name} has no option bits")
-    if any(one.name in EVICTORS for one in modifiers):
-        types["keep"] = float
-    elif "keep" in options:
+    if "keep" in options and "keep" not in types:
         raise UsageError(f"{name} has no option keep: it evicts nothing")
     beside = _read_options(name, types, {key: options[key] for key in types if key in options})
     own = {key: value for key, value in options.items() if key not in types}
@@ -191,8 +196,8 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     if name in installed:
         return installed[name].needs(_RANDOM)
     if name not in METHODS:
-        own = {key: value for key, value in options.items() if key not in ("bits", "keep")}
-        return calibration_needs(_parts(name)[0], **own)
+        base, modifiers = _parts(name)
+        return calibration_needs(base, **_own(options, modifiers))
     if name not in _NEEDS:
         return None
     needs = _NEEDS[name]
@@ -225,8 +230,25 @@ def _combined(
     inputs: MethodInputs,
     options: dict[str, Any],
 ) -> PlanFamily:
-    own = {key: value for key, value in options.items() if key not in ("bits", "keep")}
-    return on_top(name, base, modifiers, plan_family(base, inputs, **own), options)
+    family = plan_family(base, inputs, **_own(options, modifiers))
+    return on_top(name, base, modifiers, family, options)
+
+
+def _types_on_top(modifiers: Sequence[Modifier]) -> dict[str, Any]:
+    """Return the options of what comes on top, and what each takes."""
+    types: dict[str, Any] = {}
+    quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
+    if quantisers:
+        types["bits"] = Annotated[int | str, BitsAmong(*QUANTISERS[quantisers[0]][1])]
+    if any(one.name in EVICTORS for one in modifiers):
+        types["keep"] = float
+    return types
+
+
+def _own(options: Mapping[str, Any], modifiers: Sequence[Modifier]) -> dict[str, Any]:
+    """Return the options of a combination that are its method's."""
+    beside = _types_on_top(modifiers)
+    return {key: value for key, value in options.items() if key not in beside}
 
 
 def on_top(
@@ -269,7 +291,7 @@ def on_top(
 
 
 def _quantising(
-    family: PlanFamily, bits: int, how: str | Callable[[tuple[int, ...]], Quantiser]
+    family: PlanFamily, bits: int | str, how: str | Callable[[tuple[int, ...]], Quantiser]
 ) -> PlanFamily:
     """Quantise the ranks of the rate asked for; the rate reached is its own, higher one."""
 
@@ -321,6 +343,53 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
 
     return PlanFamily(
         family.method, family.knob, build, family.bounds, family.settings, at_rate, family.finish
+    )
+
+
+def _skips(name: str) -> bool:
+    """Whether a method takes ``skip``: all that compress, but for one with its own of that name."""
+    installed = _installed()
+    if name in installed:
+        return "skip" not in installed[name].options()
+    return name != "full"
+
+
+def _skipped(name: str, given: Sequence[int], inputs: MethodInputs) -> frozenset[int]:
+    """Return the layers that are left out, counted from the first."""
+    count = len(inputs.layout.layers)
+    for layer in given:
+        if not -count <= layer < count:
+            raise UsageError(
+                f"{name}: skip={layer}: {inputs.layout.architecture} has {count} layers, 0 to "
+                f"{count - 1}, or -1 to -{count} from the last"
+            )
+    found = frozenset(layer % count for layer in given)
+    if len(found) == count:
+        raise UsageError(f"{name}: skip leaves out every layer, which is full width: take full")
+    return found
+
+
+def _leaving_out(family: PlanFamily, inputs: MethodInputs) -> PlanFamily:
+    """Leave layers as they are in every plan, whatever the method would do there."""
+
+    def left(plan: Plan) -> Plan:
+        levels = len(plan.levels.shares)
+        layers = tuple(
+            replace(identity_layer(facts, levels), left_out=True) if index in inputs.skip else layer
+            for index, (layer, facts) in enumerate(
+                zip(plan.layers, inputs.layout.layers, strict=True)
+            )
+        )
+        options = {**plan.made.get("options", {}), "skip": sorted(inputs.skip)}
+        return replace(plan, layers=layers, made={**plan.made, "options": options})
+
+    at_ranks = family.at_ranks
+    return replace(
+        family,
+        build=lambda value: left(family.build(value)),
+        # A rule of its own would count the layers that are left out as compressed.
+        at_rate=None,
+        at_ranks=None if at_ranks is None else lambda ranks: left(at_ranks(ranks)),
     )
 
 

@@ -155,10 +155,12 @@ def _tale(
     layers = [
         LayerBases(
             keys=None,
-            values=shared_bases(moments, facts, "v", heads) if not facts.sliding_window else None,
+            values=None
+            if facts.sliding_window or index in inputs.skip
+            else shared_bases(moments, facts, "v", heads),
             fold_values=(not lazy and value_folds(facts)[0], value_folds(facts)[1]),
         )
-        for facts in inputs.layout.layers
+        for index, facts in enumerate(inputs.layout.layers)
     ]
     if all(layer.values is None for layer in layers):
         raise UsageError(f"{method}: every layer has a sliding window, so no token ever grows old")

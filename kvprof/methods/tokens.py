@@ -92,12 +92,14 @@ def stored_tokens(plan: Plan, layer: LayerPlan, tokens: int) -> int:
         return 0
     if layer.sliding_window is not None:
         return min(tokens, layer.sliding_window - 1)
-    return kept(plan.eviction, tokens)
+    return tokens if layer.left_out else kept(plan.eviction, tokens)
 
 
 def quantises(plan: Plan, layer: LayerPlan) -> bool:
     """Return whether the plan's quantiser applies to a layer (see ``plan``, sliding windows)."""
     quantiser = plan.quantiser
+    if layer.left_out:
+        return False
     if quantiser is None or layer.sliding_window is None:
         return quantiser is not None
     return quantiser.window == 0 and quantiser.block == 1
@@ -123,8 +125,8 @@ def segments(plan: Plan, layer: LayerPlan, tokens: int) -> list[Segment]:
     if not stored:
         return []
     top = len(plan.levels.shares) - 1
-    if layer.sliding_window is not None:
-        return [Segment(0, stored, top, quantises(plan, layer))] if stored else []
+    if layer.sliding_window is not None or layer.left_out:
+        return [Segment(0, stored, top, quantises(plan, layer))]
     sink = min(plan.levels.sink, stored)
     rest = stored - sink
     ends = level_ends(plan.levels, rest)

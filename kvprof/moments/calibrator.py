@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvprof.analysis.magnitudes import magnitude_counts
 from kvprof.analysis.moments import LayerMoments, Moments, group_size
 from kvprof.analysis.rank_allocation import ALLOCATIONS
 from kvprof.errors import UsageError
@@ -123,6 +124,7 @@ class MomentStore:
         self._should_stop = should_stop
         self._expected: list[CalibrationNeeds] = []
         self._kept: dict[tuple[Source, int], list[tuple[CalibrationNeeds, Moments]]] = {}
+        self._file: Moments | None = None
 
     def expect(self, needs: CalibrationNeeds) -> None:
         """Announce what will be asked for, so that one pass collects it too."""
@@ -139,22 +141,30 @@ class MomentStore:
         CalibrationInterrupted
             When the user asked for the end.
         """
-        source = self._options.source or parse_source(needs.source, what="the method's own source")
+        given = self._options.source
+        if given is not None and given.kind is SourceKind.MOMENTS:
+            moments = self._saved(given)
+            if not needs.magnitudes or all(layer.magnitudes for layer in moments.layers):
+                return moments
+            given = None  # spectrum saves no magnitudes: they are counted on the method's own data
+        source = given or parse_source(needs.source, what="the method's own source")
         kept = self._kept.setdefault((source, self.wanted(needs)), [])
         for have, moments in kept:
-            if source.kind is SourceKind.MOMENTS or self._covers(have, needs):
+            if self._covers(have, needs):
                 return moments
-        if source.kind is SourceKind.MOMENTS:
-            moments = load_moments(source.paths[0], fingerprint=self._loaded.fingerprint)
-            moments.info["moments_file"] = str(source.paths[0].resolve())
-        else:
-            for other in self._expected:
-                same = self._options.source is not None or other.source == needs.source
-                if same and self.wanted(other) == self.wanted(needs):
-                    needs = self._union(needs, other)
-            moments = self._pass(source, needs)
+        for other in self._expected:
+            same = given is not None or other.source == needs.source
+            if same and self.wanted(other) == self.wanted(needs):
+                needs = self._union(needs, other)
+        moments = self._pass(source, needs)
         kept.append((needs, moments))
         return moments
+
+    def _saved(self, source: Source) -> Moments:
+        if self._file is None:
+            self._file = load_moments(source.paths[0], fingerprint=self._loaded.fingerprint)
+            self._file.info["moments_file"] = str(source.paths[0].resolve())
+        return self._file
 
     def wanted(self, needs: CalibrationNeeds) -> int:
         """Return how many tokens a method is calibrated on where its source has as many.
@@ -221,6 +231,7 @@ class MomentStore:
             seed=self._options.seed,
             pre_rope=needs.pre_rope,
             joint_heads=needs.joint_heads,
+            magnitudes=needs.magnitudes,
         )
         title = f"calibrating: {source.name} tokens through {self._loaded.spec}"
         if self._should_stop():
@@ -247,12 +258,18 @@ class MomentStore:
         """Whether moments hold what is needed: larger groups hold smaller ones."""
         pairs = zip(self._sizes(have), self._sizes(needs), strict=True)
         joint = all(not wanted or (kept and kept % wanted == 0) for kept, wanted in pairs)
-        return joint and (have.pre_rope or not needs.pre_rope)
+        there = (have.pre_rope or not needs.pre_rope) and (have.magnitudes or not needs.magnitudes)
+        return joint and there
 
     def _union(self, one: CalibrationNeeds, other: CalibrationNeeds) -> CalibrationNeeds:
         for wide, narrow in ((one, other), (other, one)):
-            if self._covers(replace(wide, pre_rope=True), replace(narrow, pre_rope=False)):
-                return replace(wide, pre_rope=one.pre_rope or other.pre_rope)
+            most = replace(wide, pre_rope=True, magnitudes=True)
+            if self._covers(most, narrow):
+                return replace(
+                    wide,
+                    pre_rope=one.pre_rope or other.pre_rope,
+                    magnitudes=one.magnitudes or other.magnitudes,
+                )
         return one  # groups that do not divide each other need passes of their own
 
 
@@ -559,7 +576,9 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
     layers = [_stand_in(x, needs.pre_rope, needs.joint_heads) for x in loaded.layout.layers]
     inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
     known = inspect.signature(METHODS[base]).parameters
-    allocation = own.get("allocation", known["allocation"].default)
+    allocation = own.get(
+        "allocation", known["allocation"].default if "allocation" in known else None
+    )
     if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
         plain = {key: value for key, value in own.items() if key != "allocation"}
         targets = plan_family(base, inputs, **plain).targets
@@ -586,9 +605,11 @@ def _stand_in(layer: LayerLayout, pre_rope: bool, joint_heads: int | None) -> La
         for key, (heads, width) in shapes.items()
     }
     values = falling(*shapes["v"], 0.5)
+    ones = torch.ones(1, layer.num_kv_heads, 1, 1)
     return LayerMoments(
         rest=rest,
         first={key: torch.zeros((), dtype=torch.float64) for key in rest},
         c_o=values if layer.output_projection is not None else None,
         c_wv=values if not layer.mla and layer.value_projection is not None else None,
+        magnitudes={key: magnitude_counts(ones) for key in ("k", "v")},
     )

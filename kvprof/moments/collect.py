@@ -57,6 +57,8 @@ class CollectOptions:
     joint_heads : int or None
         Keep the moments of V, and with `pre_rope` of K before RoPE, over groups of this many KV
         heads too (Palu, TALE); None keeps none.
+    magnitudes : bool
+        Count how large the values of K and V are too (``fp8``).
     """
 
     tokens: int | None
@@ -66,6 +68,7 @@ class CollectOptions:
     skip_first: int = 0
     pre_rope: bool = False
     joint_heads: int | None = None
+    magnitudes: bool = False
 
 
 class PassAbandoned(Exception):
@@ -149,7 +152,11 @@ def moment_shapes(
 
 
 def empty_moments(
-    loaded: LoadedModel, *, pre_rope: bool = False, joint_heads: int | None = None
+    loaded: LoadedModel,
+    *,
+    pre_rope: bool = False,
+    joint_heads: int | None = None,
+    magnitudes: bool = False,
 ) -> Moments:
     """Return moments of a model with nothing counted yet, the weights' own filled in.
 
@@ -170,7 +177,7 @@ def empty_moments(
             c_wv = weight.transpose(1, 2) @ weight
         shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads)
         device = compute_device(loaded.model.get_submodule(layer.attention))
-        layers.append(LayerMoments.empty(shapes, device, c_o=c_o, c_wv=c_wv))
+        layers.append(LayerMoments.empty(shapes, device, c_o=c_o, c_wv=c_wv, magnitudes=magnitudes))
     return Moments(layers, loaded.fingerprint)
 
 
@@ -257,7 +264,12 @@ def collect_moments(
     PassAbandoned
         When `abandon` said so.
     """
-    moments = empty_moments(loaded, pre_rope=options.pre_rope, joint_heads=options.joint_heads)
+    moments = empty_moments(
+        loaded,
+        pre_rope=options.pre_rope,
+        joint_heads=options.joint_heads,
+        magnitudes=options.magnitudes,
+    )
     moments.info = _info(loaded, source, options)
 
     def receive(tap: Tap) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprof.analysis.magnitudes import empty_counts
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.files import parse_json
@@ -33,6 +34,8 @@ def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
         for part, grams in (("rest", layer.rest), ("first", layer.first)):
             for key, value in grams.items():
                 tensors[f"layers.{index}.{part}.{key}"] = value
+        for key, counts in layer.magnitudes.items():
+            tensors[f"layers.{index}.magnitudes.{key}"] = counts
         for name, weight in (("c_o", layer.c_o), ("c_wv", layer.c_wv)):
             if weight is not None:
                 tensors[f"layers.{index}.{name}"] = weight
@@ -113,14 +116,16 @@ def _layer(own: dict[str, Tensor]) -> LayerMoments:
             key.removeprefix(start): value for key, value in own.items() if key.startswith(start)
         }
 
-    return LayerMoments(part("rest"), part("first"), own.get("c_o"), own.get("c_wv"))
+    return LayerMoments(
+        part("rest"), part("first"), own.get("c_o"), own.get("c_wv"), part("magnitudes")
+    )
 
 
 def _check(name: str, layer: LayerMoments) -> None:
     """Refuse what no layer's moments are: other code divides by them and takes their roots."""
     if not layer.rest.keys() >= {"q", "k", "v"} or layer.rest.keys() != layer.first.keys():
         raise ValueError(f"{name} lacks moments of Q, K or V, of its first tokens or of the others")
-    unknown = layer.rest.keys() - _KEYS
+    unknown = (layer.rest.keys() - _KEYS) | (layer.magnitudes.keys() - {"k", "v"})
     if unknown:
         raise ValueError(f"{name}: {min(unknown)[:40]!r} is no kind of moments")
     weights = {name: one for name in ("c_o", "c_wv") if (one := getattr(layer, name)) is not None}
@@ -132,6 +137,10 @@ def _check(name: str, layer: LayerMoments) -> None:
     for key, gram in layer.rest.items():
         if gram.shape != layer.first[key].shape:
             raise ValueError(f"{name}: {key} differs in shape between its first tokens and others")
+    for key, counts in layer.magnitudes.items():
+        shape = (len(layer.rest[key]), empty_counts(1, counts.device).shape[1])
+        if counts.shape != shape or counts.dtype != torch.float64 or bool((counts < 0).any()):
+            raise ValueError(f"{name}: {key[:40]!r} has magnitudes that are no counts by head")
     heads = {key: len(gram) for key, gram in {**layer.rest, **weights}.items() if key in _KV_HEADS}
     queries = {len(layer.rest[key]) for key in ("q", "q_pre") if key in layer.rest}
     if len(set(heads.values())) > 1 or any(

@@ -51,6 +51,9 @@ class Bundle:
         Whether the model's projection puts out the latent already, in the group's first columns.
     online : bool
         Whether each sequence gets a basis of its own.
+    scale : Tensor or None
+        ``[g, 1, 1]`` of a group's own, where rows are stored over it: queries and outputs take it
+        back.
     copies : int
         Keys that are stored for one of the model's: above 1 (a key per query head) `kv_heads`
         counts them, number h being of KV head ``h // copies``.
@@ -64,6 +67,7 @@ class Bundle:
     up: Tensor | None
     folded: bool
     online: bool
+    scale: Tensor | None = None
     copies: int = 1
 
     @property
@@ -92,7 +96,7 @@ class Bundle:
         if self.folded:
             return joined[..., : self.ranks[-1]]
         if self.down is None:
-            return joined
+            return joined if self.scale is None else joined / self.scale
         with part("compress"):
             return joined @ self.down
 
@@ -101,7 +105,10 @@ class Bundle:
         return unflatten(joined, -1, (self.heads, self.head_dim)).transpose(2, 3)
 
     def rebuilt(self, latent: Tensor) -> Tensor:
-        """Return the heads that ``[rows, g, N, r']`` stand for: ``[rows, g, n, N, d]``."""
+        """Return the heads that ``[rows, g, N, r']`` stand for, over their scale.
+
+        ``[rows, g, n, N, d]``.
+        """
         if self.up is None:
             return self.split(latent)
         with part("decompress"):
@@ -144,7 +151,10 @@ def bundled(
     bundles = []
     for members in alike.values():
         first = members[0]
-        down = up = None
+        down = up = scale = None
+        if any(group.scale != 1 for group in members):
+            scales = torch.tensor([group.scale for group in members], dtype=torch.float64)
+            scale = scales.view(-1, 1, 1).to(device, dtype)
         if first.down is not None:
             downs = [group.down for group in members if group.down is not None]
             ups = [group.up for group in members if group.up is not None]
@@ -160,6 +170,7 @@ def bundled(
                 up=up,
                 folded=folded and first.down is not None,
                 online=online and first.down is None and not first.identity,
+                scale=scale,
                 copies=copies,
             )
         )
@@ -336,6 +347,8 @@ def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
             heads = turned if heads is None else heads + turned
         latent = None
     result = latent if latent is not None else heads
+    if side.bundle.scale is not None and result is not None:
+        result = result * side.bundle.scale[:, None, None, :, :]
     assert result is not None  # a pass has tokens of its own
     return result.flatten(1, 2)
 

@@ -611,6 +611,8 @@ def not_croppable(reason: str) -> str:
 
 
 def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
+    if layer.left_out:
+        return None
     if quantises(plan, layer):
         return f"{plan.method} quantises what it stores"
     if plan.lazy or plan.online_bases:

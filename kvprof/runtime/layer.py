@@ -219,7 +219,8 @@ class Keeper:
         self.layer = layer
         self._index = facts.index
         self._group = facts.group
-        self.eviction = plan.eviction if layer.sliding_window is None else None
+        aged = layer.sliding_window is None and not layer.left_out
+        self.eviction = plan.eviction if aged else None
         self.units = (
             [(0, facts.num_kv_heads)]
             if self.eviction is None or self.eviction.kind == "recent"
@@ -229,7 +230,7 @@ class Keeper:
         self._storing = "attention"
         if self.eviction is not None:
             self._storing = "evict"
-        elif layer.sliding_window is None and len(plan.levels.shares) > 1:
+        elif aged and len(plan.levels.shares) > 1:
             self._storing = "compress"
         # Made at once, so that a quantiser that does not exist is found out before anything runs.
         self._codecs: dict[tuple[str, int], Codec] = {
@@ -501,7 +502,8 @@ class LayerRuntime:
             if self.rebuilds and heads:
                 with part("decompress"):
                     heads = [self._rotated(row_group, bundle, torch.cat(heads, dim=3), own)]
-            blocks = [KeyBlock(query, head) for head in heads]
+            met = query if bundle.scale is None else query * bundle.scale[:, None, None, :, :]
+            blocks = [KeyBlock(met, head) for head in heads]
         else:
             turned = query
             if latents and not self.layer.keys.fold_up:

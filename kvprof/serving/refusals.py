@@ -48,6 +48,8 @@ def refusal(plan: Plan) -> str | None:
         return "some tokens stay at full precision, and a page's tokens are all stored alike"
     if plan.quantiser is not None and (reason := refused_quantiser(plan.quantiser)) is not None:
         return reason
+    if plan.quantiser is not None and any(layer.left_out for layer in plan.layers):
+        return "layers are left out, whose pages beside quantised ones have another size"
     for index, layer in enumerate(plan.layers):
         reason = _layer_refusal(layer)
         if reason is not None:

@@ -27,10 +27,10 @@ def with_width(matrix: Tensor, width: int) -> Tensor:
 
 
 def narrowed(group: HeadGroup, width: int) -> tuple[Tensor, Tensor]:
-    """Return ``down`` and ``up`` of a head, ``[d, width]``: the identity where it has none."""
+    """Return ``down`` and ``up`` of a head, ``[d, width]``: the identity, scaled, without any."""
     if group.down is None or group.up is None:
         eye = torch.eye(group.width)
-        return eye, eye
+        return eye / group.scale, eye * group.scale
     return with_width(group.down, width), with_width(group.up, width)
 
 

@@ -1,3 +1,4 @@
+import copy
 import csv
 import io
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvprof.commands import eval_run
 from kvprof.errors import LackingError
@@ -203,8 +205,13 @@ def test_questions_that_do_not_fit_are_counted(
         (("--method", "kq", "--rate", 0.999, *FINE), "reaches rates from"),
         (("--method", "kq", "--rate", 0.5, "--removal", 0.1), "keep one"),
         (("--method", "kq", "--rate", 0.5, "--option", "width=3"), "has no option width"),
-        (("--method", "fp8", "--grid", 4), "fp8 has no option grid: it has none"),
-        (("--method", "fp8", "--calibrate", "prose"), "nothing is calibrated"),
+        (("--method", "fp8", "--grid", 4), "fp8 has no option grid: it has scale, skip"),
+        (("--method", "full", "--option", "scale=none"), "full have no options"),
+        (
+            ("--method", "full", "--teacher-forced", "--calibrate", "prose"),
+            "nothing is calibrated",
+        ),
+        (("--method", "fp8", "--option", "skip=2"), "fp8: skip=2: "),
         (("--method", "fp8", "--rate", 0.9), "leave out --rate"),
         (("--method", "full,fp8", "--removal", "0.1"), "leave out --removal"),
         (("--method", "kq", "--rate", "nan"), "--rate nan"),
@@ -396,3 +403,19 @@ def test_generated_tasks_are_asked_at_their_lengths_and_their_answers_counted(
     )
     assert done.code == 2
     assert "gets nothing right" in done.error
+
+
+def test_the_plain_cast_says_what_it_clips(tmp_path: Path) -> None:
+    """On a model whose keys e4m3 cannot hold; with scales nothing is clipped, and nothing said."""
+    model = copy.deepcopy(tiny("Llama", num_hidden_layers=1))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[:16] *= 2.0**12
+    folder = tmp_path / "large"
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    told = eval_json(tmp_path, folder, "--method", "fp8", "--option", "scale=none", *SMALL)
+    (clips,) = [text for text in told["warnings"] if "clips" in text]
+    assert clips.startswith("fp8:scale=none clips ")
+    assert " % of the keys of layer 0, KV head 0, on " in clips
+    told = eval_json(tmp_path, folder, "--method", "full", *SMALL)
+    assert not [text for text in told["warnings"] if "fp8" in text]

@@ -210,7 +210,7 @@ def test_plans_that_a_single_pass_hides_have_no_such_rows(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("kvprof.commands.eval_run.harness_rows", rows)
     monkeypatch.setattr("kvprof.commands.eval_run.settings_described", lambda _: {})
-    fp8 = plan_family("fp8", MethodInputs(loaded.layout, loaded.fingerprint))
+    fp8 = plan_family("fp8", MethodInputs(loaded.layout, loaded.fingerprint), scale="none")
     for tasks, wanted, runs in (
         (("choices", "texts"), [("full", "choices"), ("full", "texts"), ("fp8", "texts")], 2),
         (("choices",), [("full", "choices")], 1),  # nothing of it would be kept

@@ -86,12 +86,14 @@ def test_a_source_is_run_once_and_no_wider_than_needed(loaded: LoadedModel, pass
 
 def test_what_is_announced_is_collected_in_one_pass(loaded: LoadedModel, passes: Passes) -> None:
     given = calibrator(loaded, passes, "random:512")
+    given.expect("kivi")
     given.expect("fp8")
     given.expect("tale", heads=2)
     given.expect("palu", heads=1)
     first = given.inputs("kq")
     assert kept(first) == {"q", "k", "v", "q_pre", "k_pre", "v_joint", "k_pre_joint"}
     assert given.inputs("palu", heads=2).moments is first.moments
+    assert given.inputs("fp8").moments is first.moments
     assert len(passes.totals) == 1
 
 
@@ -99,8 +101,10 @@ def test_each_method_has_the_source_of_its_paper(loaded: LoadedModel, passes: Pa
     given = calibrator(loaded, passes, tokens=1024)
     assert given.inputs("fdc").moments.info["source"] == "random"
     assert given.inputs("palu", heads=2).moments.info["source"] == "calibration"
-    assert given.inputs("fp8").moments is None
+    assert given.inputs("kivi").moments is None
     assert passes.totals == [1024, 1024]
+    assert given.inputs("fp8").moments.info["source"] == "random"  # fdc's told no magnitudes
+    assert passes.totals == [1024, 1024, 1024]
     # Announced for text, so of no concern to random tokens.
     other = calibrator(loaded, passes, tokens=1024)
     other.expect("palu")
@@ -213,6 +217,9 @@ def test_saved_moments_are_taken_as_they_are(
     assert passes.totals == []
     with pytest.raises(UsageError, match="calibrate anew"):
         given.family("palu", heads=2)
+    # Nor do they tell how large values are: that is counted on fp8's own source, once.
+    assert given.inputs("fp8").moments.tokens == given.inputs("fp8").moments.tokens == 8192
+    assert passes.totals == [8192]
     with pytest.raises(UsageError, match="not of the model given"):
         calibrator(wrap_model(tiny("Llama", seed=4)), passes, path).inputs("kq")
     with pytest.raises(UsageError, match="ask no count"):

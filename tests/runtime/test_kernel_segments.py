@@ -13,7 +13,8 @@ from kvprof.kernels.decode.step import DecodeStep
 from kvprof.kernels.segments import append
 from kvprof.kernels.segments.codes import Quantised, quantise
 from kvprof.kernels.segments.step import SegmentsStep
-from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.low_rank import identity_layer
+from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 from kvprof.runtime import layer as keeping
@@ -52,7 +53,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 QUANTISED: dict[str, dict[str, Any]] = {
     "fp8": {"placement": Placement.NONE, "project_values": False, "quantiser": fp8()},
+    "fp8 scaled": {"placement": Placement.NONE, "project_values": False, "quantiser": fp8(),
+                   "scaled": True},
     "8-bit": {"ranks": half, "quantiser": per_token((8,))},
+    "k8v4": {"ranks": half, "quantiser": replace(per_token((8,)), values=per_token((4,)).values)},
+    "k4v8": {"ranks": half, "quantiser": replace(per_token((4,)), values=per_token((8,)).values)},
+    "left_out": {"ranks": half, "quantiser": per_token((8,)), "left_out": True},
     "window": {"ranks": half, "quantiser": replace(per_token((8,), group=None), window=5),
                "levels": Levels(2)},
     "values": {"ranks": half, "quantiser": replace(per_token((8,), group=16), keys=None)},
@@ -63,7 +69,33 @@ QUANTISED: dict[str, dict[str, Any]] = {
 
 
 def plan_of(arch: str, options: dict[str, Any]) -> Plan:
-    return make_plan(model_of(arch), **options)
+    turned = {key: options[key] for key in ("scaled", "left_out") if key in options}
+    plan = make_plan(model_of(arch), **{k: v for k, v in options.items() if k not in turned})
+    if "left_out" in turned:
+        facts = model_of(arch).layout.layers[-1]
+        last = replace(identity_layer(facts, len(plan.levels.shares)), left_out=True)
+        plan = replace(plan, layers=(*plan.layers[:-1], last))
+    return with_scales(plan) if "scaled" in turned else plan
+
+
+def with_scales(plan: Plan) -> Plan:
+    """Give every head's keys and values a scale of their own."""
+
+    def groups(layer: int, side: int, old: tuple[HeadGroup, ...]) -> tuple[HeadGroup, ...]:
+        return tuple(
+            replace(group, scale=2.0 ** ((3 * layer + 5 * group.first + side) % 9 - 5))
+            for group in old
+        )
+
+    layers = [
+        replace(
+            layer,
+            keys=replace(layer.keys, groups=groups(index, 0, layer.keys.groups)),
+            values=replace(layer.values, groups=groups(index, 1, layer.values.groups)),
+        )
+        for index, layer in enumerate(plan.layers)
+    ]
+    return replace(plan, layers=tuple(layers))
 
 
 @pytest.mark.parametrize("arch", ["Llama", "Qwen3", "GPT2"])

@@ -73,7 +73,12 @@ def e4m3(x: Array) -> Array:
     return np.clip(np.rint(x / step) * step, -448, 448)
 
 
-def stored(name: str, bits: int, side: str, x: Array) -> Array:
+def known_largest(side: str, head: int) -> float:
+    """Return the largest value of the calibration data's keys, or values, of a head."""
+    return float(np.abs(known("Llama")[1][side[0]][head]).max())
+
+
+def stored(name: str, bits: int, side: str, head: int, x: Array) -> Array:
     """Return K or V of one head after all of `x` was seen and stored."""
     first, count = 0, len(x)
     if name == "kivi":
@@ -83,8 +88,9 @@ def stored(name: str, bits: int, side: str, x: Array) -> Array:
     out, part = x.copy(), slice(first, first + count)
     if not count:
         return out
-    if name == "fp8":
-        out[part] = e4m3(x[part])
+    if name == "fp8":  # twice the largest value fits, over a power of two
+        scale = 2.0 ** np.ceil(np.log2(2 * known_largest(side, head) / 448))
+        out[part] = scale * e4m3(x[part] / scale)
     elif name == "quanto":
         out[part] = np.stack([full_precision(row, bits) for row in x[part]])
     elif name == "kvquant":
@@ -113,13 +119,47 @@ def test_quantisers_alone(name: str) -> None:
         for side, states in (("keys", keys), ("values", values)):
             for head in range(states.shape[1]):
                 past = states[0, head, :query].numpy()
-                states[0, head, :query] = torch.from_numpy(stored(name, bits, side, past))
+                states[0, head, :query] = torch.from_numpy(stored(name, bits, side, head, past))
         rows.append(heads_out(model, tap.q, keys, values)[:, query])
     wanted = torch.stack(rows, dim=1)
     found = attention_outputs(model, plan, ids, prefill=prefill)
     assert relative(found[:, :prefill], exact[:, :prefill]) < 1e-6
     assert relative(found[:, prefill:], wanted[:, prefill:]) < 1e-4
     assert relative(exact[:, prefill:], wanted[:, prefill:]) > 3e-3
+
+
+@pytest.mark.parametrize("name", ["per-token", "kivi", "kvquant", "kq+per-token"])
+def test_keys_and_values_have_bits_of_their_own(name: str) -> None:
+    """``k4v2``, and the other way round: each side by its own bits, in plain numpy."""
+    model, prefill, length = one_layer("Llama"), 158, 162
+    ids = token_ids(1, length)
+    tap = taps(model, ids, pre_rope=False)
+    exact = heads_out(model, tap.q, tap.k, tap.v)
+    lost = []
+    for text, pair in (("k4v2", (4, 2)), ("k2v4", (2, 4))):
+        base = {**HALF, "minimum": 16} if name.startswith("kq") else {}  # bases, and all of them
+        family = plan_family(name, known("Llama")[0], **base, bits=text)
+        plan = plan_at(family, (family.settings or (0.0,))[0])
+        rows = []
+        for query in range(prefill, length):
+            keys, values = tap.k.double().clone(), tap.v.double().clone()
+            for side, states, bits in zip(("keys", "values"), (keys, values), pair, strict=True):
+                for head, group in enumerate(getattr(plan.layers[0], side).groups):
+                    past = states[0, head, :query].numpy()
+                    if group.down is None:
+                        past = stored(name, bits, side, head, past)
+                    else:
+                        down, up = (x.double().numpy() for x in (group.down, group.up))
+                        past = stored(name, bits, side, head, past @ down) @ up.T
+                    states[0, head, :query] = torch.from_numpy(past)
+            rows.append(heads_out(model, tap.q, keys, values)[:, query])
+        wanted = torch.stack(rows, dim=1)
+        found = attention_outputs(model, plan, ids, prefill=prefill)[:, prefill:]
+        # A plan's bases are float32, which may turn a code or two.
+        assert relative(found, wanted) < (1e-3 if name.startswith("kq") else 1e-4)
+        lost.append(wanted)
+    assert relative(lost[0], lost[1]) > 1e-2
+    assert relative(exact[:, prefill:], lost[0]) > 1e-2
 
 
 def test_tale_as_published_quantises_level_by_level() -> None:

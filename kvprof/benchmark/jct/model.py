@@ -219,7 +219,8 @@ def _random_named(name: str, loaded: LoadedModel, shape: ModelShape, request: Jc
     variant = parse_variant(name)
     if variant.method.kind in ("full", "fp8"):
         inputs = MethodInputs(loaded.layout, loaded.fingerprint)
-        family = plan_family(name, inputs)
+        plain = {"scale": "none"} if variant.method.kind == "fp8" else {}  # nothing to calibrate on
+        family = plan_family(variant.method.kind, inputs, **plain)
         return family.build(family.settings[0])
     if request.check:  # against a composed run, which has one layer's ranks in all
         one = variant.widths(shape.attention, request.rate)

@@ -578,7 +578,8 @@ def level_tokens(plan: Plan, tokens: int) -> dict[str, int]:
     tokens : int
         Seen so far.
     """
-    layer = next((x for x in plan.layers if x.sliding_window is None), None)
+    aged = (x for x in plan.layers if x.sliding_window is None and not x.left_out)
+    layer = next(aged, None)
     if layer is None or len(plan.levels.shares) == 1:
         return {}
     found: dict[str, int] = {}

@@ -134,6 +134,8 @@ def _planned(spec: LayerSpec) -> str | None:
     What a plan says of all layers counts only where it touches this one: levels and eviction stop
     at a sliding window.
     """
+    if spec.layer.left_out:
+        return None
     if spec.layer.keys.per_query_head:
         return "each query head stores a key of its own, and the kernels share one per KV head"
     if spec.plan.online_bases:
@@ -181,7 +183,7 @@ class Matrices:
     Attributes
     ----------
     queries : BasisSet
-        ``[d, r]`` per KV head.
+        ``[d, r]`` per KV head; a scale of its keys is in it.
     keys : BasisSet
         ``[depth, r]`` per group. A head that is stored as it is, or that a folded projection has
         compressed already, has columns of the identity.
@@ -225,7 +227,8 @@ def matrices_of(
     if narrow and keys.fold_down:
         depth = max(group.rank for group in keys.groups)
     value_bases = None
-    if values.projected and not values.fold_down:
+    scaled = any(group.scale != 1 for group in values.groups)
+    if scaled or (values.projected and not values.fold_down):
         value_bases = basis_set(
             [_down(group, False) for group in values.groups], dtype=dtype, device=device
         )
@@ -285,12 +288,14 @@ def _eye(height: int, width: int) -> Tensor:
 
 def _down(group: HeadGroup, folded: bool) -> Tensor:
     """Return what a group's heads, side by side, are multiplied with before they are stored."""
-    return _eye(group.width, group.rank) if folded or group.down is None else group.down
+    if folded or group.down is None:
+        return _eye(group.width, group.rank) / group.scale
+    return group.down
 
 
 def by_head(group: HeadGroup) -> tuple[Tensor, ...]:
     """Return what turns a group's latent into each of its heads, ``[d, r]``."""
-    up = _eye(group.width, group.rank) if group.up is None else group.up
+    up = group.scale * _eye(group.width, group.rank) if group.up is None else group.up
     return up.view(group.heads, -1, group.rank).unbind()
 
 
@@ -327,6 +332,8 @@ class KernelLayer(ABC):
         sides = (*layer.keys.groups, *layer.values.groups)
         self._storing = "attention" if all(group.identity for group in sides) else "compress"
         self._decompresses = layer.values.projected and not layer.values.fold_up
+        self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._scaled = any(group.scale != 1 for group in layer.values.groups)
         self._matrices: dict[tuple[torch.device, torch.dtype], Matrices] = {}
 
     @classmethod
@@ -403,6 +410,8 @@ class KernelLayer(ABC):
         if self._decompresses and not (self.plan.lazy and tokens > 1):
             with part("decompress"):
                 output = self._in_heads(output)
+        if self._scaled:
+            output = output * self._scale(output.device, output.dtype)
         if passing.hidden is not None:
             output = output.masked_fill(passing.padding(), 0)
         return output
@@ -563,6 +572,19 @@ class KernelLayer(ABC):
         if matrices.order is not None:
             result = result.index_select(2, matrices.order)
         return result.flatten(2)
+
+    def _scale(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return what every column of the heads' outputs is multiplied with, ``[Σ_h w_h]``."""
+        key = device, dtype
+        if key not in self._scales:
+            columns = [
+                group.scale
+                for group in self.layer.values.groups
+                for _ in range(group.heads * self.facts.group * group.head_dim)
+            ]
+            with torch.inference_mode(False):
+                self._scales[key] = torch.tensor(columns, device=device, dtype=dtype)
+        return self._scales[key]
 
     def _prepared(self, device: torch.device, dtype: torch.dtype) -> Matrices:
         key = device, dtype
