@@ -94,6 +94,7 @@ _FREE = frozenset(
         "--top-p",
         "--tp",
         "--transfer",
+        "--vllm",
         "--vo-weight",
     )
 )
