@@ -46,6 +46,33 @@ def test_every_part_has_every_setting_and_wholes_are_measured(result: Any) -> No
     assert "llama.cpp" not in flags  # heads of 16 are no blocks of 32
 
 
+def test_heads_are_measured_one_by_one(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+    asked = ("--text", text, "--tokens", 64, "--seq-len", 32, "--layers", "0,-1", "--bits", "4")
+    found = {}
+    for by in ("head", "layer"):
+        path = tmp_path / f"{by}.json"
+        done = kvprof("sensitivity", tiny_folder, "--by", by, *asked, "--json", path)
+        assert done.code == 0, done.stderr
+        found[by] = json.loads(path.read_text())
+        validate_result(found[by])
+    cells = found["head"]["data"]["cells"]
+    heads = found["head"]["data"]["heads"][0]
+    assert heads > 1
+    # 2 layers, 2 sides; 4 bits, and again with the first token exact
+    assert len({(c["layer"], c["side"], c["kv_head"], c["exact_first"]) for c in cells}) == len(
+        cells
+    )
+    assert len(cells) == 2 * 2 * heads * 2
+    for whole in found["layer"]["data"]["cells"]:
+        own = [c for c in cells if all(c[k] == whole[k] for k in ("layer", "side", "exact_first"))]
+        assert sum(c["bytes_per_token"] for c in own) == pytest.approx(whole["bytes_per_token"])
+        assert max(c["kl"] for c in own) > 0
+    # The whole is the same, however it was cut into cells.
+    both = [one["data"]["budgets"][0]["uniform"]["measured"]["kl"] for one in found.values()]
+    assert both[0] == pytest.approx(both[1], rel=1e-6)
+    assert {one["kv_head"] for one in found["head"]["data"]["needed"]} == set(range(heads))
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_report_keeps_its_width(result: Any, width: int) -> None:
     shown = render_text(report(result, width, colour=False), width)
