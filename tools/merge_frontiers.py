@@ -68,6 +68,9 @@ def merged(
         for key in _SAMPLE:
             if result["inputs"][key] != first["inputs"][key]:
                 raise ValueError(f"{key}: {result['inputs'][key]} is not {first['inputs'][key]}")
+        own, others = ({**one["inputs"].get("targets", {})} for one in (first, result))
+        if own and others and own != others:  # records of one target do not name it twice
+            raise ValueError(f"targets: {others} is not {own}")
         for row in result["data"]["methods"]:
             stopped = row["reason"] == "interrupted" and row["label"] not in interrupted
             if stopped or not row["points"]:

@@ -29,7 +29,6 @@ from kvprof.commands.options import (
     TextOption,
     TrustOption,
     method_options,
-    share_option,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -41,6 +40,7 @@ from kvprof.commands.output import (
     SvgOption,
 )
 from kvprof.errors import ExitCode, UsageError
+from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import COMPARED, check_names, names_in
 
@@ -57,12 +57,22 @@ def frontier(
         ),
     ] = COMPARED,
     target: Annotated[
-        float, share_option("--target", "Share of the baseline's metric to keep.")
-    ] = 0.99,
+        list[str] | None,
+        typer.Option(
+            "--target",
+            metavar="[METRIC=]SHARE",
+            help="Share of the baseline's metric to keep; repeatable: 0.99 and needle=0.95 have "
+            "to hold together. Default 0.99.",
+        ),
+    ] = None,
     metric: Annotated[
-        str,
-        typer.Option("--metric", help="accuracy, perplexity, tasks (mean), or a task's name."),
-    ] = "accuracy",
+        str | None,
+        typer.Option(
+            "--metric",
+            help="Of a --target that names none: accuracy (the default), perplexity, tasks (mean), "
+            "or a task's name.",
+        ),
+    ] = None,
     points: Annotated[
         int, typer.Option("--points", min=1, max=1000, help="Evaluations per method, at most.")
     ] = 6,
@@ -104,11 +114,11 @@ def frontier(
     --------
     kvprof frontier
     kvprof frontier --methods fdc,kq,kq-4bit --target 0.99 --svg frontier.svg
+    kvprof frontier --methods kq,kq-4bit --target 0.99 --target needle=0.95
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     outputs.check()
-    if not 0 < target <= 1:
-        raise UsageError(f"--target {target:g} is no share; write 0.99 for 99 %")
+    targets = parse_targets(target or (), metric)
     if cache is not None and no_cache:
         raise UsageError("--cache and --no-cache contradict each other; keep one")
     common = method_options(allocation, grid, minimum, None)
@@ -154,7 +164,7 @@ def frontier(
             sample.sources,
             requests,
             calibration,
-            FrontierOptions(metric, target, points),
+            FrontierOptions(targets, points),
             None if no_cache else cache_folder(cache),
             stop,
         )
@@ -169,8 +179,9 @@ def frontier(
                 "fingerprint": loaded.fingerprint,
                 "device": str(loaded.device),
                 "methods": methods,
-                "metric": metric,
-                "target": target,
+                "metric": targets[0].metric,
+                "target": targets[0].share,
+                "targets": {one.metric: one.share for one in targets},
                 "points": points,
                 **common,
                 **described,

@@ -10,10 +10,11 @@ from kvprof import console
 from kvprof.errors import KvprofError, UsageError
 from kvprof.evaluation.evaluation_cache import EvaluationCache
 from kvprof.evaluation.evaluator import Evaluator, hidden_in_one_pass, refuse_hidden
-from kvprof.evaluation.frontier import Frontier, FrontierOptions, check_metric, expected_steps
+from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
 from kvprof.evaluation.rate_search import Interrupted
 from kvprof.evaluation.recorded_rates import record_rates
 from kvprof.evaluation.requests import MethodRequest
+from kvprof.evaluation.targets import check_metric
 from kvprof.interrupt import Stop
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.named import ALWAYS
@@ -95,7 +96,9 @@ def run_frontier(
         When calibration data is evaluation data, the metric is not measured, or the only method
         asked for does not fit the model.
     """
-    check_metric(options.metric, list(dict.fromkeys(item.task for item in evaluator.items)))
+    tasks = list(dict.fromkeys(item.task for item in evaluator.items))
+    for target in options.targets:
+        check_metric(target.metric, tasks, what=options.names(target))
     warnings: list[str] = []
     calibration_of: dict[str, dict[str, Any]] = {}
 

@@ -29,6 +29,7 @@ from kvprof.commands.options import (
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import UsageError
+from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, names_in
@@ -61,6 +62,15 @@ def plan(
         list[Path] | None,
         typer.Option(
             "--rates", help="Of --fit and --transfer: a frontier with rates to take; repeatable."
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            metavar="[METRIC=]SHARE",
+            help="Of --fit and --transfer: what recorded rates keep, as for frontier; repeatable. "
+            "Default 0.99.",
         ),
     ] = None,
     transfer: Annotated[
@@ -177,7 +187,8 @@ def plan(
     several = " and ".join(["--fit"] * (fit is not None) + ["--transfer"] * transfer)
     if not several:
         _refuse(
-            "means nothing without --fit or --transfer", {"--methods": methods, "--rates": rates}
+            "means nothing without --fit or --transfer",
+            {"--methods": methods, "--rates": rates, "--target": target},
         )
         _check_one(files, save)
         check_choice(plan_file=files[0] if files else None, **given)
@@ -192,8 +203,14 @@ def plan(
         if rate is not None and not 0 <= rate < 1:
             raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
         check_names(names_in(methods or method or ""))
+        if rate is not None and target:
+            raise UsageError(
+                f"--target {target[0]} chooses among recorded rates, and --rate gives every method "
+                "one; keep one of the two"
+            )
     if shape is not None and model is not None:
         raise UsageError(f"{model} and --shape {shape} both say what is planned for; keep one")
+    targets = parse_targets(target or ())
     links = parse_links(link or ())
     contexts = read_counts(seq, what="--seq") if seq is not None else None
 
@@ -228,10 +245,12 @@ def plan(
     else:
         planned = planned_model(load_for_command(model, **how))
     memory = None if sizes is None else fit_memory(planned, sizes)
-    if prefill is not None:
-        again = prefill_of(prefill, planned.layout, planned.fingerprint, planned.dtype_name)
-    else:
-        again = shipped_prefill(planned.spec, planned.layout, planned.dtype_name)
+    known = planned.layout, planned.dtype_name
+    again = (
+        prefill_of(prefill, *known, planned.fingerprint)
+        if prefill is not None
+        else shipped_prefill(planned.spec, *known)
+    )
     own = DEFAULT_SEQ_LEN if planned.context_length is None else planned.context_length
     at = evaluation_context(own) if context is None else parse_count(context, what="--context")
     with graceful_interrupt() as stop:
@@ -241,6 +260,7 @@ def plan(
             rate=rate,
             plan_files=files,
             record_files=rates or [],
+            targets=targets,
             calibrate=calibrate,
             calibrate_tokens=calibrate_tokens,
             options=options,
@@ -258,6 +278,7 @@ def plan(
                 "prefill": prefill,
                 "context": at,
                 "rate": rate,
+                "targets": {one.metric: one.share for one in targets},
                 "calibrate": calibrate,
                 "options": options,
             },

@@ -27,6 +27,7 @@ from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.evaluation.recorded_prefill import RecordedPrefill
 from kvprof.evaluation.recorded_rates import RecordedRate, canonical_label, load_recorded_rates
 from kvprof.evaluation.requests import MethodRequest, parse_methods
+from kvprof.evaluation.targets import Target
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
@@ -258,11 +259,14 @@ class Choices:
         ``label`` and ``reason`` of the others.
     complete : bool
         False when the user interrupted; the rows so far are there.
+    targets : sequence of Target
+        That recorded rates met.
     """
 
     rows: list["_Chosen"]
     missing: list[dict[str, str]]
     complete: bool
+    targets: Sequence[Target]
 
 
 def choose_plans(
@@ -272,6 +276,7 @@ def choose_plans(
     rate: float | None,
     plan_files: Sequence[Path],
     record_files: Sequence[Path],
+    targets: Sequence[Target],
     calibrate: str | None,
     calibrate_tokens: str | None,
     options: Mapping[str, Any],
@@ -289,6 +294,8 @@ def choose_plans(
         Of every method that has one to turn; None takes each method's recorded rate.
     plan_files, record_files : sequence of Path
         Saved plans that are rows too; frontiers whose rates are taken first.
+    targets : sequence of Target
+        That recorded rates have to meet together.
     calibrate, calibrate_tokens : str or None
         From the command line; of installed methods, whose bytes may hang on it. Those of kvprof's
         own methods follow from the rate.
@@ -323,7 +330,9 @@ def choose_plans(
     ]
     recorded = {}
     if rate is None and loaded is not None:
-        recorded = load_recorded_rates(planned.fingerprint, record_files, warn=console.warn)
+        recorded = load_recorded_rates(
+            planned.fingerprint, record_files, targets=targets, warn=console.warn
+        )
     calibrators: dict[str, Calibrator] = {}
 
     def calibrator_for(known: RecordedRate | None) -> Calibrator:
@@ -358,7 +367,9 @@ def choose_plans(
                 break
             known = records.get(request.label)
             try:
-                rows.append(_chosen(planned, calibrator_for, request, known, rate, context))
+                rows.append(
+                    _chosen(planned, calibrator_for, request, known, rate, context, targets)
+                )
             except (UsageError, FailedError) as reason:  # the others still have something to say
                 refused = refused or reason
                 missing.append({"label": request.label, "reason": str(reason)})
@@ -367,7 +378,7 @@ def choose_plans(
     rows += [_Chosen(path.name, plan, "plan", context) for path, plan in plans]
     if refused is not None and not rows:
         raise refused  # of full width already: no plan fits this model
-    return Choices(rows, missing, complete)
+    return Choices(rows, missing, complete, targets)
 
 
 def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[str, Any]:
@@ -387,6 +398,7 @@ def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[st
         "reserve_bytes": memory.reserve,
         "weights_bytes": memory.weights,
         "dtype": planned.dtype_name,
+        "targets": [target.described() for target in choices.targets],
         "model_context": own,
         "batches": list(_BATCHES),
         "contexts": contexts,
@@ -429,6 +441,7 @@ def transfer_data(
     unknown = [tokens for tokens in contexts if tokens not in measured]
     return {
         "dtype": planned.dtype_name,
+        "targets": [target.described() for target in choices.targets],
         "model_context": own,
         "links": [
             {"link": link.name, "bytes_per_s": link.bytes_per_s, "nominal": link.nominal}
@@ -503,6 +516,7 @@ def _chosen(
     known: RecordedRate | None,
     rate: float | None,
     context: int,
+    targets: Sequence[Target],
 ) -> _Chosen:
     """Plan a method at the rate given, else at the one recorded for it.
 
@@ -517,11 +531,11 @@ def _chosen(
     if request.method in ALWAYS and family is not None:
         return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
     if known is not None and known.max_rate is None:
-        raise UsageError(f"no tested rate kept 99 % of the {known.metric} ({known.origin})")
+        raise UsageError(f"no tested rate kept {_goal(targets)} ({known.origin})")
     if known is None and rate is None:
         raise UsageError(
-            "no 99 % rate is recorded for this model with these options and this calibration; "
-            "measure it with kvprof frontier, or give --rate"
+            f"no rate that keeps {_goal(targets)} is recorded for this model with these options "
+            "and this calibration; measure it with kvprof frontier, or give --rate"
         )
     family = family or calibrator_for(known).family(request.method, **request.options)
     if known is not None and known.max_rate is not None:
@@ -533,6 +547,10 @@ def _chosen(
     assert rate is not None
     plan = plan_for_rate(family, rate, context, itemsize=planned.dtype.itemsize)
     return _Chosen(request.label, plan, "given", context)
+
+
+def _goal(targets: Sequence[Target]) -> str:
+    return " and ".join(f"{100 * one.share:g} % of the {one.metric}" for one in targets)
 
 
 def _refuse_unheeded(

@@ -9,231 +9,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvprof.errors import KvprofError, UsageError
+from kvprof.errors import KvprofError
 from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache
 from kvprof.evaluation.rate_search import Interrupted, MeasuredRate, search_rates
 from kvprof.evaluation.requests import MethodRequest
+from kvprof.evaluation.targets import (
+    Target,
+    binding,
+    check_baseline,
+    joint_interval,
+    joint_rate,
+    kept_of,
+    max_rate,
+    meets,
+    share_of,
+)
 from kvprof.methods.accounting import compression_ratio
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
-from kvprof.records.figures import judging_tasks
 
 __all__ = [
-    "METRICS",
     "TARGETS",
     "Evaluates",
     "Frontier",
     "FrontierOptions",
-    "check_baseline",
-    "check_metric",
     "expected_steps",
     "frontier_row",
-    "least_loss",
-    "max_rate",
-    "max_rate_interval",
-    "share_interval_of",
-    "share_of",
 ]
-
-# --- What share of the uncompressed model's metric an evaluation keeps, and up to which rate.
-
-
-#: Beside these, the name of any task that is evaluated.
-METRICS = ("accuracy", "perplexity", "tasks")
-
-
-def check_metric(metric: str, tasks: Sequence[str]) -> None:
-    """Refuse a metric that is not measured.
-
-    Parameters
-    ----------
-    metric : str
-        One of `METRICS`, or a task's name.
-    tasks : sequence of str
-        Names of the tasks that are evaluated.
-
-    Raises
-    ------
-    UsageError
-        When it is none of these.
-    """
-    if metric not in (*METRICS, *tasks):
-        known = ", ".join((*METRICS, *tasks))
-        raise UsageError(f"--metric: {metric!r} is not measured here; choose from {known}")
-    if metric == "tasks" and not tasks:
-        raise UsageError("--metric tasks: no tasks are evaluated; name some with --tasks")
-
-
-def check_baseline(metric: str, baseline: Mapping[str, Any]) -> None:
-    """Refuse a metric of which the uncompressed model has nothing that could be kept.
-
-    Parameters
-    ----------
-    metric : str
-        As `check_metric` lets through.
-    baseline : mapping
-        The uncompressed model's evaluation.
-
-    Raises
-    ------
-    UsageError
-        When that is so.
-    """
-    if metric == "perplexity":
-        return
-    judging = judging_tasks(baseline)
-    tasks = {name: task["accuracy"] for name, task in baseline["tasks"].items()}
-    if metric in tasks and metric not in judging and tasks[metric]:
-        task = baseline["tasks"][metric]
-        raise UsageError(
-            f"--metric {metric}: the uncompressed model's score, {task['accuracy']:.3g}, does not "
-            f"tell from guessing ({task['chance']:.3g}) with {task['items']} questions, so it "
-            "judges nothing; give more --task-items, or choose another metric"
-        )
-    together = sum(task["accuracy"] for task in judging.values())
-    whole = {"accuracy": baseline["accuracy"], **tasks, "tasks": together}
-    if not whole[metric]:
-        raise UsageError(
-            f"--metric {metric}: the uncompressed model itself gets nothing right, so there is no "
-            "share of it to keep; choose perplexity"
-        )
-
-
-def share_of(evaluation: Mapping[str, Any], metric: str) -> float | None:
-    """Return what share of the baseline an evaluation keeps; None where nothing was measured.
-
-    For ``perplexity`` it is the baseline's over the evaluation's, for ``tasks`` the mean accuracy
-    over the mean of the baseline's, both of the tasks that judge.
-
-    Parameters
-    ----------
-    evaluation : mapping
-        Of `kvprof.evaluation.evaluator`.
-    metric : str
-        As `check_metric` lets through.
-    """
-    if metric == "accuracy":
-        kept: float | None = evaluation["relative_accuracy"]
-        return kept
-    if metric == "perplexity":
-        perplexity = evaluation["perplexity"]
-        return evaluation["baseline_perplexity"] / perplexity if perplexity else None
-    chosen = _chosen(evaluation, metric)
-    whole = sum(task["baseline"] for task in chosen)
-    return sum(task["accuracy"] for task in chosen) / whole if whole else None
-
-
-def _chosen(evaluation: Mapping[str, Any], metric: str) -> list[Mapping[str, Any]]:
-    """Return the tasks that a metric is of."""
-    if metric == "tasks":
-        return list(judging_tasks(evaluation).values())
-    return [evaluation["tasks"][metric]]
-
-
-def share_interval_of(evaluation: Mapping[str, Any], metric: str) -> list[float | None] | None:
-    """Return the paired 95 % interval of `share_of`; None where the evaluation has none.
-
-    Parameters
-    ----------
-    evaluation, metric
-        As for `share_of`.
-    """
-    if metric == "accuracy":
-        found: list[float | None] | None = evaluation["relative_accuracy_interval"]
-        return found
-    if metric == "perplexity":
-        ratio = evaluation.get("perplexity_ratio_interval")
-        # Over the baseline's there, under it here: the ends change places.
-        return [1.0 / ratio[1], 1.0 / ratio[0]] if ratio and None not in ratio else None
-    if metric == "tasks":
-        # Of the sum of the tasks the ends' sum: too wide where they do not fall together.
-        tasks = _chosen(evaluation, metric)
-        ends: list[Any] = [task.get("difference_interval") for task in tasks]
-        whole = sum(task["baseline"] for task in tasks)
-        if not whole or any(not end or None in end for end in ends):
-            return None
-        return [1.0 + sum(end[side] for end in ends) / whole for side in (0, 1)]
-    task = evaluation["tasks"][metric]
-    difference = task.get("difference_interval")
-    if not difference or None in difference or not task["baseline"]:
-        return None
-    return [1.0 + end / task["baseline"] for end in difference]
-
-
-def least_loss(evaluation: Mapping[str, Any], metric: str) -> float:
-    """Return the smallest loss of a share that a sample could have shown, at 95 %.
-
-    Of n right answers of which none was lost, up to 3 in n may be lost on other data (the rule of
-    three). A bootstrap sees no spread there: its interval ends at 1 however small n is.
-
-    Parameters
-    ----------
-    evaluation, metric
-        As for `share_of`; of perplexity, n is the number of scored tokens.
-    """
-    if metric in ("accuracy", "perplexity"):
-        share = evaluation["baseline_accuracy"] if metric == "accuracy" else 1.0
-        right = share * evaluation["decoded_tokens"]
-    else:
-        chosen = _chosen(evaluation, metric)
-        right = sum(task["baseline"] * task["items"] for task in chosen)
-    return 3.0 / right if right else 1.0
-
-
-def max_rate(points: Sequence[Mapping[str, Any]], target: float) -> float | None:
-    """Return the largest tested rate that meets a target with every lower tested rate meeting it.
-
-    Parameters
-    ----------
-    points : sequence of mapping
-        With ``rate`` and ``share``, in any order.
-    target : float
-        Share of the baseline that has to be kept; the point estimate decides.
-    """
-    return _last_meeting([(point["rate"], point["share"]) for point in points], target)
-
-
-def max_rate_interval(
-    points: Sequence[Mapping[str, Any]], target: float
-) -> tuple[float | None, float | None] | None:
-    """Return between which tested rates the true largest rate lies, given the shares' intervals.
-
-    The lower end is the largest tested rate that surely meets the target, with every lower one
-    doing so (None: not even the lowest): its interval lies wholly at or above the target, and its
-    sample would have shown a loss as large as the target allows (`least_loss`). The upper end is
-    the smallest tested rate whose interval lies wholly below it (None: no tested rate does).
-
-    Parameters
-    ----------
-    points : sequence of mapping
-        With ``rate``, ``share``, ``share_interval`` and ``least_loss``.
-    target : float
-
-    Returns
-    -------
-    tuple of float or None
-        None where a point has no interval.
-    """
-    ends = [(point["rate"], point["share_interval"]) for point in points]
-    if not ends or any(end is None or None in end for _, end in ends):
-        return None
-    seen = [point["least_loss"] <= 1.0 - target + 1e-12 for point in points]
-    sure = [(rate, end[0] if fine else None) for (rate, end), fine in zip(ends, seen, strict=True)]
-    low = _last_meeting(sure, target)
-    surely_below = [rate for rate, end in ends if end[1] < target]
-    return low, min(surely_below, default=None)
-
-
-def _last_meeting(figures: Sequence[tuple[float, float | None]], target: float) -> float | None:
-    found = None
-    for rate, share in sorted(figures, key=lambda figure: figure[0]):
-        # 0.99 written in decimal may lie above the ratio of two counts that is 0.99 exactly.
-        if share is None or share < target - 1e-12:
-            break
-        found = rate
-    return found
-
 
 # --- One method of a frontier as a result holds it: its points, and the rates read off them.
 
@@ -246,8 +49,7 @@ def frontier_row(
     request: MethodRequest,
     tested: Sequence[MeasuredRate],
     reason: str | None,
-    metric: str,
-    target: float,
+    targets: Sequence[Target],
 ) -> dict[str, Any]:
     """Return one method of a frontier, as the schema documents it.
 
@@ -258,11 +60,10 @@ def frontier_row(
         In any order.
     reason : str or None
         Why there are no points, or fewer than there should be.
-    metric : str
-        See `kvprof.evaluation.frontier.share_of`.
-    target : float
-        Share that has to be kept.
+    targets : sequence of Target
+        All have to be met; the first is whose share a point's ``share`` is.
     """
+    first = targets[0]
     points = [
         {
             **entry.evaluation,
@@ -270,21 +71,20 @@ def frontier_row(
             "rate": entry.rate,
             "rate_asked": entry.rate_asked,
             "compression_ratio": compression_ratio(entry.rate),
-            "share": entry.share,
-            "share_interval": share_interval_of(entry.evaluation, metric),
-            "least_loss": least_loss(entry.evaluation, metric),
+            **kept_of(entry.evaluation, first.metric),
+            **_shares(entry.evaluation, targets),
         }
         for entry in sorted(tested, key=lambda entry: entry.rate)
     ]
-    found = max_rate(points, target)
+    found = joint_rate(points, targets)
     if found is None and reason is None:
         least = points[0]
-        kept = "nothing" if least["share"] is None else f"{least['share']:.4f}"
-        reason = (
-            f"no tested rate keeps {target:g} of the baseline's {metric}; the lowest, "
-            f"{least['rate']:.3f}, keeps {kept}"
+        asked = " and ".join(
+            f"{target.share:g} of the baseline's {target.metric}" for target in targets
         )
-    interval = max_rate_interval(points, target)
+        kept = " and ".join(_kept(share_of(least, target.metric)) for target in targets)
+        reason = f"no tested rate keeps {asked}; the lowest, {least['rate']:.3f}, keeps {kept}"
+    interval = joint_interval(points, targets)
     return {
         "label": request.label,
         "method": request.method,
@@ -292,9 +92,21 @@ def frontier_row(
         "max_rate": found,
         "max_rate_interval": None if interval is None else list(interval),
         "max_rates": {f"{one:g}": max_rate(points, one) for one in TARGETS},
+        "binding": binding(points, targets),
         "reason": reason,
         "points": points,
     }
+
+
+def _shares(evaluation: Mapping[str, Any], targets: Sequence[Target]) -> dict[str, Any]:
+    """Return what is kept of every target's metric, where there are several."""
+    if len(targets) == 1:
+        return {}
+    return {"shares": {one.metric: kept_of(evaluation, one.metric) for one in targets}}
+
+
+def _kept(share: float | None) -> str:
+    return "nothing" if share is None else f"{share:.4f}"
 
 
 # --- The search over all methods.
@@ -327,17 +139,29 @@ class FrontierOptions:
 
     Attributes
     ----------
-    metric : str
-        See `kvprof.evaluation.frontier.share_of`.
-    target : float
-        Share of the baseline's metric that has to be kept.
+    targets : tuple of Target
+        All have to be met; at least one.
     points : int
         Evaluations per method at most.
     """
 
-    metric: str = "accuracy"
-    target: float = 0.99
+    targets: tuple[Target, ...] = (Target(),)
     points: int = 6
+
+    def check(self, baseline: Mapping[str, Any]) -> None:
+        """Refuse a metric of which the uncompressed model has nothing that could be kept.
+
+        Raises
+        ------
+        UsageError
+            When that is so.
+        """
+        for target in self.targets:
+            check_baseline(target.metric, baseline, what=self.names(target))
+
+    def names(self, target: Target) -> str:
+        """Return the option that names a target's metric."""
+        return "--metric" if len(self.targets) == 1 else "--target"
 
 
 def expected_steps(requests: Sequence[MethodRequest], points: int, evaluator: Evaluates) -> int:
@@ -435,14 +259,15 @@ class Frontier:
                 ready[request.label] = failure
         self._describe("the uncompressed model")
         baseline = self._baseline()
-        check_baseline(self._options.metric, baseline)
+        self._options.check(baseline)
         methods = []
         for number, request in enumerate(requests, 1):
             lead = f"{request.label} ({number} of {len(requests)})"
             methods.append(self._method(request, lead, ready.get(request.label)))
         return {
-            "metric": self._options.metric,
-            "target": self._options.target,
+            "metric": self._options.targets[0].metric,
+            "target": self._options.targets[0].share,
+            "targets": [target.described() for target in self._options.targets],
             "baseline": baseline,
             "context": self._evaluator.context,
             "methods": methods,
@@ -467,6 +292,7 @@ class Frontier:
         points: list[MeasuredRate] = []
         reason: str | None = None
         planned = _planned(request, self._options.points)
+        targets = self._options.targets
 
         def keep(tested: MeasuredRate) -> None:
             points.append(tested)
@@ -475,7 +301,7 @@ class Frontier:
             self._describe(f"{lead}: evaluation {len(points) + 1} of {planned} at most")
             evaluation = self._evaluation(plan, digest)
             self.warnings += [text for text in evaluation["warnings"] if text not in self.warnings]
-            return share_of(evaluation, self._options.metric), evaluation
+            return share_of(evaluation, targets[0].metric), evaluation
 
         try:
             if self._stop():
@@ -488,7 +314,7 @@ class Frontier:
             search_rates(
                 ready,
                 evaluate,
-                target=self._options.target,
+                meets=lambda found: meets(found.evaluation, targets),
                 tokens=self._evaluator.context,
                 itemsize=self._itemsize,
                 points=self._options.points,
@@ -504,7 +330,7 @@ class Frontier:
                     f"{request.label}: stopped after {len(points)} evaluations: {failure}"
                 )
         self._advance(max(0, planned - len(points)) * self._evaluator.steps)
-        return frontier_row(request, points, reason, self._options.metric, self._options.target)
+        return frontier_row(request, points, reason, targets)
 
     def _evaluation(self, plan: Plan, digest: str) -> dict[str, Any]:
         if self._stop():

@@ -1,4 +1,4 @@
-"""Which rates of one method are evaluated: brackets for the curve, then bisection at the target.
+"""Which rates of one method are evaluated: brackets for the curve, then bisection at the targets.
 
 Of the rates that a family reaches, the points at one and two thirds come first: they give the curve
 its shape and the target a bracket. Bisection between the largest rate that keeps the target and the
@@ -63,7 +63,7 @@ def search_rates(
     family: PlanFamily,
     evaluate: Evaluate,
     *,
-    target: float,
+    meets: Callable[[MeasuredRate], bool],
     tokens: int,
     itemsize: int,
     points: int,
@@ -77,8 +77,8 @@ def search_rates(
     evaluate : callable
         From a plan and its digest to the share that it keeps and its evaluation. It raises
         `Interrupted` where it was stopped.
-    target : float
-        Share of the baseline that has to be kept.
+    meets : callable
+        Whether a point keeps what has to be kept.
     tokens : int
         Context at which bytes are counted.
     itemsize : int
@@ -93,7 +93,7 @@ def search_rates(
     UsageError
         When no plan can be made.
     """
-    search = _Search(family, evaluate, target, tokens, itemsize, points, keep)
+    search = _Search(family, evaluate, meets, tokens, itemsize, points, keep)
     if family.settings and family.at_rate is None and len(family.settings) <= points:
         for setting in family.settings:
             search.test(plan_at(family, setting), None)
@@ -112,7 +112,7 @@ class _Search:
         self,
         family: PlanFamily,
         evaluate: Evaluate,
-        target: float,
+        meets: Callable[[MeasuredRate], bool],
         tokens: int,
         itemsize: int,
         points: int,
@@ -120,7 +120,7 @@ class _Search:
     ) -> None:
         self._family = family
         self._evaluate = evaluate
-        self._target = target
+        self._meets = meets
         self._tokens = tokens
         self._itemsize = itemsize
         self._left = points
@@ -181,8 +181,7 @@ class _Search:
         """Return the last rate asked for that passed before the first that failed, and that one."""
         passing = None
         for asked in sorted(self._asked):
-            share = self._by_digest[self._asked[asked]].share
-            if share is None or share < self._target - 1e-12:
+            if not self._meets(self._by_digest[self._asked[asked]]):
                 return passing, asked
             passing = asked
         return passing, None

@@ -62,7 +62,7 @@ class RecordedPrefill:
         return {name: getattr(self, name) for name in names}
 
 
-def prefill_of(path: Path, layout: ModelLayout, fingerprint: str, dtype: str) -> RecordedPrefill:
+def prefill_of(path: Path, layout: ModelLayout, dtype: str, fingerprint: str) -> RecordedPrefill:
     """Read a result of ``kvprof bench --jct`` of a model.
 
     Parameters
@@ -71,10 +71,10 @@ def prefill_of(path: Path, layout: ModelLayout, fingerprint: str, dtype: str) ->
         A result, or a run's folder.
     layout : ModelLayout
         Of the model that is asked about: the record has to be of one of this shape.
-    fingerprint : str
-        Of its weights; a record of other weights is refused, one of a shape alone is not.
     dtype : str
         Of the run: in another one prefill takes another time.
+    fingerprint : str
+        Of its weights; a record of other weights is refused, one of a shape alone is not.
 
     Raises
     ------

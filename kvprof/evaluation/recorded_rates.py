@@ -8,7 +8,7 @@ result files given by the user, which overrule both.
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,13 @@ from jsonschema import Draft202012Validator
 
 from kvprof.errors import UsageError
 from kvprof.evaluation.evaluation_cache import cache_folder
+from kvprof.evaluation.targets import (
+    Target,
+    check_baseline,
+    check_metric,
+    joint_interval,
+    joint_rate,
+)
 from kvprof.records.files import parse_json, read_result, what_was_read, write_text_atomic
 from kvprof.records.schema import refuse_first
 from kvprof.scratch import alone_in
@@ -47,6 +54,7 @@ _ENTRIES = Draft202012Validator(
                 "tokens": {"type": "integer", "minimum": 0},
                 "created": _WORDS,
                 "origin": _WORDS,
+                "also": {"type": "object", "additionalProperties": _SHARE},
             },
         },
     }
@@ -86,6 +94,8 @@ class RecordedRate:
     sure : float or None
         The largest tested rate up to which the whole interval met the target: what a verdict may
         rest on. None where no tested rate did so, or nobody knows.
+    also : dict
+        Metric to share of other targets that held together with the first.
     """
 
     label: str
@@ -101,6 +111,12 @@ class RecordedRate:
     created: str
     origin: str
     sure: float | None = None
+    also: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """All targets, metric to share."""
+        return {self.metric: self.target, **self.also}
 
 
 def canonical_label(method: str, options: Mapping[str, Any]) -> str:
@@ -120,8 +136,7 @@ def load_recorded_rates(
     fingerprint: str,
     extra_files: Sequence[Path] = (),
     *,
-    target: float = 0.99,
-    metric: str = "accuracy",
+    targets: Sequence[Target] = (Target(),),
     cache: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> dict[str, RecordedRate]:
@@ -133,10 +148,9 @@ def load_recorded_rates(
         Of the model.
     extra_files : sequence of Path
         Frontier results, or folders of such runs; a later one overrules.
-    target : float
-        Share that had to be kept.
-    metric : str
-        Of what.
+    targets : sequence of Target
+        That had to be met together. A file given is asked for them whatever its own were, of the
+        points that it has.
     cache : Path or None
         As ``--cache``.
     warn : callable
@@ -172,19 +186,20 @@ def load_recorded_rates(
                 raise UsageError(
                     f"{path} {why}; rates come from a frontier that decoded, to its end"
                 )
-            given += _rates(result, path.name)
+            given += _rates(result, path.name, targets, what=f"{path}: --target")
     found: dict[str, RecordedRate] = {}
     for entry in own:
         known = found.get(entry.label)
-        wanted = entry.metric == metric and abs(entry.target - target) < 1e-9
         # A quick look does not overrule what was measured with care.
-        if wanted and (known is None or entry.tokens >= known.tokens):
+        if _same(entry, targets) and (known is None or entry.tokens >= known.tokens):
             found[entry.label] = entry
-    return found | {
-        entry.label: entry
-        for entry in given
-        if entry.metric == metric and abs(entry.target - target) < 1e-9
-    }
+    return found | {entry.label: entry for entry in given}
+
+
+def _same(entry: RecordedRate, targets: Sequence[Target]) -> bool:
+    """Whether an entry is of these targets, in any order."""
+    own, asked = entry.targets, {target.metric: target.share for target in targets}
+    return own.keys() == asked.keys() and all(abs(own[k] - asked[k]) < 1e-9 for k in own)
 
 
 def record_rates(result: Mapping[str, Any], cache: Path | None = None) -> Path | None:
@@ -220,7 +235,7 @@ def record_rates(result: Mapping[str, Any], cache: Path | None = None) -> Path |
 
 def _record(result: Mapping[str, Any], folder: Path, fingerprint: str) -> Path:
     entries = {
-        (entry.label, entry.metric, entry.target): entry
+        (entry.label, *sorted(entry.targets.items())): entry
         for entry in (
             *_kept(folder, fingerprint, lambda _: None),
             *_rates(result, "measured here"),
@@ -245,28 +260,55 @@ def _unfit(result: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _rates(result: Mapping[str, Any], origin: str) -> list[RecordedRate]:
-    """Return one entry per method that was evaluated; one that does not fit has none."""
+def _rates(
+    result: Mapping[str, Any],
+    origin: str,
+    targets: Sequence[Target] | None = None,
+    *,
+    what: str = "",
+) -> list[RecordedRate]:
+    """Return one entry per method that was evaluated; one that does not fit has none.
+
+    Without `targets` the record's own; other ones are looked for among its points, which were
+    chosen for its own.
+    """
     data = result["data"]
-    return [
-        RecordedRate(
-            label=canonical_label(method["method"], method["options"]),
-            method=method["method"],
-            options=dict(method["options"]),
-            target=float(data["target"]),
-            metric=data["metric"],
-            max_rate=method["max_rate"],
-            context=int(data["context"]),
-            dtype=data["dtype"],
-            calibration=result["inputs"]["calibration"].get(method["label"]),
-            tokens=min(point["decoded_tokens"] for point in method["points"]),
-            created=result["created"],
-            origin=origin,
-            sure=(method["max_rate_interval"] or (None,))[0],
+    own = [Target(one["metric"], float(one["target"])) for one in data.get("targets", [data])]
+    asked = own if targets is None else list(targets)
+    if same := {*asked} == {*own}:
+        asked = own
+    else:
+        for target in asked:
+            check_metric(target.metric, list(data["baseline"]["tasks"]), what=what)
+            check_baseline(target.metric, data["baseline"], what=what)
+    entries = []
+    for method in data["methods"]:
+        points = method["points"]
+        if not points:
+            continue
+        if same:
+            largest, bounds = method["max_rate"], method["max_rate_interval"]
+        else:
+            largest, bounds = joint_rate(points, asked), joint_interval(points, asked)
+        entries.append(
+            RecordedRate(
+                label=canonical_label(method["method"], method["options"]),
+                method=method["method"],
+                options=dict(method["options"]),
+                target=asked[0].share,
+                metric=asked[0].metric,
+                max_rate=largest,
+                context=int(data["context"]),
+                dtype=data["dtype"],
+                calibration=result["inputs"]["calibration"].get(method["label"]),
+                tokens=min(point["decoded_tokens"] for point in points),
+                created=result["created"],
+                origin=origin,
+                sure=(bounds or (None,))[0],
+                also={target.metric: target.share for target in asked[1:]},
+            )
         )
-        for method in data["methods"]
-        if method["points"]
-    ]
+    return entries
 
 
 def _kept(folder: Path, fingerprint: str, warn: Callable[[str], None]) -> list[RecordedRate]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from kvprof.records.figures import judging_tasks
 from kvprof.views.evaluation import apart_note, unable_note
-from kvprof.views.figure import draw_curves, draw_reference, new_figure, titled
+from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
@@ -29,9 +30,11 @@ __all__ = [
     "metric_name",
     "ranked",
     "report",
+    "share_at",
     "single",
     "source_table",
     "sure_rate",
+    "targets_of",
     "tasks_of",
     "to_csv",
     "undecided",
@@ -59,6 +62,33 @@ Method = Mapping[str, Any]
 def metric_name(metric: str) -> str:
     """Return a metric in words; a task is called by its name."""
     return METRIC_NAMES.get(metric, f"accuracy on {metric.replace('_', ' ')}")
+
+
+def targets_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return ``metric`` and ``target`` of all that have to be kept together, the first one first.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``; one of earlier versions has a single target.
+    """
+    data = result["data"]
+    return list(data.get("targets") or [{"metric": data["metric"], "target": data["target"]}])
+
+
+def share_at(point: Mapping[str, Any], metric: str | None = None) -> Mapping[str, Any]:
+    """Return ``share`` and ``share_interval`` of a target's metric at a point.
+
+    Parameters
+    ----------
+    point : mapping
+        Of a method.
+    metric : str or None
+        None takes the first target's.
+    """
+    shares: Mapping[str, Any] = point.get("shares", {})
+    found: Mapping[str, Any] = point if metric is None else shares.get(metric, point)
+    return found
 
 
 def ranked(result: Mapping[str, Any]) -> list[Method]:
@@ -159,18 +189,14 @@ def undecided(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return pairs
 
 
-def lowest_drawn(result: Mapping[str, Any]) -> float:
-    """Return the share down to which a plot has to reach: ten times what the target gives away.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    """
-    return max(0.0, 1.0 - 10.0 * max(0.001, 1.0 - float(result["data"]["target"])))
+def lowest_drawn(target: float) -> float:
+    """Return the share down to which a plot has to reach: ten times what a target gives away."""
+    return max(0.0, 1.0 - 10.0 * max(0.001, 1.0 - target))
 
 
-def curves(result: Mapping[str, Any], floor: float | None = None) -> list[Series]:
+def curves(
+    result: Mapping[str, Any], floor: float | None = None, metric: str | None = None
+) -> list[Series]:
     """Return one curve per method, the share kept against the rate, in order of rank.
 
     Parameters
@@ -179,22 +205,25 @@ def curves(result: Mapping[str, Any], floor: float | None = None) -> list[Series
         Of ``kvprof frontier``.
     floor : float or None
         Leaves out shares below it, which would flatten everything else.
+    metric : str or None
+        Of one of the targets; None takes the first.
     """
     drawn = []
     for method in ranked(result):
+        found = [(point["rate"], share_at(point, metric)) for point in method["points"]]
         points = [
-            point
-            for point in method["points"]
-            if point["share"] is not None and (floor is None or point["share"] >= floor)
+            (rate, kept)
+            for rate, kept in found
+            if kept["share"] is not None and (floor is None or kept["share"] >= floor)
         ]
         if not points:
             continue
-        ends = [point["share_interval"] or (None, None) for point in points]
+        ends = [kept["share_interval"] or (None, None) for _, kept in points]
         drawn.append(
             Series(
                 method["label"],
-                [point["rate"] for point in points],
-                [point["share"] for point in points],
+                [rate for rate, _ in points],
+                [kept["share"] for _, kept in points],
                 [end[0] for end in ends],
                 [end[1] for end in ends],
             )
@@ -216,19 +245,26 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
     result : mapping
         Of ``kvprof frontier``.
     """
-    metric = result["data"]["metric"]
     tasks = [task for task in tasks_of(result) if task not in unable_tasks(result)]
-    own = metric not in ("accuracy", "perplexity", *tasks)
+    targets = targets_of(result)
+    several = len(targets) > 1
+    # The accuracy has columns anyway; of one target, a task's score says what its share would.
+    own = [
+        one["metric"]
+        for one in targets
+        if one["metric"] != "accuracy" and (several or one["metric"] not in ("perplexity", *tasks))
+    ]
     saved = (
         f"largest rate of {result['data']['dtype']}",
         "lies within",
+        *(["bound by"] if several else []),
         "times smaller",
         "bytes per token",
     )
     kept = (
         "share of accuracy",
         "95 % interval",
-        *([f"share of {metric_name(metric)}"] if own else []),
+        *(f"share of {metric_name(metric)}" for metric in own),
         "perplexity",
         "mean KL",
     )
@@ -242,18 +278,22 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
             point, rate = _uncompressed(result), 0.0
         if point is None:
             known = "none" if method["points"] else "not measured"
-            rows.append([method["label"], known, *[MISSING] * (len(heads) - 2)])
+            row = [method["label"], known, *[MISSING] * (len(heads) - 2)]
+            if several:
+                row[3] = _bound(method)
+            rows.append(row)
             continue
         rows.append(
             [
                 method["label"],
                 rate_in_bytes(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
                 _within(method),
+                *([_bound(method)] if several else []),
                 f"{point['compression_ratio']:.2f}",
                 MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
                 _share(point["relative_accuracy"]),
                 _interval(point.get("relative_accuracy_interval")),
-                *([_share(point["share"])] if own else []),
+                *(_share(share_at(point, metric if several else None)["share"]) for metric in own),
                 number(point["perplexity"], 4),
                 number(point["kl"]["mean"]),
                 *(_task(point, task) for task in tasks),
@@ -314,6 +354,10 @@ def _within(method: Mapping[str, Any]) -> str:
     return f"over {low}" if bounds[1] is None else f"{low}–{high}"
 
 
+def _bound(method: Mapping[str, Any]) -> str:
+    return ", ".join(name.replace("_", " ") for name in method.get("binding", ())) or MISSING
+
+
 def _share(value: float | None) -> str:
     return MISSING if value is None else f"{value:.4f}"
 
@@ -349,20 +393,24 @@ def to_csv(result: Mapping[str, Any]) -> str:
         Of ``kvprof frontier``.
     """
     tasks = tasks_of(result)
+    others = [one["metric"] for one in targets_of(result)[1:]]
     columns = (
         "label",
         "method",
         "options",
         "target",
         "metric",
+        "targets",
         "context",
         "dtype",
         "rate",
         "rate_asked",
         "max_rate",
+        "binding",
         *_FIGURES,
         "share_low",
         "share_high",
+        *(f"share_{metric}{end}" for metric in others for end in ("", "_low", "_high")),
         *_QUALITY,
         "relative_accuracy_low",
         "relative_accuracy_high",
@@ -371,12 +419,15 @@ def to_csv(result: Mapping[str, Any]) -> str:
         *(f"kl_{part}" for part in _KL),
         *(f"task_{task}{end}" for task in tasks for end in ("", "_baseline")),
     )
-    return tidy_csv(columns, _rows(result, tasks))
+    return tidy_csv(columns, _rows(result, tasks, others))
 
 
-def _rows(result: Mapping[str, Any], tasks: list[str]) -> Iterator[dict[str, Any]]:
+def _rows(
+    result: Mapping[str, Any], tasks: list[str], others: list[str]
+) -> Iterator[dict[str, Any]]:
     data = result["data"]
     common = {key: data[key] for key in ("target", "metric", "context", "dtype")}
+    common["targets"] = ";".join(f"{one['metric']}={one['target']}" for one in targets_of(result))
     for method in data["methods"]:
         for point in method["points"]:
             row = {
@@ -387,6 +438,7 @@ def _rows(result: Mapping[str, Any], tasks: list[str]) -> Iterator[dict[str, Any
                 "rate": point["rate"],
                 "rate_asked": point.get("rate_asked"),
                 "max_rate": point["rate"] == method["max_rate"],
+                "binding": ";".join(method.get("binding", ())),
                 **{key: point.get(key) for key in (*_FIGURES, *_QUALITY)},
                 **ends("share", point["share_interval"]),
                 **ends("relative_accuracy", point.get("relative_accuracy_interval")),
@@ -394,6 +446,10 @@ def _rows(result: Mapping[str, Any], tasks: list[str]) -> Iterator[dict[str, Any
                 "baseline_perplexity": data["baseline"]["perplexity"],
                 **{f"kl_{part}": point.get("kl", {}).get(part) for part in _KL},
             }
+            for metric in others:
+                kept = share_at(point, metric)
+                row[f"share_{metric}"] = kept["share"]
+                row |= ends(f"share_{metric}", kept["share_interval"])
             for task in tasks:
                 found = point["tasks"].get(task, {})
                 row[f"task_{task}"] = found.get("accuracy")
@@ -406,7 +462,7 @@ def _rows(result: Mapping[str, Any], tasks: list[str]) -> Iterator[dict[str, Any
 
 
 def figure(result: Mapping[str, Any]) -> Any:
-    """Return the curves with their intervals as bands, the target as a line.
+    """Return the curves with their intervals as bands, the target as a line: a panel per target.
 
     The axis ends where ten times what the target gives away is lost; curves run out of it.
 
@@ -425,21 +481,27 @@ def figure(result: Mapping[str, Any]) -> Any:
     LackingError
         When matplotlib is not installed.
     """
-    data = result["data"]
-    drawing = new_figure(6.4, 4.2)
-    axes = drawing.subplots()
+    title = titled(result, f"{result['inputs']['model']} at {result['data']['context']:,} tokens")
+    targets = targets_of(result)
+    draws = [partial(_draw_target, result, target) for target in targets]
+    drawing = panel_figure(draws, (6.4, 4.2), columns=2, title=title if len(draws) > 1 else "")
+    if len(draws) == 1:
+        drawing.axes[0].set_title(title, fontsize="medium")
+    return drawing
+
+
+def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any) -> None:
     draw_curves(
         axes,
-        curves(result),
-        title=titled(result, f"{result['inputs']['model']} at {data['context']:,} tokens"),
+        curves(result, metric=target["metric"]),
+        title="",
         x_label="KV compression rate (bytes, everything counted)",
-        y_label=f"share of the baseline's {metric_name(data['metric'])}",
+        y_label=f"share of the baseline's {metric_name(target['metric'])}",
     )
-    draw_reference(axes, data["target"], f"{data['target']:g}")
-    floor = lowest_drawn(result)
+    draw_reference(axes, target["target"], f"{target['target']:g}")
+    floor = lowest_drawn(float(target["target"]))
     low, high = axes.get_ylim()
-    axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, data["target"])))
-    return drawing
+    axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, target["target"])))
 
 
 _RATE = (
@@ -457,6 +519,10 @@ _WITHIN = (
     "sample that would have shown a loss as large; at its upper end the whole interval misses it. "
     "What is said first rests on the lower end. More --sequences narrow it, and so do more "
     "--points."
+)
+_TOGETHER = (
+    "Targets hold together: a rate keeps them where each of them is kept. Bound by: the targets "
+    "that are missed at the smallest tested rate where any is."
 )
 _HEIGHT = 14
 
@@ -482,8 +548,11 @@ def report(
     by_source = source_table(result)
     if by_source is not None:
         parts += [heading("By text, at the largest rate"), by_source]
-    parts += [Text(), _plot(result)]
+    for target in targets_of(result):
+        parts += [Text(), _plot(result, target)]
     notes = [_RATE.format(base=base_name(result), context=data["context"]), _INTERVAL]
+    if len(targets_of(result)) > 1:
+        notes.append(_TOGETHER)
     if any(method["max_rate_interval"] is not None for method in data["methods"]):
         notes.append(_WITHIN)
     apart = apart_note(result["inputs"].get("calibration", {}))
@@ -500,10 +569,16 @@ def report(
     )
 
 
+_OWNERS = ("the baseline's", "its")
+
+
 def _answer(result: Mapping[str, Any]) -> str:
     """Say what the result decides: only what whole intervals hold, and what was not measured."""
     data = result["data"]
-    goal = f"{100 * data['target']:g} % of the baseline's {metric_name(data['metric'])}"
+    goal = " and ".join(
+        f"{100 * one['target']:g} % of {_OWNERS[index > 0]} {metric_name(one['metric'])}"
+        for index, one in enumerate(targets_of(result))
+    )
     methods = [method for method in ranked(result) if method["label"] != "full"]
     if not result["complete"]:
         return (
@@ -524,6 +599,9 @@ def _answer(result: Mapping[str, Any]) -> str:
     if near:
         scored = data["baseline"].get("decoded_tokens")
         sample = "this sample" if scored is None else f"this sample of {scored:,} tokens"
+        for one in targets_of(result):
+            asked = data["baseline"]["tasks"].get(one["metric"])
+            sample += "" if asked is None else f" and {asked['items']} questions of {one['metric']}"
         text = (
             f"No verdict: {sample} is too small to be sure that any method keeps {goal} at a "
             f"compressed rate. By point estimates alone {near[0]['label']} goes to "
@@ -584,21 +662,22 @@ def _reasons(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _plot(result: Mapping[str, Any]) -> LinePlot:
-    data = result["data"]
-    floor = lowest_drawn(result)
-    drawn = curves(result, floor)
+def _plot(result: Mapping[str, Any], target: Mapping[str, Any]) -> LinePlot:
+    metric, least = target["metric"], float(target["target"])
+    floor = lowest_drawn(least)
+    drawn = curves(result, floor, metric)
     rates = [rate for one in drawn for rate in one.x]
-    hidden = any(
-        point["share"] is not None and point["share"] < floor
-        for method in data["methods"]
+    shares = [
+        share_at(point, metric)["share"]
+        for method in result["data"]["methods"]
         for point in method["points"]
-    )
+    ]
+    hidden = any(share is not None and share < floor for share in shares)
     if rates:
         # First, so that curves are drawn over it.
         ends = [min(rates), max(rates)]
-        drawn = [Series(f"target {data['target']:g}", ends, [data["target"]] * 2), *drawn]
-    title = f"Share of the baseline's {metric_name(data['metric'])} kept, by rate"
+        drawn = [Series(f"target {least:g}", ends, [least] * 2), *drawn]
+    title = f"Share of the baseline's {metric_name(metric)} kept, by rate"
     if hidden:
         title += f" (points below {floor:g} are left out)"
     return LinePlot(drawn, title, "KV compression rate (bytes)", "share kept", height=_HEIGHT)

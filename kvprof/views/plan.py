@@ -17,7 +17,9 @@ __all__ = ["fit_parts", "report", "summary", "transfer_parts"]
 
 
 _OVER = "*"
-_SOURCES = {"itself": "", "recorded": "99 %", "given": "--rate", "plan": "--plan"}
+_SOURCES = {"itself": "", "given": "--rate", "plan": "--plan"}
+# Of earlier results, which do not name it.
+_ONE_TARGET: Sequence[Mapping[str, Any]] = ({"metric": "accuracy", "target": 0.99},)
 
 
 def fit_parts(result: Mapping[str, Any]) -> list[RenderableType]:
@@ -88,13 +90,25 @@ def _table(fit: Mapping[str, Any], titles: Sequence[str], cells: Any) -> Rendera
     ]
     return DataTable(
         columns,
-        [(row["label"], f"{row['rate']:.3f}", _source(row), *cells(row)) for row in fit["rows"]],
+        [
+            (row["label"], f"{row['rate']:.3f}", _source(row, fit), *cells(row))
+            for row in fit["rows"]
+        ],
     )
 
 
-def _source(row: Mapping[str, Any]) -> str:
+def _source(row: Mapping[str, Any], part: Mapping[str, Any]) -> str:
     unsure = " ?" if row.get("rate_sure") is False else ""
-    return f"{_SOURCES[row['rate_from']]}{unsure}"
+    recorded = row["rate_from"] == "recorded"
+    return f"{_kept(part)[0] if recorded else _SOURCES[row['rate_from']]}{unsure}"
+
+
+def _kept(part: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what recorded rates keep, for a column and in words."""
+    targets: Sequence[Mapping[str, Any]] = part.get("targets") or _ONE_TARGET
+    words = [f"{100 * one['target']:g} % of the {one['metric']}" for one in targets]
+    short = f"{100 * targets[0]['target']:g} %" if len(targets) == 1 else "targets"
+    return short, " and ".join(words)
 
 
 def _tokens(entry: Mapping[str, Any]) -> str:
@@ -115,19 +129,20 @@ def _context(length: int, own: int | None) -> str:
     return f"at {format_count(length)}{' (own)' if length == own else ''}"
 
 
-def _rates_said(rows: Sequence[Mapping[str, Any]], dtype: str) -> list[str]:
-    """Say what rates are, and where those of the rows come from."""
+def _rates_said(part: Mapping[str, Any]) -> list[str]:
+    """Say what rates are, and where those of a fit's or a transfer's rows come from."""
+    rows, (short, kept) = part["rows"], _kept(part)
     found = {row["rate_from"] for row in rows}
-    text = [f"Rates are bytes saved of full width in {dtype}."]
+    text = [f"Rates are bytes saved of full width in {part['dtype']}."]
     if "recorded" in found:
         records = sorted({row["rate_record"] for row in rows if row["rate_from"] == "recorded"})
         text.append(
-            "99 %: the largest rate that a frontier of this model measured to keep 99 % of the "
-            f"accuracy ({', '.join(records)})."
+            f"{short}: the largest rate that a frontier of this model measured to keep {kept} "
+            f"({', '.join(records)})."
         )
     if any(row.get("rate_sure") is False for row in rows):
         text.append(
-            "?: by its point estimate; the interval of the sample does not keep 99 % that far."
+            "?: by its point estimate; the interval of the sample does not keep it that far."
         )
     if "given" in found:
         contexts = {row["rate_context"] for row in rows if row["rate_from"] == "given"}
@@ -140,7 +155,7 @@ def _rates_said(rows: Sequence[Mapping[str, Any]], dtype: str) -> list[str]:
 
 def _legend(fit: Mapping[str, Any]) -> str:
     rows = fit["rows"]
-    text = _rates_said(rows, fit["dtype"])
+    text = _rates_said(fit)
     if any(
         entry["over_model_context"]
         for row in rows
@@ -263,7 +278,7 @@ def _speed_said(link: Mapping[str, Any]) -> str:
 
 def _moving_legend(moved: Mapping[str, Any]) -> list[str]:
     text = [
-        *_rates_said(moved["rows"], moved["dtype"]),
+        *_rates_said(moved),
         "Seconds: bytes over the speed of one direction; latency, packing and a busy host come on "
         "top. A GB is 10⁹ bytes. Nominal: what the standard says of the wires.",
     ]

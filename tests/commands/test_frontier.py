@@ -95,8 +95,11 @@ def test_a_frontier_is_measured_reported_and_resumed(
     assert again["data"] == first["data"]
     assert again["inputs"]["evaluations_measured"] == 0
     from kvprof.evaluation.recorded_rates import load_recorded_rates
+    from kvprof.evaluation.targets import Target
 
-    found = load_recorded_rates(first["inputs"]["fingerprint"], target=0.97, metric="perplexity")
+    found = load_recorded_rates(
+        first["inputs"]["fingerprint"], targets=[Target("perplexity", 0.97)]
+    )
     options = by_label["kq"]["options"]
     kq = next(e for e in found.values() if e.method == "kq" and e.options == options)
     assert kq.max_rate == by_label["kq"]["max_rate"]
@@ -119,6 +122,66 @@ def test_a_single_pass_ranks_only_what_it_shows(tiny_folder: Path, tmp_path: Pat
     done = kvprof("frontier", tiny_folder, *SMALL, "--methods", "per-token,tale", *arguments)
     assert done.code == 2
     assert "per-token, tale: teacher-forced" in done.error
+
+
+def test_targets_hold_together(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.evaluation.evaluator import Evaluator
+
+    # A model of random weights gets no token right; here it does, but for fewer than 4 bits.
+    evaluate, baseline = Evaluator.evaluate, Evaluator.baseline
+
+    def evaluated(self: Evaluator, plan: Any, *arguments: Any) -> dict[str, Any]:
+        few = plan.quantiser is not None and min(plan.quantiser.keys.bits) < 4
+        kept = {"relative_accuracy": 0.8 if few else 1.0, "relative_accuracy_interval": None}
+        return {**evaluate(self, plan, *arguments), **kept, "baseline_accuracy": 0.5}
+
+    def based(self: Evaluator, *arguments: Any) -> dict[str, Any]:
+        return {**baseline(self, *arguments), "accuracy": 0.5}
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluated)
+    monkeypatch.setattr(Evaluator, "baseline", based)
+    results = []
+    asked = (
+        *(word for word in SMALL if word not in ("--target", "0.97")),
+        "--methods",
+        "per-token",
+    )
+    for targets in (("--target", "0.01"), ("--target", "accuracy=0.9", "--target", "0.01")):
+        path = tmp_path / "frontier.json"
+        done = kvprof("frontier", tiny_folder, *asked, *targets, "--json", path, "--force")
+        assert done.code == 0, done.stderr
+        results.append(json.loads(path.read_text()))
+        validate_result(results[-1])
+    one, two = results
+    assert two["data"]["targets"] == [
+        {"metric": "perplexity", "target": 0.01},
+        {"metric": "accuracy", "target": 0.9},
+    ]
+    assert two["inputs"]["targets"] == {"perplexity": 0.01, "accuracy": 0.9}
+    assert two["inputs"]["evaluations_measured"] == 0  # what was evaluated is known
+    rates = {}
+    for name, result in (("one", one), ("two", two)):
+        row = result["data"]["methods"][0]
+        rates[name] = row["max_rate"]
+        assert row["binding"] == ([] if name == "one" else ["accuracy"])
+    met = [p["rate"] for p in two["data"]["methods"][0]["points"] if p["relative_accuracy"] == 1]
+    assert rates["two"] == max(met) < rates["one"]
+    # A plan that asks for both takes the rate of both, and no other one.
+    asked = ("plan", tiny_folder, "--fit", "2MB", "--methods", "per-token")
+    path = tmp_path / "fit.json"
+    both = ("--target", "accuracy=0.9", "--target", "perplexity=0.01")
+    for targets, rate in ((both, rates["two"]), (both[2:], rates["one"]), (both[:2], None)):
+        done = kvprof(*asked, *targets, "--json", path, "--force")
+        assert done.code == 0, done.stderr
+        fit = json.loads(path.read_text())["data"]["fit"]
+        found = {row["label"]: row["rate"] for row in fit["rows"] if row["rate_record"]}
+        assert found.get("per-token") == rate
+        missing = [entry["reason"] for entry in fit["missing"]]
+        assert [("90 % of the accuracy" in reason) for reason in missing] == [True] * (not rate)
+    clash = kvprof(*asked, "--rate", 0.2, "--target", "0.9")
+    assert (clash.code, "keep one of the two" in clash.error) == (2, True)
 
 
 def test_without_a_cache_nothing_is_kept(tiny_folder: Path, tmp_path: Path, cache: Path) -> None:
@@ -211,6 +274,9 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
         (["--methods", "kivi,per-token", "--calibrate-tokens", "512"], "nothing is calibrated"),
         (["--methods", ","], "names no method"),
         (["--target", "nan"], "--target nan"),
+        (["--target", "accuracy=0.9", "--target", "0.5"], "of one metric"),
+        (["--target", "perplexity=0.9"], "two targets"),
+        (["--target", "needle=0.9"], "--target: 'needle' is not measured here"),
     ],
 )
 def test_bad_input_gets_one_line(tiny_folder: Path, arguments: list[str], says: str) -> None:

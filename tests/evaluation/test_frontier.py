@@ -11,6 +11,7 @@ from kvprof.evaluation.evaluation_cache import EvaluationCache
 from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
 from kvprof.evaluation.rate_search import Interrupted
 from kvprof.evaluation.requests import MethodRequest
+from kvprof.evaluation.targets import Target
 from kvprof.methods.family import PlanFamily
 from tests.evaluation.search_families import ITEMSIZE, FakeEvaluator, family, fine
 
@@ -187,8 +188,64 @@ def test_a_method_that_never_meets_the_target_says_how_near_it_came() -> None:
 
 
 def test_other_metrics_decide() -> None:
-    run = Run(rows("kq"), None, metric="needle", target=0.98)
+    run = Run(rows("kq"), None, targets=(Target("needle", 0.98),))
     assert all(
         point["share"] == pytest.approx(share(point["rate"]))
         for point in run.by_label["kq"]["points"]
     )
+
+
+class Forgetful(FakeEvaluator):
+    """Keeps its accuracy for longer than it finds needles: from a quarter on it loses them."""
+
+    def evaluate(self, *arguments: Any) -> dict[str, Any]:
+        found = super().evaluate(*arguments)
+        needle = found["tasks"]["needle"]
+        needle["accuracy"] = 0.8 * (1.0 if self.rates[-1] <= 0.25 else 0.5)
+        needle["difference_interval"] = [-0.02, 0.01] if self.rates[-1] <= 0.25 else [-0.5, -0.3]
+        return found
+
+
+def test_several_targets_hold_together_and_the_row_says_which_binds() -> None:
+    both = (Target("accuracy", 0.99), Target("needle", 0.95))
+    run = Run(rows("kq"), None, Forgetful(share), targets=both, points=10)
+    kq = run.by_label["kq"]
+    alone = Run(rows("kq"), None, Forgetful(share), points=10).by_label["kq"]
+    # share: 0.99 at a rate of one half. The needles are lost at a quarter.
+    assert 0.45 < alone["max_rate"] <= 0.5
+    assert alone["binding"] == ["accuracy"]
+    assert 0.2 < kq["max_rate"] <= 0.25
+    assert kq["binding"] == ["needle"]
+    met = [
+        point["rate"]
+        for point in kq["points"]
+        if point["relative_accuracy"] >= 0.99 and point["tasks"]["needle"]["accuracy"] >= 0.76
+    ]
+    assert kq["max_rate"] == max(met)
+    # It was looked for where it is: the bisection heeds both.
+    near = [point["rate"] for point in kq["points"] if 0.15 < point["rate"] < 0.35]
+    assert len(near) >= 4
+    for point in kq["points"]:
+        assert point["share"] == point["shares"]["accuracy"]["share"] == point["relative_accuracy"]
+        kept = point["tasks"]["needle"]["accuracy"] / 0.8
+        assert point["shares"]["needle"]["share"] == pytest.approx(kept)
+    assert run.data["targets"] == [
+        {"metric": "accuracy", "target": 0.99},
+        {"metric": "needle", "target": 0.95},
+    ]
+    # 20 questions cannot have shown a loss of 5 %: no rate is sure, and one surely misses.
+    assert kq["max_rate_interval"] == [None, min(r for r in _rates(kq) if r > 0.25)]
+
+
+def _rates(row: dict[str, Any]) -> list[float]:
+    return [point["rate"] for point in row["points"]]
+
+
+def test_a_row_that_no_target_stops_is_bound_by_none() -> None:
+    run = Run(rows("kq"), None, FakeEvaluator(lambda rate: 1.0))
+    assert run.by_label["kq"]["binding"] == []
+    lost = Run(rows("kq"), None, FakeEvaluator(lambda rate: 0.5), targets=(
+        Target("accuracy", 0.99), Target("needle", 0.4),
+    )).by_label["kq"]  # fmt: skip
+    assert (lost["max_rate"], lost["binding"]) == (None, ["accuracy"])
+    assert "0.99 of the baseline's accuracy and 0.4 of the baseline's needle" in lost["reason"]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.frontier import max_rate
 from kvprof.evaluation.rate_search import MeasuredRate, search_rates
+from kvprof.evaluation.targets import max_rate
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
 from tests.evaluation.search_families import CONTEXT, ITEMSIZE, counted, family, fine
@@ -25,7 +25,7 @@ def search(
     search_rates(
         plans,
         evaluate,
-        target=target,
+        meets=lambda one: one.share is not None and one.share >= target - 1e-12,
         tokens=CONTEXT,
         itemsize=ITEMSIZE,
         points=points,

@@ -9,6 +9,7 @@ import pytest
 from kvprof.errors import FailedError, UsageError
 from kvprof.evaluation import recorded_rates
 from kvprof.evaluation.recorded_rates import load_recorded_rates, record_rates
+from kvprof.evaluation.targets import Target
 from kvprof.records.files import write_result
 from tests.records.sample import spectrum_result
 from tests.views.synthetic_frontier import frontier_result
@@ -52,8 +53,15 @@ def test_later_results_replace_the_same_method_metric_and_target(tmp_path: Path)
     record_rates(changed("fdc", 0.2, metric="tasks"), tmp_path)
     assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.3
     assert load_recorded_rates(MODEL, cache=tmp_path)["kq"].max_rate == 0.41
-    assert load_recorded_rates(MODEL, cache=tmp_path, target=0.95)["fdc"].max_rate == 0.6
-    assert load_recorded_rates(MODEL, cache=tmp_path, metric="tasks")["fdc"].max_rate == 0.2
+    assert (
+        load_recorded_rates(MODEL, cache=tmp_path, targets=[Target("accuracy", 0.95)])[
+            "fdc"
+        ].max_rate
+        == 0.6
+    )
+    assert (
+        load_recorded_rates(MODEL, cache=tmp_path, targets=[Target("tasks")])["fdc"].max_rate == 0.2
+    )
 
 
 def test_an_interrupted_frontier_is_not(tmp_path: Path) -> None:
@@ -149,3 +157,38 @@ def test_a_quick_look_does_not_overrule_what_rests_on_more_tokens(tmp_path: Path
         assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.2
         record_rates(scored(50_000, 0.3), tmp_path)
         assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.3
+
+
+BOTH = [Target("accuracy", 0.99), Target("needle", 0.95)]
+
+
+def test_rates_of_several_targets_are_theirs_alone(tmp_path: Path) -> None:
+    result = changed("fdc", 0.25)
+    result["data"]["targets"] = [one.described() for one in BOTH]
+    record_rates(result, tmp_path)
+    assert load_recorded_rates(MODEL, cache=tmp_path) == {}
+    for asked in (BOTH, BOTH[::-1]):
+        assert load_recorded_rates(MODEL, cache=tmp_path, targets=asked)["fdc"].max_rate == 0.25
+    record_rates(frontier_result(), tmp_path)  # of one target: neither replaces the other
+    assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.34
+    assert load_recorded_rates(MODEL, cache=tmp_path, targets=BOTH)["fdc"].max_rate == 0.25
+
+
+def test_a_file_is_asked_for_targets_that_were_not_its_own(tmp_path: Path) -> None:
+    result = frontier_result()
+    for method in result["data"]["methods"]:
+        for point in method["points"]:
+            for task in point["tasks"].values():
+                task["difference_interval"] = [-0.01, 0.01]
+            if point["rate"] > 0.3:
+                point["tasks"]["needle"]["accuracy"] = 0.5
+            point["baseline_accuracy"] = 0.5
+    path = tmp_path / "f.json"
+    write_result(path, result)
+    both = load_recorded_rates(MODEL, [path], cache=tmp_path, targets=BOTH)
+    # kq keeps its accuracy to 0.41, and half of the needles are gone from 0.41 on.
+    assert (both["kq"].max_rate, both["kq"].also) == (0.25, {"needle": 0.95})
+    one = load_recorded_rates(MODEL, [path], cache=tmp_path)
+    assert one["kq"].max_rate == 0.41
+    with pytest.raises(UsageError, match="json: --target: 'vt' is not measured"):
+        load_recorded_rates(MODEL, [path], cache=tmp_path, targets=[Target("vt")])

@@ -3,14 +3,21 @@
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.frontier import (
+from kvprof.evaluation.targets import (
+    Target,
+    binding,
     check_baseline,
     check_metric,
+    joint_interval,
+    joint_rate,
     least_loss,
     max_rate,
     max_rate_interval,
+    parse_targets,
     share_interval_of,
     share_of,
 )
@@ -117,3 +124,70 @@ def test_a_task_at_chance_is_in_no_mean() -> None:
     found["tasks"]["needle"]["judges"] = False
     with pytest.raises(UsageError, match="nothing right"):
         check_baseline("tasks", found)
+
+
+BOTH = (Target("accuracy", 0.99), Target("needle", 0.95))
+
+
+def scored(rate: float, accuracy: float, needle: float, *, half: float = 0.001) -> dict[str, Any]:
+    """Return an evaluation of many tokens and questions at a rate."""
+    found = {**evaluation(accuracy, half=half), "rate": rate, "decoded_tokens": 100_000}
+    found["tasks"]["needle"] |= {
+        "accuracy": 0.8 * needle,
+        "items": 10_000,
+        "difference_interval": [0.8 * (needle - 1 - half), 0.8 * (needle - 1 + half)],
+    }
+    return found
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.9, 1.0), st.floats(0.8, 1.0), st.floats(0.0005, 0.02)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_targets_together_hold_where_each_does(rows: list[tuple[float, float, float]]) -> None:
+    """Against the rule itself: rate by rate, every target, point estimates and intervals."""
+    tested = [scored(i / 10, a, n, half=h) for i, (a, n, h) in enumerate(rows)]
+    holds = [a >= 0.99 and n >= 0.95 for a, n, _ in rows]
+    sure = [a - h >= 0.99 and n - h >= 0.95 for a, n, h in rows]
+    lost = [a + h < 0.99 or n + h < 0.95 for a, n, h in rows]
+
+    def last(flags: list[bool]) -> float | None:
+        until = flags.index(False) if False in flags else len(flags)
+        return (until - 1) / 10 if until else None
+
+    close = any(
+        abs(x) < 1e-6
+        for a, n, h in rows
+        for x in (a - 0.99, n - 0.95, a - h - 0.99, n - h - 0.95, a + h - 0.99, n + h - 0.95)
+    )
+    assume(not close)
+    assert joint_rate(tested, BOTH) == last(holds)
+    high = lost.index(True) / 10 if True in lost else None
+    assert joint_interval(tested, BOTH) == (last(sure), high)
+    first = holds.index(False) if False in holds else None
+    expected = []
+    if first is not None:
+        expected += ["accuracy"] if rows[first][0] < 0.99 else []
+        expected += ["needle"] if rows[first][1] < 0.95 else []
+    assert binding(tested, BOTH) == expected
+
+
+def test_targets_are_read_as_people_write_them() -> None:
+    assert parse_targets([]) == (Target("accuracy", 0.99),)
+    assert parse_targets(["95%"], "perplexity") == (Target("perplexity", 0.95),)
+    assert parse_targets(["needle=0.95", "0.99"]) == BOTH
+    assert parse_targets(["needle=0.95"]) == (Target("needle", 0.95),)
+    assert parse_targets(["accuracy=99 %", "needle=.95"], "needle") == BOTH
+    for texts, metric, says in (
+        (["0.99", "0.95"], None, "needle=0.95"),
+        (["0.99", "accuracy=0.95"], None, "two targets"),
+        (["needle=0.95"], "perplexity", "--target perplexity=0.99"),
+        (["needle=2"], None, "no share"),
+        (["needle="], None, "no share"),
+        (["0"], None, "--target 0 is no share"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            parse_targets(texts, metric)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_an_interrupted_frontier_without_points_is_still_a_report() -> None:
 
 def test_points_far_below_the_target_do_not_flatten_the_plot() -> None:
     result = frontier_result()
-    assert lowest_drawn(result) == pytest.approx(0.9)
+    assert lowest_drawn(result["data"]["target"]) == pytest.approx(0.9)
     assert "points below 0.9 are left out" in render_text(report(result), 120)
 
 
@@ -136,3 +137,51 @@ def test_the_schema_knows_the_result() -> None:
     del broken["data"]["methods"][0]["points"][0]["share"]
     with pytest.raises(ValueError, match="share"):
         validate_result(broken)
+
+
+def two_targets() -> dict[str, Any]:
+    """Return the frontier of two targets: of needles kq keeps 0.95 to 0.25 alone."""
+    result = frontier_result()
+    data = result["data"]
+    data["targets"] = [
+        {"metric": "accuracy", "target": 0.99},
+        {"metric": "needle", "target": 0.95},
+    ]
+    for method in data["methods"]:
+        method["binding"] = [] if method["label"] in ("full", "fp8") else ["accuracy"]
+        for point in method["points"]:
+            kept = {key: point[key] for key in ("share", "share_interval")}
+            lost = method["label"] == "kq" and point["rate"] > 0.3
+            needle = {"share": 0.5 if lost else 0.97, "share_interval": [0.4, 0.98]}
+            point["shares"] = {"accuracy": kept, "needle": needle}
+        if method["label"] == "kq":
+            method |= {"max_rate": 0.25, "max_rate_interval": [None, 0.41]}
+            method["binding"] = ["needle"]
+    return result
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_several_targets_are_told_with_what_binds(width: int) -> None:
+    text = render_text(report(two_targets()), width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    assert "99 % of the baseline's next-token accuracy and 95 % of its accuracy on needle" in flat
+    table = [line.split() for line in text.splitlines() if "bound by" in line or "kq " in line]
+    assert any("needle" in line for line in table)
+    assert "Share of the baseline's next-token accuracy kept, by rate" in text
+    assert "Share of the baseline's accuracy on needle kept, by rate" in text
+    assert "missed at the smallest tested rate where any is" in flat
+
+
+def test_several_targets_in_csv_and_figure() -> None:
+    result = two_targets()
+    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    assert {row["targets"] for row in rows} == {"accuracy=0.99;needle=0.95"}
+    assert {row["binding"] for row in rows if row["label"] == "kq"} == {"needle"}
+    assert [float(row["share_needle"]) for row in rows if row["label"] == "kq"][:2] == [0.97, 0.5]
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    labels = [axes.get_ylabel() for axes in figure(result).axes]
+    assert labels == [
+        "share of the baseline's next-token accuracy",
+        "share of the baseline's accuracy on needle",
+    ]
