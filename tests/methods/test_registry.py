@@ -235,7 +235,7 @@ def test_what_makes_no_sense_is_refused(name, message):
         ("fdc-4bit", {"bits": 2}, "fdc-4bit has no option bits"),
         ("fdc-4bit", {"keep": 0.5}, "fdc-4bit has no option keep"),
         ("fdc+kvquant", {"nope": 1}, "fdc has no option nope"),
-        ("fdc+kivi", {"bits": 5}, r"fdc\+kivi: option bits is one of 8, 4, 3, 2, or k8v4 .*, not '5'"),
+        ("fdc+kivi", {"bits": 5}, r"option bits is one of 8, 4, 3, 2, or k8v4 .*, not '5'"),
     ],
 )
 def test_an_option_that_does_nothing_is_refused(name, options, message):
