@@ -69,6 +69,7 @@ def _model(shape: dict[str, Any], methods: list[dict[str, Any]]) -> dict[str, An
         "name": shape["name"],
         "tp": shape["tp"],
         "layers": shape["layers"],
+        "positions": shape["context"],
         "dtype": "bfloat16",
         "weights_bytes": weight_bytes(shape, _ITEMSIZE),
         "full_token_bytes": shape["layers"] * 2 * keys * _ITEMSIZE,

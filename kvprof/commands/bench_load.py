@@ -31,6 +31,7 @@ from kvprof.serving.load.server import (
 from kvprof.sizes import parse_bytes, parse_count
 
 if TYPE_CHECKING:
+    from kvprof.serving.load.lengths import Lengths
     from kvprof.serving.load.sweep import SweepOptions
     from kvprof.serving.load.target import LoadTarget
 
@@ -47,6 +48,7 @@ __all__ = [
     "RefineOption",
     "ReplicasOption",
     "RouterOption",
+    "SampleStepsOption",
     "SecondsOption",
     "ServedModelOption",
     "SimulateOption",
@@ -60,6 +62,7 @@ __all__ = [
 _GROUP = "Requests under load (--load)"
 _METHODS = ("full", "fp8", "fdc")
 _SERVED = "served"  # what an address serves, which has no name of ours
+_LENGTHS = "arxiv"
 _REQUESTS = 200
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
@@ -158,6 +161,13 @@ RefineOption = Annotated[
 TimeoutOption = Annotated[
     float | None, _option("--timeout", text="Seconds that a request may take. Default 600.")
 ]
+SampleStepsOption = Annotated[
+    int | None,
+    _option(
+        "--sample-steps", metavar="N",
+        text="Time every N-th step of kvprof's own engines in parts: attention, compress, …",
+    ),
+]  # fmt: skip
 SimulateOption = Annotated[
     bool,
     _option(
@@ -211,6 +221,7 @@ class LoadOptions:
     router: str | None = None
     refine: int | None = None
     timeout: float | None = None
+    sample_steps: int | None = None
     simulate: bool | None = None
     step_times: Path | None = None
     engine: str | None = None
@@ -257,8 +268,6 @@ def bench_load(
     KvprofError
         What a server failed with; what was measured is shown and kept before.
     """
-    from kvprof.serving.load.lengths import load_lengths
-
     if asked.url is not None:
         _refuse_beside_url(asked, methods, plans, rate, tp)
     else:
@@ -278,7 +287,7 @@ def bench_load(
         )
         return
     _refuse_without_simulate(asked)
-    lengths = load_lengths(asked.lengths or "arxiv", _counter(model))
+    lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed)
     name = model if model is not None or asked.url is not None else "reference"
     labels = (_SERVED,) if asked.url is not None else (methods or _METHODS)
@@ -306,8 +315,6 @@ def _simulate(
     seed: int,
 ) -> None:
     """Simulate in place of measuring; see `bench_load`."""
-    from kvprof.serving.load.lengths import load_lengths
-
     _refuse_beside_simulate(asked, plans, rate)
     served = None if asked.against is None else served_load(asked.against)
     if served is not None:
@@ -327,7 +334,7 @@ def _simulate(
                 f"are of {', '.join(what.methods)}"
             )
     labels = _baseline_first(methods or what.methods, baseline)
-    lengths = load_lengths(asked.lengths or "arxiv", _counter(model))
+    lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed)
     inputs = _inputs(asked, options, what.steps.model, labels, labels[0], (), None, tp)
     inputs |= {"rate": None, "timeout": None, **what.inputs(labels, inputs["memory"])}
@@ -394,6 +401,7 @@ def _refuse_beside_simulate(
         "--plan": bool(plans),
         "--rate": rate is not None,
         "--timeout": asked.timeout is not None,
+        "--sample-steps": asked.sample_steps is not None,
     }
     if said := [option for option, there in given.items() if there]:
         raise UsageError(
@@ -426,6 +434,7 @@ def _refuse_beside_url(
         "--memory": asked.memory is not None,
         "--replicas": asked.replicas is not None,
         "--engine": asked.engine is not None,
+        "--sample-steps": asked.sample_steps is not None,
     }
     if said := [option for option, there in given.items() if there]:
         raise UsageError(
@@ -451,6 +460,13 @@ def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
             raise UsageError(f"--plan {name}: there is no such file")
     own = [label for label in labels if label not in files and served_by_engine(label) is None]
     check_names([method for label in own for _, method, _ in method_entries(label)])
+
+
+def _lengths(asked: LoadOptions, model: str | None) -> "Lengths":
+    from kvprof.serving.load.lengths import load_lengths
+
+    found = load_lengths(asked.lengths or _LENGTHS, _counter(model))
+    return replace(found, default=asked.lengths is None)
 
 
 def _sweep_options(
@@ -580,6 +596,9 @@ def _inputs(
         "router": _router(asked.router),
         "tp": _positive("--tp", 1 if tp is None else tp),
         "timeout": timeout,
+        "sample_steps": None
+        if asked.sample_steps is None
+        else _positive("--sample-steps", asked.sample_steps),
         "engine": shlex.join(_engine_words(asked.engine)) or None,
         "seed": options.seed,
     }
@@ -671,11 +690,8 @@ def _refuse_long(folder: str, lengths: Any) -> None:
     except (OSError, ValueError):
         return  # a hub id: the engine knows
     positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    if isinstance(positions, int) and 0 < positions < lengths.longest:
-        raise UsageError(
-            f"--lengths {lengths.name} has requests of up to {lengths.longest:,} tokens, and the "
-            f"model has {positions:,} positions; take shorter ones, such as in=1k,out=128"
-        )
+    if isinstance(positions, int) and positions > 0:
+        lengths.refuse_over(positions, f"the model has {positions:,} positions")
 
 
 def _process(
@@ -714,7 +730,15 @@ def _process(
         )
 
     told = {"engine options": shlex.join(settings.words())}
-    return ServerProcess(label, command, count=apart, settings=told, gpus=inputs["tp"])
+    own = plan is not None or served_by_engine(label) is None
+    return ServerProcess(
+        label,
+        command,
+        count=apart,
+        settings=told,
+        gpus=inputs["tp"],
+        sample=inputs["sample_steps"] if own else None,
+    )
 
 
 def _engine_words(text: str | None) -> list[str]:

@@ -9,14 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
+from kvprof.commands.completion import starting
 from kvprof.commands.options import (
+    METHOD,
     AllocationOption,
     CalibrateOption,
     CalibrateTokensOption,
     ContextOption,
     DtypeOption,
     GridOption,
-    MethodOption,
     MethodOptionsOption,
     MinimumOption,
     ModelArgument,
@@ -30,7 +31,12 @@ from kvprof.commands.options import (
 )
 from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
-from kvprof.serving.settings import LOOPBACK
+from kvprof.serving.settings import LOOPBACK, SERVED
+
+
+def servable(incomplete: str) -> list[str]:
+    """Return the methods that are served, for the shell."""
+    return starting(SERVED, incomplete)
 
 
 def serve(
@@ -53,7 +59,15 @@ def serve(
             help="vLLM's; dummy is random weights, for which a plan of the same shape will do.",
         ),
     ] = None,
-    method: MethodOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            autocompletion=servable,
+            rich_help_panel=METHOD,
+            help="fdc, zack, kq or svd-kv; quantised fdc-8bit, kq-4bit … Others are refused.",
+        ),
+    ] = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
     plan_file: PlanFileOption = None,

@@ -15,6 +15,7 @@ from kvprof.records.events import (
     LoadRequest,
     LoadSample,
     LoadServer,
+    LoadStep,
     Preview,
     Progress,
     RunFinished,
@@ -109,7 +110,12 @@ class Fold(Generic[_Case]):
             case CaseStarted():
                 self.cases[event.case] = self._begin(event)
             case (
-                LoadServer() | LoadRateStarted() | LoadRequest() | LoadSample() | LoadRateFinished()
+                LoadServer()
+                | LoadRateStarted()
+                | LoadRequest()
+                | LoadSample()
+                | LoadStep()
+                | LoadRateFinished()
             ):
                 self.load.add(event)
             case TelemetrySample():

@@ -10,6 +10,7 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -291,6 +292,7 @@ class Journal:
         self._file: IO[bytes] | None = None
         self._place: Path | None = None  # where the file lies by now
         self._own_folder = False
+        self._carrying = False
         self._unmeasured = 0  # lines before the first of something that was measured
         self._kept = 0  # lines in it
         self._bytes = 0
@@ -323,7 +325,8 @@ class Journal:
             self._entered = False
             if self._file is None or self.path is None:
                 return
-            if self._lines and (self._place == self.path or self.measured):
+            kept = self.measured and not self._carrying
+            if self._lines and (self._place == self.path or kept):
                 self._finish(self.path)
             empty = not self._lines or (self.failure is not None and self._holds_nothing())
             if self._place != self.path or empty:
@@ -361,6 +364,28 @@ class Journal:
         if failed is not None:
             self._warn(f"{failed}; it is measured on")
 
+    @contextmanager
+    def carrying_over(self) -> Iterator[None]:
+        """Keep the file that is replaced until the body's events are all in the new one, on disk.
+
+        For what an earlier run measured: a process that is killed on the way leaves the old file,
+        and none that holds a part of it.
+        """
+        self._carrying = True
+        yield
+        failed = None
+        with self._lock:
+            self._carrying = False
+            if self._file is None or self.failure is not None:
+                return
+            try:
+                _to_disk(self._file)
+                self._write_on()
+            except OSError as problem:
+                self.failure = failed = self._failing(problem)
+        if failed is not None:
+            self._warn(f"{failed}; it is measured on")
+
     def recording(self) -> "Recording":
         """Return every event, whether or not it could be written."""
         with self._lock:
@@ -384,7 +409,7 @@ class Journal:
                 os.ftruncate(self._file.fileno(), self._bytes)
                 self._file.seek(self._bytes)
             raise
-        if self.measured and self._place != self.path:
+        if self.measured and self._place != self.path and not self._carrying:
             self._place.replace(self.path)
             self._place = self.path
 
@@ -407,11 +432,7 @@ class Journal:
         self.failure = None
         try:
             self._write_on()
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as problem:
-                if problem.errno not in (errno.EINVAL, errno.ENOTSUP):  # nothing to sync there
-                    raise
+            _to_disk(self._file)
             if not _is_at(self._file, path):
                 if os.path.lexists(path):
                     self.failure = f"{path} was replaced by another run's while this one measured"
@@ -641,6 +662,14 @@ class Follower:
         # Where the run's folder was deleted, what was read stays.
         if self._path.exists() and not _is_at(self._file, self._path):
             raise FailedError(f"{self._path} was replaced by another run's; open it again")
+
+
+def _to_disk(file: IO[bytes]) -> None:
+    try:
+        os.fsync(file.fileno())
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):  # nothing to sync there
+            raise
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprof.records.events import (
+    PHASES,
     LoadRateFinished,
     LoadRateStarted,
     LoadRequest,
     LoadSample,
     LoadServer,
+    LoadStep,
     RunStarted,
 )
 from kvprof.records.load_statistics import (
@@ -27,25 +29,37 @@ from kvprof.records.load_statistics import (
     summarised,
     window_of,
 )
+from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 
 __all__ = [
+    "LOAD_EVENTS",
+    "SHED",
     "Counted",
     "LoadCase",
     "LoadFold",
     "attains",
     "counted_of",
     "is_beyond",
+    "is_overloaded",
     "is_within",
     "load_case",
     "rate_row",
+    "sheds",
+    "step_rows",
 ]
 
 #: Of the requests, unless an objective says otherwise: so many must be within it.
 ATTAINED = 0.9
+#: Failures by which a server says that it takes no more: such a request never waited.
+SHED = ("HTTP 429", "HTTP 503")
 _KEPT_SAMPLES = 600
 _ROUNDING = 1e-9
 _HUNDRED = 100  # requests, of fewer no 99th percentile is told
-LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished
+LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadStep | LoadRateFinished
+#: What a `LoadFold` takes.
+LOAD_EVENTS = (
+    LoadServer, LoadRateStarted, LoadRequest, LoadSample, LoadStep, LoadRateFinished,
+)  # fmt: skip
 
 
 def load_case(method: str, rate: float) -> str:
@@ -60,15 +74,18 @@ class LoadCase:
     started: LoadRateStarted
     requests: list[LoadRequest] = field(default_factory=list)
     samples: list[LoadSample] = field(default_factory=list)
+    steps: list[LoadStep] = field(default_factory=list)
     finished: LoadRateFinished | None = None
 
-    def add(self, event: LoadRequest | LoadSample | LoadRateFinished) -> None:
+    def add(self, event: LoadRequest | LoadSample | LoadStep | LoadRateFinished) -> None:
         """Take the next event of the case."""
         match event:
             case LoadRequest():
                 self.requests.append(event)
             case LoadSample():
                 self.samples.append(event)
+            case LoadStep():
+                self.steps.append(event)
             case LoadRateFinished():
                 self.finished = event
 
@@ -132,6 +149,7 @@ class LoadFold:
                 for m in methods
             ],
             "rates": [row for m in methods for row in rows[m]],
+            "steps": [row for m in methods for case in by_method[m] for row in step_rows(case)],
             "series": [_series(case) for m in methods for case in by_method[m]],
         }
 
@@ -149,6 +167,8 @@ class Counted:
         The window, see `window_of`.
     requests, done : list of LoadRequest
         All that ended, by number, and those that had all of their tokens.
+    shed : list of LoadRequest
+        Those that the server did not take (`SHED`).
     counted, served : list of LoadRequest
         The same of those that arrived in the window.
     """
@@ -157,8 +177,16 @@ class Counted:
     end: float
     requests: list[LoadRequest]
     done: list[LoadRequest]
+    shed: list[LoadRequest]
     counted: list[LoadRequest]
     served: list[LoadRequest]
+
+    @property
+    def growth(self) -> dict[str, Any]:
+        """Whether the queue grows, of the requests that were let into it; see `growth`."""
+        arrivals = [one.arrival for one in self.requests if one.failure not in SHED]
+        ends = [one.last or 0.0 for one in self.done]
+        return growth(arrivals, ends, self.begin, self.end)
 
     @property
     def latencies(self) -> list[float]:
@@ -181,9 +209,10 @@ def counted_of(case: LoadCase) -> Counted:
     requests = sorted(case.requests, key=lambda one: one.number)
     done = [one for one in requests if one.failure is None and one.last is not None]
     begin, end = window_of([one.arrival for one in requests], [one.last or 0.0 for one in done])
+    shed = [one for one in requests if one.failure in SHED]
     counted = [one for one in requests if begin <= one.arrival <= end]
     served = [one for one in counted if one.failure is None and one.last is not None]
-    return Counted(begin, end, requests, done, counted, served)
+    return Counted(begin, end, requests, done, shed, counted, served)
 
 
 def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
@@ -202,7 +231,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     span = end - begin
     failures: dict[str, int] = {}
     for one in requests:
-        if one.failure is not None:
+        if one.failure is not None and one.failure not in SHED:
             failures[one.failure] = failures.get(one.failure, 0) + 1
     limits = {name: objective[name] for name in _LIMITS if objective.get(name) is not None}
     attained = [attains(one, limits) for one in counted]
@@ -220,6 +249,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "answered": len(done),
         "failed": sum(failures.values()),
         "failures": failures,
+        "shed": len(asked.shed),
         "window": [begin, end],
         "counted": len(counted),
         "mean_prompt": _mean([one.prompt for one in requests]),
@@ -232,7 +262,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "tokens_per_s": sum(_tokens_within(one, begin, end) for one in requests) / span
         if span > 0
         else None,
-        **growth([one.arrival for one in requests], [one.last or 0.0 for one in done], begin, end),
+        **asked.growth,
         "normalised_latency_seconds": summarised(asked.latencies),
         "ttft_seconds": summarised(asked.first_tokens),
         "tbt_seconds": summarised(asked.between_tokens),
@@ -322,6 +352,54 @@ def _parts(engine: Mapping[str, float]) -> dict[str, Any] | None:
     }
 
 
+# --- Where the time of an engine's steps goes.
+
+
+def step_rows(case: LoadCase) -> list[dict[str, Any]]:
+    """Return the rows of ``data.steps`` of a rate: steps that read prompts, and those that do not.
+
+    Parameters
+    ----------
+    case : LoadCase
+    """
+    found = []
+    for phase in PHASES:
+        own = [one for one in case.steps if (one.prefill > 0) == (phase == "prefill")]
+        sampled, whole = [one for one in own if one.parts], [one for one in own if not one.parts]
+        if not own:
+            continue
+        total = sum(one.seconds for one in sampled)
+        named = ordered_parts(part for one in sampled for part in one.parts)
+        spent = {name: sum(one.parts.get(name, 0.0) for one in sampled) for name in named}
+        if sampled:
+            spent[UNATTRIBUTED] = max(0.0, total - sum(spent.values()))
+        found.append(
+            {
+                "case": case.started.case,
+                "method": case.started.method,
+                "rate": case.started.rate,
+                "phase": phase,
+                "sampled": len(sampled),
+                "seconds": _mean([one.seconds for one in sampled]),
+                "parts": [
+                    {
+                        "part": name,
+                        "seconds": seconds / len(sampled),
+                        "share": seconds / total if total > 0 else None,
+                    }
+                    for name, seconds in spent.items()
+                ],
+                "waited_share": sum(one.waited for one in sampled) / total if total > 0 else None,
+                "whole": len(whole),
+                "whole_seconds": _mean([one.seconds for one in whole]),
+                "decodes": _mean([one.decodes for one in own]),
+                "context": _mean([one.context for one in own]),
+                "prefill": _mean([one.prefill for one in own]),
+            }
+        )
+    return found
+
+
 def _hits(engine: Mapping[str, float]) -> float | None:
     queries = engine.get("prefix_queries")
     return engine.get("prefix_hits", 0.0) / queries if queries else None
@@ -365,11 +443,22 @@ def _spans(case: LoadCase) -> list[dict[str, float]]:
 # --- One method: the largest rate that it serves, and from where on it pays.
 
 
+def sheds(row: Mapping[str, Any]) -> bool:
+    """Whether the server turned away more requests than may be lost of a rate that is served."""
+    shed: int = row.get("shed", 0)
+    return shed > 0 and shed > _LOSSY * row["requests"]
+
+
+def is_overloaded(row: Mapping[str, Any]) -> bool:
+    """Whether more requests came than the server takes: the queue grows, or some are shed."""
+    return row["grows"] is True or sheds(row)
+
+
 def is_within(row: Mapping[str, Any], share: float) -> bool:
-    """Whether a rate was served: the queue does not grow, and enough requests are within."""
+    """Whether a rate was served: it was not too much, and enough requests are within."""
     attained = row["attained_share"]
     return bool(
-        row["complete"] and row["grows"] is not True and (attained is None or attained >= share)
+        row["complete"] and not is_overloaded(row) and (attained is None or attained >= share)
     )
 
 
@@ -378,7 +467,7 @@ def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
     if not row["complete"]:
         return None
     interval = row["attained_share_interval"]
-    if row["grows"] is True or (interval is not None and interval[1] < share):
+    if is_overloaded(row) or (interval is not None and interval[1] < share):
         return True
     steady = row["grows"] is False
     return False if steady and (interval is None or interval[0] >= share) else None
@@ -414,7 +503,7 @@ def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     limited = None
     for row in known:
         if not is_within(row, share):
-            limited = "queue" if row["grows"] is True else "objective"
+            limited = "queue" if row["grows"] is True else "shed" if sheds(row) else "objective"
             break
         largest = row["rate"]
     beyond = [row["rate"] for row in known if is_beyond(row, share) is True]

@@ -73,6 +73,7 @@ _FREE = frozenset(
         "--revision",
         "--router",
         "--sample",
+        "--sample-steps",
         "--schedule",
         "--seconds",
         "--seed",

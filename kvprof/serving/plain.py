@@ -8,6 +8,7 @@ from kvprof.kernels.decode.step import DecodeStep
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsStep
 from kvprof.kernels.project.step import project_step
+from kvprof.runtime.clock import part
 from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
 
 __all__ = ["PlainSteps"]
@@ -41,25 +42,29 @@ class PlainSteps:
     ) -> Tensor:
         """Do what `kvprof.serving.steps.attend` says."""
         layer, cache = self.layer, self.layer.attention.kv_cache
-        projected = project_step(
-            query[None],
-            key[None],
-            value[None],
-            layer.keys,
-            self.layout,
-            cache,
-            None,
-            query_bases=layer.queries,
-            slots=step.slots[: len(query)],
-        )[0]
+        with part("compress"):
+            projected = project_step(
+                query[None],
+                key[None],
+                value[None],
+                layer.keys,
+                self.layout,
+                cache,
+                None,
+                query_bases=layer.queries,
+                slots=step.slots[: len(query)],
+            )[0]
         found = []
         if step.decodes:
             decode = replace(self.decode, rows=step.decodes)
             schedule, table = step.schedule(self.decode), step.table[: step.decodes]
-            found.append(decode.run(projected[: step.decodes], cache, schedule, scale, table=table))
+            with part("attention"):
+                own = projected[: step.decodes]
+                found.append(decode.run(own, cache, schedule, scale, table=table))
         if step.rows > step.decodes:
             own = projected[step.decodes :]
             rows = replace(self.rows, rows=step.rows - step.decodes)
             cut, table = step.cut(rows, len(own)), step.table[step.decodes :]
-            found.append(rows.run(own, cache, cut, scale, table=table))
+            with part("attention"):
+                found.append(rows.run(own, cache, cut, scale, table=table))
         return filled_up(found, len(query))

@@ -11,12 +11,14 @@ import os
 import subprocess
 from functools import wraps
 from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from kvprof.child import child_environment, child_python
 from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
+from kvprof.serving.sampled import SAMPLE_VARIABLE, StepWriter, asked_sampling
 
 __all__ = ["PLAN_VARIABLE", "check_found", "register"]
 
@@ -78,6 +80,10 @@ def register() -> None:
     _take_attention(attention.Attention, path)
     _take_weights(base_loader, path)
     _tell_tokens(core, path)
+    if (asked := asked_sampling(os.environ.get(SAMPLE_VARIABLE))) is not None:
+        from vllm.v1.worker import gpu_model_runner
+
+        _sample_steps(gpu_model_runner.GPUModelRunner, *asked)
 
 
 def _check_configuration(engine_args: Any, path: str) -> None:
@@ -155,6 +161,41 @@ def _take_weights(base_loader: Any, path: str) -> None:
 
     base_loader.initialize_model = initialize_model
     base_loader.process_weights_after_loading = process_weights_after_loading
+
+
+def _sample_steps(runner: Any, every: int, folder: Path) -> None:
+    """Time every n-th step in parts, without its graph where vLLM lets a step run so."""
+    ran = runner.execute_model
+    chosen = getattr(runner, "_determine_batch_execution_and_padding", None)
+
+    @wraps(ran)
+    def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+        from kvprof.serving.sampling import StepSampler, contents, on_gpu
+
+        if not hasattr(self, "_kvprof_sampler"):
+            first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
+            writer = StepWriter(folder) if first else None
+            self._kvprof_sampler = StepSampler(every, writer, on_gpu=on_gpu(self))
+        return self._kvprof_sampler.step(
+            lambda: ran(self, scheduled, *args, **kwargs),
+            lambda: contents(self, scheduled),
+            reads=max(scheduled.num_scheduled_tokens.values(), default=0) > 1,
+        )
+
+    runner.execute_model = execute_model
+    if chosen is None or "force_eager" not in signature(chosen).parameters:
+        return
+
+    @wraps(chosen)
+    def determine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sampler = getattr(self, "_kvprof_sampler", None)
+        if sampler is not None and sampler.in_parts:
+            kwargs["force_eager"] = True
+        return chosen(self, *args, **kwargs)
+
+    runner._determine_batch_execution_and_padding = determine
 
 
 def _tell_tokens(core: Any, path: str) -> None:

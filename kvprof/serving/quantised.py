@@ -23,6 +23,7 @@ from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.move import token_move
 from kvprof.kernels.segments.step import SegmentsStep, segments_step
+from kvprof.runtime.clock import part
 from kvprof.serving.pages import quantised_layout
 from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
 
@@ -81,11 +82,14 @@ class QuantisedSteps:
         rows = self._rows[: len(query)]
         projected = self._projected(query, key, value, self.planes, self._own, slots=rows)
         # Before anything is read: a sequence may share pages that this very step fills.
-        self._store(step.slots[: len(query)], alone=step.rows == step.decodes)
+        with part("quantise"):
+            self._store(step.slots[: len(query)], alone=step.rows == step.decodes)
         if step.decodes:
             decode = replace(self.decode, rows=step.decodes)
             schedule, table = step.schedule(self.decode), step.table[: step.decodes]
-            found.append(decode.run(projected[: step.decodes], cache, schedule, scale, table=table))
+            with part("attention"):
+                own = projected[: step.decodes]
+                found.append(decode.run(own, cache, schedule, scale, table=table))
         for row in range(step.decodes, step.rows):
             found.append(self._chunk(step, row, query, key, value, scale))
         return filled_up(found, len(query))
@@ -101,17 +105,18 @@ class QuantisedSteps:
         start: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        made: Tensor = project_step(
-            query[None],
-            key[None],
-            value[None],
-            self.layer.keys,
-            layout,
-            planes,
-            start,
-            query_bases=self.layer.queries,
-            slots=slots,
-        )[0]
+        with part("compress"):
+            made: Tensor = project_step(
+                query[None],
+                key[None],
+                value[None],
+                self.layer.keys,
+                layout,
+                planes,
+                start,
+                query_bases=self.layer.queries,
+                slots=slots,
+            )[0]
         return made
 
     def _store(self, slots: Tensor, *, alone: bool) -> None:
@@ -153,16 +158,19 @@ class QuantisedSteps:
         past, device = length - (stop - first), query.device
         layout = self.layer.layout(1, -(-length // _PIECE) * _PIECE)
         planes = self.scratch.new_empty(layout.elements)
-        for begin in range(0, past, _PIECE):
-            self._restore(step.table[row], begin, min(begin + _PIECE, past), layout, planes)
+        with part("quantise"):
+            for begin in range(0, past, _PIECE):
+                self._restore(step.table[row], begin, min(begin + _PIECE, past), layout, planes)
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         start, lengths = torch.tensor([[past], [length]], **numbers)
         states = query[first:stop], key[first:stop], value[first:stop]
         projected = self._projected(*states, layout, planes, start=start)
         attending = rows_step(layout, device, self.scratch.dtype)
         starts = torch.tensor([0, stop - first], **numbers)
-        cut = attending.cut(starts, lengths, stop - first)
-        return attending.run(projected, planes, cut, scale)
+        with part("schedule"):
+            cut = attending.cut(starts, lengths, stop - first)
+        with part("attention"):
+            return attending.run(projected, planes, cut, scale)
 
     def _restore(
         self, table: Tensor, begin: int, stop: int, layout: RaggedLayout, planes: Tensor
@@ -178,8 +186,8 @@ class QuantisedSteps:
             for head, latent in enumerate(parts):
                 own = layout.planes(planes, head)[side]
                 cut = torch.split(latent, list(chunks(widths[head])), dim=-1)
-                for plane, part in zip(own, cut, strict=True):
-                    plane[:, begin:stop] = part
+                for plane, piece in zip(own, cut, strict=True):
+                    plane[:, begin:stop] = piece
 
 
 def quantised_steps(

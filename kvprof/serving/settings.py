@@ -6,10 +6,16 @@ Standard library only: the command reads it before anything is loaded.
 import json
 from dataclasses import dataclass
 
-__all__ = ["LOOPBACK", "Setting", "engine_options", "engine_variables", "named"]
+__all__ = ["LOOPBACK", "SERVED", "Setting", "engine_options", "engine_variables", "named"]
 
 #: Where the server listens unless told otherwise.
 LOOPBACK = "127.0.0.1"
+
+#: Methods that are served, as the help and the shell offer them; of others `refusals` says why not.
+SERVED = (
+    "fdc", "zack", "kq", "svd-kv", "fdc-8bit", "zack-8bit", "kq-8bit", "fdc-4bit", "zack-4bit",
+    "kq-4bit",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep
 from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.segments.step import SegmentsStep
+from kvprof.runtime.clock import part
 from kvprof.serving.pages import Codes
 
 __all__ = ["PAGE_TOKENS", "EngineStep", "ServedLayer", "Steps", "attend", "cut_key", "filled_up"]
@@ -143,15 +144,17 @@ class EngineStep:
             lengths = self.lengths[: self.decodes]
             if isinstance(step, SegmentsStep):
                 lengths = lengths[None]
-            cuts = replace(steps[0], rows=self.decodes).cut_alike(tables, lengths)
+            with part("schedule"):
+                cuts = replace(steps[0], rows=self.decodes).cut_alike(tables, lengths)
             self._schedules.update((id(own), cut) for own, cut in zip(steps, cuts, strict=True))
         return self._schedules[id(step)]
 
     def cut(self, step: RowsStep, tokens: int) -> RowsCut:
         """Return how the rows of several new tokens are cut, for all layers."""
         if self._cut is None:
-            starts = self.starts[self.decodes :] - self.decodes
-            self._cut = step.cut(starts, self.lengths[self.decodes :], tokens)
+            with part("schedule"):
+                starts = self.starts[self.decodes :] - self.decodes
+                self._cut = step.cut(starts, self.lengths[self.decodes :], tokens)
         return self._cut
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvprof.records.load import LoadCase, attains, counted_of
-from kvprof.records.load_statistics import growth, percentile
+from kvprof.records.load import LoadCase, attains, counted_of, sheds
+from kvprof.records.load_statistics import percentile
 from kvprof.views.numbers import number
 
 __all__ = ["LEVELS", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
@@ -31,8 +31,11 @@ class RateBrief:
         Share of requests within the objective; None without one.
     grows : bool or None
         Whether the queue does; None where too few requests tell.
-    requests, ended, failed : int
-        That are to arrive, and that ended so far; the failed ones among them.
+    sheds : bool
+        Whether the server turns requests away.
+    requests, ended, failed, shed : int
+        That are to arrive, and that ended so far; those among them that failed, or that the server
+        turned away.
     complete : bool
         Whether the rate is over, and was not given up.
     over : bool
@@ -48,9 +51,11 @@ class RateBrief:
     tbt: float | None
     attained: float | None
     grows: bool | None
+    sheds: bool
     requests: int
     ended: int
     failed: int
+    shed: int
     complete: bool
     over: bool
 
@@ -69,12 +74,10 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
     started, finished = case.started, case.finished
     asked = counted_of(case)
     requests, done, counted = asked.requests, asked.done, asked.counted
+    shed = len(asked.shed)
     latencies = sorted(asked.latencies)
     limits = {name: limit for name, limit in objective.items() if name != "share"}
-    grows = None
-    if finished is not None:
-        arrivals, ends = [one.arrival for one in requests], [one.last or 0.0 for one in done]
-        grows = growth(arrivals, ends, asked.begin, asked.end)["grows"]
+    grows = asked.growth["grows"] if finished is not None else None
     return RateBrief(
         started.case,
         started.method,
@@ -85,9 +88,11 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
         _mean(asked.between_tokens),
         _mean([float(attains(one, limits)) for one in counted]) if limits else None,
         grows,
+        sheds({"shed": shed, "requests": started.requests}),
         started.requests,
         len(requests),
-        len(requests) - len(done),
+        len(requests) - len(done) - shed,
+        shed,
         finished is not None and finished.complete,
         finished is not None,
     )
@@ -106,9 +111,11 @@ def brief_from_row(row: Mapping[str, Any]) -> RateBrief:
         row["tbt_seconds"]["mean"],
         row["attained_share"],
         row["grows"],
+        sheds(row),
         row["requests"],
-        row["answered"] + row["failed"],
+        row["answered"] + row["failed"] + row.get("shed", 0),
         row["failed"],
+        row.get("shed", 0),
         row["complete"],
         True,
     )

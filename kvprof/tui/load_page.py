@@ -9,12 +9,13 @@ from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 from textual.widgets import Static
 
-from kvprof.records.load import ATTAINED, LoadCase
+from kvprof.records.load import ATTAINED, SHED, LoadCase, step_rows
 from kvprof.tui.drawings import Telemetry, short
 from kvprof.tui.figures import difference, duration, share
 from kvprof.tui.frame import RunScreen
 from kvprof.tui.load_figures import LEVELS, RateBrief, binned, brief_of, by_rate, rate_words
 from kvprof.views.bars import BARS, Ink
+from kvprof.views.load_steps import step_bars
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.page import bullets
 from kvprof.views.plot import LinePlot, Series
@@ -25,9 +26,11 @@ _LABEL = 12  # columns in front of a line or row
 _FIGURE = 19  # columns of a method: latency, a sign, its difference from the baseline
 _WORDS = 27  # columns behind a line: now, and the most
 _LEAST_CURVE = 40  # columns beside the table
-_CURVE_ROWS = (8, 16)
+_CURVE_ROWS = (5, 16)
+_OVER_ROWS = 8
 _LOG = 10.0  # from this ratio of the largest to the smallest latency on, the axis is logarithmic
-_GROWS, _MISSES = "▲", "×"
+_GROWS, _SHEDS, _MISSES = "▲", "▽", "×"
+_LOW = 30  # rows, of a screen that would cut a plot's legend off
 
 
 class LoadScreen(RunScreen):
@@ -48,6 +51,7 @@ class LoadScreen(RunScreen):
                 yield Static(id="rates")
                 yield Static(id="curve")
             yield Static(id="over")
+            yield Static(id="steps")
             yield Static(id="notes")
         yield Static(id="telemetry")
 
@@ -91,7 +95,9 @@ class LoadScreen(RunScreen):
         curve = (len(briefs), self.size, beside, app.dark)
         self.put("curve", curve, lambda: self._curve(briefs, beside))
         self.put("over", (*seen, self.size), lambda: self._over(case), every=every)
-        self.put("notes", (len(briefs), chosen, method), lambda: self._notes(briefs))
+        sampled = (chosen, len(case.steps) if case is not None else 0, self.size, app.dark)
+        self.put("steps", sampled, lambda: self._steps(case), every=every)
+        self.put("notes", (len(briefs), chosen, method), self._notes)
         devices = tuple((name, device.count) for name, device in state.devices.items())
         self.put(
             "telemetry",
@@ -110,10 +116,15 @@ class LoadScreen(RunScreen):
             words.append(f"{len(case.requests):,} of {case.started.requests:,} requests ended")
         else:
             words.append(f"{brief.ended:,} requests" + ("" if brief.complete else ", given up"))
-        failed = sum(1 for one in case.requests if one.failure is not None)
-        failed = brief.failed if brief is not None else failed
+        if brief is not None:
+            failed, shed = brief.failed, brief.shed
+        else:
+            shed = sum(one.failure in SHED for one in case.requests)
+            failed = sum(one.failure is not None for one in case.requests) - shed
         if failed:
             words.append(f"{failed:,} failed")
+        if shed:
+            words.append(f"{shed:,} shed")
         names = list(state.load.cases)
         if len(names) > 1:
             words.append(f"rate {names.index(case.started.case) + 1} of {len(names)}")
@@ -131,7 +142,7 @@ class LoadScreen(RunScreen):
         values = [value for one in series for value in one.y if value]
         if not any(len(one.x) > 1 for one in series):
             return Text()
-        free = self.size.height - 14 - (0 if beside else 4)
+        free = self.size.height - 14 - (0 if beside else 5)
         plot = LinePlot(
             series,
             "Latency per token",
@@ -140,6 +151,7 @@ class LoadScreen(RunScreen):
             height=max(_CURVE_ROWS[0], min(_CURVE_ROWS[1], free)),
             log_y=max(values) > _LOG * min(values),
             colours=self.live.ink.curves(len(series)),
+            legend_above=self.size.height < _LOW,
         )
         return plot if beside else Group(Text(), plot)
 
@@ -164,12 +176,21 @@ class LoadScreen(RunScreen):
             f"Requests over time, {case.started.method} at {rate_words(case.started.rate)}",
             "s",
             "requests",
-            height=_CURVE_ROWS[0],
+            height=_OVER_ROWS,
             colours=("", ""),
+            legend_above=self.size.height < _LOW,
         )
         return Group(Text(), plot)
 
-    def _notes(self, briefs: Sequence[RateBrief]) -> RenderableType:
+    def _steps(self, case: LoadCase | None) -> RenderableType:
+        """Return where the time of the steps goes that an engine sampled."""
+        rows = [] if case is None else step_rows(case)
+        if case is None or not any(row["parts"] for row in rows):
+            return Text()
+        title = f"Inside the steps of {case.started.method} at {rate_words(case.started.rate)}"
+        return Group(Text(), Text(title, style="bold"), step_bars(rows, self.live.ink))
+
+    def _notes(self) -> RenderableType:
         state = self.live.session.state
         lines = []
         if state.run is not None and state.run.mode == "simulated":
@@ -178,16 +199,6 @@ class LoadScreen(RunScreen):
             "latency per token: from a request's arrival to its last token, over the tokens "
             "written; means over the window that counts"
         )
-        signs = []
-        if any(one.grows for one in briefs):
-            signs.append(f"{_GROWS} the queue grows")
-        least = state.objective.get("share", ATTAINED)
-        if any(one.attained is not None and one.attained < least for one in briefs):
-            signs.append(
-                f"{_MISSES} fewer than {share(least)} of the requests within the objective"
-            )
-        if signs:
-            lines.append(", ".join(signs))
         return Group(Text(), bullets(lines, "dim"))
 
 
@@ -292,6 +303,8 @@ class RateTable:
             for method in methods:
                 line.append_text(self._cell(row.get(method), row.get(self.baseline or "")))
             yield line
+        if signs := self._signs(methods):
+            yield Text(", ".join(signs), style="dim", overflow="fold")
         if left := len(every) - len(methods):
             yield Text(f"{left} more: m shows the next method", style="dim", overflow="fold")
 
@@ -303,15 +316,34 @@ class RateTable:
         ranked = sorted(every, key=lambda m: (m != chosen, m != self.baseline, every.index(m)))
         return sorted(ranked[:count], key=every.index)
 
+    @property
+    def _least(self) -> float:
+        return self.objective.get("share", ATTAINED)
+
+    def _sign(self, one: RateBrief) -> str:
+        if one.grows:
+            return _GROWS
+        if one.sheds:
+            return _SHEDS
+        return _MISSES if one.attained is not None and one.attained < self._least else " "
+
+    def _signs(self, methods: Sequence[str]) -> list[str]:
+        """Return what the signs in the table mean, of those that are there."""
+        there = {self._sign(one) for one in self.briefs if one.method in methods}
+        words = {
+            _GROWS: "the queue grows",
+            _SHEDS: "the server sheds requests",
+            _MISSES: f"fewer than {share(self._least)} of the requests within the objective",
+        }
+        return [f"{sign} {said}" for sign, said in words.items() if sign in there]
+
     def _cell(self, one: RateBrief | None, base: RateBrief | None) -> Text:
         cell = Text(no_wrap=True)
         if one is None:
             return cell.append(f"{MISSING:>11}{'':8}", style="dim")
         mark = "›" if one.case == self.chosen else " "
         cell.append(f"{mark}{duration(one.latency):>10}", style="bold" if one.over else "")
-        least = self.objective.get("share", ATTAINED)
-        misses = one.attained is not None and one.attained < least
-        sign = _GROWS if one.grows else _MISSES if misses else " "
+        sign = self._sign(one)
         cell.append(sign, style=self.ink.warn() if sign != " " else "")
         if not one.over:
             return cell.append(" so far")

@@ -17,6 +17,7 @@ __all__ = ["report", "run_letters"]
 
 _SHOWN = 40  # rows of a table; the others are in the JSON
 _LISTED = 12
+_NAMED = 4  # inputs, in the first line
 _VERDICTS = {
     "better": "better",
     "worse": "worse",
@@ -136,10 +137,23 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
         said = [
             f"{words.count(word)} {written}" for word, written in _VERDICTS.items() if word in words
         ]
-        lines.append(f"{letter} against {letters[0]}: {', '.join(said) or 'nothing in common'}.")
+        unlike = _unlike(data["inputs"], index + 1)
+        lines.append(
+            f"{letter} against {letters[0]}: {', '.join(said) or 'nothing in common'}{unlike}."
+        )
     if data["fail_over"] is not None:
         lines += _gate(data)
     return "\n".join(lines)
+
+
+def _unlike(inputs: Sequence[Mapping[str, Any]], index: int) -> str:
+    """Say beside the verdicts that a run was asked for something else than A, and for what."""
+    differing = [one["path"] for one in inputs if one["values"][index] != one["values"][0]]
+    names = list(dict.fromkeys(re.split(r"[.\[]", path)[0] for path in differing))
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f", of unlike inputs ({', '.join(names[:_NAMED])}{more})"
 
 
 def _gate(data: Mapping[str, Any]) -> Iterator[str]:

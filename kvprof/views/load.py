@@ -6,9 +6,11 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvprof.records.load import sheds
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
 from kvprof.views.load_against import against_section
+from kvprof.views.load_steps import NO_GRAPH, steps_section
 from kvprof.views.numbers import MISSING, count, duration, interval, number, percent, unit_of
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
 from kvprof.views.plot import Series
@@ -25,6 +27,7 @@ _LATENCIES = {
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
+    "shed": "the server sheds requests",
     "objective": "too few requests are within the objective",
 }
 _PANEL = (4.4, 3.2)  # inches
@@ -140,6 +143,13 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
             for row in failed
         ]
     said += [
+        f"{row['case']}: {row['shed']:,} of {row['requests']:,} requests were shed: the server "
+        "turned them away at once (HTTP 429 or 503); they were never in its queue, and are within "
+        "no objective"
+        for row in data["rates"]
+        if row.get("shed")
+    ]
+    said += [
         f"{row['case']}: by chance {row['arrived_per_s']:.3g} requests a second arrived in the "
         "window, and the figures are of that rate; more requests come nearer"
         for row in data["rates"]
@@ -184,7 +194,8 @@ def _method(method: Row, rows: Sequence[Row], data: Mapping[str, Any]) -> list[R
     )
     parts += [Text(), _state(rows)]
     if any(row["parts"] for row in rows):
-        parts += [Text(), _where(rows)]
+        parts += [Text(), _where(rows, simulated=data["mode"] == "simulated")]
+    parts += steps_section(data, method["method"])
     if method["fit"] is not None:
         parts += [Text(), bullets([_fit(method["fit"])])]
     return parts
@@ -202,12 +213,24 @@ def _latency(found: Row, factor: float) -> list[str]:
 
 
 def _queue(row: Row) -> str:
+    if row["grows"] is not True and sheds(row):
+        return "sheds"
     return {True: "grows", False: "steady"}.get(row["grows"], "open")
 
 
 def _state(rows: Sequence[Row]) -> RenderableType:
     """Return what the servers were busy with, rate by rate."""
-    titles = ("running", "waiting", "most", "cache used", "most", "preempted", "failed", "late p99")
+    titles = (
+        "running",
+        "waiting",
+        "most",
+        "cache used",
+        "most",
+        "preempted",
+        "failed",
+        "shed",
+        "late p99",
+    )
     cells = [
         [
             f"{row['rate']:g}",
@@ -218,19 +241,20 @@ def _state(rows: Sequence[Row]) -> RenderableType:
             _level(row["cache_share"], "most", percent),
             MISSING if row["preemptions"] is None else f"{row['preemptions']:,}",
             f"{row['failed']:,}",
+            f"{row.get('shed', 0):,}",
             duration(row["lateness_seconds"]["p99"]),
         ]
         for row in rows
     ]
-    return SplitTable(columns("requests/s", figures=titles), cells, (3, 2, 3))
+    return SplitTable(columns("requests/s", figures=titles), cells, (3, 2, 4))
 
 
 def _level(level: Row | None, name: str, write: Callable[[float], str]) -> str:
     return MISSING if level is None else write(level[name])
 
 
-def _where(rows: Sequence[Row]) -> RenderableType:
-    """Return where a request's time goes, by the engine's own marks."""
+def _where(rows: Sequence[Row], *, simulated: bool) -> RenderableType:
+    """Return where a request's time goes, by the engine's own marks or those of the simulator."""
     names = ("waiting", "prefill", "decode", "elsewhere", "end_to_end")
     titles = ["waiting", "prefill", "decode", "elsewhere", "all", "preemptions"]
     cells = []
@@ -247,15 +271,19 @@ def _where(rows: Sequence[Row]) -> RenderableType:
     return DataTable(
         columns("requests/s", figures=titles),
         cells,
-        title="Where a request's time goes, mean by the engine's own marks",
+        title="Where a request's time goes, mean "
+        + ("of the simulated requests" if simulated else "by the engine's own marks"),
     )
 
 
 def _fit(fit: Row) -> str:
     """Say the line through the steps: what a token costs, and each thing it grows with."""
-    said = [
-        f"a token costs {_seconds(fit['intercept_seconds'], fit['intercept_seconds_interval'])}"
-    ]
+    said, unresolved = [], []
+    value, bounds = fit["intercept_seconds"], fit["intercept_seconds_interval"]
+    if _resolved(value, bounds):
+        said.append(f"a token costs {_seconds(value, bounds)}")
+    else:
+        unresolved.append(_unresolved("a token by itself", value, bounds))
     words = {
         "context": ("1,000 tokens held", 1000.0),
         "batch": ("request that decodes", 1.0),
@@ -265,9 +293,31 @@ def _fit(fit: Row) -> str:
         what, factor = words[name]
         bounds = found["seconds_interval"]
         scaled = None if bounds is None else [one * factor for one in bounds]
-        said.append(f"{_seconds(found['seconds'] * factor, scaled)} for each {what}")
-    left = f"; {' and '.join(fit['left_out'])} did not vary by itself" if fit["left_out"] else ""
-    return f"{', and '.join((said[0], ', '.join(said[1:]))) if said[1:] else said[0]}{left}"
+        if _resolved(found["seconds"], bounds):
+            cost = f"{_seconds(found['seconds'] * factor, scaled)} for each {what}"
+            said.append(cost if said else f"a token costs {cost}")
+        else:
+            unresolved.append(_unresolved(f"each {what}", found["seconds"] * factor, scaled))
+    sentences = []
+    if said:
+        sentences.append(", and ".join((said[0], ", ".join(said[1:]))) if said[1:] else said[0])
+    if unresolved:
+        sentences.append(f"not resolved is what it costs for {', for '.join(unresolved)}")
+    if fit["left_out"]:
+        sentences.append(f"{' and '.join(fit['left_out'])} did not vary by itself")
+    return "; ".join(sentences)
+
+
+def _resolved(value: float, bounds: Sequence[float] | None) -> bool:
+    """Whether a cost is told: none is below zero, and an interval that goes there tells none."""
+    return value > 0 and (bounds is None or bounds[0] > 0)
+
+
+def _unresolved(what: str, value: float, bounds: Sequence[float] | None) -> str:
+    if bounds is None:
+        return f"{what} (no interval)"
+    factor, unit = unit_of([abs(value), *map(abs, bounds)])
+    return f"{what} [{number(bounds[0] * factor)}, {number(bounds[1] * factor)}] {unit}"
 
 
 def _seconds(value: float, bounds: Sequence[float] | None) -> str:
@@ -335,14 +385,20 @@ def _missing(data: Mapping[str, Any]) -> Iterator[str]:
     if rates and all(row["parts"] is None for row in rates):
         yield "where a request's time goes: no server told its marks"
     elif rates:
+        who = "the simulator counts" if data["mode"] == "simulated" else "engines count"
         yield (
-            "how long preempted requests waited: engines count preemptions and do not time them; "
-            "it lies in prefill and decode"
+            f"how long preempted requests waited: {who} preemptions without timing them; it lies "
+            "in prefill and decode"
         )
     if not _limits(data["objective"]):
         yield "requests within an objective: none was named (--slo ttft=2s,tbt=50ms)"
     for method in data["methods"]:
         rows = _rows(data, method["method"])
+        if rows and data.get("steps") and not steps_section(data, method["method"]):
+            yield (
+                f"{method['method']}: its steps in parts; nothing of kvprof runs inside of its "
+                "engine, or too few steps were run"
+            )
         if rows and method["fit"] is None:
             yield f"{method['method']}: what a token's time grows with; too few tokens came"
         if untold := [
@@ -370,6 +426,8 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
             f"within: requests that keep {limits}; a rate is within where {percent(share, 0)} of "
             "its requests are"
         )
+    if data.get("steps"):
+        notes.append(NO_GRAPH)
     if data["mode"] == "simulated":
         notes.append("nothing was served: times are simulated from measured parts of a step")
     return notes
@@ -417,6 +475,9 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         "lengths": lengths.get("name"),
         "arrivals": inputs.get("arrivals"),
         "memory of the cache": format_bytes(inputs["memory"]) if inputs.get("memory") else None,
+        "steps in parts": f"every {inputs['sample_steps']}. of kvprof's own engines"
+        if inputs.get("sample_steps")
+        else None,
         "replicas": inputs.get("replicas") if (inputs.get("replicas") or 1) > 1 else None,
         "router": inputs.get("router") if (inputs.get("replicas") or 1) > 1 else None,
         "tensor parallelism": inputs.get("tp") if (inputs.get("tp") or 1) > 1 else None,
@@ -466,6 +527,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
                 "growth_per_s",
             )
         }
+        line["shed"] = row.get("shed", 0)
         line |= ends("growth_per_s", row["growth_per_s_interval"])
         line |= {"grows": row["grows"], "attained_share": row["attained_share"]}
         line |= ends("attained_share", row["attained_share_interval"])

@@ -187,6 +187,7 @@ class LinePlot:
     log_y: bool = False
     x_ticks: Sequence[float] = field(default=())
     colours: Sequence[str] = _COLOURS
+    legend_above: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield line_plot(
@@ -201,6 +202,7 @@ class LinePlot:
             x_ticks=self.x_ticks,
             colours=self.colours,
             ascii_only=options.ascii_only,
+            legend_above=self.legend_above,
         )
 
 
@@ -218,6 +220,7 @@ def line_plot(
     colours: Sequence[str] = _COLOURS,
     colour: bool = True,
     ascii_only: bool = False,
+    legend_above: bool = False,
 ) -> Text:
     """Draw curves; each has markers of its own, so that they can be told apart without colour.
 
@@ -243,6 +246,8 @@ def line_plot(
         False returns text without any style.
     ascii_only : bool
         Draw with ASCII characters, for a terminal without Unicode.
+    legend_above : bool
+        The legend under the title, where a screen may cut off what is below.
 
     Returns
     -------
@@ -276,13 +281,15 @@ def line_plot(
         line="." if ascii_only else "braille",
         colours=colours if colour else (),
     )
+    legend = _legend(series, curves, signs, width, colours if colour else ())
     return Text("\n").join(
         [
             *head,
+            *(legend if legend_above else ()),
             *wrap(Text(y_label + (" (log)" if log_y else "")), width),
             *canvas,
             *_centred(Text(x_label + (" (log 2)" if log_x else "")), width),
-            *_legend(series, curves, signs, width, colours if colour else ()),
+            *(() if legend_above else legend),
         ]
     )
 

@@ -37,7 +37,14 @@ def simulate(*arguments, short=SHORT):
         (["--load", "--simulate", "--router", "round-robin"], "--replicas 2"),
         (["--load", "--simulate", "--baseline", "tale"], "--baseline tale is not measured"),
         (["--load", "--simulate", "--against", "demo"], "is a result of jct, no load"),
-        (["--load", "--simulate", "--lengths", "in=2M,out=9"], "server takes at most 935,616"),
+        (
+            ["--load", "--simulate", "--lengths", "in=2M,out=9"],
+            "Llama-3.1-8B has 131,072 positions",
+        ),
+        (
+            ["--load", "--simulate", "--lengths", "in=64k,out=9", "--memory", "1GiB"],
+            "full's cache holds 8,192; name shorter",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments, said):
@@ -152,12 +159,12 @@ def test_no_rate_is_said_to_be_served_where_the_queue_is_open():
 
 def test_arrivals_that_came_at_another_rate_are_told():
     drawn = ("--lengths", "in=500,out=20", "--requests", 120, "--rates", 2, "--methods", "full")
-    done = simulate(*drawn, "--arrivals", "gamma:cv=3", "--json", "-", short=())
+    done = simulate(*drawn, "--arrivals", "gamma:cv=5", "--json", "-", short=())
     assert done.code == 0, done.stderr
     (row,) = json.loads(done.stdout)["data"]["rates"]
     arrived = row["arrived_per_s"]
     assert abs(arrived / 2 - 1) > 0.1
-    text = " ".join(simulate(*drawn, "--arrivals", "gamma:cv=3", short=()).stdout.split())
+    text = " ".join(simulate(*drawn, "--arrivals", "gamma:cv=5", short=()).stdout.split())
     assert f"full @ 2/s: by chance {arrived:.3g} requests a second arrived in the window" in text
     even = simulate(*drawn, "--arrivals", "gamma:cv=0", short=())
     assert "by chance" not in even.stdout

@@ -15,6 +15,7 @@ from kvprof.records.events import (
     LoadRequest,
     LoadSample,
     LoadServer,
+    LoadStep,
     RunFinished,
     RunStarted,
     Warned,
@@ -81,8 +82,14 @@ def load_stream(
     objective: Mapping[str, float] | None = None,
     fails: Sequence[int] = (),
     ends: bool = True,
+    failure: str = "timeout",
+    sampled: bool = False,
 ) -> list[Event]:
-    """Return the events of a whole run; `ends` False leaves out its last two."""
+    """Return the events of a whole run; `ends` False leaves out its last two.
+
+    With `sampled` the steps of methods that are not the first are told: half in parts, 10 ms with
+    4 of attention, 2 of compress and 1 of schedule, half as a whole, 8 ms.
+    """
     named = load_lengths(lengths)
     limits = {"share": 0.9, "ttft_seconds": 2.0} if objective is None else objective
     events: list[Event] = [
@@ -128,10 +135,17 @@ def load_stream(
                             None if failed else one.tokens[0], None if failed else end,
                             0 if failed else len(one.tokens),
                             None if failed else longest_gap(one),
-                            "timeout" if failed else None,
+                            failure if failed else None,
                         ),
                     )
                 )  # fmt: skip
+            for n in range(8 if sampled and method != methods[0] else 0):
+                prefill = 512 if n < 2 else 0
+                parts = {"attention": 4e-3, "compress": 2e-3, "schedule": 1e-3} if n % 2 else {}
+                seconds, waited = (10e-3, 1e-3) if parts else (8e-3, 0.0)
+                told.append(
+                    (n, LoadStep(now + n, case, n, seconds, 4, 8192, prefill, parts, waited))
+                )
             events += [event for _, event in sorted(told, key=lambda pair: pair[0])]
             now += last
             waits = sum(one.tokens[0] - token - one.request.arrival for one in outcomes)

@@ -16,6 +16,7 @@ from kvprof.records.result import build_result
 from kvprof.records.schema import validate_result
 from kvprof.views.compare import report
 from kvprof.views.page import render_text
+from tests.records.load_stream import load_stream
 from tests.records.sample import ENVIRONMENT, benchmark_result, spectrum_result, stability_result
 from tests.records.streams import stream
 from tests.views.synthetic_bench import bench_result
@@ -304,6 +305,15 @@ def test_unlike_kinds_and_nothing_in_common_are_told() -> None:
     empty = build_result("doctor", environment=ENVIRONMENT, inputs={}, data={})
     with pytest.raises(UsageError, match="nothing that could be compared"):
         compare([empty, empty], ["one", "two"])
+
+
+def test_the_first_line_says_that_inputs_differ() -> None:
+    one = result_of(load_stream(rates=(1.0,)))
+    other = result_of(load_stream(rates=(1.0,), lengths="in=1k,out=200"))
+    data = compare([one, other], ["a", "b"])
+    first = render_text(report(built(data, 0.0)), 120).splitlines()[0]
+    assert first.endswith(", of unlike inputs (lengths).")
+    assert "unlike" not in answer_of(compare([one, one], ["a", "b"]), 0.0)
 
 
 def test_environments_are_compared_entry_by_entry() -> None:

@@ -380,3 +380,35 @@ def test_the_clock_of_a_run_starts_with_its_journal(tmp_path: Path) -> None:
         first = journal.now()
         assert 0 <= first < 5
         assert journal.now() >= first
+
+
+def test_what_is_carried_over_replaces_the_earlier_record_when_all_of_it_is_written(
+    tmp_path: Path,
+) -> None:
+    """Killed on the way, the old file is there as it was; nothing of half of it ever is."""
+    path = write(tmp_path / EVENTS_NAME, stream())
+    before = path.read_bytes()
+    with Journal(path, force=True) as journal:
+        with journal.carrying_over():
+            for event in stream():
+                journal.emit(event)
+                assert path.read_bytes() == before
+        assert read_events(path).events == stream()
+        assert path.read_bytes() == b"".join(journal._lines)
+    assert [one.name for one in tmp_path.iterdir()] == [EVENTS_NAME]
+
+
+def test_a_carrying_over_that_fails_leaves_the_earlier_record(tmp_path: Path) -> None:
+    path = write(tmp_path / EVENTS_NAME, stream()[:9])
+    before = path.read_bytes()
+
+    def carried() -> None:
+        with Journal(path, force=True) as journal, journal.carrying_over():
+            for event in stream():
+                journal.emit(event)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        carried()
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == [EVENTS_NAME]

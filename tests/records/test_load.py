@@ -9,7 +9,7 @@ from kvprof.records.compare import compare
 from kvprof.records.events import LoadRequest, event_from, event_line
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, read_events
-from kvprof.records.load import LoadFold, is_beyond, is_within, load_case
+from kvprof.records.load import SHED, LoadFold, is_beyond, is_within, load_case
 from kvprof.records.schema import validate_result
 from tests.records.load_stream import METHODS, load_stream
 from tests.records.streams import write
@@ -98,6 +98,28 @@ def test_a_request_that_failed_is_within_no_objective_and_has_no_latency():
     validate_result(result)
 
 
+@pytest.mark.parametrize("failure", SHED)
+def test_requests_that_a_server_sheds_are_no_queue_and_no_failures(failure):
+    third = range(0, 120, 3)
+    lost = load_stream(rates=(1.0,), fails=third, objective={}, failure="timeout")
+    assert row("full @ 1/s", result_of(lost))["grows"] is True
+    result = result_of(load_stream(rates=(1.0,), fails=third, objective={}, failure=failure))
+    validate_result(result)
+    one = row("full @ 1/s", result)
+    assert (one["grows"], one["shed"], one["failed"], one["failures"]) == (False, 40, 0, {})
+    assert one["growth_per_s"] == pytest.approx(0, abs=0.1)
+    # Without an objective nothing else says that a third was not served.
+    own = method("full", result)
+    assert (own["largest_rate"], own["limited_by"]) == (None, "shed")
+    assert own["largest_rate_interval"] == [None, 1.0]
+
+
+def test_one_request_in_hundreds_that_is_shed_ends_no_sweep():
+    result = result_of(load_stream(rates=(1.0,), fails=(50,), objective={}, failure="HTTP 503"))
+    assert row("full @ 1/s", result)["shed"] == 1
+    assert method("full", result)["largest_rate"] == 1.0
+
+
 def test_a_rate_that_did_not_end_is_kept_and_not_judged():
     result = result_of(load_stream(rates=(1.0, 2.0), ends=False))
     validate_result(result)
@@ -164,3 +186,23 @@ def test_how_late_one_in_a_hundred_is_takes_a_hundred_requests_to_tell(requests,
     assert (late["p99"] is not None) is told
     assert late["most"] is not None
     validate_result(few)
+
+
+def test_steps_are_told_in_parts_and_as_they_are_served():
+    result = result_of(load_stream(rates=(1.0, 2.0), sampled=True))
+    validate_result(result)
+    rows = result["data"]["steps"]
+    assert [(one["case"], one["phase"]) for one in rows] == [
+        (f"fdc @ {rate}/s", phase) for rate in (1, 2) for phase in ("prefill", "decode")
+    ]
+    for one in rows:
+        parts = {entry["part"]: entry for entry in one["parts"]}
+        assert list(parts) == ["attention", "compress", "schedule", "unattributed"]
+        assert parts["unattributed"]["seconds"] == pytest.approx(3e-3)
+        assert sum(entry["share"] for entry in one["parts"]) == pytest.approx(1)
+        assert (one["seconds"], one["whole_seconds"]) == (pytest.approx(10e-3), 8e-3)
+        assert one["waited_share"] == pytest.approx(0.1)
+        assert (one["decodes"], one["context"]) == (4, 8192)
+    assert [one["sampled"] for one in rows] == [1, 3, 1, 3]
+    assert [one["prefill"] for one in rows] == [512, 0, 512, 0]
+    assert RESULT["data"]["steps"] == []

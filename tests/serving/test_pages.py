@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at
+from kvprof.methods.family import plan_at
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import kivi, quantised
+from kvprof.methods.registry import plan_family
 from kvprof.serving.pages import imbalance, layer_pages, token_bytes
 from kvprof.serving.ranks import assign
 from kvprof.serving.refusals import check_load_format, check_servable, check_shape, refusal
+from kvprof.serving.settings import SERVED
 from kvprof.serving.weights import folded_output, folded_value, narrowed
+from tests.methods.models import FINE, inputs
 from tests.serving.tiny import DEPTH, HEADS, KV_HEADS, RANKS, ragged_plan
 
 
@@ -155,3 +159,12 @@ def test_weights_that_pass_their_loaders_by_are_refused(name):
         check_load_format(name)
     check_load_format("auto")
     check_load_format("dummy")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_methods_that_the_help_offers_are_not_refused(name: str) -> None:
+    base, bits = name.removesuffix("-4bit").removesuffix("-8bit"), name[-4:]
+    plan = plan_at(plan_family(base, inputs("Llama"), **FINE), 0.0)
+    if bits in ("4bit", "8bit"):
+        plan = quantised(plan, "per-token", int(bits[0]))
+    assert refusal(plan) is None

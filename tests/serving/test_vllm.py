@@ -26,6 +26,7 @@ from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
+from kvprof.serving.sampled import SAMPLE_VARIABLE, StepReader, sampling_variable
 from tests.serving.tiny import VOCABULARY, save_model, save_ragged_plan
 
 pytestmark = [
@@ -87,11 +88,18 @@ def wanted(model: Path, plan: Path) -> list[list[int]]:
     return own
 
 
-def _served(model: Path, plan: Path, waves: int = 1, **engine: Any) -> dict[str, Any]:
+def _served(
+    model: Path, plan: Path, waves: int = 1, *, sampled: Path | None = None, **engine: Any
+) -> dict[str, Any]:
     asked = {"prompts": _prompts(), "tokens": TOKENS, "waves": waves, "engine": engine}
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.serve_tokens", str(model), json.dumps(asked)],
-        env={**os.environ, **ENVIRONMENT, "KVPROF_PLAN": str(plan)},
+        env={
+            **os.environ,
+            **ENVIRONMENT,
+            "KVPROF_PLAN": str(plan),
+            SAMPLE_VARIABLE: "" if sampled is None else sampling_variable(2, sampled),
+        },
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -123,10 +131,29 @@ def test_chunks_prefixes_and_preemption_change_no_token(
     assert found["preemptions"] > 0
 
 
-def test_two_ranks_write_the_same(model: Path, plan: Path, wanted: list[list[int]]) -> None:
-    """With heads dealt out by their widths over two processes no token changes."""
-    found = _served(model, plan, max_model_len=200, tensor_parallel_size=2, max_num_seqs=6)
+def test_two_ranks_write_the_same(
+    model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """With heads dealt out by their widths over two processes no token changes.
+
+    Nor where every second step is timed in parts, which the first rank writes down.
+    """
+    found = _served(
+        model, plan, max_model_len=200, tensor_parallel_size=2, max_num_seqs=6, sampled=tmp_path
+    )
     assert found["waves"] == [wanted]
+    assert len(list(tmp_path.iterdir())) == 1
+    steps = StepReader(tmp_path).new()
+    parts = [one for one in steps if one.parts]
+    assert 0.3 < len(parts) / len(steps) < 0.6
+    assert sum(one.prefill for one in steps) == sum(map(len, _prompts())) - 1  # one has one token
+    for one in parts:
+        assert set(one.parts) == {"compress", "schedule", "attention"}
+        assert 0 < sum(one.parts.values()) < one.seconds
+    most = max(steps, key=lambda one: one.context)
+    assert (most.decodes, most.prefill) == (len(_prompts()), 0)
+    written = sum(map(len, _prompts())) + len(_prompts()) * TOKENS
+    assert written - len(_prompts()) * 4 < most.context < written
 
 
 def test_quantised_pages_serve_what_the_prompt_says(
@@ -135,9 +162,18 @@ def test_quantised_pages_serve_what_the_prompt_says(
     """At 4 bits a prompt is attended to as it is, so its first token is the unquantised plan's."""
     own = tmp_path / "tiny-4bit.plan"
     save_plan(quantised(load_plan(plan), "per-token", 4), own)
+    (tmp_path / "steps").mkdir()
     found = _served(
-        model, own, block_size=64, max_model_len=200, max_num_seqs=6, enable_prefix_caching=False
+        model,
+        own,
+        sampled=tmp_path / "steps",
+        block_size=64,
+        max_model_len=200,
+        max_num_seqs=6,
+        enable_prefix_caching=False,
     )
+    parts = {name for one in StepReader(tmp_path / "steps").new() for name in one.parts}
+    assert parts == {"compress", "quantise", "schedule", "attention"}
     (wave,) = found["waves"]
     assert [tokens[0] for tokens in wave] == [tokens[0] for tokens in wanted]
     assert all(len(tokens) == TOKENS for tokens in wave)

@@ -13,6 +13,7 @@ from kvprof.tui.state import RunState, state_of
 from kvprof.views.bars import Ink
 from kvprof.views.numbers import duration
 from kvprof.views.page import render_text
+from tests.records.load_stream import load_stream
 from tests.records.streams import stream
 from tests.tui.loads import load
 from tests.tui.running import press, recorded, settle, show, text, whole_text
@@ -106,7 +107,7 @@ class TestScreen:
             by = round((fdc.latency / full.latency - 1) * 100)
             assert f"−{-by} %" in row
             assert "▲" in next(row for row in rows if row.startswith("4.00"))
-            assert "▲ the queue grows" in whole_text(app, "notes")
+            assert rows[-1] == "▲ the queue grows"
             await press(app, pilot, "b")
             assert f"+{round((full.latency / fdc.latency - 1) * 100)} %" in whole_text(app, "rates")
 
@@ -137,6 +138,19 @@ class TestScreen:
             assert "simulated" not in whole_text(app, "notes")
 
         show(recorded(tmp_path, load(told=False, mode="url")), tmp_path, steps)
+
+    def test_steps_that_were_sampled_are_a_bar_of_their_parts(self, tmp_path):
+        async def steps(app, pilot):
+            drawn = whole_text(app, "steps")
+            assert "Inside the steps of fdc at 12.0/s" in drawn
+            assert "12/s decode  ████" in drawn
+            assert "▒" in drawn
+            assert "║║ schedule" in drawn
+            assert "10.0 ms, 10 % may wait" in drawn
+            await press(app, pilot, "m")
+            assert whole_text(app, "steps") == ""
+
+        show(recorded(tmp_path, load_stream(sampled=True)), tmp_path, steps, size=(120, 40))
 
     def test_failures_are_counted(self, tmp_path):
         async def steps(app, pilot):
@@ -208,8 +222,8 @@ class TestScreen:
 
 def test_a_methods_name_is_as_long_as_its_column():
     name = "my-served.plan"
-    brief = RateBrief(f"{name} @ 2/s", name, 2.0, 0.01, None, 0.02, 0.01, None, None, 20, 20, 0,
-                      complete=True, over=True)  # fmt: skip
+    brief = RateBrief(f"{name} @ 2/s", name, 2.0, 0.01, None, 0.02, 0.01, None, None, False, 20, 20,
+                      0, 0, complete=True, over=True)  # fmt: skip
     drawn = render_text(RateTable([brief], name, None, {}, Ink()))
     head, row = drawn.splitlines()[:2]
     assert name in head

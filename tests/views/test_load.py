@@ -25,3 +25,55 @@ def test_where_a_method_is_faster_at_some_rates_only_they_are_named():
     assert "fdc is surely faster than full only at 1/s; latency per token" in text_of(result)
     pays["ratios"] = pays["ratios"][1:]
     assert "fdc is at no measured rate surely faster than full" in text_of(result)
+
+
+def test_a_cost_that_may_be_below_zero_is_not_resolved():
+    result = json.loads(json.dumps(RESULT))
+    fit = next(m for m in result["data"]["methods"] if m["method"] == "fdc")["fit"]
+    fit |= {
+        "intercept_seconds": -0.001,
+        "intercept_seconds_interval": [-0.003, 0.002],
+        "slopes": {
+            "context": {"seconds": 2e-7, "seconds_interval": [1e-7, 3e-7]},
+            "batch": {"seconds": 1e-3, "seconds_interval": [-1e-4, 2e-3]},
+            "prefill": {"seconds": -1e-6, "seconds_interval": None},
+        },
+        "left_out": [],
+    }
+    said = text_of(result)
+    assert (
+        "a token costs 200 [100, 300] µs for each 1,000 tokens held; not resolved is what it costs "
+        "for a token by itself [-3.00, 2.00] ms, for each request that decodes [-0.100, 2.00] ms, "
+        "for each 1,000 prompt tokens read beside it (no interval)"
+    ) in said
+
+
+def test_a_simulated_load_tells_of_no_engine_and_no_server():
+    result = json.loads(json.dumps(RESULT))
+    assert "mean by the engine's own marks" in text_of(result)
+    result["data"]["mode"] = "simulated"
+    said = text_of(result)
+    assert "Where a request's time goes, mean of the simulated requests" in said
+    assert "the engine's own marks" not in said
+    assert "the simulator counts preemptions without timing them" in said
+
+
+def test_requests_that_were_shed_are_told_and_no_growth_of_the_queue():
+    events = load_stream(rates=(1.0,), fails=range(0, 120, 3), objective={}, failure="HTTP 503")
+    said = text_of(result_of(events))
+    assert "full @ 1/s: 40 of 120 requests were shed" in said
+    assert "full serves no rate that was measured: the server sheds requests" in said
+    assert "the queue grows;" not in said
+    assert " sheds " in said
+
+
+def test_steps_in_parts_have_a_table_and_bars_in_the_parts_own_order():
+    result = result_of(load_stream(sampled=True))
+    said = text_of(result)
+    assert "Inside its steps, ms step attention compress schedule rest all ms steps served" in said
+    assert "1/s prefill 4.00 2.00 1.00 3.00 10.0 1 8.00 1 4.00 512" in said
+    assert "█ attention ▒▒ compress ║║ schedule ?? unattributed" in said
+    assert "10.0 ms, 10 % may wait" in said
+    assert "full: its steps in parts; nothing of kvprof runs inside of its engine" in said
+    assert "steps in parts ran without their CUDA graph" in said.replace("- ", "")
+    assert "Inside its steps" not in text_of(RESULT)

@@ -36,8 +36,10 @@ class Arrivals:
         return f"gamma:cv={self.cv:g}" if self.kind == "gamma" else self.kind
 
     def gaps(self, count: int, seed: int) -> NDArray[np.float64]:
-        """Draw the times between arrivals at a rate of one a second.
+        """Draw the times between arrivals at a rate of one a second, which is also their mean.
 
+        They are scaled until it is: a sample's own mean would be another rate than the named one.
+        (Of Poisson's, that leaves arrivals spread over the whole time as any that number so many.)
         Other rates divide them: at every rate the same requests come in the same pattern, so that
         rates and methods differ in nothing else.
 
@@ -55,7 +57,10 @@ class Arrivals:
         if self.kind == "gamma" and self.cv == 0:
             return np.ones(count)
         shape = self.cv**-2
-        return generator.gamma(shape, 1 / shape, count)
+        drawn = generator.gamma(shape, 1 / shape, count)
+        total = float(drawn.sum())
+        # Nearly all of very bursty gaps are 0: of few, maybe all.
+        return drawn * (count / total) if total > 0 else np.ones(count)
 
 
 def parse_arrivals(text: str) -> Arrivals:

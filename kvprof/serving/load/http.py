@@ -66,6 +66,10 @@ def parse_address(url: str) -> Address:
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"--url {url[:60]}: write http://127.0.0.1:8000 or https://…")
+    if port == 0:
+        raise UsageError(
+            f"--url {url[:60]}: no server listens at port 0; write http://127.0.0.1:8000"
+        )
     tls = parts.scheme == "https"
     path = parts.path.rstrip("/").removesuffix("/v1")
     return Address(parts.hostname, port or (443 if tls else 80), path, tls)

@@ -16,6 +16,7 @@ from kvprof.sizes import parse_count
 
 __all__ = ["Lengths", "arriving", "load_lengths"]
 
+_SHORT = 256  # tokens written, of lengths that are proposed
 _PAPER = "fdc"  # whose lengths a trace without its paper has
 
 
@@ -33,12 +34,38 @@ class Lengths:
         Prompt and output, in tokens.
     recorded : RecordedTrace or None
         A file's.
+    default : bool
+        Whether nobody asked for them.
     """
 
     name: str
     trace: Trace | None = None
     fixed: tuple[int, int] | None = None
     recorded: RecordedTrace | None = None
+    default: bool = False
+
+    def refuse_over(self, longest: int, why: str) -> None:
+        """Refuse lengths of which some are more than fit, before anything is sent.
+
+        Parameters
+        ----------
+        longest : int
+            Tokens that a request may have, prompt and output.
+        why : str
+            Who says so, with the number: ``the model has 2,048 positions``.
+
+        Raises
+        ------
+        UsageError
+        """
+        if self.longest <= longest:
+            return
+        output = max(1, min(_SHORT, longest // 8))
+        said = f"{self.name}, which is taken where none are named," if self.default else self.name
+        raise UsageError(
+            f"--lengths {said} has requests of up to {self.longest:,} tokens, and {why}; name "
+            f"shorter ones, such as --lengths in={max(1, longest - output)},out={output}"
+        )
 
     @property
     def timed(self) -> bool:

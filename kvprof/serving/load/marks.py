@@ -46,6 +46,8 @@ class Marks:
         Since the engine started, as `kvprof.records.events.LoadRateFinished` names them.
     cache_tokens, cache_bytes : int or None
         That fit, and what holds them; None where they are not told.
+    engines : int or None
+        That told of their cache: a router answers for several.
     """
 
     running: int | None
@@ -54,6 +56,7 @@ class Marks:
     totals: dict[str, float]
     cache_tokens: int | None = None
     cache_bytes: int | None = None
+    engines: int | None = None
 
 
 def parse_marks(text: bytes) -> Marks | None:
@@ -67,6 +70,7 @@ def parse_marks(text: bytes) -> Marks | None:
     text : bytes
     """
     values: dict[bytes, list[float]] = {}
+    engines = 0
     tokens: list[int] = []
     nbytes: list[int] = []
     for line in text.splitlines():
@@ -77,6 +81,7 @@ def parse_marks(text: bytes) -> Marks | None:
         name, labels, number = found.groups()
         if name == _CONFIG and labels is not None:
             config = dict(_LABEL.findall(labels))
+            engines += 1
             tokens += _cache_tokens(config)
             nbytes += _whole(config.get(b"kv_cache_memory_bytes"))
             continue
@@ -104,6 +109,7 @@ def parse_marks(text: bytes) -> Marks | None:
         totals,
         sum(tokens) or None,
         sum(nbytes) or None,
+        engines or None,
     )
 
 
@@ -145,6 +151,7 @@ def added(several: Sequence[Marks | None]) -> Marks | None:
         {name: sum(one.totals[name] for one in known) for name in names},
         total([one.cache_tokens for one in known]),
         total([one.cache_bytes for one in known]),
+        total([one.engines for one in known]),
     )
 
 

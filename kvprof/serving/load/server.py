@@ -18,6 +18,7 @@ from kvprof.leash import Leash
 from kvprof.printable import printable
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.load.http import Address
+from kvprof.serving.sampled import SAMPLE_VARIABLE, SampledStep, StepReader, sampling_variable
 
 __all__ = [
     "EngineSettings",
@@ -63,6 +64,10 @@ class Server(ABC):
         """Return what it was started with; no address, no path."""
         return {}
 
+    def sampled(self) -> list[SampledStep]:
+        """Return the steps that its engines sampled since the last call."""
+        return []
+
 
 class Served(Server):
     """Servers that run already."""
@@ -89,6 +94,8 @@ class ServerProcess(Server):
     settings : mapping of str
     gpus : int
         Of each server; 0 leaves the environment as it is.
+    sample : int or None
+        Every how manieth step kvprof's plug-in in them shall time in parts.
     """
 
     own = True
@@ -101,8 +108,11 @@ class ServerProcess(Server):
         count: int = 1,
         settings: Mapping[str, str] | None = None,
         gpus: int = 0,
+        sample: int | None = None,
     ) -> None:
         self.method = method
+        self._sample = sample
+        self._steps: StepReader | None = None
         self._commands = commands
         self._count = count
         self._settings = dict(settings or {})
@@ -124,6 +134,7 @@ class ServerProcess(Server):
             When one cannot be started, or has no GPUs.
         """
         self._folder = ScratchFolder("load")
+        self._steps = StepReader(Path(self._folder.name)) if self._sample is not None else None
         addresses = []
         for number in range(self._count):
             port = free_port()
@@ -178,15 +189,23 @@ class ServerProcess(Server):
         self._running = []
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = None
+            self._folder = self._steps = None
 
     def problem(self, said: str) -> FailedError | LackingError:
         """Return the error for a server that ended before it was ready."""
         return LackingError(said) if self.refused() else FailedError(said)
 
-    def _environment(self, number: int) -> dict[str, str] | None:
+    def sampled(self) -> list[SampledStep]:
+        """Return the steps that its engines sampled since the last call."""
+        return [] if self._steps is None else self._steps.new()
+
+    def _environment(self, number: int) -> dict[str, str]:
+        found = dict(os.environ)
+        if self._sample is not None and self._folder is not None:
+            where = Path(self._folder.name)
+            found[SAMPLE_VARIABLE] = sampling_variable(self._sample, where)
         if not self._gpus or self._count == 1:
-            return None
+            return found
         stated = os.environ.get("CUDA_VISIBLE_DEVICES")
         known = stated.split(",") if stated else [str(n) for n in range(self._count * self._gpus)]
         if len(known) < self._count * self._gpus:
@@ -195,7 +214,7 @@ class ServerProcess(Server):
                 "that CUDA_VISIBLE_DEVICES names"
             )
         own = known[number * self._gpus : (number + 1) * self._gpus]
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
+        return {**found, "CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def free_port() -> int:

@@ -76,6 +76,8 @@ class SimulatedTarget:
     settings : EngineSettings
     """
 
+    waits_for = "simulated, no server is started"
+
     def __init__(self, method: str, steps: ModelSteps, settings: EngineSettings) -> None:
         self.method = method
         self._own = steps.method(method)
@@ -92,6 +94,10 @@ class SimulatedTarget:
                 f"{_up_to(own)}{100 * off:.1f} %"
             )
         tokens = engine.pages * engine.block_size
+        positions = self._steps.positions
+        longest, bound = tokens, f"{self.method}'s cache holds {tokens:,}"
+        if positions is not None and positions < tokens:
+            longest, bound = positions, f"{self._steps.model} has {positions:,} positions"
         return Opened(
             servers=engine.replicas,
             engine="kvprof's simulator of vLLM's scheduler",
@@ -107,7 +113,8 @@ class SimulatedTarget:
                 "prefix caching": "on" if engine.prefix_caching else "off",
             },
             warnings=[f"{self.method}: {one}" for one in warnings],
-            longest=tokens,
+            longest=longest,
+            bound=bound,
         )
 
     def alone(self, request: Request) -> float | None:

@@ -89,6 +89,8 @@ class ModelSteps:
         what an engine had; None where the record does not tell.
     memory_bytes : int or None
         Of the device; None where the record does not tell.
+    positions : int or None
+        Tokens that a request of the model may have; None where the record does not tell.
     methods : dict of str to MethodSteps
         Full width is ``full``.
     """
@@ -101,6 +103,7 @@ class ModelSteps:
     cache_bytes: int | None
     memory_bytes: int | None
     methods: dict[str, MethodSteps]
+    positions: int | None = None
 
     def method(self, name: str) -> MethodSteps:
         """Return a method's steps.
@@ -235,6 +238,7 @@ def _gathered(result: Mapping[str, Any], name: str) -> list[ModelSteps]:
                     )
                     for entry in model["methods"]
                 },
+                model.get("positions"),
             )
             for model in data["models"]
         ]
@@ -295,6 +299,7 @@ def _composed(result: Mapping[str, Any], name: str) -> ModelSteps:
         _room(memory, weight_bytes(shape, _ITEMSIZES.get(str(result["inputs"].get("dtype")), 2))),
         memory if gpus else None,
         methods,
+        shape.get("context"),
     )
 
 
@@ -356,6 +361,8 @@ def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
             "busy for long enough"
         )
     first = servers[next(iter(methods))]
+    # Behind a router of the engine's own one address tells the cache of all of its engines.
+    engines = first.engines or max(first.servers, int(result["inputs"].get("replicas") or 1))
     gpus = result["environment"].get("gpus") or []
     return ModelSteps(
         str(data["shape"].get("name", "")),
@@ -363,9 +370,10 @@ def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
         gpus[0]["name"] if gpus else "CPU",
         path.name,
         result["created"],
-        None if first.cache_bytes is None else first.cache_bytes // first.servers,
+        None if first.cache_bytes is None else first.cache_bytes // engines,
         gpus[0]["memory_bytes"] if gpus else None,
         methods,
+        first.longest,
     )
 
 

@@ -13,18 +13,28 @@ from kvprof.records.events import (
     LoadRequest,
     LoadSample,
     LoadServer,
+    LoadStep,
     Warned,
 )
 from kvprof.records.journal import Journal
-from kvprof.records.load import ATTAINED, LoadFold, is_within, load_case, rate_row
+from kvprof.records.load import (
+    ATTAINED,
+    LOAD_EVENTS,
+    LoadFold,
+    is_overloaded,
+    is_within,
+    load_case,
+    rate_row,
+)
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving
 from kvprof.serving.load.marks import Marks
 from kvprof.serving.load.requests import Outcome
 from kvprof.serving.load.spans import longest_gap, spans_of
 from kvprof.serving.load.target import LoadTarget
+from kvprof.serving.sampled import SampledStep
 
-__all__ = ["SweepOptions", "finished_cases", "next_rate", "run_sweep"]
+__all__ = ["SweepOptions", "cases_of", "next_rate", "run_sweep"]
 
 _MOST_RATES = 12  # of auto
 _LEAST_RATES = 4  # downwards, where the first is too much already
@@ -93,7 +103,7 @@ def next_rate(
     measured = [row["rate"] for row in known]
     share = options.objective.get("share", ATTAINED)
     within = [row["rate"] for row in known if is_within(row, share)]
-    grown = [row["rate"] for row in known if row["grows"] is True]
+    grown = [row["rate"] for row in known if is_overloaded(row)]
     if options.rates:
         for rate in options.rates:
             if grown and rate > min(grown):
@@ -141,25 +151,36 @@ def _rounded(rate: float, digits: int = _DIGITS) -> float:
     return float(f"{rate:.{digits}g}")
 
 
-def finished_cases(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Return the events of every case of an earlier run that is complete, by its name.
+def cases_of(events: Iterable[Event]) -> tuple[dict[str, list[Event]], dict[str, list[Event]]]:
+    """Return the events of an earlier run's cases by name: those that are complete, and the others.
 
     Parameters
     ----------
     events : iterable of Event
-        In the order of the journal.
+        In the order of the journal. Of a case that began again and was not completed, that time
+        counts in which more requests ended.
     """
     found: dict[str, list[Event]] = {}
+    before: dict[str, list[Event]] = {}
     complete: set[str] = set()
     for event in events:
         if isinstance(event, LoadRateStarted):
+            before[event.case] = max(
+                before.get(event.case, []), found.get(event.case, []), key=_ended
+            )
             found[event.case] = []
             complete.discard(event.case)
-        if isinstance(event, LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished):
+        if isinstance(event, LOAD_EVENTS) and not isinstance(event, LoadServer):
             found[event.case].append(event)
         if isinstance(event, LoadRateFinished) and event.complete:
             complete.add(event.case)
-    return {case: own for case, own in found.items() if case in complete}
+    for case, own in before.items():
+        if case not in complete and _ended(own) > _ended(found[case]):
+            found[case] = own
+    return (
+        {case: own for case, own in found.items() if case in complete},
+        {case: own for case, own in found.items() if case not in complete},
+    )
 
 
 def run_sweep(
@@ -183,7 +204,8 @@ def run_sweep(
     stop : callable
         Whether to end; the rate under way is given up.
     earlier : sequence of Event
-        Of an interrupted run of the same options: rates that it completed are not measured again.
+        Of an interrupted run of the same options: rates that it completed are not measured again,
+        and what it had of others is kept until they are.
     progress : callable
         Told in a line what is under way.
 
@@ -212,29 +234,52 @@ class _Sweep:
     def run(
         self, targets: Sequence[LoadTarget], earlier: Sequence[Event]
     ) -> tuple[bool, list[KvprofError]]:
-        cases = finished_cases(earlier)
-        servers = {one.method: one for one in earlier if isinstance(one, LoadServer)}
-        complete = True
-        for event in earlier:
-            if isinstance(event, Warned) and _GIVEN_UP not in event.message:
-                self._emit(event)
         # All of it before anything is started: it must not be lost with a method before its own.
-        for method in (target.method for target in targets):
-            self._rows[method] = []
-            again = [own for own in cases.values() if _started(own).method == method]
-            if again and method in servers:
-                self._emit(servers[method])
-            for own in again:
-                for event in own:
-                    self._emit(event)
-                self._judge(_started(own).case)
-            if again and self._first is None:
-                self._first = min(row["rate"] for row in self._rows[method])
+        with self._journal.carrying_over():
+            self._carry([target.method for target in targets], earlier)
+        complete = True
         for target in targets:
             complete = self._method(target, bool(self._rows[target.method])) and complete
             if self._stop():
                 return False, self._problems
         return complete, self._problems
+
+    def _carry(self, methods: Sequence[str], earlier: Sequence[Event]) -> None:
+        """Take over what an earlier run measured: its rates, and the one that it was at."""
+        cases, begun = cases_of(earlier)
+        servers = {one.method: one for one in earlier if isinstance(one, LoadServer)}
+        for event in earlier:
+            if isinstance(event, Warned) and _GIVEN_UP not in event.message:
+                self._emit(event)
+        for method in methods:
+            self._rows[method] = []
+            again = [own for own in cases.values() if _started(own).method == method]
+            parts = [own for own in begun.values() if _started(own).method == method]
+            if (again or parts) and method in servers:
+                self._emit(servers[method])
+            for own in again:
+                for event in own:
+                    self._emit(event)
+                self._judge(_started(own).case)
+            for own in parts:
+                self._carry_part(own)
+            if again and self._first is None:
+                self._first = min(row["rate"] for row in self._rows[method])
+
+    def _carry_part(self, own: Sequence[Event]) -> None:
+        """Take over a rate that was under way, as one that is not complete."""
+        started = _started(own)
+        if not (ended := _ended(own)):
+            return
+        for event in own:
+            self._emit(event)
+        if not isinstance(own[-1], LoadRateFinished):
+            said = "the run was cut off while it was under way"
+            self._emit(LoadRateFinished(0.0, started.case, False, said))
+        self._progress(
+            f"{started.case} was under way: {ended:,} of its {started.requests:,} requests had "
+            "ended; they are kept until it is measured again"
+        )
 
     def _method(self, target: LoadTarget, began: bool) -> bool:
         """Measure a method's rates; return whether all of them were."""
@@ -261,7 +306,7 @@ class _Sweep:
         return True
 
     def _open(self, target: LoadTarget) -> LoadServer | None:
-        self._progress(f"{target.method}: waiting for its server")
+        self._progress(f"{target.method}: {target.waits_for}")
         began = self._journal.now()
         opened = target.open(self._stop)
         if self._stop():
@@ -276,11 +321,15 @@ class _Sweep:
             opened.cache_tokens,
             opened.cache_bytes,
             opened.settings,
+            opened.engines,
+            opened.longest,
         )
         self._emit(event)
         for said in opened.warnings:
             self._emit(Warned(now, said))
-        self._refuse_long(target.method, opened.longest)
+        if opened.longest is not None:
+            who = opened.bound or f"{target.method}'s server takes at most {opened.longest:,}"
+            self._options.lengths.refuse_over(opened.longest, who)
         one = self._options.lengths.draw(1, self._options.seed)[0]
         self._progress(f"{target.method}: one request alone")
         seconds = target.alone(one)
@@ -289,17 +338,6 @@ class _Sweep:
         if self._first is None:
             self._first = _rounded(0.5 / seconds, digits=1)
         return event
-
-    def _refuse_long(self, method: str, longest: int | None) -> None:
-        """Refuse requests that a server would refuse, before any is sent."""
-        if longest is None:
-            return
-        most = self._options.lengths.longest
-        if most > longest:
-            raise UsageError(
-                f"--lengths {self._options.lengths.name} has requests of up to {most:,} tokens, "
-                f"and {method}'s server takes at most {longest:,}; take shorter ones"
-            )
 
     def _rate(self, target: LoadTarget, rate: float) -> bool:
         """Measure one rate; return whether the method can go on."""
@@ -330,8 +368,8 @@ class _Sweep:
                 raise FailedError(ran.reason)
             return False
         row = self._judge(case)
-        if row["failed"] == row["requests"]:
-            kinds = ", ".join(row["failures"])
+        if not row["answered"]:
+            kinds = ", ".join([*row["failures"], *["shed by the server"] * bool(row["shed"])])
             raise FailedError(f"{case}: every request failed ({kinds})")
         self._tell_lateness(row)
         return True
@@ -363,9 +401,7 @@ class _Sweep:
             self._said.add(event.message)
         event = replace(event, time=self._journal.now())
         self._journal.emit(event)
-        if isinstance(
-            event, LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished
-        ):
+        if isinstance(event, LOAD_EVENTS):
             self._fold.add(event)
 
 
@@ -416,6 +452,25 @@ class _Watch:
                 preemptions,
             )
         )
+
+    def step(self, at: float, step: SampledStep) -> None:
+        self._sweep._emit(
+            LoadStep(
+                0.0,
+                self._case,
+                max(0.0, at),
+                step.seconds,
+                step.decodes,
+                step.context,
+                step.prefill,
+                step.parts,
+                step.waited,
+            )
+        )
+
+
+def _ended(events: Sequence[Event]) -> int:
+    return sum(isinstance(event, LoadRequest) for event in events)
 
 
 def _started(events: Sequence[Event]) -> LoadRateStarted:

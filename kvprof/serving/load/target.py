@@ -14,6 +14,7 @@ from kvprof.serving.load.client import Client, Prompts
 from kvprof.serving.load.marks import Marks, added, difference, engine_name, parse_marks
 from kvprof.serving.load.requests import Outcome, Request
 from kvprof.serving.load.server import Server, ServerProcess
+from kvprof.serving.sampled import SampledStep
 
 __all__ = ["ROUTERS", "LoadTarget", "Opened", "Ran", "ServedTarget", "Watch"]
 
@@ -37,9 +38,11 @@ class Opened:
     engine: str | None = None
     cache_tokens: int | None = None
     cache_bytes: int | None = None
+    engines: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     longest: int | None = None  # tokens that a request may have, prompt and output
+    bound: str | None = None  # what says so, where it is no server
 
 
 class Watch(Protocol):
@@ -50,6 +53,9 @@ class Watch(Protocol):
 
     def sample(self, at: float, sent: int, marks: Marks | None) -> None:
         """Take the state at a moment; `sent` have not ended, as the client sees it."""
+
+    def step(self, at: float, step: SampledStep) -> None:
+        """Take a step that an engine sampled, and when it was launched."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,17 @@ class Ran:
 
 
 class LoadTarget(Protocol):
-    """What serves the requests of one method."""
+    """What serves the requests of one method.
+
+    Attributes
+    ----------
+    method : str
+    waits_for : str
+        What opening it takes time for, in a few words.
+    """
 
     method: str
+    waits_for: str
 
     def open(self, stop: Callable[[], bool]) -> Opened:
         """Start it, and wait until it is ready.
@@ -112,6 +126,8 @@ class ServedTarget:
     router : str
         Of `ROUTERS`: how the client spreads requests over several addresses.
     """
+
+    waits_for = "waiting for its server"
 
     def __init__(
         self,
@@ -187,6 +203,7 @@ class ServedTarget:
             engine=_with_version(engine, version),
             cache_tokens=marks.cache_tokens if marks is not None else None,
             cache_bytes=marks.cache_bytes if marks is not None else None,
+            engines=marks.engines if marks is not None else None,
             settings=dict(self._server.settings()),
             warnings=[f"{self.method}: {one}" for one in warnings],
             longest=longest,
@@ -256,7 +273,7 @@ class _Running:
         self._in_flight = [0] * len(client.addresses)
         self._turn = 0
         self._refused = [0] * len(client.addresses)  # in a row, of each
-        self._start = 0.0
+        self._start = self._start_of_steps = 0.0
 
     async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
         _allow_connections(len(requests))
@@ -265,7 +282,8 @@ class _Running:
         making = asyncio.create_task(self._make(requests, bodies))
         while bodies.qsize() < min(_AHEAD, len(requests)) and not making.done():
             await asyncio.sleep(_MOMENT)  # before the clock starts
-        self._start = time.perf_counter()
+        self._server.sampled()  # what was before does not belong to this load
+        self._start, self._start_of_steps = time.perf_counter(), time.monotonic()
         every = max(_TICK, (requests[-1].arrival if requests else 0.0) / _SAMPLES)
         sampling = asyncio.create_task(self._sample(every, watch))
         tasks: set[asyncio.Task[None]] = set()
@@ -293,6 +311,7 @@ class _Running:
                 task.cancel()
             await asyncio.gather(making, sampling, *tasks, return_exceptions=True)
         after = None if gone else await self._marks()
+        self._tell_steps(watch)
         return Ran(reason, difference(before, after), gone)
 
     async def _make(
@@ -350,7 +369,12 @@ class _Running:
         while True:
             marks = await self._marks()
             watch.sample(self._now(), sum(self._in_flight), marks)
+            self._tell_steps(watch)
             await asyncio.sleep(every)
+
+    def _tell_steps(self, watch: Watch) -> None:
+        for step in self._server.sampled():
+            watch.step(step.end - self._start_of_steps, step)
 
     async def _marks(self) -> Marks | None:
         texts = await asyncio.gather(

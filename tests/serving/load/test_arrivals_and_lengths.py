@@ -14,7 +14,7 @@ from kvprof.serving.load.trace_files import read_trace_file
 @pytest.mark.parametrize(("text", "cv"), [("poisson", 1.0), ("gamma:cv=2", 2.0), ("gamma:cv=0", 0)])
 def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(text, cv):
     gaps = parse_arrivals(text).gaps(40_000, seed=3)
-    assert gaps.mean() == pytest.approx(1, rel=0.04)
+    assert gaps.mean() == pytest.approx(1, rel=1e-12)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05, abs=1e-12)
     assert (gaps == parse_arrivals(text).gaps(40_000, seed=3)).all()
     if cv:
@@ -34,7 +34,10 @@ def test_rates_differ_in_nothing_but_their_pace():
     fast = arriving(lengths, Arrivals(), 4.0, 100, seed=5)
     assert [one.prompt for one in slow] == [one.prompt for one in fast]
     assert [one.arrival for one in slow] == pytest.approx([4 * one.arrival for one in fast])
-    assert slow[-1].arrival == pytest.approx(100, rel=0.3)
+    assert slow[-1].arrival == pytest.approx(100)
+    for count in (1, 7):
+        few = arriving(lengths, parse_arrivals("gamma:cv=100"), 2.0, count, seed=5)
+        assert few[-1].arrival == pytest.approx(count / 2)
     assert [one.number for one in slow] == list(range(100))
 
 

@@ -236,6 +236,11 @@ def test_other_addresses_are_refused_without_their_secrets(url):
     assert "sk-1" not in str(refused.value)
 
 
+def test_no_server_listens_at_port_0():
+    with pytest.raises(UsageError, match="--url host:0: no server listens at port 0"):
+        parse_address("host:0")
+
+
 def test_prompts_share_what_their_requests_say_and_nothing_else():
     prompts = Prompts()
     one = prompts.ids(Request(0, 0.0, 1100, 1, 1024, 1, (1, 2, 3)))

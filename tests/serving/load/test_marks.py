@@ -30,6 +30,7 @@ def test_engines_behind_a_router_are_added():
     assert marks.totals == {"preemptions": 4.0, "requests": 10.0, "end_to_end": 86.5}
     assert marks.cache_tokens == 43648 + 1600
     assert marks.cache_bytes == 2**30
+    assert marks.engines == 2
     assert engine_name(TEXT) == "vLLM"
 
 
@@ -47,6 +48,7 @@ def test_servers_are_added_and_what_one_does_not_tell_is_not_known():
     one = parse_marks(TEXT)
     both = added([one, one])
     assert (both.running, both.cache, both.totals["end_to_end"]) == (10, 0.375, 173.0)
+    assert both.engines == 4
     assert added([one, None]) is None
     assert added([]) is None
 

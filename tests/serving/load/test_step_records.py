@@ -74,17 +74,24 @@ ENVIRONMENT = json.loads((files("kvprof") / "assets/step_times/h200.json").read_
 ]
 
 
-def served(folder, times, batches=(1, 4, 16), prefills=(0, 300), mode="served"):
+def served(
+    folder, times, batches=(1, 4, 16), prefills=(0, 300), mode="served", inputs=None, engines=None
+):
     """Write the events of a load on servers whose steps take known times."""
     folder.mkdir()
     with Journal(folder / "events.jsonl") as journal:
         journal.emit(
             RunStarted(
-                0.0, "2026-11-23T00:00:00Z", "0", "load", (), mode, {}, ENVIRONMENT,
+                0.0, "2026-11-23T00:00:00Z", "0", "load", (), mode, inputs or {}, ENVIRONMENT,
                 {"name": "tiny"}, ("full",), "full",
             )
         )  # fmt: skip
-        journal.emit(LoadServer(0.0, "full", 1.0, 2, "vllm", 2000, 2_000_000))
+        servers = 2 if inputs is None else 1
+        journal.emit(
+            LoadServer(
+                0.0, "full", 1.0, servers, "vllm", 2000, 2_000_000, {}, engines, longest=2048
+            )
+        )
         journal.emit(LoadRateStarted(0.0, "full @ 1/s", "full", 1.0, 2, 1.0))
         for number, prompt in enumerate((100, 300)):
             journal.emit(LoadRequest(0.0, "full @ 1/s", number, 0.0, 0.0, prompt, 2, 0.1, 0.2, 2))
@@ -120,6 +127,16 @@ def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
     # Of means, a token of a prompt and a sequence that decodes are told apart.
     for step in ((4, 1000.0, 0, 0.0), (1, 100.0, 300, 300 * 125.5), (64, 9000.0, 0, 0.0)):
         assert own.times.step(*step) == pytest.approx(times.step(*step), rel=0.02)
+
+
+@pytest.mark.parametrize(("inputs", "engines"), [({"replicas": 4}, None), ({"replicas": 1}, 4)])
+def test_behind_a_router_of_the_engine_s_own_a_cache_is_one_engine_s(tmp_path, inputs, engines):
+    """One address tells the cache of four: by what it says of them, else by what was started."""
+    times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6, 0.0, 2e-4 - 5e-5)
+    found = read_model_steps(served(tmp_path / "run", times, inputs=inputs, engines=engines))
+    assert found.cache_bytes == 500_000
+    assert found.method("full").token_bytes == 1000.0
+    assert found.positions == 2048
 
 
 def test_what_tells_no_steps_is_refused(tmp_path):

@@ -10,14 +10,21 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.records.events import LoadRateFinished, LoadRequest, RunStarted, Warned
+from kvprof.records.events import (
+    LoadRateFinished,
+    LoadRateStarted,
+    LoadRequest,
+    LoadStep,
+    RunStarted,
+    Warned,
+)
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.requests import Outcome
 from kvprof.serving.load.server import EngineSettings, Served, ServerProcess, serve_command
-from kvprof.serving.load.sweep import SweepOptions, finished_cases, next_rate, run_sweep
+from kvprof.serving.load.sweep import SweepOptions, cases_of, next_rate, run_sweep
 from kvprof.serving.load.target import Opened, Ran, ServedTarget
 from tests.records.load_stream import METHODS, load_inputs, load_stream, served
 from tests.records.sample import ENVIRONMENT
@@ -68,6 +75,8 @@ def test_refining_halves_what_lies_between():
 
 class Simulated:
     """A target of known slots: no server, and no time passes."""
+
+    waits_for = "nothing"
 
     def __init__(self, method, fails=None):
         self.method = method
@@ -148,7 +157,7 @@ def test_an_interrupted_sweep_goes_on_with_what_is_left():
     first = [Simulated("full"), Simulated("fdc", {2: "stops"})]
     complete, _, events = sweep(first, options)
     assert not complete
-    assert sorted(finished_cases(events)) == ["fdc @ 1/s", "full @ 1/s", "full @ 2/s"]
+    assert sorted(cases_of(events)[0]) == ["fdc @ 1/s", "full @ 1/s", "full @ 2/s"]
     again = [Simulated("full"), Simulated("fdc")]
     complete, _, resumed = sweep(again, options, earlier=events)
     assert complete
@@ -164,12 +173,58 @@ def test_what_later_methods_measured_is_kept_when_an_earlier_one_stops_the_sweep
     options = SweepOptions(LENGTHS, rates=(1.0, 2.0), requests=60)
     first = [Simulated("full", {2: "dies"}), Simulated("fdc", {2: "stops"})]
     _, _, events = sweep(first, options)
-    assert sorted(finished_cases(events)) == ["fdc @ 1/s", "full @ 1/s"]
+    assert sorted(cases_of(events)[0]) == ["fdc @ 1/s", "full @ 1/s"]
     again = [Simulated("full", {1: "stops"}), Simulated("fdc")]
     complete, _, resumed = sweep(again, options, earlier=events, stop=lambda: again[0].closed > 0)
     assert not complete
     assert again[1].opened == 0
-    assert sorted(finished_cases(resumed)) == ["fdc @ 1/s", "full @ 1/s"]
+    assert sorted(cases_of(resumed)[0]) == ["fdc @ 1/s", "full @ 1/s"]
+
+
+def test_a_rate_under_way_is_kept_until_it_is_measured_again():
+    """A run that is cut off twice, the second time before it came to the rate again."""
+    options = SweepOptions(LENGTHS, rates=(1.0, 2.0), requests=60)
+    _, _, events = sweep([Simulated("full", {2: "stops"})], options)
+    killed = [e for e in events if not (isinstance(e, LoadRateFinished) and not e.complete)]
+    for earlier, reason in ((events, "interrupted"), (killed, "cut off")):
+        idle = Simulated("full")
+        again = sweep([idle], options, earlier=earlier, stop=lambda: True)[2]
+        assert idle.rates == []
+        rows = {row["case"]: row for row in result_of(again)["data"]["rates"]}
+        assert rows["full @ 2/s"]["answered"] == 30
+        assert not rows["full @ 2/s"]["complete"]
+        assert reason in rows["full @ 2/s"]["reason"]
+        started = sweep([Simulated("full", {1: "stops"})], options, earlier=again)[2]
+        assert len([e for e in started if isinstance(e, LoadRateFinished)]) == 3
+        whole = sweep([Simulated("full")], options, earlier=started)[2]
+        anew = sweep([Simulated("full")], options)[2]
+        assert result_of(whole)["data"]["rates"] == result_of(anew)["data"]["rates"]
+
+
+def test_of_a_rate_that_began_twice_the_time_with_more_requests_is_kept():
+    options = SweepOptions(LENGTHS, rates=(1.0,), requests=60)
+    _, _, events = sweep([Simulated("full", {1: "stops"})], options)
+    (started,) = [event for event in events if isinstance(event, LoadRateStarted)]
+    _, begun = cases_of([*events, started])
+    assert sum(isinstance(event, LoadRequest) for event in begun["full @ 1/s"]) == 30
+
+
+def test_a_server_that_sheds_ends_the_sweep_as_a_queue_does():
+    class Shedding(Simulated):
+        def run(self, requests, watch, stop):
+            self.rates.append(round(len(requests) / requests[-1].arrival, 1))
+            for one in requests:
+                shed = self.rates[-1] > 1 and one.number % 2
+                ended = Outcome(one, one.arrival, (), "HTTP 503")
+                watch.outcome(ended if shed else served([one], *METHODS["full"])[0], 0)
+            return Ran()
+
+    target = Shedding("full")
+    options = SweepOptions(LENGTHS, rates=(1.0, 2.0, 4.0), requests=60)
+    complete, _, events = sweep([target], options)
+    assert (complete, target.rates) == (True, [1.0, 2.0])
+    (own,) = result_of(events)["data"]["methods"]
+    assert (own["largest_rate"], own["limited_by"]) == (1.0, "shed")
 
 
 def test_a_load_of_which_nothing_is_answered_is_given_up():
@@ -269,6 +324,20 @@ def test_a_server_of_our_own_is_started_and_ended(here):
     assert process._running == []
 
 
+def test_steps_that_an_engine_samples_are_events_of_the_rate_they_fell_in(here):
+    complete, _, events = sweep([ServedTarget(ServerProcess("fdc", child(), sample=2))], SHORT)
+    assert complete
+    steps = [event for event in events if isinstance(event, LoadStep)]
+    assert all(one.at >= 0 and one.parts == {"attention": 0.25} for one in steps)
+    rows = result_of(events)["data"]["steps"]
+    assert [row["case"] for row in rows] == [f"fdc @ {rate:g}/s" for rate in SHORT.rates]
+    for row in rows:  # one for each answer, and none of those before the rate
+        assert (row["sampled"], row["phase"]) == (SHORT.requests, "decode")
+        assert row["waited_share"] == 0.25
+    _, _, without = sweep([ServedTarget(ServerProcess("fdc", child()))], SHORT)
+    assert not any(isinstance(event, LoadStep) for event in without)
+
+
 def test_a_server_that_is_killed_in_the_middle_is_told(here):
     process = ServerProcess("full", child('{"dies_after": 30}'))
     complete, problems, events = sweep([ServedTarget(process)], SHORT)
@@ -311,7 +380,8 @@ def test_each_of_several_servers_sees_gpus_of_its_own(here, monkeypatch):
     process = ServerProcess("full", child(), count=2, gpus=2)
     assert process._environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert process._environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
-    assert ServerProcess("full", child(), gpus=2)._environment(0) is None
+    one = ServerProcess("full", child(), gpus=2)._environment(0)
+    assert one["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     with pytest.raises(LackingError, match="3 servers of 2 GPUs each do not fit on the 4"):
         ServerProcess("full", child(), count=3, gpus=2)._environment(0)
 
@@ -417,5 +487,5 @@ def test_a_child_ends_with_its_parent(here, tmp_path):
 
 def test_events_of_a_load_that_never_ended_have_their_finished_cases():
     events = load_stream(ends=False)
-    assert "fdc @ 12/s" not in finished_cases(events)
-    assert len(finished_cases(events)) == 7
+    assert "fdc @ 12/s" not in cases_of(events)[0]
+    assert len(cases_of(events)[0]) == 7
