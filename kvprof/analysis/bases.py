@@ -7,10 +7,13 @@ from kvprof.analysis.linalg import column_signs, eigh, svd
 from kvprof.analysis.moments import resolution
 
 __all__ = [
+    "bit_reversed",
+    "block_hadamard",
     "eigenbasis",
     "lost_energy",
     "lost_product",
     "optimal_pair",
+    "random_rotation",
     "walsh_hadamard",
     "whitened_pair",
 ]
@@ -206,6 +209,61 @@ def walsh_hadamard(width: int) -> Tensor:
         stop = start + len(block)
         result[start:stop, start:stop] = block
         start = stop
+    return result
+
+
+def block_hadamard(width: int, block: int = 0) -> Tensor:
+    """Return Walsh-Hadamard matrices of `block` columns along a diagonal (SAW-INT4, §3).
+
+    What is left over at the end, and a `block` that is no power of two, is cut into binary parts as
+    by `walsh_hadamard`.
+
+    Parameters
+    ----------
+    width : int
+    block : int
+        Columns of a block, at most `width`; 0 for the whole width.
+
+    Returns
+    -------
+    Tensor
+        ``[width, width]`` float64, orthogonal.
+    """
+    size = min(block, width) or width
+    whole, rest = divmod(width, size)
+    result: Tensor = torch.block_diag(*[walsh_hadamard(size)] * whole, walsh_hadamard(rest))
+    return result
+
+
+def bit_reversed(width: int) -> Tensor:
+    """Return the numbers below `width` in the order of their reversed bits, ``[width]`` int64.
+
+    Neighbours end up far apart: of columns sorted by size every run of a power of two gets its
+    share of the large ones. Where `width` is no power of two, the order of the next one without the
+    numbers that are too large.
+    """
+    bits = max(0, width - 1).bit_length()
+    order = torch.zeros(2**bits, dtype=torch.int64)
+    for bit in range(bits):
+        order |= (torch.arange(2**bits) >> bit & 1) << (bits - 1 - bit)
+    return order[order < width]
+
+
+def random_rotation(width: int, seed: int) -> Tensor:
+    """Return an orthogonal matrix drawn evenly from all there are, ``[width, width]`` float64.
+
+    The QR decomposition of normal numbers, each column's sign such that R's diagonal is positive
+    (without which the draw is not even).
+
+    Parameters
+    ----------
+    width : int
+    seed : int
+    """
+    source = torch.Generator().manual_seed(seed)
+    normal = torch.randn(width, width, generator=source, dtype=torch.float64)
+    basis, upper = torch.linalg.qr(normal)
+    result: Tensor = basis * torch.where(upper.diagonal() < 0, -1.0, 1.0)
     return result
 
 

@@ -48,6 +48,7 @@ class LayerMoments:
     rest, first : dict of str to Tensor
         ``q`` and ``q_pre`` are ``[num_heads, d, d]``, ``k``, ``v`` and ``k_pre``
         ``[num_kv_heads, d, d]``; `first` holds position 0 of every sequence, `rest` the others.
+        ``o``, where kept, is ``[num_heads, d_v, d_v]``, of what each query head puts out.
         ``v_joint`` and ``k_pre_joint``, where kept, are ``[groups, n*d, n*d]`` over the n heads
         of a group (`kvprof.analysis.moments`).
     c_o : Tensor or None

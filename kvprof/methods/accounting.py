@@ -49,7 +49,7 @@ class CacheBytes:
     keys, values : int
         Latents or heads: packed codes, and unquantised rows that are neither sink nor window.
     scales, zeros : int
-        Of the quantiser.
+        Of the quantiser; a row's norm counts as its scale.
     outliers : int
         Values kept apart with their indices.
     window : int
@@ -272,7 +272,7 @@ def _quantised(
     # Decimal shares again: 0.01 * 300 is 3 outliers.
     outliers = tokens * math.ceil(quantiser.outliers * rank - 1e-9)
     return CacheBytes(
-        scales=scales * width * ("scale" in kept),
+        scales=scales * width * ("scale" in kept or "norm" in kept),
         zeros=scales * width * ("zero point" in kept),
         outliers=outliers * (itemsize + _INDEX_BYTES),
         **{name: codes},

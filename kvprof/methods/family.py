@@ -52,6 +52,8 @@ class CalibrationNeeds:
         The same of Fisher information, where it is taken.
     magnitudes : bool
         How large the values of K and V are, counted.
+    outputs : bool
+        Moments of what each query head puts out.
     """
 
     source: str
@@ -60,6 +62,7 @@ class CalibrationNeeds:
     tokens: int | None = None
     fisher_tokens: int | None = None
     magnitudes: bool = False
+    outputs: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,6 +80,7 @@ class InstalledMethod:
         if not isinstance(needs, CalibrationNeeds) or not (
             isinstance(needs.source, str)
             and isinstance(needs.pre_rope, bool)
+            and isinstance(needs.outputs, bool)
             and all(_is_count(getattr(needs, name)) for name in counts)
         ):
             raise FailedError(

@@ -68,6 +68,11 @@ METHOD_NAMES = (
     "svd-v",
     "strawman",
     "tale+kivi",
+    "hadamard-int4",
+    "hadamard-int3",
+    "hadamard-int2",
+    "turboquant",
+    "oscar",
     *MODIFIERS,
     *PAPERS,
 )

@@ -48,7 +48,10 @@ columns of a latent (and of ``q_h @ up_j`` and ``up_j``), and quantises anew wit
 **Quantiser.** Quantised is the latent. ``affine``: ``x ≈ zero + scale * code``, code in
 0 … 2^bits - 1, zero the minimum and scale the range over ``2^bits - 1``, of the vector being
 quantised: with ``axis = token`` ``group`` adjacent columns of one token (None: the whole row of the
-group of heads), with ``axis = channel`` ``group`` consecutive tokens of one column. ``codebook``
+group of heads), with ``axis = channel`` ``group`` consecutive tokens of one column. With ``clip`` c
+the row is first cut to ± its ``floor(c * r)``-th smallest magnitude, counted from 0. ``lloyd-max``:
+``x ≈ norm * c[code]`` with the row's norm and ``c = kvprof.methods.quantisers.lloyd_max(bits, r)``,
+nearest to ``x / norm``; ``lloyd-max-unit`` divides the norm by that of ``c[code]``. ``codebook``
 (KVQuant-like): ``x ≈ zero + scale * c[code]`` with ``c = kvprof.methods.quantisers.codebook(bits)``
 in [0, 1]; before that the ``ceil(outliers * r)`` largest magnitudes of each token's row are kept
 apart (value in the model's dtype, 16-bit column index) and count as 0 in minimum and maximum.

@@ -89,7 +89,10 @@ _GROUP = _with(
     scale=_NUMBER,
 )
 _GROUPS = {"type": "array", "minItems": 1, "maxItems": 2**16, "headGroups": True}
-_SIDE = _object(bits=_list(_integer(1, 16), 1, _LEVELS), axis=_WORDS, group=_or_null(_integer(1)))
+_SIDE = _with(
+    _object(bits=_list(_integer(1, 16), 1, _LEVELS), axis=_WORDS, group=_or_null(_integer(1))),
+    clip=_NUMBER,
+)
 # What calibration tells of its data. Methods may add keys of their own to all of `made`.
 _DATA = {
     "type": "object",
@@ -272,12 +275,20 @@ def structure(plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "layers": layers,
         "levels": asdict(plan.levels),
-        "quantiser": asdict(plan.quantiser) if plan.quantiser else None,
+        "quantiser": _stored_quantiser(plan.quantiser) if plan.quantiser else None,
         "eviction": asdict(plan.eviction) if plan.eviction else None,
         "lazy": plan.lazy,
         "online_bases": plan.online_bases,
         "made": plan.made,
     }
+
+
+def _stored_quantiser(quantiser: Quantiser) -> dict[str, Any]:
+    found = asdict(quantiser)
+    for side in (found["keys"], found["values"]):
+        if side is not None and side["clip"] is None:
+            del side["clip"]  # digests and files of all other plans stay what they were
+    return found
 
 
 def _side(side: KeyPlan | ValuePlan) -> dict[str, Any]:
@@ -364,6 +375,8 @@ def _quantiser(stored: dict[str, Any] | None) -> Quantiser | None:
 
     def side(name: str) -> SideQuantiser | None:
         one = stored[name]
-        return SideQuantiser(tuple(one["bits"]), one["axis"], one["group"]) if one else None
+        if not one:
+            return None
+        return SideQuantiser(tuple(one["bits"]), one["axis"], one["group"], one.get("clip"))
 
     return Quantiser(**{**stored, "keys": side("keys"), "values": side("values")})

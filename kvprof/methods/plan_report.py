@@ -249,13 +249,17 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
                 f"{name} have {bits} bits ({quantiser.kind}, per {side.axis}); {size} share "
                 f"{scales}."
             )
+            if side.clip is not None:
+                found.append(
+                    f"{name} are clipped: of each row {side.clip:.0%} of the magnitudes stay as "
+                    "they are."
+                )
     if quantiser.outliers:
         found.append(f"{quantiser.outliers:.1%} of each row are kept apart as outliers.")
     if quantiser.window or quantiser.block > 1:
-        found.append(
-            f"The newest {quantiser.window} to {quantiser.window + quantiser.block - 1} tokens "
-            "stay at full precision."
-        )
+        most = quantiser.window + quantiser.block - 1
+        count = f"{quantiser.window} to {most}" if quantiser.block > 1 else f"{most}"
+        found.append(f"The newest {count} tokens stay at full precision.")
     return found
 
 

@@ -22,6 +22,7 @@ from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, pl
 from kvprof.methods.fdc import fdc
 from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full
+from kvprof.methods.hadamard import hadamard
 from kvprof.methods.installed import InstalledMethod, installed_methods
 from kvprof.methods.kq import kq
 from kvprof.methods.low_rank import identity_layer
@@ -33,6 +34,7 @@ from kvprof.methods.named import (
     unknown_method,
 )
 from kvprof.methods.option_types import BitsAmong, option_types, read_option
+from kvprof.methods.oscar import oscar
 from kvprof.methods.palu import palu
 from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
@@ -41,6 +43,7 @@ from kvprof.methods.storage import LIBRARIES, Quantiser, load_library
 from kvprof.methods.strawman import strawman
 from kvprof.methods.svd_alone import svd_k, svd_kv, svd_v
 from kvprof.methods.tale import tale, tale_kivi
+from kvprof.methods.turboquant import turboquant
 from kvprof.methods.zack import zack
 
 __all__ = [
@@ -66,6 +69,9 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     "strawman": strawman,
     # Its levels have bits of their own, which no quantiser on top could give.
     "tale+kivi": tale_kivi,
+    **{f"hadamard-int{bits}": partial(hadamard, bits) for bits in (4, 3, 2)},
+    "turboquant": turboquant,
+    "oscar": oscar,
     **{name: partial(quantiser_family, name) for name in QUANTISERS},
     **{name: partial(evictor_family, name) for name in EVICTORS},
 }
@@ -82,6 +88,7 @@ _NEEDS = {
     "svd-kv": _RANDOM, "svd-k": _RANDOM, "svd-v": _RANDOM,
     "palu": replace(_TEXT, pre_rope=True), "tale": _TEXT, "tale+kivi": _TEXT,
     "fp8": replace(_RANDOM, magnitudes=True),
+    "oscar": replace(_TEXT, outputs=True),
 }  # fmt: skip
 _NEEDS |= {
     name: replace(

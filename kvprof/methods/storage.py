@@ -65,11 +65,15 @@ class SideQuantiser:
     group : int or None
         Values that share a scale: columns for ``token`` (None: the row), tokens for ``channel``.
         A library's groups of columns are of equal width, at most this.
+    clip : float or None
+        Share of a token's row whose magnitudes stay as they are; larger ones are cut to the least
+        that is not among them (``affine`` only).
     """
 
     bits: tuple[int, ...]
     axis: str = "token"
     group: int | None = None
+    clip: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ class Quantiser:
     Attributes
     ----------
     kind : str
-        ``affine``, ``codebook``, ``fp8``, or a library's: ``hqq``, ``quanto``.
+        ``affine``, ``codebook``, ``lloyd-max``, ``lloyd-max-unit``, ``fp8``, or a library's:
+        ``hqq``, ``quanto``.
     keys, values : SideQuantiser or None
     window : int
         Newest tokens that always stay at full precision.
@@ -284,6 +289,8 @@ class Arithmetic:
 ARITHMETICS = {
     "affine": Arithmetic((2, 3, 4, 8), ("scale", "zero point")),
     "codebook": Arithmetic((2, 3, 4, 8), ("scale", "zero point")),
+    "lloyd-max": Arithmetic((2, 3, 4), ("norm",)),
+    "lloyd-max-unit": Arithmetic((2, 3, 4), ("norm",)),
     "fp8": Arithmetic((8,), (), "FP8 (e4m3)"),
 }
 #: Bytes of a scale, or of a zero point, by the dtype that it can have.
@@ -354,6 +361,14 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
         raise UsageError(f"quantiser: the axis is token or channel, not {side.axis!r}")
     if library is not None and side.axis != "token":
         raise UsageError(f"quantiser: {quantiser.kind} quantises per token here, not per channel")
+    if side.clip is not None and (quantiser.kind != "affine" or not 0 < side.clip < 1):
+        raise UsageError(
+            f"quantiser: affine rows are clipped at a share between 0 and 1, not {quantiser.kind} "
+            f"at {side.clip:g}"
+        )
+    own = ARITHMETICS.get(quantiser.kind)
+    if own is not None and "norm" in own.kept and (side.axis != "token" or side.group is not None):
+        raise UsageError(f"quantiser: {quantiser.kind} has one norm for a token's whole row")
     if side.group is not None and side.group < 1:
         raise UsageError(f"quantiser: a group of {side.group} values makes no sense")
     if side.axis == "channel":

@@ -1,4 +1,4 @@
-"""Taps Q, K and V of every layer while a model runs."""
+"""Taps Q, K, V and what attention makes of them, of every layer, while a model runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +28,9 @@ class Tap:
         ``[B, num_kv_heads, T, qk_head_dim]``, after RoPE and QK-norm.
     v : Tensor
         ``[B, num_kv_heads, T, v_head_dim]``.
+    o : Tensor
+        ``[B, num_heads, T, v_head_dim]``, what each query head puts out before W_O: ``S V`` with
+        its probabilities S.
     q_pre, k_pre : Tensor or None
         As `q` and `k`, before RoPE (after QK-norm), when asked for; equal to `q` and `k` in layers
         that have no RoPE.
@@ -37,6 +40,7 @@ class Tap:
     q: Tensor
     k: Tensor
     v: Tensor
+    o: Tensor
     q_pre: Tensor | None = None
     k_pre: Tensor | None = None
 
@@ -91,7 +95,7 @@ def capture(
                 call.rotations[-1], q, k, facts.rotary_offset, facts.rotary_transposed
             )
             q_pre, k_pre = q_pre.detach(), k_pre.detach()
-        receive(Tap(facts.index, q, k, v, q_pre, k_pre))
+        receive(Tap(facts.index, q, k, v, call.output.detach().transpose(1, 2), q_pre, k_pre))
 
     def begin(module: nn.Module, args: Any) -> None:
         seen.clear()

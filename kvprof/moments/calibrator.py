@@ -232,6 +232,7 @@ class MomentStore:
             pre_rope=needs.pre_rope,
             joint_heads=needs.joint_heads,
             magnitudes=needs.magnitudes,
+            outputs=needs.outputs,
         )
         title = f"calibrating: {source.name} tokens through {self._loaded.spec}"
         if self._should_stop():
@@ -258,18 +259,23 @@ class MomentStore:
         """Whether moments hold what is needed: larger groups hold smaller ones."""
         pairs = zip(self._sizes(have), self._sizes(needs), strict=True)
         joint = all(not wanted or (kept and kept % wanted == 0) for kept, wanted in pairs)
-        there = (have.pre_rope or not needs.pre_rope) and (have.magnitudes or not needs.magnitudes)
-        return joint and there
+        more = (
+            have.pre_rope >= needs.pre_rope
+            and have.magnitudes >= needs.magnitudes
+            and have.outputs >= needs.outputs
+        )
+        return joint and more
 
     def _union(self, one: CalibrationNeeds, other: CalibrationNeeds) -> CalibrationNeeds:
-        for wide, narrow in ((one, other), (other, one)):
-            most = replace(wide, pre_rope=True, magnitudes=True)
-            if self._covers(most, narrow):
-                return replace(
-                    wide,
-                    pre_rope=one.pre_rope or other.pre_rope,
-                    magnitudes=one.magnitudes or other.magnitudes,
-                )
+        for own, narrow in ((one, other), (other, one)):
+            wide = replace(
+                own,
+                pre_rope=one.pre_rope or other.pre_rope,
+                magnitudes=one.magnitudes or other.magnitudes,
+                outputs=one.outputs or other.outputs,
+            )
+            if self._covers(wide, narrow):
+                return wide
         return one  # groups that do not divide each other need passes of their own
 
 
@@ -573,12 +579,11 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
     if not follows_from_rate(method, **given):
         return None
     base, own = base_method(method, given)
-    layers = [_stand_in(x, needs.pre_rope, needs.joint_heads) for x in loaded.layout.layers]
+    layers = [_stand_in(x, needs) for x in loaded.layout.layers]
     inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
     known = inspect.signature(METHODS[base]).parameters
-    allocation = own.get(
-        "allocation", known["allocation"].default if "allocation" in known else None
-    )
+    default = known["allocation"].default if "allocation" in known else None
+    allocation = own.get("allocation", default)
     if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
         plain = {key: value for key, value in own.items() if key != "allocation"}
         targets = plan_family(base, inputs, **plain).targets
@@ -588,7 +593,7 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
     return plan_family(method, inputs, **given)
 
 
-def _stand_in(layer: LayerLayout, pre_rope: bool, joint_heads: int | None) -> LayerMoments:
+def _stand_in(layer: LayerLayout, needs: CalibrationNeeds) -> LayerMoments:
     """Return moments whose predicted errors fall along one curve, strictly convex, for every head.
 
     Then the next step of the grid is worth most where fewest have been taken.
@@ -598,7 +603,9 @@ def _stand_in(layer: LayerLayout, pre_rope: bool, joint_heads: int | None) -> La
         energies = torch.arange(width, 0, -1, dtype=torch.float64) / width
         return torch.diag(energies**power).expand(heads, width, width)
 
-    shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads)
+    shapes = moment_shapes(
+        layer, pre_rope=needs.pre_rope, joint_heads=needs.joint_heads, outputs=needs.outputs
+    )
     # Of a pair the product counts, of vectors that share a latent their own energy.
     rest = {
         key: falling(heads, width, 1.0 if key.endswith("_joint") else 0.5)

@@ -59,6 +59,8 @@ class CollectOptions:
         heads too (Palu, TALE); None keeps none.
     magnitudes : bool
         Count how large the values of K and V are too (``fp8``).
+    outputs : bool
+        Keep the moments of what each query head puts out too (OSCAR).
     """
 
     tokens: int | None
@@ -69,6 +71,7 @@ class CollectOptions:
     pre_rope: bool = False
     joint_heads: int | None = None
     magnitudes: bool = False
+    outputs: bool = False
 
 
 class PassAbandoned(Exception):
@@ -128,7 +131,7 @@ def model_tokens(loaded: LoadedModel) -> ModelTokens:
 
 
 def moment_shapes(
-    layer: LayerLayout, *, pre_rope: bool, joint_heads: int | None
+    layer: LayerLayout, *, pre_rope: bool, joint_heads: int | None, outputs: bool = False
 ) -> dict[str, tuple[int, int]]:
     """Return which vectors of a layer are kept, each with its heads and their width.
 
@@ -142,6 +145,8 @@ def moment_shapes(
     shapes = {"q": query, "k": key, "v": (layer.num_kv_heads, layer.v_head_dim)}
     if pre_rope:
         shapes |= {"q_pre": query, "k_pre": key}
+    if outputs:
+        shapes["o"] = (layer.num_heads, layer.v_head_dim)
     if joint_heads is not None:
         size = group_size(joint_heads, layer.num_kv_heads)
         for joint, vector in JOINT_KEYS.items():
@@ -157,6 +162,7 @@ def empty_moments(
     pre_rope: bool = False,
     joint_heads: int | None = None,
     magnitudes: bool = False,
+    outputs: bool = False,
 ) -> Moments:
     """Return moments of a model with nothing counted yet, the weights' own filled in.
 
@@ -175,7 +181,7 @@ def empty_moments(
         if not layer.mla and layer.value_projection is not None:
             weight = value_weight(loaded.model, loaded.layout, index).to(torch.float64)
             c_wv = weight.transpose(1, 2) @ weight
-        shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads)
+        shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads, outputs=outputs)
         device = compute_device(loaded.model.get_submodule(layer.attention))
         layers.append(LayerMoments.empty(shapes, device, c_o=c_o, c_wv=c_wv, magnitudes=magnitudes))
     return Moments(layers, loaded.fingerprint)
@@ -269,11 +275,12 @@ def collect_moments(
         pre_rope=options.pre_rope,
         joint_heads=options.joint_heads,
         magnitudes=options.magnitudes,
+        outputs=options.outputs,
     )
     moments.info = _info(loaded, source, options)
 
     def receive(tap: Tap) -> None:
-        vectors = {"q": tap.q, "k": tap.k, "v": tap.v}
+        vectors = {"q": tap.q, "k": tap.k, "v": tap.v, "o": tap.o}
         if tap.q_pre is not None and tap.k_pre is not None:
             vectors |= {"q_pre": tap.q_pre, "k_pre": tap.k_pre}
         if options.joint_heads is not None:

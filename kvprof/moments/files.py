@@ -17,7 +17,7 @@ __all__ = ["FORMAT", "load_moments", "save_moments"]
 
 FORMAT = "kvprof-moments/1"
 _KV_HEADS = ("k", "v", "k_pre", "c_o", "c_wv")
-_KEYS = {"q", "q_pre", "k", "v", "k_pre", "v_joint", "k_pre_joint"}
+_KEYS = {"q", "q_pre", "o", "k", "v", "k_pre", "v_joint", "k_pre_joint"}
 _MOST_DIGITS = 18
 
 
@@ -142,7 +142,7 @@ def _check(name: str, layer: LayerMoments) -> None:
         if counts.shape != shape or counts.dtype != torch.float64 or bool((counts < 0).any()):
             raise ValueError(f"{name}: {key[:40]!r} has magnitudes that are no counts by head")
     heads = {key: len(gram) for key, gram in {**layer.rest, **weights}.items() if key in _KV_HEADS}
-    queries = {len(layer.rest[key]) for key in ("q", "q_pre") if key in layer.rest}
+    queries = {len(layer.rest[key]) for key in ("q", "q_pre", "o") if key in layer.rest}
     if len(set(heads.values())) > 1 or any(
         count % own for count in queries for own in heads.values()
     ):

@@ -1,4 +1,4 @@
-"""How rows of latents are kept as tensors: plain, affine codes, a codebook with outliers, e4m3.
+"""How rows of latents are kept as tensors: plain, affine codes, codebooks, e4m3.
 
 A codec turns ``[..., N, r]`` into named tensors whose second to last dimension runs over tokens (or
 groups of tokens), and back. `kvprof.methods.plan` has the formulas; those of libraries are in
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvprof.methods.quantisers import codebook
+from kvprof.methods.quantisers import codebook, lloyd_max
 from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library, row_layout
 from kvprof.runtime.tensors import unflatten
 
@@ -143,6 +143,7 @@ class _Scaled(Codec):
     scale_dtype: torch.dtype
     levels: tuple[float, ...] | None
     outliers: float
+    clip: float | None = None
 
     def tokens_per_entry(self, name: str) -> int:
         if self.by_channel and name in ("scale", "zero"):
@@ -159,6 +160,10 @@ class _Scaled(Codec):
             stored["outlier_columns"] = columns.to(torch.int16)
             stored["outliers"] = rows.gather(-1, columns)
             values = values.scatter(-1, columns, 0.0)
+        if self.clip is not None:
+            place = math.floor(self.clip * rows.shape[-1] + 1e-9)
+            most = values.abs().sort(dim=-1).values[..., place : place + 1]
+            values = values.clamp(-most, most)
         grouped = self._grouped(values)
         # The range of group by group; the scales' own rounding is taken into account below.
         dim = -3 if self.by_channel else -1
@@ -219,6 +224,33 @@ class _Scaled(Codec):
         return scales.repeat_interleave(self.group or columns, dim=-1)[..., :columns]
 
 
+@dataclass(frozen=True)
+class _LloydMax(Codec):
+    """A row's norm, and for each column the level nearest to it in the row of norm 1."""
+
+    bits: int
+    scale_dtype: torch.dtype
+    unit: bool
+
+    def encode(self, rows: Tensor) -> dict[str, Tensor]:
+        values = rows.float()
+        known = _levels_on(lloyd_max(self.bits, rows.shape[-1]), rows.device)
+        norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        # By a tensor of ones where a row is zero: it has no direction, and its norm says so.
+        codes = torch.bucketize(
+            values / torch.where(norm > 0, norm, torch.ones_like(norm)),
+            (known[1:] + known[:-1]) / 2,
+        )
+        if self.unit:
+            norm = norm / torch.linalg.vector_norm(known[codes], dim=-1, keepdim=True)
+        return {"codes": pack(codes, self.bits), "norm": norm.to(self.scale_dtype)}
+
+    def decode(self, stored: dict[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        known = _levels_on(lloyd_max(self.bits, columns), stored["codes"].device)
+        codes = unpack(stored["codes"], self.bits, columns).long()
+        return (stored["norm"].float() * known[codes]).to(dtype)
+
+
 @lru_cache(maxsize=64)
 def _levels_on(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """Return a codebook on a device; copying it there at every step would make each step wait."""
@@ -241,6 +273,9 @@ def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> C
     bits = side.bits[level]
     if quantiser.kind in LIBRARIES:
         return library_codec(quantiser.kind, bits, side.group)
+    scale_dtype = getattr(torch, quantiser.scale_dtype)
+    if quantiser.kind in ("lloyd-max", "lloyd-max-unit"):
+        return _LloydMax(bits, scale_dtype, unit=quantiser.kind == "lloyd-max-unit")
     levels = None
     if quantiser.kind == "codebook":
         levels = tuple(float(x) for x in codebook(bits))
@@ -248,9 +283,10 @@ def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> C
         bits=bits,
         by_channel=side.axis == "channel",
         group=side.group,
-        scale_dtype=getattr(torch, quantiser.scale_dtype),
+        scale_dtype=scale_dtype,
         levels=levels,
         outliers=quantiser.outliers,
+        clip=side.clip,
     )
 
 

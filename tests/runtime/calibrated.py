@@ -32,7 +32,9 @@ def one_layer(arch: str) -> LoadedModel:
 def known(arch: str) -> tuple[MethodInputs, dict[str, Array]]:
     """Return what a method is given, and the vectors behind it."""
     model, source = one_layer(arch), parse_source(f"random:{TOKENS}")
-    options = CollectOptions(TOKENS, 64, pre_rope=True, joint_heads=2, magnitudes=True)
+    options = CollectOptions(
+        TOKENS, 64, pre_rope=True, joint_heads=2, magnitudes=True, outputs=True
+    )
     *_, moments = collect_moments(model, source, options)
     seen = []
     drawn = windows(source, model_tokens(model), tokens=TOKENS, seq_len=64, seed=0)

@@ -144,6 +144,8 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
     if any(side.axis != "token" for side in sides):
         return "scales are shared along a channel"
+    if any(side.clip is not None for side in sides):
+        return "rows are clipped before they are quantised"
     if quantiser.scale_dtype != "float16":
         return f"scales are kept in {quantiser.scale_dtype}"
     groups = {side.group for side in sides}

@@ -1,0 +1,197 @@
+"""Rows of full width in other coordinates: their levels, options, bytes and refusals."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import bytes_at, rate
+from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.plan_report import compare_plans, describe
+from kvprof.methods.quantisers import lloyd_max
+from kvprof.methods.registry import calibration_needs, plan_family
+from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.moments.collect import CollectOptions, collect_moments
+from kvprof.runtime.backends.layer import LayerSpec
+from kvprof.runtime.backends.route import why_not
+from kvprof.sources.grammar import parse_source
+from tests.methods.models import inputs, model
+
+ROWS = ("hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar")
+
+
+def made(name: str, arch: str = "Llama", **options) -> Plan:
+    family = plan_family(name, inputs(arch), **options)
+    return plan_at(family, family.settings[0])
+
+
+def levels_by_scipy(bits: int, width: int) -> np.ndarray:
+    """Lloyd's iteration on the incomplete beta function, in x itself."""
+
+    def below(x: np.ndarray) -> np.ndarray:
+        return (1 + np.sign(x) * special.betainc(0.5, (width - 1) / 2, x * x)) / 2
+
+    scale = (width - 1) * special.beta(0.5, (width - 1) / 2)
+
+    def mean_below(x: np.ndarray) -> np.ndarray:
+        return -((1 - x * x) ** ((width - 1) / 2)) / scale
+
+    levels = np.linspace(-1, 1, 2**bits) * min(0.9, 2 / math.sqrt(width))
+    for _ in range(4000):
+        bounds = np.concatenate([[-1.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+        levels = np.diff(mean_below(bounds)) / np.diff(below(bounds))
+    return levels
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("width", [3, 16, 64, 80, 128])
+def test_levels_are_lloyds_and_maxs_on_the_sphere(bits, width):
+    found = np.array(lloyd_max(bits, width))
+    np.testing.assert_allclose(found, levels_by_scipy(bits, width), atol=1e-9)
+
+
+def test_levels_of_a_wide_row_are_those_of_a_normal_distribution():
+    """Max 1960, table I."""
+    found = [level * 1e3 for level in lloyd_max(2, 10**6)]
+    assert found == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=5e-4)
+    assert lloyd_max(3, 10**6)[-1] * 1e3 == pytest.approx(2.152, abs=5e-4)
+    assert lloyd_max(4, 10**6)[-1] * 1e3 == pytest.approx(2.733, abs=5e-4)
+    assert lloyd_max(2, 1) == (-1, -1, 1, 1)
+
+
+def test_bytes_count_codes_scales_and_norms():
+    """Three layers, two KV heads of 16, 100 tokens, 2 bytes a value."""
+    rows = 3 * 2 * 100
+    for bits in (4, 3, 2):
+        stored = bytes_at(made(f"hadamard-int{bits}"), 100, itemsize=2)
+        assert stored.keys == stored.values == rows * 2 * bits
+        assert stored.scales == stored.zeros == 2 * rows * 2
+        stored = bytes_at(made("turboquant", bits=bits), 100, itemsize=2)
+        assert stored.keys == stored.values == rows * 2 * bits
+        assert (stored.scales, stored.zeros) == (2 * rows * 2, 0)
+    stored = bytes_at(made("oscar", sink=10, window=30), 100, itemsize=2)
+    assert stored.sinks == 2 * 6 * 10 * 16 * 2
+    assert stored.window == 2 * 6 * 30 * 16 * 2
+    assert stored.keys == stored.values == 6 * 60 * 4
+    assert stored.scales == stored.zeros == 2 * 6 * 60 * 2
+
+
+def test_a_head_of_128_has_the_papers_bits():
+    """SAW-INT4: 4.25 bits; OSCAR: 2.28 at 128K tokens, with its sinks and window."""
+    side = SideQuantiser((4,))
+    wide = replace(made("hadamard-int4"), quantiser=Quantiser("affine", side, side))
+    assert wide.quantiser == made("hadamard-int4").quantiser
+    assert 4 + 32 / 128 == 4.25
+    tokens, own = 128 * 1024, made("oscar")
+    assert (own.levels.sink, own.quantiser.window) == (64, 256)
+    old = tokens - 64 - 256
+    assert (old * (2 + 32 / 128) + 320 * 16) / tokens == pytest.approx(2.28, abs=0.005)
+
+
+def test_the_knob_of_turboquant_is_its_bits():
+    family = plan_family("turboquant", inputs("Llama"))
+    assert family.settings == (4, 3, 2)
+    rates = [rate(family.build(value), 100, itemsize=2) for value in family.settings]
+    assert rates == sorted(rates)
+    assert plan_for_rate(family, rates[1], 100, itemsize=2).quantiser.keys.bits == (3,)
+    assert plan_family("turboquant", inputs("Llama"), bits=3).settings == (3,)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_plans_are_read_again_as_they_were_written(name, tmp_path):
+    before = made(name)
+    save_plan(before, tmp_path / "p")
+    after = load_plan(tmp_path / "p", layout=model("Llama").layout)
+    assert compare_plans(before, after) == {}
+    assert after.quantiser == before.quantiser
+
+
+def test_where_rotations_go():
+    for arch, folds in (("Llama", False), ("GPT2", True), ("Qwen3", False)):
+        for name in ("turboquant", "oscar"):
+            layer = made(name, arch).layers[0]
+            assert layer.keys.placement is Placement.POST_ROPE
+            assert (layer.keys.fold_down, layer.keys.fold_up) == (folds, folds)
+            assert (layer.values.fold_down, layer.values.fold_up) == (True, True)
+    assert not made("hadamard-int4").layers[0].values.projected
+    assert made("hadamard-int4", values="hadamard").layers[0].values.projected
+
+
+def test_oscar_leaves_windowed_layers_alone_unless_its_own_window_is_none():
+    whole, turned = made("oscar", "Mistral"), made("oscar", "Mistral", window=0, sink=0)
+    assert not any(layer.values.projected for layer in whole.layers)
+    assert all(layer.values.projected for layer in turned.layers)
+
+
+def test_oscar_has_a_rotation_per_head_or_one_per_layer():
+    for bases, count in (("head", 2), ("layer", 1)):
+        groups = made("oscar", bases=bases).layers[0].keys.groups
+        assert len({group.down.numpy().tobytes() for group in groups}) == count
+
+
+def test_oscar_needs_what_heads_put_out():
+    needs = calibration_needs("oscar")
+    assert (needs.source, needs.outputs) == ("calibration", True)
+    assert calibration_needs("turboquant") is calibration_needs("hadamard-int4") is None
+    collected = CollectOptions(256, 64)
+    *_, moments = collect_moments(model("Llama"), parse_source("random:256"), collected)
+    with pytest.raises(UsageError, match="hold nothing of what heads put out; calibrate anew"):
+        plan_family("oscar", replace(inputs("Llama"), moments=moments))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("oscar", {"clip": "0.9,1.5"}, r"oscar: clip 1.5 is no share of a row"),
+        ("oscar", {"clip": "0.9"}, "2 values with a comma between"),
+        ("oscar", {"bits": "5"}, "one of 2, 3, 4, 8"),
+        ("turboquant", {"bits": "8"}, "one of 4, 3, 2 or none"),
+        ("turboquant", {"rotation": "none"}, "one of random, hadamard"),
+        ("hadamard-int4", {"bits": "3"}, "has no option bits: it has block, values, group"),
+        ("hadamard-int4", {"block": "-1"}, "from 0 on"),
+    ],
+)
+def test_options_are_refused_in_one_line(name, options, message):
+    with pytest.raises(UsageError, match=message):
+        plan_family(name, inputs("Llama"), **options)
+
+
+@pytest.mark.parametrize(
+    ("quantiser", "message"),
+    [
+        (Quantiser("codebook", SideQuantiser((4,), clip=0.9), None), "affine rows are clipped"),
+        (Quantiser("affine", SideQuantiser((4,), clip=1.0), None), "between 0 and 1, not affine"),
+        (Quantiser("lloyd-max", SideQuantiser((4,), group=8), None), "one norm for a token's"),
+        (Quantiser("lloyd-max", SideQuantiser((8,)), None), "lloyd-max has no 8 bits"),
+    ],
+)
+def test_quantisers_that_make_no_sense_are_refused(quantiser, message):
+    with pytest.raises(UsageError, match=message):
+        replace(made("hadamard-int4"), quantiser=quantiser)
+
+
+def test_reports_say_what_is_done():
+    said = " ".join(describe(made("oscar"), 512, itemsize=2)["sentences"])
+    assert "Keys are clipped: of each row 96% of the magnitudes stay" in said
+    assert "The newest 256 tokens stay" in said
+    said = " ".join(describe(made("turboquant"), 512, itemsize=2)["sentences"])
+    assert "a token's whole row share a norm in float16" in said
+
+
+def test_kernels_say_why_they_do_not_run_a_row():
+    facts = model("Llama").layout.layers[0]
+
+    def reason(plan: Plan) -> str | None:
+        return why_not(LayerSpec(plan, plan.layers[0], facts, torch.device("cpu"), torch.float32))
+
+    pytest.importorskip("triton")
+    assert reason(made("hadamard-int4")) is None
+    assert reason(made("oscar", clip="1,1", group=0)) is None
+    assert reason(made("oscar")) == "rows are clipped before they are quantised"
+    assert reason(made("turboquant")) == "latents are quantised by lloyd-max"
