@@ -26,6 +26,7 @@ __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 FORMAT = "kvprof-plan/1"
 # Of plans that say what a reader of the first would pass over: scales, and layers left out.
 _SECOND = "kvprof-plan/2"
+_LONGEST_MESSAGE = 300
 
 
 def _head_groups(
@@ -227,7 +228,8 @@ def load_plan(
         plan = _plan(stored, tensors)
         check_kinds(plan)
     except (KeyError, ValueError, TypeError, KvprofError) as cause:
-        raise FailedError(f"{path.name}: damaged plan: {cause}") from None
+        said = str(cause)[:_LONGEST_MESSAGE]  # a forged file may name thousands of letters
+        raise FailedError(f"{path.name}: damaged plan: {said}") from None
     if fingerprint is not None and plan.fingerprint != fingerprint:
         raise UsageError(
             f"{path.name}: a plan for {plan.made.get('model', 'another model')} "

@@ -81,7 +81,7 @@ def lloyd_max(bits: int, width: int) -> tuple[float, ...]:
     tuple of float
         ``2**bits`` levels, ascending, symmetric about 0.
     """
-    count = 2**bits
+    count: int = 2**bits
     if width == 1:
         return (-1.0,) * (count // 2) + (1.0,) * (count // 2)
     # With x = sin t the density is cos(t)^(d - 2), which has no pole where d is 2.

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from kvprof.methods.family import plan_at
 from kvprof.methods.plan_files import load_plan, save_plan, structure
 from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.registry import plan_family
+from kvprof.methods.storage import Eviction
 from kvprof.tensor_files import save_tensors
 from tests.methods.models import FINE, inputs
 from tests.records.hostile import mutations
@@ -106,6 +107,9 @@ def test_other_files_are_told_apart(saved, tmp_path):
         save_plan(made("full"), saved)
 
 
+_EVICTION = asdict(Eviction("recent", 0.5))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -114,6 +118,8 @@ def test_other_files_are_told_apart(saved, tmp_path):
         lambda plan: plan["layers"][0]["keys"].update(placement="nowhere"),
         lambda plan: plan["layers"][0]["keys"]["groups"][0].update(ranks=[99]),
         lambda plan: plan.update(quantiser={"kind": "affine"}),
+        lambda plan: plan.update(eviction={**_EVICTION, "kind": "9" * 5000}),
+        lambda plan: plan["layers"][0]["keys"].update(placement="9" * 5000),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_damaged(tmp_path, change):
@@ -124,6 +130,7 @@ def test_a_plan_that_contradicts_itself_is_damaged(tmp_path, change):
         load_plan(tmp_path / "p")
     assert isinstance(caught.value, FailedError)
     assert str(caught.value).startswith("p: damaged plan: ")
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("name", ["fdc", "svd-kv", "kq", "palu"])

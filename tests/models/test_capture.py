@@ -46,6 +46,30 @@ def test_captured_vectors_equal_an_independent_computation(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES + MLA)
+def test_what_heads_put_out_is_what_the_output_projection_gets(arch):
+    loaded, given = wrap_model(tiny(arch)), []
+    projections = [
+        (x.index, loaded.model.get_submodule(f"{x.attention}.{x.output_projection}"))
+        for x in loaded.layout.layers
+        if x.output_projection is not None
+    ]
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, inputs, index=index: given.append((index, inputs))
+        )
+        for index, module in projections
+    ]
+    taps = _taps(loaded, token_ids())
+    for hook in hooks:
+        hook.remove()
+    assert len(given) == len(projections)
+    for index, (wanted,) in given:
+        facts, found = loaded.layout.layers[index], taps[index].o
+        assert found.shape == (2, facts.num_heads, 20, facts.v_head_dim)
+        assert torch.equal(found.transpose(1, 2).flatten(2), wanted)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES + MLA)
 def test_logits_do_not_change(arch):
     model, ids = tiny(arch), token_ids(length=24)
     mask = torch.ones_like(ids)

@@ -90,8 +90,10 @@ def test_what_is_announced_is_collected_in_one_pass(loaded: LoadedModel, passes:
     given.expect("fp8")
     given.expect("tale", heads=2)
     given.expect("palu", heads=1)
+    given.expect("oscar")
     first = given.inputs("kq")
-    assert kept(first) == {"q", "k", "v", "q_pre", "k_pre", "v_joint", "k_pre_joint"}
+    assert kept(first) == {"q", "k", "v", "q_pre", "k_pre", "v_joint", "k_pre_joint", "o"}
+    assert given.inputs("oscar").moments is first.moments
     assert given.inputs("palu", heads=2).moments is first.moments
     assert given.inputs("fp8").moments is first.moments
     assert len(passes.totals) == 1
@@ -109,6 +111,18 @@ def test_each_method_has_the_source_of_its_paper(loaded: LoadedModel, passes: Pa
     other = calibrator(loaded, passes, tokens=1024)
     other.expect("palu")
     assert kept(other.inputs("kq")) == {"q", "k", "v"}
+    # Not announced, so it takes a pass of its own.
+    assert kept(other.inputs("oscar")) == {
+        "q",
+        "k",
+        "v",
+        "q_pre",
+        "k_pre",
+        "k_pre_joint",
+        "v_joint",
+        "o",
+    }
+    assert kept(calibrator(loaded, passes, tokens=512).inputs("oscar")) == {"q", "k", "v", "o"}
 
 
 def test_defaults_are_8k_tokens_and_at_most_what_a_text_has(

@@ -28,7 +28,7 @@ def example(*, w_v: bool = True, w_o: bool = True) -> Moments:
     layers = []
     for heads, kv_heads, d, d_v in ((4, 2, 6, 5), (3, 3, 4, 4)):
         shapes = {"q": (heads, d), "k": (kv_heads, d), "v": (kv_heads, d_v)}
-        shapes |= {"q_pre": (heads, d), "k_pre": (kv_heads, d)}
+        shapes |= {"q_pre": (heads, d), "k_pre": (kv_heads, d), "o": (heads, d_v)}
         layer = LayerMoments.empty(
             shapes,
             torch.device("cpu"),
