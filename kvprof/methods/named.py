@@ -92,7 +92,7 @@ COMBINATIONS = (
 
 _OWN_OPTIONS = re.compile(r"([^=]*?)(:)([^=:]*=.*)")
 _BIT_SUFFIX = re.compile(r"(.+)-(?:([2348])bit|(k[2348]v[2348]))(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
-_NUMBER = re.compile(r"-?[0-9]{1,9}")
+_NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _SIDES = re.compile(r"k([1-9][0-9]?)v([1-9][0-9]?)")
 # Columns that share a scale after ``-4bit`` or ``-k8v4``; None is a token's whole row, which Palu
 # takes (§4.1).

@@ -9,7 +9,8 @@ from kvprof.analysis.moments import LayerMoments
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import identity_layer
-from kvprof.methods.option_types import Among, Count
+from kvprof.methods.named import side_bits
+from kvprof.methods.option_types import Among, BitsAmong, Count
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.rotated import rotated_layer
 from kvprof.methods.soundness import refuse_latent_attention
@@ -22,7 +23,7 @@ __all__ = ["oscar"]
 def oscar(
     inputs: MethodInputs,
     *,
-    bits: Annotated[int, Among(2, 3, 4, 8)] = 2,
+    bits: Annotated[int | str, BitsAmong(2, 3, 4, 8)] = 2,
     group: Count = 128,
     clip: tuple[float, float] = (0.96, 0.92),
     sink: Count = 64,
@@ -40,8 +41,8 @@ def oscar(
     ----------
     inputs : MethodInputs
         With moments of the heads' outputs.
-    bits : int
-        2 in the paper.
+    bits : int or str
+        2 in the paper; ``k3v2`` gives keys and values unlike ones, whose mean is the knob.
     group : int
         Columns of a head that share a scale and a zero point; 0 for its whole row.
     clip : tuple of float
@@ -77,9 +78,11 @@ def oscar(
         return rotated_layer(facts, *map(_rotation, grams))
 
     layers = tuple(map(layer_of, moments.layers, inputs.layout.layers))
+    pair = side_bits(bits)
+    assert pair is not None  # the option takes nothing else
     keys, values = (
-        SideQuantiser((bits,), "token", group or None, share if share < 1 else None)
-        for share in clip
+        SideQuantiser((own,), "token", group or None, share if share < 1 else None)
+        for own, share in zip(pair, clip, strict=True)
     )
     plan = Plan(
         "oscar",
@@ -100,7 +103,7 @@ def oscar(
             },
         },
     )
-    return PlanFamily("oscar", "bits", lambda _: plan, settings=(float(bits),))
+    return PlanFamily("oscar", "bits", lambda _: plan, settings=(sum(pair) / 2,))
 
 
 def _rotation(gram: Tensor) -> Tensor:

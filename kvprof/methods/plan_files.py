@@ -24,7 +24,7 @@ from kvprof.tensor_files import load_tensors, save_tensors
 __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/1"
-# Of plans that say what a reader of the first would pass over: scales, and layers left out.
+# Of plans that say what a reader of the first would pass over: scales, layers left out, clipping.
 _SECOND = "kvprof-plan/2"
 _LONGEST_MESSAGE = 300
 
@@ -192,6 +192,9 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
                     tensors[f"layers.{index}.{name}.{number}.up"] = group.up
     groups = (group for x in plan.layers for group in (*x.keys.groups, *x.values.groups))
     more = any(group.scale != 1 for group in groups) or any(x.left_out for x in plan.layers)
+    quantiser = plan.quantiser
+    sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
+    more = more or any(side is not None and side.clip is not None for side in sides)
     written = _SECOND if more else FORMAT
     save_tensors(
         path, tensors, {"plan": json.dumps(structure(plan))}, format_name=written, force=force

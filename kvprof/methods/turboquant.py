@@ -6,7 +6,8 @@ from torch import Tensor
 
 from kvprof.analysis.bases import random_rotation, walsh_hadamard
 from kvprof.methods.family import MethodInputs, PlanFamily
-from kvprof.methods.option_types import Among, Count
+from kvprof.methods.named import side_bits
+from kvprof.methods.option_types import Among, BitsAmong, Count
 from kvprof.methods.plan import Plan
 from kvprof.methods.rotated import rotated_layer
 from kvprof.methods.soundness import refuse_latent_attention
@@ -20,7 +21,7 @@ _BITS = (4, 3, 2)
 def turboquant(
     inputs: MethodInputs,
     *,
-    bits: Annotated[int, Among(*_BITS)] | None = None,
+    bits: Annotated[int | str, BitsAmong(*_BITS)] | None = None,
     rotation: Annotated[str, Among("random", "hadamard")] = "random",
     unit: bool = False,
     seed: Count = 0,
@@ -34,8 +35,9 @@ def turboquant(
     Parameters
     ----------
     inputs : MethodInputs
-    bits : int or None
-        4, 3 or 2; None lets the rate choose.
+    bits : int, str or None
+        4, 3 or 2, or ``k4v3`` for unlike ones of keys and values, whose mean is the knob; None lets
+        the rate choose.
     rotation : str
         ``random`` is the paper's Π, drawn once for all heads; ``hadamard`` what vLLM's TurboQuant
         takes, in blocks where a head's width is no power of two.
@@ -59,12 +61,14 @@ def turboquant(
         rotated_layer(facts, turned(facts.qk_head_dim), turned(facts.v_head_dim))
         for facts in inputs.layout.layers
     )
-    made = {**inputs.made, "options": {"rotation": rotation, "unit": unit, "seed": seed}}
+    options = {"rotation": rotation, "unit": unit, "seed": seed}
+    made = {**inputs.made, "options": options if bits is None else {"bits": bits, **options}}
+    given = None if bits is None else side_bits(bits)
 
     def build(value: float) -> Plan:
-        side = SideQuantiser((int(value),))
-        quantiser = Quantiser("lloyd-max-unit" if unit else "lloyd-max", side, side)
+        keys, values = (SideQuantiser((own,)) for own in given or (int(value),) * 2)
+        quantiser = Quantiser("lloyd-max-unit" if unit else "lloyd-max", keys, values)
         return Plan("turboquant", inputs.fingerprint, layers, quantiser=quantiser, made=made)
 
-    settings = tuple(map(float, _BITS if bits is None else (bits,)))
+    settings = tuple(map(float, _BITS)) if given is None else (sum(given) / 2,)
     return PlanFamily("turboquant", "bits", build, settings=settings)
