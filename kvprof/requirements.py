@@ -88,7 +88,7 @@ COMMAND_NEEDS = {
     "serve": CommandNeeds(_MODEL_PACKAGES, (("vllm", "any server"), *_QUANTISERS), uses_gpu=True),
     "bench": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py"),
-        (("matplotlib", "--svg and --png"),),
+        (("matplotlib", "--svg and --png"), ("vllm", "--jct --vllm")),
         uses_gpu=True,
     ),
     "show": CommandNeeds(("jsonschema", "plotext", "numpy")),

@@ -56,9 +56,11 @@ _SILENT_SECONDS = 900.0  # without a line, an engine is given up
 _LOOK_SECONDS = 0.1
 _MEMORY = 0.9  # of what is free
 _CACHE_SLACK = 2**28  # bytes: pages that are not full, and the engine's own block
-_ERROR = re.compile(r"\b\w*(?:Error|Exception|Interrupt): .*|runs on a [CG]PU$")
+_ERROR = re.compile(
+    r"\b\w*(?:Error|Exception|Interrupt): .*|Value error, .*|^vLLM .* runs on a [CG]PU$"
+)
 # What vLLM says last is that something failed, and where to look.
-_NO_CAUSE = "Engine core initialization failed"
+_NO_CAUSE = re.compile("See (?:root cause|stack trace|above)|validation errors? for ")
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -281,7 +283,9 @@ def _run(
                 break
         else:
             if code:
-                why = _last_words(said) or f"its process ended with {code}"
+                # The engine's own process tells its errors where it tells everything.
+                words = _last_words(said) or _last_words(printed)
+                why = words or f"its process ended with {code}"
     finally:
         with suppress(OSError):  # the engine's own processes hold memory
             os.killpg(child.pid, signal.SIGKILL)
@@ -307,6 +311,6 @@ def _last_words(said: Path) -> str:
     found = [
         match.group()
         for line in said.read_text(errors="replace").splitlines()
-        if (match := _ERROR.search(line.strip())) and _NO_CAUSE not in line
+        if (match := _ERROR.search(line.strip())) and not _NO_CAUSE.search(line)
     ]
     return printable(found[-1])[:200] if found else ""

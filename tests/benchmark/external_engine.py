@@ -20,7 +20,8 @@ class SamplingParams:
 class LLM:
     def __init__(self, **given):
         if FACTS.get("fails"):
-            sys.stderr.write("ValueError: No memory of 3 GiB\\n")
+            print("(EngineCore pid=7) ERROR [core.py:9] ValueError: No memory of 3 GiB", flush=True)
+            sys.stderr.write("ValidationError: 1 validation error for ModelConfig\\n")
             raise RuntimeError("Engine core initialization failed. See above.")
         assert given["load_format"] == "dummy" and not given["enable_prefix_caching"]
         self.longest = given["max_model_len"]
