@@ -127,7 +127,8 @@ def _answer(data: Mapping[str, Any], limit: float | None) -> Iterator[str]:
         yield f"Keys and values cost about the same at {_listed(alike)}."
     free = [one["setting"] for one in data["layers"] if not one["stay"]]
     if free:
-        yield f"All parts together stay within {number(limit)} nats at {_listed(free)}."
+        parts = "All parts" if len(data["heads"]) == data["model_layers"] else "The measured layers"
+        yield f"{parts} together stay within {number(limit)} nats at {_listed(free)}."
     for one in data["layers"]:
         if one["stay"]:
             layers = "layer" if len(one["stay"]) == 1 else "layers"

@@ -48,6 +48,7 @@ def test_every_part_has_every_setting_and_wholes_are_measured(result: Any) -> No
 
 def test_heads_are_measured_one_by_one(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
     asked = ("--text", text, "--tokens", 64, "--seq-len", 32, "--layers", "0,-1", "--bits", "4")
+    asked += ("--limit", "9")
     found = {}
     for by in ("head", "layer"):
         path = tmp_path / f"{by}.json"
@@ -67,6 +68,7 @@ def test_heads_are_measured_one_by_one(tiny_folder: Path, text: Path, tmp_path: 
         own = [c for c in cells if all(c[k] == whole[k] for k in ("layer", "side", "exact_first"))]
         assert sum(c["bytes_per_token"] for c in own) == pytest.approx(whole["bytes_per_token"])
         assert max(c["kl"] for c in own) > 0
+    assert "The measured layers together stay within" in " ".join(done.stdout.split())
     # The whole is the same, however it was cut into cells.
     both = [one["data"]["budgets"][0]["uniform"]["measured"]["kl"] for one in found.values()]
     assert both[0] == pytest.approx(both[1], rel=1e-6)
