@@ -133,7 +133,11 @@ def frontier(
     from kvprof.methods.registry import calibration_needs
 
     requests = parse_methods(methods, common, lambda own: method_options(None, None, None, own))
-    needs = [calibration_needs(request.method, **request.options) for request in requests]
+    needs = [
+        calibration_needs(request.method, **request.options)
+        for request in requests
+        if not (teacher_forced and request.method == "fp8")  # which a single pass does not show
+    ]
     if (calibrate or calibrate_tokens) and not any(needs):
         raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
     loaded = load_for_command(

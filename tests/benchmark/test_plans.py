@@ -45,16 +45,30 @@ def placed(shape=SMALL, seq=256):
 
 @pytest.mark.parametrize(
     "name",
-    ["fdc-3bit", "kq-4bit-row", "uniform-8bit-g16", "full-8bit", "per-token", "tale-4bit", "palu"],
+    [
+        *("fdc-3bit", "kq-4bit-row", "uniform-8bit-g16", "full-8bit", "per-token", "tale-4bit"),
+        *("palu", "kq-k8v4", "fdc-k4v8-row", "per-token:bits=k8v2", "fp8:scale=none"),
+        "per-token:bits=8,skip=0",
+    ],
 )
 def test_what_comes_on_top_is_stored_as_the_plan_says(name):
     ((method, widths),) = made(name)
     built = build_case(method, placed(), widths, None)
     output = sampler(built.runs, CPU).output()
     assert built.error(output) < 1e-5
-    counted = bytes_at(stored_plan(method, SMALL, widths), 256, itemsize=4, batch=2).total
+    plan = stored_plan(method, SMALL, widths)
+    counted = bytes_at(plan, 256, itemsize=4, batch=2).total
+    if left := sum(layer.left_out for layer in plan.layers):  # timed is the other layer
+        counted = 2 * (counted - left * 2 * 2 * 4 * 64 * 4 * 256)
     # Blocks are whole, and 3 bits lie in the container of 4; a plan is of both layers.
     assert counted / 2 <= built.buffer_bytes <= 1.35 * counted / 2 + 2 * 4 * 4 * 256 * 64
+
+
+def test_unlike_bits_are_each_sides_own():
+    for name, bits in (("kq-k8v4", (8, 4)), ("per-token:bits=k2v3", (2, 3)), ("full-4bit", (4, 4))):
+        ((method, widths),) = made(name)
+        (part,) = stored_parts(stored_plan(method, SMALL, widths), 256)
+        assert (part.key_bits, part.value_bits) == bits
 
 
 def test_tales_levels_are_those_of_its_plan():
@@ -74,6 +88,7 @@ def test_tales_levels_are_those_of_its_plan():
         ("sink-recent", "tokens are evicted"),
         ("fdc+kivi", "tokens are quantised 32 at a time"),
         ("palu-4bit", "keys are rebuilt before RoPE and latents are quantised"),
+        ("kivi:bits=k4v2", "tokens are quantised 32 at a time"),
         ("kvquant", "latents are quantised by codebook"),
         ("strawman", "bases are found online"),
         ("fp8-4bit", "is quantised already"),

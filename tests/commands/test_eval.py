@@ -211,7 +211,7 @@ def test_questions_that_do_not_fit_are_counted(
             ("--method", "full", "--teacher-forced", "--calibrate", "prose"),
             "nothing is calibrated",
         ),
-        (("--method", "fp8", "--option", "skip=2"), "fp8: skip=2: "),
+        (("--method", "fp8", "--option", "skip=3"), "fp8: skip=3: "),
         (("--method", "fp8", "--rate", 0.9), "leave out --rate"),
         (("--method", "full,fp8", "--removal", "0.1"), "leave out --removal"),
         (("--method", "kq", "--rate", "nan"), "--rate nan"),

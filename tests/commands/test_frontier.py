@@ -271,7 +271,10 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
         (["--allocation", "budget", "--methods", "kivi"], "--allocation"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
-        (["--methods", "kivi,per-token", "--calibrate-tokens", "512"], "nothing is calibrated"),
+        (
+            ["--methods", "sink-recent", "--teacher-forced", "--calibrate-tokens", "512"],
+            "nothing is calibrated",
+        ),
         (["--methods", ","], "names no method"),
         (["--target", "nan"], "--target nan"),
         (["--target", "accuracy=0.9", "--target", "0.5"], "of one metric"),

@@ -13,7 +13,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at
 from kvprof.methods.family import plan_at
-from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import kivi, quantised
 from kvprof.methods.registry import plan_family
 from kvprof.serving.pages import imbalance, layer_pages, token_bytes
@@ -85,6 +85,12 @@ def test_ranks_share_a_page_size() -> None:
     stored = sum(key + value for layer in RANKS for key, value in layer) + 16
     room = 2 * sum(layer.columns for layer in pages)
     assert imbalance(pages) == pytest.approx(1 - stored / room)
+
+
+def test_a_scale_goes_into_the_weights_and_out_again() -> None:
+    down, up = narrowed(HeadGroup(0, 1, DEPTH, (DEPTH,), scale=0.25), DEPTH)
+    assert torch.equal(down, 4 * torch.eye(DEPTH))
+    assert torch.equal(up, torch.eye(DEPTH) / 4)
 
 
 @pytest.mark.parametrize("bias", [False, True])
