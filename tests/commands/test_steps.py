@@ -76,7 +76,7 @@ def test_a_saved_plan_is_read_and_nothing_may_be_said_beside_it(
         ({}, "give --method with --rate"),
         ({"method": "kq", "rate": 0.1, "removal": 0.1}, "--rate and --removal"),
         ({"method": "mine", "rate": 0.1}, "'mine' is unknown"),
-        ({"method": "fp8", "calibrate": "random:8k"}, "fp8 needs no calibration"),
+        ({"method": "full", "calibrate": "random:8k"}, "full needs no calibration"),
         ({"method": "kq", "rate": 0.1, "calibrate": "nowhere.txt"}, "'nowhere.txt' is no file"),
         (
             {"method": "kq", "rate": 0.1, "calibrate": "random:8k", "calibrate_tokens": "1k"},
