@@ -7,6 +7,7 @@ from kvprof.analysis.linalg import column_signs, eigh, svd
 from kvprof.analysis.moments import resolution
 
 __all__ = [
+    "GAUGE_FLOOR",
     "bit_reversed",
     "block_hadamard",
     "eigenbasis",
@@ -106,9 +107,9 @@ def _tail(values: Tensor) -> Tensor:
 # At full rank ``down @ up.T`` is the identity, also on directions that calibration never saw.
 
 
-# Columns that hardly matter keep a finite scale: with (almost) nothing to balance, the gauge of
-# this share of the largest singular value is used. It bounds what unseen data is scaled by.
-_GAUGE_FLOOR = 1e-4
+#: Columns that hardly matter keep a finite scale: with (almost) nothing to balance, the gauge of
+#: this share of the largest singular value is used. It bounds what unseen data is scaled by.
+GAUGE_FLOOR = 1e-4
 
 
 def optimal_pair(stored: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,7 +271,7 @@ def random_rotation(width: int, seed: int) -> Tensor:
 def _gauge(values: Tensor, seen: Tensor) -> Tensor:
     """Return √σ per column, bounded from below; 1 for the `unseen` columns at the end."""
     largest = values[..., :1]
-    floored = torch.maximum(values, _GAUGE_FLOOR * largest).sqrt()
+    floored = torch.maximum(values, GAUGE_FLOOR * largest).sqrt()
     columns = torch.arange(values.shape[-1], device=values.device)
     unscaled = (columns >= seen.unsqueeze(-1)) | (largest <= 0)
     return torch.where(unscaled, 1.0, floored)

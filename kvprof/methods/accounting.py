@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from kvprof.methods.plan import LayerPlan, Placement, Plan
+from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.storage import (
     ARITHMETICS,
     LIBRARIES,
@@ -233,7 +233,7 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
             for group in groups:
                 rank = group.ranks[segment.level]
                 if segment.quantised and quantiser is not None and side is not None:
-                    total += _quantised(segment, rank, quantiser, side, name, itemsize)
+                    total += _quantised(segment, group, quantiser, side, name, itemsize)
                     continue
                 # What a quantiser has still to reach is its window; without one it is just stored.
                 part = "sinks" if in_sink else "window" if side is not None else name
@@ -251,15 +251,21 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
 
 
 def _quantised(
-    segment: Segment, rank: int, quantiser: Quantiser, side: SideQuantiser, name: str, itemsize: int
+    segment: Segment,
+    group: HeadGroup,
+    quantiser: Quantiser,
+    side: SideQuantiser,
+    name: str,
+    itemsize: int,
 ) -> CacheBytes:
-    tokens = segment.tokens
+    tokens, rank = segment.tokens, group.ranks[segment.level]
     if quantiser.kind in LIBRARIES:
         row = row_layout(quantiser.kind, side.bits[segment.level], rank, side.group)
         scales = tokens * row.groups * itemsize  # in the model's own dtype
         zeros = scales if row.zeros else 0
         return CacheBytes(scales=scales, zeros=zeros, **{name: tokens * row.code_bytes})
-    codes = tokens * math.ceil(rank * side.bits[segment.level] / 8)
+    runs = group.column_bits or ((rank, side.bits[segment.level]),)
+    codes = tokens * sum(math.ceil(columns * bits / 8) for columns, bits in runs)
     kept = ARITHMETICS[quantiser.kind].kept
     if not kept:
         return CacheBytes(**{name: codes})
@@ -320,6 +326,12 @@ def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool =
             (layer.values.groups, quantiser.values if quantiser else None),
         ):
             for level, share in levels:
-                bits = side.bits[level] if quantised and side is not None else None
-                total += share * sum(group.ranks[level] for group in groups) * weigh(bits)
+                columns = 0.0
+                for group in groups:
+                    runs: tuple[tuple[int, int | None], ...] = ((group.ranks[level], None),)
+                    if quantised and side is not None:
+                        runs = group.column_bits or ((group.ranks[level], side.bits[level]),)
+                    # Columns of 0 bits are not stored.
+                    columns += sum(n * weigh(bits) for n, bits in runs if bits != 0)
+                total += share * columns
     return total

@@ -21,7 +21,13 @@ from kvprof.analysis.rank_allocation import (
 )
 from kvprof.errors import UsageError
 from kvprof.methods.family import HeadWeights, MethodInputs, PlanFamily
-from kvprof.methods.pair_bases import KEY_BASES, VALUE_BASES, SideBases, chosen
+from kvprof.methods.pair_bases import (
+    KEY_BASES,
+    VALUE_BASES,
+    SideBases,
+    chosen,
+    shared_outputs,
+)
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.soundness import refuse_latent_attention
 from kvprof.models.layout import LayerLayout
@@ -324,6 +330,7 @@ def projected(
     minimum: int,
     kinds: int = 0,
     fold_keys: bool = False,
+    value_heads: int = 1,
 ) -> PlanFamily:
     """Return the plans of one choice of bases.
 
@@ -342,6 +349,8 @@ def projected(
         See `kvprof.methods.low_rank.allocator`.
     fold_keys : bool
         Fold the basis of Q and K into W_Q and W_K in layers that have neither RoPE nor QK-norm.
+    value_heads : int
+        KV heads whose values share a latent, 0 for all of a layer's; for ``vo-opt``.
 
     Raises
     ------
@@ -355,6 +364,8 @@ def projected(
         raise UsageError(f"{method}: keys and values are both none, so nothing is compressed")
     key_basis = chosen(keys, KEY_BASES, method) if keys is not None else None
     value_basis = chosen(values, VALUE_BASES, method) if values is not None else None
+    if value_heads != 1:
+        value_basis = partial(shared_outputs, heads=value_heads)
     layers = []
     for index, facts in enumerate(inputs.layout.layers):
         if index in inputs.skip:

@@ -63,6 +63,7 @@ MODIFIERS = (
 METHOD_NAMES = (
     *ALWAYS,
     *COMPARED.split(","),
+    "kq-wf",
     "svd-kv",
     "svd-k",
     "svd-v",

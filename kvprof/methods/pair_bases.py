@@ -18,7 +18,7 @@ from kvprof.analysis.spectrum import from_eigenvalues
 from kvprof.errors import UsageError
 from kvprof.models.layout import LayerLayout
 
-__all__ = ["KEY_BASES", "VALUE_BASES", "SideBases", "chosen", "shared_bases"]
+__all__ = ["KEY_BASES", "VALUE_BASES", "SideBases", "chosen", "shared_bases", "shared_outputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +147,28 @@ def shared_bases(moments: Moments, facts: LayerLayout, vector: str, heads: int) 
     gram = joint_gram(moments.layers[facts.index], vector, size).cpu() / moments.tokens
     down, up, values = whitened_pair(gram)
     return SideBases(size, down.float(), up.float(), values, _tail_energy(values))
+
+
+def shared_outputs(moments: Moments, facts: LayerLayout, heads: int) -> SideBases:
+    """Return ``vo-opt`` for latents of V that groups of heads share.
+
+    The optimal pair of the group's values side by side and of a block-diagonal matrix of its W_O^h:
+    heads attend to unlike tokens, so that what one's error does to the output is taken to be
+    uncorrelated with the others'.
+
+    Parameters
+    ----------
+    moments : Moments
+        Kept with ``joint_heads`` a multiple of the group.
+    facts : LayerLayout
+    heads : int
+        KV heads per group; 0 for all of the layer's.
+    """
+    size = group_size(heads or facts.num_kv_heads, facts.num_kv_heads)
+    stored = joint_gram(moments.layers[facts.index], "v", size).cpu() / moments.tokens
+    _, outputs = _value_output(moments, facts)
+    blocks = [torch.block_diag(*part) for part in outputs.split(size)]
+    return replace(_optimal(stored, torch.stack(blocks)), heads=size)
 
 
 def _key_basis(moments: Moments, facts: LayerLayout, gram: Tensor) -> SideBases:

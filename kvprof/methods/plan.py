@@ -56,10 +56,19 @@ nearest to ``x / norm``; ``lloyd-max-unit`` divides the norm by that of ``c[code
 in [0, 1]; before that the ``ceil(outliers * r)`` largest magnitudes of each token's row are kept
 apart (value in the model's dtype, 16-bit column index) and count as 0 in minimum and maximum.
 ``fp8``: a saturating cast to e4m3; what is cast may be stored over a scale of its group's own.
+``lloyd``: ``x ≈ scale * c[code]`` with ``c = kvprof.methods.quantisers.normal_levels(bits)``, the
+levels of least squared error for a standard normal variable, and scale the root mean square of the
+token's row, rounded to ``scale_dtype`` before it divides; for latents whose columns are alike.
 ``hqq`` and ``quanto``: what the library of that name makes of a group of columns of one token;
 `kvprof.methods.storage` says how a row is cut, filled up and packed.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
 Where the last column group is narrower than ``group`` it has its own scale all the same.
+
+**Bits by column** (``lloyd`` only). A group's ``column_bits``, pairs ``(columns, bits)``, cut its
+latent into runs of adjacent columns with bits of their own, each packed into whole bytes; they
+stand in place of the side's ``bits``, which are then empty, and share the row's scale. A run of 0
+bits is stored of sinks and of what the quantiser has not reached, and of nothing else: of a
+quantised token it is left out, reads as 0, and does not count for the root mean square.
 
 **Sliding windows.** A layer with ``sliding_window`` W stores its last ``W - 1`` tokens. Only its
 projections (top rank) and a quantiser with ``window`` 0 and ``block`` 1 apply there; sinks, levels,
@@ -87,6 +96,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.methods.storage import (
+    ARITHMETICS,
     Eviction,
     Levels,
     Quantiser,
@@ -139,6 +149,9 @@ class HeadGroup:
         ``[heads * head_dim, ranks[-1]]`` float32; see the module. Both or neither.
     scale : float
         What rows are divided by before they are stored, a power of two; see the module.
+    column_bits : tuple of (int, int)
+        Runs of adjacent columns and the bits of each, see the module; empty where the quantiser
+        says the bits of all.
     """
 
     first: int
@@ -148,6 +161,7 @@ class HeadGroup:
     down: Tensor | None = None
     up: Tensor | None = None
     scale: float = 1.0
+    column_bits: tuple[tuple[int, int], ...] = ()
 
     @property
     def width(self) -> int:
@@ -318,6 +332,7 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
     for side, groups in (("keys", keys.groups), ("values", values.groups)):
         if any(group.scale != 1 for group in groups):
             _check_scales(f"{name} {side}", groups, layer, plan)
+        _check_column_bits(f"{name} {side}", groups, side, layer, plan)
     plain = all(group.identity for group in keys.groups)
     if keys.placement is Placement.NONE and not plain:
         raise UsageError(f"{name}: keys have a basis but no placement")
@@ -328,7 +343,7 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
     if layer.left_out and (
         keys.placement is not Placement.NONE
         or any(
-            group.scale != 1 or set(group.ranks) != {group.width}
+            group.scale != 1 or group.column_bits or set(group.ranks) != {group.width}
             for group in (*keys.groups, *values.groups)
         )
         or not plain
@@ -355,6 +370,36 @@ def _check_scales(name: str, groups: Sequence[HeadGroup], layer: LayerPlan, plan
         )
     if plan.quantiser is None:
         raise UsageError(f"{name}: scales are for a quantiser, and the plan has none")
+
+
+def _check_column_bits(
+    name: str, groups: Sequence[HeadGroup], what: str, layer: LayerPlan, plan: Plan
+) -> None:
+    quantiser = plan.quantiser
+    side: SideQuantiser | None = getattr(quantiser, what) if quantiser is not None else None
+    for group in groups:
+        if not group.column_bits:
+            # As `kvprof.methods.tokens.quantises` has it, which knows plans that are checked.
+            aged = layer.sliding_window is None or (quantiser is not None and not quantiser.window)
+            if side is not None and not side.bits and aged and not layer.left_out:
+                raise UsageError(f"{name}: neither the quantiser nor the columns say their bits")
+            continue
+        if quantiser is None or quantiser.kind != "lloyd" or side is None or side.bits:
+            raise UsageError(
+                f"{name}: bits by column are for the quantiser lloyd, which then says none itself"
+            )
+        known = (0, *ARITHMETICS["lloyd"].bits)
+        widths, bits = zip(*group.column_bits, strict=True)
+        if min(widths) < 1 or sum(widths) != group.rank or len(group.ranks) > 1:
+            raise UsageError(
+                f"{name}: runs of {', '.join(map(str, widths))} columns do not make up a latent of "
+                f"{group.rank} at a single level"
+            )
+        if not set(bits) <= set(known) or not any(bits):
+            raise UsageError(
+                f"{name}: columns of {', '.join(map(str, bits))} bits; choose from "
+                f"{', '.join(map(str, known))}, and not 0 for all"
+            )
 
 
 def _check_groups(name: str, groups: Sequence[HeadGroup], plan: Plan) -> int:

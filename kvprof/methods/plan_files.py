@@ -24,7 +24,8 @@ from kvprof.tensor_files import load_tensors, save_tensors
 __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/1"
-# Of plans that say what a reader of the first would pass over: scales, layers left out, clipping.
+# Of plans that say what a reader of the first would pass over: scales, layers left out, clipping,
+# bits by column.
 _SECOND = "kvprof-plan/2"
 _LONGEST_MESSAGE = 300
 
@@ -51,7 +52,12 @@ def _is_group(group: Any) -> bool:
         return False
     if type(group.get("scale", 1.0)) is not float:
         return False
-    counts = (first + 1, group.get("heads"), group.get("head_dim"), *ranks)
+    runs = group.get("column_bits", [])
+    if type(runs) is not list or not all(type(run) is list and len(run) == 2 for run in runs):
+        return False
+    counts = (first + 1, group.get("heads"), group.get("head_dim"), *ranks, *(n for n, _ in runs))
+    if not all(type(bits) is int and 0 <= bits <= _MOST_BITS for _, bits in runs):
+        return False
     return all(type(one) is int and 1 <= one < 2**31 for one in counts)
 
 
@@ -78,7 +84,14 @@ def _list(entry: dict[str, Any], least: int, most: int) -> dict[str, Any]:
 
 _YES_OR_NO, _WORDS, _NUMBER = {"type": "boolean"}, {"type": "string"}, {"type": "number"}
 _LEVELS = 64  # more than any plan has
+_MOST_BITS = 16  # of a code
 _FOLDS = {"fold_down": _YES_OR_NO, "fold_up": _YES_OR_NO}
+_RUN = {
+    "type": "array",
+    "prefixItems": [_integer(1), _integer(0, _MOST_BITS)],
+    "minItems": 2,
+    "maxItems": 2,
+}
 _GROUP = _with(
     _object(
         first=_integer(0),
@@ -88,10 +101,13 @@ _GROUP = _with(
         based=_YES_OR_NO,
     ),
     scale=_NUMBER,
+    column_bits=_list(_RUN, 1, 2**16),
 )
 _GROUPS = {"type": "array", "minItems": 1, "maxItems": 2**16, "headGroups": True}
 _SIDE = _with(
-    _object(bits=_list(_integer(1, 16), 1, _LEVELS), axis=_WORDS, group=_or_null(_integer(1))),
+    _object(
+        bits=_list(_integer(1, _MOST_BITS), 0, _LEVELS), axis=_WORDS, group=_or_null(_integer(1))
+    ),
     clip=_NUMBER,
 )
 # What calibration tells of its data. Methods may add keys of their own to all of `made`.
@@ -191,7 +207,8 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
                     tensors[f"layers.{index}.{name}.{number}.down"] = group.down
                     tensors[f"layers.{index}.{name}.{number}.up"] = group.up
     groups = (group for x in plan.layers for group in (*x.keys.groups, *x.values.groups))
-    more = any(group.scale != 1 for group in groups) or any(x.left_out for x in plan.layers)
+    more = any(group.scale != 1 or group.column_bits for group in groups)
+    more = more or any(x.left_out for x in plan.layers)
     quantiser = plan.quantiser
     sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
     more = more or any(side is not None and side.clip is not None for side in sides)
@@ -305,8 +322,9 @@ def _side(side: KeyPlan | ValuePlan) -> dict[str, Any]:
                 "head_dim": group.head_dim,
                 "ranks": list(group.ranks),
                 "based": group.down is not None,
-                # Only where there is one: digests and files of other plans stay what they were.
+                # Only where there are: digests and files of all other plans stay what they were.
                 **({"scale": group.scale} if group.scale != 1 else {}),
+                **({"column_bits": [*map(list, group.column_bits)]} if group.column_bits else {}),
             }
             for group in side.groups
         ],
@@ -369,6 +387,7 @@ def _groups(side: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> tu
                 down,
                 up,
                 float(group.get("scale", 1.0)),
+                tuple((columns, bits) for columns, bits in group.get("column_bits", ())),
             )
         )
     return tuple(groups)

@@ -234,6 +234,8 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
             found.append(f"{name} are not quantised.")
         elif own is not None and not own.kept:
             found.append(f"{name} are stored in {own.words}, {_scale_words(plan, name.lower())}.")
+        elif not side.bits:
+            found.append(f"{name} have {_column_bits(plan, name.lower())} by column.")
         else:
             bits = "/".join(map(str, side.bits))
             unit = "tokens" if side.axis == "channel" else "columns"
@@ -254,6 +256,11 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
                     f"{name} are clipped: of each row {side.clip:.0%} of the magnitudes stay as "
                     "they are."
                 )
+    if any(side is not None and not side.bits for side in (quantiser.keys, quantiser.values)):
+        found.append(
+            f"Bits by column are codes of {quantiser.kind}; a token's whole row shares a scale in "
+            f"{quantiser.scale_dtype}."
+        )
     if quantiser.outliers:
         found.append(f"{quantiser.outliers:.1%} of each row are kept apart as outliers.")
     if quantiser.window or quantiser.block > 1:
@@ -276,6 +283,21 @@ def _scale_words(plan: Plan, side: str) -> str:
         f"each KV head's over a scale of its own ({values}) that {back} take back; it is the "
         "plan's, and no byte of any token"
     )
+
+
+def _column_bits(plan: Plan, name: str) -> str:
+    """Say which share of the columns has how many bits, and the mean."""
+    columns: dict[int, int] = {}
+    for layer in plan.layers:
+        for group in getattr(layer, name).groups:
+            for width, bits in group.column_bits:
+                columns[bits] = columns.get(bits, 0) + width
+    total = sum(columns.values())
+    mean = sum(bits * width for bits, width in columns.items()) / total
+    shares = [
+        f"{bits} bits ({columns[bits] / total:.0%})" for bits in sorted(columns, reverse=True)
+    ]
+    return f"{', '.join(shares)}, {mean:.2f} on average,"
 
 
 def _eviction_sentences(plan: Plan) -> list[str]:

@@ -25,6 +25,7 @@ from kvprof.methods.full import full
 from kvprof.methods.hadamard import hadamard
 from kvprof.methods.installed import InstalledMethod, installed_methods
 from kvprof.methods.kq import kq
+from kvprof.methods.kq_wf import kq_wf
 from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import (
     Modifier,
@@ -63,6 +64,7 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     "palu": palu,
     "tale": tale,
     "kq": kq,
+    "kq-wf": kq_wf,
     "svd-kv": svd_kv,
     "svd-k": svd_k,
     "svd-v": svd_v,
@@ -86,6 +88,7 @@ _TEXT = CalibrationNeeds("calibration")
 _NEEDS = {
     "fdc": _RANDOM, "zack": _RANDOM, "kq": _RANDOM,
     "svd-kv": _RANDOM, "svd-k": _RANDOM, "svd-v": _RANDOM,
+    "kq-wf": _TEXT,
     "palu": replace(_TEXT, pre_rope=True), "tale": _TEXT, "tale+kivi": _TEXT,
     "fp8": replace(_RANDOM, magnitudes=True),
     "oscar": replace(_TEXT, outputs=True),

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
@@ -30,8 +31,10 @@ def check_fits(plan: Plan, layout: ModelLayout, fingerprint: str) -> None:
         _check_layer_fits(f"layer {index}", layer, facts)
 
 
-def head_kinds(plan: Plan) -> set[tuple[tuple[int, ...], ...]]:
+def head_kinds(plan: Plan) -> set[tuple[tuple[Any, ...], ...]]:
     """Return the kinds of head that a plan has: distinct ranks of K and of V, by token level.
+
+    Where columns have bits of their own, these count too.
 
     A head is a KV head, or as many as share a latent; a kernel is compiled for each kind. Layers
     that no basis touches, and those that store nothing of their own, count for none.
@@ -49,11 +52,11 @@ def head_kinds(plan: Plan) -> set[tuple[tuple[int, ...], ...]]:
     return kinds
 
 
-def _ranks_of(groups: Sequence[HeadGroup], first: int, heads: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of the groups that `heads` heads from `first` on lie in."""
+def _ranks_of(groups: Sequence[HeadGroup], first: int, heads: int) -> tuple[tuple[Any, ...], ...]:
+    """Return the ranks, and bits by column, of the groups of `heads` heads from `first` on."""
     low = bisect_right(groups, first, key=lambda group: group.first) - 1
     high = bisect_left(groups, first + heads, key=lambda group: group.first)
-    return tuple(group.ranks for group in groups[low:high])
+    return tuple((*group.ranks, *group.column_bits) for group in groups[low:high])
 
 
 def check_kinds(plan: Plan) -> None:

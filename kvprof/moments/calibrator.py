@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
@@ -360,7 +361,7 @@ class Calibrator:
         CalibrationInterrupted
             When `should_stop` said so.
         """
-        loaded, allocation = self._loaded, options.get("allocation")
+        loaded, allocation = self._loaded, _allocation(method, options)
         form = options.pop("fisher_form", None)
         if form is not None and (allocation != "fisher" or form not in FISHER_FORMS):
             raise UsageError(
@@ -385,7 +386,7 @@ class Calibrator:
             if allocation == "fisher":
                 asked = needs.fisher_tokens if needs is not None else None
                 return self._with_fisher(inputs, form or FISHER_FORMS[0], asked)
-            return self._with_sensitivities(inputs, base, own, family)
+            return self._with_sensitivities(inputs, base, family)
         return inputs
 
     def family(self, method: str, **options: Any) -> PlanFamily:
@@ -461,11 +462,11 @@ class Calibrator:
         return self._noted(inputs, notes)
 
     def _with_sensitivities(
-        self, inputs: MethodInputs, base: str, own: Mapping[str, Any], family: PlanFamily
+        self, inputs: MethodInputs, base: str, family: PlanFamily
     ) -> MethodInputs:
-        # Ranks are handed out from the same bases whatever the grid is.
-        bases = {k: v for k, v in own.items() if k not in ("allocation", "grid", "minimum")}
-        key = (base, repr(sorted(bases.items())), id(inputs.moments))
+        # The same bases predict the same errors, whatever hands out ranks or bits of them.
+        bases = sha256(b"".join(target.errors.numpy().tobytes() for target in family.targets))
+        key = (bases.hexdigest(), id(inputs.moments))
         if key not in self._sensitivities:
             most = min(PROBED_TOKENS, self._options.tokens or PROBED_TOKENS)
             text = self._text(most, PROBED_LENGTH)
@@ -512,6 +513,15 @@ def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
     fitting = [name for name in known if any(method.startswith(name + joint) for joint in _JOINTS)]
     own = {key: value for key, value in options.items() if key not in _MODIFIER_OPTIONS}
     return max(fitting, key=len), own
+
+
+def _allocation(method: str, options: Mapping[str, Any]) -> Any:
+    """Return how a method hands out its ranks or bits: as the options say, else as it does."""
+    if "allocation" in options:
+        return options["allocation"]
+    base, _ = base_method(method, options)
+    known = inspect.signature(METHODS[base]).parameters if base in METHODS else {}
+    return known["allocation"].default if "allocation" in known else None
 
 
 # --- Plans of a method's shape without calibration: what they store, not what they keep of a
@@ -581,9 +591,7 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
     base, own = base_method(method, given)
     layers = [_stand_in(x, needs) for x in loaded.layout.layers]
     inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
-    known = inspect.signature(METHODS[base]).parameters
-    default = known["allocation"].default if "allocation" in known else None
-    allocation = own.get("allocation", default)
+    allocation = _allocation(base, own)
     if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
         plain = {key: value for key, value in own.items() if key != "allocation"}
         targets = plan_family(base, inputs, **plain).targets

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """``g`` head groups of one side with ``n`` heads and the same ranks each.
+    """``g`` head groups of one side with ``n`` heads, the same ranks and bits by column each.
 
     Attributes
     ----------
@@ -57,6 +57,8 @@ class Bundle:
     copies : int
         Keys that are stored for one of the model's: above 1 (a key per query head) `kv_heads`
         counts them, number h being of KV head ``h // copies``.
+    column_bits : tuple of (int, int)
+        As in `HeadGroup`.
     """
 
     kv_heads: tuple[int, ...]
@@ -69,6 +71,7 @@ class Bundle:
     online: bool
     scale: Tensor | None = None
     copies: int = 1
+    column_bits: tuple[tuple[int, int], ...] = ()
 
     @property
     def groups(self) -> int:
@@ -146,7 +149,7 @@ def bundled(
     """
     alike: dict[tuple[object, ...], list[HeadGroup]] = {}
     for group in groups:
-        key = (group.heads, group.ranks, group.down is None)
+        key = (group.heads, group.ranks, group.down is None, group.column_bits)
         alike.setdefault(key, []).append(group)
     bundles = []
     for members in alike.values():
@@ -172,6 +175,7 @@ def bundled(
                 online=online and first.down is None and not first.identity,
                 scale=scale,
                 copies=copies,
+                column_bits=first.column_bits,
             )
         )
     return bundles

@@ -7,7 +7,7 @@ groups of tokens), and back. `kvprof.methods.plan` has the formulas; those of li
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvprof.methods.quantisers import codebook, lloyd_max
+from kvprof.methods.quantisers import codebook, lloyd_max, normal_levels
 from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library, row_layout
 from kvprof.runtime.tensors import unflatten
 
@@ -258,8 +258,83 @@ def _levels_on(levels: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(levels, device=device)
 
 
-def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> Codec:
+@dataclass(frozen=True)
+class _Lloyd(Codec):
+    """Levels for normal variables, a scale per row, and perhaps bits by column."""
+
+    runs: tuple[tuple[int | None, int], ...]
+    scale_dtype: torch.dtype
+
+    def encode(self, rows: Tensor) -> dict[str, Tensor]:
+        pieces = [
+            (piece.float(), bits)
+            for piece, bits in zip(self._cut(rows), self._bits, strict=True)
+            if bits
+        ]
+        kept = sum(piece.shape[-1] for piece, _ in pieces)
+        squares = torch.cat([piece.square().sum(-1, keepdim=True) for piece, _ in pieces], dim=-1)
+        mean = squares.sum(-1, keepdim=True) / kept
+        limits = torch.finfo(self.scale_dtype)
+        scale = mean.sqrt().clamp(limits.tiny, limits.max).to(self.scale_dtype)
+        # The rounded scale divides, so that its rounding costs next to nothing.
+        divisor = scale.float()
+        codes = [pack(_nearest(piece / divisor, bits), bits) for piece, bits in pieces]
+        if self.scale_dtype.itemsize == 1:
+            scale = scale.view(torch.uint8)  # few operations know the type itself
+        return {"codes": torch.cat(codes, dim=-1), "scale": scale}
+
+    def decode(self, stored: dict[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        codes, scale = stored["codes"], stored["scale"]
+        if self.scale_dtype.itemsize == 1:
+            scale = scale.view(self.scale_dtype)
+        scale, start, rows = scale.float(), 0, []
+        for width, bits in self.runs:
+            width = columns if width is None else width
+            if not bits:
+                rows.append(scale.new_zeros(*scale.shape[:-1], width))
+                continue
+            stop = start + math.ceil(width * bits / 8)
+            found = unpack(codes[..., start:stop], bits, width).long()
+            rows.append(scale * _levels_on(_normal(bits), codes.device)[found])
+            start = stop
+        return torch.cat(rows, dim=-1).to(dtype)
+
+    @property
+    def _bits(self) -> list[int]:
+        return [bits for _, bits in self.runs]
+
+    def _cut(self, rows: Tensor) -> Sequence[Tensor]:
+        widths = [rows.shape[-1] if width is None else width for width, _ in self.runs]
+        pieces: Sequence[Tensor] = torch.split(rows, widths, dim=-1)
+        return pieces
+
+
+@lru_cache(maxsize=8)
+def _normal(bits: int) -> tuple[float, ...]:
+    return tuple(normal_levels(bits).tolist())
+
+
+def _nearest(values: Tensor, bits: int) -> Tensor:
+    known = _levels_on(_normal(bits), values.device)
+    return torch.bucketize(values.contiguous(), (known[1:] + known[:-1]) / 2)
+
+
+def codec_for(
+    quantiser: Quantiser,
+    side: SideQuantiser | None,
+    level: int,
+    column_bits: tuple[tuple[int, int], ...] = (),
+) -> Codec:
     """Return how a side's quantised tokens of a level are kept.
+
+    Parameters
+    ----------
+    quantiser : Quantiser
+    side : SideQuantiser or None
+        Its keys or values.
+    level : int
+    column_bits : tuple of (int, int)
+        Of the group of heads, see `kvprof.methods.plan.HeadGroup`.
 
     Raises
     ------
@@ -270,6 +345,9 @@ def codec_for(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> C
         return PLAIN
     if quantiser.kind == "fp8":
         return _Float8()
+    if quantiser.kind == "lloyd":
+        runs = column_bits or ((None, side.bits[level]),)
+        return _Lloyd(runs, getattr(torch, quantiser.scale_dtype))
     bits = side.bits[level]
     if quantiser.kind in LIBRARIES:
         return library_codec(quantiser.kind, bits, side.group)

@@ -16,7 +16,7 @@ from kvprof.analysis.bases import eigenbasis
 from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.storage import Eviction
-from kvprof.methods.tokens import Segment, eviction_units, kept, level_ends, segments
+from kvprof.methods.tokens import Segment, eviction_units, kept, level_ends, quantises, segments
 from kvprof.models.interface import Rotation
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import (
@@ -233,11 +233,14 @@ class Keeper:
         elif aged and len(plan.levels.shares) > 1:
             self._storing = "compress"
         # Made at once, so that a quantiser that does not exist is found out before anything runs.
-        self._codecs: dict[tuple[str, int], Codec] = {
-            (side, level): codec_for(plan.quantiser, getattr(plan.quantiser, side), level)
+        self._codecs: dict[tuple[str, int, tuple[tuple[int, int], ...]], Codec] = {
+            (side, level, bits): codec_for(
+                plan.quantiser, getattr(plan.quantiser, side), level, bits
+            )
             for side in ("keys", "values")
             for level in range(len(plan.levels.shares))
-            if plan.quantiser is not None
+            if plan.quantiser is not None and quantises(plan, layer)
+            for bits in {group.column_bits for group in getattr(layer, side).groups}
         }
 
     @property
@@ -387,7 +390,9 @@ class Keeper:
             chosen = None if index is None else self._chosen(index, bundle)
             kept = []
             for segment in wanted:
-                codec = self._codecs[side, segment.level] if segment.quantised else PLAIN
+                codec: Codec = PLAIN
+                if segment.quantised:
+                    codec = self._codecs[side, segment.level, bundle.column_bits]
                 width = bundle.ranks[segment.level]
                 if chosen is None:
                     pieces = _pieces(parts, dropped + segment.start, dropped + segment.stop)

@@ -31,6 +31,7 @@ NAMES = [
     "strawman",
     "fdc+keyformer",
     "kq-4bit",
+    "kq-wf",
     "kvquant",
 ]
 
@@ -38,6 +39,8 @@ NAMES = [
 def made(name):
     ranked = name.startswith(("fdc", "palu", "tale", "kq", "strawman"))
     options = {**(FINE if ranked else {}), **({"heads": 2} if name == "palu" else {})}
+    if name == "kq-wf":
+        options = {"grid": 4, "allocation": "energy"}
     family = plan_family(name, inputs("Llama"), **options)
     return plan_at(family, family.settings[0] if family.settings else 0.3)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvprof.methods.quantisers import codebook
+from kvprof.methods.quantisers import codebook, normal_distortion, normal_levels
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.cache import joined, picked, plain_part
 from kvprof.runtime.codecs import codec_for, pack, unpack
@@ -63,6 +63,57 @@ def test_rows_are_quantised_by_the_formula(kind: str, bits: int, axis: str, grou
                     part = slice(start, start + group)
                     wanted[b, g, part, c] = by_hand(x[b, g, part, c], bits, kind)
         assert torch.allclose(found[b, g], wanted[b, g], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "levels", "error"),
+    [
+        (2, [0.4528, 1.510], 0.1175),
+        (3, [0.2451, 0.7560, 1.344, 2.152], 0.03454),
+        (4, [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733], 0.009497),
+    ],
+)
+def test_levels_for_normal_variables_are_those_of_max(
+    bits: int, levels: list[float], error: float
+) -> None:
+    """Max (1960), tables I and II."""
+    found = normal_levels(bits)
+    assert torch.allclose(found[len(levels) :], torch.tensor(levels), atol=1e-3)
+    assert torch.allclose(found, -found.flip(0), atol=1e-6)
+    assert normal_distortion(bits) == pytest.approx(error, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_normal_rows_lose_what_the_levels_promise(bits: int) -> None:
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(bits)) * 5
+    side = SideQuantiser((bits,))
+    codec = codec_for(Quantiser("lloyd", side, side), side, 0)
+    stored = codec.encode(x)
+    found = codec.decode(stored, 64, torch.float32)
+    assert stored["codes"].shape[-1] == 8 * bits
+    error = float((found - x).square().mean() / x.square().mean())
+    assert error == pytest.approx(normal_distortion(bits), rel=0.15)
+
+
+def test_runs_of_columns_have_bits_of_their_own_and_no_bits_read_as_zero() -> None:
+    x, runs = rows(7, 13), ((3, 4), (6, 2), (4, 0))
+    side = SideQuantiser(())
+    quantiser = Quantiser("lloyd", side, side, scale_dtype="float8_e4m3fn")
+    codec = codec_for(quantiser, side, 0, runs)
+    stored = codec.encode(x)
+    assert {name: tensor.shape[-1] for name, tensor in stored.items()} == {"codes": 4, "scale": 1}
+    assert all(tensor.dtype == torch.uint8 for tensor in stored.values())
+    found = codec.decode(stored, 13, torch.float32)
+    assert torch.equal(found[..., 9:], torch.zeros(2, 3, 7, 4))
+    scale = x[..., :9].square().mean(-1, keepdim=True).sqrt().to(torch.float8_e4m3fn).float()
+    for columns, bits in ((slice(0, 3), 4), (slice(3, 9), 2)):
+        levels = normal_levels(bits)
+        nearest = (x[..., columns, None] / scale[..., None] - levels).abs().argmin(-1)
+        assert torch.allclose(found[..., columns], scale * levels[nearest])
+    # A row of nothing stays nothing to speak of, and the largest one a scale can be is enough.
+    empty = codec.decode(codec.encode(torch.zeros(1, 13)), 13, torch.float32)
+    assert empty.abs().max() < 0.05
+    assert torch.isfinite(codec.decode(codec.encode(1e6 * torch.ones(1, 13)), 13, torch.half)).all()
 
 
 def test_outliers_are_kept_exactly() -> None:

@@ -41,6 +41,7 @@ METHODS_AT_FULL_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "strawman": ("strawman", FINE),
 }
 _LOSSY = (
+    "kq-wf",
     "fp8",
     "per-token",
     "kivi",

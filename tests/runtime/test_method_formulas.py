@@ -55,7 +55,7 @@ LOW_RANK: dict[str, tuple[str, dict[str, Any]]] = {
 #: Tested below, in test_quantiser_formulas, test_rotated_formulas, test_library_codecs (HQQ against
 #: the library itself) and test_eviction.
 ELSEWHERE = {"tale", "tale+kivi", "strawman", "fp8", "per-token", "kivi", "kvquant"} | {
-    "hqq", "quanto", "sink-recent", "h2o", "keyformer",
+    "kq-wf", "hqq", "quanto", "sink-recent", "h2o", "keyformer",
     "hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar",
 }  # fmt: skip
 

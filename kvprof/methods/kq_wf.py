@@ -1,0 +1,187 @@
+"""``kq-wf``: ``kq``'s latents with bits by column, handed out by reverse water-filling."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Annotated
+
+import torch
+
+from kvprof.analysis.bases import GAUGE_FLOOR, walsh_hadamard
+from kvprof.analysis.bit_allocation import ColumnBits, few_column_bits, water_filled
+from kvprof.analysis.rank_allocation import RankTarget
+from kvprof.errors import UsageError
+from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.low_rank import identity_layer, projected
+from kvprof.methods.option_types import Among, Count, Positive
+from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
+from kvprof.methods.quantisers import normal_distortion
+from kvprof.methods.storage import ARITHMETICS, Levels, Quantiser, SideQuantiser
+
+__all__ = ["kq_wf"]
+
+
+def kq_wf(
+    inputs: MethodInputs,
+    *,
+    heads: Count = 1,
+    allocation: Annotated[str, Among("budget", "energy")] = "budget",
+    grid: Positive = 16,
+    kinds: Count = 0,
+    sink: Count = 4,
+    window: Count = 32,
+    hadamard: bool = True,
+) -> PlanFamily:
+    """Return plans of the optimal pairs with 0, 2, 3, 4 or 8 bits by column.
+
+    A latent's columns have the singular values σ_i of ``Q Kᵀ``, or of ``V W_O``: what a column's
+    relative squared error D adds to the product's squared error is ``σ_i² D``. Bits are handed out
+    over all layers, heads and both sides to what loses least by that
+    (`kvprof.analysis.bit_allocation.water_filled`). Columns of equal bits are mixed by a Hadamard
+    matrix, scaled to a mean square of 1 on the calibration data, both inside ``down`` and ``up``,
+    and quantised to the levels that are best for a normal variable, with one scale of 8 bits for
+    a token's row (``lloyd``, `kvprof.methods.plan`).
+
+    Parameters
+    ----------
+    inputs : MethodInputs
+        With moments; with ``sensitivities`` for ``budget``.
+    heads : int
+        KV heads whose values share a latent (their keys have one each): more go further where heads
+        hold alike things, but W_O grows with them as for ``palu``; 0 for all.
+    allocation : str
+        What a unit of a head's squared error weighs: ``budget`` what was measured of it, ``energy``
+        as much as makes the whole of the head's keys, or values, 1 (KQ-SVD's relative error).
+    grid : int
+        Columns that get their bits together.
+    kinds : int
+        Distinct pairs of K's and V's bits by column that the heads of all layers may have; 0 for
+        no limit.
+    sink, window : int
+        First and newest tokens that stay exact, all columns at full precision.
+    hadamard : bool
+        Mix columns of equal bits.
+
+    Raises
+    ------
+    UsageError
+        Without moments; and its plans for ``budget`` without sensitivities.
+    """
+    base = projected(
+        "kq-wf",
+        inputs,
+        keys="kq",
+        values="vo-opt",
+        allocation="uniform",
+        grid=1,
+        minimum=1,
+        fold_keys=True,
+        value_heads=heads,
+    )
+    assert base.at_ranks is not None
+    whole = base.at_ranks([target.width for target in base.targets])
+    facts = inputs.layout.layers
+    # Layers that a sliding window keeps short are quantised only where no window is exact.
+    left = {x.index for x in facts if x.shared or (x.sliding_window is not None and window)}
+    targets = [target for target in base.targets if target.layer not in left]
+    if not targets:
+        raise UsageError("kq-wf: every layer has a sliding window; take window=0")
+    distortion = {bits: normal_distortion(bits) for bits in (0, *ARITHMETICS["lloyd"].bits)}
+    places = {(x.layer, x.side, x.group): number for number, x in enumerate(targets)}
+    side = SideQuantiser(())
+    quantiser = Quantiser("lloyd", side, side, window=window, scale_dtype="float8_e4m3fn")
+    made = {
+        **whole.made,
+        "options": {
+            "heads": heads,
+            "allocation": allocation,
+            "grid": grid,
+            "kinds": kinds,
+            "sink": sink,
+            "window": window,
+            "hadamard": hadamard,
+        },
+    }
+
+    @cache
+    def group_of(layer: int, name: str, number: int, runs: ColumnBits) -> HeadGroup:
+        group: HeadGroup = getattr(whole.layers[layer], name).groups[number]
+        return _evened(group, targets[places[layer, name, number]], runs, hadamard)
+
+    def layer_of(index: int, given: Sequence[ColumnBits]) -> LayerPlan:
+        layer = whole.layers[index]
+        if index in left:
+            return identity_layer(facts[index])
+        keys, values = (
+            tuple(
+                group_of(index, name, number, given[places[index, name, number]])
+                for number in range(len(getattr(layer, name).groups))
+            )
+            for name in ("keys", "values")
+        )
+        return replace(
+            layer,
+            keys=replace(layer.keys, groups=keys),
+            values=replace(layer.values, groups=values),
+        )
+
+    @cache
+    def weights_of() -> list[float]:
+        # Not before a plan is wanted: what is measured is measured of this family's targets.
+        return _weights(allocation, inputs, targets)
+
+    def build(knob: float) -> Plan:
+        weights = weights_of()
+        given = water_filled(targets, knob, grid, weights, distortion)
+        if kinds:
+            given = few_column_bits(targets, given, kinds, weights, distortion)
+        return replace(
+            whole,
+            layers=tuple(layer_of(index, given) for index in range(len(whole.layers))),
+            levels=Levels(sink),
+            quantiser=quantiser,
+            made=made,
+        )
+
+    return PlanFamily("kq-wf", "saved_bits", build, targets=base.targets, at_ranks=base.at_ranks)
+
+
+def _weights(allocation: str, inputs: MethodInputs, targets: Sequence[RankTarget]) -> list[float]:
+    if allocation == "budget":
+        known = inputs.sensitivities
+        if known is None:
+            raise UsageError(
+                "--allocation budget needs measured sensitivities, which were not given"
+            )
+        try:
+            return [known[x.side][x.layer][x.group] for x in targets]
+        except (KeyError, IndexError):
+            raise UsageError("budget: measured sensitivities lack a head of a layer") from None
+    energies = [float(x.errors[0]) for x in targets]
+    return [1.0 / energy if energy > 0 else 0.0 for energy in energies]
+
+
+def _evened(group: HeadGroup, target: RankTarget, runs: ColumnBits, hadamard: bool) -> HeadGroup:
+    """Mix the columns of each run and scale them to a mean square of 1.
+
+    The latents of the optimal pair are uncorrelated and have the energy σ_i per column (or its
+    gauge's floor), so that of a mixed column is ``Σ_i H_ij² σ_i``.
+    """
+    assert group.down is not None
+    assert group.up is not None
+    down, up = group.down.double(), group.up.double()
+    largest = float(target.values[0])
+    energies = target.values.double().clamp_min(GAUGE_FLOOR * largest if largest > 0 else 1.0)
+    start = 0
+    for width, bits in runs:
+        columns = slice(start, start + width)
+        start += width
+        if not bits:
+            continue
+        turn = torch.eye(width, dtype=torch.float64)
+        if hadamard:
+            turn = walsh_hadamard(width)
+        lengths = (turn.square().mT @ energies[columns]).sqrt()
+        down[:, columns] = down[:, columns] @ turn / lengths
+        up[:, columns] = up[:, columns] @ turn * lengths
+    return replace(group, down=down.float(), up=up.float(), column_bits=runs)

@@ -1,0 +1,220 @@
+"""``kq-wf`` against its formula: bases, bits, bytes and what attention reads, in plain numpy."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
+from kvprof.methods.family import by_head, plan_at, plan_for_rate
+from kvprof.methods.plan_report import describe
+from kvprof.methods.quantisers import normal_levels
+from kvprof.methods.registry import plan_family
+from kvprof.methods.soundness import head_kinds
+from kvprof.runtime.backends.route import kernel_reasons
+from kvprof.runtime.compressed import compressed
+from tests.methods.models import inputs, model, with_weights
+from tests.models.tiny import token_ids
+from tests.runtime.calibrated import Array, known, one_layer
+from tests.runtime.test_formula import attention_outputs, heads_out, relative, taps
+
+OWN = {"allocation": "energy"}
+
+
+def made(arch="Llama", knob=0.8, **options):
+    return plan_at(plan_family("kq-wf", known(arch)[0], grid=4, **OWN, **options), knob)
+
+
+def sides(plan, layer=0):
+    return (("keys", plan.layers[layer].keys.groups), ("values", plan.layers[layer].values.groups))
+
+
+def e4m3(x: float) -> float:
+    exponent = max(math.floor(math.log2(x)), -6)
+    step = 2.0 ** (exponent - 3)
+    return round(x / step) * step
+
+
+def quantised(z: Array, runs: tuple[tuple[int, int], ...]) -> Array:
+    """Quantise one token's latent by hand."""
+    out, start = np.zeros_like(z), 0
+    stored = sum(width for width, bits in runs if bits)
+    scale = e4m3(math.sqrt(float(np.square(z[:stored]).mean())))
+    for width, bits in runs:
+        if bits:
+            levels = normal_levels(bits).double().numpy()
+            part = z[start : start + width]
+            nearest = np.abs(part[:, None] / scale - levels).argmin(1)
+            out[start : start + width] = scale * levels[nearest]
+        start += width
+    return out
+
+
+def test_a_step_reads_old_tokens_as_quantised_and_the_others_as_they_were() -> None:
+    model_, prefill, length, sink, window = one_layer("Llama"), 40, 44, 3, 5
+    ids = token_ids(1, length)
+    plan = made(sink=sink, window=window)
+    tap = taps(model_, ids, pre_rope=False)
+    exact = heads_out(model_, tap.q, tap.k, tap.v)
+    rows = []
+    for query in range(prefill, length):
+        keys, values = tap.k.double().clone(), tap.v.double().clone()
+        for (_, groups), states in zip(sides(plan), (keys, values), strict=True):
+            for head, group in enumerate(groups):
+                down, up = (x.double().numpy() for x in (group.down, group.up))
+                for token in range(sink, query - window):
+                    z = states[0, head, token].numpy() @ down
+                    states[0, head, token] = torch.from_numpy(
+                        quantised(z, group.column_bits) @ up.T
+                    )
+        rows.append(heads_out(model_, tap.q, keys, values)[:, query])
+    wanted = torch.stack(rows, dim=1)
+    found = attention_outputs(model_, plan, ids, prefill=prefill)
+    assert relative(found[:, :prefill], exact[:, :prefill]) < 1e-5
+    assert relative(found[:, prefill:], wanted) < 1e-4
+    assert relative(exact[:, prefill:], wanted) > 3e-2
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_columns_are_the_optimal_pairs_and_those_of_equal_bits_alike(hadamard: bool) -> None:
+    """Zeroed 0-bit columns lose the tail of the product; a run's columns have mean squares of 1."""
+    plan, vectors = made(hadamard=hadamard), known("Llama")[1]
+    heads = plan.layers[0].kv_heads
+    each = len(vectors["q"]) // heads
+    for side, groups in sides(plan):
+        for head, group in enumerate(groups):
+            stored = vectors["k" if side == "keys" else "v"][head]
+            others = vectors["q" if side == "keys" else "w_o"][head * each : (head + 1) * each]
+            joined = np.concatenate([x if side == "keys" else x.T for x in others])
+            product = np.linalg.qr(stored)[1] @ np.linalg.qr(joined)[1].T
+            tail = np.square(np.linalg.svd(product, compute_uv=False))
+            down, up = (x.double().numpy() for x in (group.down, group.up))
+            assert np.allclose(down @ up.T, np.eye(16), atol=1e-4)
+            latent = stored @ down
+            kept = sum(width for width, bits in group.column_bits if bits)
+            error = stored - latent[:, :kept] @ up[:, :kept].T
+            assert np.square(error @ joined.T).sum() == pytest.approx(tail[kept:].sum(), rel=1e-3)
+            assert np.square(latent[:, :kept]).mean(0) == pytest.approx(1, rel=1e-3)
+            if not hadamard:
+                continue
+            start = 0
+            for width, bits in group.column_bits:
+                columns = slice(start, start + width)
+                start += width
+                if bits and width & (width - 1) == 0:
+                    # What noise in a column does to the product is the same for all that are mixed.
+                    weight = np.square(joined @ up[:, columns]).sum(0)
+                    assert weight == pytest.approx(weight.mean(), rel=1e-3)
+
+
+def test_values_of_several_heads_share_the_best_latent_for_outputs_on_their_own() -> None:
+    """Heads' errors taken apart: the least of ``Σ_h ‖E_h W_O^h‖²`` that so many columns leave."""
+    plan, vectors = made(heads=2, hadamard=False), known("Llama")[1]
+    (group,) = plan.layers[0].values.groups
+    assert (group.heads, group.rank) == (2, 32)
+    values = np.concatenate(list(vectors["v"]), axis=1)
+    outputs = np.zeros((32, 0))
+    for head in range(len(vectors["w_o"])):
+        first = 16 * (head // (len(vectors["w_o"]) // 2))
+        block = np.zeros((32, vectors["w_o"].shape[-1]))
+        block[first : first + 16] = vectors["w_o"][head]
+        outputs = np.concatenate([outputs, block], axis=1)
+    product = np.linalg.qr(values)[1] @ outputs
+    tail = np.square(np.linalg.svd(product, compute_uv=False))
+    kept = sum(width for width, bits in group.column_bits if bits)
+    down, up = (x.double().numpy() for x in (group.down, group.up))
+    error = values - values @ down[:, :kept] @ up[:, :kept].T
+    assert np.square(error @ outputs).sum() == pytest.approx(tail[kept:32].sum(), rel=1e-3)
+
+
+def test_bytes_are_counted_by_hand_and_are_those_that_lie_in_the_cache() -> None:
+    sink, window, tokens = 3, 5, 40
+    plan = made(sink=sink, window=window)
+    wanted = 0
+    for _, groups in sides(plan):
+        for group in groups:
+            row = 1 + sum(math.ceil(width * bits / 8) for width, bits in group.column_bits)
+            wanted += (tokens - sink - window) * row + (sink + window) * 16 * 8
+    assert bytes_at(plan, tokens, itemsize=8).total == wanted
+    with compressed(one_layer("Llama"), plan) as session, torch.inference_mode():
+        cache = session.new_cache()
+        one_layer("Llama").model(token_ids(2, tokens - 2), past_key_values=cache)
+        for t in range(2):
+            one_layer("Llama").model(token_ids(2, tokens)[:, t : t + 1], past_key_values=cache)
+    assert cache.nbytes == 2 * wanted
+    runs = [run for _, groups in sides(plan) for group in groups for run in group.column_bits]
+    columns = sum(width for width, _ in runs)
+    assert paper_rate(plan) == pytest.approx(1 - sum(n * b for n, b in runs) / (16 * columns))
+    assert dim_rate(plan) == pytest.approx(1 - sum(n for n, b in runs if b) / columns)
+
+
+def test_what_an_exact_window_covers_is_exact() -> None:
+    plan = made(window=64, sink=0, knob=1.0)
+    ids = token_ids(1, 50)
+    tap = taps(one_layer("Llama"), ids, pre_rope=False)
+    exact = heads_out(one_layer("Llama"), tap.q, tap.k, tap.v)
+    found = attention_outputs(one_layer("Llama"), plan, ids, prefill=30)
+    assert relative(found, exact) < 1e-5
+
+
+@pytest.mark.parametrize("wanted", [0.6, 0.8, 0.9])
+def test_a_rate_is_met_from_above_and_hardly_exceeded(wanted: float) -> None:
+    plan = plan_for_rate(
+        plan_family("kq-wf", inputs("Llama"), grid=4, **OWN), wanted, 900, itemsize=2
+    )
+    assert wanted <= describe(plan, 900, itemsize=2)["rate"] < wanted + 0.01
+
+
+def test_measured_weights_move_bits_to_where_they_count() -> None:
+    family = plan_family("kq-wf", inputs("Llama"), grid=4, **OWN)
+    figures = [1.0] * len(family.targets)
+    figures[0] = 1e6
+    given = with_weights("Llama", sensitivities=by_head(family.targets, figures))
+    plan = plan_at(plan_family("kq-wf", given, grid=4), 0.85)
+    most = plan.layers[0].keys.groups[0].column_bits
+    others = [
+        group.column_bits
+        for index in (0, 1)
+        for _, groups in sides(plan, index)
+        for group in groups
+    ]
+    sizes = [sum(width * bits for width, bits in runs) for runs in others]
+    assert sum(width * bits for width, bits in most) == max(sizes)
+    with pytest.raises(UsageError, match="needs measured sensitivities"):
+        plan_family("kq-wf", inputs("Llama")).build(0.5)
+
+
+def test_heads_are_of_as_few_kinds_as_asked() -> None:
+    plans = {
+        kinds: plan_at(plan_family("kq-wf", inputs("Llama"), grid=4, kinds=kinds, **OWN), 0.8)
+        for kinds in (0, 1, 2)
+    }
+    assert len(head_kinds(plans[1])) == 1
+    assert len(head_kinds(plans[2])) <= 2 < len(head_kinds(plans[0]))
+    sizes = [bytes_at(plan, 500, itemsize=2).total for plan in plans.values()]
+    assert max(sizes[1:]) <= sizes[0]
+
+
+def test_layers_with_a_sliding_window_are_left_where_newest_tokens_are_exact() -> None:
+    plan = plan_at(plan_family("kq-wf", inputs("Gemma3"), grid=4, window=8, **OWN), 0.8)
+    for layer in plan.layers:
+        groups = (*layer.keys.groups, *layer.values.groups)
+        assert all(bool(g.column_bits) is (layer.sliding_window is None) for g in groups)
+    plan = plan_at(plan_family("kq-wf", inputs("Gemma3"), grid=4, window=0, **OWN), 0.8)
+    both = [(*layer.keys.groups, *layer.values.groups) for layer in plan.layers]
+    assert all(group.column_bits for group in itertools.chain(*both))
+
+
+def test_kernels_say_why_they_do_not_run_it() -> None:
+    loaded = model("Llama")
+    plan = plan_at(plan_family("kq-wf", inputs("Llama"), grid=16, **OWN), 0.5)
+    reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
+    assert set(reasons) == {"latents are quantised by lloyd"}
+
+
+def test_it_is_quantised_already() -> None:
+    with pytest.raises(UsageError, match="quantised already"):
+        plan_family("kq-wf-4bit", inputs("Llama"), **OWN)
