@@ -1,6 +1,6 @@
 """``kq-wf``: ``kq``'s latents with bits by column, handed out by reverse water-filling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Annotated
@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 
 from kvprof.analysis.bases import GAUGE_FLOOR, walsh_hadamard
-from kvprof.analysis.bit_allocation import ColumnBits, few_column_bits, water_filled
+from kvprof.analysis.bit_allocation import few_column_bits, water_filled
 from kvprof.analysis.rank_allocation import RankTarget
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
@@ -103,27 +103,25 @@ def kq_wf(
         },
     }
 
-    @cache
-    def group_of(layer: int, name: str, number: int, runs: ColumnBits) -> HeadGroup:
-        group: HeadGroup = getattr(whole.layers[layer], name).groups[number]
-        return _evened(group, targets[places[layer, name, number]], runs, hadamard)
-
-    def layer_of(index: int, given: Sequence[ColumnBits]) -> LayerPlan:
-        layer = whole.layers[index]
-        if index in left:
-            return identity_layer(facts[index])
-        keys, values = (
-            tuple(
-                group_of(index, name, number, given[places[index, name, number]])
-                for number in range(len(getattr(layer, name).groups))
+    def changed(plan: Plan, change: Callable[[HeadGroup, int], HeadGroup]) -> tuple[LayerPlan, ...]:
+        """Change every quantised group, given with its place among the targets."""
+        layers = []
+        for index, layer in enumerate(plan.layers):
+            if index in left:
+                layers.append(identity_layer(facts[index]))
+                continue
+            keys, values = (
+                tuple(change(group, places[index, name, x]) for x, group in enumerate(side.groups))
+                for name, side in (("keys", layer.keys), ("values", layer.values))
             )
-            for name in ("keys", "values")
-        )
-        return replace(
-            layer,
-            keys=replace(layer.keys, groups=keys),
-            values=replace(layer.values, groups=values),
-        )
+            layers.append(
+                replace(
+                    layer,
+                    keys=replace(layer.keys, groups=keys),
+                    values=replace(layer.values, groups=values),
+                )
+            )
+        return tuple(layers)
 
     @cache
     def weights_of() -> list[float]:
@@ -135,15 +133,21 @@ def kq_wf(
         given = water_filled(targets, knob, grid, weights, distortion)
         if kinds:
             given = few_column_bits(targets, given, kinds, weights, distortion)
-        return replace(
-            whole,
-            layers=tuple(layer_of(index, given) for index in range(len(whole.layers))),
-            levels=Levels(sink),
-            quantiser=quantiser,
-            made=made,
-        )
+        layers = changed(whole, lambda group, place: replace(group, column_bits=given[place]))
+        return replace(whole, layers=layers, levels=Levels(sink), quantiser=quantiser, made=made)
 
-    return PlanFamily("kq-wf", "saved_bits", build, targets=base.targets, at_ranks=base.at_ranks)
+    def finish(plan: Plan) -> Plan:
+        evened = changed(plan, lambda group, place: _evened(group, targets[place], hadamard))
+        return replace(plan, layers=evened)
+
+    return PlanFamily(
+        "kq-wf",
+        "saved_bits",
+        build,
+        finish=finish,
+        targets=base.targets,
+        at_ranks=base.at_ranks,
+    )
 
 
 def _weights(allocation: str, inputs: MethodInputs, targets: Sequence[RankTarget]) -> list[float]:
@@ -161,7 +165,7 @@ def _weights(allocation: str, inputs: MethodInputs, targets: Sequence[RankTarget
     return [1.0 / energy if energy > 0 else 0.0 for energy in energies]
 
 
-def _evened(group: HeadGroup, target: RankTarget, runs: ColumnBits, hadamard: bool) -> HeadGroup:
+def _evened(group: HeadGroup, target: RankTarget, hadamard: bool) -> HeadGroup:
     """Mix the columns of each run and scale them to a mean square of 1.
 
     The latents of the optimal pair are uncorrelated and have the energy σ_i per column (or its
@@ -173,7 +177,7 @@ def _evened(group: HeadGroup, target: RankTarget, runs: ColumnBits, hadamard: bo
     largest = float(target.values[0])
     energies = target.values.double().clamp_min(GAUGE_FLOOR * largest if largest > 0 else 1.0)
     start = 0
-    for width, bits in runs:
+    for width, bits in group.column_bits:
         columns = slice(start, start + width)
         start += width
         if not bits:
@@ -184,4 +188,4 @@ def _evened(group: HeadGroup, target: RankTarget, runs: ColumnBits, hadamard: bo
         lengths = (turn.square().mT @ energies[columns]).sqrt()
         down[:, columns] = down[:, columns] @ turn / lengths
         up[:, columns] = up[:, columns] @ turn * lengths
-    return replace(group, down=down.float(), up=up.float(), column_bits=runs)
+    return replace(group, down=down.float(), up=up.float())
