@@ -40,7 +40,7 @@ def kq_wf(
     (`kvprof.analysis.bit_allocation.water_filled`). Columns of equal bits are mixed by a Hadamard
     matrix, scaled to a mean square of 1 on the calibration data, both inside ``down`` and ``up``,
     and quantised to the levels that are best for a normal variable, with one scale of 8 bits for
-    a token's row (``lloyd``, `kvprof.methods.plan`).
+    a token's row (``lloyd-max-rms``, `kvprof.methods.plan`).
 
     Parameters
     ----------
@@ -86,10 +86,10 @@ def kq_wf(
     targets = [target for target in base.targets if target.layer not in left]
     if not targets:
         raise UsageError("kq-wf: every layer has a sliding window; take window=0")
-    distortion = {bits: normal_distortion(bits) for bits in (0, *ARITHMETICS["lloyd"].bits)}
+    distortion = {bits: normal_distortion(bits) for bits in (0, *ARITHMETICS["lloyd-max-rms"].bits)}
     places = {(x.layer, x.side, x.group): number for number, x in enumerate(targets)}
     side = SideQuantiser(())
-    quantiser = Quantiser("lloyd", side, side, window=window, scale_dtype="float8_e4m3fn")
+    quantiser = Quantiser("lloyd-max-rms", side, side, window=window, scale_dtype="float8_e4m3fn")
     made = {
         **whole.made,
         "options": {

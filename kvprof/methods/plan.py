@@ -56,18 +56,19 @@ nearest to ``x / norm``; ``lloyd-max-unit`` divides the norm by that of ``c[code
 in [0, 1]; before that the ``ceil(outliers * r)`` largest magnitudes of each token's row are kept
 apart (value in the model's dtype, 16-bit column index) and count as 0 in minimum and maximum.
 ``fp8``: a saturating cast to e4m3; what is cast may be stored over a scale of its group's own.
-``lloyd``: ``x ≈ scale * c[code]`` with ``c = kvprof.methods.quantisers.normal_levels(bits)``, the
-levels of least squared error for a standard normal variable, and scale the root mean square of the
-token's row, rounded to ``scale_dtype`` before it divides; for latents whose columns are alike.
+``lloyd-max-rms``: ``x ≈ scale * c[code]`` with ``c =
+kvprof.methods.quantisers.normal_levels(bits)``, the levels of least squared error for a standard
+normal variable, and scale the root mean square of the token's row, rounded to ``scale_dtype``
+before it divides; for latents whose columns are alike.
 ``hqq`` and ``quanto``: what the library of that name makes of a group of columns of one token;
 `kvprof.methods.storage` says how a row is cut, filled up and packed.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
 Where the last column group is narrower than ``group`` it has its own scale all the same.
 
-**Bits by column** (``lloyd`` only). A group's ``column_bits``, pairs ``(columns, bits)``, cut its
-latent into runs of adjacent columns with bits of their own, each packed into whole bytes; they
-stand in place of the side's ``bits``, which are then empty, and share the row's scale. A run of 0
-bits is stored of sinks and of what the quantiser has not reached, and of nothing else: of a
+**Bits by column** (``lloyd-max-rms`` only). A group's ``column_bits``, pairs ``(columns, bits)``,
+cut its latent into runs of adjacent columns with bits of their own, each packed into whole bytes;
+they stand in place of the side's ``bits``, which are then empty, and share the row's scale. A run
+of 0 bits is stored of sinks and of what the quantiser has not reached, and of nothing else: of a
 quantised token it is left out, reads as 0, and does not count for the root mean square.
 
 **Sliding windows.** A layer with ``sliding_window`` W stores its last ``W - 1`` tokens. Only its
@@ -384,11 +385,12 @@ def _check_column_bits(
             if side is not None and not side.bits and aged and not layer.left_out:
                 raise UsageError(f"{name}: neither the quantiser nor the columns say their bits")
             continue
-        if quantiser is None or quantiser.kind != "lloyd" or side is None or side.bits:
+        if quantiser is None or quantiser.kind != "lloyd-max-rms" or side is None or side.bits:
             raise UsageError(
-                f"{name}: bits by column are for the quantiser lloyd, which then says none itself"
+                f"{name}: bits by column are for the quantiser lloyd-max-rms, which then says none "
+                "itself"
             )
-        known = (0, *ARITHMETICS["lloyd"].bits)
+        known = (0, *ARITHMETICS["lloyd-max-rms"].bits)
         widths, bits = zip(*group.column_bits, strict=True)
         if min(widths) < 1 or sum(widths) != group.rank or len(group.ranks) > 1:
             raise UsageError(

@@ -83,8 +83,8 @@ class Quantiser:
     Attributes
     ----------
     kind : str
-        ``affine``, ``codebook``, ``lloyd-max``, ``lloyd-max-unit``, ``lloyd``, ``fp8``, or a
-        library's: ``hqq``, ``quanto``.
+        ``affine``, ``codebook``, ``lloyd-max``, ``lloyd-max-unit``, ``lloyd-max-rms``, ``fp8``, or
+        a library's: ``hqq``, ``quanto``.
     keys, values : SideQuantiser or None
     window : int
         Newest tokens that always stay at full precision.
@@ -95,7 +95,7 @@ class Quantiser:
         Share of each row kept apart at full precision (``codebook`` only).
     scale_dtype : str
         Of scales and zeros; ``model`` is the dtype that the model runs in (libraries only), and
-        ``float8_e4m3fn`` is for ``lloyd`` alone.
+        ``float8_e4m3fn`` is for ``lloyd-max-rms`` alone.
     """
 
     kind: str
@@ -292,7 +292,7 @@ ARITHMETICS = {
     "codebook": Arithmetic((2, 3, 4, 8), ("scale", "zero point")),
     "lloyd-max": Arithmetic((2, 3, 4), ("norm",)),
     "lloyd-max-unit": Arithmetic((2, 3, 4), ("norm",)),
-    "lloyd": Arithmetic((2, 3, 4, 8), ("scale",)),
+    "lloyd-max-rms": Arithmetic((2, 3, 4, 8), ("scale",)),
     "fp8": Arithmetic((8,), (), "FP8 (e4m3)"),
 }
 #: Bytes of a scale, or of a zero point, by the dtype that it can have.
@@ -334,7 +334,7 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
     if quantiser.outliers and quantiser.kind != "codebook":
         raise UsageError(f"quantiser: {quantiser.kind} keeps no outliers; codebook does")
     known = ("model",) if quantiser.kind in LIBRARIES else tuple(SCALE_BYTES)
-    if quantiser.kind != "lloyd":
+    if quantiser.kind != "lloyd-max-rms":
         # A zero point of three binary digits would move every value.
         known = tuple(name for name in known if name != "float8_e4m3fn")
     if quantiser.scale_dtype not in known:
@@ -358,7 +358,7 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
             f"quantiser: {quantiser.kind} has no {unknown[0]} bits; choose from "
             f"{', '.join(map(str, allowed))}"
         )
-    if len(side.bits) != len(levels.shares) and (side.bits or quantiser.kind != "lloyd"):
+    if len(side.bits) != len(levels.shares) and (side.bits or quantiser.kind != "lloyd-max-rms"):
         raise UsageError(
             f"quantiser: {len(side.bits)} bit widths for {len(levels.shares)} token levels"
         )
@@ -374,8 +374,10 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
     own = ARITHMETICS.get(quantiser.kind)
     if own is not None and "norm" in own.kept and (side.axis != "token" or side.group is not None):
         raise UsageError(f"quantiser: {quantiser.kind} has one norm for a token's whole row")
-    if quantiser.kind == "lloyd" and (side.axis, side.group) != ("token", None):
-        raise UsageError("quantiser: lloyd has one scale for a token's row, and no other groups")
+    if quantiser.kind == "lloyd-max-rms" and (side.axis, side.group) != ("token", None):
+        raise UsageError(
+            "quantiser: lloyd-max-rms has one scale for a token's row, and no other groups"
+        )
     if side.group is not None and side.group < 1:
         raise UsageError(f"quantiser: a group of {side.group} values makes no sense")
     if side.axis == "channel":

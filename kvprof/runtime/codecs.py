@@ -259,7 +259,7 @@ def _levels_on(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Lloyd(Codec):
+class _LloydRms(Codec):
     """Levels for normal variables, a scale per row, and perhaps bits by column."""
 
     runs: tuple[tuple[int | None, int], ...]
@@ -345,9 +345,9 @@ def codec_for(
         return PLAIN
     if quantiser.kind == "fp8":
         return _Float8()
-    if quantiser.kind == "lloyd":
+    if quantiser.kind == "lloyd-max-rms":
         runs = column_bits or ((None, side.bits[level]),)
-        return _Lloyd(runs, getattr(torch, quantiser.scale_dtype))
+        return _LloydRms(runs, getattr(torch, quantiser.scale_dtype))
     bits = side.bits[level]
     if quantiser.kind in LIBRARIES:
         return library_codec(quantiser.kind, bits, side.group)

@@ -87,7 +87,7 @@ def test_levels_for_normal_variables_are_those_of_max(
 def test_normal_rows_lose_what_the_levels_promise(bits: int) -> None:
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(bits)) * 5
     side = SideQuantiser((bits,))
-    codec = codec_for(Quantiser("lloyd", side, side), side, 0)
+    codec = codec_for(Quantiser("lloyd-max-rms", side, side), side, 0)
     stored = codec.encode(x)
     found = codec.decode(stored, 64, torch.float32)
     assert stored["codes"].shape[-1] == 8 * bits
@@ -98,7 +98,7 @@ def test_normal_rows_lose_what_the_levels_promise(bits: int) -> None:
 def test_runs_of_columns_have_bits_of_their_own_and_no_bits_read_as_zero() -> None:
     x, runs = rows(7, 13), ((3, 4), (6, 2), (4, 0))
     side = SideQuantiser(())
-    quantiser = Quantiser("lloyd", side, side, scale_dtype="float8_e4m3fn")
+    quantiser = Quantiser("lloyd-max-rms", side, side, scale_dtype="float8_e4m3fn")
     codec = codec_for(quantiser, side, 0, runs)
     stored = codec.encode(x)
     assert {name: tensor.shape[-1] for name, tensor in stored.items()} == {"codes": 4, "scale": 1}

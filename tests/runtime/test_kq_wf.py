@@ -212,7 +212,7 @@ def test_kernels_say_why_they_do_not_run_it() -> None:
     loaded = model("Llama")
     plan = plan_at(plan_family("kq-wf", inputs("Llama"), grid=16, **OWN), 0.5)
     reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
-    assert set(reasons) == {"latents are quantised by lloyd"}
+    assert set(reasons) == {"latents are quantised by lloyd-max-rms"}
 
 
 def test_it_is_quantised_already() -> None:
