@@ -291,7 +291,8 @@ def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:
         return 0
     stored = kept(eviction, tokens)
     units = len(eviction_units(layer)) if eviction.kind != "recent" else 1
-    per_token = {"recent": 0, "h2o": _SCORE_BYTES, "keyformer": 2 * _SCORE_BYTES}[eviction.kind]
+    numbers = {"recent": 0, "h2o": 1, "snapkv": 1, "keyformer": 2}[eviction.kind]
+    per_token = numbers * _SCORE_BYTES
     if layer.keys.placement is Placement.PRE_ROPE:
         per_token += _POSITION_BYTES  # keys are rebuilt at the position they had
     return stored * units * per_token

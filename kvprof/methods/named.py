@@ -57,6 +57,7 @@ MODIFIERS = (
     "sink-recent",
     "h2o",
     "keyformer",
+    "snapkv",
 )
 
 #: kvprof's own, in the order in which they are listed.

@@ -155,14 +155,18 @@ _SCHEMA = _object(
         )
     ),
     eviction=_or_null(
-        _object(
-            kind=_WORDS,
-            keep=_NUMBER,
-            sink=_integer(0),
-            recent_share=_NUMBER,
-            order=_WORDS,
-            tau=_list(_NUMBER, 2, 2),
-            seed=_integer(0, 2**63 - 1),
+        _with(
+            _object(
+                kind=_WORDS,
+                keep=_NUMBER,
+                sink=_integer(0),
+                recent_share=_NUMBER,
+                order=_WORDS,
+                tau=_list(_NUMBER, 2, 2),
+                seed=_integer(0, 2**63 - 1),
+            ),
+            window=_integer(1),
+            pool=_integer(1),
         )
     ),
     lazy=_YES_OR_NO,
@@ -212,6 +216,7 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
     quantiser = plan.quantiser
     sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
     more = more or any(side is not None and side.clip is not None for side in sides)
+    more = more or (plan.eviction is not None and plan.eviction.kind == "snapkv")
     written = _SECOND if more else FORMAT
     save_tensors(
         path, tensors, {"plan": json.dumps(structure(plan))}, format_name=written, force=force
@@ -298,7 +303,7 @@ def structure(plan: Plan) -> dict[str, Any]:
         "layers": layers,
         "levels": asdict(plan.levels),
         "quantiser": _stored_quantiser(plan.quantiser) if plan.quantiser else None,
-        "eviction": asdict(plan.eviction) if plan.eviction else None,
+        "eviction": _stored_eviction(plan.eviction) if plan.eviction else None,
         "lazy": plan.lazy,
         "online_bases": plan.online_bases,
         "made": plan.made,
@@ -310,6 +315,13 @@ def _stored_quantiser(quantiser: Quantiser) -> dict[str, Any]:
     for side in (found["keys"], found["values"]):
         if side is not None and side["clip"] is None:
             del side["clip"]  # digests and files of all other plans stay what they were
+    return found
+
+
+def _stored_eviction(eviction: Eviction) -> dict[str, Any]:
+    found = asdict(eviction)
+    if eviction.kind != "snapkv":
+        del found["window"], found["pool"]  # as above
     return found
 
 

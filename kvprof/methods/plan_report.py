@@ -305,9 +305,11 @@ def _eviction_sentences(plan: Plan) -> list[str]:
     if eviction is None:
         return []
     order = {"evict_first": "before", "compress_first": "after"}[eviction.order]
+    how = f"{eviction.kind}, {eviction.sink} sinks, {eviction.recent_share:.0%} of them the newest"
+    if eviction.kind == "snapkv":
+        how = f"snapkv: what a pass's last {eviction.window} queries read, and their own tokens"
     return [
-        f"Of all tokens {eviction.keep:.1%} are kept ({eviction.kind}, {eviction.sink} sinks, "
-        f"{eviction.recent_share:.0%} of them the newest); a prompt's tokens are chosen {order} "
+        f"Of all tokens {eviction.keep:.1%} are kept ({how}); a prompt's tokens are chosen {order} "
         "compression."
     ]
 

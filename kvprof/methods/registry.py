@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from kvprof.analysis.linalg import few_threads
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import dim_rate, rate
-from kvprof.methods.evictors import EVICTORS, evicted, evictor_family
+from kvprof.methods.evictors import EVICTORS, evicted, evictor_family, snapkv
 from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.fdc import fdc
 from kvprof.methods.fp8 import fp8
@@ -76,6 +76,7 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     "oscar": oscar,
     **{name: partial(quantiser_family, name) for name in QUANTISERS},
     **{name: partial(evictor_family, name) for name in EVICTORS},
+    "snapkv": snapkv,  # which has options of its own
 }
 METHODS |= {
     name: partial(METHODS[setting.method], **setting.options) for name, setting in PAPERS.items()

@@ -113,16 +113,24 @@ class Eviction:
 
     After T tokens ``kept(T)`` are left (`kvprof.methods.tokens.kept`). The first ``sink`` tokens
     and the newest ``floor(recent_share * kept)`` are never dropped; of the others those with the
-    smallest accumulated score go. A score is summed over the query heads of the KV head, over all
-    queries so far, in float32.
+    smallest score go. A score is summed over the query heads of the KV head, over all queries so
+    far, in float32; ``snapkv`` has a rule of its own.
+
+    ``snapkv`` (arXiv 2404.14469, §4.2) looks at the last ``window`` queries of each pass over more
+    than one token: a token before them scores the mean of the softmax probabilities that they give
+    it, and that mean is averaged over ``pool`` adjacent tokens (those beyond the ends count as 0).
+    The window's own tokens and those written since score higher than all of these, the newest
+    highest. Published, it cuts a prompt once; here the share kept holds at every length, so tokens
+    of the prompt go on leaving, the lowest first, while an answer grows.
 
     Attributes
     ----------
     kind : str
         ``recent`` (sinks and the newest; StreamingLLM), ``h2o`` (scores are softmax
-        probabilities) or ``keyformer`` (scores are ``softmax((x + g) / tau)`` of the scaled logits
+        probabilities), ``keyformer`` (scores are ``softmax((x + g) / tau)`` of the scaled logits
         x, with g one standard Gumbel sample per key, kept with the key, and tau going from
-        ``tau[0]`` for the first query to ``tau[1]`` for the last that generation may reach).
+        ``tau[0]`` for the first query to ``tau[1]`` for the last that generation may reach) or
+        ``snapkv``.
     keep : float
         Share of the tokens kept.
     sink : int
@@ -138,6 +146,8 @@ class Eviction:
         Keyformer's temperatures.
     seed : int
         Of the Gumbel samples.
+    window, pool : int
+        Of ``snapkv``; `pool` is odd.
     """
 
     kind: str
@@ -147,6 +157,8 @@ class Eviction:
     order: str = "compress_first"
     tau: tuple[float, float] = (1.0, 2.0)
     seed: int = 0
+    window: int = 0
+    pool: int = 1
 
 
 # --- Quantisers of other projects: HQQ and quanto, what they can do and how they lay out a row.
@@ -401,8 +413,16 @@ def check_eviction(eviction: Eviction, quantiser: Quantiser | None) -> None:
     UsageError
         Naming what makes no sense.
     """
-    if eviction.kind not in ("recent", "h2o", "keyformer"):
-        raise UsageError(f"eviction: {eviction.kind!r} is none of recent, h2o, keyformer")
+    if eviction.kind not in ("recent", "h2o", "keyformer", "snapkv"):
+        raise UsageError(f"eviction: {eviction.kind!r} is none of recent, h2o, keyformer, snapkv")
+    if eviction.kind == "snapkv":
+        if eviction.window < 1 or eviction.pool < 1 or eviction.pool % 2 == 0:
+            raise UsageError(
+                f"eviction: snapkv looks at a window of at least 1 query and averages over an odd "
+                f"number of tokens, not {eviction.window} and {eviction.pool}"
+            )
+    elif (eviction.window, eviction.pool) != (0, 1):
+        raise UsageError(f"eviction: {eviction.kind} has no window and no pool; snapkv has")
     if eviction.order not in ("evict_first", "compress_first"):
         raise UsageError(f"eviction: {eviction.order!r} is neither evict_first nor compress_first")
     if not 0 < eviction.keep <= 1 or not 0 <= eviction.recent_share <= 1 or eviction.sink < 0:

@@ -38,7 +38,7 @@ from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.rotary import RotaryTable, rebuilds, rotated
 from kvprof.runtime.tensors import index_of, unflatten
 
-__all__ = ["Keeper", "LayerRuntime", "OwnTokens", "gumbel", "survivors", "token_scores"]
+__all__ = ["Keeper", "LayerRuntime", "OwnTokens", "gumbel", "snapped", "survivors", "token_scores"]
 
 # --- What one forward pass brings to one layer.
 
@@ -87,7 +87,7 @@ class OwnTokens:
         return self.query.shape[2]
 
 
-# --- Which tokens leave the cache, and the scores that decide it (H2O, Keyformer, recent).
+# --- Which tokens leave the cache, and the scores that decide it (H2O, Keyformer, SnapKV, recent).
 
 
 _CHUNK = 1024
@@ -162,6 +162,41 @@ def token_scores(
             share = torch.softmax((scores + samples) / tau, dim=-1)
         totals.append(share.sum((1, 2, 3)))
     return torch.stack(totals, dim=1)
+
+
+def snapped(eviction: Eviction, scores: Tensor, tokens: int, heads: Tensor, seen: int) -> Tensor:
+    """Return SnapKV's scores after a pass over more than one token.
+
+    Parameters
+    ----------
+    eviction : Eviction
+    scores : Tensor
+        ``[rows, units, N]``, what the pass's last queries gave each token, summed.
+    tokens : int
+        Of the pass.
+    heads : Tensor
+        ``[units]``, query heads that are summed.
+    seen : int
+        Tokens of the sequence after the pass.
+
+    Returns
+    -------
+    Tensor
+        ``[rows, units, N]``: up to 1 before the window, above it the window's own tokens in order.
+    """
+    window = min(eviction.window, tokens)
+    before = scores[..., : scores.shape[-1] - window] / (window * heads[:, None])
+    if before.shape[-1]:
+        before = torch.nn.functional.avg_pool1d(
+            before, eviction.pool, stride=1, padding=eviction.pool // 2
+        )
+    own = written(seen - window, seen, scores.device).expand(*scores.shape[:2], -1)
+    return torch.cat([before, own], dim=-1)
+
+
+def written(start: int, stop: int, device: torch.device) -> Tensor:
+    """Return SnapKV's scores of a window's tokens and of those after it: above 1, by their age."""
+    return torch.arange(start + 2, stop + 2, device=device, dtype=torch.float32)
 
 
 def survivors(
@@ -288,6 +323,13 @@ class Keeper:
         rows, units, tokens = len(row_group.rows), len(self.units), own.tokens
         device = own.query.device
         fresh = torch.zeros(rows, units, tokens, device=device)
+        observed = tokens
+        if eviction.kind == "snapkv":
+            observed = min(eviction.window, tokens)
+            if not own.several:
+                fresh = written(row_group.seen, row_group.seen + 1, device).expand(rows, units, -1)
+            elif row_group.scores is not None:
+                row_group.scores = torch.zeros_like(row_group.scores)
         row_group.scores = (
             fresh if row_group.scores is None else torch.cat([row_group.scores, fresh], -1)
         )
@@ -301,17 +343,31 @@ class Keeper:
         steps = torch.arange(row_group.seen, row_group.seen + tokens, device=device)
         progress = (steps / max(1, own.reach - 1)).clamp(max=1)
 
+        if eviction.kind == "snapkv" and not own.several:
+            return scoring
+
         def add(scores: Tensor, probabilities: Tensor, queries: slice) -> None:
             assert row_group.scores is not None
+            start, stop, _ = queries.indices(tokens)
+            last = slice(max(0, tokens - observed - start), stop - start)
+            if last.start >= last.stop:
+                return
             with marked("evict"):
                 row_group.scores += token_scores(
-                    eviction, scores, probabilities, row_group.noise, progress[queries], self.units
+                    eviction,
+                    scores[..., last, :],
+                    probabilities[..., last, :],
+                    row_group.noise,
+                    progress[queries][last],
+                    self.units,
                 )
 
         if eviction.order == "compress_first" or exact or not own.several:
             return replace(scoring, observe=add)
         exactly = [KeySide(side.bundle, self._exactly(row_group, side, own)) for side in sides]
         for queries in slices(exactly):
+            if queries.indices(tokens)[1] <= tokens - observed:
+                continue
             scores = logits(exactly, scoring, queries)
             add(scores, softmax(scores, scoring.sinks), queries)
         return scoring
@@ -344,6 +400,16 @@ class Keeper:
         if self.eviction is not None:
             device = own.query.device
             with marked("evict"):
+                if self.eviction.kind == "snapkv" and own.several:
+                    assert row_group.scores is not None
+                    heads = [heads * self._group for _, heads in self.units]
+                    row_group.scores = snapped(
+                        self.eviction,
+                        row_group.scores,
+                        own.tokens,
+                        torch.tensor(heads, device=device),
+                        row_group.seen,
+                    )
                 index = survivors(
                     self.eviction, row_group.seen, candidates, row_group.scores, device
                 )

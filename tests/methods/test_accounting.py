@@ -131,10 +131,13 @@ def test_a_side_that_is_not_quantised_is_no_window():
     assert stored.keys == stored.scales == 0
 
 
-@pytest.mark.parametrize(("kind", "each"), [("recent", 0), ("h2o", 4), ("keyformer", 8)])
+@pytest.mark.parametrize(
+    ("kind", "each"), [("recent", 0), ("h2o", 4), ("keyformer", 8), ("snapkv", 4)]
+)
 def test_eviction_counts_what_it_keeps_beside_the_tokens(kind, each):
     share = 1.0 if kind == "recent" else 0.5
-    made = plan(layer(), eviction=Eviction(kind, 0.5, recent_share=share))
+    own = {"window": 8, "pool": 3} if kind == "snapkv" else {}
+    made = plan(layer(), eviction=Eviction(kind, 0.5, recent_share=share, **own))
     stored = bytes_at(made, 100, itemsize=2)
     assert stored.keys == 50 * 2 * 16 * 2
     assert stored.eviction == 50 * 2 * each

@@ -30,6 +30,7 @@ NAMES = [
     "tale+kivi",
     "strawman",
     "fdc+keyformer",
+    "kq+snapkv",
     "kq-4bit",
     "kq-wf",
     "kvquant",

@@ -60,6 +60,9 @@ CHANNEL = SideQuantiser((4,), "channel", 8)
         ),
         (lambda: plan(layer(), eviction=Eviction("odd", 0.5)), "none of recent, h2o, keyformer"),
         (lambda: plan(layer(), eviction=Eviction("h2o", 0.0)), "keep 0"),
+        (lambda: plan(layer(), eviction=Eviction("h2o", 0.5, window=8)), "has no window"),
+        (lambda: plan(layer(), eviction=Eviction("snapkv", 0.5, pool=3)), "at least 1 query"),
+        (lambda: plan(layer(), eviction=Eviction("snapkv", 0.5, window=8, pool=4)), "not 8 and 4"),
         (
             lambda: plan(layer(), eviction=Eviction("recent", 0.5, recent_share=0.5)),
             "its recent share is 1",

@@ -12,7 +12,7 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.storage import Eviction
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.layer import gumbel
+from kvprof.runtime.layer import gumbel, snapped
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_formula import (
@@ -29,15 +29,36 @@ from tests.runtime.test_formula import (
 RECENT = Eviction("recent", 0.5, sink=2)
 H2O = Eviction("h2o", 0.5, sink=2, recent_share=0.5)
 KEYFORMER = Eviction("keyformer", 0.4, sink=1, recent_share=0.3, tau=(1.0, 3.0), seed=5)
+SNAPKV = Eviction("snapkv", 0.5, sink=0, recent_share=0.0, window=3, pool=3)
+ALL = [RECENT, H2O, KEYFORMER, SNAPKV]
 
 
 def survivors(eviction: Eviction, seen: int, alive: list[int], scores: dict[int, float]) -> Any:
     """Drop the lowest scores, but neither first nor newest tokens."""
     count = min(seen, max(eviction.sink + 1, math.ceil(eviction.keep * seen - 1e-9)))
     newest = min(int(eviction.recent_share * count + 1e-9), count - eviction.sink)
-    middle = alive[eviction.sink : len(alive) - newest]
+    middle = alive[eviction.sink : len(alive) - newest]  # all of them where nothing is kept by age
     best = sorted(middle, key=lambda token: -scores[token])[: count - eviction.sink - newest]
     return sorted([*alive[: eviction.sink], *best, *alive[len(alive) - newest :]])
+
+
+def snapkv_scores(
+    eviction: Eviction,
+    there: list[int],
+    own: list[int],
+    sums: dict[int, float],
+    before: dict[int, float],
+) -> dict[int, float]:
+    """Average what the last queries read over neighbours; what comes later ranks by its age."""
+    if len(own) == 1:
+        return before | {own[0]: 1e6 + own[0]}
+    early = there[: len(there) - min(eviction.window, len(own))]
+    reach = eviction.pool // 2
+    found = {token: 1e6 + token for token in there}
+    for place, token in enumerate(early):
+        near = early[max(0, place - reach) : place + reach + 1]
+        found[token] = sum(sums[other] for other in near) / eviction.pool
+    return found
 
 
 def oracle(
@@ -56,8 +77,11 @@ def oracle(
         alive: list[int] = []
         scores: dict[int, float] = {}
         noise = gumbel(eviction, 0, len(units), 0, LENGTH, torch.device("cpu"))[place].double()
+        ranks: dict[int, float] = {}
         for own in [range(PREFILL), *([t] for t in range(PREFILL, LENGTH))]:
             scores |= dict.fromkeys(own, 0.0)
+            if eviction.kind == "snapkv":
+                scores = dict.fromkeys(scores, 0.0)
             there = [*alive, *own]
             for i in own:
                 visible = [t for t in there if t <= i]
@@ -71,14 +95,20 @@ def oracle(
                             share = i / (model.context_length - 1)
                             tau = eviction.tau[0] + (eviction.tau[1] - eviction.tau[0]) * share
                             x = (x + noise[visible]) / tau
+                        if eviction.kind == "snapkv" and i < own[-1] + 1 - eviction.window:
+                            continue
                         for token, p in zip(visible, x.softmax(0).tolist(), strict=True):
                             scores[token] += p
+            if eviction.kind == "snapkv":
+                ranks = snapkv_scores(eviction, there, list(own), scores, ranks)
+                alive = survivors(eviction, own[-1] + 1, there, ranks)
+                continue
             alive = survivors(eviction, own[-1] + 1, there, scores)
     attention = model.model.get_submodule(facts.attention)
     return attention.get_submodule(facts.output_projection)(out.flatten(1)[None])
 
 
-@pytest.mark.parametrize("eviction", [RECENT, H2O, KEYFORMER], ids=lambda e: e.kind)
+@pytest.mark.parametrize("eviction", ALL, ids=lambda e: e.kind)
 @pytest.mark.parametrize("order", ["compress_first", "evict_first"])
 def test_attention_is_over_the_tokens_that_stay(eviction: Eviction, order: str) -> None:
     model, ids = one_layer("Llama"), token_ids(1, LENGTH)
@@ -108,7 +138,7 @@ def test_heads_that_share_a_latent_are_evicted_together() -> None:
     assert relative(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("eviction", [RECENT, H2O, KEYFORMER], ids=lambda e: e.kind)
+@pytest.mark.parametrize("eviction", ALL, ids=lambda e: e.kind)
 @pytest.mark.parametrize("placement", [Placement.POST_ROPE, Placement.PRE_ROPE])
 def test_padding_does_not_change_what_is_evicted(eviction: Eviction, placement: Placement) -> None:
     model = loaded("Llama")
@@ -134,3 +164,39 @@ def test_eviction_refuses_padding_on_the_right() -> None:
         pytest.raises(UsageError, match="pad on the left"),
     ):
         model.model(token_ids(2, 12), attention_mask=mask)
+
+
+@pytest.mark.parametrize("sizes", [(9, 2, 1, 1, 6, 1), (12, 1, 1, 5)])
+def test_snapkv_looks_again_at_every_pass_of_several_tokens(sizes: tuple[int, ...]) -> None:
+    """Scores are of the last pass over a text; pieces that are shorter than the window have it all.
+
+    Independent of the oracle above: what is read is the model's own attention over all keys, which
+    it is as long as nothing left.
+    """
+    torch.manual_seed(3)
+    eviction = Eviction("snapkv", 0.5, sink=0, recent_share=0.0, window=4, pool=3)
+    probabilities = torch.rand(1, 2, 2, sizes[0], sizes[0]).tril().double()
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    sums = probabilities[..., -4:, :].sum((2, 3)).float()
+    found = snapped(eviction, sums, sizes[0], torch.tensor([2, 2]), sizes[0])
+    mean = probabilities[..., -4:, : sizes[0] - 4].mean((2, 3))
+    padded = torch.nn.functional.pad(mean, (1, 1))
+    wanted = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
+    torch.testing.assert_close(found[..., :-4].double(), wanted, atol=1e-6, rtol=0)
+    assert found[..., :-4].max() <= 1 < found[..., -4:].min()
+    assert (found[..., -4:].diff(dim=-1) > 0).all()
+    model = loaded("Llama")
+    plan = make_plan(model, ranks=ragged, eviction=eviction)
+    ids = token_ids(1, sum(sizes))
+    with compressed(model, plan) as runtime:
+        cache, seen = runtime.new_cache(), 0
+        for size in sizes:
+            model.model(ids[:, seen : seen + size], past_key_values=cache)
+            seen += size
+            (row_group,) = cache.layers[0].row_groups
+            assert row_group.stored == math.ceil(0.5 * seen)
+            assert row_group.scores.shape[-1] == row_group.stored
+            # of a pass's own tokens the last four stay, as many as are kept
+            newest = min(4 if size > 1 else 1, size, row_group.stored)
+            ages = row_group.scores[..., -newest:]
+            assert torch.equal(ages, torch.arange(seen - newest + 2.0, seen + 2.0).expand_as(ages))

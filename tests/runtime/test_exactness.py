@@ -58,6 +58,7 @@ _LOSSY = (
     "sink-recent",
     "h2o",
     "keyformer",
+    "snapkv",
 )
 _TOKENS = 6
 

@@ -55,7 +55,7 @@ LOW_RANK: dict[str, tuple[str, dict[str, Any]]] = {
 #: Tested below, in test_quantiser_formulas, test_rotated_formulas, test_library_codecs (HQQ against
 #: the library itself) and test_eviction.
 ELSEWHERE = {"tale", "tale+kivi", "strawman", "fp8", "per-token", "kivi", "kvquant"} | {
-    "kq-wf", "hqq", "quanto", "sink-recent", "h2o", "keyformer",
+    "kq-wf", "hqq", "quanto", "sink-recent", "h2o", "keyformer", "snapkv",
     "hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar",
 }  # fmt: skip
 
@@ -171,7 +171,7 @@ def test_a_key_per_query_head_is_counted_stored_and_kept_from_the_kernels(tmp_pa
     assert compare_plans(load_plan(tmp_path / "literal.safetensors"), plan) == {}
 
 
-@pytest.mark.parametrize("evictor", ["h2o", "keyformer", "sink-recent"])
+@pytest.mark.parametrize("evictor", ["h2o", "keyformer", "snapkv", "sink-recent"])
 def test_tokens_of_a_kv_head_leave_together_whatever_is_stored_of_each(evictor: str) -> None:
     model, ids = one_layer("Llama"), token_ids(2, LENGTH)
     found = []
