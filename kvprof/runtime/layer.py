@@ -31,11 +31,11 @@ from kvprof.runtime.attention import (
     slices,
     softmax,
 )
-from kvprof.runtime.cache import Part, RowGroup, joined, picked, plain_part
 from kvprof.runtime.clock import part
 from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.rotary import RotaryTable, rebuilds, rotated
+from kvprof.runtime.rows import Part, RowGroup, joined, picked, plain_part
 from kvprof.runtime.tensors import index_of, unflatten
 
 __all__ = ["Keeper", "LayerRuntime", "OwnTokens", "gumbel", "snapped", "survivors", "token_scores"]

@@ -17,12 +17,13 @@ from kvprof.models.load import LoadedModel
 from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.route import KernelRoute
 from kvprof.runtime.backends.state import KernelState, KernelStore
-from kvprof.runtime.cache import CompressedCache, RowGroup
+from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
 from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.graphs import DecodingGraphs
 from kvprof.runtime.layer import LayerRuntime, OwnTokens
 from kvprof.runtime.masks import mask_facts, visible_keys
+from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import index_of
 
 __all__ = ["Compression"]

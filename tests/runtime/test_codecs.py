@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvprof.methods.quantisers import codebook, normal_distortion, normal_levels
 from kvprof.methods.storage import Quantiser, SideQuantiser
-from kvprof.runtime.cache import joined, picked, plain_part
 from kvprof.runtime.codecs import codec_for, pack, unpack
+from kvprof.runtime.rows import joined, picked, plain_part
 
 
 def rows(tokens: int, columns: int, seed: int = 0) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels
-from kvprof.runtime.cache import RowGroup
 from kvprof.runtime.codecs import PLAIN
 from kvprof.runtime.layer import LayerRuntime, OwnTokens
+from kvprof.runtime.rows import RowGroup
 from tests.runtime.plans import loaded, make_plan
 
 RANKS = (5, 11, 32)

@@ -12,9 +12,9 @@ from kvprof.methods.family import plan_for_rate
 from kvprof.methods.quantisers import from_library
 from kvprof.methods.registry import plan_family
 from kvprof.methods.storage import LIBRARIES, Levels, Quantiser, load_library, row_layout
-from kvprof.runtime.cache import joined, picked, plain_part
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed
+from kvprof.runtime.rows import joined, picked, plain_part
 from tests.methods.models import FINE, inputs
 from tests.methods.models import model as tiny_model
 from tests.models.tiny import token_ids

@@ -29,8 +29,8 @@ from kvprof.methods.tokens import quantises
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore, ModelKinds
-from kvprof.runtime.cache import RowGroup
 from kvprof.runtime.clock import part
+from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import on, unflatten
 
 __all__ = [

@@ -28,7 +28,7 @@ from kvprof.runtime.backends.state import (
     check_room,
     next_capacity,
 )
-from kvprof.runtime.cache import RowGroup, plain_part
+from kvprof.runtime.rows import RowGroup, plain_part
 
 __all__ = ["PlaneKernelLayer", "PlaneStore", "RaggedKernelLayer", "planes_of", "rows_alike"]
 

@@ -40,9 +40,9 @@ from kvprof.runtime.backends.segment_store import (
 )
 from kvprof.runtime.backends.stages import Step
 from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
-from kvprof.runtime.cache import RowGroup, plain_part
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
+from kvprof.runtime.rows import RowGroup, plain_part
 from kvprof.runtime.tensors import is_capturing
 
 __all__ = ["SegmentKernelLayer"]

@@ -1,0 +1,280 @@
+"""What a layer stores for rows of a batch: parts of tokens stored alike, by group of rows."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvprof.runtime.clock import part as marked
+from kvprof.runtime.codecs import PLAIN, Codec
+
+__all__ = [
+    "Part",
+    "RowGroup",
+    "joined",
+    "picked",
+    "plain_part",
+]
+
+# --- Adjacent tokens that are stored alike, as dense tensors: cut, picked, joined, recoded.
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Tokens of one segment, for head groups of equal width.
+
+    Attributes
+    ----------
+    codec : Codec
+    width : int
+        Columns of a row, r.
+    tokens : int
+    dtype : torch.dtype
+        Of the rows that come out.
+    stored : dict of Tensor
+        ``[rows, groups, entries, columns]`` each.
+    """
+
+    codec: Codec
+    width: int
+    tokens: int
+    dtype: torch.dtype
+    stored: dict[str, Tensor]
+
+    def rows(self) -> Tensor:
+        """Return the latents, ``[rows, groups, tokens, width]``, in `dtype`."""
+        if self.codec is PLAIN:
+            return self.codec.decode(self.stored, self.width, self.dtype)
+        with marked("quantise"):
+            return self.codec.decode(self.stored, self.width, self.dtype)
+
+    def cut(self, start: int, stop: int) -> "Part | None":
+        """Return tokens `start` … `stop`; None where that would tear a shared scale apart."""
+        if (start, stop) == (0, self.tokens):
+            return self
+        result = {}
+        for name, tensor in self.stored.items():
+            share = self.codec.tokens_per_entry(name)
+            if start % share or (stop % share and stop != self.tokens):
+                return None
+            result[name] = tensor[:, :, start // share : -(-stop // share)]
+        return Part(self.codec, self.width, stop - start, self.dtype, result)
+
+    def recoded(self, codec: Codec, width: int) -> "Part":
+        """Return the same tokens kept by another codec, at their first `width` columns."""
+        if codec == self.codec and width == self.width:
+            return self
+        rows = self.rows()[..., :width]
+        rows = pad(rows, (0, width - rows.shape[-1]))
+        return plain_part(rows) if codec == PLAIN else _encoded(rows, codec)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Part":
+        """Return the part with every stored tensor changed, tokens and columns untouched."""
+        changed = {name: change(tensor) for name, tensor in self.stored.items()}
+        return Part(self.codec, self.width, self.tokens, self.dtype, changed)
+
+
+def plain_part(rows: Tensor) -> Part:
+    """Keep ``[rows, groups, N, r]`` at full precision."""
+    rows = _compact(rows)
+    return Part(PLAIN, rows.shape[-1], rows.shape[-2], rows.dtype, PLAIN.encode(rows))
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Copy a view of something larger: a cache must not keep the larger thing alive."""
+    if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _encoded(rows: Tensor, codec: Codec) -> Part:
+    with marked("quantise"):
+        return Part(codec, rows.shape[-1], rows.shape[-2], rows.dtype, codec.encode(rows))
+
+
+def joined(pieces: Sequence[tuple[Part, int, int]], codec: Codec, width: int) -> Part:
+    """Join pieces of parts, oldest first, into one part kept by `codec` at `width` columns.
+
+    What is kept that way already is taken over as it is, so that nothing is quantised twice;
+    adjacent other pieces are quantised together, because they may share scales.
+
+    Parameters
+    ----------
+    pieces : sequence of (part, start, stop)
+    codec : Codec
+    width : int
+    """
+    done: list[Part] = []
+    raw: list[Tensor] = []
+
+    def flush() -> None:
+        if raw:
+            done.append(plain_part(torch.cat(raw, dim=-2)).recoded(codec, width))
+            raw.clear()
+
+    for part, start, stop in pieces:
+        same = part.codec == codec and part.width == width
+        piece = part.cut(start, stop) if same else None
+        if piece is not None:
+            flush()
+            done.append(piece)
+        else:
+            whole = part.cut(start, stop)
+            rows = part.rows()[:, :, start:stop] if whole is None else whole.rows()
+            rows = rows[..., :width]
+            raw.append(pad(rows, (0, width - rows.shape[-1])))
+    flush()
+    return done[0].mapped(_compact) if len(done) == 1 else _concatenated(done)
+
+
+def picked(parts: Sequence[Part], index: Tensor, codec: Codec, width: int) -> Part:
+    """Pick tokens out of adjacent parts, other ones for every row and head group.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+        Oldest first; none whose tokens share scales.
+    index : Tensor
+        ``[rows, groups, M]``, ascending, among all the parts' tokens.
+    codec : Codec
+    width : int
+    """
+    if all(part.codec == codec and part.width == width for part in parts):
+        # Nothing to recode, so no need to know which parts are meant: asking would make a GPU wait.
+        candidates, skipped = list(parts), 0
+    else:
+        candidates, skipped = _within(parts, int(index.min()), int(index.max()), codec, width)
+    whole = _concatenated(candidates) if len(candidates) > 1 else candidates[0]
+    own = (index - skipped).unsqueeze(-1)
+
+    result = {
+        name: tensor.gather(-2, own.expand(*own.shape[:-1], tensor.shape[-1]))
+        for name, tensor in whole.stored.items()
+    }
+    return Part(codec, width, index.shape[-1], whole.dtype, result)
+
+
+def _within(
+    parts: Sequence[Part], first: int, last: int, codec: Codec, width: int
+) -> tuple[list[Part], int]:
+    """Return the parts that hold tokens `first` … `last`, recoded, and how many lie before them."""
+    found, begin, skipped = [], 0, 0
+    for part in parts:
+        end = begin + part.tokens
+        if end > first and begin <= last:
+            found.append(part.recoded(codec, width))
+        elif end <= first:
+            skipped = end
+        begin = end
+    return found, skipped
+
+
+def _concatenated(parts: Sequence[Part]) -> Part:
+    first = parts[0]
+    stored = {
+        name: torch.cat([part.stored[name] for part in parts], dim=-2) for name in first.stored
+    }
+    return Part(first.codec, first.width, sum(p.tokens for p in parts), first.dtype, stored)
+
+
+# --- Rows of a batch that have seen the same number of real tokens: what one layer stores for
+# them.
+#
+# Left padding makes the rows of a batch start at different tokens. Sinks, windows, levels and
+# eviction count from a row's first real token, so rows that start together are stored together,
+# each tensor dense, and no padding is stored at all.
+
+
+@dataclass(eq=False)
+class RowGroup:
+    """What a layer stores for some rows of a batch.
+
+    Attributes
+    ----------
+    rows : list of int
+        In the batch.
+    seen : int
+        Real tokens of each row so far.
+    keys, values : list of list of Part
+        Per bundle of head groups, oldest part first.
+    positions : Tensor or None
+        ``[rows, units, N]`` int32, where each stored token stood in the padded sequence; kept when
+        tokens are evicted from under keys that are rebuilt.
+    scores, noise : Tensor or None
+        ``[rows, units, N]`` float32, of the eviction.
+    record : bool
+        Whether a layer with a sliding window keeps what a pass pushes out of it, so that the pass
+        can be taken back.
+    bases : dict
+        A sequence's own bases (strawman), ``[rows, g, n * d, r]`` by side and bundle.
+    """
+
+    rows: list[int]
+    seen: int = 0
+    keys: list[list[Part]] = field(default_factory=list)
+    values: list[list[Part]] = field(default_factory=list)
+    positions: Tensor | None = None
+    scores: Tensor | None = None
+    noise: Tensor | None = None
+    record: bool = False
+    bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> int:
+        """Tokens stored per row."""
+        return sum(part.tokens for part in self.keys[0]) if self.keys else 0
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that counts as cache."""
+        for side in (self.keys, self.values):
+            for parts in side:
+                for part in parts:
+                    yield from part.stored.values()
+        for tensor in (self.positions, self.scores, self.noise):
+            if tensor is not None:
+                yield tensor
+        yield from self.bases.values()
+
+    def kept(self, start: int, stop: int) -> None:
+        """Keep the stored tokens `start` … `stop` alone, oldest first, of plain rows."""
+
+        def cut(parts: list[Part]) -> list[Part]:
+            found, begin = [], 0
+            for part in parts:
+                piece = part.cut(
+                    min(max(start - begin, 0), part.tokens), min(max(stop - begin, 0), part.tokens)
+                )
+                assert piece is not None  # nothing that is stored plainly shares scales
+                if piece.tokens:
+                    found.append(piece)
+                begin += part.tokens
+            return found
+
+        self.keys = [cut(parts) for parts in self.keys]
+        self.values = [cut(parts) for parts in self.values]
+
+    def selected(self, members: list[int], rows: list[int]) -> "RowGroup":
+        """Return some rows, by their number in the group, as the rows `rows` of a new batch."""
+
+        def pick(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, torch.tensor(members, device=tensor.device))
+
+        def pick_all(side: list[list[Part]]) -> list[list[Part]]:
+            return [[part.mapped(pick) for part in parts] for parts in side]
+
+        def pick_one(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else pick(tensor)
+
+        return RowGroup(
+            rows=rows,
+            seen=self.seen,
+            keys=pick_all(self.keys),
+            values=pick_all(self.values),
+            record=self.record,
+            positions=pick_one(self.positions),
+            scores=pick_one(self.scores),
+            noise=pick_one(self.noise),
+            bases={key: pick(basis) for key, basis in self.bases.items()},
+        )
