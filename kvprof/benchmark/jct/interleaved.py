@@ -1,22 +1,21 @@
 """A request run without marks and with them, in turns, until its parts' share stays the same.
 
-What is timed part by part in which step, what several runs of one request say together, and the
-events that tell of it.
+What several runs of one request say together, and the events that tell of it.
 """
 
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from kvprof.benchmark.jct.steps import OTHER_LAYERS, Runner, Step, memory_sample, peak_bytes
+from kvprof.benchmark.jct.timed_layers import OVERHEAD, TimedLayers
 from kvprof.benchmark.timing import Interrupted, median_interval
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
@@ -24,197 +23,14 @@ from kvprof.records.events import Event, PartSample, Progress, StepFinished
 from kvprof.runtime.clock import REST, Stretch
 
 __all__ = [
-    "OVERHEAD",
     "CaseEvents",
     "InterleavedRuns",
     "RequestRun",
-    "TimedLayers",
-    "choose_timed_layers",
     "interval",
     "is_part",
     "run_warnings",
     "step_seconds",
 ]
-
-# --- Which layers are timed part by part in which step, and what each stands for.
-
-
-#: What timing the parts may add to a decoding step.
-OVERHEAD = 0.03
-
-#: Above this share of it fewer marks are made: what the first steps show is uncertain.
-_MARGIN = 1 / 3
-
-#: Decoding steps whose parts are emitted. Each stands for its neighbours where there are more: a
-#: run of 100,000 tokens would be tens of millions of lines.
-_MOST_STEPS = 256
-_PAIRS = 8
-_SOON = 1.0  # seconds of a prompt that is run once more, as the first is slower
-_ROUNDS = 2  # of all turns; with fewer some parts would hang on one step
-
-
-def _block(steps: int) -> int:
-    return max(1, math.ceil(steps / _MOST_STEPS))
-
-
-@dataclass(frozen=True)
-class TimedLayers:
-    """A rotating choice of layers over the decoding steps of a request.
-
-    Attributes
-    ----------
-    layers : int
-        Of the model.
-    steps : int
-        Decoding steps of the request.
-    every : int
-        One of so many layers is timed in a step; in another block of steps it is the next one's
-        turn.
-    rounds : int
-        So often everything has its turn, evenly over the request: the layers, and in a turn of its
-        own what belongs to none. All other steps are left without marks. With 0 each step times
-        some layers, and what belongs to none.
-    """
-
-    layers: int
-    steps: int
-    every: int = 1
-    rounds: int = 0
-
-    @property
-    def block(self) -> int:
-        """Steps in a row that time the same, of which one is emitted."""
-        return _block(self.steps)
-
-    def at(self, step: int) -> tuple[int, ...]:
-        """Return the layers to time in a step; prefill, step 0, has them all."""
-        if step == 0:
-            return tuple(range(self.layers))
-        turn = self._turn(step)
-        return tuple(range(turn, self.layers, self.every)) if turn in range(self.every) else ()
-
-    def outside(self, step: int) -> bool:
-        """Tell whether a step times what belongs to no layer."""
-        return step == 0 or not self.rounds or self._turn(step) == self.every
-
-    def stands_for(self, step: int) -> int:
-        """Return how many steps this one stands for: 0 where another one stands for it."""
-        if step == 0:
-            return 1
-        first = (step - 1) // self.block * self.block + 1
-        count = min(self.block, self.steps - first + 1)
-        return count if step == first + count // 2 else 0
-
-    def weight(self, step: int) -> float:
-        """Return how many layers each timed one stands for, of other steps' turns too."""
-        whole = self.layers / len(self.at(step))
-        return whole if step == 0 else whole * self.steps / self._covered[0]
-
-    def outside_weight(self, step: int) -> float:
-        """Return how many passes this one's work outside the layers stands for."""
-        return 1.0 if step == 0 else self.steps / self._covered[1]
-
-    def _turn(self, step: int) -> int:
-        """Return whose turn a step is: `every` is the work outside the layers, -1 nobody."""
-        block = (step - 1) // self.block
-        return self._turns.get(block, -1) if self.rounds else block % self.every
-
-    @cached_property
-    def _turns(self) -> dict[int, int]:
-        """By block. Each lies in the middle of its share of the request.
-
-        Every second round goes backwards: what grows with the context is then neither too small
-        for the first layers nor too large for the last.
-        """
-        blocks, turns = math.ceil(self.steps / self.block), self.every + 1
-        slots = self.rounds * turns
-        found = {}
-        for slot in range(slots):
-            backwards, turn = slot // turns % 2, slot % turns
-            place = (2 * slot + 1) * blocks // (2 * slots)
-            found[place] = turns - 1 - turn if backwards else turn
-        return found
-
-    @cached_property
-    def _covered(self) -> tuple[int, int]:
-        """Steps in which layers are timed, and those in which the rest is."""
-        steps = range(1, self.steps + 1)
-        return (
-            sum(bool(self.at(step)) for step in steps),
-            sum(self.outside(step) for step in steps),
-        )
-
-
-def choose_timed_layers(
-    runner: Runner,
-    wanted: str | int,
-    *,
-    layers: int,
-    steps: int,
-    preview: Callable[[Sequence[Step]], None] = lambda _: None,
-) -> TimedLayers:
-    """Warm a request up, and find out how many layers can be timed at once.
-
-    On a GPU a mark costs as much as a small kernel: where not all layers are timed at once, what
-    belongs to none has turns of its own, and where even a layer at a time costs too much some steps
-    are left without marks. Both need steps for two rounds of all turns.
-
-    Parameters
-    ----------
-    runner : Runner
-    wanted : str or int
-        One of so many layers; ``auto`` takes all, unless that makes the first decoding steps more
-        than a third of `OVERHEAD` slower: then as few as bring it down to that, of numbers that
-        divide the number of layers.
-    layers, steps : int
-        Of the model, and of the request's decoding.
-    preview : callable
-        Given the steps that had marks so far, prefill first, whenever there is another one. They
-        are a first, short pass, and tell what the request may be made of.
-    """
-    every = tuple(range(layers))
-    runner.begin()
-    # What is compiled or awaited in a GPU's first steps would stand in the parts.
-    first = runner.step(None if runner.on_gpu else every)
-    if not runner.on_gpu:
-        preview([first])
-    if runner.on_gpu or first.seconds < _SOON:
-        runner.begin()
-        first = runner.step(every, after=first.queued if runner.on_gpu else None)
-        preview([first])
-    marked = [first]
-    pairs = max(0, min(_PAIRS, (steps - 2) // 2))
-    if steps:
-        plain = runner.step()
-    if steps > 1:
-        marked.append(runner.step(every, after=plain.queued if runner.on_gpu else None))
-        preview(marked)
-
-    def sampled(every: int, turns: int = 0) -> TimedLayers:
-        blocks = math.ceil(steps / _block(steps))
-        if not runner.on_gpu or every == 1 or blocks < _ROUNDS * (every + 1):
-            return TimedLayers(layers, steps, every)
-        rounds = blocks // max(turns, every + 1)
-        return TimedLayers(layers, steps, every, max(_ROUNDS, rounds - rounds % 2))
-
-    if isinstance(wanted, int):
-        return sampled(min(wanted, layers))
-    # Plain first, then marked: of neighbours, so that a machine that changes its pace hits both.
-    ratios = []
-    for _ in range(pairs):
-        plain, timed = runner.step(), runner.step(every)
-        ratios.append(timed.seconds / plain.seconds)
-        if not runner.on_gpu:  # there they were not held back
-            marked.append(timed)
-            preview(marked)
-    if not ratios:
-        return TimedLayers(layers, steps)
-    overhead = statistics.median(ratios) - 1.0
-    allowed = _MARGIN * OVERHEAD
-    turns = math.ceil(overhead / allowed) if overhead > allowed else 1
-    least = min(layers, turns)
-    return sampled(next(n for n in range(least, layers + 1) if layers % n == 0), turns)
-
 
 # --- One run of the request, and what several say together.
 

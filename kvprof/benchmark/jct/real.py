@@ -27,12 +27,11 @@ from kvprof.benchmark.jct.interleaved import (
     CaseEvents,
     InterleavedRuns,
     RequestRun,
-    TimedLayers,
-    choose_timed_layers,
     is_part,
     run_warnings,
 )
 from kvprof.benchmark.jct.steps import Runner, Step, uncaptured
+from kvprof.benchmark.jct.timed_layers import TimedLayers, choose_timed_layers
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import bytes_at, rate
@@ -299,7 +298,7 @@ def measure_real(
         Up to so many are made, until the share of the time that is in parts stays the same from
         pair to pair. Without it, exactly `repeats`.
     sample_layers : str or int
-        As `kvprof.benchmark.jct.interleaved.choose_timed_layers` takes it.
+        As `kvprof.benchmark.jct.timed_layers.choose_timed_layers` takes it.
     kernels : str, optional
         As `kvprof.runtime.compressed.compressed` takes it.
     graph : bool or None

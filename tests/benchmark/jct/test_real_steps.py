@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct.interleaved import (
-    CaseEvents,
-    InterleavedRuns,
-    RequestRun,
-    TimedLayers,
-    choose_timed_layers,
-    run_warnings,
-)
+from kvprof.benchmark.jct.interleaved import CaseEvents, InterleavedRuns, RequestRun, run_warnings
 from kvprof.benchmark.jct.steps import OTHER_LAYERS, Runner, Step
+from kvprof.benchmark.jct.timed_layers import TimedLayers, choose_timed_layers
 from kvprof.methods.plan import Placement
 from kvprof.runtime.clock import REST, Stretch, WallClock
 from kvprof.runtime.compressed import compressed
