@@ -1,31 +1,29 @@
 """``kvprof bench --load``: what rate of requests does a method serve? Its options."""
 
 import math
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvprof.commands.bench_load_run import measure_and_show
+from kvprof.commands.bench_load_servers import (
+    SERVED,
+    engine_words,
+    running_servers,
+    started_servers,
+    urls,
+)
 from kvprof.commands.bench_simulated import served_load, simulation
 from kvprof.commands.output import Outputs
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import UsageError
 from kvprof.methods.named import check_names, method_entries
-from kvprof.records.files import parse_json
-from kvprof.requirements import extra_command
-from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.server import (
-    EngineSettings,
-    Served,
-    ServerProcess,
-    serve_command,
     served_by_engine,
 )
 from kvprof.sizes import parse_bytes, parse_count
@@ -33,7 +31,6 @@ from kvprof.sizes import parse_bytes, parse_count
 if TYPE_CHECKING:
     from kvprof.serving.load.lengths import Lengths
     from kvprof.serving.load.sweep import SweepOptions
-    from kvprof.serving.load.target import LoadTarget
 
 __all__ = [
     "AgainstOption",
@@ -61,28 +58,12 @@ __all__ = [
 
 _GROUP = "Requests under load (--load)"
 _METHODS = ("full", "fp8", "fdc")
-_SERVED = "served"  # what an address serves, which has no name of ours
 _LENGTHS = "arxiv"
+_RATE = 0.5
 _REQUESTS = 200
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
-_SECRETS = ("--api-key", "--hf-token", "--ssl")
-#: Options of vLLM that a load sets itself, and where what they say is asked for.
-_SET = {
-    "--model": "--model",
-    "--kv-cache-dtype": "--methods",
-    "--kv-cache-memory-bytes": "--memory",
-    "--tensor-parallel-size": "--tp",
-    "-tp": "--tp",
-    "--data-parallel-size": "--replicas",
-    "-dp": "--replicas",
-    "--seed": "--seed",
-}
-#: Where a load finds the servers that it starts.
-_PLACES = ("--host", "--port", "--uds", "--root-path")
-_RATE = 0.5
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)")
-_ROUTERS = ("shortest-queue", "round-robin")
 _LIMITS = {
     "ttft": "ttft_seconds",
     "tbt": "tbt_seconds",
@@ -290,13 +271,20 @@ def bench_load(
     lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed)
     name = model if model is not None or asked.url is not None else "reference"
-    labels = (_SERVED,) if asked.url is not None else (methods or _METHODS)
+    labels = (SERVED,) if asked.url is not None else (methods or _METHODS)
     if asked.url is None:
         _check_methods(labels, plans)
     labels = _baseline_first(labels, baseline)
     base = labels[0]
     inputs = _inputs(asked, options, name, labels, base, plans, rate, tp)
-    targets = _targets(asked, labels, plans, name, rate, inputs, lengths)
+    if asked.url is not None:
+        targets = running_servers(
+            asked.url, inputs, served_model=asked.served_model, key_env=asked.key_env
+        )
+    else:
+        targets = started_servers(
+            model or "reference", labels, plans, inputs, lengths, engine_words(asked.engine)
+        )
     mode = "served" if asked.url is None else "url"
     measure_and_show(options, targets, inputs, outputs, mode=mode)
 
@@ -323,8 +311,8 @@ def _simulate(
             requests, seconds = own.get("requests"), own.get("seconds")
             asked = replace(asked, seconds=seconds)
         seed, tp = seed or own["seed"], own["tp"] if tp is None else tp
-    words = _engine_words(asked.engine)
-    known = () if served is None else _engine_words(served.inputs.get("engine"))
+    words = engine_words(asked.engine)
+    known = () if served is None else engine_words(served.inputs.get("engine"))
     what = simulation(asked.step_times, words, known, model, 1 if tp is None else tp)
     if served is not None and not methods:
         methods = tuple(one for one in served.methods if one in what.methods)
@@ -599,14 +587,14 @@ def _inputs(
         "sample_steps": None
         if asked.sample_steps is None
         else _positive("--sample-steps", asked.sample_steps),
-        "engine": shlex.join(_engine_words(asked.engine)) or None,
+        "engine": shlex.join(engine_words(asked.engine)) or None,
         "seed": options.seed,
     }
 
 
 def _engines(asked: LoadOptions) -> int:
     if asked.url is not None:
-        return max(1, len(_urls(asked)))  # that there is none is said where they are asked
+        return max(1, len(urls(asked.url)))  # that there is none is said where they are asked
     return _positive("--replicas", 1 if asked.replicas is None else asked.replicas)
 
 
@@ -615,163 +603,8 @@ def _positive(option: str, value: int) -> int:
 
 
 def _router(text: str | None) -> str:
-    if text is not None and text not in _ROUTERS:
-        raise UsageError(f"--router {text[:40]}: there are {' and '.join(_ROUTERS)}")
-    return text or _ROUTERS[0]
+    from kvprof.serving.load.target import ROUTERS
 
-
-def _urls(asked: LoadOptions) -> list[str]:
-    return [url.strip() for url in (asked.url or "").split(",") if url.strip()]
-
-
-def _targets(
-    asked: LoadOptions,
-    labels: Sequence[str],
-    plans: Sequence[Path],
-    model: str | None,
-    rate: float | None,
-    inputs: Mapping[str, Any],
-    lengths: Any,
-) -> "list[LoadTarget]":
-    from kvprof.serving.load.target import ServedTarget
-
-    if asked.url is not None:
-        addresses = [parse_address(url) for url in _urls(asked)]
-        if not addresses:
-            raise UsageError("--url names no address; write http://127.0.0.1:8000")
-        return [
-            ServedTarget(
-                Served(_SERVED, addresses),
-                model=asked.served_model,
-                key=_key(asked.key_env),
-                timeout=inputs["timeout"],
-                router=inputs["router"],
-            )
-        ]
-    files = {path.name: path for path in plans}
-    folder = _folder(model or "reference")
-    _refuse_long(folder, lengths)
-    if find_spec("vllm") is None:
-        raise LackingError(
-            f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
-            "or name servers that run already (--url), or --simulate"
-        )
-    return [
-        ServedTarget(
-            _process(
-                label,
-                files.get(label),
-                folder,
-                rate,
-                inputs,
-                lengths.longest,
-                _engine_words(asked.engine),
-            ),
-            timeout=inputs["timeout"],
-            router=inputs["router"],
-        )
-        for label in labels
-    ]
-
-
-def _folder(model: str) -> str:
-    """Return what vLLM finds a model by: it knows folders and hub ids, not kvprof's own names."""
-    if model not in ("reference", "smollm2"):
-        return model
-    from kvprof.models.locate import locate
-
-    return str(locate(model).folder)
-
-
-def _refuse_long(folder: str, lengths: Any) -> None:
-    """Refuse requests longer than the model's positions, where its config lies here."""
-    try:
-        config = parse_json((Path(folder) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return  # a hub id: the engine knows
-    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    if isinstance(positions, int) and positions > 0:
-        lengths.refuse_over(positions, f"the model has {positions:,} positions")
-
-
-def _process(
-    label: str,
-    plan: Path | None,
-    model: str,
-    rate: float | None,
-    inputs: Mapping[str, Any],
-    longest: int,
-    more: Sequence[str],
-) -> Any:
-    """Return a method's server with the engine's own router, or as many servers as replicas."""
-    from kvprof.models.placement import main_device, parse_dtype
-
-    apart = inputs["replicas"] if inputs["router"] == "round-robin" else 1
-    settings = EngineSettings(
-        memory=inputs["memory"],
-        longest=longest,
-        tp=inputs["tp"],
-        replicas=inputs["replicas"] // apart,
-        seed=inputs["seed"],
-        dtype=str(parse_dtype("auto", main_device("auto"))).removeprefix("torch."),
-        more=tuple(more),
-    )
-    ((_, method, options),) = method_entries(label) if plan is None else [(label, label, [])]
-
-    def command(port: int) -> list[str]:
-        return serve_command(
-            model,
-            port,
-            settings,
-            method=method,
-            options=options,
-            plan=None if plan is None else str(plan),
-            rate=_RATE if rate is None else rate,
-        )
-
-    told = {"engine options": shlex.join(settings.words())}
-    own = plan is not None or served_by_engine(label) is None
-    return ServerProcess(
-        label,
-        command,
-        count=apart,
-        settings=told,
-        gpus=inputs["tp"],
-        sample=inputs["sample_steps"] if own else None,
-    )
-
-
-def _engine_words(text: str | None) -> list[str]:
-    """Return options for vLLM.
-
-    Refused is what holds a key, since they enter records, and what would make one method of
-    another: the last of two options counts for vLLM, which also takes the beginning of a name.
-    """
-    try:
-        words = shlex.split(text or "")
-    except ValueError as wrong:
-        raise UsageError(f"--engine: {str(wrong).lower()}") from None
-    for word in words:
-        name = word.partition("=")[0].replace("_", "-").lower()
-        if not name.startswith("-") or name.strip("-") == "":
-            continue
-        if name.startswith("--ssl") or any(secret.startswith(name) for secret in _SECRETS):
-            raise UsageError(
-                f"--engine {name} holds a key, which would enter records; give it to the server's "
-                "environment"
-            )
-        if own := next((said for option, said in _SET.items() if option.startswith(name)), None):
-            raise UsageError(f"--engine {name}: every method's server is given that by {own}")
-        if any(place.startswith(name) for place in _PLACES):
-            raise UsageError(
-                f"--engine {name}: servers of a load listen on loopback, each where it is found"
-            )
-    return words
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable, "").strip()):
-        raise UsageError(f"--key-env {variable}: there is no such variable, or it is empty")
-    return key
+    if text is not None and text not in ROUTERS:
+        raise UsageError(f"--router {text[:40]}: there are {' and '.join(ROUTERS)}")
+    return text or ROUTERS[0]

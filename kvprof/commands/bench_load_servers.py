@@ -1,0 +1,234 @@
+"""The servers of ``kvprof bench --load``: those that run already, and those that it starts."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvprof.errors import LackingError, UsageError
+from kvprof.methods.named import method_entries
+from kvprof.records.files import parse_json
+from kvprof.requirements import extra_command
+from kvprof.serving.load.http import parse_address
+from kvprof.serving.load.server import (
+    EngineSettings,
+    Served,
+    ServerProcess,
+    serve_command,
+    served_by_engine,
+)
+
+if TYPE_CHECKING:
+    from kvprof.serving.load.target import LoadTarget
+
+__all__ = ["SERVED", "engine_words", "running_servers", "started_servers", "urls"]
+
+SERVED = "served"  # what an address serves, which has no name of ours
+_SECRETS = ("--api-key", "--hf-token", "--ssl")
+#: Options of vLLM that a load sets itself, and where what they say is asked for.
+_SET = {
+    "--model": "--model",
+    "--kv-cache-dtype": "--methods",
+    "--kv-cache-memory-bytes": "--memory",
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--data-parallel-size": "--replicas",
+    "-dp": "--replicas",
+    "--seed": "--seed",
+}
+#: Where a load finds the servers that it starts.
+_PLACES = ("--host", "--port", "--uds", "--root-path")
+
+
+def urls(text: str | None) -> list[str]:
+    """Return the addresses that ``--url`` names."""
+    return [url.strip() for url in (text or "").split(",") if url.strip()]
+
+
+def running_servers(
+    text: str, inputs: Mapping[str, Any], *, served_model: str | None, key_env: str | None
+) -> "list[LoadTarget]":
+    """Return the servers that run already, as one target.
+
+    Parameters
+    ----------
+    text : str
+        Of ``--url``.
+    inputs : mapping
+        Of the load; ``timeout`` and ``router`` are read.
+    served_model, key_env : str or None
+        What they call the model, and the variable with their key.
+
+    Raises
+    ------
+    UsageError
+        When there is no address, or no key.
+    """
+    from kvprof.serving.load.target import ServedTarget
+
+    addresses = [parse_address(url) for url in urls(text)]
+    if not addresses:
+        raise UsageError("--url names no address; write http://127.0.0.1:8000")
+    return [
+        ServedTarget(
+            Served(SERVED, addresses),
+            model=served_model,
+            key=_key(key_env),
+            timeout=inputs["timeout"],
+            router=inputs["router"],
+        )
+    ]
+
+
+def started_servers(
+    model: str,
+    labels: Sequence[str],
+    plans: Sequence[Path],
+    inputs: Mapping[str, Any],
+    lengths: Any,
+    words: Sequence[str],
+) -> "list[LoadTarget]":
+    """Return a target for each method, whose servers are started when it is their turn.
+
+    Parameters
+    ----------
+    model : str
+        As the user names it.
+    labels : sequence of str
+        Methods, and names of the files of `plans`.
+    plans : sequence of Path
+    inputs : mapping
+        Of the load.
+    lengths : Lengths
+    words : sequence of str
+        Further options for vLLM.
+
+    Raises
+    ------
+    UsageError
+        When requests are longer than the model's positions.
+    LackingError
+        Without vLLM.
+    """
+    from kvprof.serving.load.target import ServedTarget
+
+    files = {path.name: path for path in plans}
+    folder = _folder(model)
+    _refuse_long(folder, lengths)
+    if find_spec("vllm") is None:
+        raise LackingError(
+            f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
+            "or name servers that run already (--url), or --simulate"
+        )
+    return [
+        ServedTarget(
+            _process(label, files.get(label), folder, inputs, lengths.longest, words),
+            timeout=inputs["timeout"],
+            router=inputs["router"],
+        )
+        for label in labels
+    ]
+
+
+def _folder(model: str) -> str:
+    """Return what vLLM finds a model by: it knows folders and hub ids, not kvprof's own names."""
+    if model not in ("reference", "smollm2"):
+        return model
+    from kvprof.models.locate import locate
+
+    return str(locate(model).folder)
+
+
+def _refuse_long(folder: str, lengths: Any) -> None:
+    """Refuse requests longer than the model's positions, where its config lies here."""
+    try:
+        config = parse_json((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # a hub id: the engine knows
+    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if isinstance(positions, int) and positions > 0:
+        lengths.refuse_over(positions, f"the model has {positions:,} positions")
+
+
+def _process(
+    label: str,
+    plan: Path | None,
+    model: str,
+    inputs: Mapping[str, Any],
+    longest: int,
+    more: Sequence[str],
+) -> Any:
+    """Return a method's server with the engine's own router, or as many servers as replicas."""
+    from kvprof.models.placement import main_device, parse_dtype
+
+    apart = inputs["replicas"] if inputs["router"] == "round-robin" else 1
+    settings = EngineSettings(
+        memory=inputs["memory"],
+        longest=longest,
+        tp=inputs["tp"],
+        replicas=inputs["replicas"] // apart,
+        seed=inputs["seed"],
+        dtype=str(parse_dtype("auto", main_device("auto"))).removeprefix("torch."),
+        more=tuple(more),
+    )
+    ((_, method, options),) = method_entries(label) if plan is None else [(label, label, [])]
+
+    def command(port: int) -> list[str]:
+        return serve_command(
+            model,
+            port,
+            settings,
+            method=method,
+            options=options,
+            plan=None if plan is None else str(plan),
+            rate=inputs["rate"],
+        )
+
+    told = {"engine options": shlex.join(settings.words())}
+    own = plan is not None or served_by_engine(label) is None
+    return ServerProcess(
+        label,
+        command,
+        count=apart,
+        settings=told,
+        gpus=inputs["tp"],
+        sample=inputs["sample_steps"] if own else None,
+    )
+
+
+def engine_words(text: str | None) -> list[str]:
+    """Return options for vLLM, of ``--engine``.
+
+    Refused is what holds a key, since they enter records, and what would make one method of
+    another: the last of two options counts for vLLM, which also takes the beginning of a name.
+    """
+    try:
+        words = shlex.split(text or "")
+    except ValueError as wrong:
+        raise UsageError(f"--engine: {str(wrong).lower()}") from None
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-").lower()
+        if not name.startswith("-") or name.strip("-") == "":
+            continue
+        if name.startswith("--ssl") or any(secret.startswith(name) for secret in _SECRETS):
+            raise UsageError(
+                f"--engine {name} holds a key, which would enter records; give it to the server's "
+                "environment"
+            )
+        if own := next((said for option, said in _SET.items() if option.startswith(name)), None):
+            raise UsageError(f"--engine {name}: every method's server is given that by {own}")
+        if any(place.startswith(name) for place in _PLACES):
+            raise UsageError(
+                f"--engine {name}: servers of a load listen on loopback, each where it is found"
+            )
+    return words
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable, "").strip()):
+        raise UsageError(f"--key-env {variable}: there is no such variable, or it is empty")
+    return key
