@@ -122,7 +122,7 @@ def measure(
     point.advance()
     if best is None:
         found.warn(f"{workload.name}: no full-width kernel ran, so there are no speed-ups")
-    # Strips are of one method: those of the others would tell the same of other widths.
+    # Timelines are of one method: those of the others would tell the same of other widths.
     shown = next((method for method, _ in methods if method.cut), None)
     shown = shown if len(schedules) > 1 else None
     try:

@@ -34,12 +34,12 @@ class Loads(NamedTuple):
     ----------
     evenness : float
         Makespan over mean.
-    strips : list
+    timelines : list
         ``[multiprocessor, start, stop]`` per piece of work, in seconds from the first start.
     """
 
     evenness: float
-    strips: list[list[float]]
+    timelines: list[list[float]]
 
 
 def kernel_schedules(phase: str) -> tuple[str, ...]:
@@ -98,15 +98,15 @@ def loads(begin: list[int], end: list[int], where: list[int], multiprocessors: i
         Of the GPU; one without work counts as 0.
     """
     first = min(begin)
-    strips = [
+    timelines = [
         [float(sm), (start - first) / 1e9, (stop - first) / 1e9]
         for sm, start, stop in zip(where, begin, end, strict=True)
     ]
     ends: dict[float, float] = {}
-    for sm, _, stop in strips:
+    for sm, _, stop in timelines:
         ends[sm] = max(stop, ends.get(sm, 0.0))
     mean = sum(ends.values()) / multiprocessors
-    return Loads(max(ends.values()) / mean if mean > 0 else 1.0, strips)
+    return Loads(max(ends.values()) / mean if mean > 0 else 1.0, timelines)
 
 
 def entry(
@@ -120,5 +120,5 @@ def entry(
         "seq": workload.seq,
         "predicted": expected,
         "measured": measured.evenness if measured else None,
-        "strips": measured.strips if measured else None,
+        "strips": measured.timelines if measured else None,
     }

@@ -1,7 +1,6 @@
 """What is wrong with a recipe file: by its schema first, then by what its parts say together."""
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,9 +138,6 @@ def _measures_at(document: Document, key_path: KeyPath) -> KeyPath:
         if (*near, "measures") in document.lines:
             return (*near, "measures")
     return ("measures",)
-
-
-_UNKNOWN = re.compile(r"'([^']*)' (?:was|were) unexpected|'([^']*)' does not match")
 
 
 class InvalidRecipeError(UsageError):

@@ -24,7 +24,6 @@ __all__ = [
     "REPRODUCED",
     "VERDICTS",
     "JudgedLine",
-    "counted",
     "entry_of",
     "judge_line",
     "ledger_data",
@@ -137,11 +136,6 @@ def verdict_of(lines: Sequence[JudgedLine]) -> str:
     if any(line.holds is False for line in weaker or lines):
         return NOT_REPRODUCED
     return NOT_JUDGED
-
-
-def counted(verdicts: Mapping[str, int]) -> str:
-    """Write how many there are of each: ``3 reproduced, 1 not reproduced``."""
-    return ", ".join(f"{verdicts[one]} {one}" for one in VERDICTS if verdicts.get(one))
 
 
 def entry_of(

@@ -1,9 +1,7 @@
 """Launches the Triton kernels of a step over segments; nothing here waits for the device."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from kvprof.kernels.tables import Part, column, joined_rows
 __all__ = [
     "constants",
     "cut_units",
-    "equal_shares",
     "kind_table",
     "launch_cut",
     "launch_segments",
@@ -36,11 +33,10 @@ __all__ = [
     "unit_table",
 ]
 
-# --- How a step over segments is cut into pieces that cost the same, stated on the host.
+# --- What a unit of a step over segments costs.
 #
-# The device does the same (below). A unit is one segment of one KV
-# head of one row; its cost is its tokens times their bytes, weighed by what they are, plus a
-# constant per token.
+# A unit is one segment of one KV head of one row; its cost is its tokens times their bytes, weighed
+# by what they are, plus a constant per token.
 
 
 #: Parts of a byte in which costs are counted.
@@ -126,66 +122,13 @@ def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> i
     return places
 
 
-def equal_shares(
-    layout: SegmentsLayout, lengths: Sequence[Sequence[int]], pieces: int, tuning: Tuning
-) -> tuple[list[Item], list[Part]]:
-    """Cut all units into `pieces` pieces of equal cost.
-
-    Exactly so many, but for units that are smaller than a piece or have fewer tiles: all are on the
-    GPU at once, and one that is not would run when the others are done. By head, then row, so that
-    neighbours are of one kind: what a multiprocessor runs has to fit its instruction cache
-    (`kvprof.kernels.segments.kernel`).
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-    lengths : sequence of sequence of int
-        Tokens of each segment and row.
-    pieces : int
-    tuning : Tuning
-
-    Returns
-    -------
-    items : list of Item
-        By head, then row, then segment, then token.
-    parts : list of Part
-        For every head of every row, by row.
-    """
-    count = len(layout.segments)
-    units = [
-        (row, head, segment)
-        for head in range(layout.heads)
-        for row in range(len(lengths[0]))
-        for segment in range(count)
-    ]
-    costs = [
-        lengths[segment][row] * token_cost(layout, segment, head, tuning.per_token)
-        for row, head, segment in units
-    ]
-    total = max(1, sum(costs))
-    items: list[Item] = []
-    parts = {}
-    before = 0
-    for (row, head, segment), cost in zip(units, costs, strict=True):
-        if segment == 0:
-            first = len(items)
-        length = lengths[segment][row]
-        slots = layout.segments[segment].slots
-        height = slots * tile_places(layout, segment, head, tuning.tile)
-        tiles = -(-length // height)
-        share = (before + cost) * pieces // total - before * pieces // total
-        share = min(tiles, max(1, share))
-        before += cost
-        bounds = [min(length, tiles * part // max(1, share) * height) for part in range(share + 1)]
-        items += [Item(row, head, segment, start, stop) for start, stop in pairwise(bounds)]
-        if segment == count - 1:
-            parts[row, head] = Part(first, len(items) - first)
-    return items, [parts[task] for task in sorted(parts)]
-
-
-# --- A step over segments is cut on the device, so that a CUDA graph may hold it.
+# --- A step over segments is cut into pieces that cost the same on the device, so that a CUDA graph
+# may hold it.
 #
-# What stands above states the same on the host in plain Python.
+# Exactly so many pieces, but for units that are smaller than a piece or have fewer tiles: all are
+# on the GPU at once, and one that is not would run when the others are done. By head, then row, so
+# that neighbours are of one kind: what a multiprocessor runs has to fit its instruction cache
+# (`kvprof.kernels.segments.kernel`). A test states the same on the host in plain Python.
 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -1,6 +1,7 @@
 """Decoding over quantised segments against float64 attention; run by test_cases.py."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments.launch import constants, equal_shares, tile_places
+from kvprof.kernels.segments.launch import constants, tile_places, token_cost
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
@@ -201,6 +202,42 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
     if side.groups:
         for mine, theirs in zip(side.kept(source), side.kept(target), strict=True):
             theirs[row, block, :, place, slot] = mine[row, block, :, place, slot]
+
+
+def equal_shares(
+    layout: SegmentsLayout, lengths: list[list[int]], pieces: int, tuning: Tuning
+) -> tuple[list[Item], list[Part]]:
+    """All units in `pieces` pieces of equal cost: items by head and row, parts by row."""
+    count = len(layout.segments)
+    units = [
+        (row, head, segment)
+        for head in range(layout.heads)
+        for row in range(len(lengths[0]))
+        for segment in range(count)
+    ]
+    costs = [
+        lengths[segment][row] * token_cost(layout, segment, head, tuning.per_token)
+        for row, head, segment in units
+    ]
+    total = max(1, sum(costs))
+    items: list[Item] = []
+    parts = {}
+    before = 0
+    for (row, head, segment), cost in zip(units, costs, strict=True):
+        if segment == 0:
+            first = len(items)
+        length = lengths[segment][row]
+        slots = layout.segments[segment].slots
+        height = slots * tile_places(layout, segment, head, tuning.tile)
+        tiles = -(-length // height)
+        share = (before + cost) * pieces // total - before * pieces // total
+        share = min(tiles, max(1, share))
+        before += cost
+        bounds = [min(length, tiles * part // max(1, share) * height) for part in range(share + 1)]
+        items += [Item(row, head, segment, start, stop) for start, stop in pairwise(bounds)]
+        if segment == count - 1:
+            parts[row, head] = Part(first, len(items) - first)
+    return items, [parts[task] for task in sorted(parts)]
 
 
 @few
