@@ -20,7 +20,7 @@ from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.scores import Pair, TokenScores, score_tokens, text_figures
 from kvprof.evaluation.stored import SIDES, Assignment, HeadSide, Stored, StoredPasses
 from kvprof.evaluation.workload import TextBatch, Workload
-from kvprof.methods.accounting import full_layer_bytes, layer_bytes
+from kvprof.methods.accounting import layer_bytes
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_at
 from kvprof.methods.full import full_plan
 from kvprof.methods.plan import HeadGroup, Plan
@@ -218,29 +218,26 @@ class Sensitivity:
 
     def bytes_per_token(self, part: Part, setting: Setting | None) -> float:
         """Return what a part stores per token of context; as the model does without a setting."""
-        layer = full_plan(MethodInputs(self.loaded.layout, self.loaded.fingerprint)).layers[
-            part.layer
-        ]
-        itemsize, tokens = self.loaded.dtype.itemsize, self.context
-        facts = self.loaded.layout.layers[part.layer]
-        widths = {"keys": facts.qk_head_dim, "values": facts.v_head_dim}
-        whole = full_layer_bytes(layer, tokens, itemsize=itemsize)
-        own = whole * widths[part.side] / sum(widths.values())
-        if setting is not None and setting.spec.rank is not None:
-            own *= setting.spec.rank / widths[part.side]
-        elif setting is not None:
-            plan = setting.stored.plan
-            assert plan.quantiser is not None  # a setting has bits or a rank
-            alone = replace(
-                plan.quantiser,
-                keys=plan.quantiser.keys if part.side == "keys" else None,
-                values=plan.quantiser.values if part.side == "values" else None,
+        whole = full_plan(MethodInputs(self.loaded.layout, self.loaded.fingerprint))
+        plan, cut = (setting.stored.plan, setting.stored.groups) if setting else (whole, {})
+        layer = whole.layers[part.layer]
+        # The other side stores nothing, and a head as much as the others.
+        groups = {
+            side: tuple(
+                cut.get(HeadSide(part.layer, side, group.first), group)
+                for group in getattr(layer, side).groups
+                if side == part.side
             )
-            stored = layer_bytes(
-                replace(plan, quantiser=alone), layer, tokens, itemsize=itemsize
-            ).total
-            own += stored - whole
-        heads = 1 if part.kv_head is None else facts.num_kv_heads
+            for side in SIDES
+        }
+        alone = replace(
+            layer,
+            keys=replace(layer.keys, groups=groups["keys"]),
+            values=replace(layer.values, groups=groups["values"]),
+        )
+        itemsize, tokens = self.loaded.dtype.itemsize, self.context
+        own = layer_bytes(plan, alone, tokens, itemsize=itemsize).total
+        heads = 1 if part.kv_head is None else self.loaded.layout.layers[part.layer].num_kv_heads
         return own / tokens / heads
 
     @torch.inference_mode()
