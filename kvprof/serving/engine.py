@@ -23,7 +23,6 @@ from kvprof.kernels.project.bases import basis_set
 from kvprof.methods.accounting import full_bytes
 from kvprof.methods.plan import Plan
 from kvprof.serving.backend import PlanImpl
-from kvprof.serving.identity import check_identity
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import (
     check_page,
@@ -32,6 +31,7 @@ from kvprof.serving.pages import (
     token_bytes,
 )
 from kvprof.serving.refusals import check_dtype, check_load_format, check_shape
+from kvprof.serving.served import check_identity
 from kvprof.serving.steps import ServedLayer
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 

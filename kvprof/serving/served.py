@@ -1,4 +1,4 @@
-"""The plan that a process serves."""
+"""The plan that a process serves, and whether it is of the model."""
 
 import hashlib
 from functools import cache
@@ -6,9 +6,11 @@ from pathlib import Path
 
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
+from kvprof.methods.soundness import check_fits
+from kvprof.models.load import load_model
 from kvprof.serving.refusals import check_servable
 
-__all__ = ["plan_digest", "served_plan"]
+__all__ = ["check_identity", "plan_digest", "served_plan"]
 
 
 @cache
@@ -29,3 +31,30 @@ def served_plan(path: str) -> Plan:
 def plan_digest(path: str) -> str:
     """Return a digest of a plan's file, 32 hexadecimal digits."""
     return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:32]
+
+
+def check_identity(
+    plan: Plan, spec: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Refuse a plan of another model, before the engine loads weights.
+
+    The checkpoint is read on the CPU as kvprof reads it; its files are mapped, and the engine finds
+    them in memory afterwards.
+
+    Parameters
+    ----------
+    plan : Plan
+    spec : str
+        Hub id or folder.
+    revision : str, optional
+    trust_remote_code : bool
+
+    Raises
+    ------
+    UsageError
+        When its weights, configuration or shape are not those that the plan was made for.
+    KvprofError
+        As `load_model`.
+    """
+    loaded = load_model(spec, device="cpu", revision=revision, trust_remote_code=trust_remote_code)
+    check_fits(plan, loaded.layout, loaded.fingerprint)
