@@ -76,6 +76,13 @@ def frontier(
     points: Annotated[
         int, typer.Option("--points", min=1, max=1000, help="Evaluations per method, at most.")
     ] = 6,
+    speeds: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--speeds",
+            help="A result of kvprof bench at 100k: speeds to tell beside bytes; repeatable.",
+        ),
+    ] = None,
     text: TextOption = None,
     sequences: SequencesOption = None,
     seq_len: SeqLenOption = None,
@@ -129,6 +136,7 @@ def frontier(
     from kvprof.commands.steps import calibration_options, load_for_command, load_sample
     from kvprof.evaluation.evaluation_cache import cache_folder
     from kvprof.evaluation.frontier import FrontierOptions
+    from kvprof.evaluation.recorded_speeds import load_speeds
     from kvprof.evaluation.requests import parse_methods
     from kvprof.methods.registry import calibration_needs
 
@@ -140,6 +148,7 @@ def frontier(
     ]
     if (calibrate or calibrate_tokens) and not any(needs):
         raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
+    measured = load_speeds(speeds or ())
     loaded = load_for_command(
         model,
         device=device,
@@ -171,6 +180,7 @@ def frontier(
             FrontierOptions(targets, points),
             None if no_cache else cache_folder(cache),
             stop,
+            measured,
         )
         if run is None:
             console.error("interrupted before anything could be compared; there is no result")
@@ -189,6 +199,7 @@ def frontier(
                 "points": points,
                 **common,
                 **described,
+                "speeds": speeds,
                 "calibrate": calibrate,
                 "calibration": run.calibration,
                 "seed": calibration.seed,

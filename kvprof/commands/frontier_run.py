@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ from kvprof.evaluation.evaluator import Evaluator, hidden_in_one_pass, refuse_hi
 from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
 from kvprof.evaluation.rate_search import Interrupted
 from kvprof.evaluation.recorded_rates import record_rates
+from kvprof.evaluation.recorded_speeds import LONG_CONTEXT, Speed, attach_speeds
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
 from kvprof.interrupt import Stop
+from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.named import ALWAYS
+from kvprof.methods.needs import runtime_needs
+from kvprof.methods.plan import Plan
+from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import (
     CalibrationInterrupted,
     CalibrationOptions,
@@ -25,6 +31,7 @@ from kvprof.moments.calibrator import (
     uncalibrated_family,
 )
 from kvprof.moments.tokens import check_separate
+from kvprof.runtime.backends.route import kernel_reasons
 from kvprof.sources.grammar import Source
 
 __all__ = ["FrontierRun", "keep_rates", "run_frontier"]
@@ -69,6 +76,7 @@ def run_frontier(
     options: FrontierOptions,
     folder: Path | None,
     stop: Stop,
+    speeds: Sequence[Speed] = (),
 ) -> FrontierRun | None:
     """Search every method, with one progress bar over all of them.
 
@@ -84,6 +92,8 @@ def run_frontier(
         Of the cache; None for none.
     stop : Stop
         Asked before and during every evaluation.
+    speeds : sequence of Speed
+        That were measured, for the rows that they are of.
 
     Returns
     -------
@@ -164,6 +174,7 @@ def run_frontier(
             options,
             family_of,
             itemsize=evaluator.loaded.dtype.itemsize,
+            facts_of=partial(_facts, evaluator.loaded),
             describe=progress.describe,
             advance=progress.advance,
             should_stop=stop,
@@ -176,8 +187,10 @@ def run_frontier(
             raise UsageError(str(clash)) from None
     dtype = str(evaluator.loaded.dtype).removeprefix("torch.")
     _refuse_only_failure(data, search.complete)
+    data = {**data, "dtype": dtype}
+    attach_speeds(data, speeds)
     return FrontierRun(
-        {**data, "dtype": dtype},
+        data,
         search.complete,
         [*warnings, *search.warnings],
         cache.found,
@@ -185,6 +198,26 @@ def run_frontier(
         [cache.failure] if cache.failure is not None else [],
         calibration_of,
     )
+
+
+def _facts(loaded: LoadedModel, plan: Plan) -> dict[str, Any]:
+    """Return what running a plan takes, and what it stores of a long context."""
+    itemsize = loaded.dtype.itemsize
+    reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
+    refused = [reason for reason in reasons if reason is not None]
+    return {
+        "needs": runtime_needs(plan),
+        "kernel": {
+            "layers": len(reasons) - len(refused),
+            "of": len(reasons),
+            "reason": refused[0] if refused else None,
+        },
+        "long_context": {
+            "context": LONG_CONTEXT,
+            "bytes_per_token": bytes_at(plan, LONG_CONTEXT, itemsize=itemsize).total / LONG_CONTEXT,
+            "rate": rate(plan, LONG_CONTEXT, itemsize=itemsize),
+        },
+    }
 
 
 def _blind(evaluator: Evaluator, requests: list[MethodRequest]) -> dict[str, str]:

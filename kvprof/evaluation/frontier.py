@@ -195,6 +195,8 @@ class Frontier:
         Calibrates a method and returns its plans.
     itemsize : int
         Bytes of a value in the run's dtype.
+    facts_of : callable
+        From a plan to what a point says of it besides its evaluation; it is never kept for later.
     describe : callable
         Called with what is being done, in words.
     advance : callable
@@ -211,6 +213,7 @@ class Frontier:
         family_of: Callable[[MethodRequest], PlanFamily],
         *,
         itemsize: int,
+        facts_of: Callable[[Plan], dict[str, Any]] = lambda _: {},
         describe: Callable[[str], None] = lambda _: None,
         advance: Callable[[int], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -220,6 +223,7 @@ class Frontier:
         self._options = options
         self._family_of = family_of
         self._itemsize = itemsize
+        self._facts_of = facts_of
         self._describe = describe
         self._advance = advance
         self._stop = should_stop
@@ -301,7 +305,8 @@ class Frontier:
             self._describe(f"{lead}: evaluation {len(points) + 1} of {planned} at most")
             evaluation = self._evaluation(plan, digest)
             self.warnings += [text for text in evaluation["warnings"] if text not in self.warnings]
-            return share_of(evaluation, targets[0].metric), evaluation
+            share = share_of(evaluation, targets[0].metric)
+            return share, {**evaluation, **self._facts_of(plan)}
 
         try:
             if self._stop():

@@ -115,6 +115,7 @@ _READ = frozenset(
         "--rates",
         "--shape",
         "--source",
+        "--speeds",
         "--step-times",
         "--text",
         "--token-ids",

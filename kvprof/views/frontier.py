@@ -1,7 +1,7 @@
 """The report of ``kvprof frontier``: which method keeps how many bytes at the same quality."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,14 @@ from rich.text import Text
 
 from kvprof.records.figures import judging_tasks
 from kvprof.views.evaluation import apart_note, unable_note
-from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
+from kvprof.views.figure import (
+    draw_curves,
+    draw_reference,
+    label_axes,
+    panel_figure,
+    point_style,
+    titled,
+)
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
@@ -30,6 +37,7 @@ __all__ = [
     "metric_name",
     "ranked",
     "report",
+    "running_table",
     "share_at",
     "single",
     "source_table",
@@ -329,6 +337,88 @@ def source_table(result: Mapping[str, Any]) -> DataTable | None:
     return DataTable(columns("share of accuracy", figures=names), rows)
 
 
+# --- What each method takes to run at its largest rate, and how fast it was measured to be.
+
+
+def running_table(result: Mapping[str, Any]) -> DataTable | None:
+    """Return what running each method takes, its bytes of a long context and its measured speeds.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``; None for one of earlier versions, which does not tell.
+    """
+    known = [
+        (method, point)
+        for method in ranked(result)
+        if (point := best_point(method)) is not None and "kernel" in point
+    ]
+    if not known:
+        return None
+    batches = sorted({one["batch"] for method, _ in known for one in method.get("speeds", ())})
+    long = known[0][1]["long_context"]["context"]
+    heads = [
+        *columns("method", "needs", "kernel"),
+        *columns(
+            figures=(
+                f"rate at {count(long)}",
+                "bytes per token",
+                *(f"speed-up, batch {batch}" for batch in batches),
+            )
+        ),
+    ]
+    rows = []
+    for method, point in known:
+        speeds = {one["batch"]: one for one in method.get("speeds", ())}
+        rows.append(
+            [
+                method["label"],
+                ", ".join(point["needs"]) or "nothing",
+                _kernel(point["kernel"]),
+                rate_in_bytes(point["long_context"]["rate"]),
+                f"{point['long_context']['bytes_per_token']:,.0f}",
+                *(
+                    f"{speeds[batch]['speedup']:.2f}×" if batch in speeds else MISSING
+                    for batch in batches
+                ),
+            ]
+        )
+    return DataTable(heads, rows)
+
+
+def _kernel(kernel: Mapping[str, Any]) -> str:
+    if kernel["reason"] is None:
+        return "yes"
+    return f"{kernel['layers']} of {kernel['of']} layers" if kernel["layers"] else "no"
+
+
+def _speed_notes(result: Mapping[str, Any]) -> list[str]:
+    """Say where speeds were measured, and of which rows there are none and why."""
+    speeds = [one for method in result["data"]["methods"] for one in method.get("speeds", ())]
+    by_record: dict[str, list[str]] = {}
+    for one in speeds:
+        where = "shipped with kvprof" if one["origin"] == "shipped" else "--speeds"
+        text = (
+            f"attention of one layer of {one['shape']}'s shape in {one['dtype']} on "
+            f"{one['device']}, against {one['baseline']} ({one['source']}, {where}, "
+            f"{one['created'][:10]})"
+        )
+        by_record.setdefault(text, []).append(one["method"])
+    lines = [
+        f"Speed-up of {', '.join(dict.fromkeys(labels))}: decoding at the same rate over the same "
+        f"context, {text}."
+        for text, labels in by_record.items()
+    ]
+    lacking: dict[str, list[str]] = {}
+    for method in ranked(result):
+        if best_point(method) is not None and method.get("speed_reason") is not None:
+            lacking.setdefault(method["speed_reason"], []).append(method["label"])
+    return [
+        *lines,
+        *(f"No speed of {', '.join(labels)}: {reason}." for reason, labels in lacking.items()),
+    ]
+
+
 def _uncompressed(result: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the baseline as the point of full width, where that was not run through the cache."""
     base = result["data"]["baseline"]
@@ -394,6 +484,9 @@ def to_csv(result: Mapping[str, Any]) -> str:
     """
     tasks = tasks_of(result)
     others = [one["metric"] for one in targets_of(result)[1:]]
+    batches = sorted(
+        {one["batch"] for method in result["data"]["methods"] for one in method.get("speeds", ())}
+    )
     columns = (
         "label",
         "method",
@@ -408,6 +501,12 @@ def to_csv(result: Mapping[str, Any]) -> str:
         "max_rate",
         "binding",
         *_FIGURES,
+        "needs",
+        "kernel",
+        "long_context",
+        "long_rate",
+        "long_bytes_per_token",
+        *(f"speedup_batch_{batch}" for batch in batches),
         "share_low",
         "share_high",
         *(f"share_{metric}{end}" for metric in others for end in ("", "_low", "_high")),
@@ -439,6 +538,7 @@ def _rows(
                 "rate_asked": point.get("rate_asked"),
                 "max_rate": point["rate"] == method["max_rate"],
                 "binding": ";".join(method.get("binding", ())),
+                **_running(method, point),
                 **{key: point.get(key) for key in (*_FIGURES, *_QUALITY)},
                 **ends("share", point["share_interval"]),
                 **ends("relative_accuracy", point.get("relative_accuracy_interval")),
@@ -457,12 +557,32 @@ def _rows(
             yield row
 
 
+def _running(method: Method, point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row says of running a point; speeds stand in that of the largest rate."""
+    if "kernel" not in point:
+        return {}
+    long = point["long_context"]
+    found = {
+        "needs": ";".join(point["needs"]),
+        "kernel": point["kernel"]["reason"] is None,
+        "long_context": long["context"],
+        "long_rate": long["rate"],
+        "long_bytes_per_token": long["bytes_per_token"],
+    }
+    if point["rate"] == method["max_rate"]:
+        found |= {f"speedup_batch_{one['batch']}": one["speedup"] for one in method["speeds"]}
+    return found
+
+
 # --- The figure of a frontier: the share of the baseline that each method keeps, against its
 # rate.
 
 
 def figure(result: Mapping[str, Any]) -> Any:
     """Return the curves with their intervals as bands, the target as a line: a panel per target.
+
+    Where speeds were measured, one more panel has each method's speed against its bytes, the share
+    that it keeps as the colour.
 
     The axis ends where ten times what the target gives away is lost; curves run out of it.
 
@@ -483,7 +603,11 @@ def figure(result: Mapping[str, Any]) -> Any:
     """
     title = titled(result, f"{result['inputs']['model']} at {result['data']['context']:,} tokens")
     targets = targets_of(result)
-    draws = [partial(_draw_target, result, target) for target in targets]
+    draws: list[Callable[[Any], None]] = [
+        partial(_draw_target, result, target) for target in targets
+    ]
+    if any(method.get("speeds") for method in result["data"]["methods"]):
+        draws.append(partial(_draw_speeds, result))
     drawing = panel_figure(draws, (6.4, 4.2), columns=2, title=title if len(draws) > 1 else "")
     if len(draws) == 1:
         drawing.axes[0].set_title(title, fontsize="medium")
@@ -502,6 +626,52 @@ def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any
     floor = lowest_drawn(float(target["target"]))
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, target["target"])))
+
+
+def _draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
+    """Draw what each method gains in speed and in bytes at its largest rate, and what it keeps."""
+    target = targets_of(result)[0]
+    found = [
+        (method, best_point(method), one)
+        for method in ranked(result)
+        for one in method.get("speeds", ())
+    ]
+    batches = sorted({one["batch"] for _, _, one in found})
+    shares = [share_at(point)["share"] for _, point, _ in found if point is not None]
+    ends = min([float(target["target"]), *(share for share in shares if share is not None)]), 1.0
+    drawn = None
+    for batch in batches:
+        own = [(method, point) for method, point, one in found if one["batch"] == batch and point]
+        speeds = [one["speedup"] for _, _, one in found if one["batch"] == batch]
+        smaller = [1.0 / (1.0 - point["long_context"]["rate"]) for _, point in own]
+        drawn = axes.scatter(
+            smaller,
+            speeds,
+            c=[share_at(point)["share"] for _, point in own],
+            vmin=ends[0],
+            vmax=ends[1],
+            cmap="viridis",
+            marker=point_style(batches.index(batch))["marker"],
+            edgecolors="black",
+            linewidths=0.5,
+            label=f"batch {batch}",
+        )
+        for (method, _), x, y in zip(own, smaller, speeds, strict=True):
+            axes.annotate(
+                method["label"], (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small"
+            )
+    draw_reference(axes, 1.0, "full width")
+    first = found[0][2]
+    label_axes(
+        axes,
+        f"decoding {count(first['context'])} tokens, {first['shape']} on {first['device']}",
+        "times fewer bytes than full width",
+        "times faster than the best full-width kernel",
+        legend=True,
+    )
+    axes.figure.colorbar(
+        drawn, ax=axes, label=f"share of the baseline's {metric_name(target['metric'])}"
+    )
 
 
 _RATE = (
@@ -523,6 +693,11 @@ _WITHIN = (
 _TOGETHER = (
     "Targets hold together: a rate keeps them where each of them is kept. Bound by: the targets "
     "that are missed at the smallest tested rate where any is."
+)
+_NEEDS = (
+    "Needs: online, projections beside the model's own; folded, weights that a basis is multiplied "
+    "into; rebuilt, keys made anew from their latents at every use. Kernel: whether kvprof's "
+    "kernels run it in {dtype} on {device}."
 )
 _HEIGHT = 14
 
@@ -548,6 +723,10 @@ def report(
     by_source = source_table(result)
     if by_source is not None:
         parts += [heading("By text, at the largest rate"), by_source]
+    running = running_table(result)
+    if running is not None:
+        parts += [heading("What running it takes, at the largest rate"), running]
+        parts += [Text(), bullets(_speed_notes(result), "dim")]
     for target in targets_of(result):
         parts += [Text(), _plot(result, target)]
     notes = [_RATE.format(base=base_name(result), context=data["context"]), _INTERVAL]
@@ -555,6 +734,8 @@ def report(
         notes.append(_TOGETHER)
     if any(method["max_rate_interval"] is not None for method in data["methods"]):
         notes.append(_WITHIN)
+    if running is not None:
+        notes.append(_NEEDS.format(dtype=data["dtype"], device=result["inputs"].get("device")))
     apart = apart_note(result["inputs"].get("calibration", {}))
     unable = [task.replace("_", " ") for task in unable_tasks(result)]
     return framed(

@@ -73,6 +73,21 @@ def test_a_frontier_is_measured_reported_and_resumed(
     assert full["share"] == pytest.approx(1, abs=1e-6)
     assert full["bytes_per_token"] == 3 * 2 * 2 * 16 * 4
     assert by_label["fp8"]["points"][0]["rate"] == 0.75  # of float32
+    # What running takes is each plan's own, and what a long context stores is counted there.
+    assert {tuple(p["needs"]) for p in by_label["kq"]["points"]} == {("online", "folded")}
+    assert full["needs"] == by_label["kivi"]["points"][0]["needs"] == []
+    # 3 layers, K and V of 2 heads of 16, 4 bytes.
+    long = {"context": 102_400, "bytes_per_token": 768, "rate": 0}
+    assert full["long_context"] == long
+    window = by_label["kivi"]["points"]  # its window weighs less there than in 48 tokens
+    assert all(p["long_context"]["rate"] > p["rate"] for p in window)
+    assert full["kernel"] == {"layers": 3, "of": 3, "reason": None}
+    odd = [p["kernel"]["reason"] for p in by_label["kq"]["points"]]
+    assert any("multiples of 16" in (reason or "") for reason in odd)
+    # Nothing was timed in float32.
+    assert [method["speeds"] for method in first["data"]["methods"]] == [[]] * 5
+    assert "measured in bfloat16 alone" in by_label["fp8"]["speed_reason"]
+    assert "no kernel runs it here" in by_label["kq"]["speed_reason"]
     base = first["data"]["baseline"]["perplexity"]
     for method in first["data"]["methods"]:
         for point in method["points"]:

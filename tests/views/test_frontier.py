@@ -8,7 +8,15 @@ import pytest
 
 from kvprof.records.schema import validate_result
 from kvprof.views.figure import figure_bytes
-from kvprof.views.frontier import figure, lowest_drawn, ranked, report, to_csv, undecided
+from kvprof.views.frontier import (
+    figure,
+    lowest_drawn,
+    ranked,
+    report,
+    running_table,
+    to_csv,
+    undecided,
+)
 from kvprof.views.page import render_text
 from tests.views.synthetic_frontier import TASKS, frontier_result
 
@@ -185,3 +193,78 @@ def test_several_targets_in_csv_and_figure() -> None:
         "share of the baseline's next-token accuracy",
         "share of the baseline's accuracy on needle",
     ]
+
+
+def with_speeds() -> dict[str, Any]:
+    """Return the frontier with what running takes, and speeds of kq and FP8."""
+    result = frontier_result()
+    data = result["data"]
+    data["dtype"], kept = "bfloat16", {"full": [], "palu": ["folded", "rebuilt"]}
+    speed = {
+        "context": 102_400, "dtype": "bfloat16", "seconds": 1e-4, "speedup_interval": None,
+        "baseline": "sdpa-cudnn", "shape": "Llama-3.1-8B", "device": "NVIDIA H200",
+        "source": "speeds.json", "origin": "given", "created": "2026-11-22T10:27:14Z",
+    }  # fmt: skip
+    for method in data["methods"]:
+        label = method["label"]
+        refused = None if label != "fdc" else "tokens are evicted"
+        for one in method["points"]:
+            one["needs"] = kept.get(label, ["online", "folded"])
+            one["kernel"] = {"layers": 0 if refused else 6, "of": 6, "reason": refused}
+            stored = 24_576 * (1 - one["rate"])
+            one["long_context"] = {
+                "context": 102_400,
+                "rate": one["rate"],
+                "bytes_per_token": stored,
+            }
+        gains = {"kq": ((1, 1.31), (8, 1.72)), "fp8": ((8, 1.88),)}.get(label, ())
+        method["speeds"] = [
+            {**speed, "method": label, "batch": b, "rate": method["max_rate"], "speedup": s}
+            for b, s in gains
+        ]
+        method["speed_reason"] = None if gains else "no record has a speed of it"
+    return result
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_running_takes_stands_beside_measured_speeds(width: int) -> None:
+    result = with_speeds()
+    validate_result(result)
+    text = render_text(report(result), width)
+    assert max(map(len, text.splitlines())) <= width
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if "×" in line}
+    part = text[text.index("What running it takes") :]
+    lines = {line.split()[0]: " ".join(line.split()) for line in part.splitlines() if line.split()}
+    if width == 120:
+        assert lines["kq"].endswith("online, folded yes 0.410 14,500 1.31× 1.72×")
+        assert lines["fp8"].endswith("yes 0.500 12,288 – 1.88×")
+        assert lines["fdc"].endswith("no 0.340 16,220 – –")
+        assert rows["kq"]
+    flat = " ".join(text.split())
+    assert "Llama-3.1-8B's shape in bfloat16 on NVIDIA H200, against sdpa-cudnn" in flat
+    assert "speeds.json, --speeds, 2026-11-22" in flat
+    # A method without a rate has nothing to run; the others without a speed say why.
+    assert "No speed of kq:allocation=budget, fdc, full: no record has a speed of it." in flat
+
+
+def test_a_record_of_earlier_says_nothing_of_running() -> None:
+    assert "What running it takes" not in render_text(report(frontier_result()), 120)
+    assert running_table(frontier_result()) is None
+
+
+def test_speeds_are_in_csv_and_have_a_panel() -> None:
+    result = with_speeds()
+    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    kq = [row for row in rows if row["label"] == "kq"]
+    # The speed is of the largest rate, and of no other point.
+    assert [row["speedup_batch_8"] for row in kq] == ["", "1.72", "", ""]
+    assert {row["needs"] for row in kq} == {"online;folded"}
+    assert {row["kernel"] for row in rows if row["label"] == "fdc"} == {"False"}
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    drawn = figure(result)
+    panel = drawn.axes[1]
+    points = sorted(tuple(at) for one in panel.collections for at in one.get_offsets())
+    expected = [(1 / (1 - 0.41), 1.31), (1 / (1 - 0.41), 1.72), (2.0, 1.88)]
+    assert points == [pytest.approx(at) for at in expected]
+    assert {text.get_text() for text in panel.texts} >= {"kq", "fp8", "full width "}
+    assert figure_bytes(drawn, "svg") == figure_bytes(figure(result), "svg")
