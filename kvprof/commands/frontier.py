@@ -40,6 +40,7 @@ from kvprof.commands.output import (
     SvgOption,
 )
 from kvprof.errors import ExitCode, UsageError
+from kvprof.evaluation.recorded_speeds import load_speeds
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import COMPARED, check_names, names_in
@@ -136,7 +137,6 @@ def frontier(
     from kvprof.commands.steps import calibration_options, load_for_command, load_sample
     from kvprof.evaluation.evaluation_cache import cache_folder
     from kvprof.evaluation.frontier import FrontierOptions
-    from kvprof.evaluation.recorded_speeds import load_speeds
     from kvprof.evaluation.requests import parse_methods
     from kvprof.methods.registry import calibration_needs
 
