@@ -5,6 +5,7 @@ beside a row of a frontier only where the row saves that rate too: at another on
 other bytes, and what it would take then nobody has measured.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
@@ -13,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from kvprof.errors import UsageError
+from kvprof.methods.named import method_entries
 from kvprof.records.files import read_result, what_was_read
 
 __all__ = ["LONG_CONTEXT", "Speed", "attach_speeds", "load_speeds", "speeds_of"]
@@ -21,6 +23,7 @@ __all__ = ["LONG_CONTEXT", "Speed", "attach_speeds", "load_speeds", "speeds_of"]
 LONG_CONTEXT = 102_400
 # Of the cache's bytes: as far as ranks rounded to a grid may be from the rate asked for.
 _NEAR = 0.01
+_BITS = re.compile("bits=[0-9]+")
 _SCHEDULES = (None, "equal")  # the others are there to be compared with these
 
 
@@ -165,7 +168,7 @@ def speeds_of(
     reason : str or None
         None where there are some.
     """
-    own = [speed for speed in speeds if speed.method == label]
+    own = [speed for speed in speeds if _same(speed.method, label)]
     alike = [speed for speed in own if speed.dtype == dtype]
     near = {speed.batch: speed for speed in alike if abs(speed.rate - rate) <= _NEAR}
     if near:
@@ -177,6 +180,30 @@ def speeds_of(
         dtypes = " and ".join(sorted({speed.dtype for speed in own}))
         return [], f"measured in {dtypes} alone, and this run's dtype is {dtype}"
     return [], "no record has a speed of it"
+
+
+def _same(timed: str, label: str) -> bool:
+    """Whether a method that was timed is a row's: where the search chose bits, the rate says which.
+
+    ``per-token:bits=4`` is a point of the row ``per-token``.
+    """
+    if timed == label:
+        return True
+    parts, row = _parts(timed), _parts(label)
+    if parts is None or row is None or parts[0] != row[0]:
+        return False
+    beside = [option for option in parts[1] if not _BITS.fullmatch(option)]
+    chosen_here = not any(option.startswith("bits=") for option in row[1])
+    return chosen_here and len(beside) < len(parts[1]) and sorted(beside) == sorted(row[1])
+
+
+def _parts(label: str) -> tuple[str, list[str]] | None:
+    """Return method and options; None for a name that is no method's, such as a plan file's."""
+    try:
+        entries = method_entries(label)
+    except UsageError:
+        return None
+    return entries[0][1:] if len(entries) == 1 else None
 
 
 def attach_speeds(data: dict[str, Any], speeds: Sequence[Speed]) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "share_at",
     "single",
     "source_table",
+    "speed_plots",
     "sure_rate",
     "targets_of",
     "tasks_of",
@@ -340,7 +341,7 @@ def source_table(result: Mapping[str, Any]) -> DataTable | None:
 # --- What each method takes to run at its largest rate, and how fast it was measured to be.
 
 
-def running_table(result: Mapping[str, Any]) -> DataTable | None:
+def running_table(result: Mapping[str, Any]) -> SplitTable | None:
     """Return what running each method takes, its bytes of a long context and its measured speeds.
 
     Parameters
@@ -363,7 +364,8 @@ def running_table(result: Mapping[str, Any]) -> DataTable | None:
             figures=(
                 f"rate at {count(long)}",
                 "bytes per token",
-                *(f"speed-up, batch {batch}" for batch in batches),
+                "share kept",
+                *(f"speed-up at batch {batch}" for batch in batches),
             )
         ),
     ]
@@ -377,13 +379,70 @@ def running_table(result: Mapping[str, Any]) -> DataTable | None:
                 _kernel(point["kernel"]),
                 rate_in_bytes(point["long_context"]["rate"]),
                 f"{point['long_context']['bytes_per_token']:,.0f}",
+                _share(share_at(point)["share"]),
                 *(
                     f"{speeds[batch]['speedup']:.2f}×" if batch in speeds else MISSING
                     for batch in batches
                 ),
             ]
         )
-    return DataTable(heads, rows)
+    return SplitTable(heads, rows, (2, 3, len(batches)) if batches else (2, 3))
+
+
+def speed_plots(result: Mapping[str, Any]) -> list[LinePlot]:
+    """Return measured speed against bytes, with the share kept in the legend: a plot per batch.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``; none where no speed stands beside it.
+    """
+    found = _measured_speeds(result)
+    if not found:
+        return []
+    kept = metric_name(targets_of(result)[0]["metric"])
+    ends = [1.0, *(_smaller(point) for _, point, _ in found)]
+    full = Series("full width", [min(ends), max(ends)], [1.0, 1.0])
+    context = found[0][2]["context"]
+    plots = []
+    for batch in sorted({one["batch"] for _, _, one in found}):
+        drawn = [
+            Series(
+                f"{method['label']} keeps {_share(share_at(point)['share'])}",
+                [_smaller(point)],
+                [one["speedup"]],
+            )
+            for method, point, one in found
+            if one["batch"] == batch
+        ]
+        plots.append(
+            LinePlot(
+                [full, *drawn],
+                f"Speed against bytes at {count(context)} tokens, batch {batch}, and the share of "
+                f"{kept} kept",
+                "times fewer bytes than full width",
+                "times faster than the best full-width kernel",
+                height=_HEIGHT - 4,
+            )
+        )
+    return plots
+
+
+def _measured_speeds(
+    result: Mapping[str, Any],
+) -> list[tuple[Method, Mapping[str, Any], Mapping[str, Any]]]:
+    """Return method, best point and speed of all speeds that stand beside a frontier."""
+    return [
+        (method, point, one)
+        for method in ranked(result)
+        if (point := best_point(method)) is not None
+        for one in method.get("speeds", ())
+    ]
+
+
+def _smaller(point: Mapping[str, Any]) -> float:
+    """Return how many times fewer bytes a point stores of a long context."""
+    return 1.0 / (1.0 - float(point["long_context"]["rate"]))
 
 
 def _kernel(kernel: Mapping[str, Any]) -> str:
@@ -631,23 +690,19 @@ def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any
 def _draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
     """Draw what each method gains in speed and in bytes at its largest rate, and what it keeps."""
     target = targets_of(result)[0]
-    found = [
-        (method, best_point(method), one)
-        for method in ranked(result)
-        for one in method.get("speeds", ())
-    ]
+    found = _measured_speeds(result)
     batches = sorted({one["batch"] for _, _, one in found})
-    shares = [share_at(point)["share"] for _, point, _ in found if point is not None]
+    shares = [share_at(point)["share"] for _, point, _ in found]
     ends = min([float(target["target"]), *(share for share in shares if share is not None)]), 1.0
     drawn = None
     for batch in batches:
-        own = [(method, point) for method, point, one in found if one["batch"] == batch and point]
-        speeds = [one["speedup"] for _, _, one in found if one["batch"] == batch]
-        smaller = [1.0 / (1.0 - point["long_context"]["rate"]) for _, point in own]
+        own = [(method, point, one) for method, point, one in found if one["batch"] == batch]
+        speeds = [one["speedup"] for _, _, one in own]
+        smaller = [_smaller(point) for _, point, _ in own]
         drawn = axes.scatter(
             smaller,
             speeds,
-            c=[share_at(point)["share"] for _, point in own],
+            c=[share_at(point)["share"] for _, point, _ in own],
             vmin=ends[0],
             vmax=ends[1],
             cmap="viridis",
@@ -656,19 +711,22 @@ def _draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
             linewidths=0.5,
             label=f"batch {batch}",
         )
-        for (method, _), x, y in zip(own, smaller, speeds, strict=True):
+        for (method, _, _), x, y in zip(own, smaller, speeds, strict=True):
             axes.annotate(
                 method["label"], (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small"
             )
     draw_reference(axes, 1.0, "full width")
-    first = found[0][2]
+    where = dict.fromkeys(f"{one['shape']} on {one['device']}" for _, _, one in found)
     label_axes(
         axes,
-        f"decoding {count(first['context'])} tokens, {first['shape']} on {first['device']}",
+        f"decoding {count(found[0][2]['context'])} tokens, {'; '.join(where)}",
         "times fewer bytes than full width",
         "times faster than the best full-width kernel",
         legend=True,
     )
+    axes.margins(0.12)
+    for handle in axes.get_legend().legend_handles:
+        handle.set_facecolor("none")  # colour tells the share, and batches have none
     axes.figure.colorbar(
         drawn, ax=axes, label=f"share of the baseline's {metric_name(target['metric'])}"
     )
@@ -696,8 +754,10 @@ _TOGETHER = (
 )
 _NEEDS = (
     "Needs: online, projections beside the model's own; folded, weights that a basis is multiplied "
-    "into; rebuilt, keys made anew from their latents at every use. Kernel: whether kvprof's "
-    "kernels run it in {dtype} on {device}."
+    "into; rebuilt, keys made anew from their latents at every use. No plan fetches from another "
+    "memory what it stores. Kernel: whether kvprof's kernels run it in {dtype} on {device}. A "
+    "speed-up was measured at the row's own rate, with the shape and the GPU that are named, or "
+    "is not there: none is estimated."
 )
 _HEIGHT = 14
 
@@ -727,6 +787,7 @@ def report(
     if running is not None:
         parts += [heading("What running it takes, at the largest rate"), running]
         parts += [Text(), bullets(_speed_notes(result), "dim")]
+        parts += [part for plot in speed_plots(result) for part in (Text(), plot)]
     for target in targets_of(result):
         parts += [Text(), _plot(result, target)]
     notes = [_RATE.format(base=base_name(result), context=data["context"]), _INTERVAL]

@@ -54,6 +54,26 @@ def test_a_speed_is_of_the_rows_own_rate_and_dtype(tmp_path: Path) -> None:
     assert [one.speedup for one in speeds_of("kq", 0.5, "bfloat16", again)[0]] == [1.7]
 
 
+def test_bits_that_a_search_chose_are_told_by_the_rate(tmp_path: Path) -> None:
+    timed = bench(tmp_path / "b.json", method="per-token:group=64,bits=4", rate=0.7)
+    speeds = load_speeds([timed])
+    for label, rate, found in (
+        ("per-token:group=64", 0.7, True),
+        ("per-token:bits=4,group=64", 0.7, False),  # named so by nobody
+        ("per-token:group=64", 0.75, False),  # of 3 bits
+        ("per-token", 0.7, False),  # of another group
+        ("kivi:group=64", 0.7, False),
+    ):
+        assert bool(speeds_of(label, rate, "bfloat16", speeds)[0]) == found, label
+    # A saved plan has its file's name, which may look like anything.
+    named = load_speeds([bench(tmp_path / "n.json", method="a=1,kq", rate=0.7)])
+    assert not speeds_of("per-token", 0.7, "bfloat16", named)[0]
+    # What TALE stores unquantised is no number of bits, and a paper's setting no option.
+    others = load_speeds([bench(tmp_path / "t.json", method="tale:bits=none", rate=0.225)])
+    assert not speeds_of("tale", 0.225, "bfloat16", others)[0]
+    assert speeds_of("tale:bits=none", 0.225, "bfloat16", others)[0]
+
+
 def test_rows_get_a_speed_or_the_reason(tmp_path: Path) -> None:
     data = frontier_result()["data"] | {"dtype": "bfloat16"}
     for method in data["methods"]:

@@ -236,11 +236,16 @@ def test_what_running_takes_stands_beside_measured_speeds(width: int) -> None:
     part = text[text.index("What running it takes") :]
     lines = {line.split()[0]: " ".join(line.split()) for line in part.splitlines() if line.split()}
     if width == 120:
-        assert lines["kq"].endswith("online, folded yes 0.410 14,500 1.31× 1.72×")
-        assert lines["fp8"].endswith("yes 0.500 12,288 – 1.88×")
-        assert lines["fdc"].endswith("no 0.340 16,220 – –")
+        assert lines["kq"].endswith("online, folded yes 0.410 14,500 0.9930 1.31× 1.72×")
+        assert lines["fp8"].endswith("yes 0.500 12,288 0.9995 – 1.88×")
+        assert lines["fdc"].endswith("no 0.340 16,220 0.9920 – –")
         assert rows["kq"]
     flat = " ".join(text.split())
+    # A plot per batch has what was measured at it, bytes and the share kept beside.
+    first, second = (flat.index(f"Speed against bytes at 100k tokens, batch {b}") for b in (1, 8))
+    assert "fp8 keeps 0.9995" not in flat[first:second]
+    assert "kq keeps 0.9930" in flat[first:second]
+    assert "fp8 keeps 0.9995" in flat[second:]
     assert "Llama-3.1-8B's shape in bfloat16 on NVIDIA H200, against sdpa-cudnn" in flat
     assert "speeds.json, --speeds, 2026-11-22" in flat
     # A method without a rate has nothing to run; the others without a speed say why.
