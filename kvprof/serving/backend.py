@@ -53,7 +53,8 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
         found: EngineStep | None = getattr(common, "_kvprof_step", None)
         if found is None:
             most = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self._model.bind(self.kv_cache_spec.block_size, most)
+            longest = self.vllm_config.model_config.max_model_len
+            self._model.bind(self.kv_cache_spec.block_size, most, longest)
             decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
             # Of sequences with several new tokens the host's numbers are those of the device.
             several = prefills > 0
@@ -120,6 +121,8 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
         self.kv_cache_dtype = kv_cache_dtype
         self.model = ServedModel()
         self.served: ServedLayer | None = None
+        #: Tokens that a sequence may have.
+        self.longest = 0
 
     @property
     def output_width(self) -> int:
@@ -131,9 +134,11 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
         self, query: Tensor, key: Tensor, value: Tensor, metadata: EngineStep | None
     ) -> Tensor:
         """Return a step's attention; zeros while the engine measures its memory."""
-        if metadata is None:
-            return query.new_zeros(len(query), self.output_width)
         assert self.served is not None
+        if metadata is None:
+            # What chunks take beside the pages has its room too.
+            query.new_empty(self.served.working(self.longest))
+            return query.new_zeros(len(query), self.output_width)
         return attend(self.served, metadata, query, key, value, self.scale)
 
     def forward(

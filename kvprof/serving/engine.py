@@ -1,7 +1,7 @@
 """What the plug-in does inside vLLM: checks, pages, weights; only the plug-in loads it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,26 +21,34 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvprof.errors import UsageError
 from kvprof.kernels.project.bases import basis_set
 from kvprof.methods.accounting import full_bytes
-from kvprof.methods.plan import Plan
+from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.serving.backend import PlanImpl
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import (
+    LayerPages,
     check_page,
     imbalance,
     layer_pages,
     token_bytes,
 )
-from kvprof.serving.refusals import check_dtype, check_load_format, check_shape
+from kvprof.serving.refusals import (
+    check_dtype,
+    check_load_format,
+    check_positions,
+    check_shape,
+    check_shared,
+)
+from kvprof.serving.rotary import QueriesAlone, keep_keys
 from kvprof.serving.served import check_identity
-from kvprof.serving.steps import ServedLayer
+from kvprof.serving.steps import Rebuilding, ServedLayer
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 
 __all__ = [
     "check_engine",
     "check_model",
-    "deal_heads",
     "fold",
     "page_spec",
+    "prepare",
     "run_layer",
     "tell_tokens",
 ]
@@ -98,13 +106,13 @@ def check_model(plan: Plan, config: Any) -> None:
         As `load_model`, when the model cannot be identified.
     """
     model = config.model_config
-    check_shape(
-        plan,
-        model.get_total_num_hidden_layers(),
-        model.get_total_num_kv_heads(),
-        model.get_head_size(),
-    )
-    layer_pages(plan, config.parallel_config.tensor_parallel_size)
+    kv_heads, parallel = model.get_total_num_kv_heads(), config.parallel_config
+    check_shape(plan, model.get_total_num_hidden_layers(), kv_heads, model.get_head_size())
+    ranks = parallel.tensor_parallel_size
+    layer_pages(plan, ranks)
+    check_shared(plan, model.get_num_attention_heads(parallel) * ranks // kv_heads)
+    if model.uses_mrope or model.uses_xdrope_dim:
+        check_positions(plan)
     if config.cache_config.user_specified_block_size:
         check_page(plan, config.cache_config.block_size)
     if plan.quantiser is not None and config.device_config.device_type == "cuda":
@@ -176,8 +184,35 @@ def tell_tokens(plan: Plan, config: Any, pages: int) -> None:
 # --- The weights.
 
 
-def _attention_layers(model: Any) -> Iterator[tuple[int, Any, Any, Any]]:
-    """Yield each attention layer's number, the layer, and its projections before and behind it."""
+class _Found(NamedTuple):
+    """An attention layer of a model.
+
+    Attributes
+    ----------
+    number : int
+        Of the layer.
+    attention : Attention
+    inner, outer : QKVParallelLinear, RowParallelLinear
+        Its projections before and behind it.
+    parent : nn.Module
+        That calls all three.
+    """
+
+    number: int
+    attention: Any
+    inner: Any
+    outer: Any
+    parent: Any
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        found: int = self.attention.num_heads // self.attention.num_kv_heads
+        return found
+
+
+def _attention_layers(model: Any) -> Iterator[_Found]:
+    """Yield each attention layer with its projections."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if not isinstance(module, Attention):
@@ -199,30 +234,40 @@ def _attention_layers(model: Any) -> Iterator[tuple[int, Any, Any, Any]]:
                     f"{type(model).__name__} cannot be served: {linear.prefix} is quantised, and "
                     "bases cannot be folded into it"
                 )
-        yield extract_layer_index(module.layer_name), module, inner, outer
+        yield _Found(extract_layer_index(module.layer_name), module, inner, outer, parent)
 
 
-def deal_heads(model: Any, plan: Plan) -> None:
-    """See to it that each rank loads the heads that it serves.
+def prepare(model: Any, plan: Plan, longest: int) -> None:
+    """See to it that each rank loads the heads that it serves, and keys come as they are stored.
 
     Parameters
     ----------
     model : nn.Module
         Before its weights are loaded.
     plan : Plan
+    longest : int
+        Tokens that a sequence may have.
+
+    Raises
+    ------
+    UsageError
+        When the model's layers are not built as they have to be.
     """
     ranks = get_tensor_model_parallel_world_size()
-    if ranks == 1:
-        return
     pages = layer_pages(plan, ranks)
-    for index, attention, inner, outer in _attention_layers(model):
-        order = pages[index].assignment.order
-        group = attention.num_heads // attention.num_kv_heads
-        queries = [head * group + at for head in order for at in range(group)]
-        sizes = {"q": queries, "k": order, "v": order}
-        for parameter in inner.parameters(recurse=False):
-            _wrap_loader(parameter, _inner_order(sizes))
-        _wrap_loader(outer.weight, _outer_order(queries))
+    for one in _attention_layers(model):
+        if plan.layers[one.number].keys.placement is Placement.PRE_ROPE:
+            keep_keys(one.parent, one.attention.head_size, longest)
+        if ranks > 1:
+            _deal_heads(one, pages[one.number].order)
+
+
+def _deal_heads(found: _Found, order: Sequence[int]) -> None:
+    queries = [head * found.group + at for head in order for at in range(found.group)]
+    sizes = {"q": queries, "k": order, "v": order}
+    for parameter in found.inner.parameters(recurse=False):
+        _wrap_loader(parameter, _inner_order(sizes))
+    _wrap_loader(found.outer.weight, _outer_order(queries))
 
 
 def _outer_order(order: Sequence[int]) -> Callable[[Tensor, Any], Tensor]:
@@ -261,7 +306,7 @@ def _wrap_loader(parameter: Any, reorder: Callable[[Tensor, Any], Tensor]) -> No
 
 
 @torch.no_grad()
-def fold(model: Any, plan: Plan) -> None:
+def fold(model: Any, plan: Plan, longest: int) -> None:
     """Fold V's bases into the weights, and give every layer the bases of its keys.
 
     Parameters
@@ -269,36 +314,67 @@ def fold(model: Any, plan: Plan) -> None:
     model : nn.Module
         With its weights, before the engine brings them into the form that it runs.
     plan : Plan
+    longest : int
+        Tokens that a sequence may have.
     """
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-    pages = layer_pages(plan, ranks)
-    served = ServedModel()
-    for index, attention, inner, outer in _attention_layers(model):
-        own = pages[index].assignment.heads[rank]
-        key_widths, value_widths = pages[index].of_rank(rank)
-        group = attention.num_heads // attention.num_kv_heads
-        keys, values = plan.layers[index].keys.groups, plan.layers[index].values.groups
-        pairs = zip(own, key_widths, value_widths, strict=True)
-        bases = [(narrowed(keys[h], k), narrowed(values[h], v)) for h, k, v in pairs]
-        weight, tail = inner.weight, attention.num_kv_heads * attention.head_size
-        downs, ups = [value[0] for _, value in bases], [value[1] for _, value in bases]
-        weight.data[-tail:] = folded_value(weight.data[-tail:], downs)
-        if inner.bias is not None:
-            inner.bias.data[-tail:] = folded_value(inner.bias.data[-tail:], downs)
-        outer.weight.data = folded_output(outer.weight.data, ups, group)
-        how: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        layer = ServedLayer(
-            attention,
-            basis_set([key[1] for key, _ in bases], **how),
-            basis_set([key[0] for key, _ in bases], **how),
-            value_widths,
-            group,
-            pages[index].codes,
-        )
-        impl = attention.impl
+    pages, served = layer_pages(plan, ranks), ServedModel()
+    for found in _attention_layers(model):
+        impl = found.attention.impl
         assert isinstance(impl, PlanImpl)
-        impl.model, impl.served = served, layer
+        layer = _folded(found, plan.layers[found.number], pages[found.number], rank)
+        impl.model, impl.served, impl.longest = served, layer, longest
         served.layers.append(layer)
+
+
+def _folded(found: _Found, plan: LayerPlan, pages: LayerPages, rank: int) -> ServedLayer:
+    """Return a layer of a rank, whose weights have its bases from here on."""
+    _, attention, inner, outer, parent = found
+    key_widths, value_widths = pages.of_rank(rank)
+    own = pages.assignment.heads[rank]
+    key_downs, key_ups = _narrowed(plan.keys.groups, own, key_widths)
+    value_downs, value_ups = _narrowed(plan.values.groups, own, value_widths)
+    tail, weight = attention.num_kv_heads * attention.head_size, inner.weight
+    _fold_rows(inner, slice(-tail, None), value_downs)
+    # Of every head, also where several share a latent.
+    ups = [up for shared in value_ups for up in shared.chunk(pages.heads)]
+    outer.weight.data = folded_output(outer.weight.data, ups, found.group)
+    how: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    queries, rebuilding = None, None
+    if plan.keys.placement is Placement.PRE_ROPE:
+        (rotary,) = (one for one in parent.children() if isinstance(one, QueriesAlone))
+        matrices = tuple(up.to(**how) for up in key_ups)
+        rebuilding = Rebuilding(matrices, pages.heads, rotary.form, *rotary.tables)
+        if plan.keys.fold_down:
+            _fold_rows(inner, slice(-2 * tail, -tail), key_downs)
+            # What is stored are the first columns of a latent's heads.
+            key_downs = [torch.eye(max(key_widths))[:, :width] for width in key_widths]
+    else:
+        queries = basis_set(key_ups, **how)
+    return ServedLayer(
+        attention,
+        queries,
+        basis_set(key_downs, **how),
+        value_widths,
+        found.group * pages.heads,
+        pages.codes,
+        rebuilding,
+    )
+
+
+def _narrowed(
+    groups: Sequence[HeadGroup], own: Sequence[int], widths: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return ``down`` and ``up`` of some groups."""
+    pairs = [narrowed(groups[at], width) for at, width in zip(own, widths, strict=True)]
+    return [down for down, _ in pairs], [up for _, up in pairs]
+
+
+def _fold_rows(linear: Any, rows: slice, downs: Sequence[Tensor]) -> None:
+    """Let some heads of a projection, and of its bias, put out latents."""
+    linear.weight.data[rows] = folded_value(linear.weight.data[rows], downs)
+    if linear.bias is not None:
+        linear.bias.data[rows] = folded_value(linear.bias.data[rows], downs)
 
 
 # --- A layer's turn.

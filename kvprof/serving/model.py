@@ -14,6 +14,7 @@ from kvprof.kernels.prefill.rows import rows_step
 from kvprof.runtime.backends.route import few_kinds
 from kvprof.serving.plain import PlainSteps
 from kvprof.serving.quantised import quantised_steps
+from kvprof.serving.rebuilt import rebuilt_steps
 from kvprof.serving.steps import EngineStep, ServedLayer, attend, cut_key
 
 __all__ = ["ServedModel"]
@@ -35,10 +36,22 @@ class ServedModel:
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
-        """The kinds of head of all layers."""
-        return tuple(sorted(set().union(*(layer.kinds for layer in self.layers))))
+        """The kinds of head of all layers whose queries meet latents."""
+        own = (layer.kinds for layer in self.layers if layer.rebuilding is None)
+        return tuple(sorted(set().union(*own)))
 
-    def bind(self, page: int, most_tokens: int) -> None:
+    @cached_property
+    def rebuilt_kinds(self) -> tuple[tuple[int, int], ...]:
+        """The kinds of head of all layers whose keys are rebuilt."""
+        own = (
+            (layer.rebuilding.head_dim, width)
+            for layer in self.layers
+            if layer.rebuilding is not None
+            for width in layer.value_widths
+        )
+        return tuple(sorted(set(own)))
+
+    def bind(self, page: int, most_tokens: int, longest: int) -> None:
         """Prepare every layer's steps over the pages that the engine has given it.
 
         Parameters
@@ -47,6 +60,8 @@ class ServedModel:
             Tokens of a page.
         most_tokens : int
             Of a step of the engine.
+        longest : int
+            Tokens that a sequence may have.
 
         Raises
         ------
@@ -58,11 +73,12 @@ class ServedModel:
             for layer in self.layers
         ):
             return
-        self._prepare(page, most_tokens)
+        self._prepare(page, most_tokens, longest)
         together: dict[Any, list[Any]] = {}
         for layer in self.layers:
             assert layer.steps is not None
-            together.setdefault(cut_key(layer.steps.decode), []).append(layer.steps.decode)
+            if (decode := layer.steps.decode) is not None:
+                together.setdefault(cut_key(decode), []).append(decode)
         self.alike = {
             key: (steps, torch.stack([step.cut_table for step in steps]))
             for key, steps in together.items()
@@ -70,16 +86,19 @@ class ServedModel:
         if self.layers[0].attention.kv_cache.device.type == "cuda":
             # All kernels at once, and each of them loaded before a graph is captured.
             with compiling_ahead():
-                self._rehearse()
-            self._rehearse()
+                self._rehearse(-(-longest // page))
+            self._rehearse(-(-longest // page))
 
-    def _prepare(self, page: int, most_tokens: int) -> None:
+    def _prepare(self, page: int, most_tokens: int, longest: int) -> None:
         shared = few_kinds(set(self.kinds))
         scratch: Tensor | None = None
         for layer in self.layers:
             cache = layer.attention.kv_cache
             if cache.dim() != 2:
                 raise FailedError(f"{layer.attention.layer_name} was given no pages")
+            if layer.rebuilding is not None:
+                layer.steps = rebuilt_steps(layer, page, longest, self.rebuilt_kinds)
+                continue
             if layer.codes is not None:
                 if scratch is None:
                     values = max(one.layout(most_tokens, 1).elements for one in self.layers)
@@ -94,8 +113,8 @@ class ServedModel:
                 rows_step(layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.kinds),
             )
 
-    def _rehearse(self) -> None:
-        """Run every layer on steps of padding alone."""
+    def _rehearse(self, pages: int) -> None:
+        """Run every layer on steps of padding alone, of sequences that may have so many pages."""
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         tokens, rows = 32, 2
@@ -104,7 +123,7 @@ class ServedModel:
             step = EngineStep(
                 self.alike,
                 torch.full((count,), -1, dtype=torch.int64, device=device),
-                torch.zeros(rows, 4, **numbers),
+                torch.zeros(rows, pages, **numbers),
                 torch.tensor(starts, **numbers),
                 torch.zeros(rows, **numbers),
                 decodes=rows if count == rows else 0,
@@ -113,9 +132,11 @@ class ServedModel:
                 host_lengths=[1, tokens - 1],
             )
             for layer in self.layers:
-                heads, depth = len(layer.keys.widths), layer.keys.depth
+                (heads, depth), group = layer.heads, layer.group
+                if layer.rebuilding is not None:
+                    group //= layer.rebuilding.heads
                 query, key, value = (
                     layer.keys.packed.new_zeros(count, number, depth)
-                    for number in (heads * layer.group, heads, heads)
+                    for number in (heads * group, heads, heads)
                 )
                 attend(layer, step, query, key, value, 1.0)

@@ -97,17 +97,29 @@ class LayerPages:
     Attributes
     ----------
     key_widths, value_widths : tuple of int
-        Stored columns of each of the plan's KV heads.
+        Stored columns of each of the plan's latents: of a KV head, or of several that share one.
     assignment : Assignment
-        The ranks' heads.
+        The ranks' latents.
     codes : Codes or None
         How latents are quantised.
+    heads : int
+        KV heads of a latent.
     """
 
     key_widths: tuple[int, ...]
     value_widths: tuple[int, ...]
     assignment: Assignment
     codes: Codes | None = None
+    heads: int = 1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The plan's KV heads in the order in which the ranks have them."""
+        return tuple(
+            latent * self.heads + head
+            for latent in self.assignment.order
+            for head in range(self.heads)
+        )
 
     @property
     def columns(self) -> int:
@@ -132,7 +144,7 @@ class LayerPages:
         return -(-max(rows) // page)
 
     def of_rank(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the widths of K and of V of a rank's heads."""
+        """Return the widths of K and of V of a rank's latents."""
         own = self.assignment.heads[rank]
         return tuple(self.key_widths[head] for head in own), tuple(
             self.value_widths[head] for head in own
@@ -159,7 +171,8 @@ def layer_pages(plan: Plan, ranks: int = 1) -> list[LayerPages]:
         keys = tuple(widened(group.rank) for group in layer.keys.groups)
         values = tuple(widened(group.rank) for group in layer.values.groups)
         both = [key + value for key, value in zip(keys, values, strict=True)]
-        found.append(LayerPages(keys, values, assign(both, ranks), plan_codes(plan)))
+        heads = layer.keys.groups[0].heads
+        found.append(LayerPages(keys, values, assign(both, ranks, heads), plan_codes(plan), heads))
     return found
 
 

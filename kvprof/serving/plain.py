@@ -64,7 +64,8 @@ class PlainSteps:
         if step.rows > step.decodes:
             own = projected[step.decodes :]
             rows = replace(self.rows, rows=step.rows - step.decodes)
-            cut, table = step.cut(rows, len(own)), step.table[step.decodes :]
+            cut = step.cut(rows, len(own), step.decodes, step.rows)
+            table = step.table[step.decodes : step.rows]
             with part("attention"):
                 found.append(rows.run(own, cache, cut, scale, table=table))
         return filled_up(found, len(query))

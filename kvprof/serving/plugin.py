@@ -139,25 +139,25 @@ def _take_attention(attention: Any, path: str) -> None:
 
 
 def _take_weights(base_loader: Any, path: str) -> None:
-    """Deal heads out to ranks as weights are loaded, and fold V's bases in afterwards."""
+    """Deal heads out to ranks as weights are loaded, and fold bases in afterwards."""
     made, processed = base_loader.initialize_model, base_loader.process_weights_after_loading
 
     @wraps(made)
-    def initialize_model(*args: Any, **kwargs: Any) -> Any:
-        from kvprof.serving.engine import deal_heads
+    def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.engine import prepare
         from kvprof.serving.served import served_plan
 
-        model = made(*args, **kwargs)
-        deal_heads(model, served_plan(path))
+        model = made(vllm_config, *args, **kwargs)
+        prepare(model, served_plan(path), vllm_config.model_config.max_model_len)
         return model
 
     @wraps(processed)
-    def process_weights_after_loading(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_weights_after_loading(model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         from kvprof.serving.engine import fold
         from kvprof.serving.served import served_plan
 
-        fold(model, served_plan(path))
-        return processed(model, *args, **kwargs)
+        fold(model, served_plan(path), config.max_model_len)
+        return processed(model, config, *args, **kwargs)
 
     base_loader.initialize_model = initialize_model
     base_loader.process_weights_after_loading = process_weights_after_loading

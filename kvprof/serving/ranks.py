@@ -19,12 +19,12 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class Assignment:
-    """The KV heads of a layer by rank.
+    """The KV heads of a layer by rank, or the latents that several of them share.
 
     Attributes
     ----------
     heads : tuple of tuple of int
-        For each rank the plan's KV heads, in order.
+        For each rank the plan's KV heads (latents), in order.
     columns : tuple of int
         Stored columns of each rank, the sum of its heads' widths.
     """
@@ -34,7 +34,7 @@ class Assignment:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The plan's KV heads in the order in which the ranks have them."""
+        """The plan's KV heads (latents) in the order in which the ranks have them."""
         return tuple(head for own in self.heads for head in own)
 
     @property
@@ -48,14 +48,16 @@ class Assignment:
         return 1 - sum(self.columns) / (self.widest * len(self.columns))
 
 
-def assign(widths: Sequence[int], ranks: int) -> Assignment:
+def assign(widths: Sequence[int], ranks: int, shared: int = 1) -> Assignment:
     """Give each rank as many KV heads, of widths that add up alike.
 
     Parameters
     ----------
     widths : sequence of int
-        Stored columns of each KV head, K's and V's together.
+        Stored columns of each KV head, or of each latent that several share, K's and V's together.
     ranks : int
+    shared : int
+        KV heads that have a latent together.
 
     Raises
     ------
@@ -64,9 +66,10 @@ def assign(widths: Sequence[int], ranks: int) -> Assignment:
     """
     count = len(widths)
     if ranks < 1 or count % ranks:
+        what = "KV heads" if shared == 1 else f"latents that {shared} KV heads share each"
         raise UsageError(
-            f"{count} KV heads cannot be served by {ranks} ranks of tensor parallelism: each takes "
-            "as many whole heads"
+            f"{count} {what} cannot be served by {ranks} ranks of tensor parallelism: each takes "
+            f"as many whole {'heads' if shared == 1 else 'latents'}"
         )
     each = count // ranks
     rest, heads = list(range(count)), []

@@ -3,10 +3,19 @@
 import torch
 
 from kvprof.errors import UsageError
+from kvprof.kernels.planes import LARGEST_GROUP, STEP
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.runtime.backends.segment_store import refused_quantiser
 
-__all__ = ["check_dtype", "check_load_format", "check_servable", "check_shape", "refusal"]
+__all__ = [
+    "check_dtype",
+    "check_load_format",
+    "check_positions",
+    "check_servable",
+    "check_shape",
+    "check_shared",
+    "refusal",
+]
 
 #: Ways of loading that give each weight to its parameter's own loader, where heads are dealt out.
 #: Others (sharded_state, tensorizer) copy what another process kept of its weights.
@@ -51,24 +60,73 @@ def refusal(plan: Plan) -> str | None:
     if plan.quantiser is not None and any(layer.left_out for layer in plan.layers):
         return "layers are left out, whose pages beside quantised ones have another size"
     for index, layer in enumerate(plan.layers):
-        reason = _layer_refusal(layer)
+        reason = _layer_refusal(layer, quantised=plan.quantiser is not None)
         if reason is not None:
             return f"layer {index}: {reason}"
     return None
 
 
-def _layer_refusal(layer: LayerPlan) -> str | None:
+def _layer_refusal(layer: LayerPlan, *, quantised: bool) -> str | None:
     if layer.sliding_window is not None:
         return "a sliding window's pages beside ragged ones have another size"
     if layer.shared:
         return "it attends to another layer's keys and values"
-    if layer.keys.placement is Placement.PRE_ROPE:
-        return "keys rebuilt before RoPE are not served from pages yet"
     if layer.keys.per_query_head:
         return "keys are stored per query head, for which there are no kernels"
+    if layer.keys.placement is Placement.PRE_ROPE:
+        return _rebuilding_refusal(layer, quantised=quantised)
     if any(group.heads > 1 for group in (*layer.keys.groups, *layer.values.groups)):
-        return "KV heads that share a latent are not served yet"
+        return "KV heads that share a latent are served where keys are rebuilt before RoPE alone"
     return None
+
+
+def _rebuilding_refusal(layer: LayerPlan, *, quantised: bool) -> str | None:
+    if quantised:
+        return "keys are rebuilt before RoPE, for which no kernel reads pages of quantised latents"
+    groups = (*layer.keys.groups, *layer.values.groups)
+    if len(sizes := sorted({group.heads for group in groups})) > 1:
+        return (
+            f"latents are shared by {sizes[0]} KV heads and by {sizes[-1]}, and the kernels want "
+            "the same number in all keys and values of a layer"
+        )
+    if (width := groups[0].head_dim) % STEP:
+        return f"keys are {width} wide, and kernels rebuild multiples of {STEP}"
+    return None
+
+
+def check_positions(plan: Plan) -> None:
+    """Refuse to rebuild keys whose positions are several numbers a token (M-RoPE).
+
+    Raises
+    ------
+    UsageError
+    """
+    if any(layer.keys.placement is Placement.PRE_ROPE for layer in plan.layers):
+        raise UsageError(
+            f"{plan.method} cannot be served: the model gives a token several positions, and keys "
+            "are rebuilt at one"
+        )
+
+
+def check_shared(plan: Plan, group: int) -> None:
+    """Refuse latents that more query heads share than a kernel takes.
+
+    Parameters
+    ----------
+    plan : Plan
+    group : int
+        Query heads per KV head.
+
+    Raises
+    ------
+    UsageError
+    """
+    shared = group * max(own.heads for layer in plan.layers for own in layer.keys.groups)
+    if shared > LARGEST_GROUP:
+        raise UsageError(
+            f"{plan.method} cannot be served: {shared} query heads share a latent, more than "
+            f"{LARGEST_GROUP}"
+        )
 
 
 def check_dtype(plan: Plan, dtype: torch.dtype) -> None:

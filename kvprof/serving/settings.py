@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 #: Methods that are served, as the help and the shell offer them; of others `refusals` says why not.
 SERVED = (
     "fdc", "zack", "kq", "svd-kv", "fdc-8bit", "zack-8bit", "kq-8bit", "fdc-4bit", "zack-4bit",
-    "kq-4bit",
+    "kq-4bit", "palu",
 )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ step holds its own cut, and nothing waits for the host. Where there is no GPU th
 kvprof's plain kernels. Nothing here knows vLLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,22 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep
 from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.segments.step import SegmentsStep
+from kvprof.runtime.backends.rebuilt import RotaryForm
 from kvprof.runtime.clock import part
 from kvprof.serving.pages import Codes
 
-__all__ = ["PAGE_TOKENS", "EngineStep", "ServedLayer", "Steps", "attend", "cut_key", "filled_up"]
+__all__ = [
+    "PAGE_TOKENS",
+    "EngineStep",
+    "Rebuilding",
+    "ServedLayer",
+    "Steps",
+    "attend",
+    "cut_key",
+    "filled_up",
+]
+
+_Made = TypeVar("_Made")
 
 #: Tokens of a page where nobody says another number: from here on a tile lies in a single page.
 PAGE_TOKENS = 64
@@ -38,12 +50,42 @@ class Steps(Protocol):
 
     @property
     def decode(self) -> Any:
-        """The decoding step of one sequence; `replace` makes those of more."""
+        """The decoding step of one sequence; `replace` makes those of more.
+
+        None where it does not share a cut with layers of other widths (`cut_key`).
+        """
 
     def attend(
         self, step: "EngineStep", query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """Do what `kvprof.serving.steps.attend` says."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rebuilding:
+    """How a layer's keys come out of its latents, which are from before RoPE.
+
+    Attributes
+    ----------
+    ups : tuple of Tensor
+        Of each latent ``[n * d, width]``: what makes the keys of its n KV heads.
+    heads : int
+        KV heads that share a latent, n.
+    form : RotaryForm
+    cos, sin : Tensor
+        ``[tokens, rotary width / 2]``, of every position that a token may have.
+    """
+
+    ups: tuple[Tensor, ...]
+    heads: int
+    form: RotaryForm
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a key, d."""
+        return len(self.ups[0]) // self.heads
 
 
 @dataclass(eq=False)
@@ -56,22 +98,34 @@ class ServedLayer:
         The engine's layer: `kv_cache` is its pool of pages, ``[pages, values]``, and `layer_name`
         its name.
     queries, keys : BasisSet
-        What Q and K are multiplied with after RoPE.
+        What Q and K are multiplied with after RoPE. Where keys are rebuilt queries stay as they
+        are (None), and K is multiplied before RoPE, the heads of a latent side by side.
     value_widths : tuple of int
         Columns of V's latents, which W_V makes.
     group : int
-        Query heads per KV head.
+        Query heads per latent: per KV head, or per all that share it.
     codes : Codes or None
         How its latents are quantised.
+    rebuilding : Rebuilding or None
+        How its keys are rebuilt.
     """
 
     attention: Any
-    queries: BasisSet
+    queries: BasisSet | None
     keys: BasisSet
     value_widths: tuple[int, ...]
     group: int
     codes: Codes | None = None
+    rebuilding: Rebuilding | None = None
     steps: Steps | None = None
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads, and their columns before they are projected."""
+        latents, rebuilding = len(self.keys.widths), self.rebuilding
+        if rebuilding is None:
+            return latents, self.keys.depth
+        return latents * rebuilding.heads, rebuilding.head_dim
 
     @property
     def kinds(self) -> set[tuple[int, int]]:
@@ -81,6 +135,32 @@ class ServedLayer:
     def layout(self, rows: int, capacity: int) -> RaggedLayout:
         """Return how its tokens lie in a pool of pages, or in sequences, at full precision."""
         return RaggedLayout(self.keys.widths, self.value_widths, self.group, rows, capacity)
+
+    def whole(self, pages: int, page: int) -> RaggedLayout:
+        """Return how rebuilt keys lie in pages, with V's latents for every KV head that has them.
+
+        Raises
+        ------
+        UsageError
+            When keys of their width cannot run.
+        """
+        assert self.rebuilding is not None
+        heads = self.rebuilding.heads
+        values = tuple(width for width in self.value_widths for _ in range(heads))
+        keys = (self.rebuilding.head_dim,) * len(values)
+        return RaggedLayout(keys, values, self.group // heads, pages, page)
+
+    def working(self, tokens: int) -> int:
+        """Return the values of working memory that chunks of prompts take beside the pages.
+
+        Parameters
+        ----------
+        tokens : int
+            Of the longest sequence.
+        """
+        if self.rebuilding is not None:
+            return self.whole(1, tokens).elements
+        return 0 if self.codes is None else self.layout(1, tokens).elements
 
 
 def filled_up(found: Sequence[Tensor], tokens: int) -> Tensor:
@@ -135,7 +215,7 @@ class EngineStep:
     host_starts: Sequence[int] = ()
     host_lengths: Sequence[int] = ()
     _schedules: dict[int, Schedule] = field(default_factory=dict)
-    _cut: RowsCut | None = None
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     def schedule(self, step: Any) -> Schedule:
         """Return how a layer's decoding step is cut: in one launch for all that are alike."""
@@ -149,13 +229,31 @@ class EngineStep:
             self._schedules.update((id(own), cut) for own, cut in zip(steps, cuts, strict=True))
         return self._schedules[id(step)]
 
-    def cut(self, step: RowsStep, tokens: int) -> RowsCut:
-        """Return how the rows of several new tokens are cut, for all layers."""
-        if self._cut is None:
+    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
+        """Return what layers share of a step, made by the first that asks for it."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: _Made = self._made[key]
+        return found
+
+    def cut(self, step: RowsStep, tokens: int, first: int, stop: int) -> RowsCut:
+        """Return how the rows of several new tokens are cut, for all layers alike.
+
+        Parameters
+        ----------
+        step : RowsStep
+        tokens : int
+            Rows of queries.
+        first, stop : int
+            Of the sequences, as the step has them.
+        """
+
+        def made() -> RowsCut:
+            starts, lengths = self.starts[first : stop + 1], self.lengths[first:stop]
             with part("schedule"):
-                starts = self.starts[self.decodes :] - self.decodes
-                self._cut = step.cut(starts, self.lengths[self.decodes :], tokens)
-        return self._cut
+                return step.cut(starts - starts[0], lengths, tokens)
+
+        return self.once((step.heights, first, stop), made)
 
 
 def attend(
@@ -168,7 +266,8 @@ def attend(
     layer : ServedLayer
     step : EngineStep
     query, key, value : Tensor
-        ``[tokens, heads, d]``, after RoPE; the first columns of V are its latents.
+        ``[tokens, heads, d]``, after RoPE, or keys that are rebuilt before it; the first columns of
+        V, or of the heads that share a latent, are its latents.
     scale : float
     """
     assert layer.steps is not None

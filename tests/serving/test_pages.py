@@ -18,11 +18,18 @@ from kvprof.methods.quantisers import kivi, quantised
 from kvprof.methods.registry import plan_family
 from kvprof.serving.pages import imbalance, layer_pages, token_bytes
 from kvprof.serving.ranks import assign
-from kvprof.serving.refusals import check_load_format, check_servable, check_shape, refusal
+from kvprof.serving.refusals import (
+    check_load_format,
+    check_positions,
+    check_servable,
+    check_shape,
+    check_shared,
+    refusal,
+)
 from kvprof.serving.settings import SERVED
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 from tests.methods.models import FINE, inputs
-from tests.serving.tiny import DEPTH, HEADS, KV_HEADS, RANKS, ragged_plan
+from tests.serving.tiny import DEPTH, HEADS, KV_HEADS, RANKS, ragged_plan, rebuilt_plan
 
 
 @given(
@@ -131,12 +138,21 @@ def test_what_cannot_be_served_is_said() -> None:
     plan = ragged_plan()
     assert refusal(plan) is None
     assert refusal(quantised(plan, "per-token", 4)) is None
+    assert refusal(rebuilt_plan()) is None
     windowed = replace(plan.layers[0], sliding_window=128)
     cases = {
         "sliding window": replace(plan, layers=(windowed, plan.layers[1])),
         "32 at a time": quantised(plan, lambda bits: replace(kivi(bits), window=0), 4),
         "full precision": quantised(plan, "kivi", 4),
-        "before RoPE": _with_keys(plan, placement=Placement.PRE_ROPE),
+        "keys are rebuilt before RoPE": quantised(rebuilt_plan(), "per-token", 8),
+        "share a latent": _with_keys(rebuilt_plan(), placement=Placement.POST_ROPE),
+        "shared by 1 KV heads and by 2": replace(
+            rebuilt_plan(),
+            layers=tuple(
+                replace(layer, values=own.values)
+                for layer, own in zip(rebuilt_plan().layers, plan.layers, strict=True)
+            ),
+        ),
         "exact keys and values": replace(
             plan,
             layers=tuple(
@@ -149,6 +165,30 @@ def test_what_cannot_be_served_is_said() -> None:
         with pytest.raises(UsageError, match=words) as caught:
             check_servable(one)
         assert "\n" not in str(caught.value)
+
+
+def test_latents_of_more_query_heads_than_a_kernel_takes_are_refused() -> None:
+    """Two KV heads of 32 query heads each are the most."""
+    check_shared(rebuilt_plan(), 32)
+    with pytest.raises(UsageError, match="66 query heads share a latent, more than 64"):
+        check_shared(rebuilt_plan(), 33)
+
+
+def test_keys_of_several_positions_are_not_rebuilt() -> None:
+    """A page's place tells one number."""
+    check_positions(ragged_plan())
+    with pytest.raises(UsageError, match="several positions"):
+        check_positions(rebuilt_plan())
+
+
+def test_heads_that_share_a_latent_stay_together() -> None:
+    """Ranks deal out whole latents, with the columns that these have."""
+    pages = layer_pages(rebuilt_plan(), 2)
+    assert sorted(pages[0].order) == list(range(KV_HEADS))
+    assert all(pages[1].order[at] // 2 == pages[1].order[at + 1] // 2 for at in (0, 2))
+    assert pages[0].columns == max(48 + 64, 96 + 32)
+    with pytest.raises(UsageError, match=r"2 latents that 2 KV heads share each .* 4 ranks"):
+        layer_pages(rebuilt_plan(), 4)
 
 
 def test_a_plan_of_another_shape_is_refused() -> None:

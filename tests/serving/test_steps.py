@@ -1,5 +1,6 @@
 """A step of an engine over pages, against attention in float64 over the same latents."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
+from kvprof.runtime.backends.rebuilt import RotaryForm
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes, quantised_layout
-from kvprof.serving.steps import EngineStep, ServedLayer, attend
+from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend
 
 DEPTH, GROUP, PAGE, QUANTISED_PAGE = 32, 2, 16, 64
 WIDTHS = (((16, 32), (32, 16)), ((32, 16), (16, 16)))
@@ -34,6 +36,8 @@ def _wanted(
     layer: ServedLayer, query: Tensor, keys: Tensor, values: Tensor, past: int, scale: float
 ) -> Tensor:
     """Attend from the last tokens of one sequence, in float64."""
+    if layer.rebuilding is not None:
+        return _wanted_rebuilt(layer, query, keys, values, past, scale)
     found = []
     for head, width in enumerate(layer.value_widths):
         latent = keys[:, head].double() @ layer.keys.head(head).double()
@@ -43,6 +47,40 @@ def _wanted(
             seen = torch.arange(len(keys)) <= past + torch.arange(len(query))[:, None]
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             found.append(weights @ values[:, head, :width].double())
+    return torch.cat(found, dim=-1)
+
+
+def _rebuilt_layer(pages: int, widths: Any, generator: torch.Generator) -> ServedLayer:
+    """Return a layer like `_layer`'s, whose heads share one latent of the first widths."""
+    (key, value), shared, turned = widths[0], GROUP, DEPTH // 2
+    row = RaggedLayout((key,), (value,), shared * GROUP, 1, PAGE).row
+    attention = SimpleNamespace(
+        kv_cache=torch.full((pages, row + 64), float("nan")), layer_name="layer"
+    )
+    down, up = (torch.randn(shared * DEPTH, key, generator=generator) / 6 for _ in range(2))
+    angles = torch.arange(5 * PAGE)[:, None] / 20 ** torch.linspace(0, 1, turned // 2)
+    form = RotaryForm(turned, True, 1)
+    rebuilding = Rebuilding((up,), shared, form, angles.cos(), angles.sin())
+    own = basis_set([down])
+    return ServedLayer(attention, None, own, (value,), shared * GROUP, None, rebuilding)
+
+
+def _wanted_rebuilt(
+    layer: ServedLayer, query: Tensor, keys: Tensor, values: Tensor, past: int, scale: float
+) -> Tensor:
+    assert layer.rebuilding is not None
+    how, count = layer.rebuilding, len(keys)
+    latents = keys.double().flatten(1) @ layer.keys.head(0).double()
+    whole = (latents @ how.ups[0].double().T).view(count, how.heads, DEPTH)
+    turns = torch.polar(torch.ones_like(how.cos), torch.atan2(how.sin, how.cos))[:count, None]
+    pairs = torch.view_as_complex(whole[..., : how.form.width].unflatten(-1, (-1, 2)).contiguous())
+    whole[..., : how.form.width] = torch.view_as_real(pairs * turns).flatten(-2)
+    stored = values.double().flatten(1)[:, : layer.value_widths[0]]
+    found = []
+    for head in range(how.heads * GROUP):
+        scores = scale * query[:, head].double() @ whole[:, head // GROUP].T
+        seen = torch.arange(count) <= past + torch.arange(len(query))[:, None]
+        found.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ stored)
     return torch.cat(found, dim=-1)
 
 
@@ -68,7 +106,7 @@ def test_pages_of_quantised_latents(bits: int) -> None:
     """A chunk sees its own tokens as they are and older ones rounded; decoding sees all rounded."""
     generator = torch.Generator().manual_seed(4)
     model = ServedModel([_quantised_layer(6, bits, generator)])
-    model.bind(QUANTISED_PAGE, 100)
+    model.bind(QUANTISED_PAGE, 100, 128)
     (layer,), scale, heads = model.layers, DEPTH**-0.5, 2
     table = torch.tensor([[4, 1], [2, 5]], dtype=torch.int32)
     states = [[torch.empty(0, heads, DEPTH)] * 2 for _ in range(2)]
@@ -136,7 +174,7 @@ def test_a_page_is_shared_in_the_step_that_fills_it() -> None:
     for together in (True, False):
         generator = torch.Generator().manual_seed(6)
         model = ServedModel([_quantised_layer(4, 8, generator)])
-        model.bind(QUANTISED_PAGE, 100)
+        model.bind(QUANTISED_PAGE, 100, 128)
         page, more = QUANTISED_PAGE, 5
         states = [torch.randn(page + more, size, DEPTH, generator=generator) for size in (4, 2, 2)]
         slots = torch.tensor([*range(page, 2 * page), *range(3 * page, 3 * page + more)])
@@ -163,13 +201,16 @@ def test_a_page_is_shared_in_the_step_that_fills_it() -> None:
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("padding", [0, 3])
-def test_chunks_and_decoding_together(padding: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "padding"), [(_layer, 0), (_layer, 3), (_rebuilt_layer, 0), (_rebuilt_layer, 3)]
+)
+def test_chunks_and_decoding_together(make: Callable[..., ServedLayer], padding: int) -> None:
     """Prompts in chunks, decoding beside them, shared pages and padding give exact attention."""
     generator = torch.Generator().manual_seed(1)
     model = ServedModel()
-    model.layers += [_layer(24, widths, generator) for widths in WIDTHS]
-    model.bind(PAGE, 64)
+    model.layers += [make(24, widths, generator) for widths in WIDTHS]
+    # Two of the second step's prompts are longer together than one may be.
+    model.bind(PAGE, 64, 60)
     heads, scale = len(WIDTHS[0]), DEPTH**-0.5
     table = torch.randperm(24, generator=generator)[:20].view(4, 5).int()
     lengths = [0, 0, 0, 0]
@@ -220,7 +261,7 @@ def test_padded_rows_of_a_decoding_graph() -> None:
     """Rows without tokens give zeros and change nothing, as a captured step has them."""
     generator = torch.Generator().manual_seed(2)
     model = ServedModel([_layer(8, WIDTHS[0], generator)])
-    model.bind(PAGE, 64)
+    model.bind(PAGE, 64, 5 * PAGE)
     (layer,) = model.layers
     states = [torch.randn(4, size, DEPTH, generator=generator) for size in (4, 2, 2)]
     table = torch.arange(8, dtype=torch.int32).view(4, 2)

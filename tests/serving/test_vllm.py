@@ -27,7 +27,7 @@ from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.sampled import SAMPLE_VARIABLE, StepReader, sampling_variable
-from tests.serving.tiny import VOCABULARY, save_model, save_ragged_plan
+from tests.serving.tiny import VOCABULARY, rebuilt_plan, save_model, save_tiny_plan
 
 pytestmark = [
     pytest.mark.vllm,
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the file of its ragged plan."""
-    return save_ragged_plan(model, tmp_path_factory.mktemp("plan") / "tiny.plan")
+    return save_tiny_plan(model, tmp_path_factory.mktemp("plan") / "tiny.plan")
 
 
 def _prompts() -> list[list[int]]:
@@ -65,6 +65,10 @@ def _prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def wanted(model: Path, plan: Path) -> list[list[int]]:
     """Return what kvprof's own runtime writes; it differs from the uncompressed model's."""
+    return _written(model, plan)
+
+
+def _written(model: Path, plan: Path) -> list[list[int]]:
     loaded = load_model(str(model), device="cpu", dtype="float32")
 
     def written() -> list[list[int]]:
@@ -154,6 +158,32 @@ def test_two_ranks_write_the_same(
     assert (most.decodes, most.prefill) == (len(_prompts()), 0)
     written = sum(map(len, _prompts())) + len(_prompts()) * TOKENS
     assert written - len(_prompts()) * 4 < most.context < written
+
+
+def test_rebuilt_keys_over_chunks_prefixes_preemption_and_ranks(
+    model: Path, tmp_path: Path
+) -> None:
+    """Keys rebuilt from pages give the runtime's tokens, with all of it at once."""
+    plan, steps = save_tiny_plan(model, tmp_path / "palu.plan", rebuilt_plan), tmp_path / "steps"
+    steps.mkdir()
+    found = _served(
+        model,
+        plan,
+        waves=2,
+        block_size=16,
+        num_gpu_blocks_override=17,
+        max_model_len=200,
+        max_num_batched_tokens=32,
+        max_num_seqs=6,
+        tensor_parallel_size=2,
+        sampled=steps,
+    )
+    wanted = _written(model, plan)
+    assert found["waves"] == [wanted, wanted]
+    parts = {name for one in StepReader(steps).new() for name in one.parts}
+    assert parts == {"compress", "decompress", "schedule", "attention"}
+    assert found["hits"] > 0
+    assert found["preemptions"] > 0
 
 
 def test_quantised_pages_serve_what_the_prompt_says(

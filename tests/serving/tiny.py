@@ -1,5 +1,6 @@
 """A tiny random Llama in a folder, and plans of ragged widths for it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ from kvprof.models.load import load_model
 LAYERS, HEADS, KV_HEADS, DEPTH, VOCABULARY = 2, 8, 4, 64, 300
 #: Of K and of V, by layer and KV head.
 RANKS = (((48, 16), (16, 64), (32, 32), (48, 48)), ((16, 16), (64, 48), (32, 16), (24, 40)))
+
+#: Of K and of V, by layer and latent, where two KV heads share one.
+SHARED_RANKS = (((48, 88), (64, 32)), ((96, 32), (40, 112)))
 
 
 def save_model(folder: Path, seed: int = 0) -> Path:
@@ -41,21 +45,23 @@ def save_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def _group(first: int, rank: int, generator: torch.Generator, heads: int = 1) -> HeadGroup:
+    """Return a random basis of KV heads whose two matrices differ."""
+    width = heads * DEPTH
+    basis = torch.linalg.qr(torch.randn(width, width, generator=generator))[0][:, :rank]
+    turn = torch.randn(rank, rank, generator=generator) / (8 * heads) + torch.eye(rank)
+    down, up = basis @ turn, basis @ torch.linalg.inv(turn).T
+    return HeadGroup(first, heads, DEPTH, (rank,), down.contiguous(), up.contiguous())
+
+
 def ragged_plan(fingerprint: str = "tiny", seed: int = 0) -> Plan:
     """Return a plan whose heads all differ; V's two matrices differ too, as SVD-VO's do."""
     generator = torch.Generator().manual_seed(seed)
 
-    def group(head: int, rank: int, skewed: bool) -> HeadGroup:
-        basis = torch.linalg.qr(torch.randn(DEPTH, DEPTH, generator=generator))[0][:, :rank]
-        turn = torch.randn(rank, rank, generator=generator) / 8 + torch.eye(rank)
-        down = basis @ turn if skewed else basis
-        up = basis @ torch.linalg.inv(turn).T if skewed else basis
-        return HeadGroup(head, 1, DEPTH, (rank,), down.contiguous(), up.contiguous())
-
     layers = []
     for ranks in RANKS:
-        keys = tuple(group(head, pair[0], True) for head, pair in enumerate(ranks))
-        values = tuple(group(head, pair[1], True) for head, pair in enumerate(ranks))
+        keys = tuple(_group(head, pair[0], generator) for head, pair in enumerate(ranks))
+        values = tuple(_group(head, pair[1], generator) for head, pair in enumerate(ranks))
         layers.append(
             LayerPlan(
                 KeyPlan(Placement.POST_ROPE, keys),
@@ -65,8 +71,26 @@ def ragged_plan(fingerprint: str = "tiny", seed: int = 0) -> Plan:
     return Plan("fdc", fingerprint, tuple(layers), made={"model": "tiny"})
 
 
-def save_ragged_plan(model: Path, file: Path) -> Path:
-    """Write the ragged plan of a model in a folder."""
+def rebuilt_plan(fingerprint: str = "tiny") -> Plan:
+    """Return a plan like `palu`'s: latents of two KV heads each, keys rebuilt before RoPE."""
+    generator = torch.Generator().manual_seed(2)
+    layers = []
+    for sides in SHARED_RANKS:
+        keys, values = (
+            tuple(_group(2 * latent, rank, generator, 2) for latent, rank in enumerate(ranks))
+            for ranks in sides
+        )
+        layers.append(
+            LayerPlan(
+                KeyPlan(Placement.PRE_ROPE, keys, fold_down=True),
+                ValuePlan(values, fold_down=True, fold_up=True),
+            )
+        )
+    return Plan("palu", fingerprint, tuple(layers), made={"model": "tiny"})
+
+
+def save_tiny_plan(model: Path, file: Path, made: Callable[[str], Plan] = ragged_plan) -> Path:
+    """Write a plan of a model in a folder."""
     loaded = load_model(str(model), device="cpu", dtype="float32")
-    save_plan(ragged_plan(loaded.fingerprint), file)
+    save_plan(made(loaded.fingerprint), file)
     return file

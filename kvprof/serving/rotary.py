@@ -1,0 +1,99 @@
+"""A model's rotary embedding in an engine, where keys are stored as they are before it.
+
+The model goes on calling it between its projections and its attention; what it calls then turns the
+queries alone. How keys turn at reading is what the embedding did: its own table, and the form that
+this is held against before weights are loaded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvprof.errors import UsageError
+from kvprof.runtime.backends.rebuilt import RotaryForm
+
+__all__ = ["QueriesAlone", "keep_keys"]
+
+# How far rotated keys may be from what the form says; a wrong form is wrong by a factor.
+_FAR = 0.05
+
+
+class QueriesAlone(nn.Module):
+    """A model's rotary embedding of which keys come out as they went in.
+
+    Attributes
+    ----------
+    rotary : nn.Module
+        The model's own, ``f(positions, query, key)``.
+    form : RotaryForm
+    """
+
+    def __init__(self, rotary: Any, form: RotaryForm) -> None:
+        super().__init__()
+        self.rotary: Any = rotary
+        self.form = form
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the queries."""
+        return self.rotary(positions, query, None)[0], key
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position, ``[positions, width / 2]`` each."""
+        cos, sin = self.rotary.cos_sin_cache.chunk(2, dim=-1)
+        return cos, sin
+
+
+def keep_keys(parent: nn.Module, head_dim: int, longest: int) -> None:
+    """Let a layer's keys reach its attention as they are before RoPE.
+
+    Parameters
+    ----------
+    parent : nn.Module
+        That calls the attention, with its rotary embedding as a child.
+    head_dim : int
+    longest : int
+        Tokens that a sequence may have.
+
+    Raises
+    ------
+    UsageError
+        When there is no embedding of the form that keys can be rebuilt with.
+    """
+    found: list[tuple[str, Any]] = [
+        (name, child)
+        for name, child in parent.named_children()
+        if isinstance(getattr(child, "cos_sin_cache", None), Tensor)
+    ]
+    what = f"keys of {type(parent).__name__} cannot be rebuilt"
+    if len(found) != 1:
+        raise UsageError(f"{what}: it has {len(found)} rotary embeddings with a table, not one")
+    ((name, rotary),) = found
+    table = rotary.cos_sin_cache
+    if table.dim() != 2 or len(table) < longest:
+        raise UsageError(
+            f"{what} at {longest:,} positions: its rotary embedding has a table of "
+            f"{tuple(table.shape)}; give a smaller --max-model-len"
+        )
+    form = RotaryForm(table.shape[1], not getattr(rotary, "is_neox_style", True), 1)
+    if not _turns_so(rotary, form, head_dim, longest):
+        raise UsageError(f"{what}: {type(rotary).__name__} turns them in another way than tables")
+    setattr(parent, name, QueriesAlone(rotary, form))
+
+
+def _turns_so(rotary: Any, form: RotaryForm, head_dim: int, longest: int) -> bool:
+    """Whether keys at some positions turn as the form says."""
+    table = rotary.cos_sin_cache
+    positions = torch.tensor([0, 1, longest // 2, longest - 1], device=table.device)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(len(positions), 2, head_dim, generator=generator, dtype=torch.float32)
+    keys = keys.to(table)
+    flat = keys.flatten(1)
+    try:
+        turned = rotary.forward_native(positions, flat.clone(), flat.clone())[1]
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    cos, sin = table[positions, None].chunk(2, dim=-1)
+    apart = turned.unflatten(1, (2, -1)).float() - form.rotated(keys, cos, sin).float()
+    return bool(apart.norm() <= _FAR * keys.float().norm())
