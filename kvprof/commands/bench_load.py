@@ -145,10 +145,11 @@ TimeoutOption = Annotated[
 SampleStepsOption = Annotated[
     int | None,
     _option(
-        "--sample-steps", metavar="N",
+        "--sample-steps",
+        metavar="N",
         text="Time every N-th step of kvprof's own engines in parts: attention, compress, …",
     ),
-]  # fmt: skip
+]
 SimulateOption = Annotated[
     bool,
     _option(

@@ -43,7 +43,7 @@ from kvprof.errors import ExitCode, UsageError
 from kvprof.evaluation.recorded_speeds import load_speeds
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
-from kvprof.methods.named import COMPARED, check_names, names_in
+from kvprof.methods.named import COMPARED, check_names, method_entries
 
 
 def frontier(
@@ -130,7 +130,7 @@ def frontier(
     if cache is not None and no_cache:
         raise UsageError("--cache and --no-cache contradict each other; keep one")
     common = method_options(allocation, grid, minimum, None)
-    check_names(names_in(methods))
+    check_names(name for _, name, _ in method_entries(methods))
 
     # Everything from here on needs torch.
     from kvprof.commands.frontier_run import keep_rates, run_frontier

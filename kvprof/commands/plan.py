@@ -32,7 +32,7 @@ from kvprof.errors import UsageError
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.links import parse_links
-from kvprof.methods.named import check_names, names_in
+from kvprof.methods.named import check_names, method_entries
 from kvprof.sizes import parse_bytes, parse_count, parse_share
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN
 
@@ -202,7 +202,8 @@ def plan(
             raise UsageError(f"--method and --methods both name what {several} is for; keep one")
         if rate is not None and not 0 <= rate < 1:
             raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
-        check_names(names_in(methods or method or ""))
+        if named := methods or method:
+            check_names(name for _, name, _ in method_entries(named))
         if rate is not None and target:
             raise UsageError(
                 f"--target {target[0]} chooses among recorded rates, and --rate gives every method "

@@ -7,13 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from kvprof.errors import UsageError
-from kvprof.methods.named import (
-    ALWAYS,
-    COMBINATIONS,
-    ENTRY_POINTS,
-    method_entries,
-    method_names,
-)
+from kvprof.methods.named import ALWAYS, ENTRY_POINTS, method_entries, parts_of
 from kvprof.methods.registry import METHODS, calibration_needs, typed_options
 
 __all__ = ["MethodRequest", "option_names", "parse_methods"]
@@ -94,15 +88,11 @@ def option_names(method: str) -> tuple[str, ...]:
     method : str
         Known to `kvprof.methods.registry`.
     """
-    single = [name for name in method_names() if name not in COMBINATIONS]
-    base = method
-    if base not in single:
-        parts = [name for name in single if method.startswith((f"{name}+", f"{name}-"))]
-        base = max(parts, key=len)
-    function: Any = METHODS.get(base)
-    if function is None:
-        (point,) = (point for point in entry_points(group=ENTRY_POINTS) if point.name == base)
-        function = point.load()
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    found = parts_of(method, (*METHODS, *installed))
+    assert found is not None  # the registry knows it
+    base, _ = found
+    function: Any = METHODS[base] if base in METHODS else installed[base].load()
     return tuple(
         parameter.name
         for parameter in inspect.signature(function).parameters.values()

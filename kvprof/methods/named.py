@@ -26,7 +26,6 @@ __all__ = [
     "check_names",
     "method_entries",
     "method_names",
-    "names_in",
     "options_in",
     "parts_of",
     "plain_name",
@@ -204,16 +203,6 @@ def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
     for name in names:
         if parts_of(name, (*METHOD_NAMES, *_installed(), *more)) is None:
             raise unknown_method(name, dict.fromkeys((*more, *method_names())))
-
-
-def names_in(text: str) -> list[str]:
-    """Return the methods that ``--methods`` names: ``fdc,kq:grid=32,minimum=8`` are two."""
-    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
-    return [
-        piece.partition(":")[0].strip()
-        for piece in pieces
-        if ":" in piece or not ("=" in piece or _NUMBER.fullmatch(piece))
-    ]
 
 
 def method_entries(text: str) -> list[tuple[str, str, list[str]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_at, plan_for_rate
-from kvprof.methods.named import method_entries, names_in
+from kvprof.methods.named import method_entries
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import FORMAT, load_plan, save_plan
 from kvprof.methods.plan_report import describe
@@ -189,7 +189,6 @@ def test_full_has_nothing_to_leave_out() -> None:
 
 def test_a_list_of_methods_may_hold_lists_of_layers() -> None:
     text = "fdc,kq:grid=32,skip=0,1,-1,palu:skip=2,tale+kivi:bits=2,4,h2o"
-    assert names_in(text) == ["fdc", "kq", "palu", "tale+kivi", "h2o"]
     assert [(method, written) for _, method, written in method_entries(text)] == [
         ("fdc", []),
         ("kq", ["grid=32", "skip=0,1,-1"]),

@@ -14,7 +14,6 @@ from kvprof.methods.named import (
     MODIFIERS,
     check_names,
     method_names,
-    names_in,
 )
 from kvprof.methods.papers import papers_named
 from kvprof.methods.plan_report import compare_plans, describe, ranks_of
@@ -293,7 +292,6 @@ def test_the_names_that_commands_know_without_torch_are_those_that_there_are() -
     assert tuple(METHODS) == METHOD_NAMES
     assert (*QUANTISERS, *EVICTORS) == MODIFIERS
     check_names([*method_names(), "palu-3bit", "svd-kv+kivi", "fdc+h2o+kvquant"])
-    assert names_in("fdc, kq:allocation=budget,grid=32,palu-4bit") == ["fdc", "kq", "palu-4bit"]
 
 
 @pytest.mark.parametrize(
