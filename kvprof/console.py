@@ -250,13 +250,13 @@ class _Lines(Tracker):
 
     def __init__(self, description: str, total: int) -> None:
         self._words, self._done, self._total = description, 0, total
-        self._start = self._told = time.monotonic()
+        self._start = self._last_line = time.monotonic()
 
     def advance(self, amount: int = 1) -> None:
         self._done += amount
         now = time.monotonic()
-        if now - self._told >= _BETWEEN_LINES and self._done < self._total:
-            self._told = now
+        if now - self._last_line >= _BETWEEN_LINES and self._done < self._total:
+            self._last_line = now
             note(f"{self._words}: {self._done} of {self._total} after {now - self._start:.0f} s")
 
     def describe(self, text: str) -> None:

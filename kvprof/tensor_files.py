@@ -50,10 +50,10 @@ def save_tensors(
     seen: set[int] = set()
     for name, value in tensors.items():
         own = value.detach().cpu().contiguous()
-        place = own.untyped_storage().data_ptr()
+        address = own.untyped_storage().data_ptr()
         # safetensors refuses tensors that share memory, as the two sides of an orthogonal basis do.
-        stored[name] = own.clone() if place in seen else own
-        seen.add(place)
+        stored[name] = own.clone() if address in seen else own
+        seen.add(address)
     described = {**metadata, "format": format_name}
     described["digest"] = _digest(stored, described)
     write_bytes_atomic(path, save(stored, described), force=force)

@@ -47,8 +47,8 @@ def spread_ranks(ranks: Sequence[int]) -> list[int]:
     """
     if len(ranks) <= _MOST_RANKS:
         return list(ranks)
-    places = np.linspace(0, len(ranks) - 1, _MOST_RANKS).round().astype(int)
-    return [ranks[place] for place in places]
+    indices = np.linspace(0, len(ranks) - 1, _MOST_RANKS).round().astype(int)
+    return [ranks[index] for index in indices]
 
 
 def left_sums(ranks: Sequence[int], lost: Sequence[float]) -> list[float]:
@@ -66,8 +66,8 @@ def left_sums(ranks: Sequence[int], lost: Sequence[float]) -> list[float]:
         Share that is lost at each, never increasing.
     """
     sums = [0.0] * len(ranks)
-    for place in range(len(ranks) - 2, -1, -1):
-        sums[place] = sums[place + 1] + (ranks[place + 1] - ranks[place]) * lost[place]
+    for index in range(len(ranks) - 2, -1, -1):
+        sums[index] = sums[index + 1] + (ranks[index + 1] - ranks[index]) * lost[index]
     return sums
 
 
@@ -167,7 +167,7 @@ class KindChooser:
                 "(kinds), or 0 for no limit"
             )
         width = self.lattice.value_loss.shape[1]
-        return [(int(place) // width, int(place) % width) for place in best[2]]
+        return [(int(index) // width, int(index) % width) for index in best[2]]
 
     # --- Sets of pairs at a price.
 
@@ -210,10 +210,10 @@ class KindChooser:
         for way in (1, -1):
             here: dict[tuple[int, ...], None] = {}
             for step in range(1, _WALKED + 1):
-                place = at + way * step
-                if not 0 <= place < len(self._prices) or len(here) >= _BESIDE:
+                index = at + way * step
+                if not 0 <= index < len(self._prices) or len(here) >= _BESIDE:
                     break
-                here[self._set(kinds, place)] = None
+                here[self._set(kinds, index)] = None
             found |= here
         return list(found)
 

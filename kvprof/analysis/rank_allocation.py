@@ -261,8 +261,8 @@ def allocation_losses(
     summed: dict[tuple[int, str], Tensor] = {}
     if name == "tail":
         for target in targets:
-            place = target.layer, target.side
-            summed[place] = summed.get(place, torch.zeros_like(target.errors)) + target.errors
+            own = target.layer, target.side
+            summed[own] = summed.get(own, torch.zeros_like(target.errors)) + target.errors
     found = []
     for index, target in enumerate(targets):
         ranks, width = grid.ranks(target.width), target.width
@@ -294,7 +294,7 @@ def _tail(values: Tensor) -> Tensor:
 def head_units(
     targets: Sequence[RankTarget], *, whole_layers: bool = False
 ) -> list[tuple[list[int], list[int]]]:
-    """Return which targets have one pair of ranks: places of K's and of V's, per head.
+    """Return which targets have one pair of ranks: indices of K's and of V's, per head.
 
     A head is a KV head, or as many as share a latent. Where a layer stores a key per query head, a
     KV head's have one rank together; where one side is not ranked, its list is empty.
@@ -354,7 +354,7 @@ def few_kinds(
     price = cost or (lambda _, rank: float(rank))
     ladders = [
         spread_ranks(
-            sorted({rank for unit in units for place in unit[side] for rank in losses[place]})
+            sorted({rank for unit in units for index in unit[side] for rank in losses[index]})
         )
         or [0]
         for side in (0, 1)
@@ -363,17 +363,17 @@ def few_kinds(
     def table(side: int, what: Callable[[int, int], float]) -> NDArray[np.float64]:
         return np.array(
             [
-                [sum(what(place, rank) for place in unit[side]) for rank in ladders[side]]
+                [sum(what(index, rank) for index in unit[side]) for rank in ladders[side]]
                 for unit in units
             ],
             dtype=np.float64,
         )
 
-    def lost(place: int, rank: int) -> float:
-        return losses[place].get(rank, math.inf)
+    def lost(index: int, rank: int) -> float:
+        return losses[index].get(rank, math.inf)
 
-    def spent(place: int, rank: int) -> float:
-        return price(targets[place], rank) if rank in losses[place] else 0.0
+    def spent(index: int, rank: int) -> float:
+        return price(targets[index], rank) if rank in losses[index] else 0.0
 
     chooser = KindChooser(
         Lattice(table(0, lost), table(1, lost), table(0, spent), table(1, spent)), kinds
@@ -382,7 +382,7 @@ def few_kinds(
 
     def limited(ranks: Sequence[int]) -> list[int]:
         pairs = {
-            tuple(tuple(sorted({ranks[place] for place in side})) for side in unit)
+            tuple(tuple(sorted({ranks[index] for index in side})) for side in unit)
             for unit in units
         }
         if len(pairs) <= kinds and all(len(side) <= 1 for pair in pairs for side in pair):
@@ -392,8 +392,8 @@ def few_kinds(
             found = list(ranks)
             for unit, pair in zip(units, chooser.choose(budget), strict=True):
                 for side, ladder, at in zip(unit, ladders, pair, strict=True):
-                    for place in side:
-                        found[place] = ladder[at]
+                    for index in side:
+                        found[index] = ladder[at]
             known[budget] = found
         return list(known[budget])
 

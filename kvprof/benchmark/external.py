@@ -161,10 +161,10 @@ def measure_vllm(
         return _result("one token has no time to the next: write two or more (--output-len)")
     folder = ScratchFolder("vllm")
     try:
-        place = Path(folder.name)
-        _describe(shape, timed, place, seed)
+        files = Path(folder.name)
+        _describe(shape, timed, files, seed)
         with progress("vLLM alone", len(timed) + 1) as bar:
-            lines, why = _run(shape, place, bar.advance, should_stop)
+            lines, why = _run(shape, files, bar.advance, should_stop)
     finally:
         folder.cleanup()
     found = _result(why)

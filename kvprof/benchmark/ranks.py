@@ -115,7 +115,7 @@ def measured_layer(plan: Plan) -> LayerPlan:
     whole = [replace(layer, sliding_window=None) for layer in layers]
     sizes = [layer_bytes(plan, layer, _CONTEXT, itemsize=2).total for layer in whole]
     mean = sum(sizes) / len(sizes)
-    chosen = min(range(len(sizes)), key=lambda place: (abs(sizes[place] - mean), place))
+    chosen = min(range(len(sizes)), key=lambda index: (abs(sizes[index] - mean), index))
     return whole[chosen]
 
 
@@ -254,11 +254,11 @@ def resampled_layers(
     rates, recorded = _recorded(method)
     now = _at_rate(rates, recorded, rate)  # [heads of the profile, 2], as shares of head_dim
     order = np.argsort(now.sum(axis=1), kind="stable")  # least first
-    places = (np.arange(heads) + 0.5) / heads * len(order) - 0.5
-    drawn = _between(now[order], places)
+    positions = (np.arange(heads) + 0.5) / heads * len(order) - 0.5
+    drawn = _between(now[order], positions)
     units = _rounded(drawn, total, full)
     if kinds and len(np.unique(units, axis=0)) > kinds:
-        curves = np.stack([_between(kept[order], places) for kept in recorded])
+        curves = np.stack([_between(kept[order], positions) for kept in recorded])
         units = _of_few_kinds(rates, curves, units, full, kinds)
     units = units[np.random.default_rng(seed).permutation(heads)]
     source = (
@@ -277,10 +277,10 @@ def resampled_layers(
     ]
 
 
-def _between(shares: NDArray[np.float64], places: NDArray[np.float64]) -> NDArray[np.float64]:
+def _between(shares: NDArray[np.float64], positions: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return shares of K and of V at places between the profile's heads."""
     known = np.arange(len(shares))
-    return np.stack([np.interp(places, known, shares[:, side]) for side in (0, 1)], axis=1)
+    return np.stack([np.interp(positions, known, shares[:, side]) for side in (0, 1)], axis=1)
 
 
 def _of_few_kinds(
@@ -356,9 +356,9 @@ def _rounded(shares: NDArray[np.float64], total: int, full: int) -> NDArray[np.i
         step = 1 if left > 0 else -1
         free = (units < full) if step > 0 else (units > 1)
         gain = np.where(free, step * (wanted - units), -np.inf)
-        for place in np.argsort(-gain, axis=None, kind="stable")[: abs(left)]:
-            if np.isfinite(gain.flat[place]):
-                units.flat[place] += step
+        for index in np.argsort(-gain, axis=None, kind="stable")[: abs(left)]:
+            if np.isfinite(gain.flat[index]):
+                units.flat[index] += step
     return units
 
 

@@ -234,8 +234,8 @@ def interleaved(
         spent = time.perf_counter() - begin
         if spent > seconds and (done >= _LEAST or (done and spent > _FAR * seconds)):
             break
-        for place in order:
-            found[place].append(samplers[place].sample())
+        for index in order:
+            found[index].append(samplers[index].sample())
         order.reverse()
         if not done:
             first([samples[0] for samples in found])

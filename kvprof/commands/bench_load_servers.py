@@ -39,7 +39,7 @@ _SET = {
     "--seed": "--seed",
 }
 #: Where a load finds the servers that it starts.
-_PLACES = ("--host", "--port", "--uds", "--root-path")
+_ADDRESSES = ("--host", "--port", "--uds", "--root-path")
 
 
 def urls(text: str | None) -> list[str]:
@@ -186,13 +186,13 @@ def _process(
             rate=inputs["rate"],
         )
 
-    told = {"engine options": shlex.join(settings.words())}
+    shown = {"engine options": shlex.join(settings.words())}
     own = plan is not None or served_by_engine(label) is None
     return ServerProcess(
         label,
         command,
         count=apart,
-        settings=told,
+        settings=shown,
         gpus=inputs["tp"],
         sample=inputs["sample_steps"] if own else None,
     )
@@ -219,7 +219,7 @@ def engine_words(text: str | None) -> list[str]:
             )
         if own := next((said for option, said in _SET.items() if option.startswith(name)), None):
             raise UsageError(f"--engine {name}: every method's server is given that by {own}")
-        if any(place.startswith(name) for place in _PLACES):
+        if any(option.startswith(name) for option in _ADDRESSES):
             raise UsageError(
                 f"--engine {name}: servers of a load listen on loopback, each where it is found"
             )

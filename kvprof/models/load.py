@@ -116,11 +116,11 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
         Not enough GPU memory, or a missing package.
     """
     source: dict[str, Any] = {"use_safetensors": True}
-    described, places = "config.json", 0
+    described, numbers = "config.json", 0
     if checkpoint.gguf is not None:
         described = checkpoint.gguf.path.name
         source = {"gguf_file": described}
-        places = _check_numbers(spec, checkpoint.gguf, options["config"])
+        numbers = _check_numbers(spec, checkpoint.gguf, options["config"])
     try:
         with _no_bar() if checkpoint.gguf is not None else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -158,9 +158,9 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
             f"than {described} says"
         )
     # transformers reads the tensors that it has a place for, and leaves out others without a word.
-    if checkpoint.gguf is not None and checkpoint.gguf.numbers > places:
+    if checkpoint.gguf is not None and checkpoint.gguf.numbers > numbers:
         raise FailedError(
-            f"{spec}: {described} holds {checkpoint.gguf.numbers - places:,} numbers more than "
+            f"{spec}: {described} holds {checkpoint.gguf.numbers - numbers:,} numbers more than "
             f"{type(model).__name__} has places for: it would be another model"
         )
     loaded: PreTrainedModel = model

@@ -65,9 +65,9 @@ def compare(
         raise UsageError(f"a result of kind {kinds[0]} holds nothing that could be compared")
     rows: list[dict[str, Any]] = []
     unmatched: list[dict[str, Any]] = []
-    for place in dict.fromkeys(place for own in found for place in own):
-        figures = [own.get(place) for own in found]
-        key, name = dict(place[0]), place[1]
+    for named in dict.fromkeys(named for own in found for named in own):
+        figures = [own.get(named) for own in found]
+        key, name = dict(named[0]), named[1]
         if figures[0] is None or all(figure is None for figure in figures[1:]):
             held = [which for which, one in zip(names, figures, strict=True) if one is not None]
             unmatched.append({"key": key, "figure": name, "in": held})
@@ -207,8 +207,8 @@ def noise_between(base: Figures, other: Figures) -> Noise | None:
         The figures of two results by their key and name.
     """
     changes: list[tuple[float, float]] = []
-    for place, figure in base.items():
-        again = other.get(place)
+    for named, figure in base.items():
+        again = other.get(named)
         if again is None:
             continue
         if figure.beside and again.beside:
@@ -304,9 +304,9 @@ def _bootstrapped(base: Figure, other: Figure, seed: int) -> list[tuple[float, f
         for one in (other, base):
             samples = one.samples or ()
             drawn = chance.choices(range(len(samples)), k=len(samples))
-            values.append(math.log(median(samples[place] for place in drawn)))
+            values.append(math.log(median(samples[index] for index in drawn)))
             if paired and one.beside:
-                values.append(math.log(median(one.beside[place] for place in drawn)))
+                values.append(math.log(median(one.beside[index] for index in drawn)))
         raw.append(values[0] - values[len(values) // 2])
         if paired:
             relative.append(values[0] - values[1] - (values[2] - values[3]))

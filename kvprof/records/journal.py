@@ -290,7 +290,7 @@ class Journal:
         self._entered = False
         self._lines: list[bytes] = []
         self._file: IO[bytes] | None = None
-        self._place: Path | None = None  # where the file lies by now
+        self._lies_at: Path | None = None  # where the file lies by now
         self._own_folder = False
         self._carrying = False
         self._unmeasured = 0  # lines before the first of something that was measured
@@ -304,9 +304,9 @@ class Journal:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 if self._force and os.path.lexists(self.path):
-                    self._place, self._file = open_temporary(self.path.parent)
+                    self._lies_at, self._file = open_temporary(self.path.parent)
                 else:
-                    self._place, self._file = self.path, self.path.open("xb", buffering=0)
+                    self._lies_at, self._file = self.path, self.path.open("xb", buffering=0)
             except FileExistsError:
                 raise UsageError(f"{self.path} exists; --force overwrites it") from None
             except OSError as problem:
@@ -326,10 +326,10 @@ class Journal:
             if self._file is None or self.path is None:
                 return
             kept = self.measured and not self._carrying
-            if self._lines and (self._place == self.path or kept):
+            if self._lines and (self._lies_at == self.path or kept):
                 self._finish(self.path)
             empty = not self._lines or (self.failure is not None and self._holds_nothing())
-            if self._place != self.path or empty:
+            if self._lies_at != self.path or empty:
                 self._remove()
             file, self._file = self._file, None
             with contextlib.suppress(OSError):
@@ -394,7 +394,7 @@ class Journal:
     def _write_on(self) -> None:
         """Write the lines that are not in the file; what was begun and failed is taken back."""
         assert self._file is not None
-        assert self._place is not None
+        assert self._lies_at is not None
         assert self.path is not None
         try:
             while self._kept < len(self._lines):
@@ -409,16 +409,16 @@ class Journal:
                 os.ftruncate(self._file.fileno(), self._bytes)
                 self._file.seek(self._bytes)
             raise
-        if self.measured and self._place != self.path and not self._carrying:
-            self._place.replace(self.path)
-            self._place = self.path
+        if self.measured and self._lies_at != self.path and not self._carrying:
+            self._lies_at.replace(self.path)
+            self._lies_at = self.path
 
     def _holds_nothing(self) -> bool:
         """Whether no line of what was measured is in the file."""
         return not self.measured or self._kept <= self._unmeasured
 
     def _failing(self, problem: OSError) -> str:
-        if self._place != self.path:
+        if self._lies_at != self.path:
             holds = "an earlier run"
         elif self._holds_nothing():
             holds = "nothing that was measured"
@@ -447,12 +447,12 @@ class Journal:
     def _remove(self) -> None:
         """Leave nothing behind of a run that measured nothing."""
         assert self._file is not None
-        assert self._place is not None
+        assert self._lies_at is not None
         with contextlib.suppress(OSError):
-            if _is_at(self._file, self._place):
-                self._place.unlink()
+            if _is_at(self._file, self._lies_at):
+                self._lies_at.unlink()
             if self._own_folder:
-                self._place.parent.rmdir()
+                self._lies_at.parent.rmdir()
 
 
 @dataclass(frozen=True)

@@ -49,16 +49,16 @@ _LEAST_GROWTH = 0.02
 
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Return a percentile of ascending values, between two of them on a straight line."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    index = share * (len(ordered) - 1)
+    below = math.floor(index)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (index - below)
 
 
 def blocks(count: int, wanted: int = _BLOCKS) -> list[range]:
     """Cut neighbours into blocks of nearly equal size, fewer than `wanted` where there are few."""
     number = min(wanted, count)
-    edges = [round(place * count / number) for place in range(number + 1)] if number else [0]
+    edges = [round(index * count / number) for index in range(number + 1)] if number else [0]
     return [range(low, high) for low, high in pairwise(edges)]
 
 
@@ -117,15 +117,15 @@ def summarised(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
     ordered = sorted(values)
     found["mean"] = sum(values) / len(values) if values else None
     for name, share in LATENCIES.items():
-        told = len(values) * (1 - share) >= 1 - 1e-9
-        found[name] = percentile(ordered, share) if told else None
+        enough = len(values) * (1 - share) >= 1 - 1e-9
+        found[name] = percentile(ordered, share) if enough else None
     several: dict[str, list[float]] = {name: [] for name in ("mean", *LATENCIES)}
     if len(values) >= _LEAST:
         cut = blocks(len(values))
         generator = random.Random(seed)
         for _ in range(_RESAMPLES):
             drawn = generator.choices(cut, k=len(cut))
-            again = sorted(values[place] for block in drawn for place in block)
+            again = sorted(values[index] for block in drawn for index in block)
             several["mean"].append(sum(again) / len(again))
             for name, share in LATENCIES.items():
                 several[name].append(percentile(again, share))
@@ -152,7 +152,7 @@ def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, 
     half = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
     cut = blocks(count)
-    sums = {block: sum(answers[place] for place in block) for block in cut}
+    sums = {block: sum(answers[index] for index in block) for block in cut}
 
     def figure(drawn: list[range]) -> float:
         return sum(sums[block] for block in drawn) / sum(map(len, drawn))
@@ -178,7 +178,7 @@ def mean_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> dict[str,
     if not pairs or not sum(pair[1] for pair in pairs):
         return None
     cut = blocks(len(pairs))
-    sums = {block: [sum(pairs[place][side] for place in block) for side in (0, 1)] for block in cut}
+    sums = {block: [sum(pairs[index][side] for index in block) for side in (0, 1)] for block in cut}
 
     def figure(drawn: list[range]) -> float | None:
         below = sum(sums[block][1] for block in drawn)
@@ -273,10 +273,10 @@ def _came_back(arrivals: Sequence[float], ends: Sequence[float], begin: float, e
     """Whether the system held as few requests late in the window as it did early."""
     came, left = sorted(arrivals), sorted(ends)
     held: tuple[list[int], list[int]] = ([], [])
-    for place, time in enumerate(came):
+    for index, time in enumerate(came):
         third = int(3 * (time - begin) / (end - begin)) if begin <= time < end else 1
         if third != 1:
-            held[third // 2].append(place + 1 - bisect_right(left, time))
+            held[third // 2].append(index + 1 - bisect_right(left, time))
     return all(held) and min(held[1]) <= median(held[0])
 
 
@@ -365,7 +365,7 @@ def fitted(spans: Sequence[Mapping[str, float]], seed: int = 0) -> Fit | None:
         block: _moments([rows[n] for n in block], [weights[n] for n in block]) for block in cut
     }
     whole = _added([moments[block] for block in cut])
-    kept = _told_apart(whole)
+    kept = _distinct(whole)
     solution = _solved(whole, kept)
     if solution is None:
         return None
@@ -378,8 +378,10 @@ def fitted(spans: Sequence[Mapping[str, float]], seed: int = 0) -> Fit | None:
     names = ("intercept", *kept)
     mean = whole[0][-1] / whole[0][0]
     total = whole[-1][-1] - whole[0][0] * mean**2
-    places = [0, *(1 + COLUMNS.index(name) for name in kept)]
-    explained = sum(value * whole[place][-1] for value, place in zip(solution, places, strict=True))
+    indices = [0, *(1 + COLUMNS.index(name) for name in kept)]
+    explained = sum(
+        value * whole[index][-1] for value, index in zip(solution, indices, strict=True)
+    )
     return Fit(
         intercept=solution[0],
         slopes=dict(zip(kept, solution[1:], strict=True)),
@@ -411,7 +413,7 @@ def _added(several: Sequence[_Moments]) -> _Moments:
     return [[sum(one[i][j] for one in several) for j in range(size)] for i in range(size)]
 
 
-def _told_apart(moments: _Moments) -> tuple[str, ...]:
+def _distinct(moments: _Moments) -> tuple[str, ...]:
     """Return the columns that vary, and not only as those before them do."""
     total = moments[0][0]
     size = len(COLUMNS)
@@ -421,30 +423,30 @@ def _told_apart(moments: _Moments) -> tuple[str, ...]:
         for i in range(size)
     ]
     kept: list[int] = []
-    for place in range(size):
-        own = covariance[place][place]
-        if own <= (_SPREAD * means[place]) ** 2 or own <= 0:
+    for index in range(size):
+        own = covariance[index][index]
+        if own <= (_SPREAD * means[index]) ** 2 or own <= 0:
             continue
         inner = [[covariance[i][j] for j in kept] for i in kept]
-        side = [covariance[i][place] for i in kept]
+        side = [covariance[i][index] for i in kept]
         weights = _gauss(inner, side) if kept else []
         if weights is None:
             continue
         rest = own - sum(w * s for w, s in zip(weights, side, strict=True))
         if rest > _LEFT_OVER * own:
-            kept.append(place)
-    return tuple(COLUMNS[place] for place in kept)
+            kept.append(index)
+    return tuple(COLUMNS[index] for index in kept)
 
 
 def _solved(moments: _Moments, kept: Sequence[str]) -> list[float] | None:
-    places = [0, *(1 + COLUMNS.index(name) for name in kept)]
+    indices = [0, *(1 + COLUMNS.index(name) for name in kept)]
     # Columns of one size: contexts are tens of thousands, batches a few.
-    scales = [math.sqrt(moments[i][i]) or 1.0 for i in places]
+    scales = [math.sqrt(moments[i][i]) or 1.0 for i in indices]
     matrix = [
-        [moments[i][j] / (scales[a] * scales[b]) for b, j in enumerate(places)]
-        for a, i in enumerate(places)
+        [moments[i][j] / (scales[a] * scales[b]) for b, j in enumerate(indices)]
+        for a, i in enumerate(indices)
     ]
-    side = [moments[i][-1] / scales[a] for a, i in enumerate(places)]
+    side = [moments[i][-1] / scales[a] for a, i in enumerate(indices)]
     found = _gauss(matrix, side)
     return None if found is None else [v / s for v, s in zip(found, scales, strict=True)]
 

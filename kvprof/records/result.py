@@ -78,7 +78,7 @@ def build_result(
     return {key: to_plain(value, key) for key, value in result.items()}
 
 
-def to_plain(value: Any, place: str = "") -> Any:
+def to_plain(value: Any, where: str = "") -> Any:
     """Return `value` in JSON's own types: no arrays, no NaN, no keys but strings.
 
     Parameters
@@ -86,7 +86,7 @@ def to_plain(value: Any, place: str = "") -> Any:
     value : object
         Mappings, sequences, numbers, strings, paths, enum members, and whatever has a ``tolist``
         method (NumPy arrays and scalars, tensors).
-    place : str
+    where : str
         Where it stands in the result, for the error.
 
     Raises
@@ -97,7 +97,7 @@ def to_plain(value: Any, place: str = "") -> Any:
         When there is no such form.
     """
     if isinstance(value, Enum):
-        return to_plain(value.value, place)
+        return to_plain(value.value, where)
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -105,17 +105,17 @@ def to_plain(value: Any, place: str = "") -> Any:
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{place} is {value}; JSON holds finite numbers, or null")
+            raise ValueError(f"{where} is {value}; JSON holds finite numbers, or null")
         return float(value)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{place}: key {key!r} is no string")
-        return {key: to_plain(entry, f"{place}.{key}") for key, entry in value.items()}
+                raise TypeError(f"{where}: key {key!r} is no string")
+        return {key: to_plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
+        return [to_plain(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
     if isinstance(value, PathLike):
-        return to_plain(fspath(value), place)
+        return to_plain(fspath(value), where)
     if hasattr(value, "tolist"):
-        return to_plain(value.tolist(), place)
-    raise TypeError(f"{place}: a {type(value).__name__} has no form in JSON")
+        return to_plain(value.tolist(), where)
+    raise TypeError(f"{where}: a {type(value).__name__} has no form in JSON")

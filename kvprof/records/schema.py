@@ -96,14 +96,14 @@ def refuse_first(errors: Iterable[ValidationError], what: str) -> None:
     error = best_match(errors)
     if error is None:
         return
-    place = "".join(
+    where = "".join(
         f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.absolute_path
     ).lstrip(".")
     message = error.message
     if len(message) > _LONGEST_MESSAGE:
         # jsonschema quotes the whole offending value, which may be a thousand numbers.
         message = f"{message[: _LONGEST_MESSAGE // 2]} … {message[-_LONGEST_MESSAGE // 2 :]}"
-    raise ValueError(f"{place or what}: {' '.join(message.split())}")
+    raise ValueError(f"{where or what}: {' '.join(message.split())}")
 
 
 def _read(name: str) -> Any:

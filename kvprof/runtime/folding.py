@@ -143,10 +143,10 @@ def _changed(module: nn.Module, width: int, changes: Sequence[_Change]) -> nn.Mo
     if bias is not None:
         bias = _wide(bias.to(own.device)).clone()
     for columns, basis in changes:
-        where, turn = columns.to(own.device), basis.to(matrix)
-        matrix[:, where] = matrix[:, where] @ turn
+        where, rotation = columns.to(own.device), basis.to(matrix)
+        matrix[:, where] = matrix[:, where] @ rotation
         if bias is not None:
-            bias[where] = bias[where] @ turn
+            bias[where] = bias[where] @ rotation
     return _linear(matrix, bias, own)
 
 

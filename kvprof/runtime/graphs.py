@@ -105,7 +105,7 @@ class _Captured:
         Of the step (`_Step.form`).
     cache : weak reference to CompressedCache
         A graph does not keep a cache that nobody else holds.
-    places : list of Tensor
+    buffers : list of Tensor
         The cache's tensors as they lay.
     room : float
         Tokens of a row up to which they suffice.
@@ -122,7 +122,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     form: _Form
     cache: "weakref.ref[CompressedCache]"
-    places: list[Tensor]
+    buffers: list[Tensor]
     room: float
     token: Tensor
     position: Tensor
@@ -156,8 +156,8 @@ class DecodingGraphs:
         self._forward: Callable[..., Any] = model.forward
         self._captured: _Captured | None = None
         self._pool: Pool = None
-        self._by_place: bool | None = None
-        # The cache, form and places of the last step that the model itself has run.
+        self._padding_counted: bool | None = None
+        # The cache, form and buffers of the last step that the model itself has run.
         self._ready: tuple[weakref.ref[CompressedCache], _Form, list[Tensor]] | None = None
         # Hooks of others would see a capture, and never a replay.
         self._hooks: list[dict[int, Any]] = []
@@ -242,20 +242,20 @@ class DecodingGraphs:
             return self._forward(*args, **kwargs)
         state = step.cache.kernels
         assert state is not None
-        places, form = self._places(step.cache), (*step.form, *self._adapters())
+        buffers, form = self._buffers(step.cache), (*step.form, *self._adapters())
         known = self._captured
-        if known is not None and not self._serves(known, step, form, places):
+        if known is not None and not self._serves(known, step, form, buffers):
             self.release()
             known = None
-        if known is None and self._prepared(step, form, places) and self._plain(step, None):
-            known = self._captured = self._capture(step, form, places)
+        if known is None and self._prepared(step, form, buffers) and self._plain(step, None):
+            known = self._captured = self._capture(step, form, buffers)
         elif known is not None and not self._plain(step, known):
             known = None
         if known is None:
             output = self._forward(*args, **kwargs)
             if step.cache.kernels is not None:
                 # What it has moved or compiled is where it will stay.
-                self._ready = (self._known(step.cache), form, self._places(step.cache))
+                self._ready = (self._known(step.cache), form, self._buffers(step.cache))
             return output
         return self._replayed(known, step)
 
@@ -300,26 +300,26 @@ class DecodingGraphs:
         known = getattr(self._model.config, "return_dict", True) if wanted is None else wanted
         return bool(known)
 
-    def _places(self, cache: CompressedCache) -> list[Tensor]:
+    def _buffers(self, cache: CompressedCache) -> list[Tensor]:
         state = cache.kernels
         assert state is not None
-        return [*(layer.planes.buffer for layer in cache.layers), *state.places()]
+        return [*(layer.planes.buffer for layer in cache.layers), *state.buffers()]
 
-    def _serves(self, known: _Captured, step: _Step, form: _Form, places: list[Tensor]) -> bool:
+    def _serves(self, known: _Captured, step: _Step, form: _Form, buffers: list[Tensor]) -> bool:
         return (
             known.cache() is step.cache
             and known.form == form
-            and _same(known.places, places)
+            and _same(known.buffers, buffers)
             and self._longest(step) <= known.room
         )
 
-    def _prepared(self, step: _Step, form: _Form, places: list[Tensor]) -> bool:
-        """Whether the model itself has run such a step, from and to the same places."""
+    def _prepared(self, step: _Step, form: _Form, buffers: list[Tensor]) -> bool:
+        """Whether the model itself has run such a step, from and to the same buffers."""
         return (
             self._ready is not None
             and self._ready[0]() is step.cache
             and self._ready[1] == form
-            and _same(self._ready[2], places)
+            and _same(self._ready[2], buffers)
             and self._longest(step) <= _room(step.cache)
         )
 
@@ -336,7 +336,7 @@ class DecodingGraphs:
         assert state is not None
         if any(first >= past for first in state.first) or len(state.first) != len(step.ids):
             return False
-        if any(state.first) and step.position is None and not self._counts_places():
+        if any(state.first) and step.position is None and not self._counts_padding():
             return False
         if mask is None:
             return True
@@ -354,12 +354,12 @@ class DecodingGraphs:
             known.mask = mask.clone() if found else None
         return found
 
-    def _counts_places(self) -> bool:
+    def _counts_padding(self) -> bool:
         """Whether the model counts padding in a token's position where it is given none.
 
         Some find positions in the mask, which a captured step does not see.
         """
-        if self._by_place is None:
+        if self._padding_counted is None:
             device, before = self._session.loaded.device, self._session.cache
             ids = torch.arange(8, device=device).view(2, 4) % self._session.loaded.vocab_size
             mask = torch.ones_like(ids)
@@ -367,11 +367,11 @@ class DecodingGraphs:
             shared: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
             found = self._forward(**shared).logits
             given = self._forward(**shared, position_ids=torch.arange(4, device=device)[None])
-            self._by_place = torch.equal(found[:, -1], given.logits[:, -1])
+            self._padding_counted = torch.equal(found[:, -1], given.logits[:, -1])
             self._session.cache = before
-        return self._by_place
+        return self._padding_counted
 
-    def _capture(self, step: _Step, form: _Form, places: list[Tensor]) -> _Captured | None:
+    def _capture(self, step: _Step, form: _Form, buffers: list[Tensor]) -> _Captured | None:
         """Capture a step, which neither runs nor stores anything by that; None where it cannot."""
         past, device, state = step.cache.get_seq_length(), step.ids.device, step.cache.kernels
         assert state is not None
@@ -412,7 +412,7 @@ class DecodingGraphs:
             graph,
             form,
             self._known(step.cache),
-            places,
+            buffers,
             _room(step.cache),
             token,
             position,

@@ -188,8 +188,8 @@ def _rotation(function: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[tuple[Any, ...], bool] = {}
 
     @functools.wraps(function)
-    def turn(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != 4 or kwargs or not _turns(*args):
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 4 or kwargs or not _rotates(*args):
             return function(*args, **kwargs)
         form = tuple((x.dtype, tuple(x.shape[1:])) for x in args)
         if form not in known:
@@ -202,10 +202,10 @@ def _rotation(function: Callable[..., Any]) -> Callable[..., Any]:
         with on(args[0].device):
             return rotated(*args)
 
-    return turn
+    return rotate
 
 
-def _turns(query: Any, keys: Any, cos: Any, sin: Any) -> bool:
+def _rotates(query: Any, keys: Any, cos: Any, sin: Any) -> bool:
     if not all(isinstance(x, Tensor) for x in (keys, cos, sin)) or not _single(query, 2):
         return False
     width = query.shape[-1]

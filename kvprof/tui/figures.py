@@ -326,8 +326,8 @@ class Choice:
             for one in state.load.cases.values()
             if one.started.method == method
         )
-        place = own.index((shown.started.rate, shown.started.case))
-        self.rate = own[(place + by) % len(own)][1]
+        index = own.index((shown.started.rate, shown.started.case))
+        self.rate = own[(index + by) % len(own)][1]
 
     def baseline_method(self, state: RunState) -> str | None:
         """Return the method that others are held against."""

@@ -8,10 +8,10 @@ from kvprof.records.load import LoadCase, attains, counted_of, sheds
 from kvprof.records.load_statistics import percentile
 from kvprof.views.numbers import number
 
-__all__ = ["LEVELS", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
+__all__ = ["SAMPLED", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
 
 #: Samples' names to what they are called, as lines of the screen.
-LEVELS = {"waiting": "waiting", "running": "running", "cache": "cache used"}
+SAMPLED = {"waiting": "waiting", "running": "running", "cache": "cache used"}
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from kvprof.records.load import ATTAINED, SHED, LoadCase, step_rows
 from kvprof.tui.drawings import Telemetry, short
 from kvprof.tui.figures import difference, duration, share
 from kvprof.tui.frame import RunScreen
-from kvprof.tui.load_figures import LEVELS, RateBrief, binned, brief_of, by_rate, rate_words
+from kvprof.tui.load_figures import SAMPLED, RateBrief, binned, brief_of, by_rate, rate_words
 from kvprof.views.bars import BARS, Ink
 from kvprof.views.load_steps import step_bars
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.page import bullets
 from kvprof.views.plot import LinePlot, Series
 
-__all__ = ["Levels", "LoadScreen", "RateTable"]
+__all__ = ["LoadScreen", "QueueLines", "RateTable"]
 
 _LABEL = 12  # columns in front of a line or row
 _FIGURE = 19  # columns of a method: latency, a sign, its difference from the baseline
@@ -68,7 +68,7 @@ class LoadScreen(RunScreen):
         ended = len(case.requests) if case is not None else 0
         under_way = len(running.requests) if running is not None else None
         self.put("title", (chosen, ended, len(briefs), app.dark), lambda: self._title(case))
-        self.put("queue", seen, lambda: Levels(case, app.ink))
+        self.put("queue", seen, lambda: QueueLines(case, app.ink))
         room = self.size.width - 6
         known = dict.fromkeys(one.started.method for one in state.load.cases.values())
         methods = max(1, len(known))
@@ -203,7 +203,7 @@ class LoadScreen(RunScreen):
 
 
 @dataclass(frozen=True)
-class Levels:
+class QueueLines:
     """Rich renderable of what waits, runs and is used of the cache, a line each over time.
 
     Attributes
@@ -225,7 +225,7 @@ class Levels:
         room = max(8, options.max_width - _LABEL - _WORDS)
         times = [one.at for one in case.samples]
         untold = []
-        for name, called in LEVELS.items():
+        for name, called in SAMPLED.items():
             values = [getattr(one, name) for one in case.samples]
             known = [value for value in values if value is not None]
             if not known:
@@ -237,8 +237,8 @@ class Levels:
             line.append(_columns(binned(times, values, room), most))
             over = case.finished is not None
             mean = sum(known) / len(known)
-            first = f"{_level(name, mean)} mean" if over else f"{_level(name, known[-1])} now"
-            line.append(f" {first:>13}, {_level(name, max(known))} most")
+            first = f"{_amount(name, mean)} mean" if over else f"{_amount(name, known[-1])} now"
+            line.append(f" {first:>13}, {_amount(name, max(known))} most")
             yield line
         last = case.samples[-1]
         if last.preemptions is not None:
@@ -248,7 +248,7 @@ class Levels:
             yield Text(f"{'untold':<{_LABEL}}{', '.join(untold)}", style="dim", overflow="fold")
 
 
-def _level(name: str, value: float) -> str:
+def _amount(name: str, value: float) -> str:
     if name == "cache":
         return share(value)
     return f"{value:,.0f}" if value >= 9.95 or value == int(value) else f"{value:.1f}"

@@ -180,7 +180,7 @@ def _take_literally(figure: Any) -> None:
 
 
 def _shortened(write: Callable[[Any, Any], str]) -> Callable[[Any, Any], str]:
-    return lambda value, place: _short(write(value, place))
+    return lambda value, position: _short(write(value, position))
 
 
 def _short(text: str) -> str:
@@ -238,7 +238,7 @@ def draw_curves(
         every = [float(x) for one in series for x in one.x if x > 0]
         if every:
             ticks = log2_ticks(every, at_most=8).ticks
-            axes.set_xticks([2.0**place for place, _ in ticks], [text for _, text in ticks])
+            axes.set_xticks([2.0**position for position, _ in ticks], [text for _, text in ticks])
             axes.set_xticks([], minor=True)
     label_axes(axes, title, x_label, y_label, legend=bool(series))
 

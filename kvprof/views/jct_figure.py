@@ -56,11 +56,11 @@ def figure(result: Mapping[str, Any]) -> Any:
     columns = min(_ROW, max(1, len(draws)))
     lines = max(1, -(-len(draws) // columns))
     drawing = new_figure(_PANEL[0] * columns + 1.6, _PANEL[1] * lines)
-    places = list(drawing.subplots(lines, columns, squeeze=False).flat)
-    for draw, place in zip(draws, places, strict=False):
-        draw(place)
-    for place in places[len(draws) :]:
-        place.remove()
+    grid = list(drawing.subplots(lines, columns, squeeze=False).flat)
+    for draw, axes in zip(draws, grid, strict=False):
+        draw(axes)
+    for axes in grid[len(draws) :]:
+        axes.remove()
     _legend(drawing, ordered_parts(part for own in known.values() for part in own.stack()))
     unfinished = "" if result["complete"] else " (incomplete)"
     drawing.suptitle(f"{result['data']['shape']['name']}{unfinished}", fontsize="medium")
@@ -90,12 +90,12 @@ def bars_figure(bars: StackedBars) -> Any:
     drawing = new_figure(7.2, 1.4 + 0.34 * len(bars.bars))
     axes = drawing.subplots()
     stacks = _stacks(bars.bars, shares=bars.shares)
-    places = list(range(len(stacks)))[::-1]
-    _bars(axes.barh, places, stacks, "left")
-    for place, bar, stack in zip(places, bars.bars, stacks, strict=True):
+    positions = list(range(len(stacks)))[::-1]
+    _bars(axes.barh, positions, stacks, "left")
+    for position, bar, stack in zip(positions, bars.bars, stacks, strict=True):
         end = sum(value for value in stack.values() if value > 0)
-        axes.annotate(f" {bar.note.plain}", (end, place), va="center", fontsize="small")
-    axes.set_yticks(places, [bar.label for bar in bars.bars])
+        axes.annotate(f" {bar.note.plain}", (end, position), va="center", fontsize="small")
+    axes.set_yticks(positions, [bar.label for bar in bars.bars])
     axes.set_xticks([])
     _leave_room(axes, bars.bars, stacks)
     for side in ("top", "right", "bottom"):
@@ -123,14 +123,14 @@ def _stacked(axes: Any, group: Group, known: Mapping[str, Account]) -> None:
         for name, case in zip(group.names, group.cases, strict=True)
     ]
     factor, unit = unit_of(known[case["case"]].seconds for case in group.cases)
-    places = list(range(len(bars)))[::-1]  # the first on top
+    positions = list(range(len(bars)))[::-1]  # the first on top
     stacks = _stacks(bars, factor=factor)
-    _bars(axes.barh, places, stacks, "left")
-    for place, bar, stack in zip(places, bars, stacks, strict=True):
+    _bars(axes.barh, positions, stacks, "left")
+    for position, bar, stack in zip(positions, bars, stacks, strict=True):
         # What does not add up is told in words, which have no room behind a bar of half a figure.
         note = bar.note.plain.replace(", ! ", "\n! ")
-        axes.annotate(f" {note}", (sum(stack.values()), place), va="center", fontsize="small")
-    axes.set_yticks(places, group.names)
+        axes.annotate(f" {note}", (sum(stack.values()), position), va="center", fontsize="small")
+    axes.set_yticks(positions, group.names)
     _leave_room(axes, bars, stacks)
     axes.set_xlabel(f"job completion time ({unit})")
     axes.set_title(group.name, fontsize="medium")
@@ -164,34 +164,34 @@ def _sweep(axes: Any, sweep: Sweep, method: str, known: Mapping[str, Account]) -
         for group in sweep.members
         if method in group.names
     ]
-    places = list(range(len(bars)))
-    _bars(axes.bar, places, _stacks(bars, shares=True, factor=100), "bottom")
-    for place, bar in zip(places, bars, strict=True):
+    positions = list(range(len(bars)))
+    _bars(axes.bar, positions, _stacks(bars, shares=True, factor=100), "bottom")
+    for position, bar in zip(positions, bars, strict=True):
         if "!" in bar.note.plain:
             axes.annotate(
                 bar.note.plain,
-                (place, 50),
+                (position, 50),
                 rotation=90,
                 ha="center",
                 va="center",
                 fontsize="x-small",
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
             )
-    axes.set_xticks(places, [bar.label for bar in bars], rotation=45, fontsize="small")
+    axes.set_xticks(positions, [bar.label for bar in bars], rotation=45, fontsize="small")
     axes.set_xlabel("input tokens" if sweep.varied == "input_len" else "output tokens")
     axes.set_ylabel("share of the time (%)")
     axes.set_title(f"{method}: {sweep.name}", fontsize="small")
 
 
 def _bars(
-    draw: Any, places: Sequence[int], stacks: Sequence[Mapping[str, float]], side: str
+    draw: Any, positions: Sequence[int], stacks: Sequence[Mapping[str, float]], side: str
 ) -> None:
     ends = [0.0] * len(stacks)
     for part in ordered_parts([part for stack in stacks for part in stack]):
         values = [max(0.0, stack.get(part, 0.0)) for stack in stacks]
         look = part_of(part)
         draw(
-            places,
+            positions,
             values,
             0.72,
             color=look.print,

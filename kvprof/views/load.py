@@ -32,7 +32,7 @@ _WHY = {
 }
 _PANEL = (4.4, 3.2)  # inches
 _NEAR = 0.1  # of the rate that was asked for: arrivals farther off are told
-_TOLD = 20  # fewer arrivals have no rate worth telling
+_LEAST_ARRIVALS = 20  # fewer arrivals have no rate worth telling
 
 Row = Mapping[str, Any]
 
@@ -154,7 +154,7 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
         "window, and the figures are of that rate; more requests come nearer"
         for row in data["rates"]
         if row["arrived_per_s"] is not None
-        and row["counted"] >= _TOLD
+        and row["counted"] >= _LEAST_ARRIVALS
         and abs(row["arrived_per_s"] - row["rate"]) > _NEAR * row["rate"]
     ]
     said += [

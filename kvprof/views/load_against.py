@@ -50,13 +50,13 @@ def against_section(found: Row) -> list[RenderableType]:
 def against_verdict(found: Row) -> str:
     """Say in a sentence how near it comes."""
     known = [row["normalised_latency_seconds"] for row in found["rates"]]
-    told = [one for one in known if one is not None]
-    if not told:
+    compared = [one for one in known if one is not None]
+    if not compared:
         return "no rate was completed by both: nothing is told of the simulation"
-    near = sum(one["within"] for one in told)
-    widest = max(told, key=lambda one: abs(one["difference"]))
+    near = sum(one["within"] for one in compared)
+    widest = max(compared, key=lambda one: abs(one["difference"]))
     return (
-        f"{near} of {len(told)} rates are within {percent(found['near'], 0)} of the measured "
+        f"{near} of {len(compared)} rates are within {percent(found['near'], 0)} of the measured "
         "latency per token, or within its interval; the farthest is "
         f"{signed_percent(widest['difference'])} off"
     )

@@ -128,7 +128,7 @@ class PartTable:
 
     def _width(self, index: int) -> int:
         rows = [self._figures(index, part, row[index]) for part, row in self._times.items()]
-        rows += [self._total(index, place) for place in range(len(self.totals))]
+        rows += [self._total(index, number) for number in range(len(self.totals))]
         return natural_width(self.cases[index].columns(), rows)
 
     def _chunks(self, room: int) -> list[list[int]]:
@@ -163,8 +163,8 @@ class PartTable:
             rows.append(self._together(small, shown))
         if self.totals:
             rows.append([""] * len(columns))
-        for place, name in enumerate(self.totals):
-            cells = (cell for index in shown for cell in self._total(index, place))
+        for number, name in enumerate(self.totals):
+            cells = (cell for index in shown for cell in self._total(index, number))
             rows.append([self._indent + name, *cells])
         return LineTable(columns, rows)
 
@@ -194,9 +194,9 @@ class PartTable:
             return text
         return f"{'−' if seconds < 0 else plus}{text}"
 
-    def _total(self, index: int, place: int) -> list[Cell]:
+    def _total(self, index: int, number: int) -> list[Cell]:
         case = self.cases[index]
-        return [*case.totals[place], *([""] if case.base is not None else [])]
+        return [*case.totals[number], *([""] if case.base is not None else [])]
 
     def _is_small(self, part: str, times: Sequence[float | None], shown: Sequence[int]) -> bool:
         if self.small is None or part == UNATTRIBUTED:

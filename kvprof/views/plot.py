@@ -31,7 +31,7 @@ class Axis:
     ----------
     low, high : float
         Ends of the axis, in positions (logarithms on a log axis).
-    place : callable
+    position : callable
         From a data value to a position.
     ticks : tuple of (float, str)
         Position and label, ascending.
@@ -39,7 +39,7 @@ class Axis:
 
     low: float
     high: float
-    place: Callable[[float], float]
+    position: Callable[[float], float]
     ticks: tuple[tuple[float, str], ...]
 
 
@@ -326,7 +326,7 @@ def _marked(
     extent = axis.high - axis.low
     following = axis.low + phase * _MARK_EVERY / columns * extent
     for x, y in points:
-        if axis.place(x) >= following:
+        if axis.position(x) >= following:
             chosen.append((x, y))
             following += _MARK_EVERY / columns * extent
     # A curve shorter than its phase would have none.
@@ -362,8 +362,8 @@ def _raster(
 
             def draw(points: list[tuple[float, float]], sign: str, index: int, lines: bool) -> None:
                 marker = plotext.marker(sign, _pixel(colours, index))
-                x = [x_axis.place(p[0]) for p in points]
-                y = [y_axis.place(p[1]) for p in points]
+                x = [x_axis.position(p[0]) for p in points]
+                y = [y_axis.position(p[1]) for p in points]
                 figure.draw(figure.signal(x, y, marker=marker).lines(lines))
 
             for index, curve in enumerate(curves):

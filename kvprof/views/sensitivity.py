@@ -200,9 +200,9 @@ def _maps(data: Mapping[str, Any]) -> Iterator[RenderableType]:
         exact = f", {_first(first)} exact" if first else ""
         layers = sorted({row["layer"] for row in data["cells"]})
         names = [str(layer) for layer in layers]
-        by_place = {(row["layer"], row["side"], row["kv_head"]): row["kl"] for row in rows}
+        by_part = {(row["layer"], row["side"], row["kv_head"]): row["kl"] for row in rows}
         if any(row["kv_head"] is None for row in rows):
-            values = [[by_place.get((x, side, None)) for side in _SIDES] for x in layers]
+            values = [[by_part.get((x, side, None)) for side in _SIDES] for x in layers]
             yield Text()
             yield HeatMap(
                 values, f"{setting}{exact}: nats", layers=names, columns="side", names=_SIDES
@@ -211,7 +211,7 @@ def _maps(data: Mapping[str, Any]) -> Iterator[RenderableType]:
         known = [row["kl"] for row in rows]
         for side in _SIDES:
             heads = 1 + max(row["kv_head"] for row in data["cells"])
-            by_head = [[by_place.get((x, side, head)) for head in range(heads)] for x in layers]
+            by_head = [[by_part.get((x, side, head)) for head in range(heads)] for x in layers]
             yield Text()
             yield HeatMap(
                 by_head,

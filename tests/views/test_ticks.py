@@ -30,7 +30,7 @@ def test_ticks_lie_where_their_labels_say(ticks, values, at_most):
     positions = [position for position, _ in axis.ticks]
     assert positions == sorted(positions)
     for value in values:
-        assert axis.low - 1e-9 <= axis.place(value) <= axis.high + 1e-9
+        assert axis.low - 1e-9 <= axis.position(value) <= axis.high + 1e-9
     for position, label in axis.ticks:
         assert axis.low - 1e-6 * abs(axis.low) - 1e-9 <= position
         assert position <= axis.high + 1e-6 * abs(axis.high) + 1e-9
@@ -38,7 +38,7 @@ def test_ticks_lie_where_their_labels_say(ticks, values, at_most):
             shown = float(label.replace(",", ""))
             extent = axis.high - axis.low
             # A label has six digits at most.
-            reading = axis.place(shown) if shown or ticks is linear_ticks else -math.inf
+            reading = axis.position(shown) if shown or ticks is linear_ticks else -math.inf
             assert reading == pytest.approx(
                 position, abs=max(1e-3 * extent, 1e-5 * max(1, abs(position)))
             )

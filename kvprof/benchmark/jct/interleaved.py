@@ -245,8 +245,8 @@ class CaseEvents:
         self._emit, self._now = emit, now
         self._peak = 0
         self._emitted: dict[int, float] = {}  # by step, seconds of its parts
-        places = np.linspace(0, choice.steps, min(_MEMORY_SAMPLES, choice.steps + 1))
-        self._memory_at = {round(place) for place in places}
+        steps = np.linspace(0, choice.steps, min(_MEMORY_SAMPLES, choice.steps + 1))
+        self._memory_at = {round(step) for step in steps}
 
     def progress(self, done: int, least: int, most: int, step: int, steps: int) -> None:
         """Emit how many runs of the request there were, and how far the next one is."""

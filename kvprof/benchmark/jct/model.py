@@ -275,5 +275,5 @@ def prompt(loaded: LoadedModel, batch: int, tokens: int, seed: int) -> Tensor:
     """Return random ids ``[batch, tokens]`` without special ones."""
     source = torch.Generator().manual_seed(seed)
     allowed = [token for token in range(loaded.vocab_size) if token not in loaded.special_ids]
-    places = torch.randint(len(allowed), (batch, tokens), generator=source)
-    return torch.tensor(allowed)[places].to(loaded.device)
+    drawn = torch.randint(len(allowed), (batch, tokens), generator=source)
+    return torch.tensor(allowed)[drawn].to(loaded.device)

@@ -403,11 +403,11 @@ def _check(
             f"{ids.shape[1]:,} tokens in and {output_len:,} out are more than the "
             f"{loaded.context_length:,} that {loaded.spec} accepts"
         )
-    places = {parameter.device for parameter in loaded.model.parameters()}
-    if len(places) > 1 or loaded.device.type not in ("cpu", "cuda"):
+    devices = {parameter.device for parameter in loaded.model.parameters()}
+    if len(devices) > 1 or loaded.device.type not in ("cpu", "cuda"):
         raise UsageError(
             f"a real run is timed on one CPU or one NVIDIA GPU, and {loaded.spec} lies on "
-            f"{', '.join(sorted(map(str, places)))}; choose another device"
+            f"{', '.join(sorted(map(str, devices)))}; choose another device"
         )
 
 
@@ -552,9 +552,9 @@ class _RealCase:
         first, *others = ([step.tokens for step in one.steps] for one in runs)
         for other in others:
             if other != first:
-                place = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+                index = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
                 self._warn(
-                    f"two runs of the same request wrote different tokens from the {place + 1}. "
+                    f"two runs of the same request wrote different tokens from the {index + 1}. "
                     "on: what was timed part by part is not quite what was timed whole"
                 )
                 return

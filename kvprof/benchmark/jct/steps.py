@@ -171,7 +171,7 @@ class Instrument:
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._places = find_timed_modules(loaded)
+        self._modules = find_timed_modules(loaded)
         self._decoder = text_decoder(loaded.model)
 
     @contextmanager
@@ -190,10 +190,10 @@ class Instrument:
             Otherwise all that belongs to no layer is left without a name.
         """
         with ExitStack() as stack:
-            every = self._places.layers
+            every = self._modules.layers
             some = not outside or len(set(layers)) < len(every)
             if outside:
-                for module, name in self._places.outside:
+                for module, name in self._modules.outside:
                     _marked(stack, module, clock, name, None)
             else:
                 clock.muted = True

@@ -222,7 +222,7 @@ class Telemetry:
 
 
 def _between(times: list[float], values: list[float], at: float) -> float:
-    place = min(max(bisect_right(times, at), 1), len(times) - 1)
-    low, high = times[place - 1], times[place]
+    index = min(max(bisect_right(times, at), 1), len(times) - 1)
+    low, high = times[index - 1], times[index]
     share = (at - low) / (high - low) if high > low else 0.0
-    return values[place - 1] + share * (values[place] - values[place - 1])
+    return values[index - 1] + share * (values[index] - values[index - 1])

@@ -142,18 +142,18 @@ def _niah(form: Niah, rng: random.Random, size: int, length: int) -> Question:
     if form.haystack == "essay":
         pieces = sentences(essay(size))
         percents = rng.sample(range(_DEPTHS), len(needles))
-        places = sorted(len(pieces) * round(100 * i / (_DEPTHS - 1)) // 100 for i in percents)
+        positions = sorted(len(pieces) * round(100 * i / (_DEPTHS - 1)) // 100 for i in percents)
         joint = " "
     else:
         others = size if form.haystack == "needle" else 0
         pieces = [_NOISE] * size
         if others:
             pieces = [needle(fresh(form.keys), fresh(form.values)) for _ in range(size)]
-        places = sorted(rng.sample(range(size), len(needles)))
+        positions = sorted(rng.sample(range(size), len(needles)))
         joint = "\n"
-    depth = _quarter(places[0] / max(1, len(pieces))) if len(needles) == 1 else None
-    for place, hides in reversed(list(zip(places, needles, strict=True))):
-        pieces.insert(place, hides)
+    depth = _quarter(positions[0] / max(1, len(pieces))) if len(needles) == 1 else None
+    for position, hides in reversed(list(zip(positions, needles, strict=True))):
+        pieces.insert(position, hides)
     one = len(answers) == 1
     query = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     asked = {"kind": form.values.removesuffix("s") if one else form.values, "query": query}
@@ -201,9 +201,9 @@ def _chain(rng: random.Random, lines: int, letters: int) -> tuple[str, str, list
     links = [f"VAR {names[0]} = {value}"]
     links += [f"VAR {names[hop + 1]} = VAR {names[hop]} " for hop in range(_HOPS)]
     pieces = [_NOISE + "\n"] * lines
-    places = sorted(rng.sample(range(lines), len(links)))
-    for place, link in reversed(list(zip(places, links, strict=True))):
-        pieces.insert(place, link)
+    positions = sorted(rng.sample(range(lines), len(links)))
+    for position, link in reversed(list(zip(positions, links, strict=True))):
+        pieces.insert(position, link)
     return " ".join(pieces).replace(". \n", ".\n"), value, names
 
 

@@ -35,11 +35,11 @@ def _run(work: Work) -> Tensor | None:
     return project_cpu(work)
 
 
-def _rotary(cos: Tensor | None, sin: Tensor | None, turn: Sequence[int]) -> Rotary | None:
+def _rotary(cos: Tensor | None, sin: Tensor | None, rotation: Sequence[int]) -> Rotary | None:
     """Read ``(dim, offset, interleaved)``."""
     if cos is None or sin is None:
         return None
-    return Rotary(cos, sin, turn[0], turn[1], bool(turn[2]))
+    return Rotary(cos, sin, rotation[0], rotation[1], bool(rotation[2]))
 
 
 @torch.library.custom_op("kvprof::project_queries", mutates_args=())
@@ -49,10 +49,12 @@ def project_queries(
     widths: Sequence[int],
     cos: Tensor | None,
     sin: Tensor | None,
-    turn: Sequence[int],
+    rotation: Sequence[int],
 ) -> Tensor:
     """Return dense rows of projected queries; see `step.project_queries`."""
-    output = _run(Work(query=Stream(query, bases, tuple(widths)), rotary=_rotary(cos, sin, turn)))
+    output = _run(
+        Work(query=Stream(query, bases, tuple(widths)), rotary=_rotary(cos, sin, rotation))
+    )
     assert output is not None
     return output
 
@@ -82,13 +84,13 @@ def project_keys(
     slots: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    turn: Sequence[int],
+    rotation: Sequence[int],
 ) -> None:
     """Store projected keys; see `step.project_keys`."""
     widths = (tuple(key_widths), tuple(value_widths))
     destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
     stream = Stream(keys, bases, widths[0])
-    _run(Work(keys=stream, rotary=_rotary(cos, sin, turn), destination=destination))
+    _run(Work(keys=stream, rotary=_rotary(cos, sin, rotation), destination=destination))
 
 
 @project_keys.register_fake
@@ -138,7 +140,7 @@ def project_step(
     slots: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    turn: Sequence[int],
+    rotation: Sequence[int],
 ) -> Tensor:
     """Project queries, store keys and values in one launch; see `step.project_step`."""
     widths = (tuple(key_widths), tuple(value_widths))
@@ -147,7 +149,7 @@ def project_step(
             query=Stream(query, query_bases, widths[0]),
             keys=Stream(keys, key_bases, widths[0]),
             values=Stream(values, value_bases, widths[1]),
-            rotary=_rotary(cos, sin, turn),
+            rotary=_rotary(cos, sin, rotation),
             destination=Destination(buffer, *widths, pool, capacity, start, valid, slots),
         )
     )

@@ -200,9 +200,9 @@ def project_queries(
     """
     check_states("queries", query, bases, layout.heads * layout.group)
     check_widths("key", bases, layout.key_widths)
-    turn = checked_rotary(query, cos, sin, rotary_dim, offset, interleaved)
+    rotation = checked_rotary(query, cos, sin, rotary_dim, offset, interleaved)
     made: Tensor = operators.project_queries(
-        query, bases.packed, list(bases.widths), cos, sin, turn
+        query, bases.packed, list(bases.widths), cos, sin, rotation
     )
     return made
 
@@ -253,9 +253,9 @@ def project_keys(
     check_states("keys", keys, bases, layout.heads)
     check_widths("key", bases, layout.key_widths)
     check_destination(keys, layout, buffer, start, valid, slots)
-    turn = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
+    rotation = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
     operators.project_keys(
-        keys, bases.packed, buffer, *_shape(layout), start, valid, slots, cos, sin, turn
+        keys, bases.packed, buffer, *_shape(layout), start, valid, slots, cos, sin, rotation
     )
 
 
@@ -377,7 +377,7 @@ def project_step(
             )
     if query.shape[3] != keys.shape[3]:
         raise UsageError(f"queries are {query.shape[3]} wide and keys {keys.shape[3]}")
-    turn = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
+    rotation = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
     made: Tensor = operators.project_step(
         query,
         keys,
@@ -392,7 +392,7 @@ def project_step(
         slots,
         cos,
         sin,
-        turn,
+        rotation,
     )
     return made
 

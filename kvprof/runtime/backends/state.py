@@ -604,7 +604,7 @@ class KernelState:
                     self._together[key] = alike, torch.stack([step.cut_table for step in alike])
         self._alone.clear()
 
-    def places(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Return what a captured step reads and writes here, where it lies now."""
         return [*self._seen.values(), *(table.both for table in self.tables.all())]
 
