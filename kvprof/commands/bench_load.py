@@ -23,9 +23,7 @@ from kvprof.commands.bench_simulated import served_load, simulation
 from kvprof.commands.output import Outputs
 from kvprof.errors import UsageError
 from kvprof.methods.named import check_names, method_entries
-from kvprof.serving.load.server import (
-    served_by_engine,
-)
+from kvprof.serving.load.server import served_by_engine
 from kvprof.sizes import parse_bytes, parse_count
 
 if TYPE_CHECKING:

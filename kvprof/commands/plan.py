@@ -216,11 +216,11 @@ def plan(
     contexts = read_counts(seq, what="--seq") if seq is not None else None
 
     # Everything from here on needs torch.
-    from kvprof.commands.plan_run import (
+    from kvprof.commands.plan_run import one_plan
+    from kvprof.commands.plan_several_run import (
         choose_plans,
         fit_data,
         fit_memory,
-        one_plan,
         planned_model,
         planned_shape,
         transfer_data,

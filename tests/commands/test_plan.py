@@ -226,7 +226,9 @@ def test_fit_takes_the_recorded_rates(
         entry("kq:grid=2,minimum=2", 0.5, grid=2, minimum=2),
     )
     known = {one.label: one for one in entries}
-    monkeypatch.setattr("kvprof.commands.plan_run.load_recorded_rates", lambda *a, **k: known)
+    monkeypatch.setattr(
+        "kvprof.commands.plan_several_run.load_recorded_rates", lambda *a, **k: known
+    )
     arguments = (
         tiny_folder,
         "--fit",
@@ -391,9 +393,9 @@ def test_the_memory_is_of_binary_gigabytes(tiny_folder: Path, tmp_path: Path) ->
 def test_ctrl_c_keeps_the_rows_that_were_made(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvprof.commands import plan_run
+    from kvprof.commands import plan_several_run
 
-    original = plan_run._chosen
+    original = plan_several_run._chosen
 
     def pressed_after_two(*arguments: Any) -> Any:
         chosen = original(*arguments)
@@ -401,7 +403,7 @@ def test_ctrl_c_keeps_the_rows_that_were_made(
             os.kill(os.getpid(), signal.SIGINT)
         return chosen
 
-    monkeypatch.setattr(plan_run, "_chosen", pressed_after_two)
+    monkeypatch.setattr(plan_several_run, "_chosen", pressed_after_two)
     path = tmp_path / "cut.json"
     done = kvprof("plan", tiny_folder, "--fit", "1MB", "--rate", 0.2, "--json", path)
     assert done.code == 130
