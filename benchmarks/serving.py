@@ -27,8 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvprof.benchmark.jct.layer import ModelShape, llama_config, load_model_shape
-from kvprof.benchmark.methods import layer_widths, low_rank_plan, parse_method
+from kvprof.benchmark.jct.layer import llama_config
+from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
+from kvprof.benchmark.methods import parse_method
+from kvprof.benchmark.plans import layer_widths, low_rank_plan
 from kvprof.environment import collect_environment
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvprof.benchmark.case import Case, Sample, Workload, sampled_heads, sampled_positions
-from kvprof.benchmark.methods import Method, stored_parts, stored_plan
+from kvprof.benchmark.methods import Method
+from kvprof.benchmark.plans import stored_parts, stored_plan
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import Shape
 from kvprof.kernels.decode.step import decode_step
@@ -375,7 +376,7 @@ def segments_case(method: Method, workload: Workload, widths: Widths | None) -> 
         Of the family ``segments``.
     workload : Workload
     widths : Widths or None
-        From `kvprof.benchmark.methods.method_widths`.
+        From `kvprof.benchmark.plans.method_widths`.
 
     Raises
     ------
@@ -512,7 +513,7 @@ def build_case(
         Not ``full``, which is the best of the baselines.
     workload : Workload
     widths : Widths or None
-        From `kvprof.benchmark.methods.method_widths`.
+        From `kvprof.benchmark.plans.method_widths`.
     schedule : str or None
     path : str
         See `ragged_case`.

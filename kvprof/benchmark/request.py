@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvprof.benchmark.methods import named_plans, parse_method
+from kvprof.benchmark.methods import parse_method
+from kvprof.benchmark.plans import named_plans
 from kvprof.errors import UsageError
 
 __all__ = ["DEFAULT_METHODS", "PHASES", "SCHEDULES", "BenchRequest"]

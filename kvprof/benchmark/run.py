@@ -18,7 +18,8 @@ from kvprof.benchmark.case import Case, Lack, Workload
 from kvprof.benchmark.cases import build_case, ragged_case
 from kvprof.benchmark.limits import flop_rate, largest_context, prefill_length, shortage
 from kvprof.benchmark.machine import Machine, all_threads, free_bytes, gpu_warnings, open_machine
-from kvprof.benchmark.methods import Method, make_methods, named_plans, stored_bytes
+from kvprof.benchmark.methods import Method
+from kvprof.benchmark.plans import make_methods, named_plans, stored_bytes
 from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Found, SampleWarnings, Timed, add_row

@@ -13,7 +13,8 @@ from kvprof.benchmark.case import Lack, Sample, Workload, attention64, relative_
 from kvprof.benchmark.cases import build_case
 from kvprof.benchmark.limits import largest_context, needed_bytes, prefill_length, shortage
 from kvprof.benchmark.machine import Machine
-from kvprof.benchmark.methods import method_widths, parse_method
+from kvprof.benchmark.methods import parse_method
+from kvprof.benchmark.plans import method_widths
 from kvprof.benchmark.shapes import Rope, Shape, load_shape
 from kvprof.benchmark.timing import sampler
 from kvprof.errors import UsageError

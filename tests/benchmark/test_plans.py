@@ -8,13 +8,8 @@ import torch
 
 from kvprof.benchmark.case import Workload
 from kvprof.benchmark.cases import build_case
-from kvprof.benchmark.methods import (
-    make_methods,
-    method_widths,
-    parse_method,
-    stored_parts,
-    stored_plan,
-)
+from kvprof.benchmark.methods import parse_method
+from kvprof.benchmark.plans import make_methods, method_widths, stored_parts, stored_plan
 from kvprof.benchmark.shapes import Rope, Shape, layout_of, load_shape
 from kvprof.benchmark.timing import sampler
 from kvprof.errors import UsageError

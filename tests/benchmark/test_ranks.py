@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.benchmark.methods import method_widths, parse_method
+from kvprof.benchmark.methods import parse_method
+from kvprof.benchmark.plans import method_widths
 from kvprof.benchmark.ranks import (
     full_widths,
     ranks_from,

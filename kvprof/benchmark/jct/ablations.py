@@ -18,14 +18,8 @@ from typing import Any
 
 import torch
 
-from kvprof.benchmark.methods import (
-    Method,
-    low_rank_plan,
-    make_methods,
-    method_widths,
-    parse_method,
-    stored_plan,
-)
+from kvprof.benchmark.methods import Method, parse_method
+from kvprof.benchmark.plans import low_rank_plan, make_methods, method_widths, stored_plan
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import Shape
 from kvprof.errors import UsageError
@@ -175,12 +169,12 @@ def make_variants(
     names : sequence of str
         See `parse_variant`, or of `plans`.
     shape, device, plans, **given
-        As `kvprof.benchmark.methods.make_methods` takes them.
+        As `kvprof.benchmark.plans.make_methods` takes them.
 
     Raises
     ------
     UsageError
-        As `kvprof.benchmark.methods.make_methods`, and for what changes nothing on the device.
+        As `kvprof.benchmark.plans.make_methods`, and for what changes nothing on the device.
     CalibrationInterrupted
     """
     names = list(dict.fromkeys(names))

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from kvprof.analysis.jct import between, beyond, integral, interpolated, ladder, step_weights
 from kvprof.benchmark.jct.ablations import Variant
-from kvprof.benchmark.jct.layer import ModelShape, PartSeconds
+from kvprof.benchmark.jct.layer import PartSeconds
 from kvprof.benchmark.jct.layer_bench import LayerBench, LayerTimes
+from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.limits import shortage
 from kvprof.benchmark.machine import free_bytes
 from kvprof.benchmark.ranks import Widths

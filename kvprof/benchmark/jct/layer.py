@@ -1,4 +1,4 @@
-"""A layer without weights: its sizes, and what it computes around its attention, as timed calls.
+"""A layer without weights: what it computes around its attention, as timed calls.
 
 The modules are transformers' own, with random weights, so that a composed run is made of what a
 real run executes. Weights lie in as many copies as keep them out of the device's cache, as a
@@ -8,14 +8,11 @@ model's layers do.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
-from importlib.resources import files
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, linear, silu
 from transformers import LlamaConfig
@@ -28,209 +25,20 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from kvprof.benchmark.case import Workload
-from kvprof.benchmark.shapes import Shape, load_shape
+from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.timing import Sampler, sampler
-from kvprof.errors import UsageError
-from kvprof.models.load import read_config
 from kvprof.runtime.tensors import Pool, capturing
 
 __all__ = [
     "AttentionCalls",
-    "Dense",
     "DenseParts",
-    "ModelShape",
     "PartCall",
     "PartSeconds",
     "Runs",
     "call_sampler",
     "layer_sampler",
     "llama_config",
-    "load_model_shape",
 ]
-
-# --- A whole model's shape: attention's, and what lies around it.
-
-
-@dataclass(frozen=True)
-class Dense:
-    """What is computed per token without looking at any other.
-
-    Attributes
-    ----------
-    intermediate_size : int
-        Of the MLP, or of one expert.
-    vocab_size : int
-    gated : bool
-        Three matrices instead of two.
-    experts, experts_per_token : int
-        0 for an MLP without experts.
-    """
-
-    intermediate_size: int
-    vocab_size: int
-    gated: bool = True
-    experts: int = 0
-    experts_per_token: int = 0
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A shape that a request can be composed for.
-
-    Attributes
-    ----------
-    attention : Shape
-    dense : Dense
-    tp : int
-        GPUs among which heads, MLP and vocabulary are divided; both are one GPU's part.
-    """
-
-    attention: Shape
-    dense: Dense
-    tp: int = 1
-
-    @property
-    def name(self) -> str:
-        """As the user knows it."""
-        return self.attention.name
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model."""
-        return self.attention.layers
-
-    def described(self) -> dict[str, Any]:
-        """Return the shape as JSON values."""
-        return {**self.attention.described(), **asdict(self.dense), "tp": self.tp}
-
-    def of_layers(self, layers: int | None) -> "ModelShape":
-        """Return a model of the first `layers` layers; all for None.
-
-        Raises
-        ------
-        UsageError
-            When it has fewer.
-        """
-        if layers is None:
-            return self
-        if not 1 <= layers <= self.layers:
-            raise UsageError(f"--layers {layers}: {self.name} has 1 to {self.layers} layers")
-        return replace(self, attention=replace(self.attention, layers=layers))
-
-    def per_gpu(self, tp: int) -> "ModelShape":
-        """Return one GPU's part under tensor parallelism.
-
-        Raises
-        ------
-        UsageError
-            When something does not divide.
-        """
-        if tp == 1:
-            return self
-        attention, dense = self.attention, self.dense
-        for what, count in (
-            ("KV heads", attention.num_kv_heads),
-            ("query heads", attention.num_heads),
-            ("MLP columns", dense.intermediate_size),
-            ("vocabulary entries", dense.vocab_size),
-        ):
-            if count % tp:
-                fits = [n for n in range(2, attention.num_kv_heads + 1) if self._divides(n)]
-                known = f"{', '.join(map(str, fits))} do" if fits else "no other number does either"
-                raise UsageError(
-                    f"--tp {tp}: {count:,} {what} of {self.name} do not divide among {tp} GPUs; "
-                    f"{known}"
-                )
-        return ModelShape(
-            replace(
-                attention,
-                num_heads=attention.num_heads // tp,
-                num_kv_heads=attention.num_kv_heads // tp,
-            ),
-            replace(
-                dense,
-                intermediate_size=dense.intermediate_size // tp,
-                vocab_size=dense.vocab_size // tp,
-            ),
-            tp,
-        )
-
-    def _divides(self, tp: int) -> bool:
-        sizes = (
-            self.attention.num_kv_heads,
-            self.attention.num_heads,
-            self.dense.intermediate_size,
-            self.dense.vocab_size,
-        )
-        return all(size % tp == 0 for size in sizes)
-
-    def weight_values(self, key_columns: int, value_columns: int, output_columns: int) -> int:
-        """Return how many weights one GPU holds.
-
-        Parameters
-        ----------
-        key_columns, value_columns : int
-            That a layer's projections make of K and V: fewer where a basis is folded.
-        output_columns : int
-            That the output projection takes: more where heads share a latent.
-        """
-        attention, dense = self.attention, self.dense
-        hidden = attention.hidden_size
-        queries = attention.num_heads * attention.head_dim
-        mlp = hidden * dense.intermediate_size * (3 if dense.gated else 2) * max(1, dense.experts)
-        layer = hidden * (queries + key_columns + value_columns + output_columns) + mlp
-        return attention.layers * layer + 2 * dense.vocab_size * hidden
-
-
-@cache
-def _shipped() -> dict[str, Any]:
-    text = (files("kvprof") / "assets" / "shapes" / "dense.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return found
-
-
-def load_model_shape(name: str | Path) -> ModelShape:
-    """Return the shape of a whole model; names are those of `kvprof.benchmark.shapes.load_shape`.
-
-    Raises
-    ------
-    UsageError
-        For an unknown name, or a config that does not say how wide its MLP is.
-    """
-    shape = load_shape(name)
-    known = _shipped().get(shape.name)
-    return ModelShape(shape, Dense(**known) if known is not None else _of_config(shape))
-
-
-def _of_config(shape: Shape) -> Dense:
-    """Read what a model's own ``config.json`` says."""
-    config = read_config(shape.name, Path(shape.source), trust_remote_code=False)
-    config = config.get_text_config(decoder=True)
-
-    def first(*names: str) -> int | None:
-        found = (getattr(config, name, None) for name in names)
-        return next((value for value in found if isinstance(value, int) and value > 0), None)
-
-    experts = first("num_local_experts", "num_experts", "n_routed_experts") or 0
-    own = ("moe_intermediate_size",) if experts else ()
-    width = first(*own, "intermediate_size", "ffn_dim", "n_inner")
-    if width is None:
-        raise UsageError(f"{shape.name}: its config does not say how wide the MLP is")
-    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    return Dense(
-        width,
-        int(config.vocab_size),
-        gated=activation is not None and str(config.model_type) not in _PLAIN,
-        experts=experts,
-        experts_per_token=(first("num_experts_per_tok", "experts_per_token") or 1)
-        if experts
-        else 0,
-    )
-
-
-# Model types whose MLP has two matrices though they name an activation as gated ones do.
-_PLAIN = ("gpt_neox", "starcoder2", "stablelm_alpha", "phi", "nemotron", "persimmon", "falcon")
-
 
 # --- A part of a layer as it is timed: a call on inputs of its own, and what times it.
 

@@ -24,12 +24,12 @@ from kvprof.benchmark.jct.attention import (
 from kvprof.benchmark.jct.layer import (
     AttentionCalls,
     DenseParts,
-    ModelShape,
     PartCall,
     PartSeconds,
     call_sampler,
     layer_sampler,
 )
+from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.jct.segments import segments_attention
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.ranks import Widths

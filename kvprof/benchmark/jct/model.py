@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.layer import ModelShape, llama_config, load_model_shape
+from kvprof.benchmark.jct.layer import llama_config
+from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest
-from kvprof.benchmark.methods import at_rate, layer_widths, named_plans, parse_method
+from kvprof.benchmark.methods import parse_method
+from kvprof.benchmark.plans import at_rate, layer_widths, named_plans
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import UsageError

@@ -12,7 +12,7 @@ from triton.errors import TritonError
 
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.machine import gpu_warnings
-from kvprof.benchmark.methods import named_plans
+from kvprof.benchmark.plans import named_plans
 from kvprof.benchmark.timing import DeviceLost, Interrupted
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError

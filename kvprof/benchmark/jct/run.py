@@ -21,7 +21,6 @@ from kvprof.benchmark.external import (
 from kvprof.benchmark.jct.ablations import Variant, make_variants, parse_variant
 from kvprof.benchmark.jct.composed import measure_composed
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
-from kvprof.benchmark.jct.layer import ModelShape, load_model_shape
 from kvprof.benchmark.jct.layer_bench import LayerBench, measure_all_reduce
 from kvprof.benchmark.jct.model import (
     check_names,
@@ -31,6 +30,7 @@ from kvprof.benchmark.jct.model import (
     plan_ready,
     prompt,
 )
+from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.real import measure_real, preview_real
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name
 from kvprof.benchmark.jct.serving import (
@@ -42,7 +42,7 @@ from kvprof.benchmark.jct.serving import (
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import all_threads, free_bytes, gpu_warnings, open_machine
-from kvprof.benchmark.methods import named_plans
+from kvprof.benchmark.plans import named_plans
 from kvprof.benchmark.ranks import Widths, full_widths
 from kvprof.benchmark.shapes import has_weights
 from kvprof.benchmark.timing import DeviceLost, Interrupted

@@ -15,7 +15,8 @@ from kvprof.benchmark.jct.attention import (
     store_latents,
 )
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
-from kvprof.benchmark.methods import Method, stored_plan
+from kvprof.benchmark.methods import Method
+from kvprof.benchmark.plans import stored_plan
 from kvprof.benchmark.ranks import Widths, measured_layer
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.append import append

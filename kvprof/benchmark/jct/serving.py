@@ -10,8 +10,8 @@ import torch
 from kvprof.analysis.jct import ladder, percentiles
 from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
-from kvprof.benchmark.jct.layer import ModelShape
 from kvprof.benchmark.jct.layer_bench import LayerBench
+from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.limits import shortage
 from kvprof.benchmark.machine import free_bytes
 from kvprof.benchmark.ranks import Widths

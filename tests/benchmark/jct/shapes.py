@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from kvprof.benchmark.jct.layer import Dense, ModelShape
 from kvprof.benchmark.jct.layer_bench import LayerBench
+from kvprof.benchmark.jct.model_shape import Dense, ModelShape
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.shapes import Rope, Shape
 from tests.benchmark.folder import save_config

@@ -14,8 +14,8 @@ from kvprof.benchmark.jct.composer import (
     decode_rungs,
     prefill_rungs,
 )
-from kvprof.benchmark.jct.layer import load_model_shape
 from kvprof.benchmark.jct.layer_bench import LayerTimes
+from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.benchmark.jct.serving import trace_warnings
 from kvprof.errors import LackingError
 from kvprof.records.events import (

@@ -7,7 +7,7 @@ from kvprof.analysis.bases import eigenbasis
 from kvprof.benchmark.jct import attention, layer, layer_bench
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.attention import strawman_attention
-from kvprof.benchmark.jct.layer import Dense
+from kvprof.benchmark.jct.model_shape import Dense
 from kvprof.benchmark.shapes import Rope
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import UsageError

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct.layer import load_model_shape
 from kvprof.benchmark.jct.model import random_model
+from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.benchmark.jct.steps import Runner, mark_seconds
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.jct.timed_layers import OVERHEAD
