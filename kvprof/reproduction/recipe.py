@@ -14,7 +14,6 @@ from kvprof.errors import UsageError
 
 __all__ = [
     "CHECKS",
-    "FORMAT",
     "PROFILES",
     "CellTemplate",
     "Document",
@@ -225,7 +224,6 @@ class _Reader:
         return UsageError(f"{self._document.name}:{line}: {what}")
 
 
-FORMAT = "kvprof-recipe/1"
 PROFILES = ("smoke", "small", "paper")
 #: What a line of a verdict may ask of a measure.
 CHECKS = ("at_least", "at_most", "above", "below", "about", "between")

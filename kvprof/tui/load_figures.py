@@ -1,11 +1,10 @@
-"""What the screen *Load* shows of a run's state, before it is drawn: rates, levels, words."""
+"""What the screen *Load* shows of a run's state, before it is drawn: rates, samples, words."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvprof.records.load import LoadCase, attains, counted_of, sheds
-from kvprof.records.load_statistics import percentile
 from kvprof.views.numbers import number
 
 __all__ = ["SAMPLED", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
@@ -23,7 +22,7 @@ class RateBrief:
     case, method : str
     rate : float
         Requests a second.
-    latency, latency_p99 : float or None
+    latency : float or None
         Seconds from arrival to the last token, per token written: normalised latency.
     ttft, tbt : float or None
         Means, in seconds.
@@ -46,7 +45,6 @@ class RateBrief:
     method: str
     rate: float
     latency: float | None
-    latency_p99: float | None
     ttft: float | None
     tbt: float | None
     attained: float | None
@@ -75,15 +73,13 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
     asked = counted_of(case)
     requests, done, counted = asked.requests, asked.done, asked.counted
     shed = len(asked.shed)
-    latencies = sorted(asked.latencies)
     limits = {name: limit for name, limit in objective.items() if name != "share"}
     grows = asked.growth["grows"] if finished is not None else None
     return RateBrief(
         started.case,
         started.method,
         started.rate,
-        _mean(latencies),
-        percentile(latencies, 0.99) if len(latencies) >= 100 else None,
+        _mean(asked.latencies),
         _mean(asked.first_tokens),
         _mean(asked.between_tokens),
         _mean([float(attains(one, limits)) for one in counted]) if limits else None,
@@ -100,13 +96,11 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
 
 def brief_from_row(row: Mapping[str, Any]) -> RateBrief:
     """Return the figures of a row of a result's ``data.rates``."""
-    latency = row["normalised_latency_seconds"]
     return RateBrief(
         row["case"],
         row["method"],
         row["rate"],
-        latency["mean"],
-        latency["p99"],
+        row["normalised_latency_seconds"]["mean"],
         row["ttft_seconds"]["mean"],
         row["tbt_seconds"]["mean"],
         row["attained_share"],

@@ -222,7 +222,7 @@ class TestScreen:
 
 def test_a_methods_name_is_as_long_as_its_column():
     name = "my-served.plan"
-    brief = RateBrief(f"{name} @ 2/s", name, 2.0, 0.01, None, 0.02, 0.01, None, None, False, 20, 20,
+    brief = RateBrief(f"{name} @ 2/s", name, 2.0, 0.01, 0.02, 0.01, None, None, False, 20, 20,
                       0, 0, complete=True, over=True)  # fmt: skip
     drawn = render_text(RateTable([brief], name, None, {}, Ink()))
     head, row = drawn.splitlines()[:2]
