@@ -242,9 +242,15 @@ def palu(bench: Bench, context: int, batch: int) -> Case:
         table = bench.table(batch, context, page)
         pool, cache = bench.paged(layout, buffer, page, table)
         step = reconstruct_step(
-            pool, up, HEAD_DIM, heads, bench.device, page_tokens=page, rows=batch,
+            pool,
+            up,
+            HEAD_DIM,
+            heads,
+            bench.device,
+            page_tokens=page,
+            rows=batch,
             most_tokens=context,
-        )  # fmt: skip
+        )
         own = step.cut(lengths)
         return lambda: step.run(query, cache, own, cos, sin, scale, table=table)
 

@@ -67,9 +67,13 @@ def test_it_runs_by_its_path_through_links_and_from_its_folder(
     assert said(installed, "show", "no such run").returncode == 2
     offered = said(
         installed,
-        env={**os.environ, "_KVPROF_COMPLETE": "complete_bash", "COMP_WORDS": "kvprof spe",
-             "COMP_CWORD": "1"},
-    )  # fmt: skip
+        env={
+            **os.environ,
+            "_KVPROF_COMPLETE": "complete_bash",
+            "COMP_WORDS": "kvprof spe",
+            "COMP_CWORD": "1",
+        },
+    )
     assert offered.stdout.split() == ["spectrum"], offered.stderr
 
 

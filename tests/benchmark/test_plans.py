@@ -29,9 +29,16 @@ SMALL = Shape("small", "here", 2, 512, 8, 4, 64, Rope("default", 1e4), 4096, 0.1
 
 def made(*names, shape=SMALL, plans=None, model="Llama-3.1-8B", rate=0.5):
     return make_methods(
-        names, shape, model=model, rate=rate, ranks=None, plans=plans or {}, device=CPU,
-        dtype=torch.float32, tokens=256,
-    )  # fmt: skip
+        names,
+        shape,
+        model=model,
+        rate=rate,
+        ranks=None,
+        plans=plans or {},
+        device=CPU,
+        dtype=torch.float32,
+        tokens=256,
+    )
 
 
 def placed(shape=SMALL, seq=256):
@@ -152,9 +159,18 @@ def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     assert quantised["cache_bytes"] < 0.25 * full["cache_bytes"]
     assert max(row["error"] for row in (keys_only, quantised)) < 1e-4
     done = kvprof(
-        "bench", "--jct", "--composed", *common, *names, "--input-len", "32", "--output-len", "2",
-        "--json", tmp_path / "j.json",
-    )  # fmt: skip
+        "bench",
+        "--jct",
+        "--composed",
+        *common,
+        *names,
+        "--input-len",
+        "32",
+        "--output-len",
+        "2",
+        "--json",
+        tmp_path / "j.json",
+    )
     assert done.code == 0, done.stderr
     cases = read_result(tmp_path / "j.json")["data"]["cases"]
     assert [case["rate"] for case in cases[:2]] == [0, pytest.approx(0.25)]

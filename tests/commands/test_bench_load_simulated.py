@@ -119,9 +119,18 @@ def test_it_is_held_against_a_load_that_was_served(tmp_path):
     run = tmp_path / "run"
     options = ("--lengths", "in=2000,out=20", "--requests", 60, "--seed", 3, "--arrivals")
     first = simulate(
-        *options, "gamma:cv=2", "--rates", "1,6", "--methods", "full", "--memory", "40GB", "--out",
-        run, short=(),
-    )  # fmt: skip
+        *options,
+        "gamma:cv=2",
+        "--rates",
+        "1,6",
+        "--methods",
+        "full",
+        "--memory",
+        "40GB",
+        "--out",
+        run,
+        short=(),
+    )
     assert first.code == 0, first.stderr
     refused = kvprof("bench", "--load", "--simulate", "--against", run)
     assert "is simulated itself" in refused.error

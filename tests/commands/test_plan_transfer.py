@@ -75,9 +75,19 @@ def test_bytes_over_a_speed_against_a_measured_prefill(tiny_folder: Path, tmp_pa
     kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.4, *FINE, "--save", saved)
     record = prefill_file(tiny_folder, tmp_path / "p.json", {64: 0.002, 128: None})
     found = moved(
-        tmp_path, tiny_folder, "--plan", saved, "--prefill", record, "--seq", "64,128,500",
-        "--link", "pcie4x16", "--link", "slow=1MB/s",
-    )  # fmt: skip
+        tmp_path,
+        tiny_folder,
+        "--plan",
+        saved,
+        "--prefill",
+        record,
+        "--seq",
+        "64,128,500",
+        "--link",
+        "pcie4x16",
+        "--link",
+        "slow=1MB/s",
+    )
     assert [one["context"] for one in found["contexts"]] == [64, 128, 500]
     assert [one["recompute_seconds"] for one in found["contexts"]] == [0.002, None, None]
     assert [one["over_model_context"] for one in found["contexts"]] == [False, False, True]
@@ -148,9 +158,23 @@ def test_the_report_keeps_its_width_and_says_what_it_rests_on(
     monkeypatch.setenv("COLUMNS", str(columns))
     record = prefill_file(tiny_folder, tmp_path / "p.json", {64: 0.002})
     done = kvprof(
-        "plan", tiny_folder, "--transfer", "--methods", "fdc", "--rate", 0.2, *FINE, "--prefill",
-        record, "--seq", "64,4k", "--link", "slow=1MB/s", "--link", "nvlink4",
-    )  # fmt: skip
+        "plan",
+        tiny_folder,
+        "--transfer",
+        "--methods",
+        "fdc",
+        "--rate",
+        0.2,
+        *FINE,
+        "--prefill",
+        record,
+        "--seq",
+        "64,4k",
+        "--link",
+        "slow=1MB/s",
+        "--link",
+        "nvlink4",
+    )
     assert done.code == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= columns
     words = " ".join(done.stdout.split())

@@ -193,8 +193,14 @@ def test_tuning_follows_widths_and_groups():
     assert built_for(base, 4, 0).tile < base.tile
     # A tile lies in one page where that is large enough.
     assert [page_tile(page) for page in (0, 16, 32, 64, 96, 192, 256)] == [
-        512, 512, 512, 64, 512, 64, 256
-    ]  # fmt: skip
+        512,
+        512,
+        512,
+        64,
+        512,
+        64,
+        256,
+    ]
 
 
 def test_layers_that_share_their_kinds_are_built_alike():

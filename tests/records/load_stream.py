@@ -118,11 +118,17 @@ def load_stream(
                     (
                         at,
                         LoadSample(
-                            now + at, case, at, running + waiting, running, waiting,
-                            running / slots, 0,
+                            now + at,
+                            case,
+                            at,
+                            running + waiting,
+                            running,
+                            waiting,
+                            running / slots,
+                            0,
                         ),
                     )
-                )  # fmt: skip
+                )
             for one in outcomes:
                 failed = one.request.number in fails
                 end = one.tokens[-1]
@@ -130,15 +136,21 @@ def load_stream(
                     (
                         end,
                         LoadRequest(
-                            now + end, case, one.request.number, one.request.arrival, one.sent,
-                            one.request.prompt, one.request.output,
-                            None if failed else one.tokens[0], None if failed else end,
+                            now + end,
+                            case,
+                            one.request.number,
+                            one.request.arrival,
+                            one.sent,
+                            one.request.prompt,
+                            one.request.output,
+                            None if failed else one.tokens[0],
+                            None if failed else end,
                             0 if failed else len(one.tokens),
                             None if failed else longest_gap(one),
                             failure if failed else None,
                         ),
                     )
-                )  # fmt: skip
+                )
             for n in range(8 if sampled and method != methods[0] else 0):
                 prefill = 512 if n < 2 else 0
                 parts = {"attention": 4e-3, "compress": 2e-3, "schedule": 1e-3} if n % 2 else {}

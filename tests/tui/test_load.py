@@ -117,8 +117,11 @@ class TestScreen:
         async def steps(app, pilot):
             lines = whole_text(app, "queue").splitlines()
             assert [line.split()[0] for line in lines] == [
-                "waiting", "running", "cache", "preempted",
-            ]  # fmt: skip
+                "waiting",
+                "running",
+                "cache",
+                "preempted",
+            ]
             assert "28 most" in lines[0]
             assert "8 most" in lines[1]
             assert "95 % most" in lines[2]
@@ -222,8 +225,23 @@ class TestScreen:
 
 def test_a_methods_name_is_as_long_as_its_column():
     name = "my-served.plan"
-    brief = RateBrief(f"{name} @ 2/s", name, 2.0, 0.01, 0.02, 0.01, None, None, False, 20, 20,
-                      0, 0, complete=True, over=True)  # fmt: skip
+    brief = RateBrief(
+        f"{name} @ 2/s",
+        name,
+        2.0,
+        0.01,
+        0.02,
+        0.01,
+        None,
+        None,
+        False,
+        20,
+        20,
+        0,
+        0,
+        complete=True,
+        over=True,
+    )
     drawn = render_text(RateTable([brief], name, None, {}, Ink()))
     head, row = drawn.splitlines()[:2]
     assert name in head

@@ -283,9 +283,17 @@ def test_keys_rebuilt_from_pages_give_attention(
         query, buffer, step.cut(whole(promised)), angles.cos(), angles.sin(), 0.2, table=pool.table
     )
     wanted = reference_reconstruct(
-        query, buffer, layout, up, heads[0], pool.lengths, angles.cos(), angles.sin(), 0.2,
+        query,
+        buffer,
+        layout,
+        up,
+        heads[0],
+        pool.lengths,
+        angles.cos(),
+        angles.sin(),
+        0.2,
         table=pool.table,
-    )  # fmt: skip
+    )
     assert error(found, wanted) < 1.5 * LIMITS[dtype]
 
 
@@ -317,6 +325,11 @@ def test_what_does_not_fit_is_refused():
     angles = pool.random(500, 8).to(DEVICE)
     with pytest.raises(UsageError, match="500"):
         short.run(
-            pool.random(2, 32).to(DEVICE), torch.zeros(plain.elements, device=DEVICE),
-            short.cut(pool.lengths), angles, angles, 0.1, table=pool.table,
-        )  # fmt: skip
+            pool.random(2, 32).to(DEVICE),
+            torch.zeros(plain.elements, device=DEVICE),
+            short.cut(pool.lengths),
+            angles,
+            angles,
+            0.1,
+            table=pool.table,
+        )
