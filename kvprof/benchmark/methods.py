@@ -20,10 +20,10 @@ from kvprof.methods.named import (
     parts_of,
     unknown_method,
 )
-from kvprof.methods.plan import LayerPlan, Placement, Plan
+from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, typed_options
-from kvprof.runtime.backends.layer import ages
+from kvprof.runtime.backends.layer import KernelLayer
 
 __all__ = ["KINDS", "LOW_RANK", "PLANNED", "Method", "parse_method"]
 
@@ -68,6 +68,8 @@ class Method:
         Of the registered method.
     plan : Plan or None
         Of the kind ``plan``, once it is made.
+    storage : class of KernelLayer, or None
+        What stores the measured layer of that plan.
     """
 
     name: str
@@ -79,12 +81,15 @@ class Method:
     registered: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     plan: Plan | None = field(default=None, repr=False)
+    storage: type[KernelLayer] | None = field(default=None, repr=False)
 
     @property
     def family(self) -> str:
         """How it is stored: full, segments, ragged or latents (rebuilt before RoPE)."""
         if self.kind == PLANNED:
-            return _family_of(self._made, self._layer)
+            assert self._made
+            assert self.storage is not None  # known with the plan
+            return self.storage.form
         if self.kind in ("fp8", "tale") or any(one.name in QUANTISERS for one in self.modifiers):
             return "segments"
         if self.kind == "full":
@@ -140,12 +145,6 @@ class Method:
             "a prefill attends to its own tokens before they are quantised: it is "
             f"{what or self.kind}'s"
         )
-
-
-def _family_of(plan: Plan, layer: LayerPlan) -> str:
-    if ages(plan, layer):
-        return "segments"
-    return "latents" if layer.keys.placement is Placement.PRE_ROPE else "ragged"
 
 
 def parse_method(text: str) -> Method:

@@ -42,7 +42,7 @@ from kvprof.models.load import load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.layer import LayerSpec
-from kvprof.runtime.backends.route import why_not
+from kvprof.runtime.backends.route import storage_of, why_not
 from kvprof.runtime.backends.segment_store import shared_columns, stored_as
 
 __all__ = [
@@ -480,9 +480,12 @@ def make_methods(
             plan = at_rate(family, rate, tokens, dtype.itemsize)
             check_heads(method.name, plan, shape)
             method = replace(method, plan=plan)
+        if method.plan is not None:
+            spec = _spec(stored_plan(method, shape, None), shape, device, dtype)
+            method = replace(method, storage=storage_of(spec))
         widths = method_widths(method, shape, rate, ranks)
         if method.kind == PLANNED or method.modifiers:
-            _refuse(method, stored_plan(method, shape, widths), shape, device, dtype)
+            _refuse(method, _spec(stored_plan(method, shape, widths), shape, device, dtype))
         made.append((method, widths))
     return made
 
@@ -510,13 +513,16 @@ def _read(path: str, shape: Shape) -> Plan:
     return plan
 
 
-def _refuse(
-    method: Method, plan: Plan, shape: Shape, device: torch.device, dtype: torch.dtype
-) -> None:
+def _spec(plan: Plan, shape: Shape, device: torch.device, dtype: torch.dtype) -> LayerSpec:
+    """Return the layer that is measured as the kernels are asked about it."""
+    facts = replace(layout_of(shape).layers[0], sliding_window=None)
+    return LayerSpec(plan, measured_layer(plan), facts, device, dtype)
+
+
+def _refuse(method: Method, spec: LayerSpec) -> None:
     """Refuse a plan that the kernels do not run, in the runtime's own words."""
     if method.kind == "palu-folded":
         return  # the benchmark's own: latents that no model with RoPE could fold
-    facts = replace(layout_of(shape).layers[0], sliding_window=None)
-    reason = why_not(LayerSpec(plan, measured_layer(plan), facts, device, dtype))
+    reason = why_not(spec)
     if reason is not None:
         raise UsageError(f"{method.name}: no kernel can run it: {reason}")

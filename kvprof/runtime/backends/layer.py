@@ -11,7 +11,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -321,6 +321,9 @@ class KernelLayer(ABC):
         The model's layer.
     """
 
+    #: What its tokens lie in: ``ragged`` planes that attention reads as they are, ``latents`` that
+    #: keys are rebuilt from, or ``segments`` of tokens that are stored alike.
+    form: ClassVar[str]
     #: Whether keys are compressed apart from queries, which then need not be as wide.
     narrow = False
 

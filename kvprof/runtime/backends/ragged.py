@@ -246,6 +246,8 @@ def rows_alike(seen: Sequence[int]) -> dict[int, list[int]]:
 class PlaneKernelLayer(KernelLayer):
     """A layer whose tokens are all stored alike, at full precision."""
 
+    form = "ragged"
+
     @property
     def heads(self) -> int:
         """KV heads that share a latent, n; as many in every group of the keys and of the values."""

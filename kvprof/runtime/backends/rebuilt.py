@@ -250,6 +250,8 @@ _LOOKED_AT, _FAR = 64, 0.05
 class RebuiltKernelLayer(LatentKernelLayer):
     """A layer whose latents are from before RoPE."""
 
+    form = "latents"
+
     what = "keys are rebuilt before RoPE"
 
     def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:

@@ -111,6 +111,8 @@ class SegmentKernelLayer(KernelLayer):
         The model's layer.
     """
 
+    form = "segments"
+
     def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
         super().__init__(plan, layer, facts)
         self.stages = stages_of(plan)
