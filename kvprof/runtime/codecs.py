@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from kvprof.methods.quantisers import codebook, lloyd_max, normal_levels
 from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library, row_layout
@@ -294,8 +294,9 @@ class _LloydRms(Codec):
                 rows.append(scale.new_zeros(*scale.shape[:-1], width))
                 continue
             stop = start + math.ceil(width * bits / 8)
-            found = unpack(codes[..., start:stop], bits, width).long()
-            rows.append(scale * _levels_on(_normal(bits), codes.device)[found])
+            words = _words(codes[..., start:stop], bits)
+            found = embedding(words, _normal_words(bits, codes.device)).flatten(-2)
+            rows.append(scale * found[..., :width])
             start = stop
         return torch.cat(rows, dim=-1).to(dtype)
 
@@ -312,6 +313,26 @@ class _LloydRms(Codec):
 @lru_cache(maxsize=8)
 def _normal(bits: int) -> tuple[float, ...]:
     return tuple(normal_levels(bits).tolist())
+
+
+def _words(packed: Tensor, bits: int) -> Tensor:
+    """Return the bytes of packed codes, or halves of 24 bits where a code may lie in two bytes."""
+    if 8 % bits == 0:
+        return packed.int()
+    low, middle, high = unflatten(
+        pad(packed, (0, -packed.shape[-1] % 3)).int(), -1, (-1, 3)
+    ).unbind(-1)
+    return torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], dim=-1).flatten(-2)
+
+
+@lru_cache(maxsize=64)
+def _normal_words(bits: int, device: torch.device) -> Tensor:
+    """Return the levels that each of `_words` stands for: far fewer look-ups than codes."""
+    size = 8 if 8 % bits == 0 else 12
+    with torch.inference_mode(False):
+        words = torch.arange(2**size, device=device).unsqueeze(-1)
+        codes = words >> torch.arange(0, size, bits, device=device) & 2**bits - 1
+        return _levels_on(_normal(bits), device)[codes]
 
 
 def _nearest(values: Tensor, bits: int) -> Tensor:
