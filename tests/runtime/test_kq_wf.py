@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
 from kvprof.methods.family import by_head, plan_at, plan_for_rate
+from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import describe
 from kvprof.methods.quantisers import normal_levels
 from kvprof.methods.registry import plan_family
@@ -149,6 +151,42 @@ def test_bytes_are_counted_by_hand_and_are_those_that_lie_in_the_cache() -> None
     columns = sum(width for width, _ in runs)
     assert paper_rate(plan) == pytest.approx(1 - sum(n * b for n, b in runs) / (16 * columns))
     assert dim_rate(plan) == pytest.approx(1 - sum(n for n, b in runs if b) / columns)
+
+
+@pytest.mark.parametrize("heads", [1, 0])
+def test_a_saved_plan_generates_what_it_did_before_from_the_bytes_it_counts(
+    tmp_path: Path, heads: int
+) -> None:
+    loaded, prompt, new = model("Llama"), token_ids(2, 30), 9
+    family = plan_family("kq-wf", inputs("Llama"), grid=4, sink=2, window=4, heads=heads, **OWN)
+
+    def generated() -> tuple[torch.Tensor, torch.Tensor]:
+        found = loaded.model.generate(
+            prompt,
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        return found.sequences, torch.stack(found.scores)
+
+    tokens, scores = generated()
+    for knob, error in ((0.0, 1e-2), (0.7, 1.0)):  # 8 bits each; 2.4 on average
+        plan, path = plan_at(family, knob), tmp_path / f"{knob}"
+        save_plan(plan, path)
+        again = load_plan(path, fingerprint=loaded.fingerprint, layout=loaded.layout)
+        found = []
+        for one in (plan, again):
+            with compressed(loaded, one) as session:
+                found.append(generated())
+                # What was generated last has not been fed back.
+                wanted = bytes_at(one, 30 + new - 1, itemsize=loaded.dtype.itemsize, batch=2)
+                assert session.cache.nbytes == wanted.total
+        assert torch.equal(found[0][1], found[1][1])
+        assert knob or torch.equal(found[1][0], tokens)
+        assert error / 100 < relative(found[1][1], scores) < error
 
 
 def test_what_an_exact_window_covers_is_exact() -> None:
