@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from stat import S_ISBLK, S_ISCHR, S_ISFIFO, S_ISSOCK
+from stat import S_ISBLK, S_ISCHR, S_ISFIFO, S_ISREG, S_ISSOCK
 from typing import Annotated, Any
 
 import typer
@@ -149,6 +149,8 @@ def _no_file(name: str) -> str | None:
         mode = Path(name).stat().st_mode
     except (OSError, ValueError):
         return None
+    if S_ISREG(mode) and Path(os.path.realpath(name)).is_relative_to("/proc"):
+        return "a view of the kernel's"  # of which some wait for news, and say that they are files
     kinds = {"a pipe": S_ISFIFO, "a device": S_ISCHR, "a disk": S_ISBLK, "a socket": S_ISSOCK}
     return next((kind for kind, is_one in kinds.items() if is_one(mode)), None)
 

@@ -366,6 +366,7 @@ def test_a_full_disk_behind_stdout_is_told_once(body: str) -> None:
         (("recipe", "run", "fdc-*", "--out="), "--out= gives nothing"),
         (("show", "\udcff"), "is no UTF-8 text"),
         (("show", "/dev/zero"), "/dev/zero is a device, not a file"),
+        (("show", "/proc/kmsg"), "/proc/kmsg is a view of the kernel's, not a file"),
         (("recipe", "report", "{pipe}"), "is a pipe, not a file"),
         (("generate", "--prompt-file", "{pipe}"), "is a pipe, not a file"),
         (("plan", "--method", "full", "--compare", "{pipe}"), "is a pipe, not a file"),

@@ -50,6 +50,7 @@ __all__ = [
     "TextOption",
     "TrustOption",
     "check_choice",
+    "check_rate",
     "method_options",
     "parse_rates",
     "read_counts",
@@ -190,6 +191,20 @@ TrustOption = Annotated[
         help="Run code from the model's repository. Off.",
     ),
 ]
+
+
+def check_rate(rate: float | None) -> None:
+    """Refuse a ``--rate`` that no cache can have.
+
+    Raises
+    ------
+    UsageError
+        Naming the percentage that was meant, where it can be one.
+    """
+    if rate is None or 0 <= rate < 1:
+        return
+    meant = f"write {rate:g}% or {rate / 100:g}" if 1 < rate < 100 else "1 would store nothing"
+    raise UsageError(f"--rate {rate:g} is not between 0 and 1 ({meant})")
 
 
 def parse_rates(text: str, *, what: str) -> list[float]:
@@ -438,6 +453,5 @@ def check_choice(
         raise UsageError("give --method with --rate, for example --method kq --rate 0.5, or --plan")
     if rate is not None and removal is not None:
         raise UsageError("--rate and --removal both say how much is removed; keep one")
-    if rate is not None and not 0 <= rate < 1:  # a NaN neither
-        raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
+    check_rate(rate)
     check_names([method])

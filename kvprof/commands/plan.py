@@ -24,6 +24,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     check_choice,
+    check_rate,
     method_options,
     read_counts,
 )
@@ -200,8 +201,7 @@ def plan(
         )
         if method is not None and methods is not None:
             raise UsageError(f"--method and --methods both name what {several} is for; keep one")
-        if rate is not None and not 0 <= rate < 1:
-            raise UsageError(f"--rate {rate:g} is not between 0 and 1 (1 would store nothing)")
+        check_rate(rate)
         if named := methods or method:
             check_names(name for _, name, _ in method_entries(named))
         if rate is not None and target:

@@ -215,6 +215,7 @@ def test_questions_that_do_not_fit_are_counted(
         (("--method", "fp8", "--rate", 0.9), "leave out --rate"),
         (("--method", "full,fp8", "--removal", "0.1"), "leave out --removal"),
         (("--method", "kq", "--rate", "nan"), "--rate nan"),
+        (("--method", "kq", "--rate", 30), "--rate 30 is not between 0 and 1 (write 30% or 0.3)"),
         (
             ("--method", "tale", "--rate", 0.2, "--option", "recent=nan"),
             "option recent is a number",
