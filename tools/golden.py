@@ -104,7 +104,9 @@ _SVG_TEXT = re.compile(r'<text [^>]*\bx="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text
 _SAYS_WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?")
 # The row of an evaluation's report that says how long each method took.
 _TIMES = re.compile(r"(?m)^( *seconds +).*$")
-_LEFT_OUT = ("created", "environment", "kvprof_version", "events", "seconds")
+_LEFT_OUT = ("created", "environment", "kvprof_version", "events", "seconds", "ready_seconds")
+# When a simulated load was written, in a report whose other times are the simulation's.
+_WRITTEN = re.compile(r"(?m)^(written +)\S+ *$")
 # Of what is timed: what another run on the same machine may have otherwise. What full width moves
 # and buffers may differ too: its kernel is the one that was the fastest.
 _CHANGES = (
@@ -163,7 +165,10 @@ def said(line: str, columns: int, *, still: bool = False) -> tuple[int, str, str
         _, status = os.waitpid(child, 0)
         told = [one for one in err.read_text(errors="replace").splitlines() if "kvprof: " in one]
         text = out.read_text(errors="replace")
-        if not still:
+        if still:
+            if line.startswith(("bench", "show /")):  # of this run, and no record's
+                text = _WRITTEN.sub(r"\1(when)", text)
+        else:
             text = _TIMES.sub(r"\1(figures)", _SAYS_WHEN.sub("(when)", text))
         return os.waitstatus_to_exitcode(status), text, "".join(f"{one}\n" for one in told)
 
