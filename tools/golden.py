@@ -104,7 +104,11 @@ _SVG_TEXT = re.compile(r'<text [^>]*\bx="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text
 _SAYS_WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?")
 # The row of an evaluation's report that says how long each method took.
 _TIMES = re.compile(r"(?m)^( *seconds +).*$")
-_LEFT_OUT = ("created", "environment", "kvprof_version", "events", "seconds", "ready_seconds")
+# A cell's digest is of the code as well.
+_LEFT_OUT = (
+    *("created", "environment", "kvprof_version", "digest"),
+    *("events", "seconds", "ready_seconds"),
+)
 # When a simulated load was written, in a report whose other times are the simulation's.
 _WRITTEN = re.compile(r"(?m)^(written +)\S+ *$")
 # Of what is timed: what another run on the same machine may have otherwise. What full width moves
