@@ -316,7 +316,7 @@ class Frontier:
             if ready is None:
                 self._describe(f"{lead}: calibrating")
                 ready = self._family_of(request)
-            search_rates(
+            reason = search_rates(
                 ready,
                 evaluate,
                 meets=lambda found: meets(found.evaluation, targets),

@@ -17,7 +17,7 @@ from typing import Any
 from kvprof.errors import UsageError
 from kvprof.evaluation.evaluation_cache import plan_digest
 from kvprof.methods.accounting import rate
-from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
+from kvprof.methods.family import PlanFamily, grid_words, plan_at, plan_for_rate
 from kvprof.methods.plan import Plan
 
 __all__ = ["Interrupted", "MeasuredRate", "search_rates"]
@@ -68,7 +68,7 @@ def search_rates(
     itemsize: int,
     points: int,
     keep: Callable[[MeasuredRate], None],
-) -> None:
+) -> str | None:
     """Evaluate a family at up to `points` rates; see the module.
 
     Parameters
@@ -88,6 +88,11 @@ def search_rates(
     keep : callable
         Given each point as soon as it is measured, so that none is lost to an interruption.
 
+    Returns
+    -------
+    str or None
+        Why no setting saves anything; None where one does.
+
     Raises
     ------
     UsageError
@@ -97,7 +102,7 @@ def search_rates(
     if family.settings and family.at_rate is None and len(family.settings) <= points:
         for setting in family.settings:
             search.test(plan_at(family, setting), None)
-        return
+        return None
     search.ends = search.reach()
     if points >= _ENOUGH_FOR_BRACKETS:
         low, high = search.ends
@@ -105,6 +110,9 @@ def search_rates(
             search.ask(low + part * (high - low))
     search.bisect()
     search.fill_gaps()
+    if search.ends[1] > 0:
+        return None
+    return f"no setting of it saves anything at {tokens:,} tokens{grid_words(family)}"
 
 
 class _Search:

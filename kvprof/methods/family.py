@@ -23,6 +23,7 @@ __all__ = [
     "MethodInputs",
     "PlanFamily",
     "by_head",
+    "grid_words",
     "plan_at",
     "plan_for_rate",
 ]
@@ -237,7 +238,7 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
     if wanted > most + 1e-12:
         raise UsageError(
             f"{family.method} reaches rates from {max(0.0, least):.3f} to {max(0.0, most):.3f} at "
-            f"{tokens:,} tokens, not {wanted:g}{_grid_words(family)}"
+            f"{tokens:,} tokens, not {wanted:g}{grid_words(family)}"
         )
     value = values[0]
     if wanted > 0 and least < wanted:
@@ -245,8 +246,18 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
     return _finished(family, family.build(value), {**asked, family.knob: value})
 
 
-def _grid_words(family: PlanFamily) -> str:
-    """Say which ranks there are, where that is what limits the rate."""
+def grid_words(family: PlanFamily) -> str:
+    """Say which ranks there are, where that is what limits the rate.
+
+    Parameters
+    ----------
+    family : PlanFamily
+
+    Returns
+    -------
+    str
+        Goes on from a sentence about rates; empty for a method without a grid.
+    """
     options = family.build((family.settings or family.bounds)[0]).made.get("options", {})
     if "grid" not in options or "minimum" not in options:
         return ""

@@ -52,6 +52,24 @@ def test_six_evaluations_come_within_a_fortieth_of_the_range(threshold: float) -
     assert max(seen) > 0.6
 
 
+def test_a_family_that_saves_nothing_is_told_with_its_grid() -> None:
+    evaluate, seen = counted(lambda _: 1.0)
+
+    def told(plans: PlanFamily) -> str | None:
+        return search_rates(
+            plans, evaluate, meets=lambda _: True, tokens=CONTEXT, itemsize=ITEMSIZE, points=3,
+            keep=lambda _: None,
+        )  # fmt: skip
+
+    assert told(fine()) is None
+    seen.clear()
+    assert told(family(grid=999)) == (
+        f"no setting of it saves anything at {CONTEXT:,} tokens; ranks are multiples of 999 from "
+        "16 on (options grid and minimum)"
+    )
+    assert seen == [0.0]
+
+
 def test_more_points_come_nearer() -> None:
     few, _ = search(fine(), falling(0.5), points=4)
     many, _ = search(fine(), falling(0.5), points=9)
