@@ -25,7 +25,7 @@ def kq_wf(
     inputs: MethodInputs,
     *,
     heads: Count = 1,
-    allocation: Annotated[str, Among("budget", "energy")] = "budget",
+    allocation: Annotated[str, Among("budget", "output")] = "budget",
     grid: Positive = 16,
     kinds: Count = 0,
     sink: Count = 4,
@@ -50,8 +50,10 @@ def kq_wf(
         KV heads whose values share a latent (their keys have one each): more go further where heads
         hold alike things, but W_O grows with them as for ``palu``; 0 for all.
     allocation : str
-        What a unit of a head's squared error weighs: ``budget`` what was measured of it, ``energy``
-        as much as makes the whole of the head's keys, or values, 1 (KQ-SVD's relative error).
+        What a unit of a head's squared error weighs: ``budget`` what was measured of it, ``output``
+        its share of the layer's output, by a rule of thumb that needs no measurement: an error of
+        1 in a score moves what a head puts out about as much as an error of the size of the values
+        themselves, and all query heads put out alike.
     grid : int
         Columns that get their bits together.
     kinds : int
@@ -161,8 +163,15 @@ def _weights(allocation: str, inputs: MethodInputs, targets: Sequence[RankTarget
             return [known[x.side][x.layer][x.group] for x in targets]
         except (KeyError, IndexError):
             raise UsageError("budget: measured sensitivities lack a head of a layer") from None
-    energies = [float(x.errors[0]) for x in targets]
-    return [1.0 / energy if energy > 0 else 0.0 for energy in energies]
+    wholes: dict[int, float] = {}
+    for target in targets:
+        if target.side == "values":
+            whole = wholes.get(target.layer, 0.0) + float(target.errors[0])
+            wholes[target.layer] = whole
+    counts = [x.num_heads for x in inputs.layout.layers]
+    return [
+        1.0 / (counts[x.layer] if x.side == "keys" else wholes[x.layer] or 1.0) for x in targets
+    ]
 
 
 def _evened(group: HeadGroup, target: RankTarget, hadamard: bool) -> HeadGroup:

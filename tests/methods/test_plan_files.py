@@ -41,7 +41,7 @@ def made(name):
     ranked = name.startswith(("fdc", "palu", "tale", "kq", "strawman"))
     options = {**(FINE if ranked else {}), **({"heads": 2} if name == "palu" else {})}
     if name == "kq-wf":
-        options = {"grid": 4, "allocation": "energy"}
+        options = {"grid": 4, "allocation": "output"}
     family = plan_family(name, inputs("Llama"), **options)
     return plan_at(family, family.settings[0] if family.settings else 0.3)
 

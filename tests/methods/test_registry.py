@@ -43,7 +43,7 @@ def skip_without_library(name):
 
 def fine(name):
     if name == "kq-wf":  # without a measurement, and of no smallest rank
-        return {"grid": 1, "allocation": "energy"}
+        return {"grid": 1, "allocation": "output"}
     needs_ranks = name.startswith(("fdc", "zack", "palu", "tale", "kq", "svd", "strawman"))
     return {**(FINE if needs_ranks else {}), **({"heads": 2} if name.startswith("palu") else {})}
 

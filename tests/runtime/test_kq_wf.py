@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from tests.models.tiny import token_ids
 from tests.runtime.calibrated import Array, known, one_layer
 from tests.runtime.test_formula import attention_outputs, heads_out, relative, taps
 
-OWN = {"allocation": "energy"}
+OWN = {"allocation": "output"}
 
 
 def made(arch="Llama", knob=0.8, **options):
@@ -223,6 +224,31 @@ def test_measured_weights_move_bits_to_where_they_count() -> None:
     assert sum(width * bits for width, bits in most) == max(sizes)
     with pytest.raises(UsageError, match="needs measured sensitivities"):
         plan_family("kq-wf", inputs("Llama")).build(0.5)
+
+
+def test_scores_count_as_they_are_and_outputs_beside_the_layers_own() -> None:
+    given = inputs("Llama")
+    assert given.moments is not None
+
+    def bits(**times: float) -> list[list[int]]:
+        """Return the bits of each side of each layer, where layer 0 has larger moments."""
+        first, *others = given.moments.layers
+        larger = {key: tensor * times.get(key, 1.0) for key, tensor in first.rest.items()}
+        start = {key: tensor * times.get(key, 1.0) for key, tensor in first.first.items()}
+        first = replace(first, rest=larger, first=start, c_o=first.c_o * times.get("o_proj", 1.0))
+        moments = replace(given.moments, layers=[first, *others])
+        plan = plan_at(plan_family("kq-wf", replace(given, moments=moments), grid=4, **OWN), 0.8)
+        return [
+            [sum(n * b for group in groups for n, b in group.column_bits) for _, groups in both]
+            for both in (sides(plan, layer) for layer in range(len(plan.layers)))
+        ]
+
+    plain = bits()
+    assert bits(o_proj=100.0) == plain
+    # Scores ten times as large have errors ten times as large, and each moves a softmax alike.
+    keys, values = bits(q=100.0)[0]
+    assert keys > plain[0][0]
+    assert values <= plain[0][1]
 
 
 def test_heads_are_of_as_few_kinds_as_asked() -> None:
