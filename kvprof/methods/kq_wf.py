@@ -81,10 +81,20 @@ def kq_wf(
         value_heads=heads,
     )
     assert base.at_ranks is not None
-    whole = base.at_ranks([target.width for target in base.targets])
     facts = inputs.layout.layers
     # Layers that a sliding window keeps short are quantised only where no window is exact.
     left = {x.index for x in facts if x.shared or (x.sliding_window is not None and window)}
+    left |= inputs.skip
+    whole = base.at_ranks([target.width for target in base.targets])
+    whole = replace(
+        whole,
+        layers=tuple(
+            replace(identity_layer(facts[index]), left_out=index in inputs.skip)
+            if index in left
+            else layer
+            for index, layer in enumerate(whole.layers)
+        ),
+    )
     targets = [target for target in base.targets if target.layer not in left]
     if not targets:
         raise UsageError("kq-wf: every layer has a sliding window; take window=0")
@@ -110,7 +120,7 @@ def kq_wf(
         layers = []
         for index, layer in enumerate(plan.layers):
             if index in left:
-                layers.append(identity_layer(facts[index]))
+                layers.append(layer)
                 continue
             keys, values = (
                 tuple(change(group, places[index, name, x]) for x, group in enumerate(side.groups))

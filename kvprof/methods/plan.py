@@ -382,7 +382,8 @@ def _check_column_bits(
         if not group.column_bits:
             # As `kvprof.methods.tokens.quantises` has it, which knows plans that are checked.
             aged = layer.sliding_window is None or (quantiser is not None and not quantiser.window)
-            if side is not None and not side.bits and aged and not layer.left_out:
+            stored = aged and not (layer.left_out or layer.shared)
+            if side is not None and not side.bits and stored:
                 raise UsageError(f"{name}: neither the quantiser nor the columns say their bits")
             continue
         if quantiser is None or quantiser.kind != "lloyd-max-rms" or side is None or side.bits:

@@ -32,6 +32,7 @@ LAYERS, PREFILL, LENGTH = 3, 70, 76
 METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "kq": (FINE, 0.5),
     "kq-k4v2": (FINE, 0.5),
+    "kq-wf": ({"grid": 4, "window": 8, "allocation": "output"}, 0.8),
     "palu": ({**FINE, "heads": 2}, 0.5),
     "tale": (FINE, 0.5),
     "tale+kivi": ({**FINE, "window": 0}, 0.5),
