@@ -268,8 +268,12 @@ def why_unsure(result: Row, row: Row | None) -> str | None:
     str or None
         Of a frontier that was interrupted: what was not tested may be the largest rate. Of a
         request's time, when more of it than `kvprof.records.cases.MOST_UNATTRIBUTED` belongs to no
-        part, or parts sum to more than their phase by as much: then they are not what happened.
+        part, or parts sum to more than their phase by as much: then they are not what happened. Of
+        a load that was interrupted, or a largest rate (or its ratio) that no measured rate bounds
+        on one side.
     """
+    if result["kind"] == "load":
+        return _why_unsure_of_load(result, row)
     if result["kind"] == "frontier" and not result.get("complete", True):
         return "the frontier was interrupted, and its largest rates are those so far"
     if result["kind"] != "jct" or row is None or "case" not in row:
@@ -287,6 +291,20 @@ def why_unsure(result: Row, row: Row | None) -> str | None:
     if excess > MOST_UNATTRIBUTED:
         return f"{row['case']}: {100 * excess:.1f} % more than its time is in parts ({limit})"
     return f"{row['case']}: {100 * share:.1f} % of its time has no part ({limit})"
+
+
+def _why_unsure_of_load(result: Row, row: Row | None) -> str | None:
+    if not result.get("complete", True):
+        return "the load was interrupted, and its largest rates are those so far"
+    if row is None or "largest_rate" not in row:
+        return None
+    data = result["data"]
+    base = next((one for one in data["methods"] if one["method"] == data["baseline"]), None)
+    for one in (base, row):
+        if one is not None and None in one["largest_rate_interval"]:
+            where = "below" if one["largest_rate_interval"][0] is None else "above"
+            return f"{one['method']}: no measured rate surely lies {where} its largest"
+    return None
 
 
 _OVER: dict[str, Callable[[Sequence[float]], float]] = {

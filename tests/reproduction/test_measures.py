@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from kvprof.records.fold import result_of
 from kvprof.reproduction.ledger import (
     DIRECTION,
     NOT_JUDGED,
@@ -13,6 +14,7 @@ from kvprof.reproduction.ledger import (
 )
 from kvprof.reproduction.measures import Measured, find, measure_all, parse_path
 from kvprof.reproduction.recipe import Line, Measure
+from tests.records.load_stream import load_stream
 
 DATA = {
     "rows": [
@@ -244,3 +246,19 @@ def test_nothing_is_divided_by_0() -> None:
     zero = Measure("none", subtract=("fdc", "fdc"))
     found = measured(FDC, zero, Measure("ratio", divide=("fdc", "none")))
     assert found.missing == "none is 0, and fdc cannot be divided by it"
+
+
+def test_a_largest_rate_that_nothing_bounds_decides_nothing():
+    one = Measure("more", cell="load", data="methods[method=fdc].ratio")
+
+    def measured(rates, **changes):
+        result = {**result_of(load_stream(rates=rates)), **changes}
+        return measure_all([one], {"load": result}, {})["more"]
+
+    found = measured((1.0, 2.0, 6.0, 12.0))
+    assert (found.value, found.interval, found.doubt) == (3.0, (1.0, 6.0), None)
+    found = measured((1.0, 2.0, 6.0))
+    assert (found.interval, found.value) == (None, 3.0)
+    assert found.doubt == "load: fdc: no measured rate surely lies above its largest"
+    assert judge_line(Line("more", "above", (1.0,)), found).holds is None
+    assert "interrupted" in (measured((1.0, 2.0, 6.0, 12.0), complete=False).doubt or "")
