@@ -193,7 +193,7 @@ def _process(
         command,
         count=apart,
         settings=shown,
-        gpus=inputs["tp"],
+        gpus=settings.gpus,
         sample=inputs["sample_steps"] if own else None,
     )
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from kvprof.child import module_command
@@ -261,6 +262,9 @@ def served_by_engine(method: str) -> str | None:
     return _OWN.get(method, method if method.startswith(_OWN_PREFIXES) else None)
 
 
+_STAGES = "--pipeline-parallel-size"
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """What every method's engine is started with; ``kvprof serve`` sets some more for its own.
@@ -288,6 +292,19 @@ class EngineSettings:
     seed: int = 0
     dtype: str = "auto"
     more: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of an engine: ranks of tensor parallelism, times the pipeline stages of `more`."""
+        stages = 1
+        for word, behind in pairwise((*self.more, "")):
+            name, equals, value = word.partition("=")
+            name, value = name.replace("_", "-"), value if equals else behind
+            # vLLM takes the beginning of a name.
+            named = name.startswith("--pi") and _STAGES.startswith(name)
+            if (named or name == "-pp") and value.isdecimal():
+                stages = int(value)
+        return self.tp * stages
 
     def words(self) -> list[str]:
         """Return the options of vLLM, but for those that ``kvprof serve`` has itself."""

@@ -386,6 +386,17 @@ def test_each_of_several_servers_sees_gpus_of_its_own(here, monkeypatch):
         ServerProcess("full", child(), count=3, gpus=2)._environment(0)
 
 
+@pytest.mark.parametrize(
+    ("more", "gpus"),
+    [
+        ("", 2), ("-pp 3", 6), ("--pipeline_parallel_size=2 --enforce-eager", 4),
+        ("--pipeline-par 2", 4), ("-pp 4 --pipeline-parallel-size 2", 4), ("--seed 3 -pp", 2),
+    ],
+)  # fmt: skip
+def test_an_engine_has_gpus_for_its_pipeline_stages(more, gpus):
+    assert EngineSettings(tp=2, more=tuple(more.split())).gpus == gpus
+
+
 def test_what_a_killed_server_had_started_goes_with_it(here, tmp_path):
     pid = tmp_path / "pid"
     program = (
