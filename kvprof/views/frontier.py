@@ -395,9 +395,9 @@ def speed_plots(result: Mapping[str, Any]) -> list[LinePlot]:
     Parameters
     ----------
     result : mapping
-        Of ``kvprof frontier``; none where no speed stands beside it.
+        Of ``kvprof frontier``; none where no speed but full width's stands beside it.
     """
-    found = _measured_speeds(result)
+    found = [one for one in _measured_speeds(result) if one[0]["label"] != "full"]
     if not found:
         return []
     kept = metric_name(targets_of(result)[0]["metric"])
@@ -451,8 +451,12 @@ def _kernel(kernel: Mapping[str, Any]) -> str:
     return f"{kernel['layers']} of {kernel['of']} layers" if kernel["layers"] else "no"
 
 
-def _speed_notes(result: Mapping[str, Any]) -> list[str]:
-    """Say where speeds were measured, and of which rows there are none and why."""
+# Of the bytes: rates at two contexts further apart than this are said to be.
+_APART = 0.05
+
+
+def _running_notes(result: Mapping[str, Any]) -> list[str]:
+    """Say where speeds were measured, of which rows there are none, and what shares do not tell."""
     speeds = [one for method in result["data"]["methods"] for one in method.get("speeds", ())]
     by_record: dict[str, list[str]] = {}
     for one in speeds:
@@ -472,6 +476,21 @@ def _speed_notes(result: Mapping[str, Any]) -> list[str]:
     for method in ranked(result):
         if best_point(method) is not None and method.get("speed_reason") is not None:
             lacking.setdefault(method["speed_reason"], []).append(method["label"])
+    # Windows and sinks that stay exact are most of a short context and nothing of a long one.
+    apart = [
+        f"{method['label']} ({rate_in_bytes(point['rate'])} and "
+        f"{rate_in_bytes(point['long_context']['rate'])})"
+        for method in ranked(result)
+        if (point := best_point(method)) is not None
+        and "long_context" in point
+        and abs(point["long_context"]["rate"] - point["rate"]) > _APART
+    ]
+    if apart:
+        lines.append(
+            f"The share kept was measured at {result['data']['context']:,} tokens, where these "
+            f"save another rate than over the long context: {', '.join(apart)}. What they keep "
+            "there was not measured."
+        )
     return [
         *lines,
         *(f"No speed of {', '.join(labels)}: {reason}." for reason, labels in lacking.items()),
@@ -786,7 +805,7 @@ def report(
     running = running_table(result)
     if running is not None:
         parts += [heading("What running it takes, at the largest rate"), running]
-        parts += [Text(), bullets(_speed_notes(result), "dim")]
+        parts += [Text(), bullets(_running_notes(result), "dim")]
         parts += [part for plot in speed_plots(result) for part in (Text(), plot)]
     for target in targets_of(result):
         parts += [Text(), _plot(result, target)]

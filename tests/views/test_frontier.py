@@ -252,6 +252,16 @@ def test_what_running_takes_stands_beside_measured_speeds(width: int) -> None:
     assert "No speed of kq:allocation=budget, fdc, full: no record has a speed of it." in flat
 
 
+def test_a_share_of_another_rate_is_said_to_be_one() -> None:
+    result = with_speeds()
+    for method in result["data"]["methods"]:
+        for one in method["points"]:
+            one["long_context"]["rate"] += 0.4 if method["label"] == "fdc" else 0.04
+    flat = " ".join(render_text(report(result), 100).split())
+    assert "save another rate than over the long context: fdc (0.340 and 0.740). What" in flat
+    assert "another rate" not in render_text(report(with_speeds()), 100)
+
+
 def test_a_record_of_earlier_says_nothing_of_running() -> None:
     assert "What running it takes" not in render_text(report(frontier_result()), 120)
     assert running_table(frontier_result()) is None
