@@ -9,12 +9,13 @@ a new record shows in every page that quotes it.
 
 import argparse
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, reduce
 from importlib import import_module
-from operator import getitem
+from operator import getitem, itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -230,6 +231,38 @@ def _frontier_inputs() -> str:
         f"{baseline['accuracy']:.4f}. Retrieval is the share of {' / '.join(_RETRIEVAL)} questions "
         f"answered at that rate ({_retrieval(baseline)} uncompressed). Records: {records}."
     )
+
+
+def _running(*records: str) -> str:
+    """Return rate, share, needs, kernel and measured speed of every row, from its largest rate."""
+    found: list[tuple[float, tuple[str, ...]]] = []
+    for record in records:
+        calibrations = _record(f"findings/{record}.json")["inputs"]["calibration"]
+        for row in _methods(record).values():
+            source = calibrations.get(row["label"], {}).get("source", MISSING)
+            points = [one for one in row["points"] if one["rate"] == row["max_rate"]]
+            # A row of no rate that keeps its targets tells what the lowest one keeps.
+            point = points[0] if points else min(row["points"], key=itemgetter("rate"))
+            low, high = point["relative_accuracy_interval"] or (math.nan, math.nan)
+            kernel, long = point["kernel"], point["long_context"]
+            speeds = (f"{one['speedup']:.2f}× ({one['batch']})" for one in row["speeds"])
+            cells = (
+                f"`{row['label']}`",
+                source,
+                f"{point['rate']:.3f}" + ("" if points else ", misses"),
+                f"{point['relative_accuracy']:.3f} ({low:.3f}–{high:.3f})",
+                f"{point['tasks']['needle']['accuracy']:.2f}",
+                f"{long['rate']:.3f}",
+                f"{long['bytes_per_token']:,.0f}",
+                ", ".join(point["needs"]) or "nothing",
+                "yes" if kernel["reason"] is None else f"no: {kernel['reason']}",
+                ", ".join(speeds) or MISSING,
+            )
+            if (key := (-long["rate"], cells)) not in found:
+                found.append(key)
+    head = ("method", "calibrated on", "largest rate", "share of accuracy (95 %)", "needle")
+    long_head = ("rate at 100k", "bytes per token", "needs", "kernel", "speed-up (batch)")
+    return _rows((*head, *long_head), (cells for _, cells in sorted(found)))
 
 
 def _claims(paper: str) -> str:
@@ -483,7 +516,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
     "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
-    "widths": _widths,
+    "widths": _widths, "running": _running,
 }  # fmt: skip
 
 
