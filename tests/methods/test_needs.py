@@ -23,7 +23,7 @@ from tests.methods.models import FINE, inputs
         ("turboquant", None, ["online", "folded"]),
         ("oscar", None, ["online", "folded"]),
         ("kq-k8v4", 0.7, ["online", "folded"]),
-        ("kq-wf:sink=0,window=0,allocation=energy", 0.7, ["online", "folded"]),
+        ("kq-wf:sink=0,window=0,allocation=output", 0.7, ["online", "folded"]),
         ("kq", 0.3, ["online", "folded"]),  # keys after RoPE; values into W_V and W_O
         ("palu", 0.3, ["folded", "rebuilt"]),
         ("strawman", 0.3, ["online", "rebuilt"]),
