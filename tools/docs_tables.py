@@ -456,10 +456,35 @@ def _evaluations(
                 if one["rate"] > 0:
                     yield (method["label"], round(one["rate"], 3)), one
         return
-    options = "".join(f":{key}={value}" for key, value in record["inputs"]["options"].items())
+    options = ",".join(f"{key}={value}" for key, value in record["inputs"]["options"].items())
+    options = f":{options}" if options else ""
     for one in record["data"]["evaluations"]:
         if one["method"] != "full":
             yield (one["method"] + options, round(one["rate"], 3)), one
+
+
+def _decoded(*names: str) -> str:
+    """Return what methods keep when decoded, from the evaluations ``findings/NAME.json``."""
+    rows: dict[tuple[str, str, float], Sequence[str]] = {}
+    for name in names:
+        record = _record(f"findings/{name}.json")
+        model = record["inputs"]["model"]
+        for (label, rate), one in _evaluations(record):
+            shown = one["method"] if one["method"] == "fp8" else label
+            tasks = [one["tasks"][task]["accuracy"] for task in _RETRIEVAL if task in one["tasks"]]
+            rows[model, shown, rate] = (
+                model,
+                f"`{shown}`",
+                f"{one['context']:,}",
+                f"{rate:.3f}",
+                f"{1 / (1 - one['rate']):.2f}×",
+                *_kept(one),
+                number(one["kl"]["mean"]),
+                " / ".join(f"{accuracy:.2f}" for accuracy in tasks) or MISSING,
+            )
+    head = ("model", "method", "context", "rate", "smaller", "share of accuracy (95 %)")
+    head = (*head, "perplexity", "KL", "needle / variables")
+    return _rows(head, (rows[key] for key in sorted(rows)))
 
 
 def _kept(one: dict[str, Any] | None) -> tuple[str, str]:
@@ -516,7 +541,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
     "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
-    "widths": _widths, "running": _running,
+    "widths": _widths, "running": _running, "decoded": _decoded,
 }  # fmt: skip
 
 
