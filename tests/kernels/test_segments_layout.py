@@ -10,7 +10,15 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.append import addresses_of, append, read, write
 from kvprof.kernels.segments.codes import FORMATS, bits_numbered, format_of, quantise, spread
 from kvprof.kernels.segments.launch import token_bytes, token_cost
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.columns import (
+    ColumnBits,
+    column_width,
+    dequantised_columns,
+    from_number,
+    quantise_columns,
+    to_number,
+)
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
 from tests.kernels.dequantised import dequantised
@@ -23,9 +31,25 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def runs_of(width: int) -> tuple[tuple[int, int], ...]:
+    """Return bits by column of any width, all that there are where they find room."""
+    widths = [16 * (width // 16 // 4 + (number < width // 16 % 4)) for number in range(4)]
+    return tuple((own, bits) for own, bits in zip(widths, (3, 2, 4, 8), strict=True) if own)
+
+
+def in_order(runs):
+    return tuple(sorted(runs, key=lambda run: -run[1]))
+
+
 def segment(widths, key_bits, value_bits, *, columns=32, batch=2, capacity=100) -> Segment:
-    keys, values = zip(*widths, strict=True)
-    return Segment(RaggedLayout(keys, values, 2, batch, capacity), key_bits, value_bits, columns)
+    kinds = [
+        tuple(
+            in_order(runs_of(width)) if bits == "uniform" else width
+            for width, bits in zip(pair, (key_bits, value_bits), strict=True)
+        )
+        for pair in widths
+    ]
+    return segment_of(kinds, 2, batch, capacity, key_bits, value_bits, columns)
 
 
 @settings(max_examples=30, deadline=None)
@@ -105,6 +129,9 @@ def test_every_token_is_found_where_it_was_put(
                     wanted = rows.float()
                 elif bits == "fp8":
                     wanted = rows.to(torch.float8_e4m3fn).float()
+                elif bits == "uniform":
+                    runs = in_order(runs_of(rows.shape[-1]))
+                    wanted = dequantised_columns(*quantise_columns(rows, runs), runs)
                 else:
                     wanted = dequantised(quantise(rows, bits, columns), bits, columns)
                 assert torch.equal(found, wanted)
@@ -112,7 +139,7 @@ def test_every_token_is_found_where_it_was_put(
 
 def test_formats_are_found_by_name_and_by_number():
     assert [bits_numbered(format_of(bits).number) for bits in FORMATS] == list(FORMATS)
-    with pytest.raises(UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8' or None"):
+    with pytest.raises(UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8', 'uniform' or"):
         format_of(5)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import row_stride
 from kvprof.kernels.segments.codes import encode, numbers, restored
+from kvprof.kernels.segments.columns import (
+    ColumnBits,
+    ColumnSide,
+    dequantised_columns,
+    quantise_columns,
+)
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import PLACES, Side
 
@@ -76,23 +82,60 @@ class Columns:
 
 
 @dataclass(frozen=True, eq=False)
+class PieceColumns:
+    """The columns of K, or of V, of all heads where columns have bits of their own.
+
+    Attributes
+    ----------
+    runs : tuple of ColumnBits
+        Per head.
+    starts : tuple of int
+        As `Columns` has them.
+    column, below, bits, shift, apart : Tensor
+        ``[pieces]`` of `kvprof.kernels.segments.columns.Piece`, one head after another; int64, but
+        for `below` and `bits`.
+    first, block, part, place : Tensor
+        ``[pieces]`` int64, of a byte of them, as `Columns` has them; a place of V is counted in the
+        order of words.
+    scale_first, scale_block : Tensor
+        ``[heads]`` int64, in bytes.
+    """
+
+    runs: tuple[ColumnBits, ...]
+    starts: tuple[int, ...]
+    column: Tensor
+    below: Tensor
+    bits: Tensor
+    shift: Tensor
+    apart: Tensor
+    first: Tensor
+    block: Tensor
+    part: Tensor
+    place: Tensor
+    scale_first: Tensor
+    scale_block: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class SideAddresses:
     """Where one side of some tokens lies.
 
     Attributes
     ----------
-    columns : Columns
+    columns : Columns or PieceColumns
     there : Tensor
         ``[batch, n]`` bool: False for a token that is left out.
     values : Tensor
-        ``[batch, n, columns]`` int64, of codes in bytes, of full precision in values.
+        ``[batch, n, columns]`` int64, of codes in bytes, of full precision in values; with bits by
+        column ``[batch, n, pieces]``.
     shift : Tensor
-        ``[batch, n, 1]`` uint8: bits of a byte below a token's code.
+        ``[batch, n, 1]`` uint8: bits of a byte below a token's code; ``[batch, n, pieces]``.
     kept : tuple of Tensor
-        ``[batch, n, groups]`` int64 each, in float16: what the format keeps.
+        ``[batch, n, groups]`` int64 each, in float16: what the format keeps; of bits by column the
+        scales, ``[batch, n, heads]``, in bytes.
     """
 
-    columns: Columns
+    columns: Columns | PieceColumns
     there: Tensor
     values: Tensor
     shift: Tensor
@@ -178,6 +221,50 @@ def _columns(layout: SegmentsLayout, segment: int, values: bool, device: torch.d
     )
 
 
+@lru_cache(maxsize=4096)
+def _pieces(
+    layout: SegmentsLayout, segment: int, values: bool, device: torch.device
+) -> PieceColumns:
+    """Return a side's constants where columns have bits of their own."""
+    starts, runs, scales = [0], [], []
+    rows: list[tuple[int, ...]] = []
+    for head in range(layout.heads):
+        side, start = _begun(layout, segment, head, values)
+        assert isinstance(side, ColumnSide)
+        size = layout.block_bytes(segment, head)
+        rows += [
+            (
+                starts[-1] + own.column,
+                own.below,
+                own.bits,
+                own.shift,
+                own.apart,
+                start + own.at,
+                size,
+                own.part,
+                own.place,
+            )
+            for own in side.pieces
+        ]
+        runs.append(side.runs)
+        scales.append((start + side.code_bytes, size))
+        starts.append(starts[-1] + side.width)
+
+    def whole(rows: tuple[int, ...]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+
+    column, below, bits, *others = map(whole, zip(*rows, strict=True))
+    return PieceColumns(
+        tuple(runs),
+        tuple(starts),
+        column,
+        below.to(torch.uint8),
+        bits.to(torch.uint8),
+        *others,
+        *map(whole, zip(*scales, strict=True)),
+    )
+
+
 def addresses_of(
     layout: SegmentsLayout, segment: int, slots: Tensor, *, stride: int | None = None
 ) -> Addresses:
@@ -208,10 +295,41 @@ def addresses_of(
     token = slots % (PLACES * own.slots)
     place, slot = token // own.slots, token % own.slots
     keys, values = (
-        _side(_columns(layout, segment, side, slots.device), there, far, block, token, place, slot)
-        for side in (False, True)
+        _piece_side(_pieces(layout, segment, values, slots.device), there, far, block, place, slot)
+        if runs
+        else _side(
+            _columns(layout, segment, values, slots.device), there, far, block, token, place, slot
+        )
+        for values, runs in ((False, own.key_columns), (True, own.value_columns))
     )
     return Addresses(keys, values)
+
+
+def _piece_side(
+    columns: PieceColumns,
+    there: Tensor,
+    far: Tensor,
+    block: Tensor,
+    place: Tensor,
+    slot: Tensor,
+) -> SideAddresses:
+    # Tokens that a byte of a piece has, and which of them this one is.
+    together = torch.div(8, columns.apart, rounding_mode="floor")
+    slots, places = slot[..., None], place[..., None]
+    # Of V the places of a word are in its order; of K its columns, in what `first` says.
+    low = places % 4
+    swapped = places - low + low // 2 + low % 2 * 2
+    step = torch.where(columns.place == 1, swapped, places * columns.place)
+    values = (
+        columns.first
+        + far[..., None]
+        + block[..., None] * columns.block
+        + slots // together * columns.part
+        + step
+    )
+    scales = columns.scale_first + far[..., None] + block[..., None] * columns.scale_block
+    shift = (columns.shift + columns.apart * (slots % together)).to(torch.uint8)
+    return SideAddresses(columns, there, values, shift, (scales + 4 * places + slots,))
 
 
 def _side(
@@ -329,8 +447,17 @@ def _replace(stored: Tensor, at: Tensor, there: Tensor, new: Tensor, mask: Tenso
 
 def _write(buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
     columns = places.columns
-    side = columns.side
     buffer = _flat(buffer)
+    if isinstance(columns, PieceColumns):
+        heads = torch.split(states, _widths(columns), dim=-1)
+        pairs = [quantise_columns(*pair) for pair in zip(heads, columns.runs, strict=True)]
+        codes, scales = (torch.cat(each, dim=-1) for each in zip(*pairs, strict=True))
+        _replace(buffer, places.kept[0], places.there, scales, 255)
+        mask = (1 << columns.bits) - 1
+        own = (codes[..., columns.column] >> columns.below & mask) << places.shift
+        _replace(buffer, places.values, places.there, own, mask << places.shift)
+        return
+    side = columns.side
     if side.bits is None:
         whole = {2: torch.int16, 4: torch.int32}[side.dtype.itemsize]
         own = states.to(side.dtype).contiguous().view(whole)
@@ -349,15 +476,29 @@ def _write(buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
 
 
 def _read(buffer: Tensor, places: SideAddresses) -> Tensor:
-    side = places.columns.side
+    columns = places.columns
     buffer = _flat(buffer)
+    if isinstance(columns, PieceColumns):
+        mask = (1 << columns.bits) - 1
+        own = (_taken(buffer, places.values) >> places.shift & mask) << columns.below
+        whole = own.new_zeros(*own.shape[:-1], columns.starts[-1])
+        whole.index_add_(-1, columns.column, own)
+        heads = torch.split(whole, _widths(columns), dim=-1)
+        scales = _taken(buffer, places.kept[0]).split(1, dim=-1)
+        found = [dequantised_columns(*own) for own in zip(heads, scales, columns.runs, strict=True)]
+        return torch.cat(found, dim=-1)
+    side = columns.side
     if side.bits is None:
         return _taken(buffer.view(side.dtype), places.values).float()
     codes = _taken(buffer, places.values) >> places.shift & (2**side.container - 1)
     halves = buffer.view(torch.float16)
-    kept = (_by_column(_taken(halves, at).float(), places.columns) for at in places.kept)
+    kept = (_by_column(_taken(halves, at).float(), columns) for at in places.kept)
     named = dict(zip(side.form.kept, kept, strict=True))
     return restored(numbers(codes, side.bits), named.get("scale"), named.get("middle"))
+
+
+def _widths(columns: PieceColumns) -> list[int]:
+    return [stop - start for start, stop in pairwise(columns.starts)]
 
 
 def _flat(buffer: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers as they are stored: affine codes of 8, 4 or 2 bits, e4m3, full precision.
+"""Numbers as they are stored: affine codes of 8, 4 or 2 bits, e4m3, bits by column, full precision.
 
 The affine rule is that of `kvprof.runtime.codecs`, ``x = zero + scale · code`` with the minimum as
 zero and the range over ``2^bits - 1`` as scale for a group of columns of one token; but counted
@@ -7,6 +7,11 @@ from the middle, ``x = middle + scale · (stored - c / 2)`` with ``middle = zero
 either sign; counted from the minimum they would be large numbers that cancel, and what tensor cores
 round away would be larger than what is left. Middle and scale are rounded to float16 before codes
 are made.
+
+``"uniform"`` has bits by column, 8, 4, 3 or 2, and one scale in e4m3 for a token's whole row:
+``x = scale · step · (stored - (2^bits - 1) / 2)`` with the step of least squared error for a normal
+variable (`kvprof.analysis.uniform.uniform_step`); 3 bits take three. Its codes lie otherwise
+(`kvprof.kernels.segments.columns`), and `encode` and `numbers` are not for them.
 """
 
 from dataclasses import dataclass
@@ -18,6 +23,7 @@ from torch import Tensor
 from kvprof.errors import UsageError
 
 __all__ = [
+    "COLUMNS",
     "FORMATS",
     "FP8",
     "FULL",
@@ -36,12 +42,14 @@ __all__ = [
     "spread",
 ]
 
-#: Bits of a code, ``"fp8"`` for e4m3 without a scale, None for the run's dtype.
+#: Bits of a code, ``"fp8"`` for e4m3 without a scale, ``"uniform"`` where columns have bits of their
+#: own, None for the run's dtype.
 Bits = int | str | None
 
-#: What stands for full precision and for e4m3 where a kernel takes a whole number.
+#: What stands for full precision, for e4m3 and for bits by column where a kernel takes a number.
 FULL = 0
 FP8 = -8
+COLUMNS = -1
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class NumberFormat:
         What stands for it among the whole numbers that operators and compiled kernels take.
     container : int
         Bits of a stored code; 0 at full precision. A byte holds 1, 2 or 4 codes, so 3 bits lie in
-        the container of 4.
+        the container of 4. The fewest, where columns have bits of their own.
     kept : tuple of str
         What a group of columns of a token has beside its codes, a float16 each, in the order of a
         block.
@@ -67,7 +75,7 @@ class NumberFormat:
     @property
     def read_as(self) -> int:
         """What stands for it where codes are read: containers of one width are read alike."""
-        return self.container if self.kept else self.number
+        return self.container if self.number > 0 else self.number
 
 
 #: All that the kernels have; `encode` and `numbers` are their arithmetic, and
@@ -75,6 +83,8 @@ class NumberFormat:
 FORMATS: dict[Bits, NumberFormat] = {
     None: NumberFormat(FULL, 0),
     "fp8": NumberFormat(FP8, 8),
+    # The narrowest: four tokens to a place whatever bits there are.
+    "uniform": NumberFormat(COLUMNS, 2, ("scale",)),
     **{
         bits: NumberFormat(bits, 4 if bits == 3 else bits, ("scale", "middle"))
         for bits in (2, 3, 4, 8)

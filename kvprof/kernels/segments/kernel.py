@@ -9,13 +9,20 @@ the elements. With ``x = middle + scale · code``:
 - scores, per token and group of columns: ``scale · (code · q) + middle · Σq``;
 - values, per group: ``Σ w · code + Σ p · middle`` with ``w = p · scale``, rounded. The last, and
   ``Σ p``, are rows of one more product.
+
+Where columns have bits of their own, ``x = scale · step · (code - half)`` with the step of the run and
+half its largest code:
+
+- scores: ``scale · (Σ step · (code · q) - Σ step · half · Σq)``, the last once per program;
+- values, per run: ``step · (Σ w · code - half · Σ w)``, the last a row of the product with ``Σ p``.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from kvprof.kernels.segments.codes import FP8, FULL
+from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
+from kvprof.kernels.segments.column_codes import byte_order, column_codes, row_scales
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import EYE_ONE, Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.unpack import codes, halves, rounded
@@ -41,7 +48,12 @@ _GROUP = tl.constexpr(column(PlaneColumns, "group"))
 _FIRST = tl.constexpr(column(PlaneColumns, "first"))
 _LAST = tl.constexpr(column(PlaneColumns, "last"))
 _AT = tl.constexpr(column(PlaneColumns, "at"))
+_BITS = tl.constexpr(column(PlaneColumns, "bits"))
+_BITS_BELOW = tl.constexpr(column(PlaneColumns, "shift"))
+_WORTH = tl.constexpr(column(PlaneColumns, "worth"))
+_STEP = tl.constexpr(column(PlaneColumns, "step"))
 _FULL = tl.constexpr(FULL)
+_COLUMNS = tl.constexpr(COLUMNS)
 _BLOCK = tl.constexpr(PLACES)
 
 
@@ -125,9 +137,137 @@ def _value_plane(
 
 
 @triton.jit
+def _key_columns(
+    raws, query, tile_at, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, BITS: tl.constexpr,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, FIRST: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add a plane of bits to the products of a run, one per slot."""
+    column = tl.arange(0, DEPTH)
+    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK * WIDTH
+    APART: tl.constexpr = 2 if BITS == 1 else BITS
+    found = ()
+    for part in tl.static_range(APART // 2):
+        pointer = tile_at + (lane[:, None] + byte_order(column, FAST)[None, :])
+        pointer += AT + part * (_BLOCK * WIDTH)
+        if DEPTH > WIDTH:
+            octets = tl.load(pointer, mask=(column < WIDTH)[None, :], other=0)
+        else:
+            octets = tl.load(pointer)
+        for number in tl.static_range(8 // APART):
+            raw = column_codes(octets, SHIFT + APART * number, BITS, query.dtype, FAST)
+            if FIRST:
+                product = tl.dot(raw, query, input_precision="ieee")
+            else:
+                before = raws[part * (8 // APART) + number]
+                product = tl.dot(raw, query, before, input_precision="ieee")
+            found += (product,)
+    return found
+
+
+@triton.jit
+def _stepped(
+    scores, raws, total, STEP: tl.constexpr, APART: tl.constexpr, FIRST: tl.constexpr
+):
+    """Add a run's share to the scores of each slot, and what all runs have in common once."""
+    found = ()
+    for slot in tl.static_range(4):
+        # Behind how many bits of its byte a slot's code lies.
+        own = raws[slot] * (STEP / (1 << slot % (8 // APART) * APART))
+        if FIRST:
+            found += (own - total,)
+        else:
+            found += (own + scores[slot],)
+    return found
+
+
+@triton.jit
+def _column_scores(
+    queries, total, keys, places, FACTOR: tl.constexpr, KINDS: tl.constexpr, KEYS: tl.constexpr,
+    PLANES: tl.constexpr, SCALES_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, FAST: tl.constexpr,
+):
+    """Return the products of a tile where columns have bits of their own."""
+    scores = ()
+    raws = ()
+    for number in tl.static_range(PLANES):
+        raws = _key_columns(
+            raws, queries[number], keys, places, KINDS[KEYS + number * _PLANE + _AT], BLOCK_BYTES,
+            KINDS[KEYS + number * _PLANE + _BITS], KINDS[KEYS + number * _PLANE + _BITS_BELOW],
+            KINDS[KEYS + number * _PLANE + _WIDTH], KINDS[KEYS + number * _PLANE + _DEPTH],
+            KINDS[KEYS + number * _PLANE + _FIRST], FAST,
+        )
+        if KINDS[KEYS + number * _PLANE + _LAST] == 1:
+            scores = _stepped(
+                scores, raws, total, FACTOR * KINDS[KEYS + number * _PLANE + _STEP],
+                2 if KINDS[KEYS + number * _PLANE + _BITS] == 1
+                else KINDS[KEYS + number * _PLANE + _BITS],
+                KINDS[KEYS + number * _PLANE + _GROUP] == 0,
+            )
+    scales = row_scales(keys, places, SCALES_AT, BLOCK_BYTES)
+    found = ()
+    for slot in tl.static_range(4):
+        found += (scores[slot] * scales[slot][:, None],)
+    return found
+
+
+@triton.jit
+def _value_weights(
+    weights, scales, APART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
+):
+    """Return the weights of each slot's codes, which lie behind some bits of their bytes."""
+    found = ()
+    for slot in tl.static_range(4):
+        scale = scales[slot] * (1.0 / (1 << slot % (8 // APART) * APART))
+        found += (rounded(weights[slot] * scale[:, None], DTYPE, FAST),)
+    return found
+
+
+@triton.jit
+def _value_columns(
+    weights, tile_at, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, BITS: tl.constexpr,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, FAST: tl.constexpr,
+):
+    """Return weighted values of a plane of bits, ``[DEPTH, heads]``; from WIDTH on columns again.
+
+    Of this tile alone: tensor cores cut off what does not fit beside a sum, and over a long context
+    the sum of codes that are not counted from their middle is large.
+    """
+    column = tl.arange(0, DEPTH) % WIDTH
+    lane = places // _BLOCK * BLOCK_BYTES + byte_order(places % _BLOCK, FAST)
+    APART: tl.constexpr = 2 if BITS == 1 else BITS
+    for part in tl.static_range(APART // 2):
+        pointer = tile_at + (column[:, None] * _BLOCK + lane[None, :])
+        octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
+        for number in tl.static_range(8 // APART):
+            weight = weights[part * (8 // APART) + number]
+            raw = column_codes(octets, SHIFT + APART * number, BITS, weight.dtype, FAST)
+            if (part == 0) and (number == 0):
+                sums = tl.dot(raw, weight, input_precision="ieee")
+            else:
+                sums = tl.dot(raw, weight, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _with_top(
+    low, first, second, WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+):
+    """Add the halves of a plane of highest bits, WIDTH columns each, to the lower ones."""
+    first = first * FIRST
+    second = second * SECOND
+    if WIDTH < 16:
+        row = tl.arange(0, 16)
+        top = tl.where((row < WIDTH)[:, None], first, second)
+    else:
+        top = tl.permute(tl.join(first, second), (2, 0, 1))
+        top = tl.reshape(top, (2 * WIDTH, first.shape[1]))
+    return low + top
+
+
+@triton.jit
 def _scores(
-    queries, totals, keys, halfs, places, left, rate, cap, KINDS: tl.constexpr, KEYS: tl.constexpr,
-    PLANES: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    queries, totals, keys, halfs, places, left, rate, cap, FACTOR: tl.constexpr,
+    KINDS: tl.constexpr, KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
     SCALES_AT: tl.constexpr, MIDDLES_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
     FAST: tl.constexpr,
@@ -135,28 +275,34 @@ def _scores(
     """Return the products of a tile, ``[places, heads]`` per slot; capped ones in base 2."""
     scores = ()
     raws = ()
-    for number in tl.static_range(PLANES):
-        raws = _key_plane(
-            raws, queries[number], keys, places, left, KINDS[KEYS + number * _PLANE + _AT],
-            BLOCK_BYTES, SLOTS, PARTS, FORMAT, KINDS[KEYS + number * _PLANE + _WIDTH],
-            KINDS[KEYS + number * _PLANE + _DEPTH], KINDS[KEYS + number * _PLANE + _FIRST], CHECK,
+    if FORMAT == _COLUMNS:
+        scores = _column_scores(
+            queries, totals[0], keys, places, FACTOR, KINDS, KEYS, PLANES, SCALES_AT, BLOCK_BYTES,
             FAST,
         )
-        if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + _LAST] == 1):
-            beyond = KINDS[KEYS + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
-            scales = halves(halfs, places, SCALES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
-            middles = halves(halfs, places, MIDDLES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
-            scores = _scaled(
-                scores,
-                raws,
-                scales,
-                middles,
-                totals[KINDS[KEYS + number * _PLANE + _GROUP]],
-                SLOTS,
-                KINDS[KEYS + number * _PLANE + _GROUP] == 0,
+    else:
+        for number in tl.static_range(PLANES):
+            raws = _key_plane(
+                raws, queries[number], keys, places, left, KINDS[KEYS + number * _PLANE + _AT],
+                BLOCK_BYTES, SLOTS, PARTS, FORMAT, KINDS[KEYS + number * _PLANE + _WIDTH],
+                KINDS[KEYS + number * _PLANE + _DEPTH], KINDS[KEYS + number * _PLANE + _FIRST],
+                CHECK, FAST,
             )
-    if GROUPS == 0:
-        scores = raws
+            if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + _LAST] == 1):
+                beyond = KINDS[KEYS + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
+                scales = halves(halfs, places, SCALES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
+                middles = halves(halfs, places, MIDDLES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
+                scores = _scaled(
+                    scores,
+                    raws,
+                    scales,
+                    middles,
+                    totals[KINDS[KEYS + number * _PLANE + _GROUP]],
+                    SLOTS,
+                    KINDS[KEYS + number * _PLANE + _GROUP] == 0,
+                )
+        if GROUPS == 0:
+            scores = raws
     found = ()
     for slot in tl.static_range(SLOTS):
         score = scores[slot]
@@ -202,10 +348,11 @@ def tile(
     halfs = tl.multiple_of(halfs + block * BLOCK_HALFS, 16)
     # Queries enter products as they are: rounded after scaling they would move large scores. The
     # scale goes into the exponent instead, where it costs nothing.
-    rate = scale * K_FACTOR
+    rate = scale if K_FORMAT == _COLUMNS else scale * K_FACTOR
     scores = _scores(
-        queries, totals, keys, halfs, places, left, rate, cap, KINDS, KEYS, K_PLANES, K_FORMAT,
-        K_PARTS, K_GROUPS, K_SCALES, K_MIDDLES, K_BLOCK, BLOCK_HALFS, SLOTS, CAPPED, CHECK, FAST,
+        queries, totals, keys, halfs, places, left, rate, cap, K_FACTOR, KINDS, KEYS, K_PLANES,
+        K_FORMAT, K_PARTS, K_GROUPS, K_SCALES, K_MIDDLES, K_BLOCK, BLOCK_HALFS, SLOTS, CAPPED,
+        CHECK, FAST,
     )
     highest = scores[0]
     for slot in tl.static_range(1, SLOTS):
@@ -221,7 +368,20 @@ def tile(
     for slot in tl.static_range(SLOTS):
         weights += (tl.exp2(scores[slot] * rate - base),)
     scaled = ()
-    if V_GROUPS > 0:
+    if V_FORMAT == _COLUMNS:
+        scales = row_scales(values, places, V_SCALES, V_BLOCK)
+        APART: tl.constexpr = 2 if KINDS[VALUES + _BITS] == 1 else KINDS[VALUES + _BITS]
+        scaled = _value_weights(weights, scales, APART, V_DTYPE, FAST)
+        row = tl.arange(0, ROWS)
+        for slot in tl.static_range(4):
+            fixes = tl.dot(
+                ones, rounded(weights[slot], V_DTYPE, FAST), fixes, input_precision="ieee"
+            )
+            # The row before that of Σ p, which is that of Σ w.
+            whole = tl.where(row == 0, 1.0 * (1 << slot % (8 // APART) * APART), 0.0).to(V_DTYPE)
+            whole = tl.broadcast_to(whole[:, None], [ROWS, PLACES])
+            fixes = tl.dot(whole, scaled[slot], fixes, input_precision="ieee")
+    elif V_GROUPS > 0:
         row = tl.arange(0, ROWS)
         lines = places // _BLOCK * BLOCK_HALFS + places % _BLOCK
         pointer = halfs + (row[:, None] * (_BLOCK * SLOTS) + lines[None, :])
@@ -240,7 +400,9 @@ def tile(
             fixes = tl.dot(ones, scaled[slot], fixes, input_precision="ieee")
     found = ()
     for number in tl.static_range(V_PLANES):
-        if (V_GROUPS > 0) and (KINDS[VALUES + number * _PLANE + _FIRST] == 1):
+        if (V_FORMAT != _COLUMNS) and (V_GROUPS > 0) and (
+            KINDS[VALUES + number * _PLANE + _FIRST] == 1
+        ):
             beyond = KINDS[VALUES + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
             scales = halves(halfs, places, V_SCALES + beyond, BLOCK_HALFS, SLOTS, FAST)
             scaled = ()
@@ -249,11 +411,28 @@ def tile(
                 if CHECK:
                     scale = tl.where(left > slot, scale, 0.0)
                 scaled += (rounded(weights[slot] * scale[:, None], V_DTYPE, FAST),)
-        more = _value_plane(
-            sums[number] * fade, scaled, values, places, left,
-            KINDS[VALUES + number * _PLANE + _AT], V_BLOCK, SLOTS, V_PARTS, V_FORMAT,
-            KINDS[VALUES + number * _PLANE + _WIDTH], CHECK, FAST,
-        )
+        if V_FORMAT == _COLUMNS:
+            if (number > 0) and (KINDS[VALUES + number * _PLANE + _FIRST] == 1):
+                # Of 3 bits the codes of 2 come first, and lie as all of 2 bits do.
+                if KINDS[VALUES + number * _PLANE + _BITS] != (
+                    KINDS[VALUES + number * _PLANE - _PLANE + _BITS]
+                ) and KINDS[VALUES + number * _PLANE - _PLANE + _BITS] != 1:
+                    scaled = _value_weights(
+                        weights, scales, KINDS[VALUES + number * _PLANE + _BITS], V_DTYPE, FAST
+                    )
+            more = sums[number] * fade + _value_columns(
+                scaled, values, places, KINDS[VALUES + number * _PLANE + _AT], V_BLOCK,
+                KINDS[VALUES + number * _PLANE + _BITS],
+                KINDS[VALUES + number * _PLANE + _BITS_BELOW],
+                KINDS[VALUES + number * _PLANE + _WIDTH],
+                KINDS[VALUES + number * _PLANE + _DEPTH], FAST,
+            )
+        else:
+            more = _value_plane(
+                sums[number] * fade, scaled, values, places, left,
+                KINDS[VALUES + number * _PLANE + _AT], V_BLOCK, SLOTS, V_PARTS, V_FORMAT,
+                KINDS[VALUES + number * _PLANE + _WIDTH], CHECK, FAST,
+            )
         found += (more,)
     return found, fixes, higher
 
@@ -377,23 +556,36 @@ def _piece(
             KINDS[KEYS + number * _PLANE + _START],
             KINDS[KEYS + number * _PLANE + _WIDTH],
             KINDS[KEYS + number * _PLANE + _DEPTH],
-            K_BOOST,
+            K_BOOST * KINDS[KEYS + number * _PLANE + _WORTH],
         )
         wanted += (loaded,)
-        if K_GROUPS > 0:
+        if K_FORMAT == _COLUMNS:
+            # Half of the largest code of a plane, 1 or more bits, in codes of its run.
+            half = ((1 << KINDS[KEYS + number * _PLANE + _BITS]) - 1) * (
+                0.5 * KINDS[KEYS + number * _PLANE + _STEP] / K_BOOST
+            ) * (1 << KINDS[KEYS + number * _PLANE + _BITS_BELOW])
+            total += tl.sum(loaded.to(tl.float32), 0) * half
+        elif K_GROUPS > 0:
             total += tl.sum(loaded.to(tl.float32), 0)
             if KINDS[KEYS + number * _PLANE + _LAST] == 1:
                 totals += (total[None, :],)
                 total = tl.zeros([HEADS], tl.float32)
+    if K_FORMAT == _COLUMNS:
+        totals += (total[None, :],)
     row = tl.arange(0, ROWS)
     if V_FORMAT == _FP8:
         ones = _first_row(eye, row, PLACES, V_DTYPE)
     else:
-        here = tl.where(row == V_GROUPS, 1.0, 0.0).to(M_DTYPE if V_GROUPS > 0 else V_DTYPE)
+        here = tl.where(row == V_GROUPS, 1.0, 0.0).to(
+            M_DTYPE if (V_GROUPS > 0) and (V_FORMAT != _COLUMNS) else V_DTYPE
+        )
         ones = tl.broadcast_to(here[:, None], [ROWS, PLACES])
     sums = ()
     for number in tl.static_range(V_PLANES):
-        sums += (_empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
+        if V_FORMAT == _COLUMNS:
+            sums += (_empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)
+        else:
+            sums += (_empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
     fixes = tl.zeros([ROWS, HEADS], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
@@ -420,16 +612,42 @@ def _piece(
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
     for number in tl.static_range(V_PLANES):
         found = sums[number]
-        if V_GROUPS > 0:
-            own_group = KINDS[VALUES + number * _PLANE + _GROUP]
-            found += tl.sum(tl.where((row == own_group)[:, None], fixes, 0.0), 0)[None, :]
-        _store(
-            result,
-            found * V_FACTOR * share[None, :],
-            real,
-            KINDS[VALUES + number * _PLANE + _START],
-            KINDS[VALUES + number * _PLANE + _WIDTH],
-        )
+        if V_FORMAT == _COLUMNS:
+            if KINDS[VALUES + number * _PLANE + _BITS] > 1:
+                if (number + 2 < V_PLANES) and (
+                    KINDS[VALUES + number * _PLANE + _PLANE + _BITS] == 1
+                ):
+                    found = _with_top(
+                        found, sums[number + 1], sums[number + 2],
+                        KINDS[VALUES + number * _PLANE + _PLANE + _WIDTH],
+                        KINDS[VALUES + number * _PLANE + _PLANE + _WORTH],
+                        KINDS[VALUES + number * _PLANE + _PLANE + _PLANE + _WORTH],
+                    )
+                    half = 3.5
+                else:
+                    half = 0.5 * ((1 << KINDS[VALUES + number * _PLANE + _BITS]) - 1)
+                whole = tl.sum(tl.where((row == 0)[:, None], fixes, 0.0), 0)
+                # Both about 1 before they are subtracted: weights go up to 2^SHIFT.
+                unit = tl.exp2(tl.full([HEADS], SHIFT, tl.float32))
+                found = found * V_FACTOR - (half * whole / unit)[None, :]
+                _store(
+                    result,
+                    found * (KINDS[VALUES + number * _PLANE + _STEP] * share * unit)[None, :],
+                    real,
+                    KINDS[VALUES + number * _PLANE + _START],
+                    KINDS[VALUES + number * _PLANE + _WIDTH],
+                )
+        else:
+            if V_GROUPS > 0:
+                own_group = KINDS[VALUES + number * _PLANE + _GROUP]
+                found += tl.sum(tl.where((row == own_group)[:, None], fixes, 0.0), 0)[None, :]
+            _store(
+                result,
+                found * V_FACTOR * share[None, :],
+                real,
+                KINDS[VALUES + number * _PLANE + _START],
+                KINDS[VALUES + number * _PLANE + _WIDTH],
+            )
     # A narrower segment adds nothing to the columns behind its own.
     for begin in range(V_WIDTH, output_width, 16):
         _store(result + begin, _empty(16, HEADS), real, 0, 16)

@@ -9,12 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvprof.analysis.uniform import uniform_step
 from kvprof.kernels.dispatch import dependent, interpreted, launching
 from kvprof.kernels.parts import empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
-from kvprof.kernels.segments.codes import FP8, FULL
+from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
+from kvprof.kernels.segments.column_codes import column_factor
+from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.kernel import segment_pieces
-from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.layout import SegmentsLayout, SideKind
 from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.segments.tables import Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.tuning import Tuning, query_block
@@ -290,13 +293,12 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHARED_MEMORY = 64 << 10
 
 
-def _kinds(layout: SegmentsLayout) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """Return each kind (segment, key width, value width) with one unit (segment, head) of it."""
-    found: dict[tuple[int, int, int], tuple[int, int]] = {}
+def _kinds(layout: SegmentsLayout) -> dict[tuple[int, SideKind, SideKind], tuple[int, int]]:
+    """Return each kind (segment, keys, values) with one unit (segment, head) of it."""
+    found: dict[tuple[int, SideKind, SideKind], tuple[int, int]] = {}
     for number, segment in enumerate(layout.segments):
-        widths = zip(segment.layout.key_widths, segment.layout.value_widths, strict=True)
-        for head, pair in enumerate(widths):
-            found.setdefault((number, *pair), (number, head))
+        for head in range(layout.heads):
+            found.setdefault((number, *segment.kind(head)), (number, head))
     return found
 
 
@@ -319,7 +321,6 @@ def unit_table(
     rows = []
     for number, segment in enumerate(layout.segments):
         for head in range(layout.heads):
-            widths = (segment.layout.key_widths[head], segment.layout.value_widths[head])
             rows.append(
                 Unit(
                     outputs=wide.output_offsets[head],
@@ -330,7 +331,7 @@ def unit_table(
                     capacity=MOST_TOKENS if segment.paged else segment.layout.capacity,
                     cost=token_cost(layout, number, head, tuning.per_token),
                     height=segment.slots * tile_places(layout, number, head, tuning.tile),
-                    kind=kinds.index((number, *widths)),
+                    kind=kinds.index((number, *segment.kind(head))),
                 )
             )
     return torch.tensor(rows, dtype=torch.int64, device=device)
@@ -338,6 +339,8 @@ def unit_table(
 
 def _planes(side: Side, most: int, before: int) -> list[PlaneColumns]:
     """Return the planes of a side, filled up to `most`; `before` it are bytes of a block."""
+    if isinstance(side, ColumnSide):
+        return _column_planes(side, most, before)
     found: list[PlaneColumns] = []
     groups = [plane.group for plane in side.planes]
     for number, plane in enumerate(side.planes):
@@ -350,13 +353,65 @@ def _planes(side: Side, most: int, before: int) -> list[PlaneColumns]:
         found.append(
             PlaneColumns(plane.start, plane.width, depth, plane.group, int(first), int(last), at)
         )
-    none = PlaneColumns(*(0,) * len(PlaneColumns._fields))
-    return found + [none] * (most - len(found))
+    return found + [_NONE] * (most - len(found))
+
+
+_NONE = PlaneColumns(*(0,) * len(PlaneColumns._fields))
+
+
+def _column_planes(side: ColumnSide, most: int, before: int) -> list[PlaneColumns]:
+    """Return what `_planes` does where columns have bits of their own: planes of bits.
+
+    Those of 3 bits are a plane of 2 bits, then the halves of a plane of the highest.
+    """
+    found: list[PlaneColumns] = []
+    for number, plane in enumerate(side.planes):
+        bits = side.bits_of(plane)
+        first = number == 0 or side.planes[number - 1].group != plane.group
+        last = plane == side.planes[-1] or side.planes[number + 1].group != plane.group
+        # Columns of K are summed over, 32 at least; those of V are rows of a product, 16 at least.
+        least = 16 if side.values else 32
+        half = plane.width // 2
+        stored = 2 if bits == 3 else bits
+        pieces = [(plane.start, plane.width, side.plane_at(plane), stored, 0, 1.0)]
+        if bits == 3:
+            top = side.top_at(plane)
+            # The second half lies behind a bit more than the codes of 2 bits.
+            pieces += [(plane.start + x * half, half, top, 1, x, 4.0 / 2**x) for x in (0, 1)]
+        for piece, (start, width, at, own, shift, worth) in enumerate(pieces):
+            found.append(
+                PlaneColumns(
+                    start=start,
+                    width=width,
+                    depth=max(least, width),
+                    group=plane.group,
+                    first=int(first and piece == 0),
+                    last=int(last and piece == len(pieces) - 1),
+                    at=before + at,
+                    bits=own,
+                    shift=shift,
+                    step=uniform_step(bits),
+                    worth=worth,
+                )
+            )
+    return found + [_NONE] * (most - len(found))
+
+
+def _plane_count(side: Side) -> int:
+    """Return how many planes a kernel reads of a side."""
+    if isinstance(side, ColumnSide):
+        return sum(3 if side.bits_of(plane) == 3 else 1 for plane in side.planes)
+    return len(side.planes)
 
 
 def _kept_at(side: Side, name: str, before: int) -> int:
-    """Return where something kept begins in a block, in float16, `before` it being bytes; or 0."""
+    """Return where something kept begins in a block, `before` it being bytes; 0 if nowhere.
+
+    In float16, but in bytes where columns have bits of their own.
+    """
     at = side.kept_at(name)
+    if isinstance(side, ColumnSide):
+        return before + at
     return (before + at) // 2 if at else 0
 
 
@@ -375,7 +430,7 @@ def kind_table(
     """
     kinds = _kinds(family)
     sides = [side for unit in kinds.values() for side in family.sides(*unit)]
-    most = max(len(side.planes) for side in sides)
+    most = max(map(_plane_count, sides))
     found: list[tuple[float, ...]] = []
     for number, head in kinds.values():
         keys, values = family.sides(number, head)
@@ -387,13 +442,19 @@ def kind_table(
         while stages > 2 and (stages - 1) * moved > _SHARED_MEMORY:
             stages -= 1
         key_format, value_format = keys.form.read_as, values.form.read_as
-        key_factor = missing_factor(key_format, query)
-        value_factor = missing_factor(value_format, code)
-        # Products of e4m3 in bfloat16 would be denormal: half of what they lack goes to the query.
-        boost = 2.0**60 if key_factor == 2.0**120 else 1.0
-        shift = {FULL: 0.0, FP8: 60.0 if code == "bf16" else 0.0}.get(
+        key_factor, value_factor = (
+            column_factor(dtype) if form == COLUMNS else missing_factor(form, dtype)
+            for form, dtype in ((key_format, query), (value_format, code))
+        )
+        # Products of tiny numbers in bfloat16 would be denormal: half of what they lack goes to the
+        # query.
+        boost = 2.0**60 if key_factor >= 2.0**120 else 1.0
+        far = 60.0 if code == "bf16" else 0.0
+        shift = {FULL: 0.0, FP8: far, COLUMNS: far}.get(
             value_format, 14.0 if code == "bf16" else 0.0
         )
+        if value_format == COLUMNS:
+            value_factor /= 2.0**shift
         size, itemsize = family.block_bytes(number, head), family.dtype.itemsize
         kind = Kind(
             key_format=key_format,
@@ -401,7 +462,7 @@ def kind_table(
             key_boost=boost,
             key_parts=slots // keys.per_byte,
             key_groups=keys.groups,
-            key_planes=len(keys.planes),
+            key_planes=_plane_count(keys),
             key_scales=_kept_at(keys, "scale", 0),
             key_middles=_kept_at(keys, "middle", 0),
             key_block=size // (1 if key_format else itemsize),
@@ -410,7 +471,7 @@ def kind_table(
             shift=shift,
             value_parts=slots // values.per_byte,
             value_groups=values.groups,
-            value_planes=len(values.planes),
+            value_planes=_plane_count(values),
             value_scales=_kept_at(values, "scale", keys.nbytes),
             value_middles=_kept_at(values, "middle", keys.nbytes),
             value_block=size // (1 if value_format else itemsize),

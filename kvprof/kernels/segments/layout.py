@@ -43,10 +43,12 @@ Scales and middles are float16, ``[group, place, slot]``, which is token by toke
 has the scales of two neighbouring tokens; but the middles of V, which enter a product with the
 tokens of one slot, lie ``[group, slot, place]``. A group is `columns` adjacent columns; the last of
 a row may be narrower. Everything begins on a multiple of 16 bytes.
+
+Where columns have bits of their own, `kvprof.kernels.segments.columns` says how a side lies.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -57,13 +59,21 @@ from torch.nn.functional import pad
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
-from kvprof.kernels.segments.codes import Bits, format_of
+from kvprof.kernels.segments.codes import COLUMNS, Bits, format_of
+from kvprof.kernels.segments.columns import (
+    ColumnBits,
+    ColumnSide,
+    check_column_bits,
+    column_width,
+)
 from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 
-__all__ = ["HeadKind", "Segment", "SegmentsLayout", "of_kinds"]
+__all__ = ["HeadKind", "Segment", "SegmentsLayout", "SideKind", "of_kinds", "segment_of"]
 
-#: A head's widths, (key width, value width) per segment.
-HeadKind = tuple[tuple[int, int], ...]
+#: A side's width, or its runs where columns have bits of their own.
+SideKind = int | ColumnBits
+#: A head's (keys, values) per segment.
+HeadKind = tuple[tuple[SideKind, SideKind], ...]
 
 
 @dataclass(frozen=True)
@@ -74,13 +84,15 @@ class Segment:
     ----------
     layout : RaggedLayout
         Widths, group, batch and the segment's own capacity.
-    key_bits, value_bits : int, "fp8" or None
-        8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns; e4m3; full
-        precision.
+    key_bits, value_bits : int, "fp8", "uniform" or None
+        8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns; e4m3; bits
+        by column with a scale per token; full precision.
     columns : int or None
         That share a scale, a multiple of 16; None for a token's whole row.
     paged : bool
         Whether the layout is of a pool of pages: its batch the pages, its capacity a page's tokens.
+    key_columns, value_columns : tuple of ColumnBits
+        Per head where the side is ``"uniform"``, else empty.
 
     Raises
     ------
@@ -93,10 +105,19 @@ class Segment:
     value_bits: Bits = None
     columns: int | None = 32
     paged: bool = False
+    key_columns: tuple[ColumnBits, ...] = ()
+    value_columns: tuple[ColumnBits, ...] = ()
 
     def __post_init__(self) -> None:
-        format_of(self.key_bits)
-        format_of(self.value_bits)
+        for bits, runs, widths in (
+            (self.key_bits, self.key_columns, self.layout.key_widths),
+            (self.value_bits, self.value_columns, self.layout.value_widths),
+        ):
+            wanted = len(widths) if format_of(bits).number == COLUMNS else 0
+            if len(runs) != wanted:
+                raise UsageError(f"{len(runs)} heads have bits by column, and {wanted} should")
+            for own, width in zip(runs, widths, strict=False):
+                check_column_bits(own, width)
         if self.columns is not None and (self.columns < STEP or self.columns % STEP):
             raise UsageError(
                 f"{self.columns} columns cannot share a scale: a multiple of {STEP}, or None for "
@@ -115,6 +136,14 @@ class Segment:
         containers = (format_of(bits).container for bits in (self.key_bits, self.value_bits))
         return max(8 // bits if bits else 1 for bits in containers)
 
+    def kind(self, head: int) -> tuple[SideKind, SideKind]:
+        """Return what a head's keys and values are like."""
+        own = self.layout
+        return (
+            self.key_columns[head] if self.key_columns else own.key_widths[head],
+            self.value_columns[head] if self.value_columns else own.value_widths[head],
+        )
+
     @property
     def blocks(self) -> int:
         """Blocks of a sequence."""
@@ -127,6 +156,28 @@ class Segment:
             return self.layout.capacity
         block = MOST_PLACES * self.slots
         return -(-self.layout.capacity // block) * block
+
+
+def segment_of(
+    kinds: Sequence[tuple[SideKind, SideKind]],
+    group: int,
+    batch: int,
+    capacity: int,
+    key_bits: Bits = None,
+    value_bits: Bits = None,
+    columns: int | None = 32,
+    *,
+    paged: bool = False,
+) -> Segment:
+    """Return a segment whose heads are of these kinds; the rest as `Segment` and its layout."""
+    keys, values = zip(*kinds, strict=True)
+    widths = (
+        tuple(own if isinstance(own, int) else column_width(own) for own in side)
+        for side in (keys, values)
+    )
+    runs = (tuple(own for own in side if not isinstance(own, int)) for side in (keys, values))
+    layout = RaggedLayout(*widths, group, batch, capacity)
+    return Segment(layout, key_bits, value_bits, columns, paged, *runs)
 
 
 @dataclass(frozen=True)
@@ -190,20 +241,22 @@ class SegmentsLayout:
     @cached_property
     def kinds(self) -> tuple[HeadKind, ...]:
         """The kinds of head, each once and sorted, in whatever order a layer has them."""
-        pairs = (
-            zip(segment.layout.key_widths, segment.layout.value_widths, strict=True)
-            for segment in self.segments
+        return tuple(
+            sorted({tuple(own.kind(head) for own in self.segments) for head in range(self.heads)})
         )
-        return tuple(sorted(set(zip(*pairs, strict=True))))
 
     def sides(self, segment: int, head: int) -> tuple[Side, Side]:
         """Return K and V of a head of a segment."""
         own = self.segments[segment]
         shared = (own.columns, own.slots, self.dtype)
-        return (
-            Side(False, own.layout.key_widths[head], own.key_bits, *shared),
-            Side(True, own.layout.value_widths[head], own.value_bits, *shared),
-        )
+        keys, values = own.kind(head)
+
+        def side(values: bool, kind: SideKind, bits: Bits) -> Side:
+            if isinstance(kind, int):
+                return Side(values, kind, bits, *shared)
+            return ColumnSide(values, column_width(kind), bits, None, *shared[1:], kind)
+
+        return side(False, keys, own.key_bits), side(True, values, own.value_bits)
 
     def block_bytes(self, segment: int, head: int) -> int:
         """Return the bytes of a block of a head."""
@@ -306,11 +359,20 @@ def of_kinds(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> SegmentsLayou
         raise UsageError(
             f"heads of widths {min(missing)} are not among the kinds {sorted(set(kinds))}"
         )
-    segments = []
-    for segment, pairs in zip(layout.segments, zip(*sorted(set(kinds)), strict=True), strict=True):
-        keys, values = zip(*pairs, strict=True)
+    segments = [
         # Of pages the tokens say how high tiles can be.
-        capacity = segment.layout.capacity if segment.paged else 1
-        own = RaggedLayout(keys, values, layout.group, 1, capacity)
-        segments.append(replace(segment, layout=own))
+        segment_of(
+            pairs,
+            layout.group,
+            1,
+            segment.layout.capacity if segment.paged else 1,
+            segment.key_bits,
+            segment.value_bits,
+            segment.columns,
+            paged=segment.paged,
+        )
+        for segment, pairs in zip(
+            layout.segments, zip(*sorted(set(kinds)), strict=True), strict=True
+        )
+    ]
     return SegmentsLayout(tuple(segments), layout.dtype)

@@ -18,13 +18,13 @@ from kvprof.kernels.segments.codes import (
     spread,
 )
 
-__all__ = ["MOST_PLACES", "PLACES", "Plane", "Side"]
+__all__ = ["MOST_PLACES", "PLACES", "WIDEST_PLANE", "Plane", "Side"]
 
 #: Places of a block: bytes of codes that lie side by side for one column of V.
 PLACES = 32
 #: Places that a kernel reads at once at most; the capacity is padded to so many.
 MOST_PLACES = 64
-_WIDEST_PLANE = 64
+WIDEST_PLANE = 64
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Side:
         for group, begin in enumerate(range(0, self.width, group_width)):
             at, left = begin, min(group_width, self.width - begin)
             while left:
-                width = next(w for w in (_WIDEST_PLANE, 32, 16) if w <= left)
+                width = next(w for w in (WIDEST_PLANE, 32, 16) if w <= left)
                 found.append(Plane(at, width, group))
                 at, left = at + width, left - width
         return tuple(found)

@@ -22,10 +22,11 @@ from kvprof.kernels.checks import (
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments.codes import bits_numbered, format_of
+from kvprof.kernels.segments.codes import COLUMNS, bits_numbered, format_of
+from kvprof.kernels.segments.columns import column_width, from_number, to_number
 from kvprof.kernels.segments.cpu import segments_cpu
 from kvprof.kernels.segments.launch import launch_cut, launch_segments, unit_table
-from kvprof.kernels.segments.layout import HeadKind, Segment, SegmentsLayout, of_kinds
+from kvprof.kernels.segments.layout import HeadKind, Segment, SegmentsLayout, SideKind, of_kinds
 from kvprof.kernels.segments.tables import EYE, EYE_ONE, Counter, Item
 from kvprof.kernels.segments.tuning import Tuning, tuning_for
 from kvprof.kernels.tables import Part
@@ -50,11 +51,30 @@ __all__ = [
 _HEADER = 4
 
 
+def _number(kind: SideKind) -> int:
+    return kind if isinstance(kind, int) else to_number(kind)
+
+
+def _kind(number: int, form: int) -> SideKind:
+    """Return what a side is like, given its number and that of its format."""
+    return from_number(number) if form == COLUMNS else number
+
+
+def _width(number: int, form: int) -> int:
+    kind = _kind(number, form)
+    return kind if isinstance(kind, int) else column_width(kind)
+
+
+def _kind_numbers(kinds: Sequence[HeadKind]) -> list[int]:
+    return [_number(side) for kind in kinds for pair in kind for side in pair]
+
+
 def layout_numbers(layout: SegmentsLayout) -> list[int]:
     """Return a layout but for its dtype as whole numbers, which is what an operator takes.
 
     Heads, group, batch and whether there are pages; per segment the bits of K and V, the columns of
-    a scale (0: the row), the capacity, the widths of K and of V.
+    a scale (0: the row), the capacity, the widths of K and of V; where columns have bits of their
+    own, these as `kvprof.kernels.segments.columns.to_number` has them.
     """
     found = [layout.heads, layout.group, layout.batch, int(layout.paged)]
     for segment in layout.segments:
@@ -64,8 +84,8 @@ def layout_numbers(layout: SegmentsLayout) -> list[int]:
             format_of(segment.value_bits).number,
             segment.columns or 0,
             own.capacity,
-            *own.key_widths,
-            *own.value_widths,
+            *(_number(segment.kind(head)[0]) for head in range(layout.heads)),
+            *(_number(segment.kind(head)[1]) for head in range(layout.heads)),
         ]
     return found
 
@@ -76,18 +96,28 @@ def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> SegmentsLayout:
     segments = []
     step = _HEADER + 2 * heads
     for at in range(0, len(rest), step):
-        keys, values, columns, capacity, *widths = rest[at : at + step]
-        ragged = RaggedLayout(tuple(widths[:heads]), tuple(widths[heads:]), group, batch, capacity)
+        keys, values, columns, capacity, *sides = rest[at : at + step]
+        forms = [keys] * heads + [values] * heads
+        widths = tuple(map(_width, sides, forms))
+        ragged = RaggedLayout(widths[:heads], widths[heads:], group, batch, capacity)
         bits = bits_numbered(keys), bits_numbered(values)
-        segments.append(Segment(ragged, *bits, columns or None, bool(paged)))
+        runs = [
+            tuple(map(from_number, own)) if form == COLUMNS else ()
+            for own, form in ((sides[:heads], keys), (sides[heads:], values))
+        ]
+        segments.append(Segment(ragged, *bits, columns or None, bool(paged), *runs))
     return SegmentsLayout(tuple(segments), dtype)
 
 
 @lru_cache(maxsize=1024)
 def _family(layout: SegmentsLayout, widths: tuple[int, ...]) -> SegmentsLayout:
     """Return the layout by which a kernel for kinds of head is built; `widths` are theirs."""
-    pairs = list(zip(widths[::2], widths[1::2], strict=True))
     step = len(layout.segments)
+    forms = [
+        format_of(bits).number for own in layout.segments for bits in (own.key_bits, own.value_bits)
+    ]
+    sides = [_kind(number, forms[at % (2 * step)]) for at, number in enumerate(widths)]
+    pairs = list(zip(sides[::2], sides[1::2], strict=True))
     return of_kinds(layout, [tuple(pairs[at : at + step]) for at in range(0, len(pairs), step)])
 
 
@@ -140,7 +170,8 @@ def segments_operator(
     layout
         From `layout_numbers`; the dtype is that of `query`.
     kinds
-        Widths of K and V, segment by segment, of every kind of head that the kernel is built for.
+        Widths of K and V (or bits by column), segment by segment, of every kind of head that the
+        kernel is built for.
     tuning
         Pieces, tile, stages, warps, the cost per token, the most registers and
         whether neighbours go together.
@@ -197,8 +228,11 @@ def _(
     # From the numbers alone: a layout's own checks mean nothing to a tracer.
     heads, group = layout[0], layout[1]
     step = _HEADER + 2 * heads
-    ends = range(4 + step, len(layout) + 1, step)
-    columns = sum(max(layout[end - heads + head] for end in ends) for head in range(heads))
+    starts = range(4, len(layout), step)
+    columns = sum(
+        max(_width(layout[at + step - heads + head], layout[at + 1]) for at in starts)
+        for head in range(heads)
+    )
     return query.new_empty(query.shape[0], group * columns)
 
 
@@ -375,7 +409,7 @@ class SegmentsStep:
             scaling,
             softcap,
             layout_numbers(self.layout),
-            [width for kind in self.kinds for pair in kind for width in pair],
+            _kind_numbers(self.kinds),
             astuple(tuning),
             self.multiprocessors,
         )

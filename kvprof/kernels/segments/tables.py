@@ -100,7 +100,8 @@ class Kind(NamedTuple):
         Scales of a token.
     key_planes, value_planes : int
     key_scales, key_middles, value_scales, value_middles : int
-        Where they begin in a block, in float16; 0 where the format keeps none.
+        Where they begin in a block, in float16; 0 where the format keeps none. Of bits by column
+        in bytes.
     key_block, value_block : int
         From block to block: bytes, or values at full precision.
     value_width : int
@@ -150,11 +151,19 @@ class PlaneColumns(NamedTuple):
     depth : int
         Its width in a product.
     group : int
-        Of scales.
+        Of scales, or of columns with the same bits.
     first, last : int
         1 where it is the first, or the last, of its group.
     at : int
         Where it begins in a block: bytes, or values at full precision.
+    bits : int
+        Of its codes where columns have bits of their own, else 0; 1 for the highest of 3.
+    shift : int
+        Bits of a byte below those of its first token.
+    step : float
+        Of its codes.
+    worth : float
+        Of a code of it, in those of its run, when bits below it in a byte are counted in both.
     """
 
     start: int
@@ -164,6 +173,10 @@ class PlaneColumns(NamedTuple):
     first: int
     last: int
     at: int
+    bits: int = 0
+    shift: int = 0
+    step: float = 1.0
+    worth: float = 1.0
 
 
 class Stretch(NamedTuple):

@@ -6,7 +6,13 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.codes import FORMATS, Bits
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.launch import constants, cut_units
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds
+from kvprof.kernels.segments.layout import (
+    Segment,
+    SegmentsLayout,
+    SideKind,
+    of_kinds,
+    segment_of,
+)
 from kvprof.kernels.segments.move import constants as move_constants
 from kvprof.kernels.segments.move import move_token
 from kvprof.kernels.segments.tuning import tuning_for
@@ -14,7 +20,7 @@ from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
 
-_Spec = tuple[tuple[tuple[int, int], ...], Bits, Bits]
+_Spec = tuple[tuple[tuple[SideKind, SideKind], ...], Bits, Bits]
 
 
 def _segments(
@@ -26,12 +32,11 @@ def _segments(
     *,
     page: int = 0,
 ) -> Variant:
-    segments = []
-    for pairs, key_bits, value_bits in specs:
-        keys, values = zip(*pairs, strict=True)
-        ragged = RaggedLayout(keys, values, group, 1, page or 64)
-        segments.append(Segment(ragged, key_bits, value_bits, columns, page > 0))
-    layout = SegmentsLayout(tuple(segments), dtype)
+    segments = tuple(
+        segment_of(pairs, group, 1, page or 64, *bits, columns, paged=page > 0)
+        for pairs, *bits in specs
+    )
+    layout = SegmentsLayout(segments, dtype)
     family = of_kinds(layout, layout.kinds)
     tuning = tuning_for(family)
     run = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
@@ -89,15 +94,34 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
 _RAGGED = ((112, 48), (32, 80))
 _FULL = ((128, 128),)
 _WIDE = ((128, 512),)
+#: Bits by column, 2.3 of 128, and all that there are.
+_BITS = ((16, 4), (32, 3), (64, 2))
+_BY_COLUMN = ((_BITS, _BITS), (((16, 8), (16, 4), (48, 3), (16, 2)), ((80, 2),)))
 #: Formats that are more than a number of bits.
-_NAMED = tuple(name for name in FORMATS if isinstance(name, str))
+_NAMED = tuple(name for name in FORMATS if isinstance(name, str) and name != "uniform")
 
-#: Quantised ragged heads, in pages too, each named format, TALE's three segments, Palu's grouped
-#: latents; the cut; a token that is stored, with every way to round it.
+#: Quantised ragged heads, in pages too, each named format, bits by column behind exact tokens and
+#: in pages, TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with
+#: every way to round it.
 VARIANTS = (
     _segments("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
     _segments("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
     *(_segments(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
+    _segments(
+        "bits by column",
+        torch.bfloat16,
+        4,
+        ((_FULL * 2, None, None), (_BY_COLUMN, "uniform", "uniform")),
+        None,
+    ),
+    _segments(
+        "bits by column, pages of 128",
+        torch.float16,
+        4,
+        ((_BY_COLUMN, "uniform", "uniform"),),
+        None,
+        page=128,
+    ),
     _segments(
         "tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))
     ),
