@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.append import addresses_of, append, read, write
 from kvprof.kernels.segments.codes import FORMATS, bits_numbered, format_of, quantise, spread
 from kvprof.kernels.segments.launch import token_bytes, token_cost
@@ -18,9 +17,11 @@ from kvprof.kernels.segments.columns import (
     quantise_columns,
     to_number,
 )
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
+from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
+from tests.kernels.column_runs import segment
+from tests.kernels.column_runs import spread as spread_bits
 from tests.kernels.dequantised import dequantised
 
 ANY_FORMAT = st.sampled_from(list(FORMATS))
@@ -29,27 +30,6 @@ WIDTHS = st.integers(1, 9).map(lambda n: 16 * n)
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def runs_of(width: int) -> tuple[tuple[int, int], ...]:
-    """Return bits by column of any width, all that there are where they find room."""
-    widths = [16 * (width // 16 // 4 + (number < width // 16 % 4)) for number in range(4)]
-    return tuple((own, bits) for own, bits in zip(widths, (3, 2, 4, 8), strict=True) if own)
-
-
-def in_order(runs):
-    return tuple(sorted(runs, key=lambda run: -run[1]))
-
-
-def segment(widths, key_bits, value_bits, *, columns=32, batch=2, capacity=100) -> Segment:
-    kinds = [
-        tuple(
-            in_order(runs_of(width)) if bits == "uniform" else width
-            for width, bits in zip(pair, (key_bits, value_bits), strict=True)
-        )
-        for pair in widths
-    ]
-    return segment_of(kinds, 2, batch, capacity, key_bits, value_bits, columns)
 
 
 @settings(max_examples=30, deadline=None)
@@ -130,7 +110,7 @@ def test_every_token_is_found_where_it_was_put(
                 elif bits == "fp8":
                     wanted = rows.to(torch.float8_e4m3fn).float()
                 elif bits == "uniform":
-                    runs = in_order(runs_of(rows.shape[-1]))
+                    runs = spread_bits(rows.shape[-1])
                     wanted = dequantised_columns(*quantise_columns(rows, runs), runs)
                 else:
                     wanted = dequantised(quantise(rows, bits, columns), bits, columns)

@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvprof.analysis.uniform import uniform_step
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, launching
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.segments.append import column_places, scale_places
-from kvprof.kernels.segments.codes import FP8, FULL, format_of
+from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL, format_of
+from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
@@ -45,9 +47,18 @@ _BLOCK = tl.constexpr(column(MovedColumn, "block"))
 _PART = tl.constexpr(column(MovedColumn, "part"))
 _PLACE = tl.constexpr(column(MovedColumn, "place"))
 _BEHIND = tl.constexpr(column(MovedColumn, "behind"))
+_BITS = tl.constexpr(column(MovedColumn, "bits"))
+_BELOW = tl.constexpr(column(MovedColumn, "below"))
+_SHIFT = tl.constexpr(column(MovedColumn, "shift"))
+_APART = tl.constexpr(column(MovedColumn, "apart"))
+_CODE = tl.constexpr(column(MovedColumn, "code"))
+_MATE = tl.constexpr(column(MovedColumn, "mate"))
+_TOPS = tl.constexpr(column(Stretch, "tops"))
 _PLACES = tl.constexpr(PLACES)
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
+_BY_COLUMN = tl.constexpr(COLUMNS)
+_STEPS = tl.constexpr(tuple(uniform_step(bits) for bits in (2, 3, 4, 8)))
 #: Columns of a program where no scale says how many.
 _FREE = 64
 
@@ -130,6 +141,87 @@ def _put(
         tl.store(octets + at, codes.to(tl.uint8), mask=there)
 
 
+@triton.jit
+def _states(source, row, origin, column, there, lost, height, source_row, LOW: tl.constexpr):
+    """Load one token's columns of a stretch, or those of them that rows of the table name."""
+    at = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
+    at += row * source_row
+    at += origin // height * tl.load(column + _SOURCE_BLOCK, mask=there, other=0)
+    at += origin % height * tl.load(column + _SOURCE_PLACE, mask=there, other=0)
+    found = tl.load(source + at, mask=there, other=0.0)
+    if LOW:
+        behind = tl.load(column + _BEHIND, mask=there, other=0) * lost
+        found = tl.where(behind != 0, 0.0, found)
+    return found
+
+
+@triton.jit
+def _column_codes(states, scale, column, there, slot):
+    """Return the bits of a piece of codes, where they go in their byte."""
+    code = tl.load(column + _CODE, mask=there, other=2)
+    step = tl.where(
+        code == 2, _STEPS[0], tl.where(code == 3, _STEPS[1], tl.where(code == 4, _STEPS[2], _STEPS[3]))
+    )
+    half = tl.exp2((code - 1).to(tl.float32))
+    # As `kvprof.kernels.segments.columns.quantise_columns` has it, to the last bit.
+    level = tl.floor(tl.div_rn(states.to(tl.float32), scale * step))
+    found = (tl.minimum(tl.maximum(level, -half), half - 1.0) + half).to(tl.int32)
+    found = found >> tl.load(column + _BELOW, mask=there, other=0).to(tl.int32)
+    apart = tl.load(column + _APART, mask=there, other=8).to(tl.int32)
+    shift = tl.load(column + _SHIFT, mask=there, other=0).to(tl.int32)
+    shift += slot.to(tl.int32) % (8 // apart) * apart
+    mask = (1 << tl.load(column + _BITS, mask=there, other=0).to(tl.int32)) - 1
+    return (found & mask) << shift, mask << shift
+
+
+@triton.jit
+def _column_bytes(octets, column, there, block, place, slot, VALUES: tl.constexpr):
+    """Return the addresses of a piece's bytes."""
+    at = tl.load(column + _FIRST, mask=there, other=0)
+    at += block * tl.load(column + _BLOCK, mask=there, other=0)
+    apart = tl.load(column + _APART, mask=there, other=8)
+    at += slot // (8 // apart) * tl.load(column + _PART, mask=there, other=0)
+    if VALUES:
+        low = place % 4
+        place = place - low + low // 2 + low % 2 * 2
+    at += place * tl.load(column + _PLACE, mask=there, other=0)
+    return octets + at
+
+
+@triton.jit
+def _put_columns(
+    octets, source, states, row, origin, columns, number, there, stretch, block, token, lost,
+    height, source_row, VALUES: tl.constexpr, LOW: tl.constexpr,
+):
+    """Store one token's columns with bits of their own, and their scale."""
+    place = token // 4
+    slot = token % 4
+    count = tl.load(stretch + _COLUMNS)
+    wide = states.to(tl.float32)
+    size = tl.div_rn(tl.sum(tl.where(there, wide * wide, 0.0), 0), count.to(tl.float32))
+    # From the smallest that is not denormal to the largest.
+    word = _e4m3(tl.maximum(tl.sqrt_rn(size), 0.015625))
+    at = tl.load(stretch + _SCALE_FIRST) + block * tl.load(stretch + _SCALE_BLOCK) + token
+    tl.store(octets + at, word.to(tl.uint8))
+    scale = (word << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    column = columns + number * _COLUMN
+    codes, mask = _column_codes(wide, scale, column, there, slot)
+    to = _column_bytes(octets, column, there, block, place, slot, VALUES)
+    old = tl.load(to, mask=there, other=0).to(tl.int32)
+    tl.store(to, ((old & ~mask) | codes).to(tl.uint8), mask=there)
+    # Both that share a byte write the whole of it, whoever comes first.
+    there = number < tl.load(stretch + _TOPS)
+    column = columns + (count + number) * _COLUMN
+    mate = column + tl.load(column + _MATE, mask=there, other=0) * _COLUMN
+    own = _states(source, row, origin, column, there, lost, height, source_row, LOW)
+    other = _states(source, row, origin, mate, there, lost, height, source_row, LOW)
+    codes, mask = _column_codes(own, scale, column, there, slot)
+    more, beside = _column_codes(other, scale, mate, there, slot)
+    to = _column_bytes(octets, column, there, block, place, slot, VALUES)
+    old = tl.load(to, mask=there, other=0).to(tl.int32)
+    tl.store(to, ((old & ~(mask | beside)) | codes | more).to(tl.uint8), mask=there)
+
+
 @triton.jit(do_not_specialize=["source_capacity", "source_height", "source_row", "pool", "stride"])
 def move_token(
     source,
@@ -177,7 +269,7 @@ def move_token(
         Slots of a row (PAGED: a page) in the segment, how many such rows there are, and bytes from
         one to the next.
     KEY_BITS, VALUE_BITS
-        8, 4, 3 or 2, `FP8` or `FULL`.
+        8, 4, 3 or 2, `FP8`, `COLUMNS` or `FULL`.
     SLOTS
         Tokens of a place.
     WIDTH
@@ -199,34 +291,44 @@ def move_token(
         column = columns + (tl.load(stretch + _FIRST_COLUMN) + number) * _COLUMN
         origin = tl.load(origins + row).to(tl.int64)
         origin = tl.minimum(tl.maximum(origin, 0), source_capacity - 1)
-        at = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
-        at += row * source_row
-        at += origin // source_height * tl.load(column + _SOURCE_BLOCK, mask=there, other=0)
-        at += origin % source_height * tl.load(column + _SOURCE_PLACE, mask=there, other=0)
-        states = tl.load(source + at, mask=there, other=0.0)
+        lost = origin * 0
         if LOW:
-            lost = tl.load(column + _BEHIND, mask=there, other=0) * tl.load(low + row).to(tl.int64)
-            states = tl.where(lost != 0, 0.0, states)
+            lost = tl.load(low + row).to(tl.int64)
+        states = _states(
+            source, row, origin, column, there, lost, source_height, source_row, LOW
+        )
         far = own * stride
         octets += far
         full += far // (full.dtype.element_ty.primitive_bitwidth // 8)
         halfs += far // 2
         block = target // (_PLACES * SLOTS)
         token = target % (_PLACES * SLOTS)
+        first = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
         if tl.load(stretch + _SIDE) == 0:
-            _put(
-                octets,
-                full,
-                halfs,
-                states,
-                there,
-                column,
-                stretch,
-                block,
-                token,
-                KEY_BITS,
-                False,
-                SLOTS,
+            if KEY_BITS == _BY_COLUMN:
+                _put_columns(
+                    octets, source, states, row, origin, first, number, there, stretch, block,
+                    token, lost, source_height, source_row, False, LOW,
+                )
+            else:
+                _put(
+                    octets,
+                    full,
+                    halfs,
+                    states,
+                    there,
+                    column,
+                    stretch,
+                    block,
+                    token,
+                    KEY_BITS,
+                    False,
+                    SLOTS,
+                )
+        elif VALUE_BITS == _BY_COLUMN:
+            _put_columns(
+                octets, source, states, row, origin, first, number, there, stretch, block, token,
+                lost, source_height, source_row, True, LOW,
             )
         else:
             _put(
@@ -259,7 +361,7 @@ def constants(layout: SegmentsLayout, segment: int) -> dict[str, int]:
     own = layout.segments[segment]
     sides = [side for head in range(layout.heads) for side in layout.sides(segment, head)]
     # A program has the whole of a scale, and at least a warp's lanes have a column.
-    scaled = [min(side.width, own.columns or side.width) for side in sides if side.groups]
+    scaled = [min(side.width, side.columns or side.width) for side in sides if side.groups]
     width = max(32, triton.next_power_of_2(max(scaled))) if scaled else _FREE
     return {
         "KEY_BITS": format_of(own.key_bits).number,
@@ -442,17 +544,22 @@ def token_move(
                     "columns"
                 )
             lowest = (last.value_widths if values else last.key_widths)[head]
+            if isinstance(source, int):
+                from_segment = column_places(layout, source, head, bool(values))
+                came = [(first, block, place) for first, block, _, place in from_segment]
+            else:
+                came = _plane_places(source, head, values)
+            if isinstance(side, ColumnSide):
+                stretch, rows = _pieces(layout, segment, head, values, side, came, lowest)
+                stretches.append(stretch._replace(first=len(columns)))
+                columns += rows
+                continue
             scales = scale_places(layout, segment, head, bool(values))
             step = (own.columns or side.width) if scales else fixed["WIDTH"]
             for begin in range(0, side.width, step):
                 scale = scales[begin // step] if scales else (0, 0, 0)
                 count = min(step, side.width - begin)
                 stretches.append(Stretch(values, len(columns) + begin, count, *scale))
-            if isinstance(source, int):
-                from_segment = column_places(layout, source, head, bool(values))
-                came = [(first, block, place) for first, block, _, place in from_segment]
-            else:
-                came = _plane_places(source, head, values)
             goes = column_places(layout, segment, head, bool(values))
             columns += [
                 MovedColumn(*came[number], *goes[number], int(number >= lowest))
@@ -464,6 +571,53 @@ def token_move(
             torch.tensor(rows, dtype=torch.int64, device=device) for rows in (stretches, columns)
         ]
     return TokenMove(layout, segment, source, tables[0], tables[1], tuple(fixed.values()))
+
+
+def _pieces(
+    layout: SegmentsLayout,
+    segment: int,
+    head: int,
+    values: int,
+    side: ColumnSide,
+    came: list[tuple[int, int, int]],
+    lowest: int,
+) -> tuple[Stretch, list[MovedColumn]]:
+    """Return a side with bits by column, but for where its rows begin in the table."""
+    start = layout.offsets[segment][head] + values * layout.sides(segment, head)[0].nbytes
+    size = layout.block_bytes(segment, head)
+    codes = {
+        column: side.bits_of(plane)
+        for plane in side.planes
+        for column in range(plane.start, plane.start + plane.width)
+    }
+    tops = {piece.column: number for number, piece in enumerate(side.pieces) if piece.below}
+    halves = {plane.start: plane.width // 2 for plane in side.planes}
+    rows = []
+    for number, own in enumerate(side.pieces):
+        mate = 0
+        if own.below:
+            begin = max(start for start in halves if start <= own.column)
+            half = halves[begin]
+            other = own.column + (half if own.column < begin + half else -half)
+            mate = tops[other] - number
+        rows.append(
+            MovedColumn(
+                *came[own.column],
+                start + own.at,
+                size,
+                own.part,
+                own.place,
+                int(own.column >= lowest),
+                own.bits,
+                own.below,
+                own.shift,
+                own.apart,
+                codes[own.column],
+                mate,
+            )
+        )
+    scale = start + side.code_bytes
+    return Stretch(values, 0, side.width, scale, size, 0, len(tops)), rows
 
 
 def _plane_places(layout: RaggedLayout, head: int, values: int) -> list[tuple[int, int, int]]:

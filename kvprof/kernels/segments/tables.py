@@ -189,7 +189,10 @@ class Stretch(NamedTuple):
     first, columns : int
         Rows of the table of `MovedColumn`.
     scale_first, scale_block, to_next : int
-        As `kvprof.kernels.segments.append.Columns` has them; 0 where there is no scale.
+        As `kvprof.kernels.segments.append.Columns` has them; 0 where there is no scale. In bytes
+        where columns have bits of their own.
+    tops : int
+        Rows of that table behind those of the columns: the highest of 3 bits.
     """
 
     side: int
@@ -198,6 +201,7 @@ class Stretch(NamedTuple):
     scale_first: int
     scale_block: int
     to_next: int
+    tops: int = 0
 
 
 class MovedColumn(NamedTuple):
@@ -212,6 +216,12 @@ class MovedColumn(NamedTuple):
         As `kvprof.kernels.segments.append.Columns` has them.
     behind : int
         1 where the lowest level has lost it.
+    bits, below, shift, apart : int
+        Of a column with bits of its own, as `kvprof.kernels.segments.columns.Piece` has them.
+    code : int
+        All bits of its code.
+    mate : int
+        Of a highest bit: rows from its own to that of the one with which it shares a byte.
     """
 
     source_first: int
@@ -222,3 +232,9 @@ class MovedColumn(NamedTuple):
     part: int
     place: int
     behind: int
+    bits: int = 0
+    below: int = 0
+    shift: int = 0
+    apart: int = 0
+    code: int = 0
+    mate: int = 0

@@ -11,12 +11,13 @@ from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.codes import e4m3
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.move import token_move
+from tests.kernels.column_runs import runs, segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
     [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16, torch.float32]
 )
-FORMATS = (None, "fp8", 8, 4, 3, 2)
+FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform")
 few = settings(
     max_examples=10 if DEVICE.type == "cuda" else 40,
     deadline=None,
@@ -37,7 +38,14 @@ def layouts(draw):
     return SegmentsLayout(
         (
             Segment(RaggedLayout(*wide, 2, batch, rooms[0])),
-            Segment(RaggedLayout(*low, 2, batch, rooms[1]), *formats, columns),
+            segment(
+                list(zip(*low, strict=True)),
+                *formats,
+                batch=batch,
+                capacity=rooms[1],
+                columns=columns,
+                of=lambda width: draw(runs(width)),
+            ),
         ),
         draw(st.sampled_from(DTYPES)),
     )

@@ -9,19 +9,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.launch import constants, tile_places, token_cost
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds
+from kvprof.kernels.segments.layout import SegmentsLayout, of_kinds
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
 from kvprof.kernels.segments.tables import Item
 from kvprof.kernels.tables import Part, column
+from tests.kernels.column_runs import runs, segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
     [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16, torch.float32]
 )
-FORMATS = (None, "fp8", 8, 4, 3, 2)
+FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform")
 # On a GPU weights of quantised values are bfloat16 whatever the run: their range is what counts.
 LIMITS = {
     torch.bfloat16: 1e-2,
@@ -87,9 +88,9 @@ def check(layout: SegmentsLayout, lengths, query, buffer, scaling=0.09, **option
 
 
 def one(widths, key_bits, value_bits, *, group=2, batch=1, capacity=100, columns=32):
-    keys, values = zip(*widths, strict=True)
-    layout = RaggedLayout(keys, values, group, batch, capacity)
-    return Segment(layout, key_bits, value_bits, columns)
+    return segment(
+        widths, key_bits, value_bits, group=group, batch=batch, capacity=capacity, columns=columns
+    )
 
 
 narrow = st.integers(1, 7).map(lambda n: 16 * n)
@@ -104,11 +105,15 @@ def layouts(draw):
         keys, values = (tuple(draw(narrow) for _ in range(heads)) for _ in range(2))
         capacity = max(1, *own) + draw(st.integers(0, 9))
         segments.append(
-            Segment(
-                RaggedLayout(keys, values, group, batch, capacity),
+            segment(
+                list(zip(keys, values, strict=True)),
                 draw(st.sampled_from(FORMATS)),
                 draw(st.sampled_from(FORMATS)),
-                draw(st.sampled_from([16, 32, 64, None])),
+                group=group,
+                batch=batch,
+                capacity=capacity,
+                columns=draw(st.sampled_from([16, 32, 64, None])),
+                of=lambda width: draw(runs(width)),
             )
         )
         lengths.append(own)
@@ -189,6 +194,18 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
     """Copy what is stored of a token, bit by bit, and nothing else."""
     block, inside = divmod(token, 32 * side.slots)
     place, slot = divmod(inside, side.slots)
+    if isinstance(side, ColumnSide):
+        for piece in side.pieces:
+            part, number = divmod(slot, 8 // piece.apart)
+            mask = (2**piece.bits - 1) << piece.shift + piece.apart * number
+            own = place // 4 * 4 + (0, 2, 1, 3)[place % 4] if side.values else place
+            at = piece.at + piece.part * part + piece.place * own
+            old = target[row, block, at]
+            old.copy_((old & (255 - mask)) | (source[row, block, at] & mask))
+        side.row_scales(target)[row, block, place, slot] = side.row_scales(source)[
+            row, block, place, slot
+        ]
+        return
     for plane in side.planes:
         if side.bits is None:
             mine, theirs = side.rows(source, plane), side.rows(target, plane)
@@ -266,7 +283,12 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
 @given(layouts(), st.integers(1, 9), st.integers(0, 10**6), st.data())
 def test_a_step_built_for_more_kinds_gives_the_same_attention(found, pieces, seed, data):
     layout, lengths = found
-    more = st.tuples(*[st.tuples(narrow, narrow) for _ in layout.segments])
+    more = st.tuples(
+        *[
+            st.tuples(*(narrow.flatmap(runs) if own == "uniform" else narrow for own in formats))
+            for formats in ((x.key_bits, x.value_bits) for x in layout.segments)
+        ]
+    )
     kinds = (*layout.kinds, *data.draw(st.lists(more, min_size=1, max_size=3)))
     tuning = Tuning(pieces=pieces, warps=step(layout).tuning.warps)
     prepared = segments_step(layout, DEVICE, multiprocessors=2, tuning=tuning, kinds=kinds)
