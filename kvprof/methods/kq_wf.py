@@ -9,6 +9,7 @@ import torch
 
 from kvprof.analysis.bases import GAUGE_FLOOR, walsh_hadamard
 from kvprof.analysis.bit_allocation import few_column_bits, water_filled
+from kvprof.analysis.uniform import uniform_distortion
 from kvprof.analysis.rank_allocation import RankTarget
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
@@ -31,6 +32,7 @@ def kq_wf(
     sink: Count = 4,
     window: Count = 32,
     hadamard: bool = True,
+    levels: Annotated[str, Among("uniform", "lloyd-max")] = "uniform",
 ) -> PlanFamily:
     """Return plans of the optimal pairs with 0, 2, 3, 4 or 8 bits by column.
 
@@ -39,8 +41,8 @@ def kq_wf(
     over all layers, heads and both sides to what loses least by that
     (`kvprof.analysis.bit_allocation.water_filled`). Columns of equal bits are mixed by a Hadamard
     matrix, scaled to a mean square of 1 on the calibration data, both inside ``down`` and ``up``,
-    and quantised to the levels that are best for a normal variable, with one scale of 8 bits for
-    a token's row (``lloyd-max-rms``, `kvprof.methods.plan`).
+    and quantised to levels that are best for a normal variable, with one scale of 8 bits for a
+    token's row (``uniform-rms`` and ``lloyd-max-rms``, `kvprof.methods.plan`).
 
     Parameters
     ----------
@@ -63,6 +65,8 @@ def kq_wf(
         First and newest tokens that stay exact, all columns at full precision.
     hadamard : bool
         Mix columns of equal bits.
+    levels : str
+        ``uniform``, at equal distances, which kernels run, or ``lloyd-max``, the best ones.
 
     Raises
     ------
@@ -98,10 +102,12 @@ def kq_wf(
     targets = [target for target in base.targets if target.layer not in left]
     if not targets:
         raise UsageError("kq-wf: every layer has a sliding window; take window=0")
-    distortion = {bits: normal_distortion(bits) for bits in (0, *ARITHMETICS["lloyd-max-rms"].bits)}
+    kind = f"{levels}-rms"
+    lost = uniform_distortion if levels == "uniform" else normal_distortion
+    distortion = {bits: lost(bits) for bits in (0, *ARITHMETICS[kind].bits)}
     places = {(x.layer, x.side, x.group): number for number, x in enumerate(targets)}
     side = SideQuantiser(())
-    quantiser = Quantiser("lloyd-max-rms", side, side, window=window, scale_dtype="float8_e4m3fn")
+    quantiser = Quantiser(kind, side, side, window=window, scale_dtype="float8_e4m3fn")
     made = {
         **whole.made,
         "options": {
@@ -112,6 +118,7 @@ def kq_wf(
             "sink": sink,
             "window": window,
             "hadamard": hadamard,
+            "levels": levels,
         },
     }
 

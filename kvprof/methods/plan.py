@@ -59,13 +59,14 @@ apart (value in the model's dtype, 16-bit column index) and count as 0 in minimu
 ``lloyd-max-rms``: ``x ≈ scale * c[code]`` with ``c =
 kvprof.methods.quantisers.normal_levels(bits)``, the levels of least squared error for a standard
 normal variable, and scale the root mean square of the token's row, rounded to ``scale_dtype``
-before it divides; for latents whose columns are alike.
+before it divides; for latents whose columns are alike. ``uniform-rms``: the same with levels at
+equal distances, ``c[code] = kvprof.analysis.uniform.uniform_step(bits) * (code - (2^bits - 1) / 2)``.
 ``hqq`` and ``quanto``: what the library of that name makes of a group of columns of one token;
 `kvprof.methods.storage` says how a row is cut, filled up and packed.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
 Where the last column group is narrower than ``group`` it has its own scale all the same.
 
-**Bits by column** (``lloyd-max-rms`` only). A group's ``column_bits``, pairs ``(columns, bits)``,
+**Bits by column** (these two only). A group's ``column_bits``, pairs ``(columns, bits)``,
 cut its latent into runs of adjacent columns with bits of their own, each packed into whole bytes;
 they stand in place of the side's ``bits``, which are then empty, and share the row's scale. A run
 of 0 bits is stored of sinks and of what the quantiser has not reached, and of nothing else: of a
@@ -98,6 +99,7 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.methods.storage import (
     ARITHMETICS,
+    ROW_RMS,
     Eviction,
     Levels,
     Quantiser,
@@ -386,12 +388,12 @@ def _check_column_bits(
             if side is not None and not side.bits and stored:
                 raise UsageError(f"{name}: neither the quantiser nor the columns say their bits")
             continue
-        if quantiser is None or quantiser.kind != "lloyd-max-rms" or side is None or side.bits:
+        if quantiser is None or quantiser.kind not in ROW_RMS or side is None or side.bits:
             raise UsageError(
-                f"{name}: bits by column are for the quantiser lloyd-max-rms, which then says none "
-                "itself"
+                f"{name}: bits by column are for the quantisers {' and '.join(ROW_RMS)}, which then "
+                "say none themselves"
             )
-        known = (0, *ARITHMETICS["lloyd-max-rms"].bits)
+        known = (0, *ARITHMETICS[quantiser.kind].bits)
         widths, bits = zip(*group.column_bits, strict=True)
         if min(widths) < 1 or sum(widths) != group.rank or len(group.ranks) > 1:
             raise UsageError(

@@ -15,6 +15,7 @@ from kvprof.requirements import extra_command
 __all__ = [
     "ARITHMETICS",
     "LIBRARIES",
+    "ROW_RMS",
     "SCALE_BYTES",
     "Arithmetic",
     "Eviction",
@@ -83,8 +84,8 @@ class Quantiser:
     Attributes
     ----------
     kind : str
-        ``affine``, ``codebook``, ``lloyd-max``, ``lloyd-max-unit``, ``lloyd-max-rms``, ``fp8``, or
-        a library's: ``hqq``, ``quanto``.
+        ``affine``, ``codebook``, ``lloyd-max``, ``lloyd-max-unit``, ``lloyd-max-rms``,
+        ``uniform-rms``, ``fp8``, or a library's: ``hqq``, ``quanto``.
     keys, values : SideQuantiser or None
     window : int
         Newest tokens that always stay at full precision.
@@ -95,7 +96,7 @@ class Quantiser:
         Share of each row kept apart at full precision (``codebook`` only).
     scale_dtype : str
         Of scales and zeros; ``model`` is the dtype that the model runs in (libraries only), and
-        ``float8_e4m3fn`` is for ``lloyd-max-rms`` alone.
+        ``float8_e4m3fn`` is for those of `ROW_RMS` alone.
     """
 
     kind: str
@@ -305,8 +306,11 @@ ARITHMETICS = {
     "lloyd-max": Arithmetic((2, 3, 4), ("norm",)),
     "lloyd-max-unit": Arithmetic((2, 3, 4), ("norm",)),
     "lloyd-max-rms": Arithmetic((2, 3, 4, 8), ("scale",)),
+    "uniform-rms": Arithmetic((2, 3, 4, 8), ("scale",)),
     "fp8": Arithmetic((8,), (), "FP8 (e4m3)"),
 }
+#: Those whose scale is the root mean square of a token's row: columns can have bits of their own.
+ROW_RMS = ("lloyd-max-rms", "uniform-rms")
 #: Bytes of a scale, or of a zero point, by the dtype that it can have.
 SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
@@ -346,7 +350,7 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
     if quantiser.outliers and quantiser.kind != "codebook":
         raise UsageError(f"quantiser: {quantiser.kind} keeps no outliers; codebook does")
     known = ("model",) if quantiser.kind in LIBRARIES else tuple(SCALE_BYTES)
-    if quantiser.kind != "lloyd-max-rms":
+    if quantiser.kind not in ROW_RMS:
         # A zero point of three binary digits would move every value.
         known = tuple(name for name in known if name != "float8_e4m3fn")
     if quantiser.scale_dtype not in known:
@@ -370,7 +374,7 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
             f"quantiser: {quantiser.kind} has no {unknown[0]} bits; choose from "
             f"{', '.join(map(str, allowed))}"
         )
-    if len(side.bits) != len(levels.shares) and (side.bits or quantiser.kind != "lloyd-max-rms"):
+    if len(side.bits) != len(levels.shares) and (side.bits or quantiser.kind not in ROW_RMS):
         raise UsageError(
             f"quantiser: {len(side.bits)} bit widths for {len(levels.shares)} token levels"
         )
@@ -386,9 +390,9 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
     own = ARITHMETICS.get(quantiser.kind)
     if own is not None and "norm" in own.kept and (side.axis != "token" or side.group is not None):
         raise UsageError(f"quantiser: {quantiser.kind} has one norm for a token's whole row")
-    if quantiser.kind == "lloyd-max-rms" and (side.axis, side.group) != ("token", None):
+    if quantiser.kind in ROW_RMS and (side.axis, side.group) != ("token", None):
         raise UsageError(
-            "quantiser: lloyd-max-rms has one scale for a token's row, and no other groups"
+            f"quantiser: {quantiser.kind} has one scale for a token's row, and no other groups"
         )
     if side.group is not None and side.group < 1:
         raise UsageError(f"quantiser: a group of {side.group} values makes no sense")

@@ -18,11 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
+from kvprof.analysis.uniform import uniform_step
 from kvprof.methods.quantisers import codebook, lloyd_max, normal_levels
-from kvprof.methods.storage import LIBRARIES, Quantiser, SideQuantiser, load_library, row_layout
+from kvprof.methods.storage import (
+    LIBRARIES,
+    ROW_RMS,
+    Quantiser,
+    SideQuantiser,
+    load_library,
+    row_layout,
+)
 from kvprof.runtime.tensors import unflatten
 
-__all__ = ["PLAIN", "Codec", "Plain", "codec_for", "library_codec", "pack", "unpack"]
+__all__ = ["PLAIN", "Codec", "Plain", "RowRms", "codec_for", "library_codec", "pack", "unpack"]
 
 # --- Packs codes of 2, 3, 4 or 8 bits densely into bytes, one token's row at a time.
 
@@ -259,26 +267,30 @@ def _levels_on(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _LloydRms(Codec):
+class RowRms(Codec):
     """Levels for normal variables, a scale per row, and perhaps bits by column."""
 
     runs: tuple[tuple[int | None, int], ...]
     scale_dtype: torch.dtype
+    uniform: bool
 
-    def encode(self, rows: Tensor) -> dict[str, Tensor]:
+    def encode(self, rows: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        """Quantise rows, those that were before with the scale ``[..., 1]`` that they had."""
         pieces = [
             (piece.float(), bits)
             for piece, bits in zip(self._cut(rows), self._bits, strict=True)
             if bits
         ]
-        kept = sum(piece.shape[-1] for piece, _ in pieces)
-        squares = torch.cat([piece.square().sum(-1, keepdim=True) for piece, _ in pieces], dim=-1)
-        mean = squares.sum(-1, keepdim=True) / kept
-        limits = torch.finfo(self.scale_dtype)
-        scale = mean.sqrt().clamp(limits.tiny, limits.max).to(self.scale_dtype)
+        if scale is None:
+            kept = sum(piece.shape[-1] for piece, _ in pieces)
+            squares = [piece.square().sum(-1, keepdim=True) for piece, _ in pieces]
+            mean = torch.cat(squares, dim=-1).sum(-1, keepdim=True) / kept
+            limits = torch.finfo(self.scale_dtype)
+            scale = mean.sqrt().clamp(limits.tiny, limits.max)
+        scale = scale.to(self.scale_dtype)
         # The rounded scale divides, so that its rounding costs next to nothing.
         divisor = scale.float()
-        codes = [pack(_nearest(piece / divisor, bits), bits) for piece, bits in pieces]
+        codes = [pack(self._nearest(piece / divisor, bits), bits) for piece, bits in pieces]
         if self.scale_dtype.itemsize == 1:
             scale = scale.view(torch.uint8)  # few operations know the type itself
         return {"codes": torch.cat(codes, dim=-1), "scale": scale}
@@ -295,7 +307,7 @@ class _LloydRms(Codec):
                 continue
             stop = start + math.ceil(width * bits / 8)
             words = _words(codes[..., start:stop], bits)
-            found = embedding(words, _normal_words(bits, codes.device)).flatten(-2)
+            found = embedding(words, _normal_words(bits, self.uniform, codes.device)).flatten(-2)
             rows.append(scale * found[..., :width])
             start = stop
         return torch.cat(rows, dim=-1).to(dtype)
@@ -310,8 +322,16 @@ class _LloydRms(Codec):
         return pieces
 
 
+    def _nearest(self, values: Tensor, bits: int) -> Tensor:
+        known = _levels_on(_normal(bits, self.uniform), values.device)
+        return torch.bucketize(values.contiguous(), (known[1:] + known[:-1]) / 2)
+
+
 @lru_cache(maxsize=8)
-def _normal(bits: int) -> tuple[float, ...]:
+def _normal(bits: int, uniform: bool) -> tuple[float, ...]:
+    if uniform:
+        step, middle = uniform_step(bits), (2**bits - 1) / 2
+        return tuple(step * (code - middle) for code in range(2**bits))
     return tuple(normal_levels(bits).tolist())
 
 
@@ -326,18 +346,13 @@ def _words(packed: Tensor, bits: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _normal_words(bits: int, device: torch.device) -> Tensor:
+def _normal_words(bits: int, uniform: bool, device: torch.device) -> Tensor:
     """Return the levels that each of `_words` stands for: far fewer look-ups than codes."""
     size = 8 if 8 % bits == 0 else 12
     with torch.inference_mode(False):
         words = torch.arange(2**size, device=device).unsqueeze(-1)
         codes = words >> torch.arange(0, size, bits, device=device) & 2**bits - 1
-        return _levels_on(_normal(bits), device)[codes]
-
-
-def _nearest(values: Tensor, bits: int) -> Tensor:
-    known = _levels_on(_normal(bits), values.device)
-    return torch.bucketize(values.contiguous(), (known[1:] + known[:-1]) / 2)
+        return _levels_on(_normal(bits, uniform), device)[codes]
 
 
 def codec_for(
@@ -366,9 +381,10 @@ def codec_for(
         return PLAIN
     if quantiser.kind == "fp8":
         return _Float8()
-    if quantiser.kind == "lloyd-max-rms":
+    if quantiser.kind in ROW_RMS:
         runs = column_bits or ((None, side.bits[level]),)
-        return _LloydRms(runs, getattr(torch, quantiser.scale_dtype))
+        scales = getattr(torch, quantiser.scale_dtype)
+        return RowRms(runs, scales, quantiser.kind == "uniform-rms")
     bits = side.bits[level]
     if quantiser.kind in LIBRARIES:
         return library_codec(quantiser.kind, bits, side.group)

@@ -43,7 +43,7 @@ def segment(
     """Return a segment of heads of some widths in any formats; `of` says the bits by column."""
     kinds = [
         tuple(
-            of(width) if bits == "uniform" else width
+            of(width) if bits == "uniform-rms" else width
             for width, bits in zip(pair, (key_bits, value_bits), strict=True)
         )
         for pair in widths

@@ -109,7 +109,7 @@ def test_every_token_is_found_where_it_was_put(
                     wanted = rows.float()
                 elif bits == "fp8":
                     wanted = rows.to(torch.float8_e4m3fn).float()
-                elif bits == "uniform":
+                elif bits == "uniform-rms":
                     runs = spread_bits(rows.shape[-1])
                     wanted = dequantised_columns(*quantise_columns(rows, runs), runs)
                 else:
@@ -119,7 +119,7 @@ def test_every_token_is_found_where_it_was_put(
 
 def test_formats_are_found_by_name_and_by_number():
     assert [bits_numbered(format_of(bits).number) for bits in FORMATS] == list(FORMATS)
-    with pytest.raises(UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8', 'uniform' or"):
+    with pytest.raises(UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8', 'uniform-rms'"):
         format_of(5)
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "append",
     "column_places",
     "read",
+    "read_scales",
     "scale_places",
     "write",
 ]
@@ -432,6 +433,25 @@ def read(buffer: Tensor, places: Addresses) -> tuple[Tensor, Tensor]:
     places : Addresses
     """
     return _read(buffer, places.keys), _read(buffer, places.values)
+
+
+def read_scales(buffer: Tensor, places: Addresses) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of stored tokens, ``[batch, n, heads]`` float32 each.
+
+    None for a side whose columns have no bits of their own.
+
+    Parameters
+    ----------
+    buffer : Tensor
+    places : Addresses
+    """
+    keys, values = (
+        _taken(_flat(buffer), side.kept[0]).view(torch.float8_e4m3fn).float()
+        if isinstance(side.columns, PieceColumns)
+        else None
+        for side in (places.keys, places.values)
+    )
+    return keys, values
 
 
 def _replace(stored: Tensor, at: Tensor, there: Tensor, new: Tensor, mask: Tensor | int) -> None:

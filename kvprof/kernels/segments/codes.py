@@ -8,7 +8,7 @@ either sign; counted from the minimum they would be large numbers that cancel, a
 round away would be larger than what is left. Middle and scale are rounded to float16 before codes
 are made.
 
-``"uniform"`` has bits by column, 8, 4, 3 or 2, and one scale in e4m3 for a token's whole row:
+``"uniform-rms"`` has bits by column, 8, 4, 3 or 2, and one scale in e4m3 for a token's whole row:
 ``x = scale · step · (stored - (2^bits - 1) / 2)`` with the step of least squared error for a normal
 variable (`kvprof.analysis.uniform.uniform_step`); 3 bits take three. Its codes lie otherwise
 (`kvprof.kernels.segments.columns`), and `encode` and `numbers` are not for them.
@@ -42,7 +42,7 @@ __all__ = [
     "spread",
 ]
 
-#: Bits of a code, ``"fp8"`` for e4m3 without a scale, ``"uniform"`` where columns have bits of their
+#: Bits of a code, ``"fp8"`` for e4m3 without a scale, ``"uniform-rms"`` where columns have bits of their
 #: own, None for the run's dtype.
 Bits = int | str | None
 
@@ -84,7 +84,7 @@ FORMATS: dict[Bits, NumberFormat] = {
     None: NumberFormat(FULL, 0),
     "fp8": NumberFormat(FP8, 8),
     # The narrowest: four tokens to a place whatever bits there are.
-    "uniform": NumberFormat(COLUMNS, 2, ("scale",)),
+    "uniform-rms": NumberFormat(COLUMNS, 2, ("scale",)),
     **{
         bits: NumberFormat(bits, 4 if bits == 3 else bits, ("scale", "middle"))
         for bits in (2, 3, 4, 8)

@@ -84,7 +84,7 @@ class Segment:
     ----------
     layout : RaggedLayout
         Widths, group, batch and the segment's own capacity.
-    key_bits, value_bits : int, "fp8", "uniform" or None
+    key_bits, value_bits : int, "fp8", "uniform-rms" or None
         8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns; e4m3; bits
         by column with a scale per token; full precision.
     columns : int or None
@@ -92,7 +92,7 @@ class Segment:
     paged : bool
         Whether the layout is of a pool of pages: its batch the pages, its capacity a page's tokens.
     key_columns, value_columns : tuple of ColumnBits
-        Per head where the side is ``"uniform"``, else empty.
+        Per head where the side is ``"uniform-rms"``, else empty.
 
     Raises
     ------

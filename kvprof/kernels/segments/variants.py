@@ -98,7 +98,7 @@ _WIDE = ((128, 512),)
 _BITS = ((16, 4), (32, 3), (64, 2))
 _BY_COLUMN = ((_BITS, _BITS), (((16, 8), (16, 4), (48, 3), (16, 2)), ((80, 2),)))
 #: Formats that are more than a number of bits.
-_NAMED = tuple(name for name in FORMATS if isinstance(name, str) and name != "uniform")
+_NAMED = tuple(name for name in FORMATS if isinstance(name, str) and name != "uniform-rms")
 
 #: Quantised ragged heads, in pages too, each named format, bits by column behind exact tokens and
 #: in pages, TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with
@@ -111,14 +111,14 @@ VARIANTS = (
         "bits by column",
         torch.bfloat16,
         4,
-        ((_FULL * 2, None, None), (_BY_COLUMN, "uniform", "uniform")),
+        ((_FULL * 2, None, None), (_BY_COLUMN, "uniform-rms", "uniform-rms")),
         None,
     ),
     _segments(
         "bits by column, pages of 128",
         torch.float16,
         4,
-        ((_BY_COLUMN, "uniform", "uniform"),),
+        ((_BY_COLUMN, "uniform-rms", "uniform-rms"),),
         None,
         page=128,
     ),

@@ -1,28 +1,31 @@
 """What a layer stores where tokens are cut or quantised: segments of one buffer, for all rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import STEP, RaggedLayout, chunks, in_rows
-from kvprof.kernels.segments.append import Addresses, addresses_of, read, write
+from kvprof.kernels.segments.append import Addresses, addresses_of, read, read_scales, write
 from kvprof.kernels.segments.codes import FORMATS, Bits
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits, column_width
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout, SideKind, segment_of
 from kvprof.kernels.segments.side import PLACES
-from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.methods.storage import Quantiser, SideQuantiser
+from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
+from kvprof.methods.storage import ROW_RMS, Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
 from kvprof.runtime.backends.state import KernelStore, check_room, next_capacity
 
 __all__ = [
     "Format",
     "SegmentStore",
+    "columns_of",
     "cut_rows",
     "fill_rows",
     "formats_of",
     "kept_columns",
+    "refused_columns",
     "refused_quantiser",
     "rows_of",
     "shared_columns",
@@ -105,9 +108,11 @@ class Format:
     ----------
     key_widths, value_widths : tuple of int
         Per KV head.
-    key_bits, value_bits : int, "fp8" or None
+    key_bits, value_bits : int, "fp8", "uniform-rms" or None
     columns : int or None
         That share a scale.
+    key_columns, value_columns : tuple of ColumnBits
+        Per KV head where columns have bits of their own, else empty.
     """
 
     def __init__(
@@ -117,14 +122,24 @@ class Format:
         key_bits: Bits = None,
         value_bits: Bits = None,
         columns: int | None = None,
+        key_columns: tuple[ColumnBits, ...] = (),
+        value_columns: tuple[ColumnBits, ...] = (),
     ) -> None:
         self.key_widths, self.value_widths = key_widths, value_widths
         self.key_bits, self.value_bits, self.columns = key_bits, value_bits, columns
+        self.key_columns, self.value_columns = key_columns, value_columns
+
+    @property
+    def kinds(self) -> list[tuple[SideKind, SideKind]]:
+        """What each KV head's keys and values are like."""
+        keys: Sequence[SideKind] = self.key_columns or self.key_widths
+        values: Sequence[SideKind] = self.value_columns or self.value_widths
+        return list(zip(keys, values, strict=True))
 
     def segment(self, group: int, batch: int, capacity: int) -> Segment:
         """Return the segment with room for `capacity` tokens of `batch` rows."""
-        layout = RaggedLayout(self.key_widths, self.value_widths, group, batch, capacity)
-        return Segment(layout, self.key_bits, self.value_bits, self.columns)
+        formats = self.key_bits, self.value_bits, self.columns
+        return segment_of(self.kinds, group, batch, capacity, *formats)
 
 
 def stages_of(plan: Plan) -> Stages:
@@ -139,6 +154,8 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
         return f"latents are quantised by {quantiser.kind}"
     if quantiser.block != 1:
         return f"tokens are quantised {quantiser.block} at a time"
+    if quantiser.kind in ROW_RMS and quantiser.scale_dtype != "float8_e4m3fn":
+        return f"scales are kept in {quantiser.scale_dtype}"
     if quantiser.kind in FORMATS:
         return None
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
@@ -182,6 +199,29 @@ def shared_columns(quantiser: Quantiser) -> int | None:
     return next(side.group for side in (quantiser.keys, quantiser.values) if side is not None)
 
 
+def columns_of(group: HeadGroup, side: SideQuantiser | None, level: int) -> ColumnBits:
+    """Return the bits by column that a group's quantised tokens keep: those of 0 bits left out."""
+    if not group.column_bits:
+        assert side is not None
+        return ((group.ranks[level], side.bits[level]),)
+    return tuple((width, bits) for width, bits in group.column_bits if bits)
+
+
+def refused_columns(groups: Iterable[HeadGroup]) -> str | None:
+    """Return why the kernels over segments do not store columns with these bits; None if they do."""
+    for group in groups:
+        bits = [own for _, own in group.column_bits]
+        if any(width % STEP for width, own in group.column_bits if own):
+            odd = next(width for width, own in group.column_bits if own and width % STEP)
+            return (
+                f"KV head {group.first} keeps {odd} columns with the same bits, and these are "
+                f"multiples of {STEP}"
+            )
+        if bits != sorted(set(bits), reverse=True) or not set(bits) <= {*COLUMN_BITS, 0}:
+            return f"the bits of KV head {group.first} do not fall from column to column"
+    return None
+
+
 def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
     """Return how a layer's segments are stored, in the order of `Stages`."""
     levels = range(len(plan.levels.shares))
@@ -195,9 +235,16 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
         return [*found, Format(keys[0], values[0])]
     columns = shared_columns(quantiser)
     for level in reversed(levels):
-        key_bits = stored_as(quantiser, quantiser.keys, level)
-        value_bits = stored_as(quantiser, quantiser.values, level)
-        found.append(Format(keys[level], values[level], key_bits, value_bits, columns))
+        widths, bits, runs = [], [], []
+        for whole, side, own in (
+            (keys, quantiser.keys, layer.keys.groups),
+            (values, quantiser.values, layer.values.groups),
+        ):
+            bits.append(stored_as(quantiser, side, level))
+            by_column = bits[-1] in ROW_RMS
+            runs.append(tuple(columns_of(group, side, level) for group in own if by_column))
+            widths.append(tuple(map(column_width, runs[-1])) if by_column else whole[level])
+        found.append(Format(*widths, *bits, columns, *runs))
     return found
 
 
@@ -363,6 +410,25 @@ class SegmentStore(KernelStore):
                     before = whole[:, part, kept]
                     whole[:, part, kept] = torch.where(there, own.to(layout.dtype), before)
         return keys, values
+
+    def scales_between(self, first: int, stop: int, totals: Sequence[int]) -> list[Tensor | None]:
+        """Return the scales of tokens `first` … `stop` in order, per side ``[batch, n, heads]``.
+
+        Float32; None for a side whose columns have no bits of their own, 0 for a token without.
+        """
+        assert self.layout is not None
+        number = len(self.formats) - 1
+        found: list[list[Tensor]] = [[], []]
+        for begin in range(first, stop, self._at_once):
+            slots = self.at(begin, min(stop, begin + self._at_once), totals)[number]
+            if slots is None:
+                count = min(stop, begin + self._at_once) - begin
+                slots = self.buffer.new_full((self.rows, count), NOWHERE, dtype=torch.int64)
+            scales = read_scales(self.buffer, addresses_of(self.layout, number, slots))
+            for own, more in zip(found, scales, strict=True):
+                if more is not None:
+                    own.append(more.masked_fill(slots[..., None] < 0, 0.0))
+        return [torch.cat(own, dim=1) if own else None for own in found]
 
     def take(
         self, keys: Tensor, values: Tensor, first: int, old: list[int], new: list[int]

@@ -34,6 +34,7 @@ from kvprof.runtime.backends.segment_store import (
     cut_rows,
     fill_rows,
     formats_of,
+    refused_columns,
     refused_quantiser,
     rows_of,
     stages_of,
@@ -41,8 +42,8 @@ from kvprof.runtime.backends.segment_store import (
 from kvprof.runtime.backends.stages import Step
 from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
 from kvprof.runtime.clock import part
-from kvprof.runtime.codecs import PLAIN, Codec, codec_for
-from kvprof.runtime.rows import RowGroup, plain_part
+from kvprof.runtime.codecs import PLAIN, Codec, RowRms, codec_for
+from kvprof.runtime.rows import Part, RowGroup, plain_part
 from kvprof.runtime.tensors import is_capturing
 
 __all__ = ["SegmentKernelLayer"]
@@ -143,13 +144,12 @@ class SegmentKernelLayer(KernelLayer):
             widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
             if any(width % STEP for width in widths):
                 reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
-        return reason or _ranks(spec.groups)
+        return reason or _ranks(spec.groups) or refused_columns(spec.groups)
 
     @property
     def kinds(self) -> set[HeadKind]:
-        """The widths that stored heads have, of keys and values in every segment."""
-        pairs = (zip(form.key_widths, form.value_widths, strict=True) for form in self._formats)
-        return set(zip(*pairs, strict=True))
+        """What stored heads are like, their keys and values in every segment."""
+        return set(zip(*(form.kinds for form in self._formats), strict=True))
 
     def new_store(self, capacity: int | None) -> SegmentStore:
         """Return an empty store; `capacity` is a static cache's, in tokens."""
@@ -352,10 +352,13 @@ class SegmentKernelLayer(KernelLayer):
         if not max(seen):
             return []
         rows = store.rows_between(0, max(seen), seen)
+        scales = store.scales_between(0, max(seen), seen)
         found = []
         for tokens, members in rows_alike(seen).items():
             row_group = RowGroup(members, tokens)
-            for name, whole, own in zip(("keys", "values"), rows, bundles, strict=True):
+            for name, whole, scale, own in zip(
+                ("keys", "values"), rows, scales, bundles, strict=True
+            ):
                 side = getattr(self.layer, name)
                 begins = [0]
                 for group in side.groups:
@@ -364,18 +367,33 @@ class SegmentKernelLayer(KernelLayer):
                 for bundle in own:
                     heads = [slice(begins[head], begins[head + 1]) for head in bundle.kv_heads]
                     latents = [whole[members, :tokens, columns] for columns in heads]
-                    kept.append(self._parts(torch.stack(latents, dim=1), bundle, name, tokens))
+                    had = None
+                    if scale is not None:
+                        had = scale[members, :tokens][..., list(bundle.kv_heads)].mT[..., None]
+                    parts = self._parts(torch.stack(latents, dim=1), had, bundle, name, tokens)
+                    kept.append(parts)
             found.append(row_group)
         return found
 
-    def _parts(self, latents: Tensor, bundle: Bundle, side: str, tokens: int) -> list[Any]:
-        """Return latents in order, ``[rows, g, tokens, r]``, as the plan's segments keep them."""
+    def _parts(
+        self, latents: Tensor, scales: Tensor | None, bundle: Bundle, side: str, tokens: int
+    ) -> list[Any]:
+        """Return latents in order, ``[rows, g, tokens, r]``, as the plan's segments keep them.
+
+        With the scales that they had, ``[rows, g, tokens, 1]``, where others would come of them.
+        """
         found, quantiser = [], self.plan.quantiser
         for segment in segments(self.plan, self.layer, tokens):
             codec: Codec = PLAIN
             if segment.quantised and quantiser is not None:
-                codec = codec_for(quantiser, getattr(quantiser, side), segment.level)
+                codec = codec_for(
+                    quantiser, getattr(quantiser, side), segment.level, bundle.column_bits
+                )
             width = bundle.ranks[segment.level]
             rows = latents[:, :, segment.start : segment.stop, :width]
-            found.append(plain_part(rows).recoded(codec, width))
+            if scales is None or not isinstance(codec, RowRms):
+                found.append(plain_part(rows).recoded(codec, width))
+                continue
+            stored = codec.encode(rows, scales[:, :, segment.start : segment.stop])
+            found.append(Part(codec, width, segment.tokens, rows.dtype, stored))
         return found

@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
     [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16, torch.float32]
 )
-FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform")
+FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 few = settings(
     max_examples=10 if DEVICE.type == "cuda" else 40,
     deadline=None,

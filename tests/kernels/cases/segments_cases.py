@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
     [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16, torch.float32]
 )
-FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform")
+FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 # On a GPU weights of quantised values are bfloat16 whatever the run: their range is what counts.
 LIMITS = {
     torch.bfloat16: 1e-2,
@@ -285,7 +285,7 @@ def test_a_step_built_for_more_kinds_gives_the_same_attention(found, pieces, see
     layout, lengths = found
     more = st.tuples(
         *[
-            st.tuples(*(narrow.flatmap(runs) if own == "uniform" else narrow for own in formats))
+            st.tuples(*(narrow.flatmap(runs) if own == "uniform-rms" else narrow for own in formats))
             for formats in ((x.key_bits, x.value_bits) for x in layout.segments)
         ]
     )
