@@ -31,8 +31,8 @@ def _cells(bits: int, step: float) -> Iterator[tuple[float, float, float]]:
 def uniform_step(bits: int) -> float:
     """Return the distance of levels of least squared error for a standard normal variable.
 
-    There are ``2^bits`` levels, at ``step · (code - (2^bits - 1) / 2)``. With the nearest one taken,
-    the error's derivative is 0 where ``step · Σ k² P_k = Σ k ∫_k x``, k being a level in steps.
+    There are ``2^bits`` levels, at ``step · (code - (2^bits - 1) / 2)``. With the nearest taken, the
+    error's derivative is 0 where ``step · Σ k² P_k = Σ k ∫_k x``, k being a level in steps.
 
     Parameters
     ----------
@@ -51,12 +51,11 @@ def uniform_step(bits: int) -> float:
 
 
 def uniform_distortion(bits: int) -> float:
-    """Return what levels at `uniform_step` lose of a standard normal variable, squared; all at 0."""
+    """Return what levels at `uniform_step` lose of a standard normal variable, squared."""
     if not bits:
         return 1.0
     step = uniform_step(bits)
     # E (x - sk)² = 1 - 2s Σ k ∫ x + s² Σ k² ∫ 1 over the cells.
     return 1.0 + sum(
-        step * step * k * k * share - 2 * step * k * first
-        for k, share, first in _cells(bits, step)
+        step * step * k * k * share - 2 * step * k * first for k, share, first in _cells(bits, step)
     )

@@ -20,7 +20,7 @@ from kvprof.kernels.prefill.paths import measured_path
 from kvprof.kernels.prefill.step import prefill
 from kvprof.kernels.reconstruct.reference import turned
 from kvprof.kernels.reconstruct.step import reconstruct_step
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
 from kvprof.kernels.segments.step import segments_step
 from kvprof.methods.plan import Plan
 
@@ -353,13 +353,14 @@ def segments_layout(
     """
     return SegmentsLayout(
         tuple(
-            Segment(
-                RaggedLayout(
-                    part.keys, part.values, shape.num_heads // len(part.keys), batch, part.tokens
-                ),
+            segment_of(
+                part.kinds,
+                shape.num_heads // len(part.keys),
+                batch,
+                part.tokens,
                 part.key_bits,
                 part.value_bits,
-                columns=part.columns,
+                part.columns,
             )
             for part in stored_parts(plan, seq)
         ),

@@ -4,7 +4,7 @@ Whatever is measured is a plan (`kvprof.methods.plan`): which columns of which t
 with how many bits is read off it, and its bytes are `kvprof.methods.accounting`'s. A shape without
 weights has nothing to calibrate: there ``fdc``, ``kq``, ``uniform``, ``palu``, ``palu-folded`` and
 ``tale`` are plans of recorded or equal widths (`kvprof.benchmark.ranks`), whose bases are columns
-of the identity.
+of the identity, and ``kq-wf`` hands out bits to singular values that fall alike in every head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,21 +29,23 @@ from kvprof.benchmark.shapes import Shape, has_weights, layout_of
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP, widened
 from kvprof.kernels.segments.codes import Bits
+from kvprof.kernels.segments.layout import SideKind, width_of
 from kvprof.methods.accounting import compression_ratio, layer_bytes, paper_rate
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.registry import calibration_needs, on_top, plan_family
-from kvprof.methods.storage import Levels
+from kvprof.methods.storage import ROW_RMS, Levels
 from kvprof.methods.tale import PUBLISHED_BITS, PUBLISHED_SHARE, RECENT, SINK
 from kvprof.methods.tokens import segments
 from kvprof.models.load import load_model
-from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.models.layout import ModelLayout
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator, uncalibrated_family
 from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.layer import LayerSpec
 from kvprof.runtime.backends.route import storage_of, why_not
-from kvprof.runtime.backends.segment_store import shared_columns, stored_as
+from kvprof.runtime.backends.segment_store import columns_of, shared_columns, stored_as
 
 __all__ = [
     "Part",
@@ -58,6 +60,8 @@ __all__ = [
     "stored_plan",
 ]
 
+#: Of which a shape without weights is timed too: what a kernel does follows from the bits.
+_BITS_ALONE = "kq-wf"
 #: Columns of one token that share a scale where a plan does not say how many.
 _COLUMNS = 32
 
@@ -341,10 +345,12 @@ class Part:
     tokens : int
     keys, values : tuple of int
         Widths per stored head.
-    key_bits, value_bits : int, "fp8" or None
+    key_bits, value_bits : int, "fp8", "uniform-rms" or None
         None for values of the run's dtype.
     columns : int or None
         That share a scale; None for a token's whole row.
+    kinds : tuple of (SideKind, SideKind)
+        Per stored head what its keys and values are like: widths, or bits by column.
     """
 
     tokens: int
@@ -353,6 +359,7 @@ class Part:
     key_bits: Bits = None
     value_bits: Bits = None
     columns: int | None = _COLUMNS
+    kinds: tuple[tuple[SideKind, SideKind], ...] = ()
 
 
 def stored_parts(plan: Plan, tokens: int) -> list[Part]:
@@ -378,11 +385,23 @@ def stored_parts(plan: Plan, tokens: int) -> list[Part]:
         key_bits = stored_as(applied, applied.keys if applied else None, segment.level)
         value_bits = stored_as(applied, applied.values if applied else None, segment.level)
         columns = _COLUMNS if applied is None else shared_columns(applied)
-        keys, values = (
-            tuple(group.ranks[segment.level] for group in side.groups)
-            for side in (layer.keys, layer.values)
-        )
-        found.append(Part(segment.tokens, keys, values, key_bits, value_bits, columns))
+        sides: list[tuple[SideKind, ...]] = []
+        for bits, side, own in (
+            (key_bits, applied.keys if applied else None, layer.keys.groups),
+            (value_bits, applied.values if applied else None, layer.values.groups),
+        ):
+            by_column = bits in ROW_RMS
+            sides.append(
+                tuple(
+                    columns_of(group, side, segment.level)
+                    if by_column
+                    else group.ranks[segment.level]
+                    for group in own
+                )
+            )
+        keys, values = (tuple(map(width_of, side)) for side in sides)
+        kinds = tuple(zip(*sides, strict=True))
+        found.append(Part(segment.tokens, keys, values, key_bits, value_bits, columns, kinds))
     shares = plan.levels.shares
     if len(shares) > 1 and len(levels) < sum(share > 0 for share in shares):
         raise UsageError(
@@ -460,9 +479,11 @@ def make_methods(
     }
     calibrated = [method for method in asked if needs.get(method.name) is not None]
     calibrator: Calibrator | None = None
-    if calibrated:
-        if not has_weights(model):
-            raise _needs_weights(calibrated[0], shape)
+    weights = has_weights(model)
+    for method in calibrated if not weights else ():
+        if method.registered != _BITS_ALONE:
+            raise _needs_weights(method, shape)
+    if calibrated and weights:
         loaded = load_model(model, device=str(device), dtype=str(dtype).removeprefix("torch."))
         calibrator = Calibrator(
             loaded, CalibrationOptions(seed=seed), progress=progress, should_stop=should_stop
@@ -472,7 +493,9 @@ def make_methods(
     made: list[tuple[Method, Widths | None]] = []
     for method in asked:
         if method.registered:
-            if needs[method.name] is None or calibrator is None:
+            if needs[method.name] is not None and calibrator is None:
+                family = _without_weights(method, shape)
+            elif needs[method.name] is None or calibrator is None:
                 inputs = MethodInputs(layout_of(shape), shape.name)
                 family = plan_family(method.registered, inputs, **dict(method.options))
             else:
@@ -484,10 +507,33 @@ def make_methods(
             spec = _spec(stored_plan(method, shape, None), shape, device, dtype)
             method = replace(method, storage=storage_of(spec))
         widths = method_widths(method, shape, rate, ranks)
+        if widths is not None and method.registered == _BITS_ALONE and not weights:
+            said = (
+                f"{method.name}: {shape.name} is a shape without weights, so its bits by column "
+                "are those of singular values that fall alike in every head"
+            )
+            widths = replace(widths, warnings=(*widths.warnings, said))
         if method.kind == PLANNED or method.modifiers:
             _refuse(method, _spec(stored_plan(method, shape, widths), shape, device, dtype))
         made.append((method, widths))
     return made
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A layout without weights."""
+
+    layout: ModelLayout
+    fingerprint: str
+
+
+def _without_weights(method: Method, shape: Shape) -> PlanFamily:
+    """Return plans of one layer, which stands for all, on bases that mean nothing."""
+    one = replace(shape, layers=1, sliding_window=None, window_pattern="F")
+    laid = _Laid(layout_of(one), shape.name)
+    family = uncalibrated_family(laid, method.registered, **dict(method.options))
+    assert family is not None  # kvprof's own, of which the rate tells the bytes
+    return family
 
 
 def named_plans(files: Sequence[str]) -> dict[str, str]:

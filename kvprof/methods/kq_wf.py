@@ -9,8 +9,8 @@ import torch
 
 from kvprof.analysis.bases import GAUGE_FLOOR, walsh_hadamard
 from kvprof.analysis.bit_allocation import few_column_bits, water_filled
-from kvprof.analysis.uniform import uniform_distortion
 from kvprof.analysis.rank_allocation import RankTarget
+from kvprof.analysis.uniform import uniform_distortion
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import identity_layer, projected

@@ -60,7 +60,8 @@ apart (value in the model's dtype, 16-bit column index) and count as 0 in minimu
 kvprof.methods.quantisers.normal_levels(bits)``, the levels of least squared error for a standard
 normal variable, and scale the root mean square of the token's row, rounded to ``scale_dtype``
 before it divides; for latents whose columns are alike. ``uniform-rms``: the same with levels at
-equal distances, ``c[code] = kvprof.analysis.uniform.uniform_step(bits) * (code - (2^bits - 1) / 2)``.
+equal distances, ``c[code] = step * (code - (2^bits - 1) / 2)`` with ``step =
+kvprof.analysis.uniform.uniform_step(bits)``.
 ``hqq`` and ``quanto``: what the library of that name makes of a group of columns of one token;
 `kvprof.methods.storage` says how a row is cut, filled up and packed.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
@@ -390,8 +391,8 @@ def _check_column_bits(
             continue
         if quantiser is None or quantiser.kind not in ROW_RMS or side is None or side.bits:
             raise UsageError(
-                f"{name}: bits by column are for the quantisers {' and '.join(ROW_RMS)}, which then "
-                "say none themselves"
+                f"{name}: bits by column are for the quantisers {' and '.join(ROW_RMS)}, which "
+                "then say none themselves"
             )
         known = (0, *ARITHMETICS[quantiser.kind].bits)
         widths, bits = zip(*group.column_bits, strict=True)

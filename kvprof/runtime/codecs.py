@@ -296,6 +296,7 @@ class RowRms(Codec):
         return {"codes": torch.cat(codes, dim=-1), "scale": scale}
 
     def decode(self, stored: dict[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        """Return the rows, zeros where a column has no bits."""
         codes, scale = stored["codes"], stored["scale"]
         if self.scale_dtype.itemsize == 1:
             scale = scale.view(self.scale_dtype)
@@ -320,7 +321,6 @@ class RowRms(Codec):
         widths = [rows.shape[-1] if width is None else width for width, _ in self.runs]
         pieces: Sequence[Tensor] = torch.split(rows, widths, dim=-1)
         return pieces
-
 
     def _nearest(self, values: Tensor, bits: int) -> Tensor:
         known = _levels_on(_normal(bits, self.uniform), values.device)

@@ -8,15 +8,11 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.segments.append import addresses_of, append, read, write
 from kvprof.kernels.segments.codes import FORMATS, bits_numbered, format_of, quantise, spread
-from kvprof.kernels.segments.launch import token_bytes, token_cost
 from kvprof.kernels.segments.columns import (
-    ColumnBits,
-    column_width,
     dequantised_columns,
-    from_number,
     quantise_columns,
-    to_number,
 )
+from kvprof.kernels.segments.launch import token_bytes, token_cost
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
@@ -119,7 +115,9 @@ def test_every_token_is_found_where_it_was_put(
 
 def test_formats_are_found_by_name_and_by_number():
     assert [bits_numbered(format_of(bits).number) for bits in FORMATS] == list(FORMATS)
-    with pytest.raises(UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8', 'uniform-rms'"):
+    with pytest.raises(
+        UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8', 'uniform-rms'"
+    ):
         format_of(5)
 
 

@@ -42,8 +42,8 @@ __all__ = [
     "spread",
 ]
 
-#: Bits of a code, ``"fp8"`` for e4m3 without a scale, ``"uniform-rms"`` where columns have bits of their
-#: own, None for the run's dtype.
+#: Bits of a code, ``"fp8"`` for e4m3 without a scale, ``"uniform-rms"`` where columns have bits of
+#: their own, None for the run's dtype.
 Bits = int | str | None
 
 #: What stands for full precision, for e4m3 and for bits by column where a kernel takes a number.

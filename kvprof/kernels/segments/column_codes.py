@@ -1,16 +1,16 @@
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
-"""From bytes of sides with bits by column to numbers that tensor cores take, in an operation for two.
+"""From bytes of sides with bits by column to numbers that tensor cores take.
 
-The eight lowest bits of a bfloat16 whose others are 0 are a whole number, times 2^-133: seven bits of
-mantissa, and the lowest of the exponent, which goes on from where denormals end. So a code that lies
-anywhere in them is a number as it is, 2^p times as large behind p bits, and all that is left to do
-is to put away what lies around it. The codes of two neighbours lie in the halves of a word: one
+The eight lowest bits of a bfloat16 whose others are 0 are a whole number, times 2^-133: seven bits
+of mantissa, and the lowest of the exponent, which goes on from where denormals end. So a code that
+lies anywhere in them is a number as it is, 2^p times as large behind p bits, and all that is left
+to do is to put away what lies around it. The codes of two neighbours lie in the halves of a word: one
 operation for both, and one shift for the other two of four bytes, whatever the number of codes in
 them. In float16 there are eleven such bits, times 2^-24.
 
-Who multiplies takes the powers of two out again, outside of the loop over elements, and takes half of
-the largest code from each: sums of codes that are not counted from their middle are small numbers,
+Who multiplies takes the powers of two out again, outside of the loop over elements, and takes half
+of the largest code from each: sums of codes that are not counted from their middle are small numbers,
 so that nothing is lost by it.
 
 Triton's interpreter knows no inline assembly: there the same numbers are made the long way, and
@@ -38,10 +38,7 @@ def _assembly(at: int, bits: int) -> str:
     """Return assembly for four bytes: a code of each, behind `at` bits."""
     mask = (2**bits - 1) << at
     mask = f"{mask | mask << 16:#010x}"
-    return (
-        f"{{ .reg .b32 x; and.b32 $0, $2, {mask}; "
-        f"shr.b32 x, $2, 8; and.b32 $1, x, {mask}; }}"
-    )
+    return f"{{ .reg .b32 x; and.b32 $0, $2, {mask}; shr.b32 x, $2, 8; and.b32 $1, x, {mask}; }}"
 
 
 # Codes of 1 bit (eight to a byte), of 2 bits, 4 and 8.

@@ -7,28 +7,27 @@ planes, the lower two bits and then the highest, of which a byte has those of fo
 columns, half a plane apart, in turn::
 
     3 bits, K, a plane of w columns
-    │ 2 bits: [place, column], w bytes a place │ highest: [place, w/2], byte c: columns c and c + w/2 │
-    0                                          32w                                                   48w
+    │ 2 bits: [place, column] │ highest: [place, w/2], byte c has columns c and c + w/2 │
+    0                         32w                                                       48w
 
-So every plane is of 1, 2, 4 or 8 bits and enters a product by itself, and a code of 3 bits is one of
-2 bits plus 4 times one of 1 bit.
+So every plane is of 1, 2, 4 or 8 bits and enters a product by itself, and a code of 3 bits is one
+of 2 bits plus 4 times one of 1 bit.
 
 In the words of four bytes that a lane reads, the second byte and the third have changed places:
 columns (of V, places) 0, 2, 1, 3. Then the halves of a word are neighbours, and one operation makes
 numbers of both (`kvprof.kernels.segments.column_codes`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from kvprof.analysis.uniform import uniform_step
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
 from kvprof.kernels.segments.side import PLACES, WIDEST_PLANE, Plane, Side
-from kvprof.analysis.uniform import uniform_step
 
 __all__ = [
     "COLUMN_BITS",
@@ -66,8 +65,8 @@ def check_column_bits(runs: ColumnBits, width: int) -> None:
     known = set(bits) <= set(COLUMN_BITS) and bits == sorted(set(bits), reverse=True)
     if not known or column_width(runs) != width or any(own % STEP or own < 1 for own, _ in runs):
         raise UsageError(
-            f"runs of columns and bits {runs} cannot be stored in {width} columns: bits fall from run "
-            f"to run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of {STEP}"
+            f"runs of columns and bits {runs} cannot be stored in {width} columns: bits fall from "
+            f"run to run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of {STEP}"
         )
 
 
@@ -78,7 +77,7 @@ def column_width(runs: ColumnBits) -> int:
 
 def to_number(runs: ColumnBits) -> int:
     """Return runs as a whole number, which is what an operator takes."""
-    found = dict((bits, width) for width, bits in runs)
+    found = {bits: width for width, bits in runs}
     return sum(found.get(bits, 0) << _DIGITS * place for place, bits in enumerate(COLUMN_BITS))
 
 
@@ -307,5 +306,3 @@ class ColumnSide(Side):
         found = (codes.flatten(1, 3).float() - (halves - 0.5)) * steps
         scale = self.row_scales(blocks).view(torch.float8_e4m3fn).float()
         return found, scale.transpose(-1, -2).flatten(1)[:, None], None
-
-

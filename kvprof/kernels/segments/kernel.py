@@ -10,8 +10,8 @@ the elements. With ``x = middle + scale · code``:
 - values, per group: ``Σ w · code + Σ p · middle`` with ``w = p · scale``, rounded. The last, and
   ``Σ p``, are rows of one more product.
 
-Where columns have bits of their own, ``x = scale · step · (code - half)`` with the step of the run and
-half its largest code:
+Where columns have bits of their own, ``x = scale · step · (code - half)`` with the step of the run
+and half its largest code:
 
 - scores: ``scale · (Σ step · (code · q) - Σ step · half · Σq)``, the last once per program;
 - values, per run: ``step · (Σ w · code - half · Σ w)``, the last a row of the product with ``Σ p``.
@@ -267,7 +267,8 @@ def _with_top(
 @triton.jit
 def _scores(
     queries, totals, keys, halfs, places, left, rate, cap, FACTOR: tl.constexpr,
-    KINDS: tl.constexpr, KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    KINDS: tl.constexpr, KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr,
+    PARTS: tl.constexpr, GROUPS: tl.constexpr,
     SCALES_AT: tl.constexpr, MIDDLES_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
     FAST: tl.constexpr,
@@ -412,14 +413,15 @@ def tile(
                     scale = tl.where(left > slot, scale, 0.0)
                 scaled += (rounded(weights[slot] * scale[:, None], V_DTYPE, FAST),)
         if V_FORMAT == _COLUMNS:
-            if (number > 0) and (KINDS[VALUES + number * _PLANE + _FIRST] == 1):
-                # Of 3 bits the codes of 2 come first, and lie as all of 2 bits do.
-                if KINDS[VALUES + number * _PLANE + _BITS] != (
-                    KINDS[VALUES + number * _PLANE - _PLANE + _BITS]
-                ) and KINDS[VALUES + number * _PLANE - _PLANE + _BITS] != 1:
-                    scaled = _value_weights(
-                        weights, scales, KINDS[VALUES + number * _PLANE + _BITS], V_DTYPE, FAST
-                    )
+            # Of 3 bits the codes of 2 come first, and lie as all of 2 bits do.
+            if (
+                (number > 0)
+                and (KINDS[VALUES + number * _PLANE + _FIRST] == 1)
+                and (KINDS[VALUES + number * _PLANE - _PLANE + _BITS] > 2)
+            ):
+                scaled = _value_weights(
+                    weights, scales, KINDS[VALUES + number * _PLANE + _BITS], V_DTYPE, FAST
+                )
             more = sums[number] * fade + _value_columns(
                 scaled, values, places, KINDS[VALUES + number * _PLANE + _AT], V_BLOCK,
                 KINDS[VALUES + number * _PLANE + _BITS],

@@ -68,7 +68,15 @@ from kvprof.kernels.segments.columns import (
 )
 from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 
-__all__ = ["HeadKind", "Segment", "SegmentsLayout", "SideKind", "of_kinds", "segment_of"]
+__all__ = [
+    "HeadKind",
+    "Segment",
+    "SegmentsLayout",
+    "SideKind",
+    "of_kinds",
+    "segment_of",
+    "width_of",
+]
 
 #: A side's width, or its runs where columns have bits of their own.
 SideKind = int | ColumnBits
@@ -158,6 +166,11 @@ class Segment:
         return -(-self.layout.capacity // block) * block
 
 
+def width_of(kind: SideKind) -> int:
+    """Return how many columns a side has."""
+    return kind if isinstance(kind, int) else column_width(kind)
+
+
 def segment_of(
     kinds: Sequence[tuple[SideKind, SideKind]],
     group: int,
@@ -171,10 +184,7 @@ def segment_of(
 ) -> Segment:
     """Return a segment whose heads are of these kinds; the rest as `Segment` and its layout."""
     keys, values = zip(*kinds, strict=True)
-    widths = (
-        tuple(own if isinstance(own, int) else column_width(own) for own in side)
-        for side in (keys, values)
-    )
+    widths = (tuple(map(width_of, side)) for side in (keys, values))
     runs = (tuple(own for own in side if not isinstance(own, int)) for side in (keys, values))
     layout = RaggedLayout(*widths, group, batch, capacity)
     return Segment(layout, key_bits, value_bits, columns, paged, *runs)

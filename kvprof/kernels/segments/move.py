@@ -160,7 +160,9 @@ def _column_codes(states, scale, column, there, slot):
     """Return the bits of a piece of codes, where they go in their byte."""
     code = tl.load(column + _CODE, mask=there, other=2)
     step = tl.where(
-        code == 2, _STEPS[0], tl.where(code == 3, _STEPS[1], tl.where(code == 4, _STEPS[2], _STEPS[3]))
+        code == 2,
+        _STEPS[0],
+        tl.where(code == 3, _STEPS[1], tl.where(code == 4, _STEPS[2], _STEPS[3])),
     )
     half = tl.exp2((code - 1).to(tl.float32))
     # As `kvprof.kernels.segments.columns.quantise_columns` has it, to the last bit.
@@ -190,8 +192,22 @@ def _column_bytes(octets, column, there, block, place, slot, VALUES: tl.constexp
 
 @triton.jit
 def _put_columns(
-    octets, source, states, row, origin, columns, number, there, stretch, block, token, lost,
-    height, source_row, VALUES: tl.constexpr, LOW: tl.constexpr,
+    octets,
+    source,
+    states,
+    row,
+    origin,
+    columns,
+    number,
+    there,
+    stretch,
+    block,
+    token,
+    lost,
+    height,
+    source_row,
+    VALUES: tl.constexpr,
+    LOW: tl.constexpr,
 ):
     """Store one token's columns with bits of their own, and their scale."""
     place = token // 4
@@ -294,9 +310,7 @@ def move_token(
         lost = origin * 0
         if LOW:
             lost = tl.load(low + row).to(tl.int64)
-        states = _states(
-            source, row, origin, column, there, lost, source_height, source_row, LOW
-        )
+        states = _states(source, row, origin, column, there, lost, source_height, source_row, LOW)
         far = own * stride
         octets += far
         full += far // (full.dtype.element_ty.primitive_bitwidth // 8)
@@ -307,8 +321,22 @@ def move_token(
         if tl.load(stretch + _SIDE) == 0:
             if KEY_BITS == _BY_COLUMN:
                 _put_columns(
-                    octets, source, states, row, origin, first, number, there, stretch, block,
-                    token, lost, source_height, source_row, False, LOW,
+                    octets,
+                    source,
+                    states,
+                    row,
+                    origin,
+                    first,
+                    number,
+                    there,
+                    stretch,
+                    block,
+                    token,
+                    lost,
+                    source_height,
+                    source_row,
+                    False,
+                    LOW,
                 )
             else:
                 _put(
@@ -327,8 +355,22 @@ def move_token(
                 )
         elif VALUE_BITS == _BY_COLUMN:
             _put_columns(
-                octets, source, states, row, origin, first, number, there, stretch, block, token,
-                lost, source_height, source_row, True, LOW,
+                octets,
+                source,
+                states,
+                row,
+                origin,
+                first,
+                number,
+                there,
+                stretch,
+                block,
+                token,
+                lost,
+                source_height,
+                source_row,
+                True,
+                LOW,
             )
         else:
             _put(

@@ -23,10 +23,17 @@ from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.codes import COLUMNS, bits_numbered, format_of
-from kvprof.kernels.segments.columns import column_width, from_number, to_number
+from kvprof.kernels.segments.columns import from_number, to_number
 from kvprof.kernels.segments.cpu import segments_cpu
 from kvprof.kernels.segments.launch import launch_cut, launch_segments, unit_table
-from kvprof.kernels.segments.layout import HeadKind, Segment, SegmentsLayout, SideKind, of_kinds
+from kvprof.kernels.segments.layout import (
+    HeadKind,
+    Segment,
+    SegmentsLayout,
+    SideKind,
+    of_kinds,
+    width_of,
+)
 from kvprof.kernels.segments.tables import EYE, EYE_ONE, Counter, Item
 from kvprof.kernels.segments.tuning import Tuning, tuning_for
 from kvprof.kernels.tables import Part
@@ -61,8 +68,7 @@ def _kind(number: int, form: int) -> SideKind:
 
 
 def _width(number: int, form: int) -> int:
-    kind = _kind(number, form)
-    return kind if isinstance(kind, int) else column_width(kind)
+    return width_of(_kind(number, form))
 
 
 def _kind_numbers(kinds: Sequence[HeadKind]) -> list[int]:

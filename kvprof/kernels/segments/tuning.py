@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.layout import SegmentsLayout
 
 __all__ = ["Tuning", "query_block", "tuning_for"]
@@ -72,6 +73,9 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
     near = 0 if kinds <= 2 else 3 if kinds <= 4 else 1
     if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2, near=near)
+    if any(isinstance(side, ColumnSide) for side in sides):
+        # As many registers as so many programs leave each: at fewer the loop spills.
+        return Tuning(12, registers=168, near=near)
     # Larger tiles, of which fewer programs have room at once.
     slots = {segment.slots for segment in layout.segments}
     return Tuning(16 if slots == {2} else 13 if slots == {1} else 12, near=near)

@@ -208,7 +208,7 @@ def columns_of(group: HeadGroup, side: SideQuantiser | None, level: int) -> Colu
 
 
 def refused_columns(groups: Iterable[HeadGroup]) -> str | None:
-    """Return why the kernels over segments do not store columns with these bits; None if they do."""
+    """Return why no kernel stores columns with these bits; None if the ones over segments do."""
     for group in groups:
         bits = [own for _, own in group.column_bits]
         if any(width % STEP for width, own in group.column_bits if own):

@@ -285,7 +285,9 @@ def test_a_step_built_for_more_kinds_gives_the_same_attention(found, pieces, see
     layout, lengths = found
     more = st.tuples(
         *[
-            st.tuples(*(narrow.flatmap(runs) if own == "uniform-rms" else narrow for own in formats))
+            st.tuples(
+                *(narrow.flatmap(runs) if own == "uniform-rms" else narrow for own in formats)
+            )
             for formats in ((x.key_bits, x.value_bits) for x in layout.segments)
         ]
     )

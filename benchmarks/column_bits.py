@@ -1,0 +1,369 @@
+"""What decoding over columns with bits of their own reaches on a GPU, beside full width and 4 bits.
+
+Plans of Llama-3.1-8B's shape with about 2.3 bits a value, 4 exact sinks and 32 exact newest tokens,
+as `kq-wf` makes them: bits that fall slowly or fast, alike in all heads, and heads of two and of
+four kinds. Rows come from `kvprof.benchmark.run.run_bench`, so the best full-width kernel that
+there is has its turn between the samples of each. Before that, attention over random shapes in
+float64, and each way to build the kernel, timed by itself.
+
+    python benchmarks/column_bits.py --out docs/benchmarks
+    python benchmarks/column_bits.py --only check,decode      # parts, see `PARTS`
+    TRITON_INTERPRET=1 python benchmarks/column_bits.py --tiny --out /tmp     # no GPU: that it runs
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvprof.benchmark.plans import low_rank_plan
+from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.request import BenchRequest
+from kvprof.benchmark.run import run_bench
+from kvprof.benchmark.shapes import load_shape
+from kvprof.benchmark.timing import interleaved, sampler
+from kvprof.environment import collect_environment
+from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
+from kvprof.kernels.segments.move import token_move
+from kvprof.kernels.segments.reference import reference_segments
+from kvprof.kernels.segments.step import segments_step
+from kvprof.kernels.segments.tuning import Tuning, tuning_for
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import save_plan
+from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
+from kvprof.records.files import write_result
+from kvprof.records.result import build_result
+
+NAME = "column-bits.json"
+SHAPE = "Llama-3.1-8B"
+SEQ, BATCHES = 102_400, (8, 1)
+SINK, WINDOW = 4, 32
+#: Largest relative error (Frobenius) in 16 bits.
+LIMIT = 1e-2
+#: Bits by column of a head's keys and values.
+SLOW = ((64, 3), (48, 2))
+MIDDLE = ((16, 4), (32, 3), (64, 2))
+FAST = ((32, 4), (32, 3), (32, 2))
+STEEP = ((16, 8), (16, 4), (16, 3), (32, 2))
+KINDS: dict[str, list[tuple[ColumnBits, ColumnBits]]] = {
+    "slow": [(SLOW, SLOW)],
+    "middle": [(MIDDLE, MIDDLE)],
+    "fast": [(FAST, FAST)],
+    "two": [(FAST, MIDDLE), (MIDDLE, SLOW)],
+    "four": [(FAST, MIDDLE), (MIDDLE, SLOW), (SLOW, SLOW), (STEEP, FAST)],
+    "only-2": [(((112, 2),), ((112, 2),))],
+}
+
+
+class Run:
+    """What all parts share.
+
+    Attributes
+    ----------
+    tiny : bool
+        Small sizes, on whatever there is.
+    repeats : int
+    """
+
+    def __init__(self, tiny: bool, repeats: int) -> None:
+        self.tiny, self.repeats = tiny, repeats
+        gpu = torch.cuda.is_available()
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        )
+        self.dtype = torch.bfloat16 if gpu else torch.float32
+        self.seq = 300 if tiny else SEQ
+        self.folder = Path(tempfile.mkdtemp(prefix="kvprof-"))
+
+
+def drawn_runs(draw: random.Random) -> ColumnBits:
+    """Return bits of up to 128 columns."""
+    widths = [16 * draw.choice((0, 1, 2, 3)) for _ in COLUMN_BITS]
+    runs = tuple((width, bits) for width, bits in zip(widths, COLUMN_BITS, strict=True) if width)
+    total = sum(width for width, _ in runs)
+    return runs if 0 < total <= 128 else ((16 * draw.randint(1, 8), draw.choice(COLUMN_BITS)),)
+
+
+def states(run: Run, segment: Segment, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return random K and V of a segment."""
+    draw = torch.Generator(run.device).manual_seed(seed)
+    layout = segment.layout
+
+    def side(widths: tuple[int, ...]) -> list[torch.Tensor]:
+        shapes = [(layout.batch, layout.capacity, width) for width in widths]
+        return [
+            torch.randn(*shape, generator=draw, device=run.device).to(run.dtype) for shape in shapes
+        ]
+
+    return side(layout.key_widths), side(layout.value_widths)
+
+
+def check(run: Run) -> dict[str, Any]:
+    """Hold attention over random shapes and pages against float64; stored tokens to the byte."""
+    draw, worst, found = random.Random(7), 0.0, []
+    for number in range(2 if run.tiny else 10):
+        heads, batch, group = draw.randint(1, 3), draw.randint(1, 3), draw.choice((1, 2, 4, 8))
+        kinds = [(drawn_runs(draw), drawn_runs(draw)) for _ in range(heads)]
+        paged = number % 3 == 2
+        tokens = draw.randint(1, 400 if run.tiny else 4000)
+        capacity = 128 * draw.randint(1, 2) if paged else tokens + draw.randint(0, 200)
+        rows = batch
+        if paged:
+            batch = 2 * rows * -(-tokens // capacity)
+        bits = "uniform-rms", "uniform-rms"
+        coded = segment_of(kinds, group, batch, capacity, *bits, None, paged=paged)
+        exact = segment_of([(128, 128)] * heads, group, batch, SINK + WINDOW)
+        layout = SegmentsLayout((coded,) if paged else (exact, coded), run.dtype)
+        buffer = layout.packed(
+            [states(run, own, number + n) for n, own in enumerate(layout.segments)]
+        )
+        lengths = [[max(1, tokens - 37 * row) for row in range(rows)]]
+        table = None
+        if paged:
+            pages = torch.randperm(batch, generator=torch.Generator().manual_seed(number))
+            table = pages.view(rows, -1).to(run.device, torch.int32)
+        else:
+            lengths = [[SINK + WINDOW - row for row in range(rows)], *lengths]
+        prepared = segments_step(layout, run.device, rows=rows if paged else None)
+        query = torch.randn(rows, layout.widest.query_offsets[-1], device=run.device).to(run.dtype)
+        output = prepared.run(query, buffer, prepared.cut(lengths), 0.09, table=table)
+        wanted = reference_segments(query, buffer, layout, lengths, 0.09, table=table)
+        error = float((output.double() - wanted).norm() / wanted.norm())
+        worst = max(worst, error if error == error else 9e9)
+        found.append({"kinds": kinds, "paged": paged, "tokens": tokens, "error": error})
+        if not paged:
+            found[-1]["stored alike"] = stored_alike(run, layout, buffer)
+    return {"worst": worst, "limit": LIMIT, "passed": worst < LIMIT, "cases": found}
+
+
+def stored_alike(run: Run, layout: SegmentsLayout, buffer: torch.Tensor) -> bool:
+    """Whether one launch stores exact tokens as packing them does."""
+    slots = torch.zeros(layout.batch, dtype=torch.int32, device=run.device)
+    coded = layout.segments[1]
+    held = [layout.head(buffer, 0, head) for head in range(layout.heads)]
+    widths = coded.layout.key_widths, coded.layout.value_widths
+    keys, values = (
+        [pair[side][:, :1, : own[head]] for head, pair in enumerate(held)]
+        for side, own in enumerate(widths)
+    )
+    token_move(layout, 1, 0, run.device).run(buffer, None, slots, slots)
+    alone = SegmentsLayout(
+        (replace(coded, layout=replace(coded.layout, capacity=1)),), layout.dtype
+    )
+    packed = alone.packed([(keys, values)])
+    return all(
+        torch.equal(mine[:, :1], theirs[:, :1])
+        for head in range(layout.heads)
+        for mine, theirs in zip(
+            layout.head(buffer, 1, head), alone.head(packed, 0, head), strict=True
+        )
+    )
+
+
+def plan_of(kinds: list[tuple[ColumnBits, ColumnBits]]) -> Plan:
+    """Return the plan of one layer of the shape whose heads are of these kinds, in turn."""
+    shape = load_shape(SHAPE)
+    whole = (shape.head_dim,) * shape.num_kv_heads
+    plan = low_rank_plan(
+        "kq-wf", replace(shape, layers=1), Widths(whole, whole, ""), fold_keys=True
+    )
+    (layer,) = plan.layers
+
+    def groups(side: int, old: Any) -> Any:
+        found = []
+        for number, group in enumerate(old):
+            runs = kinds[number % len(kinds)][side]
+            none = group.rank - sum(width for width, _ in runs)
+            found.append(replace(group, column_bits=(*runs, (none, 0)) if none else runs))
+        return tuple(found)
+
+    side = SideQuantiser(())
+    quantiser = Quantiser("uniform-rms", side, side, window=WINDOW, scale_dtype="float8_e4m3fn")
+    layer = replace(
+        layer,
+        keys=replace(layer.keys, groups=groups(0, layer.keys.groups)),
+        values=replace(layer.values, groups=groups(1, layer.values.groups)),
+    )
+    return replace(plan, layers=(layer,), levels=Levels(SINK), quantiser=quantiser)
+
+
+def decode(run: Run) -> dict[str, Any]:
+    """Time each plan, 4 bits at full width and on 112 columns, and the best full-width kernel."""
+    files = []
+    for name, kinds in KINDS.items():
+        files.append(run.folder / f"{name}.plan")
+        save_plan(plan_of(kinds), files[-1])
+    names = [file.name for file in files]
+    request = BenchRequest(
+        shape=SHAPE,
+        seqs=(run.seq,),
+        batches=(1,) if run.tiny else BATCHES,
+        rate=0.125,
+        phases=("decode",),
+        methods=("full", *names[: 1 if run.tiny else None], "uniform-4bit"),
+        plans=tuple(map(str, files)),
+        device=str(run.device),
+        repeats=run.repeats,
+    )
+    data, warnings = run_bench(request)
+    return {
+        **data,
+        "warnings": warnings,
+        "bits": {name: mean_bits(own) for name, own in KINDS.items()},
+    }
+
+
+def mean_bits(kinds: list[tuple[ColumnBits, ColumnBits]]) -> float:
+    """Return the bits a value of heads of 128 columns, without scales."""
+    sides = [side for kind in kinds for side in kind]
+    return sum(width * bits for side in sides for width, bits in side) / (128 * len(sides))
+
+
+#: Ways to build the kernel that are tried; what is not named is `tuning_for`'s.
+TUNINGS: list[dict[str, int]] = [
+    {},
+    {"pieces": 16, "registers": 128},
+    {"pieces": 10, "registers": 0},
+    {"pieces": 8, "registers": 0},
+    {"pieces": 12, "registers": 168, "stages": 3},
+    {"pieces": 8, "registers": 255, "stages": 3},
+    {"pieces": 8, "registers": 128, "warps": 2},
+    {"pieces": 6, "registers": 168, "warps": 2, "stages": 3},
+]
+
+
+def tunings(run: Run) -> dict[str, Any]:
+    """Time each way to build the kernel, for two of the plans."""
+    found: list[dict[str, Any]] = []
+    for batch in (1,) if run.tiny else BATCHES:
+        for name in ("middle",) if run.tiny else ("middle", "only-2"):
+            kinds = [KINDS[name][head % len(KINDS[name])] for head in range(8)]
+            bits = "uniform-rms", "uniform-rms"
+            layout = SegmentsLayout(
+                (
+                    segment_of([(128, 128)] * 8, 4, batch, SINK + WINDOW),
+                    segment_of(kinds, 4, batch, run.seq - SINK - WINDOW, *bits, None),
+                ),
+                run.dtype,
+            )
+            few = replace(
+                layout.segments[1].layout, capacity=min(run.seq - SINK - WINDOW, 31 * 256)
+            )
+            small = SegmentsLayout(
+                (layout.segments[0], replace(layout.segments[1], layout=few)), run.dtype
+            )
+            packed = small.packed([states(run, own, 3) for own in small.segments])
+            buffer = layout.empty(run.device)
+            for number in (0, 1):
+                which = torch.arange(layout.segments[number].blocks, device=run.device)
+                for head in range(8):
+                    pairs = zip(
+                        layout.blocks(buffer, number, head),
+                        small.blocks(packed, number, head),
+                        strict=True,
+                    )
+                    for target, given in pairs:
+                        target.copy_(given.index_select(1, which % small.segments[number].blocks))
+            query = torch.randn(batch, layout.widest.query_offsets[-1], device=run.device)
+            query = query.to(run.dtype)
+            lengths = [[own.layout.capacity] * batch for own in layout.segments]
+            for change in TUNINGS[: 1 if run.tiny else None]:
+                row = {
+                    "plan": name,
+                    "batch": batch,
+                    **asdict(replace(tuning_for(layout), **change)),
+                }
+                try:
+                    row["median"] = median(run, layout, buffer, query, lengths, change)
+                    row["tb_per_s"] = buffer.nbytes / row["median"] / 1e12
+                except Exception as problem:
+                    row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
+                found.append(row)
+                print(f"  {row}", flush=True)
+    return {"rows": found}
+
+
+def median(
+    run: Run,
+    layout: SegmentsLayout,
+    buffer: torch.Tensor,
+    query: torch.Tensor,
+    lengths: list[list[int]],
+    change: dict[str, int],
+) -> float:
+    """Return the seconds of a step with a tuning."""
+    tuning: Tuning = replace(tuning_for(layout), **change)
+    prepared = segments_step(layout, run.device, tuning=tuning)
+    cut = prepared.cut(lengths)
+    copies = [buffer] + [buffer.clone() for _ in range(0 if run.tiny else 2)]
+    calls: list[Callable[[], Any]] = [
+        lambda own=own: prepared.run(query, own, cut, 128**-0.5) for own in copies
+    ]
+    (seconds,) = interleaved(
+        [sampler(calls, run.device)], run.repeats, seconds=5.0, should_stop=lambda: False
+    )
+    return statistics.median(seconds)
+
+
+PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "check": check, "decode": decode, "tunings": tunings,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, wherever it runs")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    arguments = parser.parse_args()
+    run = Run(arguments.tiny, 3 if arguments.tiny else arguments.repeats)
+    data: dict[str, Any] = {}
+    for name in arguments.only.split(","):
+        start = time.perf_counter()
+        try:
+            data[name] = PARTS[name](run)
+        except Exception as problem:
+            data[name] = {"failed": f"{type(problem).__name__}: {problem}"[:2000]}
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+        show(name, data[name])
+        result = build_result(
+            "benchmark",
+            data=data,
+            inputs={"benchmark": "column bits", "repeats": run.repeats, "tokens": run.seq},
+            environment=collect_environment(),
+        )
+        write_result(arguments.out / NAME, result, force=True)
+
+
+def show(name: str, part: dict[str, Any]) -> None:
+    """Print the rows of a part."""
+    if "failed" in part:
+        print(f"  {part['failed']}")
+    if name == "check" and "cases" in part:
+        print(f"  worst error {part['worst']:.1e}, limit {part['limit']:g}")
+        for case in part["cases"]:
+            print(f"  {case}")
+    for row in part.get("rows", ()) if name == "decode" else ():
+        middle = statistics.median(row["seconds"])
+        bits = part["bits"].get(row["method"].removesuffix(".plan"))
+        print(
+            f"  b{row['batch']} {row['method']} ({bits or '-'} bits): {middle * 1e6:.1f} us, "
+            f"{row['speedup'] or 0:.3f}x of {row['baseline']}, {row['tb_per_s']:.3f} TB/s, "
+            f"error {row['error']:.1e}, rate {row['rate']}"
+        )
+    for text in part.get("warnings", ()):
+        print(f"  note: {text}"[:300])
+
+
+if __name__ == "__main__":
+    main()
