@@ -31,8 +31,9 @@ def _cells(bits: int, step: float) -> Iterator[tuple[float, float, float]]:
 def uniform_step(bits: int) -> float:
     """Return the distance of levels of least squared error for a standard normal variable.
 
-    There are ``2^bits`` levels, at ``step · (code - (2^bits - 1) / 2)``. With the nearest taken, the
-    error's derivative is 0 where ``step · Σ k² P_k = Σ k ∫_k x``, k being a level in steps.
+    There are ``2^bits`` levels, at ``step · (code - (2^bits - 1) / 2)``. If each has what is
+    nearest to it, the error's derivative is 0 where ``step · Σ k² P_k = Σ k ∫_k x``, k being a
+    level in steps.
 
     Parameters
     ----------

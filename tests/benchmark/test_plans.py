@@ -215,3 +215,14 @@ def test_a_calibration_that_is_interrupted_ends_as_every_interrupted_run(monkeyp
     done = kvprof("bench", *asked)
     assert done.code == 130
     assert "calibration interrupted after 0 of 8,192" in done.error
+
+
+def test_kq_wf_is_timed_on_a_shape_and_its_bytes_are_the_account():
+    ((method, widths),) = made("kq-wf:window=8")
+    assert "singular values that fall alike" in widths.warnings[0]
+    plan = stored_plan(method, SMALL, widths)
+    parts = stored_parts(plan, 1004)
+    assert [part.tokens for part in parts] == [4, 992, 8]
+    assert [part.key_bits for part in parts] == [None, "uniform-rms", None]
+    built = build_case(method, placed(), widths, None)
+    assert built.error(sampler(built.runs, CPU).output()) < 1e-5

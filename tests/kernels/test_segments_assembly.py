@@ -10,8 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from kvprof.kernels.segments import unpack
+from kvprof.kernels.segments import column_codes, unpack
 from kvprof.kernels.segments.codes import FP8
+from kvprof.kernels.segments.column_codes import column_factor
 from kvprof.kernels.segments.unpack import missing_factor
 
 WORD = 0xFFFFFFFF
@@ -103,6 +104,21 @@ def test_e4m3_comes_out_with_its_denormals(dtype):
         found = results(f"_FP8_{NAMES[dtype].upper()}", word, dtype) * factor
         number = ~given.isnan()
         assert torch.equal(found[number], given[number])
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_codes_of_columns_are_numbers_as_they_lie(bits, dtype):
+    """Neighbours lie in the halves of a word; what comes out is tiny, by a power of two."""
+    name = NAMES[dtype]
+    for at in range(0, 8, bits):
+        index = (16 - 16 // bits if bits > 1 else 0) + at // bits
+        assembly = column_codes._TEXTS.value[index]
+        for word in WORDS:
+            low, high = execute(assembly, word)
+            found = torch.cat([_pair(low, dtype), _pair(high, dtype)]).double()
+            wanted = octets(word)[[0, 2, 1, 3]].int() & ((2**bits - 1) << at)
+            assert torch.equal(found * column_factor(name), wanted.double())
 
 
 def test_every_assembly_names_what_it_reads():

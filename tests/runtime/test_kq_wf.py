@@ -272,11 +272,15 @@ def test_layers_with_a_sliding_window_are_left_where_newest_tokens_are_exact() -
     assert all(group.column_bits for group in itertools.chain(*both))
 
 
-def test_kernels_say_why_they_do_not_run_it() -> None:
+def test_kernels_run_uniform_levels_and_say_why_not_the_others() -> None:
     loaded = model("Llama")
-    plan = plan_at(plan_family("kq-wf", inputs("Llama"), grid=16, **OWN), 0.5)
-    reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
-    assert set(reasons) == {"latents are quantised by lloyd-max-rms"}
+    for options, reason in (
+        ({"levels": "lloyd-max"}, "latents are quantised by lloyd-max-rms"),
+        ({}, None),
+    ):
+        plan = plan_at(plan_family("kq-wf", inputs("Llama"), grid=16, **OWN, **options), 0.5)
+        reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
+        assert set(reasons) == {reason}
 
 
 def test_it_is_quantised_already() -> None:

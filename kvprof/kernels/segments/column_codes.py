@@ -5,13 +5,13 @@
 The eight lowest bits of a bfloat16 whose others are 0 are a whole number, times 2^-133: seven bits
 of mantissa, and the lowest of the exponent, which goes on from where denormals end. So a code that
 lies anywhere in them is a number as it is, 2^p times as large behind p bits, and all that is left
-to do is to put away what lies around it. The codes of two neighbours lie in the halves of a word: one
-operation for both, and one shift for the other two of four bytes, whatever the number of codes in
-them. In float16 there are eleven such bits, times 2^-24.
+to do is to put away what lies around it. The codes of two neighbours lie in the halves of a word:
+one operation for both, and one shift for the other two of four bytes, whatever the number of codes
+in them. In float16 there are eleven such bits, times 2^-24.
 
 Who multiplies takes the powers of two out again, outside of the loop over elements, and takes half
-of the largest code from each: sums of codes that are not counted from their middle are small numbers,
-so that nothing is lost by it.
+of the largest code from each: it is done once for many of them. Sums over a tile of codes that are
+not counted from their middle are small enough for nothing to be lost by that.
 
 Triton's interpreter knows no inline assembly: there the same numbers are made the long way, and
 the order of bytes (`kvprof.kernels.segments.columns`) is made good where they are loaded.

@@ -66,7 +66,8 @@ def check_column_bits(runs: ColumnBits, width: int) -> None:
     if not known or column_width(runs) != width or any(own % STEP or own < 1 for own, _ in runs):
         raise UsageError(
             f"runs of columns and bits {runs} cannot be stored in {width} columns: bits fall from "
-            f"run to run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of {STEP}"
+            f"run to run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of "
+            f"{STEP}"
         )
 
 
@@ -89,7 +90,7 @@ def from_number(number: int) -> ColumnBits:
 
 def in_words(octets: Tensor, dim: int) -> Tensor:
     """Change the order of bytes in words of four along a dimension; twice is as before."""
-    words = octets.unflatten(dim, (-1, 4))
+    words: Tensor = torch.unflatten(octets, dim, (-1, 4))
     axis = dim if dim < 0 else dim + 1
     order = torch.tensor([0, 2, 1, 3], device=octets.device)
     return words.index_select(axis, order).flatten(axis - 1, axis)
@@ -102,7 +103,8 @@ def _by_column(runs: ColumnBits, device: torch.device) -> tuple[Tensor, Tensor]:
         widths = torch.tensor([width for width, _ in runs])
         steps = torch.tensor([uniform_step(bits) for _, bits in runs])
         halves = torch.tensor([2.0 ** (bits - 1) for _, bits in runs])
-        return tuple(x.repeat_interleave(widths).to(device) for x in (steps, halves))
+        spread = steps.repeat_interleave(widths), halves.repeat_interleave(widths)
+        return spread[0].to(device), spread[1].to(device)
 
 
 def quantise_columns(rows: Tensor, runs: ColumnBits) -> tuple[Tensor, Tensor]:
@@ -256,13 +258,13 @@ class ColumnSide(Side):
     def _view(self, blocks: Tensor, at: int, parts: int, width: int) -> Tensor:
         own = blocks[..., at : at + parts * PLACES * width]
         if self.values:
-            return own.unflatten(-1, (parts, width, PLACES)).transpose(-1, -2)
-        return own.unflatten(-1, (parts, PLACES, width))
+            return torch.unflatten(own, -1, (parts, width, PLACES)).transpose(-1, -2)
+        return torch.unflatten(own, -1, (parts, PLACES, width))
 
     def row_scales(self, blocks: Tensor) -> Tensor:
         """Return the scales as a view ``[batch, blocks, place, slot]`` of bytes."""
         own = blocks[..., self.code_bytes : self.code_bytes + self.scale_bytes]
-        return own.unflatten(-1, (PLACES, _SLOTS))
+        return torch.unflatten(own, -1, (PLACES, _SLOTS))
 
     def store(self, blocks: Tensor, states: Tensor) -> None:
         """Write ``[batch, tokens, width]``, whole blocks, into ``[batch, blocks, nbytes]``."""

@@ -183,11 +183,11 @@ def segment_of(
     paged: bool = False,
 ) -> Segment:
     """Return a segment whose heads are of these kinds; the rest as `Segment` and its layout."""
-    keys, values = zip(*kinds, strict=True)
-    widths = (tuple(map(width_of, side)) for side in (keys, values))
-    runs = (tuple(own for own in side if not isinstance(own, int)) for side in (keys, values))
-    layout = RaggedLayout(*widths, group, batch, capacity)
-    return Segment(layout, key_bits, value_bits, columns, paged, *runs)
+    sides = list(zip(*kinds, strict=True))
+    keys, values = (tuple(map(width_of, side)) for side in sides)
+    runs = [tuple(own for own in side if not isinstance(own, int)) for side in sides]
+    layout = RaggedLayout(keys, values, group, batch, capacity)
+    return Segment(layout, key_bits, value_bits, columns, paged, runs[0], runs[1])
 
 
 @dataclass(frozen=True)

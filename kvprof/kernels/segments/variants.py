@@ -33,8 +33,8 @@ def _segments(
     page: int = 0,
 ) -> Variant:
     segments = tuple(
-        segment_of(pairs, group, 1, page or 64, *bits, columns, paged=page > 0)
-        for pairs, *bits in specs
+        segment_of(pairs, group, 1, page or 64, key_bits, value_bits, columns, paged=page > 0)
+        for pairs, key_bits, value_bits in specs
     )
     layout = SegmentsLayout(segments, dtype)
     family = of_kinds(layout, layout.kinds)
@@ -94,9 +94,8 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
 _RAGGED = ((112, 48), (32, 80))
 _FULL = ((128, 128),)
 _WIDE = ((128, 512),)
-#: Bits by column, 2.3 of 128, and all that there are.
-_BITS = ((16, 4), (32, 3), (64, 2))
-_BY_COLUMN = ((_BITS, _BITS), (((16, 8), (16, 4), (48, 3), (16, 2)), ((80, 2),)))
+#: All bits by column that there are.
+_BY_COLUMN = ((((16, 8), (16, 4), (32, 3), (32, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),)
 #: Formats that are more than a number of bits.
 _NAMED = tuple(name for name in FORMATS if isinstance(name, str) and name != "uniform-rms")
 
@@ -111,7 +110,7 @@ VARIANTS = (
         "bits by column",
         torch.bfloat16,
         4,
-        ((_FULL * 2, None, None), (_BY_COLUMN, "uniform-rms", "uniform-rms")),
+        ((_FULL, None, None), (_BY_COLUMN, "uniform-rms", "uniform-rms")),
         None,
     ),
     _segments(

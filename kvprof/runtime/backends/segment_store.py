@@ -235,7 +235,9 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
         return [*found, Format(keys[0], values[0])]
     columns = shared_columns(quantiser)
     for level in reversed(levels):
-        widths, bits, runs = [], [], []
+        widths: list[tuple[int, ...]] = []
+        bits: list[Bits] = []
+        runs: list[tuple[ColumnBits, ...]] = []
         for whole, side, own in (
             (keys, quantiser.keys, layer.keys.groups),
             (values, quantiser.values, layer.values.groups),
@@ -244,7 +246,7 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
             by_column = bits[-1] in ROW_RMS
             runs.append(tuple(columns_of(group, side, level) for group in own if by_column))
             widths.append(tuple(map(column_width, runs[-1])) if by_column else whole[level])
-        found.append(Format(*widths, *bits, columns, *runs))
+        found.append(Format(widths[0], widths[1], bits[0], bits[1], columns, runs[0], runs[1]))
     return found
 
 
