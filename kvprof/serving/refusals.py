@@ -5,6 +5,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
 from kvprof.methods.plan import LayerPlan, Placement, Plan
+from kvprof.methods.storage import ROW_RMS
 from kvprof.runtime.backends.segment_store import refused_quantiser
 
 __all__ = [
@@ -55,6 +56,8 @@ def refusal(plan: Plan) -> str | None:
         return "its prefill attends to exact keys and values, which chunks of a prompt do not keep"
     if plan.quantiser is not None and (plan.quantiser.window or plan.levels.sink):
         return "some tokens stay at full precision, and a page's tokens are all stored alike"
+    if plan.quantiser is not None and plan.quantiser.kind in ROW_RMS:
+        return "latents have bits by column, and pages of them are not served yet"
     if plan.quantiser is not None and (reason := refused_quantiser(plan.quantiser)) is not None:
         return reason
     if plan.quantiser is not None and any(layer.left_out for layer in plan.layers):

@@ -39,6 +39,7 @@ def segment(
     capacity: int = 100,
     columns: int | None = 32,
     of=spread,
+    paged: bool = False,
 ) -> Segment:
     """Return a segment of heads of some widths in any formats; `of` says the bits by column."""
     kinds = [
@@ -48,4 +49,4 @@ def segment(
         )
         for pair in widths
     ]
-    return segment_of(kinds, group, batch, capacity, key_bits, value_bits, columns)
+    return segment_of(kinds, group, batch, capacity, key_bits, value_bits, columns, paged=paged)

@@ -22,12 +22,13 @@ from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.move import token_move
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
+from tests.kernels.column_runs import segment
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16 if GPU else torch.float32]
 LIMITS = {torch.float16: 3e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-FORMATS = (None, "fp8", 8, 4, 3, 2)
+FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 widths = st.integers(1, 16).map(lambda n: 16 * n)
 narrow = st.integers(1, 7).map(lambda n: 16 * n)
 # On a GPU every example compiles a kernel of its own, and the interpreter is slow.
@@ -138,9 +139,10 @@ def test_decoding_from_pages_is_attention(
 
 
 def paged_segment(pool: Pool, heads, group: int, bits, columns) -> Segment:
-    keys, values = zip(*heads, strict=True)
-    layout = RaggedLayout(keys, values, group, pool.pages, pool.page)
-    return Segment(layout, *bits, columns, paged=True)
+    batch, capacity = pool.pages, pool.page
+    return segment(
+        heads, *bits, group=group, batch=batch, capacity=capacity, columns=columns, paged=True
+    )
 
 
 @few
@@ -301,10 +303,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(UsageError, match="blocks of 64 tokens"):
         Segment(RaggedLayout((32,), (32,), 2, 4, 96), 4, 4, paged=True)
     pool = Pool([70, 9], 64, False, 2)
-    segment = paged_segment(pool, [(32, 32)], 2, (4, 4), 32)
+    pages = paged_segment(pool, [(32, 32)], 2, (4, 4), 32)
     with pytest.raises(UsageError, match="one segment"):
-        SegmentsLayout((segment, segment), torch.float16)
-    layout = SegmentsLayout((segment,), torch.float16)
+        SegmentsLayout((pages, pages), torch.float16)
+    layout = SegmentsLayout((pages,), torch.float16)
     with pytest.raises(UsageError, match="rows"):
         segments_step(layout, DEVICE)
     step = segments_step(layout, DEVICE, multiprocessors=1, rows=2)
