@@ -39,8 +39,8 @@ from kvprof.methods.registry import calibration_needs, on_top, plan_family
 from kvprof.methods.storage import ROW_RMS, Levels
 from kvprof.methods.tale import PUBLISHED_BITS, PUBLISHED_SHARE, RECENT, SINK
 from kvprof.methods.tokens import segments
-from kvprof.models.load import load_model
 from kvprof.models.layout import ModelLayout
+from kvprof.models.load import load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator, uncalibrated_family
 from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.layer import LayerSpec

@@ -78,7 +78,7 @@ def _cut() -> Variant:
 #: Full width, the uniform half, the most chunks, everything that models add, a wide latent, pages.
 VARIANTS = (
     _prefill("full", "bf16", 128, 128),
-    _prefill("uniform-rms", "fp16", 64, 64),
+    _prefill("uniform", "fp16", 64, 64),
     _prefill("ragged", "bf16", 112, 48),
     _prefill("options", "bf16", 48, 80, options=True),
     _prefill("latent", "bf16", 512, 512),

@@ -16,7 +16,8 @@ from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
 from kvprof.kernels.segments.tables import Item
 from kvprof.kernels.tables import Part, column
-from tests.kernels.column_runs import runs, segment
+from tests.kernels.column_runs import runs
+from tests.kernels.column_runs import segment as segment_in
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
@@ -88,7 +89,7 @@ def check(layout: SegmentsLayout, lengths, query, buffer, scaling=0.09, **option
 
 
 def one(widths, key_bits, value_bits, *, group=2, batch=1, capacity=100, columns=32):
-    return segment(
+    return segment_in(
         widths, key_bits, value_bits, group=group, batch=batch, capacity=capacity, columns=columns
     )
 
@@ -105,7 +106,7 @@ def layouts(draw):
         keys, values = (tuple(draw(narrow) for _ in range(heads)) for _ in range(2))
         capacity = max(1, *own) + draw(st.integers(0, 9))
         segments.append(
-            segment(
+            segment_in(
                 list(zip(keys, values, strict=True)),
                 draw(st.sampled_from(FORMATS)),
                 draw(st.sampled_from(FORMATS)),
