@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprof.analysis.uniform import uniform_distortion, uniform_step
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
 from kvprof.methods.family import by_head, plan_at, plan_for_rate
@@ -41,14 +42,23 @@ def e4m3(x: float) -> float:
     return round(x / step) * step
 
 
-def quantised(z: Array, runs: tuple[tuple[int, int], ...]) -> Array:
+def known_levels(kind: str, bits: int) -> Array:
+    """Return Lloyd's and Max's levels, or Max's (1960, table II) at equal distances."""
+    if kind == "lloyd-max":
+        return normal_levels(bits).double().numpy()
+    step = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.03076}[bits]
+    assert uniform_step(bits) == pytest.approx(step, abs=6e-5)
+    return uniform_step(bits) * (np.arange(2**bits) - (2**bits - 1) / 2)
+
+
+def quantised(z: Array, runs: tuple[tuple[int, int], ...], kind: str) -> Array:
     """Quantise one token's latent by hand."""
     out, start = np.zeros_like(z), 0
     stored = sum(width for width, bits in runs if bits)
     scale = e4m3(math.sqrt(float(np.square(z[:stored]).mean())))
     for width, bits in runs:
         if bits:
-            levels = normal_levels(bits).double().numpy()
+            levels = known_levels(kind, bits)
             part = z[start : start + width]
             nearest = np.abs(part[:, None] / scale - levels).argmin(1)
             out[start : start + width] = scale * levels[nearest]
@@ -56,10 +66,11 @@ def quantised(z: Array, runs: tuple[tuple[int, int], ...]) -> Array:
     return out
 
 
-def test_a_step_reads_old_tokens_as_quantised_and_the_others_as_they_were() -> None:
+@pytest.mark.parametrize("kind", ["uniform", "lloyd-max"])
+def test_a_step_reads_old_tokens_as_quantised_and_the_others_as_they_were(kind: str) -> None:
     model_, prefill, length, sink, window = one_layer("Llama"), 40, 44, 3, 5
     ids = token_ids(1, length)
-    plan = made(sink=sink, window=window)
+    plan = made(sink=sink, window=window, levels=kind)
     tap = taps(model_, ids, pre_rope=False)
     exact = heads_out(model_, tap.q, tap.k, tap.v)
     rows = []
@@ -71,7 +82,7 @@ def test_a_step_reads_old_tokens_as_quantised_and_the_others_as_they_were() -> N
                 for token in range(sink, query - window):
                     z = states[0, head, token].numpy() @ down
                     states[0, head, token] = torch.from_numpy(
-                        quantised(z, group.column_bits) @ up.T
+                        quantised(z, group.column_bits, kind) @ up.T
                     )
         rows.append(heads_out(model_, tap.q, keys, values)[:, query])
     wanted = torch.stack(rows, dim=1)
@@ -79,6 +90,21 @@ def test_a_step_reads_old_tokens_as_quantised_and_the_others_as_they_were() -> N
     assert relative(found[:, :prefill], exact[:, :prefill]) < 1e-5
     assert relative(found[:, prefill:], wanted) < 1e-4
     assert relative(exact[:, prefill:], wanted) > 3e-2
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_equal_distances_lose_least_at_their_step(bits: int) -> None:
+    """Against a sum over a fine grid of a normal variable, and against other steps."""
+    x = np.linspace(-9, 9, 400_001)
+    density = np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
+
+    def lost(step: float) -> float:
+        codes = np.clip(np.floor(x / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        return float((np.square(x - step * (codes + 0.5)) * density).sum())
+
+    own = uniform_step(bits)
+    assert uniform_distortion(bits) == pytest.approx(lost(own), rel=1e-4)
+    assert lost(own) < min(lost(0.99 * own), lost(1.01 * own))
 
 
 @pytest.mark.parametrize("hadamard", [True, False])

@@ -58,7 +58,10 @@ _PLACES = tl.constexpr(PLACES)
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
 _BY_COLUMN = tl.constexpr(COLUMNS)
-_STEPS = tl.constexpr(tuple(uniform_step(bits) for bits in (2, 3, 4, 8)))
+_STEP_OF_2 = tl.constexpr(uniform_step(2))
+_STEP_OF_3 = tl.constexpr(uniform_step(3))
+_STEP_OF_4 = tl.constexpr(uniform_step(4))
+_STEP_OF_8 = tl.constexpr(uniform_step(8))
 #: Columns of a program where no scale says how many.
 _FREE = 64
 
@@ -161,8 +164,8 @@ def _column_codes(states, scale, column, there, slot):
     code = tl.load(column + _CODE, mask=there, other=2)
     step = tl.where(
         code == 2,
-        _STEPS[0],
-        tl.where(code == 3, _STEPS[1], tl.where(code == 4, _STEPS[2], _STEPS[3])),
+        _STEP_OF_2,
+        tl.where(code == 3, _STEP_OF_3, tl.where(code == 4, _STEP_OF_4, _STEP_OF_8)),
     )
     half = tl.exp2((code - 1).to(tl.float32))
     # As `kvprof.kernels.segments.columns.quantise_columns` has it, to the last bit.
