@@ -129,9 +129,14 @@ class _FromTheMiddle(Codec):
 def from_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Round as the kernels do, so that nothing else may differ."""
 
-    def chosen(quantiser: Quantiser, side: SideQuantiser | None, level: int) -> Codec:
+    def chosen(
+        quantiser: Quantiser,
+        side: SideQuantiser | None,
+        level: int,
+        column_bits: tuple[tuple[int, int], ...] = (),
+    ) -> Codec:
         if side is None or quantiser.kind == "fp8":
-            return codec_for(quantiser, side, level)
+            return codec_for(quantiser, side, level, column_bits)
         return _FromTheMiddle(side.bits[level], side.group)
 
     monkeypatch.setattr(keeping, "codec_for", chosen)
