@@ -140,7 +140,7 @@ def palu(run: Run) -> dict[str, Any]:
     """Time Palu's reconstruction at 16K and the folded form at 64K, on Llama-2-7B's shape."""
     common: dict[str, Any] = {"shape": "Llama-2-7B", "batches": (1,), "phases": ("decode",)}
     found: dict[str, Any] = {
-        "rope": run.bench("uniform,palu,palu:group=1", seqs=(16_384,), **common),
+        "rope": run.bench("uniform,palu,palu:heads=1", seqs=(16_384,), **common),
         "folded": run.bench("palu-folded,palu-folded-4bit", seqs=(65_536,), **common),
     }
     for name, seq in (("rope", 16_384), ("folded", 65_536)):

@@ -31,15 +31,14 @@ __all__ = ["KINDS", "LOW_RANK", "PLANNED", "Method", "parse_method"]
 PLANNED = "plan"
 #: Kinds whose KV heads have widths of their own.
 LOW_RANK = ("fdc", "kq", "uniform")
-# What a kind may be told after a colon besides the options of the method of its name.
-_GROUPS: dict[str, tuple[str, ...]] = {"group": ("1", "2", "4", "8")}
+# What a kind may be told after a colon where no plan is made for it. Values are listed, or
+# numbers (nothing listed), as the method's own options declare them.
 _OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    # A number, which the method's own options declare.
     "fdc": {"kinds": ()},
     "kq": {"kinds": ()},
     "tale": {"bits": ("none", "published")},
-    "palu": _GROUPS,
-    "palu-folded": _GROUPS,
+    "palu": {"heads": ()},
+    "palu-folded": {"heads": ()},
     "fp8": {"scale": ("head", "none")},
 }
 
@@ -56,8 +55,8 @@ class Method:
         One of `KINDS`; ``plan`` for every other, whose plan is made from a model's weights or read.
     modifiers : tuple of Modifier
         What comes on top of a kind.
-    group : int
-        KV heads that share a latent (Palu).
+    heads : int
+        KV heads that share a latent (Palu); 0 for all of a layer's.
     quantised_levels : bool
         Whether TALE's levels are quantised as published.
     kinds : int
@@ -75,7 +74,7 @@ class Method:
     name: str
     kind: str
     modifiers: tuple[Modifier, ...] = ()
-    group: int = 4
+    heads: int = 4
     quantised_levels: bool = True
     kinds: int = 0
     registered: str = ""
@@ -150,7 +149,7 @@ class Method:
 def parse_method(text: str) -> Method:
     """Read a method as ``kvprof plan`` does: ``fdc``, ``fdc-4bit``, ``kq:grid=32``, ``palu+kivi``.
 
-    The benchmark's own are ``uniform``, ``palu-folded``, ``palu:group=1`` and ``tale:bits=none``.
+    The benchmark's own are ``uniform``, ``palu-folded`` and ``tale:bits=none``.
 
     Raises
     ------
@@ -168,23 +167,22 @@ def parse_method(text: str) -> Method:
     kind, modifiers = found
     own = _OPTIONS.get(kind, {})
     given = options_in(written)
+    has = ", ".join(f"{key}={'|'.join(values) or 'N'}" for key, values in own.items())
     if kind in KINDS and all(key in own for key in given):
-        kinds = typed_options(kind, {"kinds": given.pop("kinds")}) if "kinds" in given else {}
-        if wrong := [key for key, value in given.items() if value not in own[key]]:
-            takes = [f"{key}={'|'.join(values)}" for key, values in own.items()]
-            raise UsageError(
-                f"{text}: {kind} takes {', '.join(takes)}, not {wrong[0]}={given[wrong[0]]}"
-            )
+        declared = "palu" if kind == "palu-folded" else kind
+        counts = {key: value for key, value in given.items() if not own[key]}
+        numbers = typed_options(declared, counts) if counts else {}
+        if wrong := [key for key in given if own[key] and given[key] not in own[key]]:
+            raise UsageError(f"{text}: {kind} takes {has}, not {wrong[0]}={given[wrong[0]]}")
         return Method(
             text,
             kind,
             tuple(modifiers),
-            group=int(given.get("group", 4)),
+            heads=numbers.get("heads", 4),
             quantised_levels=given.get("bits") != "none" and not modifiers,
-            kinds=kinds.get("kinds", 0),
+            kinds=numbers.get("kinds", 0),
         )
     if kind in KINDS and kind not in METHODS:
-        has = ", ".join(f"{key}={'|'.join(values)}" for key, values in own.items())
         raise UsageError(f"{text}: {kind} " + (f"takes {has}" if has else "has no options"))
     options = typed_options(name, given)
     return Method(text, PLANNED, registered=name, options=tuple(options.items()))

@@ -152,7 +152,8 @@ def _uniform(shape: Shape, rate: float) -> Widths:
 
 def _latents(method: Method, shape: Shape, rate: float) -> Widths:
     """Return the latent widths of Palu's groups: the same for all, multiples of 32."""
-    most = min(method.group, 512 // shape.head_dim)
+    asked = method.heads or shape.num_kv_heads
+    most = min(asked, 512 // shape.head_dim)
     group = max(size for size in range(1, most + 1) if shape.num_kv_heads % size == 0)
     step = 2 * STEP
     full = group * shape.head_dim
@@ -160,9 +161,9 @@ def _latents(method: Method, shape: Shape, rate: float) -> Widths:
     count = shape.num_kv_heads // group
     words = f"uniform latents of {width}, one per {group} KV heads"
     warnings: tuple[str, ...] = ()
-    if group != method.group:
+    if group != asked:
         warnings = (
-            f"{method.name}: {group} instead of {method.group} KV heads share a latent (of "
+            f"{method.name}: {group} instead of {asked} KV heads share a latent (of "
             f"{shape.num_kv_heads}, and a latent is at most 512 wide)",
         )
     return Widths((width,) * count, (width,) * count, words, warnings)

@@ -122,7 +122,7 @@ def bench(
             "--methods",
             autocompletion=completion.methods,
             metavar="LIST",
-            help="Those of plan, kq:grid=32 too; also uniform, palu-folded, palu:group=1, "
+            help="Those of plan, palu:heads=1 too; also uniform, palu-folded and "
             "tale:bits=none. Default full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct "
             "full,palu,fdc; with --load full,fp8,fdc.",
             show_default=False,

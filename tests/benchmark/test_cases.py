@@ -34,7 +34,7 @@ def case(name, where, rate=0.5):
 
 
 @pytest.mark.parametrize("shape", [SMALL, SINKS], ids=["plain", "sinks"])
-@pytest.mark.parametrize("name", ["fdc", "kq", "uniform", "palu", "palu:group=1", "palu-folded"])
+@pytest.mark.parametrize("name", ["fdc", "kq", "uniform", "palu", "palu:heads=1", "palu-folded"])
 def test_a_decoding_step_agrees_with_float64(name, shape):
     built = case(name, workload(shape))
     output = sampler(built.runs, CPU).output()

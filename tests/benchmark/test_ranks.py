@@ -147,7 +147,10 @@ def test_the_widths_of_a_saved_plan(tmp_path):
 def test_latents_of_groups_and_uniform_widths_keep_the_rate():
     palu = method_widths(parse_method("palu"), LLAMA, 0.5)
     assert palu.keys == palu.values == (256, 256)
-    assert method_widths(parse_method("palu:group=1"), LLAMA, 0.5).keys == (64,) * 8
+    assert method_widths(parse_method("palu:heads=1"), LLAMA, 0.5).keys == (64,) * 8
+    every = method_widths(parse_method("palu:heads=0"), LLAMA, 0.5)
+    assert every.keys == (256, 256)
+    assert "4 instead of 8" in every.warnings[0]  # a latent of all would be 1,024 wide
     # Ten KV heads cannot be shared by four.
     phi = method_widths(parse_method("palu"), load_shape("Phi-3-14B"), 0.5)
     assert phi.keys == (128,) * 5
@@ -167,7 +170,17 @@ def test_full_width_is_rate_zero():
 
 @pytest.mark.parametrize(
     "name",
-    ["fd", "fdc-5bit", "palu:group=3", "fdc:group=4", "uniform:grid=8", "tale:bits=2", "FDC", ""],
+    [
+        "fd",
+        "fdc-5bit",
+        "palu:group=1",
+        "palu:heads=-1",
+        "fdc:group=4",
+        "uniform:grid=8",
+        "tale:bits=2",
+        "FDC",
+        "",
+    ],
 )
 def test_unknown_methods_are_refused(name):
     with pytest.raises(UsageError):

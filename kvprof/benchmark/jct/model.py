@@ -13,7 +13,6 @@ from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest
-from kvprof.benchmark.methods import parse_method
 from kvprof.benchmark.plans import at_rate, layer_widths, named_plans
 from kvprof.benchmark.ranks import Widths
 from kvprof.benchmark.shapes import has_weights
@@ -205,16 +204,9 @@ def plan_ready(loaded: LoadedModel, method: str, request: JctRequest) -> Plan:
 
 
 def _named(method: str) -> tuple[str, dict[str, Any]]:
-    """Return a method's registered name and its options, which are those of ``kvprof plan``.
-
-    ``palu:group=1``, as ``bench`` has it, is one head per group.
-    """
+    """Return a method's registered name and its options, which are those of ``kvprof plan``."""
     ((_, name, written),) = method_entries(method)
-    options = options_in(written)
-    if name == "palu" and "group" in options:
-        parse_method(method)  # which refuses other groups
-        options["heads"] = options.pop("group")
-    return name, typed_options(name, options)
+    return name, typed_options(name, options_in(written))
 
 
 def _random_named(name: str, loaded: LoadedModel, shape: ModelShape, request: JctRequest) -> Plan:

@@ -20,7 +20,7 @@ METHODS = {
     "fdc": ({"compress"}, {"compress", "schedule"}),
     "kq": ({"compress"}, {"compress", "schedule"}),
     "palu": ({"compress", "decompress"}, {"compress", "decompress", "schedule"}),
-    "palu:group=1": ({"compress", "decompress"}, {"compress", "decompress", "schedule"}),
+    "palu:heads=1": ({"compress", "decompress"}, {"compress", "decompress", "schedule"}),
     "palu-folded": ({"compress"}, {"compress", "schedule"}),
     "tale": ({"compress", "quantise"}, {"compress", "quantise", "schedule"}),
     "fdc-4bit": ({"compress", "quantise"}, {"compress", "quantise", "schedule"}),

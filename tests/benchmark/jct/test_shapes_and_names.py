@@ -27,7 +27,7 @@ FP32 = torch.float32
         ("uniform", "ragged"),
         ("palu-folded", "ragged"),
         ("palu", "latents"),
-        ("palu:group=1", "latents"),
+        ("palu:heads=1", "latents"),
         ("strawman", "strawman"),
         ("fdc:no-post-rope", "latents"),
         ("fdc:no-adaptive-rates", "ragged"),
@@ -47,8 +47,10 @@ def test_names_say_how_a_method_is_stored(text, family):
         ("fdc:no-sense", "no-balancing"),
         ("palu:no-post-rope", "fdc alone"),
         ("fdc:no-post-rope:no-balancing", "apart"),
-        ("fdc:no-balancing:group=1", "fdc alone"),
-        ("palu:group=3", "group=1|2|4|8"),
+        ("fdc:no-balancing:heads=1", "fdc alone"),
+        ("palu:group=1", "it has heads"),
+        ("palu:heads=many", "heads"),
+        ("palu-folded:group=1", "palu-folded takes heads=N"),
     ],
 )
 def test_other_names_are_refused_in_one_line(text, says):
