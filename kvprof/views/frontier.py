@@ -3,242 +3,47 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.figures import judging_tasks
 from kvprof.views.evaluation import apart_note, unable_note
-from kvprof.views.figure import (
-    draw_curves,
-    draw_reference,
-    label_axes,
-    panel_figure,
-    point_style,
-    titled,
+from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
+from kvprof.views.frontier_data import (
+    STOPPED,
+    Method,
+    base_name,
+    best_point,
+    curves,
+    furthest,
+    interval_text,
+    lowest_drawn,
+    metric_name,
+    ranked,
+    share_at,
+    share_text,
+    single,
+    sure_rate,
+    targets_of,
+    tasks_of,
+    unable_tasks,
+    uncompressed,
+    undecided,
+)
+from kvprof.views.frontier_running import (
+    NEEDS,
+    draw_speeds,
+    running_notes,
+    running_table,
+    speed_plots,
 )
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
-__all__ = [
-    "METRIC_NAMES",
-    "STOPPED",
-    "base_name",
-    "best_point",
-    "curves",
-    "figure",
-    "furthest",
-    "lowest_drawn",
-    "main_table",
-    "metric_name",
-    "ranked",
-    "report",
-    "running_table",
-    "share_at",
-    "single",
-    "source_table",
-    "speed_plots",
-    "sure_rate",
-    "targets_of",
-    "tasks_of",
-    "to_csv",
-    "undecided",
-]
-
-# --- A frontier result as its views need it: methods in order, and those that cannot be told
-# apart.
-
-
-METRIC_NAMES = {
-    "accuracy": "next-token accuracy",
-    "perplexity": "perplexity (baseline over method)",
-    "tasks": "mean task accuracy",
-}
-
-#: The reason of a method whose search the user ended.
-STOPPED = "interrupted"
-
-#: Methods that stand in every frontier; they have nothing to turn.
-ALWAYS = ("full", "fp8")
-
-Method = Mapping[str, Any]
-
-
-def metric_name(metric: str) -> str:
-    """Return a metric in words; a task is called by its name."""
-    return METRIC_NAMES.get(metric, f"accuracy on {metric.replace('_', ' ')}")
-
-
-def targets_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return ``metric`` and ``target`` of all that have to be kept together, the first one first.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``; one of earlier versions has a single target.
-    """
-    data = result["data"]
-    return list(data.get("targets") or [{"metric": data["metric"], "target": data["target"]}])
-
-
-def share_at(point: Mapping[str, Any], metric: str | None = None) -> Mapping[str, Any]:
-    """Return ``share`` and ``share_interval`` of a target's metric at a point.
-
-    Parameters
-    ----------
-    point : mapping
-        Of a method.
-    metric : str or None
-        None takes the first target's.
-    """
-    shares: Mapping[str, Any] = point.get("shares", {})
-    found: Mapping[str, Any] = point if metric is None else shares.get(metric, point)
-    return found
-
-
-def ranked(result: Mapping[str, Any]) -> list[Method]:
-    """Return the methods by falling ``max_rate``; those without one last, as they were asked for.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    """
-    return sorted(
-        result["data"]["methods"],
-        key=lambda method: float("inf") if method["max_rate"] is None else -method["max_rate"],
-    )
-
-
-def best_point(method: Method) -> Mapping[str, Any] | None:
-    """Return the evaluation at a method's ``max_rate``; None where it has none."""
-    if method["max_rate"] is None:
-        return None
-    found: Mapping[str, Any] = next(
-        point for point in method["points"] if point["rate"] == method["max_rate"]
-    )
-    return found
-
-
-def single(method: Method) -> bool:
-    """Whether a method has one point, so that nothing was searched."""
-    return len(method["points"]) == 1
-
-
-def base_name(result: Mapping[str, Any]) -> str:
-    """Return what rates are relative to, in words."""
-    return f"full width in {result['data']['dtype']}"
-
-
-def sure_rate(method: Method) -> float | None:
-    """Return the largest tested rate up to which the whole interval keeps the target.
-
-    None where there is none, or the sample is too small to tell.
-    """
-    bounds = method["max_rate_interval"]
-    found: float | None = None if bounds is None else bounds[0]
-    return found
-
-
-def furthest(method: Method) -> float | None:
-    """Return the rate that a method may reach at most, given its intervals; None if not measured.
-
-    A method with nothing to turn has one rate; where no tested rate surely misses the target, and
-    where no interval is known, it may be any.
-    """
-    if not method["points"]:
-        return None
-    if single(method) and method["label"] in ALWAYS:
-        rate: float = method["points"][0]["rate"]
-        return rate
-    bounds = method["max_rate_interval"]
-    return 1.0 if bounds is None or bounds[1] is None else float(bounds[1])
-
-
-def tasks_of(result: Mapping[str, Any]) -> list[str]:
-    """Return the tasks that were evaluated."""
-    return list(result["data"]["baseline"]["tasks"])
-
-
-def unable_tasks(result: Mapping[str, Any]) -> list[str]:
-    """Return the tasks at which the uncompressed model is at chance."""
-    judging = judging_tasks(result["data"]["baseline"])
-    return [task for task in tasks_of(result) if task not in judging]
-
-
-def undecided(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs of methods, neighbours in rank, whose largest rates may be the other way round.
-
-    The true largest rate of a method lies in ``max_rate_interval``; where two of these overlap the
-    sample does not tell which method goes further. Methods with nothing to turn are left out: their
-    rate is what it is.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    """
-    searched = [
-        method
-        for method in ranked(result)
-        if method["max_rate"] is not None
-        and method["max_rate_interval"] is not None
-        and not single(method)
-    ]
-    pairs = []
-    for further, nearer in pairwise(searched):
-        low = further["max_rate_interval"][0]
-        high = nearer["max_rate_interval"][1]
-        if low is None or high is None or low < high:
-            pairs.append((further["label"], nearer["label"]))
-    return pairs
-
-
-def lowest_drawn(target: float) -> float:
-    """Return the share down to which a plot has to reach: ten times what a target gives away."""
-    return max(0.0, 1.0 - 10.0 * max(0.001, 1.0 - target))
-
-
-def curves(
-    result: Mapping[str, Any], floor: float | None = None, metric: str | None = None
-) -> list[Series]:
-    """Return one curve per method, the share kept against the rate, in order of rank.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    floor : float or None
-        Leaves out shares below it, which would flatten everything else.
-    metric : str or None
-        Of one of the targets; None takes the first.
-    """
-    drawn = []
-    for method in ranked(result):
-        found = [(point["rate"], share_at(point, metric)) for point in method["points"]]
-        points = [
-            (rate, kept)
-            for rate, kept in found
-            if kept["share"] is not None and (floor is None or kept["share"] >= floor)
-        ]
-        if not points:
-            continue
-        ends = [kept["share_interval"] or (None, None) for _, kept in points]
-        drawn.append(
-            Series(
-                method["label"],
-                [rate for rate, _ in points],
-                [kept["share"] for _, kept in points],
-                [end[0] for end in ends],
-                [end[1] for end in ends],
-            )
-        )
-    return drawn
-
+__all__ = ["figure", "main_table", "report", "source_table", "to_csv"]
 
 # --- The tables of a frontier report: what each method keeps, and what it costs there.
 
@@ -284,7 +89,7 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
         point = best_point(method)
         rate = method["max_rate"]
         if method["label"] == "full" and not method["points"]:
-            point, rate = _uncompressed(result), 0.0
+            point, rate = uncompressed(result), 0.0
         if point is None:
             known = "none" if method["points"] else "not measured"
             row = [method["label"], known, *[MISSING] * (len(heads) - 2)]
@@ -300,9 +105,12 @@ def main_table(result: Mapping[str, Any]) -> SplitTable:
                 *([_bound(method)] if several else []),
                 f"{point['compression_ratio']:.2f}",
                 MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
-                _share(point["relative_accuracy"]),
-                _interval(point.get("relative_accuracy_interval")),
-                *(_share(share_at(point, metric if several else None)["share"]) for metric in own),
+                share_text(point["relative_accuracy"]),
+                interval_text(point.get("relative_accuracy_interval")),
+                *(
+                    share_text(share_at(point, metric if several else None)["share"])
+                    for metric in own
+                ),
                 number(point["perplexity"], 4),
                 number(point["kl"]["mean"]),
                 *(_task(point, task) for task in tasks),
@@ -331,184 +139,11 @@ def source_table(result: Mapping[str, Any]) -> DataTable | None:
         cells = [label]
         for name in names:
             found = point["sources"].get(name)
-            share = MISSING if found is None else _share(found["relative_accuracy"])
+            share = MISSING if found is None else share_text(found["relative_accuracy"])
             bounds = None if found is None else found.get("interval")
-            cells.append(f"{share} {_interval(bounds)}" if bounds else share)
+            cells.append(f"{share} {interval_text(bounds)}" if bounds else share)
         rows.append(cells)
     return DataTable(columns("share of accuracy", figures=names), rows)
-
-
-# --- What each method takes to run at its largest rate, and how fast it was measured to be.
-
-
-def running_table(result: Mapping[str, Any]) -> SplitTable | None:
-    """Return what running each method takes, its bytes of a long context and its measured speeds.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``; None for one of earlier versions, which does not tell.
-    """
-    known = [
-        (method, point)
-        for method in ranked(result)
-        if (point := best_point(method)) is not None and "kernel" in point
-    ]
-    if not known:
-        return None
-    batches = sorted({one["batch"] for method, _ in known for one in method.get("speeds", ())})
-    long = known[0][1]["long_context"]["context"]
-    heads = [
-        *columns("method", "needs", "kernel"),
-        *columns(
-            figures=(
-                f"rate at {count(long)}",
-                "bytes per token",
-                "share kept",
-                *(f"speed-up at batch {batch}" for batch in batches),
-            )
-        ),
-    ]
-    rows = []
-    for method, point in known:
-        speeds = {one["batch"]: one for one in method.get("speeds", ())}
-        rows.append(
-            [
-                method["label"],
-                ", ".join(point["needs"]) or "nothing",
-                _kernel(point["kernel"]),
-                rate_in_bytes(point["long_context"]["rate"]),
-                f"{point['long_context']['bytes_per_token']:,.0f}",
-                _share(share_at(point)["share"]),
-                *(
-                    f"{speeds[batch]['speedup']:.2f}×" if batch in speeds else MISSING
-                    for batch in batches
-                ),
-            ]
-        )
-    return SplitTable(heads, rows, (2, 3, len(batches)) if batches else (2, 3))
-
-
-def speed_plots(result: Mapping[str, Any]) -> list[LinePlot]:
-    """Return measured speed against bytes, with the share kept in the legend: a plot per batch.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``; none where no speed but full width's stands beside it.
-    """
-    found = [one for one in _measured_speeds(result) if one[0]["label"] != "full"]
-    if not found:
-        return []
-    kept = metric_name(targets_of(result)[0]["metric"])
-    ends = [1.0, *(_smaller(point) for _, point, _ in found)]
-    full = Series("full width", [min(ends), max(ends)], [1.0, 1.0])
-    context = found[0][2]["context"]
-    plots = []
-    for batch in sorted({one["batch"] for _, _, one in found}):
-        drawn = [
-            Series(
-                f"{method['label']} keeps {_share(share_at(point)['share'])}",
-                [_smaller(point)],
-                [one["speedup"]],
-            )
-            for method, point, one in found
-            if one["batch"] == batch
-        ]
-        plots.append(
-            LinePlot(
-                [full, *drawn],
-                f"Speed against bytes at {count(context)} tokens, batch {batch}, and the share of "
-                f"{kept} kept",
-                "times fewer bytes than full width",
-                "times faster than the best full-width kernel",
-                height=_HEIGHT - 4,
-            )
-        )
-    return plots
-
-
-def _measured_speeds(
-    result: Mapping[str, Any],
-) -> list[tuple[Method, Mapping[str, Any], Mapping[str, Any]]]:
-    """Return method, best point and speed of all speeds that stand beside a frontier."""
-    return [
-        (method, point, one)
-        for method in ranked(result)
-        if (point := best_point(method)) is not None
-        for one in method.get("speeds", ())
-    ]
-
-
-def _smaller(point: Mapping[str, Any]) -> float:
-    """Return how many times fewer bytes a point stores of a long context."""
-    return 1.0 / (1.0 - float(point["long_context"]["rate"]))
-
-
-def _kernel(kernel: Mapping[str, Any]) -> str:
-    if kernel["reason"] is None:
-        return "yes"
-    return f"{kernel['layers']} of {kernel['of']} layers" if kernel["layers"] else "no"
-
-
-# Of the bytes: rates at two contexts further apart than this are said to be.
-_APART = 0.05
-
-
-def _running_notes(result: Mapping[str, Any]) -> list[str]:
-    """Say where speeds were measured, of which rows there are none, and what shares do not tell."""
-    speeds = [one for method in result["data"]["methods"] for one in method.get("speeds", ())]
-    by_record: dict[str, list[str]] = {}
-    for one in speeds:
-        where = "shipped with kvprof" if one["origin"] == "shipped" else "--speeds"
-        text = (
-            f"attention of one layer of {one['shape']}'s shape in {one['dtype']} on "
-            f"{one['device']}, against {one['baseline']} ({one['source']}, {where}, "
-            f"{one['created'][:10]})"
-        )
-        by_record.setdefault(text, []).append(one["method"])
-    lines = [
-        f"Speed-up of {', '.join(dict.fromkeys(labels))}: decoding at the same rate over the same "
-        f"context, {text}."
-        for text, labels in by_record.items()
-    ]
-    lacking: dict[str, list[str]] = {}
-    for method in ranked(result):
-        if best_point(method) is not None and method.get("speed_reason") is not None:
-            lacking.setdefault(method["speed_reason"], []).append(method["label"])
-    # Windows and sinks that stay exact are most of a short context and nothing of a long one.
-    apart = [
-        f"{method['label']} ({rate_in_bytes(point['rate'])} and "
-        f"{rate_in_bytes(point['long_context']['rate'])})"
-        for method in ranked(result)
-        if (point := best_point(method)) is not None
-        and "long_context" in point
-        and abs(point["long_context"]["rate"] - point["rate"]) > _APART
-    ]
-    if apart:
-        lines.append(
-            f"The share kept was measured at {result['data']['context']:,} tokens, where these "
-            f"save another rate than over the long context: {', '.join(apart)}. What they keep "
-            "there was not measured."
-        )
-    return [
-        *lines,
-        *(f"No speed of {', '.join(labels)}: {reason}." for reason, labels in lacking.items()),
-    ]
-
-
-def _uncompressed(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the baseline as the point of full width, where that was not run through the cache."""
-    base = result["data"]["baseline"]
-    return {
-        "compression_ratio": 1.0,
-        "bytes_per_token": base.get("bytes_per_token"),
-        "relative_accuracy": 1.0,
-        "share": 1.0,
-        "perplexity": base["perplexity"],
-        "kl": {"mean": 0.0},
-        "tasks": base["tasks"],
-    }
 
 
 def _within(method: Mapping[str, Any]) -> str:
@@ -524,16 +159,6 @@ def _within(method: Mapping[str, Any]) -> str:
 
 def _bound(method: Mapping[str, Any]) -> str:
     return ", ".join(name.replace("_", " ") for name in method.get("binding", ())) or MISSING
-
-
-def _share(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.4f}"
-
-
-def _interval(bounds: Sequence[float | None] | None) -> str:
-    if bounds is None or None in bounds:
-        return MISSING
-    return f"[{bounds[0]:.3f}, {bounds[1]:.3f}]"
 
 
 def _task(point: Mapping[str, Any], task: str) -> str:
@@ -685,7 +310,7 @@ def figure(result: Mapping[str, Any]) -> Any:
         partial(_draw_target, result, target) for target in targets
     ]
     if any(method.get("speeds") for method in result["data"]["methods"]):
-        draws.append(partial(_draw_speeds, result))
+        draws.append(partial(draw_speeds, result))
     drawing = panel_figure(draws, (6.4, 4.2), columns=2, title=title if len(draws) > 1 else "")
     if len(draws) == 1:
         drawing.axes[0].set_title(title, fontsize="medium")
@@ -704,51 +329,6 @@ def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any
     floor = lowest_drawn(float(target["target"]))
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, target["target"])))
-
-
-def _draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
-    """Draw what each method gains in speed and in bytes at its largest rate, and what it keeps."""
-    target = targets_of(result)[0]
-    found = _measured_speeds(result)
-    batches = sorted({one["batch"] for _, _, one in found})
-    shares = [share_at(point)["share"] for _, point, _ in found]
-    ends = min([float(target["target"]), *(share for share in shares if share is not None)]), 1.0
-    drawn = None
-    for batch in batches:
-        own = [(method, point, one) for method, point, one in found if one["batch"] == batch]
-        speeds = [one["speedup"] for _, _, one in own]
-        smaller = [_smaller(point) for _, point, _ in own]
-        drawn = axes.scatter(
-            smaller,
-            speeds,
-            c=[share_at(point)["share"] for _, point, _ in own],
-            vmin=ends[0],
-            vmax=ends[1],
-            cmap="viridis",
-            marker=point_style(batches.index(batch))["marker"],
-            edgecolors="black",
-            linewidths=0.5,
-            label=f"batch {batch}",
-        )
-        for (method, _, _), x, y in zip(own, smaller, speeds, strict=True):
-            axes.annotate(
-                method["label"], (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small"
-            )
-    draw_reference(axes, 1.0, "full width")
-    where = dict.fromkeys(f"{one['shape']} on {one['device']}" for _, _, one in found)
-    label_axes(
-        axes,
-        f"decoding {count(found[0][2]['context'])} tokens, {'; '.join(where)}",
-        "times fewer bytes than full width",
-        "times faster than the best full-width kernel",
-        legend=True,
-    )
-    axes.margins(0.12)
-    for handle in axes.get_legend().legend_handles:
-        handle.set_facecolor("none")  # colour tells the share, and batches have none
-    axes.figure.colorbar(
-        drawn, ax=axes, label=f"share of the baseline's {metric_name(target['metric'])}"
-    )
 
 
 _RATE = (
@@ -770,13 +350,6 @@ _WITHIN = (
 _TOGETHER = (
     "Targets hold together: a rate keeps them where each of them is kept. Bound by: the targets "
     "that are missed at the smallest tested rate where any is."
-)
-_NEEDS = (
-    "Needs: online, projections beside the model's own; folded, weights that a basis is multiplied "
-    "into; rebuilt, keys made anew from their latents at every use. No plan fetches from another "
-    "memory what it stores. Kernel: whether kvprof's kernels run it in {dtype} on {device}. A "
-    "speed-up was measured at the row's own rate, with the shape and the GPU that are named, or "
-    "is not there: none is estimated."
 )
 _HEIGHT = 14
 
@@ -805,7 +378,7 @@ def report(
     running = running_table(result)
     if running is not None:
         parts += [heading("What running it takes, at the largest rate"), running]
-        parts += [Text(), bullets(_running_notes(result), "dim")]
+        parts += [Text(), bullets(running_notes(result), "dim")]
         parts += [part for plot in speed_plots(result) for part in (Text(), plot)]
     for target in targets_of(result):
         parts += [Text(), _plot(result, target)]
@@ -815,7 +388,7 @@ def report(
     if any(method["max_rate_interval"] is not None for method in data["methods"]):
         notes.append(_WITHIN)
     if running is not None:
-        notes.append(_NEEDS.format(dtype=data["dtype"], device=result["inputs"].get("device")))
+        notes.append(NEEDS.format(dtype=data["dtype"], device=result["inputs"].get("device")))
     apart = apart_note(result["inputs"].get("calibration", {}))
     unable = [task.replace("_", " ") for task in unable_tasks(result)]
     return framed(
