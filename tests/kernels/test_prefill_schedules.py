@@ -17,6 +17,7 @@ from kvprof.kernels.prefill.schedules import (
     makespan_over_mean,
 )
 from kvprof.kernels.prefill.tuning import Kind, Tile, Tuning, head_tiles
+from kvprof.kernels.tables import Chunks, columns
 
 widths = st.integers(1, 16).map(lambda n: 16 * n)
 RAGGED = RaggedLayout((112, 96, 80, 64, 48, 48, 32, 32), (32, 48, 64, 64, 112, 80, 64, 48), 4, 1, 1)
@@ -82,10 +83,9 @@ def test_every_row_is_in_exactly_one_block(
         assert launch.first == at
         at += launch.blocks
         for _, head, _, _, kind in table[launch.first : at]:
-            size = len(Kind._fields)
-            own = Kind(*launch.kinds[kind * size : (kind + 1) * size])
-            keys, values = (own.k0, own.k1, own.k2, own.k3), (own.v0, own.v1, own.v2, own.v3)
-            assert (sum(keys), sum(values)) == pairs[head]
+            first_column = kind * len(columns(Kind))
+            own = launch.kinds[first_column : first_column + len(Chunks._fields)]
+            assert (sum(own[:4]), sum(own[4:])) == pairs[head]
     assert at == len(table)
     assert (
         len(step.launches) == 1 if fused else len(step.launches) == len({pairs[h] for h in heads})

@@ -12,7 +12,7 @@ from kvprof.kernels.planes import chunks
 from kvprof.kernels.prefill import tuning
 from kvprof.kernels.reconstruct import form
 from kvprof.kernels.segments import tables as segments
-from kvprof.kernels.tables import Chunks, Kind, Output, chunk_columns, column, joined_rows
+from kvprof.kernels.tables import Chunks, Kind, Output, chunk_columns, column, columns, joined_rows
 
 FOLDER = Path(kvprof.kernels.__file__).parent
 FILES = sorted(path for path in FOLDER.rglob("*.py") if "@triton.jit" in path.read_text())
@@ -65,14 +65,15 @@ def test_tables_that_share_a_reader_begin_alike():
     for heads in (cuts.Head, segments.Unit, form.Group):
         assert heads._fields[:2] == Output._fields
     for kinds in (Kind, tuning.Kind):
-        assert kinds._fields[:8] == Chunks._fields
+        assert columns(kinds)[:8] == Chunks._fields
 
 
 def test_a_column_is_found_by_its_name_and_rows_are_told_one_after_another():
-    assert [column(Kind, name) for name in Kind._fields] == list(range(9))
+    assert [column(Kind, name) for name in columns(Kind)] == list(range(9))
     with pytest.raises(ValueError, match="tuple"):
         column(Kind, "width")
     found = chunk_columns(112, 512)
     assert tuple(filter(None, found[:4])) == chunks(112) == (64, 32, 16)
     assert found[4:] == (512, 0, 0, 0)
     assert joined_rows([found, found]) == (*found, *found)
+    assert joined_rows([Kind(found, 64), Kind(found, 32)]) == (*found, 64, *found, 32)

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from kvprof.kernels.decode.cuts import Head, Item
-from kvprof.kernels.tables import Kind, column
+from kvprof.kernels.tables import Kind, column, columns
 from kvprof.kernels.trace import MARK, mark
 
 __all__ = ["decode_lists", "decode_pieces"]
@@ -30,7 +30,7 @@ _COLUMNS = tl.constexpr(len(Head._fields))
 _QUERIES = tl.constexpr(column(Head, "queries"))
 _KEYS = tl.constexpr(column(Head, "keys"))
 _VALUES = tl.constexpr(column(Head, "values"))
-_KIND = tl.constexpr(len(Kind._fields))
+_KIND = tl.constexpr(len(columns(Kind)))
 _K0 = tl.constexpr(column(Kind, "k0"))
 _K1 = tl.constexpr(column(Kind, "k1"))
 _K2 = tl.constexpr(column(Kind, "k2"))

@@ -305,7 +305,7 @@ def kind_table(pairs: Sequence[tuple[int, int]], tile: int, page: int) -> tuple[
     """
     most = page_tile(page)
     return joined_rows(
-        [Kind(*chunk_columns(*pair), tile_height(*pair, tile, most)) for pair in pairs]
+        [Kind(chunk_columns(*pair), tile_height(*pair, tile, most)) for pair in pairs]
     )
 
 

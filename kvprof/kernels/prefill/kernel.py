@@ -19,7 +19,7 @@ from triton.language.extra import cuda
 
 from kvprof.kernels.prefill.schedules import BlockRow
 from kvprof.kernels.prefill.tuning import Head, Kind
-from kvprof.kernels.tables import column
+from kvprof.kernels.tables import column, columns
 from kvprof.kernels.trace import MARK, mark
 
 __all__ = ["prefill_blocks"]
@@ -43,7 +43,7 @@ _V0_AT = tl.constexpr(column(Head, "v0"))
 _V1_AT = tl.constexpr(column(Head, "v1"))
 _V2_AT = tl.constexpr(column(Head, "v2"))
 _V3_AT = tl.constexpr(column(Head, "v3"))
-_KIND = tl.constexpr(len(Kind._fields))
+_KIND = tl.constexpr(len(columns(Kind)))
 _K0 = tl.constexpr(column(Kind, "k0"))
 _K1 = tl.constexpr(column(Kind, "k1"))
 _K2 = tl.constexpr(column(Kind, "k2"))

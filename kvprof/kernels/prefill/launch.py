@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +16,16 @@ from kvprof.kernels.dispatch import launching, multiprocessors_of
 from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks, row_stride
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.schedules import BlockRow, Blocks, Work, cut_blocks
-from kvprof.kernels.prefill.tuning import SHARED_MEMORY, Head, Kind, Tile, Tuning, head_tiles
-from kvprof.kernels.tables import chunk_columns, column, joined_rows
+from kvprof.kernels.prefill.tuning import (
+    SHARED_MEMORY,
+    Head,
+    Kind,
+    Tile,
+    TiledWidths,
+    Tuning,
+    head_tiles,
+)
+from kvprof.kernels.tables import chunk_columns, column, columns, joined_rows
 from kvprof.kernels.trace import Trace, empty_marks, traced
 
 __all__ = [
@@ -85,9 +94,14 @@ class Launch(NamedTuple):
     tile: Tile
 
 
-def kind_table(kinds: Sequence[tuple[int, int, Tile]]) -> tuple[int, ...]:
-    """Return kinds of heads (key width, value width, tile) as the kernel takes them."""
-    return joined_rows([Kind(*chunk_columns(*pair), tile.rows, tile.keys) for *pair, tile in kinds])
+def kind_table(kinds: Sequence[TiledWidths]) -> tuple[int, ...]:
+    """Return kinds of heads as the kernel takes them."""
+    return joined_rows(
+        [
+            Kind(chunk_columns(key_width, value_width), tile.rows, tile.keys)
+            for key_width, value_width, tile in kinds
+        ]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +182,7 @@ class PrefillStep:
                 *numbers,
                 *scores,
                 KINDS=launch.kinds,
-                COUNT=len(launch.kinds) // len(Kind._fields),
+                COUNT=len(launch.kinds) // len(columns(Kind)),
                 STAGES=launch.tile.stages,
                 GROUP=layout.group,
                 PAGE=0,
@@ -230,14 +244,16 @@ def _in_launches(
     blocks: Blocks, layout: RaggedLayout, tiles: Sequence[Tile], fused: bool
 ) -> tuple[Blocks, list[int], tuple[Launch, ...]]:
     """Put the blocks of a launch together; return them, each head's kind and the launches."""
-    pairs = list(zip(layout.key_widths, layout.value_widths, tiles, strict=True))
+    pairs = list(
+        starmap(TiledWidths, zip(layout.key_widths, layout.value_widths, tiles, strict=True))
+    )
     # In the order in which they first come: with heavy blocks first, the heaviest kind.
     heads = dict.fromkeys(head for _, head, *_ in blocks.items)
     kinds = list(dict.fromkeys(pairs[head] for head in heads))
     if fused:
         numbers = kind_table(kinds)
         own = [kinds.index(pair) if pair in kinds else 0 for pair in pairs]
-        return blocks, own, (Launch(0, len(blocks.items), numbers, kinds[0][2]),)
+        return blocks, own, (Launch(0, len(blocks.items), numbers, kinds[0].tile),)
     of_head = np.array([kinds.index(pair) if pair in kinds else -1 for pair in pairs])
     number = of_head[[head for _, head, *_ in blocks.items]]
     order = np.argsort(number, kind="stable").tolist()
@@ -245,7 +261,7 @@ def _in_launches(
     launches = []
     first = 0
     for kind, count in zip(kinds, np.bincount(number).tolist(), strict=True):
-        launches.append(Launch(first, count, kind_table([kind]), kind[2]))
+        launches.append(Launch(first, count, kind_table([kind]), kind.tile))
         first += count
     costs = tuple(blocks.costs[at] for at in order)
     return Blocks(items, costs, blocks.programs), [0] * layout.heads, tuple(launches)

@@ -11,6 +11,7 @@ host knows, sequences that are all as long, more finely).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from kvprof.kernels.prefill.cpu import prefill_rows_cpu
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.launch import head_table, kind_table, side_by_side, tiles_on
 from kvprof.kernels.prefill.schedules import COST_PER_SCORE, BlockRow
-from kvprof.kernels.prefill.tuning import Tile, Tuning
+from kvprof.kernels.prefill.tuning import Tile, TiledWidths, Tuning
 from kvprof.kernels.tables import column
 
 __all__ = ["RowsCut", "RowsStep", "cut_rows", "rows_operator", "rows_step"]
@@ -279,8 +280,8 @@ def rows_operator(
         window,
     )
 
-    def job(kind: tuple[int, int, Tile], own: list[int], first: int) -> Callable[[], None]:
-        tile = kind[2]
+    def job(kind: TiledWidths, own: list[int], first: int) -> Callable[[], None]:
+        tile = kind.tile
         items = blocks[list(heights).index(tile.rows)]
         options: dict[str, Any] = {"num_warps": tile.warps}
         if tile.registers:
@@ -347,15 +348,18 @@ def stages_of(tile: Tile, page: int) -> int:
 
 def _kinds(
     layout: RaggedLayout, tuning: Tuning, element_size: int, device: torch.device
-) -> dict[tuple[int, int, Tile], list[int]]:
+) -> dict[TiledWidths, list[int]]:
     """Return heads by key width, value width and tile; those that take longest come first."""
     tiles = tiles_on(device, layout, tuning, element_size)
-    found: dict[tuple[int, int, Tile], list[int]] = {}
+    found: dict[TiledWidths, list[int]] = {}
     widths = zip(layout.key_widths, layout.value_widths, tiles, strict=True)
-    for head, kind in enumerate(widths):
+    for head, kind in enumerate(starmap(TiledWidths, widths)):
         found.setdefault(kind, []).append(head)
-    heavy = sorted(found, key=lambda kind: -(kind[0] + kind[1] + COST_PER_SCORE) * len(found[kind]))
-    return {kind: found[kind] for kind in heavy}
+
+    def work(kind: TiledWidths) -> int:
+        return (kind.key_width + kind.value_width + COST_PER_SCORE) * len(found[kind])
+
+    return {kind: found[kind] for kind in sorted(found, key=work, reverse=True)}
 
 
 @dataclass(frozen=True, eq=False)

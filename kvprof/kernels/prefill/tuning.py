@@ -5,8 +5,18 @@ from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.tables import Chunks
 
-__all__ = ["SHARED_MEMORY", "Head", "Kind", "Tile", "Tuning", "head_tiles", "shared_bytes"]
+__all__ = [
+    "SHARED_MEMORY",
+    "Head",
+    "Kind",
+    "Tile",
+    "TiledWidths",
+    "Tuning",
+    "head_tiles",
+    "shared_bytes",
+]
 
 #: Bytes that the programs of one multiprocessor share on an H100 or H200.
 SHARED_MEMORY = 227 * 1024
@@ -37,16 +47,9 @@ class Head(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of head: its chunks (`kvprof.kernels.tables.Chunks`), a tile's rows and keys."""
+    """A kind of head as the kernel reads it: its chunks, a tile's rows and keys."""
 
-    k0: int
-    k1: int
-    k2: int
-    k3: int
-    v0: int
-    v1: int
-    v2: int
-    v3: int
+    chunks: Chunks
     rows: int
     keys: int
 
@@ -77,6 +80,14 @@ class Tile:
     stages: int
     programs: int
     registers: int = 0
+
+
+class TiledWidths(NamedTuple):
+    """Widths that heads have, and the tile that they are computed in."""
+
+    key_width: int
+    value_width: int
+    tile: Tile
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.launch import kind_table
 from kvprof.kernels.prefill.rows import cut_rows, stages_of
-from kvprof.kernels.prefill.tuning import Tuning
+from kvprof.kernels.prefill.tuning import TiledWidths, Tuning
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
@@ -47,7 +47,7 @@ def _prefill(
         "window": "i32",
     }
     constants = {
-        "KINDS": kind_table([(key_width, value_width, tile)]),
+        "KINDS": kind_table([TiledWidths(key_width, value_width, tile)]),
         "COUNT": 1,
         "STAGES": stages_of(tile, page),
         "GROUP": 4,

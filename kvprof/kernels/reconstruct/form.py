@@ -318,7 +318,7 @@ class Form:
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """KINDS of `reconstruct_pieces`."""
-        return joined_rows([Kind(*chunk_columns(*pair), self.height(*pair)) for pair in self.kinds])
+        return joined_rows([Kind(chunk_columns(*pair), self.height(*pair)) for pair in self.kinds])
 
     def table(self) -> torch.Tensor:
         """Return the rows of `Group`, int64."""

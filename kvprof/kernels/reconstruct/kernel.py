@@ -24,7 +24,7 @@ import triton.language as tl
 
 from kvprof.kernels.planes import MOST_CHUNKS
 from kvprof.kernels.reconstruct.form import Group, Item
-from kvprof.kernels.tables import Kind, column
+from kvprof.kernels.tables import Kind, column, columns
 
 __all__ = ["load_rows", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
 
@@ -38,7 +38,7 @@ __all__ = ["load_rows", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
 
 
 _CHUNKS = tl.constexpr(MOST_CHUNKS)
-_KIND = tl.constexpr(len(Kind._fields))
+_KIND = tl.constexpr(len(columns(Kind)))
 # Chunks of a side are counted from BASE, its first column: those of V like those of K.
 _K0 = tl.constexpr(column(Kind, "k0"))
 _K1 = tl.constexpr(column(Kind, "k1"))
