@@ -64,11 +64,6 @@ class Outcome:
     failure: str | None = None
 
     @property
-    def first_token(self) -> float | None:
-        """Seconds from the arrival to the first token (TTFT), the wait in the queue included."""
-        return self.tokens[0] - self.request.arrival if self.tokens else None
-
-    @property
     def between_tokens(self) -> float | None:
         """Mean seconds between tokens (TBT); None for fewer than two."""
         if len(self.tokens) < 2:
