@@ -57,7 +57,7 @@ class InstalledMethod:
             When it cannot be loaded, or takes other arguments than a method's.
         """
         function = self._load()
-        with self._told("has arguments that cannot be read"):
+        with self._named_errors("has arguments that cannot be read"):
             return option_types(function)
 
     def needs(self, otherwise: CalibrationNeeds) -> CalibrationNeeds | None:
@@ -100,13 +100,13 @@ class InstalledMethod:
             What it refuses itself.
         """
         function = self._load()
-        with self._told("failed"):
+        with self._named_errors("failed"):
             family = function(inputs, **options)
         self._check_family(family)
 
         def sound(make: Callable[..., Plan]) -> Callable[..., Plan]:
             def made(*given: Any) -> Plan:
-                with self._told("failed"):
+                with self._named_errors("failed"):
                     plan = make(*given)
                 self._check_plan(plan, inputs)
                 return plan
@@ -124,14 +124,14 @@ class InstalledMethod:
 
     def _load(self) -> Callable[..., PlanFamily]:
         if self._function is None:
-            with self._told("cannot be loaded"):
+            with self._named_errors("cannot be loaded"):
                 self._function = self._point.load()
         if not callable(self._function):
             raise FailedError(f"{self._words} is no function")
         return self._function
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _named_errors(self, what: str) -> Iterator[None]:
         """Turn what somebody's code raises into a line that names whose it is."""
         try:
             yield

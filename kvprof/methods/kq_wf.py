@@ -105,7 +105,7 @@ def kq_wf(
     kind = f"{levels}-rms"
     lost = uniform_distortion if levels == "uniform" else normal_distortion
     distortion = {bits: lost(bits) for bits in (0, *ARITHMETICS[kind].bits)}
-    places = {(x.layer, x.side, x.group): number for number, x in enumerate(targets)}
+    index_of = {(x.layer, x.side, x.group): number for number, x in enumerate(targets)}
     side = SideQuantiser(())
     quantiser = Quantiser(kind, side, side, window=window, scale_dtype="float8_e4m3fn")
     made = {
@@ -123,14 +123,16 @@ def kq_wf(
     }
 
     def changed(plan: Plan, change: Callable[[HeadGroup, int], HeadGroup]) -> tuple[LayerPlan, ...]:
-        """Change every quantised group, given with its place among the targets."""
+        """Change every quantised group, given with its index among the targets."""
         layers = []
         for index, layer in enumerate(plan.layers):
             if index in left:
                 layers.append(layer)
                 continue
             keys, values = (
-                tuple(change(group, places[index, name, x]) for x, group in enumerate(side.groups))
+                tuple(
+                    change(group, index_of[index, name, x]) for x, group in enumerate(side.groups)
+                )
                 for name, side in (("keys", layer.keys), ("values", layer.values))
             )
             layers.append(
@@ -152,11 +154,11 @@ def kq_wf(
         given = water_filled(targets, knob, grid, weights, distortion)
         if kinds:
             given = few_column_bits(targets, given, kinds, weights, distortion)
-        layers = changed(whole, lambda group, place: replace(group, column_bits=given[place]))
+        layers = changed(whole, lambda group, index: replace(group, column_bits=given[index]))
         return replace(whole, layers=layers, levels=Levels(sink), quantiser=quantiser, made=made)
 
     def finish(plan: Plan) -> Plan:
-        evened = changed(plan, lambda group, place: _evened(group, targets[place], hadamard))
+        evened = changed(plan, lambda group, index: _evened(group, targets[index], hadamard))
         return replace(plan, layers=evened)
 
     return PlanFamily(
@@ -208,10 +210,10 @@ def _evened(group: HeadGroup, target: RankTarget, hadamard: bool) -> HeadGroup:
         start += width
         if not bits:
             continue
-        turn = torch.eye(width, dtype=torch.float64)
+        rotation = torch.eye(width, dtype=torch.float64)
         if hadamard:
-            turn = walsh_hadamard(width)
-        lengths = (turn.square().mT @ energies[columns]).sqrt()
-        down[:, columns] = down[:, columns] @ turn / lengths
-        up[:, columns] = up[:, columns] @ turn * lengths
+            rotation = walsh_hadamard(width)
+        lengths = (rotation.square().mT @ energies[columns]).sqrt()
+        down[:, columns] = down[:, columns] @ rotation / lengths
+        up[:, columns] = up[:, columns] @ rotation * lengths
     return replace(group, down=down.float(), up=up.float())

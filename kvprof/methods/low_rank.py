@@ -231,7 +231,7 @@ def hadamard_folded(plan: Plan) -> Plan:
             "a Hadamard rotation mixes the columns that token levels truncate; use one of the two"
         )
 
-    def turned(group: HeadGroup) -> HeadGroup:
+    def rotated(group: HeadGroup) -> HeadGroup:
         if group.down is None or group.up is None:
             return group
         rotation = walsh_hadamard(group.rank).float()
@@ -240,8 +240,8 @@ def hadamard_folded(plan: Plan) -> Plan:
     layers = [
         replace(
             layer,
-            keys=replace(layer.keys, groups=tuple(map(turned, layer.keys.groups))),
-            values=replace(layer.values, groups=tuple(map(turned, layer.values.groups))),
+            keys=replace(layer.keys, groups=tuple(map(rotated, layer.keys.groups))),
+            values=replace(layer.values, groups=tuple(map(rotated, layer.values.groups))),
         )
         for layer in plan.layers
     ]

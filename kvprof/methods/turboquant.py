@@ -54,11 +54,11 @@ def turboquant(
     """
     refuse_latent_attention(inputs.layout)
 
-    def turned(width: int) -> Tensor:
+    def rotation_of(width: int) -> Tensor:
         return random_rotation(width, seed) if rotation == "random" else walsh_hadamard(width)
 
     layers = tuple(
-        rotated_layer(facts, turned(facts.qk_head_dim), turned(facts.v_head_dim))
+        rotated_layer(facts, rotation_of(facts.qk_head_dim), rotation_of(facts.v_head_dim))
         for facts in inputs.layout.layers
     )
     options = {"rotation": rotation, "unit": unit, "seed": seed}

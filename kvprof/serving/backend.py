@@ -167,7 +167,7 @@ class PlanBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types 
 
     @staticmethod
     def get_name() -> str:
-        """Return the name of vLLM's place for back ends from outside."""
+        """Return the name that vLLM has for back ends from outside."""
         return "CUSTOM"
 
     @staticmethod

@@ -377,7 +377,7 @@ def _fold_rows(linear: Any, rows: slice, downs: Sequence[Tensor]) -> None:
         linear.bias.data[rows] = folded_value(linear.bias.data[rows], downs)
 
 
-# --- A layer's turn.
+# --- A layer in a step.
 
 
 def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -130,18 +130,20 @@ class QuantisedSteps:
         """
         cache, own = self.layer.attention.kv_cache, self.layout.segments[0]
         if not uses_triton(cache.device):
-            places = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
+            addresses = addresses_of(
+                self.layout, 0, slots[None], stride=row_stride(cache, self.pages)
+            )
             sides = zip(
                 *(self.planes.head(self._own, head) for head in range(self.planes.heads)),
                 strict=True,
             )
             keys, values = (torch.cat(side, dim=-1)[: len(slots), 0][None] for side in sides)
-            write(cache, places, keys, values)
+            write(cache, addresses, keys, values)
             return
         move = token_move(self.layout, 0, self.planes, cache.device)
         origins = self._first[: len(slots)]
-        for turn in range(1 if alone else own.slots):
-            targets = slots if alone else torch.where(slots % own.slots == turn, slots, -1)
+        for slot in range(1 if alone else own.slots):
+            targets = slots if alone else torch.where(slots % own.slots == slot, slots, -1)
             move.run(cache, self._own, origins, targets)
 
     def _chunk(
@@ -179,8 +181,8 @@ class QuantisedSteps:
         cache, page = self.layer.attention.kv_cache, self.layout.segments[0].capacity
         tokens = torch.arange(begin, stop, device=table.device)
         slots = table.long()[tokens // page] * page + tokens % page
-        places = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
-        for side, states in enumerate(read(cache, places)):
+        addresses = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
+        for side, states in enumerate(read(cache, addresses)):
             widths = (layout.key_widths, layout.value_widths)[side]
             parts = torch.split(states.to(planes.dtype), list(widths), dim=-1)
             for head, latent in enumerate(parts):

@@ -153,9 +153,9 @@ class RebuiltSteps:
             step.table[row, :count] for row, count in zip(range(first, stop), counts, strict=True)
         ]
         tokens = torch.arange(page * max(counts), device=device)
-        # Behind a sequence's end, and there alone, lie places that no token may have.
-        places = tokens.clamp(max=len(self.rebuilding.cos) - 1).view(-1, page)
-        positions = torch.cat([places[:count] for count in counts])
+        # Behind a sequence's end, and there alone, lie positions that no token may have.
+        by_page = tokens.clamp(max=len(self.rebuilding.cos) - 1).view(-1, page)
+        positions = torch.cat([by_page[:count] for count in counts])
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         begin = 0
         for row, count in enumerate(counts):

@@ -77,13 +77,13 @@ def keep_keys(parent: nn.Module, head_dim: int, longest: int) -> None:
             f"{tuple(table.shape)}; give a smaller --max-model-len"
         )
     form = RotaryForm(table.shape[1], not getattr(rotary, "is_neox_style", True), 1)
-    if not _turns_so(rotary, form, head_dim, longest):
+    if not _rotates_so(rotary, form, head_dim, longest):
         raise UsageError(f"{what}: {type(rotary).__name__} turns them in another way than tables")
     setattr(parent, name, QueriesAlone(rotary, form))
 
 
-def _turns_so(rotary: Any, form: RotaryForm, head_dim: int, longest: int) -> bool:
-    """Whether keys at some positions turn as the form says."""
+def _rotates_so(rotary: Any, form: RotaryForm, head_dim: int, longest: int) -> bool:
+    """Whether keys at some positions are rotated as the form says."""
     table = rotary.cos_sin_cache
     positions = torch.tensor([0, 1, longest // 2, longest - 1], device=table.device)
     generator = torch.Generator().manual_seed(0)
@@ -91,9 +91,9 @@ def _turns_so(rotary: Any, form: RotaryForm, head_dim: int, longest: int) -> boo
     keys = keys.to(table)
     flat = keys.flatten(1)
     try:
-        turned = rotary.forward_native(positions, flat.clone(), flat.clone())[1]
+        rotated = rotary.forward_native(positions, flat.clone(), flat.clone())[1]
     except (IndexError, RuntimeError, TypeError, ValueError):
         return False
     cos, sin = table[positions, None].chunk(2, dim=-1)
-    apart = turned.unflatten(1, (2, -1)).float() - form.rotated(keys, cos, sin).float()
+    apart = rotated.unflatten(1, (2, -1)).float() - form.rotated(keys, cos, sin).float()
     return bool(apart.norm() <= _FAR * keys.float().norm())

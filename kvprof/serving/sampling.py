@@ -49,7 +49,7 @@ class StepSampler:
     def step(
         self, run: Callable[[], Any], what: Callable[[], tuple[int, int, int]], *, reads: bool
     ) -> Any:
-        """Run a step, timed where its turn has come.
+        """Run a step, timed if it is one of every `every`.
 
         Parameters
         ----------
@@ -61,11 +61,11 @@ class StepSampler:
         """
         self._collect()
         self._counts[reads] += 1
-        turn = self._counts[reads] % self._every  # 0 is in parts, 1 the one behind it, as a whole
-        if turn > 1 or len(self._pending) >= _MOST_PENDING:
+        since = self._counts[reads] % self._every  # 0 is in parts, 1 the one behind it, as a whole
+        if since > 1 or len(self._pending) >= _MOST_PENDING:
             return run()
         clock = self._free.pop() if self._free else self._clock()
-        self.in_parts = turn == 0
+        self.in_parts = since == 0
         clock.muted = not self.in_parts
         try:
             with timing(clock):
@@ -112,11 +112,11 @@ def contents(runner: Any, scheduled: Any) -> tuple[int, int, int]:
     """
     decodes = context = prefill = 0
     batch = runner.input_batch
-    for place, name in enumerate(batch.req_ids):
+    for row, name in enumerate(batch.req_ids):
         new = scheduled.num_scheduled_tokens.get(name, 0)
         if new == 1:
             decodes += 1
-            context += int(batch.num_computed_tokens_cpu[place]) + 1
+            context += int(batch.num_computed_tokens_cpu[row]) + 1
         else:
             prefill += new
     return decodes, context, prefill

@@ -231,8 +231,8 @@ class Client:
             failure = _lost(wrong)
         times = reader.all_times()
         # Where pieces are counted in place of tokens, nobody knows whether some are missing.
-        told = self.dialect.to_the_end and self.dialect.counted
-        if failure is None and (not times or (told and len(times) < request.output)):
+        all_counted = self.dialect.to_the_end and self.dialect.counted
+        if failure is None and (not times or (all_counted and len(times) < request.output)):
             failure = "ended early"
         return Outcome(request, sent, times, failure)
 
@@ -316,7 +316,7 @@ class _Tokens:
                 self.failure = "server error"
                 return
             ended = self._take(piece, now) or ended
-            if self._told() > self._most:
+            if self._counted_tokens() > self._most:
                 self.failure = "more tokens than asked for"
                 return
         if not ended:
@@ -342,13 +342,14 @@ class _Tokens:
             self.failure = "aborted"
         return reason is not None
 
-    def _told(self) -> int:
+    def _counted_tokens(self) -> int:
+        """Return how many tokens the server says that it wrote; 0 where it does not say."""
         total = (self.usage or {}).get("completion_tokens")
         return total if type(total) is int else 0
 
     def all_times(self) -> tuple[float, ...]:
         """Return a time for each token: at least as many as the server counted."""
-        total, pieces = min(self._told(), self._most), len(self.times)
+        total, pieces = min(self._counted_tokens(), self._most), len(self.times)
         if not pieces or total <= pieces:
             return tuple(self.times)
-        return tuple(self.times[place * pieces // total] for place in range(total))
+        return tuple(self.times[token * pieces // total] for token in range(total))

@@ -121,14 +121,14 @@ class Lengths:
         own = self.recorded.requests
         if not self.recorded.timed:
             order = np.random.default_rng(seed).permutation(len(own))
-            own = tuple(own[place] for place in order)
+            own = tuple(own[index] for index in order)
         span = own[-1].arrival * len(own) / max(1, len(own) - 1)
         # Numbers of sessions are blocks': one distance keeps the copies of both apart.
         distance = 1 + max((max(one.blocks, default=0) for one in own), default=0)
         found = []
         for number in range(count):
-            again, place = divmod(number, len(own))
-            one = own[place]
+            again, index = divmod(number, len(own))
+            one = own[index]
             found.append(
                 replace(
                     one,

@@ -175,8 +175,8 @@ class PagePool:
         if not self.caching:
             return
         while len(held.units) < len(held.keys) and held.ends[len(held.units)] <= pages:
-            place = len(held.units)
-            unit = Unit(held.ends[place] - held.shared, held.keys[place])
+            block = len(held.units)
+            unit = Unit(held.ends[block] - held.shared, held.keys[block])
             self._copies.setdefault(unit.key, []).append(unit)
             held.units.append(unit)
 

@@ -349,13 +349,13 @@ def serve_command(
     rate : float
         Share of the cache's bytes that the method is to save.
     """
-    place = ["--host", "127.0.0.1", "--port", str(port)]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
     if plan is None and (stored := served_by_engine(method)) is not None:
-        words = ["--model", model, *place, "--tensor-parallel-size", str(settings.tp)]
+        words = ["--model", model, *address, "--tensor-parallel-size", str(settings.tp)]
         words += ["--kv-cache-dtype", stored, *settings.words()]
         return module_command("kvprof.serving.load.engine", *words)
     chosen = ["--plan", plan] if plan is not None else ["--method", method, "--rate", repr(rate)]
     for entry in options if plan is None else ():
         chosen += ["--option", entry]
-    words = [model, *chosen, *place, "--tp", str(settings.tp)]
+    words = [model, *chosen, *address, "--tp", str(settings.tp)]
     return module_command("kvprof", "serve", *words, "--", *settings.words())

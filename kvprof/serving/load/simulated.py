@@ -132,12 +132,12 @@ class SimulatedTarget:
         ends = [one.tokens[-1] if one.tokens else one.request.arrival for one in simulated.outcomes]
         times = np.linspace(0.0, max(ends, default=0.0), _SAMPLES)
         moments = deque(simulated.moments(times.tolist()))
-        for place in np.argsort(ends, kind="stable").tolist():
-            while moments and moments[0].time < ends[place]:
+        for number in np.argsort(ends, kind="stable").tolist():
+            while moments and moments[0].time < ends[number]:
                 self._sample(moments.popleft(), watch)
             if stop():
                 return Ran("interrupted")
-            watch.outcome(simulated.outcomes[place], simulated.servers[place])
+            watch.outcome(simulated.outcomes[number], simulated.servers[number])
         while moments:
             self._sample(moments.popleft(), watch)
         return Ran(engine=_engine(simulated))

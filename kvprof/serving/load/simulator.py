@@ -171,13 +171,13 @@ class TokenTimes(Sequence[float]):
     def __getitem__(self, index: int | slice) -> float | Sequence[float]:
         if isinstance(index, slice):
             return [float(time) for time in self.array()[index]]
-        place = index + self._length if index < 0 else index
-        if not 0 <= place < self._length:
+        token = index + self._length if index < 0 else index
+        if not 0 <= token < self._length:
             raise IndexError(f"token {index} of {self._length}")
         for first, last in self._ranges:
-            if place <= last - first:
-                return self._log.end_of(first + place)
-            place -= last - first + 1
+            if token <= last - first:
+                return self._log.end_of(first + token)
+            token -= last - first + 1
         raise AssertionError("the ranges hold as many tokens as the length says")
 
     def __iter__(self) -> Iterator[float]:
@@ -617,12 +617,12 @@ class Simulated:
         for log in self._logs:
             if not len(log.first):
                 continue
-            place = np.searchsorted(np.array(log.start), at, side="right") - 1
-            begun, place = place >= 0, np.maximum(place, 0)
-            busy = begun & (at < np.array(log.end)[place])
-            running += np.where(busy, np.array(log.running)[place], 0)
-            pages += np.where(busy, np.array(log.pages)[place], 0)
-            preemptions += np.where(begun, np.array(log.preemptions)[place], 0)
+            stretch = np.searchsorted(np.array(log.start), at, side="right") - 1
+            begun, stretch = stretch >= 0, np.maximum(stretch, 0)
+            busy = begun & (at < np.array(log.end)[stretch])
+            running += np.where(busy, np.array(log.running)[stretch], 0)
+            pages += np.where(busy, np.array(log.pages)[stretch], 0)
+            preemptions += np.where(begun, np.array(log.preemptions)[stretch], 0)
         served = [one for one in self.outcomes if one.tokens]
         arrived = np.sort([one.request.arrival for one in served])
         ended = np.sort([one.tokens[-1] for one in served])

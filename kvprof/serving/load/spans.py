@@ -54,10 +54,10 @@ def spans_of(outcomes: Sequence[Outcome], engines: int = 1) -> list[dict[str, fl
     if count < 1 or width <= 0:
         return []
     edges: Floats = (begin + width * np.arange(count + 1)).astype(np.float64)
-    place = np.floor((times - begin) / width).astype(np.int64)
-    inside = (place >= 0) & (place < count)
-    tokens = np.bincount(place[inside], minlength=count)
-    between = np.bincount(place[inside], gaps[inside], minlength=count) / np.maximum(tokens, 1)
+    span = np.floor((times - begin) / width).astype(np.int64)
+    inside = (span >= 0) & (span < count)
+    tokens = np.bincount(span[inside], minlength=count)
+    between = np.bincount(span[inside], gaps[inside], minlength=count) / np.maximum(tokens, 1)
     batch, context = _held(decoding, edges)
     read = _read([one for one in outcomes if one.tokens], edges)
     return [
@@ -104,7 +104,7 @@ def _read(outcomes: Sequence[Outcome], edges: Floats) -> Floats:
         if first > since:
             found += _overlap(edges, since, first) * one.request.prompt / (first - since)
         else:
-            place = int(np.searchsorted(edges, first)) - 1
-            if 0 <= place < len(found):
-                found[place] += one.request.prompt
+            span = int(np.searchsorted(edges, first)) - 1
+            if 0 <= span < len(found):
+                found[span] += one.request.prompt
     return found

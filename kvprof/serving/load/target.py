@@ -271,7 +271,7 @@ class _Running:
         self._server = server
         self._router = router
         self._in_flight = [0] * len(client.addresses)
-        self._turn = 0
+        self._next_server = 0
         self._refused = [0] * len(client.addresses)  # in a row, of each
         self._start = self._start_of_steps = 0.0
 
@@ -350,12 +350,12 @@ class _Running:
 
     def _route(self) -> int:
         count = len(self._in_flight)
-        turns = [(self._turn + n) % count for n in range(count)]
+        servers = [(self._next_server + n) % count for n in range(count)]
         if self._router == "round-robin":
-            server = turns[0]
+            server = servers[0]
         else:
-            server = min(turns, key=lambda n: self._in_flight[n])
-        self._turn = (server + 1) % count
+            server = min(servers, key=lambda n: self._in_flight[n])
+        self._next_server = (server + 1) % count
         return server
 
     async def _one(self, request: Request, body: bytes, server: int, watch: Watch) -> None:

@@ -113,15 +113,15 @@ def _is_azure(text: str) -> bool:
 def _mooncake(path: Path, text: str) -> RecordedTrace:
     found = []
     for number, entry in _lines(path, text):
-        place = f"{path} line {number}"
+        where = f"{path} line {number}"
         stamp = entry.get("timestamp", 0)
         if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e15:
-            raise _damaged(place, "timestamp", stamp, "milliseconds")
+            raise _damaged(where, "timestamp", stamp, "milliseconds")
         ids = entry.get("hash_ids", [])
         if not isinstance(ids, list) or any(type(one) is not int for one in ids):
-            raise _damaged(place, "hash_ids", ids, "a list of whole numbers")
-        prompt = _tokens(place, "input_length", entry.get("input_length"))
-        output = _tokens(place, "output_length", entry.get("output_length"))
+            raise _damaged(where, "hash_ids", ids, "a list of whole numbers")
+        prompt = _tokens(where, "input_length", entry.get("input_length"))
+        output = _tokens(where, "output_length", entry.get("output_length"))
         found.append((stamp / 1000, prompt, output, tuple(ids[: -(-prompt // BLOCK)])))
     return _timed(path, "mooncake", found)
 
@@ -134,15 +134,15 @@ def _azure(path: Path, text: str) -> RecordedTrace:
     for number, cells in rows:
         if not any(cell.strip() for cell in cells):
             continue
-        place = f"{path} line {number}"
+        where = f"{path} line {number}"
         if len(cells) <= max(columns):
-            raise FailedError(f"{place} has {len(cells)} cells, not {len(header)}: {_short(cells)}")
+            raise FailedError(f"{where} has {len(cells)} cells, not {len(header)}: {_short(cells)}")
         stamp, prompt, output = (cells[column].strip() for column in columns)
         found.append(
             (
-                _moment(place, stamp),
-                _tokens(place, _AZURE[1], _whole(prompt)),
-                _tokens(place, _AZURE[2], _whole(output)),
+                _moment(where, stamp),
+                _tokens(where, _AZURE[1], _whole(prompt)),
+                _tokens(where, _AZURE[2], _whole(output)),
                 (),
             )
         )
@@ -158,14 +158,14 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise FailedError(f"{path} line {lines.line_num} is no line of a CSV: {wrong}") from None
 
 
-def _moment(place: str, stamp: str) -> float:
+def _moment(where: str, stamp: str) -> float:
     try:
         # 2023's traces have seven digits of a second, of which Python takes six.
         head, dot, rest = stamp.partition(".")
         digits = len(rest) - len(rest.lstrip("0123456789"))
         moment = datetime.fromisoformat(head + dot + rest[: min(digits, 6)] + rest[digits:])
     except ValueError:
-        raise _damaged(place, _AZURE[0], stamp, "a date and time") from None
+        raise _damaged(where, _AZURE[0], stamp, "a date and time") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
@@ -230,30 +230,30 @@ def _chats(
     return RecordedTrace(path.name, "sharegpt", tuple(found), False, skipped)
 
 
-def _pair(place: str, entry: dict[str, Any]) -> tuple[str, str] | None:
+def _pair(where: str, entry: dict[str, Any]) -> tuple[str, str] | None:
     """Return the first question of a chat and the answer to it; None where there is none."""
     if "prompt" in entry:
         answer = next((entry[key] for key in _ANSWERS if key in entry), None)
-        return _texts(place, entry["prompt"], answer)
+        return _texts(where, entry["prompt"], answer)
     for key, who, what in (("conversations", "from", "value"), ("messages", "role", "content")):
         turns = entry.get(key)
         if turns is None:
             continue
         if not isinstance(turns, list) or any(not isinstance(turn, dict) for turn in turns):
-            raise _damaged(place, key, turns, "a list of turns")
+            raise _damaged(where, key, turns, "a list of turns")
         for one, other in pairwise(turns):
             if one.get(who) in _ASKED and other.get(who) in _ANSWERED:
-                return _texts(place, one.get(what), other.get(what))
+                return _texts(where, one.get(what), other.get(what))
         return None
-    raise FailedError(f"{place} has no conversations, messages or prompt: {_short(list(entry))}")
+    raise FailedError(f"{where} has no conversations, messages or prompt: {_short(list(entry))}")
 
 
-def _texts(place: str, question: Any, answer: Any) -> tuple[str, str] | None:
+def _texts(where: str, question: Any, answer: Any) -> tuple[str, str] | None:
     if answer is None:
         return None
     for text in (question, answer):
         if not isinstance(text, str):
-            raise FailedError(f"{place}: a {type(text).__name__} stands where a text should be")
+            raise FailedError(f"{where}: a {type(text).__name__} stands where a text should be")
     return question, answer
 
 
@@ -290,9 +290,9 @@ def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, entry
 
 
-def _tokens(place: str, name: str, value: Any) -> int:
+def _tokens(where: str, name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MOST:
-        raise _damaged(place, name, value, "a number of tokens")
+        raise _damaged(where, name, value, "a number of tokens")
     return value
 
 
@@ -301,8 +301,8 @@ def _whole(cell: str) -> int | str:
     return int(cell) if digits else cell
 
 
-def _damaged(place: str, name: str, value: Any, wanted: str) -> FailedError:
-    return FailedError(f"{place}: {name} is {_short(value)}, not {wanted}")
+def _damaged(where: str, name: str, value: Any, wanted: str) -> FailedError:
+    return FailedError(f"{where}: {name} is {_short(value)}, not {wanted}")
 
 
 def _short(value: Any) -> str:

@@ -132,8 +132,8 @@ def _drawn(lengths: TokenRange, count: int, generator: np.random.Generator) -> N
     low, high = lengths.minimum, lengths.maximum
     strata = (generator.permutation(count) + generator.random(count)) / count
     share = (lengths.average - low) / (high - low)
-    places = _quantile(strata, _rate(share))
-    tokens: NDArray[np.int64] = np.rint(low + places * (high - low)).astype(np.int64)
+    drawn = _quantile(strata, _rate(share))
+    tokens: NDArray[np.int64] = np.rint(low + drawn * (high - low)).astype(np.int64)
     return tokens
 
 
