@@ -7,7 +7,7 @@ import typer
 
 from kvprof import console
 from kvprof.commands import completion
-from kvprof.commands.bench_device import resolve_device, resolve_dtype
+from kvprof.commands.bench_device import resolve_device
 from kvprof.commands.bench_jct import (
     BaselineOption,
     CapacityOption,
@@ -59,6 +59,7 @@ from kvprof.commands.output import (
     PngOption,
     SvgOption,
 )
+from kvprof.dtypes import read_dtype
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
@@ -330,7 +331,7 @@ def bench(
         methods=named or DEFAULT_METHODS,
         plans=plans,
         schedules=SCHEDULES if schedule == "all" else _listed(schedule, "--schedule"),
-        dtype=resolve_dtype(dtype, resolved),
+        dtype=read_dtype(dtype, resolved),
         repeats=repeats,
         device=resolved,
         seed=seed,

@@ -1,31 +1,12 @@
-"""Where ``kvprof bench`` computes, and in what."""
+"""Where ``kvprof bench`` computes."""
 
 import re
 
 from kvprof.errors import LackingError, UsageError
 
-__all__ = ["resolve_device", "resolve_dtype"]
+__all__ = ["resolve_device"]
 
-_DTYPES = {
-    "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16",
-    "float32": "float32", "fp32": "float32",
-}  # fmt: skip
 _DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
-
-
-def resolve_dtype(name: str, device: str) -> str:
-    """Return a dtype's name; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
-
-    Raises
-    ------
-    UsageError
-        For another name.
-    """
-    if name == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
-    if name not in _DTYPES:
-        raise UsageError(f"--dtype: {name!r} is none of auto, bfloat16, float16, float32")
-    return _DTYPES[name]
 
 
 def resolve_device(name: str) -> str:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.bench_device import resolve_device, resolve_dtype
+from kvprof.commands.bench_device import resolve_device
 from kvprof.commands.options import read_counts
 from kvprof.commands.output import Outputs
+from kvprof.dtypes import read_dtype
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.fold import result_of
@@ -291,7 +292,7 @@ def _request(
         output_lens=_counts("--output-len", asked.output_len, "256" if composed else "64"),
         rate=rate,
         ranks=str(ranks) if ranks is not None else None,
-        dtype=resolve_dtype(dtype, device),
+        dtype=read_dtype(dtype, device),
         device=device,
         seed=seed,
         repeats=repeats,

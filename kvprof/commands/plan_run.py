@@ -16,6 +16,7 @@ from kvprof.commands.steps import (
     plan_of,
     resolve_context,
 )
+from kvprof.dtypes import DTYPE_BYTES, long_name
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.methods.family import PlanFamily
@@ -26,11 +27,7 @@ from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.views.plan import report
 
-__all__ = ["DTYPES", "LONG_NAMES", "RoundedPlan", "model_inputs", "one_plan", "rounded_plan"]
-
-#: Bytes of a value, by the dtypes in which a cache is counted.
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LONG_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+__all__ = ["RoundedPlan", "model_inputs", "one_plan", "rounded_plan"]
 
 # --- A plan beside what was requested before its ranks were rounded up to the grid.
 
@@ -162,7 +159,7 @@ def one_plan(
             save_plan(made, save, force=outputs.force)
         except KvprofError as problem:
             lost.append(str(problem))
-    itemsize = DTYPES[inputs["dtype"]]
+    itemsize = DTYPE_BYTES[inputs["dtype"]]
     data = {
         "plan": plan_report(
             made,
@@ -200,12 +197,11 @@ def one_plan(
 def _saved(path: Path, dtype: str) -> tuple[Plan, str]:
     """Read a plan without its model, and tell in which dtype its bytes are counted."""
     made = load_plan(path)
-    name = made.made.get("dtype") if dtype == "auto" else dtype
-    name = LONG_NAMES.get(str(name), name)
-    if name not in DTYPES:
+    name = long_name(str(made.made.get("dtype") if dtype == "auto" else dtype))
+    if name is None:
         raise UsageError(
             f"{path.name}: --dtype {dtype} says in no dtype that the cache is counted in; give "
-            f"{', '.join(DTYPES)}"
+            f"{', '.join(DTYPE_BYTES)}"
         )
     return made, name
 

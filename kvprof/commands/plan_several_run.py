@@ -11,8 +11,9 @@ import torch
 from kvprof import console
 from kvprof.benchmark.shapes import layout_of, load_shape
 from kvprof.commands.options import method_options
-from kvprof.commands.plan_run import DTYPES, LONG_NAMES, model_inputs
+from kvprof.commands.plan_run import model_inputs
 from kvprof.commands.steps import calibration_options
+from kvprof.dtypes import read_dtype
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.evaluation.recorded_prefill import RecordedPrefill
 from kvprof.evaluation.recorded_rates import RecordedRate, canonical_label, load_recorded_rates
@@ -121,9 +122,7 @@ def planned_shape(name: str, how: Mapping[str, Any]) -> PlannedModel:
         raise UsageError(
             f"{' and '.join(said)} means nothing with --shape, of which nothing is loaded"
         )
-    dtype = "bfloat16" if how["dtype"] == "auto" else LONG_NAMES.get(how["dtype"], how["dtype"])
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype: {how['dtype']!r} is none of auto, {', '.join(DTYPES)}")
+    dtype = read_dtype(how["dtype"], "cuda")  # auto is what is served
     return PlannedModel(shape.name, layout_of(shape), "", getattr(torch, dtype), shape.context)
 
 

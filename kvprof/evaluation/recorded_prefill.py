@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvprof.dtypes import DTYPE_BYTES
 from kvprof.errors import UsageError
 from kvprof.models.layout import ModelLayout
 from kvprof.records.files import read_result, what_was_read
@@ -19,7 +20,6 @@ __all__ = ["RecordedPrefill", "prefill_of", "shipped_prefill"]
 
 _FULL = "full"
 _SHIPPED = "h200.json"
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def shipped_prefill(spec: str, layout: ModelLayout, dtype: str) -> RecordedPrefi
             _plain(spec) == _plain(model["name"])
             and model["dtype"] == dtype
             and model["layers"] == len(layout.layers)
-            and model["full_token_bytes"] * model["tp"] == _ITEMSIZE[dtype] * width
+            and model["full_token_bytes"] * model["tp"] == DTYPE_BYTES[dtype] * width
         )
         if not alike or _FULL not in known:
             continue

@@ -8,19 +8,12 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from kvprof.dtypes import read_dtype
 from kvprof.errors import LackingError, UsageError
 from kvprof.sizes import format_bytes
 
 __all__ = ["device_map_for", "main_device", "parse_dtype"]
 
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
 _STRATEGIES = ("auto", "balanced", "offload")
 # Weights may take this share of what is free; the rest is for activations and moments.
 _SHARE = 0.9
@@ -34,11 +27,8 @@ def parse_dtype(name: str, device: torch.device) -> torch.dtype:
     UsageError
         When it names no dtype that kvprof computes in.
     """
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in _DTYPES:
-        raise UsageError(f"--dtype: {name!r} is none of auto, float32, bfloat16, float16")
-    return _DTYPES[name]
+    found: torch.dtype = getattr(torch, read_dtype(name, device.type))
+    return found
 
 
 def main_device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
+from kvprof.dtypes import DTYPE_BYTES
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.events import LoadRateFinished, LoadRateStarted, LoadRequest, LoadServer
 from kvprof.records.files import RESULT_NAME, read_result
@@ -27,7 +28,6 @@ __all__ = [
 METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source")
 #: Share of a device's memory that an engine takes, as vLLM does. Activations are not counted.
 UTILISATION = 0.92
-_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHIPPED = "h200.json"
 _HOW = "name a result of bench --jct --composed, or the folder of a bench --load that really served"
 
@@ -296,7 +296,7 @@ def _composed(result: Mapping[str, Any], name: str) -> ModelSteps:
         device,
         name,
         result["created"],
-        _room(memory, weight_bytes(shape, _ITEMSIZES.get(str(result["inputs"].get("dtype")), 2))),
+        _room(memory, weight_bytes(shape, DTYPE_BYTES.get(str(result["inputs"].get("dtype")), 2))),
         memory if gpus else None,
         methods,
         shape.get("context"),
