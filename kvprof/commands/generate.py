@@ -27,8 +27,7 @@ from kvprof.commands.options import (
     RemovalOption,
     RevisionOption,
     TrustOption,
-    check_choice,
-    method_options,
+    checked_choice,
     share_option,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
@@ -140,37 +139,32 @@ def generate(
     wanted = parse_count(max_new_tokens, what="--max-new-tokens")
     _check_sampling(sample, temperature, top_p, seed)
     text = read_prompt(prompt, prompt_file)
-    options = method_options(allocation, grid, minimum, option)
-    wish: dict[str, Any] = {
-        "method": method,
-        "rate": rate,
-        "removal": removal,
-        "plan_file": plan_file,
-        "calibrate": calibrate,
-        "calibrate_tokens": calibrate_tokens,
-        "options": options,
-    }
-    check_choice(**wish)
+    choice = checked_choice(
+        method=method,
+        plan_file=plan_file,
+        rate=rate,
+        removal=removal,
+        calibrate=calibrate,
+        calibrate_tokens=calibrate_tokens,
+        allocation=allocation,
+        grid=grid,
+        minimum=minimum,
+        option=option,
+    )
 
     # Everything from here on needs torch.
     from kvprof.commands.generate_run import check_length, run_generation, warnings_of
-    from kvprof.commands.steps import (
-        check_options,
-        load_for_command,
-        make_plan,
-        resolve_context,
-    )
+    from kvprof.commands.steps import load_to_compress, make_plan, resolve_context
     from kvprof.runtime.generation import GenerationSettings, prompt_ids
 
-    check_options(method, options)
-    loaded = load_for_command(
+    loaded = load_to_compress(
         model,
+        choice,
         device=device,
         dtype=dtype,
         revision=revision,
         gguf=gguf,
         trust_remote_code=trust_remote_code,
-        compressed=True,
     )
 
     text, ids = prompt_ids(loaded, text, chat=chat)
@@ -184,7 +178,7 @@ def generate(
         seed or 0,
     )
     with graceful_interrupt() as stop:
-        plan = make_plan(loaded, **wish, context=context_tokens, seq_len=None, stop=stop)
+        plan = make_plan(loaded, **choice, context=context_tokens, seq_len=None, stop=stop)
         data, unheard = run_generation(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
         data = {"prompt": text, "prompt_tokens": len(ids), **data}
         cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)

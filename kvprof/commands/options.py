@@ -51,6 +51,7 @@ __all__ = [
     "TrustOption",
     "check_choice",
     "check_rate",
+    "checked_choice",
     "method_options",
     "parse_rates",
     "read_counts",
@@ -406,6 +407,28 @@ def method_options(
     return options_in(
         extra or [], {key: value for key, value in named.items() if value is not None}
     )
+
+
+def checked_choice(
+    *,
+    allocation: str | None,
+    grid: int | None,
+    minimum: int | None,
+    option: list[str] | None,
+    **chosen: Any,
+) -> dict[str, Any]:
+    """Return the plan that a command line chooses, as `kvprof.commands.steps.make_plan` takes it.
+
+    Parameters
+    ----------
+    allocation, grid, minimum, option
+        From the command line.
+    **chosen
+        The other ones of `check_choice`, which looks at them while torch is not loaded yet.
+    """
+    choice = {**chosen, "options": method_options(allocation, grid, minimum, option)}
+    check_choice(**choice)
+    return choice
 
 
 _NAMED = ("allocation", "grid", "minimum")

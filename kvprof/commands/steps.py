@@ -49,6 +49,7 @@ __all__ = [
     "evaluation_context",
     "load_for_command",
     "load_sample",
+    "load_to_compress",
     "make_plan",
     "method_calibrator",
     "plan_of",
@@ -90,6 +91,26 @@ def load_for_command(
         if compressed:
             check_runs(loaded)
     return loaded
+
+
+def load_to_compress(model: str | None, choice: Mapping[str, Any], **how: Any) -> LoadedModel:
+    """Load the model that a chosen plan is for, when the plan's options have been looked at.
+
+    Parameters
+    ----------
+    model : str or None
+    choice : mapping
+        From `kvprof.commands.options.checked_choice`.
+    **how
+        Of `load_for_command`.
+
+    Raises
+    ------
+    UsageError, LackingError
+        As `check_options` and `load_for_command` do.
+    """
+    check_options(choice["method"], choice["options"])
+    return load_for_command(model, **how, compressed=True)
 
 
 def spectra_only(loaded: LoadedModel) -> list[str]:

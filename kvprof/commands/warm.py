@@ -1,7 +1,7 @@
 """``kvprof warm``: the kernels of a plan, compiled before anything waits for them."""
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,8 +24,7 @@ from kvprof.commands.options import (
     RemovalOption,
     RevisionOption,
     TrustOption,
-    check_choice,
-    method_options,
+    checked_choice,
 )
 from kvprof.errors import LackingError, UsageError
 from kvprof.interrupt import graceful_interrupt
@@ -63,36 +62,31 @@ def warm(
     kvprof warm reference --method fdc --rate 0.5 --batch 8
     """
     rows = parse_count(batch, what="--batch")
-    options = method_options(allocation, grid, minimum, option)
-    wish: dict[str, Any] = {
-        "method": method,
-        "rate": rate,
-        "removal": removal,
-        "plan_file": plan_file,
-        "calibrate": calibrate,
-        "calibrate_tokens": calibrate_tokens,
-        "options": options,
-    }
-    check_choice(**wish)
+    choice = checked_choice(
+        method=method,
+        plan_file=plan_file,
+        rate=rate,
+        removal=removal,
+        calibrate=calibrate,
+        calibrate_tokens=calibrate_tokens,
+        allocation=allocation,
+        grid=grid,
+        minimum=minimum,
+        option=option,
+    )
 
     # Everything from here on needs torch.
-    from kvprof.commands.steps import (
-        check_options,
-        load_for_command,
-        make_plan,
-        resolve_context,
-    )
+    from kvprof.commands.steps import load_to_compress, make_plan, resolve_context
     from kvprof.runtime.compressed import compressed
 
-    check_options(method, options)
-    loaded = load_for_command(
+    loaded = load_to_compress(
         model,
+        choice,
         device=device,
         dtype=dtype,
         revision=revision,
         gguf=gguf,
         trust_remote_code=trust_remote_code,
-        compressed=True,
     )
     if loaded.device.type != "cuda":
         raise LackingError(
@@ -101,7 +95,7 @@ def warm(
         )
     with graceful_interrupt() as stop:
         plan = make_plan(
-            loaded, **wish, context=resolve_context(context, loaded), seq_len=None, stop=stop
+            loaded, **choice, context=resolve_context(context, loaded), seq_len=None, stop=stop
         )
         with compressed(loaded, plan) as session:
             if not session.route.used:
