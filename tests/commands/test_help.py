@@ -114,7 +114,7 @@ def test_completion_offers_what_is_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert "fdc-fig-1" in recipe._recipes("fdc-f")
     assert export._formats("h") == ["html"]
     assert recipe._profiles("") == ["smoke", "small", "paper"]
-    assert completion.methods("full,kq") == ["full,kq", "full,kq-4bit"]
+    assert completion.methods("full,kq") == ["full,kq", "full,kq-wf", "full,kq-4bit"]
     assert "Qwen3-8B" in completion.shapes("Qwen3")
 
 
