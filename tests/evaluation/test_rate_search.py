@@ -57,9 +57,14 @@ def test_a_family_that_saves_nothing_is_told_with_its_grid() -> None:
 
     def told(plans: PlanFamily) -> str | None:
         return search_rates(
-            plans, evaluate, meets=lambda _: True, tokens=CONTEXT, itemsize=ITEMSIZE, points=3,
+            plans,
+            evaluate,
+            meets=lambda _: True,
+            tokens=CONTEXT,
+            itemsize=ITEMSIZE,
+            points=3,
             keep=lambda _: None,
-        )  # fmt: skip
+        )
 
     assert told(fine()) is None
     seen.clear()

@@ -98,7 +98,7 @@ def test_what_is_whole_is_planned(broken: Any) -> None:
         ("return plans(inputs, lambda one: bases(one, lambda down: down / 0))", "finite float32"),
         ("return plans(inputs, lambda one: bases(one, lambda down: down.long()))", "finite float"),
     ],
-)  # fmt: skip
+)
 def test_what_is_broken_is_an_error_that_names_it(broken: Any, body: str, said: str) -> None:
     broken(body)
     with pytest.raises(FailedError, match=said) as told:
@@ -124,9 +124,14 @@ def test_a_rate_that_falls_as_the_knob_grows_is_told(broken: Any) -> None:
 
 @pytest.mark.parametrize(
     "needs",
-    ["'random:1k'", "CalibrationNeeds(7)", "CalibrationNeeds('random:1k', joint_heads=-3)",
-     "CalibrationNeeds('random:1k', tokens=0)", "CalibrationNeeds('random:1k', pre_rope=None)"],
-)  # fmt: skip
+    [
+        "'random:1k'",
+        "CalibrationNeeds(7)",
+        "CalibrationNeeds('random:1k', joint_heads=-3)",
+        "CalibrationNeeds('random:1k', tokens=0)",
+        "CalibrationNeeds('random:1k', pre_rope=None)",
+    ],
+)
 def test_needs_that_are_none_are_refused_before_anything_is_run(broken: Any, needs: str) -> None:
     broken("return keys_only(inputs)", f"broken.needs = {needs}")
     with pytest.raises(FailedError, match=r"method broken .*: its needs are .*, not a Calibration"):

@@ -73,10 +73,16 @@ def test_any_text_is_read_or_refused(method: str, text: str, data: st.DataObject
 
 def test_a_method_of_somebody_elses_is_read_by_its_annotations_or_defaults() -> None:
     def method(
-        inputs: object, *, flag: bool = True, share: "Nowhere" = 0.5, name=None,  # type: ignore[name-defined, no-untyped-def]  # noqa: F821
-        mode: Annotated[str, Among("a", "b")] = "a", sizes=(1, 2), most: int | None = None,
+        inputs: object,
+        *,
+        flag: bool = True,
+        share: "Nowhere" = 0.5,  # type: ignore[name-defined]  # noqa: F821
+        name=None,
+        mode: Annotated[str, Among("a", "b")] = "a",
+        sizes=(1, 2),
+        most: int | None = None,
         low: Annotated[float, AtLeast(1.5)] = 2.0,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
     types = option_types(method)
 

@@ -19,8 +19,13 @@ from kvprof.models.load import load_model, wrap_model
 from tests.models.tiny import tiny
 
 DTYPES = [
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn
-]  # fmt: skip
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.float8_e4m3fn,
+]
 
 
 @pytest.fixture(autouse=True)

@@ -94,11 +94,19 @@ def load_stream(
     limits = {"share": 0.9, "ttft_seconds": 2.0} if objective is None else objective
     events: list[Event] = [
         RunStarted(
-            0.0, "2026-11-23T07:00:00Z", "0.1.0", "load", ("kvprof", "bench", "--load"), "served",
-            load_inputs(methods, named, limits), ENVIRONMENT, {"name": "Llama-3.1-8B"},
-            tuple(methods), methods[0],
+            0.0,
+            "2026-11-23T07:00:00Z",
+            "0.1.0",
+            "load",
+            ("kvprof", "bench", "--load"),
+            "served",
+            load_inputs(methods, named, limits),
+            ENVIRONMENT,
+            {"name": "Llama-3.1-8B"},
+            tuple(methods),
+            methods[0],
         )
-    ]  # fmt: skip
+    ]
     now = 0.0
     for method in methods:
         slots, token, context = METHODS[method]

@@ -18,8 +18,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 SETTINGS: dict[str, Any] = {
-    "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 @pytest.mark.parametrize("device", ["cuda", "offload"])

@@ -16,9 +16,10 @@ from tests.runtime.plans import make_plan, ragged
 from tests.runtime.test_memory import PLANS
 
 KEYFORMER = {
-    "ranks": ragged, "placement": Placement.PRE_ROPE,
+    "ranks": ragged,
+    "placement": Placement.PRE_ROPE,
     "eviction": Eviction("keyformer", 0.4, sink=1, recent_share=0.3),
-}  # fmt: skip
+}
 
 
 def prompt() -> tuple[Tensor, Tensor]:

@@ -38,9 +38,12 @@ def test_every_third_step_is_in_parts_and_the_one_behind_it_whole(tmp_path):
     assert ran(sampler, 7) == [False, False, True, False, False, True, False]
     found = StepReader(tmp_path).new()
     assert [set(one.parts) for one in found] == [
-        set(), {"attention", "schedule", "compress"}, set(), {"attention", "schedule", "compress"},
         set(),
-    ]  # fmt: skip
+        {"attention", "schedule", "compress"},
+        set(),
+        {"attention", "schedule", "compress"},
+        set(),
+    ]
     for one in found:
         assert (one.decodes, one.context, one.prefill, one.waited) == (2, 30, 0, 0)
         assert 0 <= sum(one.parts.values()) <= one.seconds

@@ -42,9 +42,12 @@ RESULTS = {
     for kind, made in _MADE.items()
 }
 _VIEWS = {
-    "bench": bench, "eval": evaluation, "frontier": frontier, "spectrum": spectrum,
+    "bench": bench,
+    "eval": evaluation,
+    "frontier": frontier,
+    "spectrum": spectrum,
     "stability": stability,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", _VIEWS)

@@ -36,13 +36,25 @@ def test_norms_round_before_they_weigh(batch: int, width: int, dtype: torch.dtyp
 
 @some
 @given(
-    st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), st.booleans(),
-    st.booleans(), st.sampled_from(DTYPES), seeds,
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    seeds,
+)
 def test_rotations_are_those_of_the_chain_to_the_bit(
-    batch: int, heads: int, kv: int, half: int, shared: bool, fused: bool, dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    kv: int,
+    half: int,
+    shared: bool,
+    fused: bool,
+    dtype: torch.dtype,
     seed: int,
-):  # fmt: skip
+):
     width = 2 * half
     if fused:  # one product makes queries, keys and values, and these are views of it
         made = random(seed, batch, 1, heads + 2 * kv, width, dtype=dtype)
