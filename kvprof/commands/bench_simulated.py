@@ -104,7 +104,7 @@ class Simulation:
     ----------
     steps : ModelSteps
     settings : dict
-        As `kvprof.serving.load.simulator.EngineSettings` names them; what is missing is vLLM's.
+        As `kvprof.serving.load.replica.EngineSettings` names them; what is missing is vLLM's.
     """
 
     steps: "ModelSteps"

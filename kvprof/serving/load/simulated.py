@@ -8,9 +8,9 @@ import numpy as np
 
 from kvprof.errors import UsageError
 from kvprof.serving.load.marks import Marks
+from kvprof.serving.load.replica import EngineSettings
 from kvprof.serving.load.requests import Outcome, Request
 from kvprof.serving.load.simulator import (
-    EngineSettings,
     Moment,
     Simulated,
     SimulationStoppedError,

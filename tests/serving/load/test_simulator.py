@@ -4,13 +4,9 @@ import numpy as np
 import pytest
 
 from kvprof.errors import UsageError
+from kvprof.serving.load.replica import EngineSettings
 from kvprof.serving.load.requests import BLOCK, Request
-from kvprof.serving.load.simulator import (
-    TOO_LONG,
-    EngineSettings,
-    SimulationStoppedError,
-    simulate,
-)
+from kvprof.serving.load.simulator import TOO_LONG, SimulationStoppedError, simulate
 from kvprof.serving.load.step_times import StepTimes
 from tests.serving.load.naive import NaiveEngine
 
