@@ -57,6 +57,8 @@ class Speed:
         ``given``, or ``shipped`` with kvprof.
     created : str
         UTC.
+    warnings : list of str
+        What its own run warned of.
     """
 
     method: str
@@ -72,6 +74,7 @@ class Speed:
     source: str
     origin: str
     created: str
+    warnings: list[str]
 
     def described(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -136,6 +139,7 @@ def _speeds(result: Mapping[str, Any], source: str, origin: str) -> list[Speed]:
             source,
             origin,
             result["created"],
+            list(result["warnings"]),
         )
         for row in result["data"]["rows"]
         if row["phase"] == "decode"

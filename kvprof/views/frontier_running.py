@@ -147,6 +147,7 @@ def running_notes(result: Mapping[str, Any]) -> list[str]:
     """Say where speeds were measured, of which rows there are none, and what shares do not tell."""
     speeds = [one for method in result["data"]["methods"] for one in method.get("speeds", ())]
     by_record: dict[str, list[str]] = {}
+    warned: dict[str, None] = {}
     for one in speeds:
         where = "shipped with kvprof" if one["origin"] == "shipped" else "--speeds"
         text = (
@@ -155,11 +156,13 @@ def running_notes(result: Mapping[str, Any]) -> list[str]:
             f"{one['created'][:10]})"
         )
         by_record.setdefault(text, []).append(one["method"])
+        warned |= {f"{one['source']} warned: {said}.": None for said in one.get("warnings", ())}
     lines = [
         f"Speed-up of {', '.join(dict.fromkeys(labels))}: decoding at the same rate over the same "
         f"context, {text}."
         for text, labels in by_record.items()
     ]
+    lines += warned
     lacking: dict[str, list[str]] = {}
     for method in ranked(result):
         if best_point(method) is not None and method.get("speed_reason") is not None:

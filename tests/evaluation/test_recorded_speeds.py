@@ -33,6 +33,9 @@ def test_what_ships_names_its_gpu_and_its_shape() -> None:
     rows = [*record["data"]["decode"]["rows"], *record["data"]["defaults"]["rows"]]
     known = {(row["method"], row["batch"], row["speedup"]) for row in rows}
     assert {(one.method, one.batch, one.speedup) for one in speeds} <= known
+    # What its run warned of goes with each speed, to be said beside it.
+    shipped = read_result(Path(__file__).parents[2] / SHIPPED)
+    assert all(one.described()["warnings"] == shipped["warnings"] for one in speeds)
 
 
 def test_a_speed_is_of_the_rows_own_rate_and_dtype(tmp_path: Path) -> None:

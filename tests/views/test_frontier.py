@@ -198,6 +198,7 @@ def with_speeds() -> dict[str, Any]:
         "context": 102_400, "dtype": "bfloat16", "seconds": 1e-4, "speedup_interval": None,
         "baseline": "sdpa-cudnn", "shape": "Llama-3.1-8B", "device": "NVIDIA H200",
         "source": "speeds.json", "origin": "given", "created": "2026-11-22T10:27:14Z",
+        "warnings": ["the GPU was busy"],
     }  # fmt: skip
     for method in data["methods"]:
         label = method["label"]
@@ -242,6 +243,7 @@ def test_what_running_takes_stands_beside_measured_speeds(width: int) -> None:
     assert "fp8 keeps 0.9995" in flat[second:]
     assert "Llama-3.1-8B's shape in bfloat16 on NVIDIA H200, against sdpa-cudnn" in flat
     assert "speeds.json, --speeds, 2026-11-22" in flat
+    assert flat.count("speeds.json warned: the GPU was busy.") == 1
     # A method without a rate has nothing to run; the others without a speed say why.
     assert "No speed of kq:allocation=budget, fdc, full: no record has a speed of it." in flat
 
