@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvprof
 from kvprof import errors
@@ -67,7 +68,7 @@ def test_no_message_below_the_commands_names_an_option():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: parse_dtype("float7", None), "dtype: 'float7' is none of"),
+        (lambda: parse_dtype("float7", torch.device("cpu")), "dtype: 'float7' is none of"),
         (lambda: main_device("tpu"), "device: 'tpu' is none of"),
         (lambda: plan_family("kqq", None), "method 'kqq' is unknown"),
         (lambda: text_samples(loaded("Llama"), [], seq_len=1, sequences=1), "seq_len 1: half"),

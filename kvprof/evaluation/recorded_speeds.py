@@ -113,7 +113,7 @@ def load_speeds(paths: Sequence[Path] = ()) -> list[Speed]:
         if not own:
             raise UsageError(
                 f"--speeds {path} has no decoding over {LONG_CONTEXT:,} tokens beside full width; "
-                "measure it with kvprof bench --seq 100k --phase decode"
+                "measure it with kvprof bench --seq 100k"
             )
         found += own
     return found
