@@ -12,11 +12,14 @@ float64, and each way to build the kernel, timed by itself.
 """
 
 import argparse
+import multiprocessing
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,8 @@ NAME = "column-bits.json"
 SHAPE = "Llama-3.1-8B"
 SEQ, BATCHES = 102_400, (8, 1)
 SINK, WINDOW = 4, 32
+#: How codes of keys and values become numbers.
+LEVELS = "uniform-rms", "uniform-rms"
 #: Largest relative error (Frobenius) in 16 bits.
 LIMIT = 1e-2
 #: Bits by column of a head's keys and values.
@@ -106,42 +111,60 @@ def states(run: Run, segment: Segment, seed: int) -> tuple[list[torch.Tensor], l
     return side(layout.key_widths), side(layout.value_widths)
 
 
-def check(run: Run) -> dict[str, Any]:
-    """Hold attention over random shapes and pages against float64; stored tokens to the byte."""
-    draw, worst, found = random.Random(7), 0.0, []
+def drawn_cases(run: Run) -> list[dict[str, Any]]:
+    """Return random shapes, every third over pages."""
+    draw, found = random.Random(7), []
     for number in range(2 if run.tiny else 10):
         heads, batch, group = draw.randint(1, 3), draw.randint(1, 3), draw.choice((1, 2, 4, 8))
         kinds = [(drawn_runs(draw), drawn_runs(draw)) for _ in range(heads)]
         paged = number % 3 == 2
         tokens = draw.randint(1, 400 if run.tiny else 4000)
         capacity = 128 * draw.randint(1, 2) if paged else tokens + draw.randint(0, 200)
-        rows = batch
-        if paged:
-            batch = 2 * rows * -(-tokens // capacity)
-        bits = "uniform-rms", "uniform-rms"
-        coded = segment_of(kinds, group, batch, capacity, *bits, None, paged=paged)
-        exact = segment_of([(128, 128)] * heads, group, batch, SINK + WINDOW)
-        layout = SegmentsLayout((coded,) if paged else (exact, coded), run.dtype)
-        buffer = layout.packed(
-            [states(run, own, number + n) for n, own in enumerate(layout.segments)]
-        )
-        lengths = [[max(1, tokens - 37 * row) for row in range(rows)]]
-        table = None
-        if paged:
-            pages = torch.randperm(batch, generator=torch.Generator().manual_seed(number))
-            table = pages.view(rows, -1).to(run.device, torch.int32)
-        else:
-            lengths = [[SINK + WINDOW - row for row in range(rows)], *lengths]
-        prepared = segments_step(layout, run.device, rows=rows if paged else None)
-        query = torch.randn(rows, layout.widest.query_offsets[-1], device=run.device).to(run.dtype)
-        output = prepared.run(query, buffer, prepared.cut(lengths), 0.09, table=table)
-        wanted = reference_segments(query, buffer, layout, lengths, 0.09, table=table)
-        error = float((output.double() - wanted).norm() / wanted.norm())
-        worst = max(worst, error if error == error else 9e9)
-        found.append({"kinds": kinds, "paged": paged, "tokens": tokens, "error": error})
-        if not paged:
-            found[-1]["stored alike"] = stored_alike(run, layout, buffer)
-    return {"worst": worst, "limit": LIMIT, "passed": worst < LIMIT, "cases": found}
+        case = {"number": number, "rows": batch, "group": group, "kinds": kinds}
+        found.append({**case, "paged": paged, "tokens": tokens, "capacity": capacity})
+    return found
+
+
+def check(run: Run) -> dict[str, Any]:
+    """Hold attention over random shapes and pages against float64; stored tokens to the byte."""
+    found = [{**case, **checked(run, **case)} for case in drawn_cases(run)]
+    worst = max(case["error"] if case["error"] == case["error"] else 9e9 for case in found)
+    passed = worst < LIMIT and all(case.get("stored alike", True) for case in found)
+    return {"worst": worst, "limit": LIMIT, "passed": passed, "cases": found}
+
+
+def checked(
+    run: Run,
+    *,
+    number: int,
+    rows: int,
+    group: int,
+    kinds: list[tuple[ColumnBits, ColumnBits]],
+    paged: bool,
+    tokens: int,
+    capacity: int,
+) -> dict[str, Any]:
+    """Return how far a case is from float64 and whether a step stores as packing does."""
+    batch = 2 * rows * -(-tokens // capacity) if paged else rows
+    coded = segment_of(kinds, group, batch, capacity, *LEVELS, None, paged=paged)
+    exact = segment_of([(128, 128)] * len(kinds), group, batch, SINK + WINDOW)
+    layout = SegmentsLayout((coded,) if paged else (exact, coded), run.dtype)
+    buffer = layout.packed([states(run, own, number + n) for n, own in enumerate(layout.segments)])
+    lengths = [[max(1, tokens - 37 * row) for row in range(rows)]]
+    table = None
+    if paged:
+        pages = torch.randperm(batch, generator=torch.Generator().manual_seed(number))
+        table = pages.view(rows, -1).to(run.device, torch.int32)
+    else:
+        lengths = [[SINK + WINDOW - row for row in range(rows)], *lengths]
+    prepared = segments_step(layout, run.device, rows=rows if paged else None)
+    query = torch.randn(rows, layout.widest.query_offsets[-1], device=run.device).to(run.dtype)
+    output = prepared.run(query, buffer, prepared.cut(lengths), 0.09, table=table)
+    wanted = reference_segments(query, buffer, layout, lengths, 0.09, table=table)
+    found: dict[str, Any] = {"error": float((output.double() - wanted).norm() / wanted.norm())}
+    if not paged:
+        found["stored alike"] = stored_alike(run, layout, buffer)
+    return found
 
 
 def stored_alike(run: Run, layout: SegmentsLayout, buffer: torch.Tensor) -> bool:
@@ -196,7 +219,7 @@ def plan_of(kinds: list[tuple[ColumnBits, ColumnBits]]) -> Plan:
 
 
 def decode(run: Run) -> dict[str, Any]:
-    """Time each plan, 4 bits at full width and on 112 columns, and the best full-width kernel."""
+    """Time plans, 4 bits at full width, and the best full-width kernel."""
     files = []
     for name, kinds in KINDS.items():
         files.append(run.folder / f"{name}.plan")
@@ -240,54 +263,54 @@ TUNINGS: list[dict[str, int]] = [
 ]
 
 
+def tuned_cases(run: Run) -> list[tuple[int, str]]:
+    """Return batches and plans for which ways to build the kernel are tried."""
+    names = ("middle",) if run.tiny else ("middle", "only-2")
+    return [(batch, name) for batch in ((1,) if run.tiny else BATCHES) for name in names]
+
+
+def layer_of(name: str, batch: int, tokens: int, dtype: torch.dtype) -> SegmentsLayout:
+    """Return a plan's layer: exact sinks and window, and so many tokens of codes."""
+    kinds = [KINDS[name][head % len(KINDS[name])] for head in range(8)]
+    exact = segment_of([(128, 128)] * 8, 4, batch, SINK + WINDOW)
+    return SegmentsLayout((exact, segment_of(kinds, 4, batch, tokens, *LEVELS, None)), dtype)
+
+
 def tunings(run: Run) -> dict[str, Any]:
     """Time each way to build the kernel, for two of the plans."""
     found: list[dict[str, Any]] = []
-    for batch in (1,) if run.tiny else BATCHES:
-        for name in ("middle",) if run.tiny else ("middle", "only-2"):
-            kinds = [KINDS[name][head % len(KINDS[name])] for head in range(8)]
-            bits = "uniform-rms", "uniform-rms"
-            layout = SegmentsLayout(
-                (
-                    segment_of([(128, 128)] * 8, 4, batch, SINK + WINDOW),
-                    segment_of(kinds, 4, batch, run.seq - SINK - WINDOW, *bits, None),
-                ),
-                run.dtype,
-            )
-            few = replace(
-                layout.segments[1].layout, capacity=min(run.seq - SINK - WINDOW, 31 * 256)
-            )
-            small = SegmentsLayout(
-                (layout.segments[0], replace(layout.segments[1], layout=few)), run.dtype
-            )
-            packed = small.packed([states(run, own, 3) for own in small.segments])
-            buffer = layout.empty(run.device)
-            for number in (0, 1):
-                which = torch.arange(layout.segments[number].blocks, device=run.device)
-                for head in range(8):
-                    pairs = zip(
-                        layout.blocks(buffer, number, head),
-                        small.blocks(packed, number, head),
-                        strict=True,
-                    )
-                    for target, given in pairs:
-                        target.copy_(given.index_select(1, which % small.segments[number].blocks))
-            query = torch.randn(batch, layout.widest.query_offsets[-1], device=run.device)
-            query = query.to(run.dtype)
-            lengths = [[own.layout.capacity] * batch for own in layout.segments]
-            for change in TUNINGS[: 1 if run.tiny else None]:
-                row = {
-                    "plan": name,
-                    "batch": batch,
-                    **asdict(replace(tuning_for(layout), **change)),
-                }
-                try:
-                    row["median"] = median(run, layout, buffer, query, lengths, change)
-                    row["tb_per_s"] = buffer.nbytes / row["median"] / 1e12
-                except Exception as problem:
-                    row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
-                found.append(row)
-                print(f"  {row}", flush=True)
+    for batch, name in tuned_cases(run):
+        capacity = run.seq - SINK - WINDOW
+        layout = layer_of(name, batch, capacity, run.dtype)
+        small = layer_of(name, batch, min(capacity, 31 * 256), run.dtype)
+        packed = small.packed([states(run, own, 3) for own in small.segments])
+        buffer = layout.empty(run.device)
+        for number in (0, 1):
+            which = torch.arange(layout.segments[number].blocks, device=run.device)
+            for head in range(8):
+                pairs = zip(
+                    layout.blocks(buffer, number, head),
+                    small.blocks(packed, number, head),
+                    strict=True,
+                )
+                for target, given in pairs:
+                    target.copy_(given.index_select(1, which % small.segments[number].blocks))
+        query = torch.randn(batch, layout.widest.query_offsets[-1], device=run.device)
+        query = query.to(run.dtype)
+        lengths = [[own.layout.capacity] * batch for own in layout.segments]
+        for change in TUNINGS[: 1 if run.tiny else None]:
+            row = {
+                "plan": name,
+                "batch": batch,
+                **asdict(replace(tuning_for(layout), **change)),
+            }
+            try:
+                row["median"] = median(run, layout, buffer, query, lengths, change)
+                row["tb_per_s"] = buffer.nbytes / row["median"] / 1e12
+            except Exception as problem:
+                row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
+            found.append(row)
+            print(f"  {row}", flush=True)
     return {"rows": found}
 
 
@@ -313,6 +336,43 @@ def median(
     return statistics.median(seconds)
 
 
+def compiled_ahead(tiny: bool, part: str, which: Any) -> None:
+    """Build a kernel in a process of its own, where the next process finds it."""
+    run = Run(tiny, 1)
+    if part == "check":
+        checked(run, **which)
+        return
+    batch, name, change = which
+    layout = layer_of(name, batch, run.seq - SINK - WINDOW, run.dtype)
+    prepared = segments_step(layout, run.device, tuning=replace(tuning_for(layout), **change))
+    query = torch.zeros(batch, layout.widest.query_offsets[-1], device=run.device)
+    lengths = [[own.layout.capacity] * batch for own in layout.segments]
+    prepared.run(query.to(run.dtype), layout.empty(run.device), prepared.cut(lengths), 0.09)
+
+
+def compile_all(run: Run, parts: list[str], processes: int) -> None:
+    """Build every kernel of the parts, several at once."""
+    tasks: list[tuple[str, Any]] = []
+    if "decode" in parts:
+        batches = (1,) if run.tiny else BATCHES
+        tasks += [("decode", (batch, name, {})) for batch in batches for name in KINDS]
+    if "check" in parts:
+        tasks += [("check", case) for case in drawn_cases(run)]
+    if "tunings" in parts:
+        changes = TUNINGS[: 1 if run.tiny else None]
+        tasks += [
+            ("tunings", (batch, name, change))
+            for batch, name in tuned_cases(run)
+            for change in changes
+        ]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        waiting = [(part, pool.submit(compiled_ahead, run.tiny, part, it)) for part, it in tasks]
+        for part, future in waiting:
+            if problem := future.exception():
+                print(f"  {part}: {type(problem).__name__}: {problem}"[:500], flush=True)
+
+
 PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
     "check": check, "decode": decode, "tunings": tunings,
 }  # fmt: skip
@@ -323,12 +383,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(16, len(os.sched_getaffinity(0))),
+        help="that compile side by side before anything is timed; 0 compiles as it goes",
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes, wherever it runs")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     arguments = parser.parse_args()
     run = Run(arguments.tiny, 3 if arguments.tiny else arguments.repeats)
     data: dict[str, Any] = {}
-    for name in arguments.only.split(","):
+    parts = arguments.only.split(",")
+    if arguments.processes:
+        start = time.perf_counter()
+        compile_all(run, parts, arguments.processes)
+        print(f"compiled: {time.perf_counter() - start:.1f} s", flush=True)
+    for name in parts:
         start = time.perf_counter()
         try:
             data[name] = PARTS[name](run)
