@@ -17,7 +17,7 @@ from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
 from kvprof.kernels.segments.column_codes import column_factor
 from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.kernel import segment_pieces
-from kvprof.kernels.segments.layout import SegmentsLayout, SideKind
+from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.segments.tables import Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.tuning import Tuning, query_block
@@ -293,15 +293,6 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHARED_MEMORY = 64 << 10
 
 
-def _kinds(layout: SegmentsLayout) -> dict[tuple[int, SideKind, SideKind], tuple[int, int]]:
-    """Return each kind (segment, keys, values) with one unit (segment, head) of it."""
-    found: dict[tuple[int, SideKind, SideKind], tuple[int, int]] = {}
-    for number, segment in enumerate(layout.segments):
-        for head in range(layout.heads):
-            found.setdefault((number, *segment.kind(head)), (number, head))
-    return found
-
-
 def unit_table(
     layout: SegmentsLayout, family: SegmentsLayout, tuning: Tuning, device: torch.device
 ) -> Tensor:
@@ -316,7 +307,7 @@ def unit_table(
     tuning : Tuning
     device : torch.device
     """
-    kinds = list(_kinds(family))
+    kinds = list(family.unit_kinds)
     wide = layout.widest
     rows = []
     for number, segment in enumerate(layout.segments):
@@ -331,7 +322,7 @@ def unit_table(
                     capacity=MOST_TOKENS if segment.paged else segment.layout.capacity,
                     cost=token_cost(layout, number, head, tuning.per_token),
                     height=segment.slots * tile_places(layout, number, head, tuning.tile),
-                    kind=kinds.index((number, *segment.kind(head))),
+                    kind=kinds.index(layout.unit_kind(number, head)),
                 )
             )
     return torch.tensor(rows, dtype=torch.int64, device=device)
@@ -428,7 +419,7 @@ def kind_table(
     code, query : str
         Types in which codes of V and of K are multiplied: ``bf16``, ``fp16`` or ``fp32``.
     """
-    kinds = _kinds(family)
+    kinds = family.unit_kinds
     sides = [side for unit in kinds.values() for side in family.sides(*unit)]
     most = max(map(_plane_count, sides))
     found: list[tuple[float, ...]] = []

@@ -73,6 +73,7 @@ __all__ = [
     "Segment",
     "SegmentsLayout",
     "SideKind",
+    "UnitKind",
     "of_kinds",
     "segment_of",
     "width_of",
@@ -82,6 +83,8 @@ __all__ = [
 SideKind = int | ColumnBits
 #: A head's (keys, values) per segment.
 HeadKind = tuple[tuple[SideKind, SideKind], ...]
+#: A unit's formats of keys and values, the columns that share a scale, and both sides.
+UnitKind = tuple[Bits, Bits, int | None, SideKind, SideKind]
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,24 @@ class SegmentsLayout:
         return tuple(
             sorted({tuple(own.kind(head) for own in self.segments) for head in range(self.heads)})
         )
+
+    def unit_kind(self, segment: int, head: int) -> UnitKind:
+        """Return what a kernel tells a unit, a head of a segment, from others by.
+
+        Segments in the same formats have the same: exact sinks and an exact window, say.
+        """
+        own = self.segments[segment]
+        exact = own.key_bits is None and own.value_bits is None
+        return own.key_bits, own.value_bits, None if exact else own.columns, *own.kind(head)
+
+    @cached_property
+    def unit_kinds(self) -> dict[UnitKind, tuple[int, int]]:
+        """The kinds of unit, each with the first unit (segment, head) of it."""
+        found: dict[UnitKind, tuple[int, int]] = {}
+        for segment in range(len(self.segments)):
+            for head in range(self.heads):
+                found.setdefault(self.unit_kind(segment, head), (segment, head))
+        return found
 
     def sides(self, segment: int, head: int) -> tuple[Side, Side]:
         """Return K and V of a head of a segment."""

@@ -59,6 +59,16 @@ def query_block(layout: SegmentsLayout, warps: int) -> int:
     return block
 
 
+def _near(kinds: int) -> int:
+    """Return `Tuning.near` for so many kinds of unit.
+
+    On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
+    four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with six
+    0.52, 0.77 and 0.92. Below a tile a piece most programs would walk and find nothing.
+    """
+    return 0 if kinds <= 2 else 3 if kinds <= 4 else 1
+
+
 def tuning_for(layout: SegmentsLayout) -> Tuning:
     """Return what was fastest on an H200 for a layer's widths and formats."""
     sides = [side for number in range(len(layout.segments)) for side in layout.sides(number, 0)]
@@ -66,16 +76,14 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
     if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
         warps = 2 if numbers > _REGISTERS else 1
         return Tuning(8, stages=3, warps=warps, per_token=32, registers=0, near=0)
-    # On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
-    # four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with
-    # six 0.52, 0.77 and 0.92. Below a tile a piece most programs would walk and find nothing.
-    kinds = len(layout.kinds) * len(layout.segments)
-    near = 0 if kinds <= 2 else 3 if kinds <= 4 else 1
+    if any(isinstance(side, ColumnSide) for side in sides):
+        # At fewer registers the loop spills, which costs more than fewer programs at once. Exact
+        # tokens are few, and their code is short.
+        unlike = sum(any(isinstance(side, tuple) for side in own) for own in layout.unit_kinds)
+        return Tuning(10, registers=0, near=_near(unlike))
+    near = _near(len(layout.unit_kinds))
     if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2, near=near)
-    if any(isinstance(side, ColumnSide) for side in sides):
-        # As many registers as so many programs leave each: at fewer the loop spills.
-        return Tuning(12, registers=168, near=near)
     # Larger tiles, of which fewer programs have room at once.
     slots = {segment.slots for segment in layout.segments}
     return Tuning(16 if slots == {2} else 13 if slots == {1} else 12, near=near)

@@ -14,7 +14,7 @@ from kvprof.kernels.segments.launch import constants, tile_places, token_cost
 from kvprof.kernels.segments.layout import SegmentsLayout, of_kinds
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
-from kvprof.kernels.segments.tables import Item
+from kvprof.kernels.segments.tables import Item, Unit
 from kvprof.kernels.tables import Part, column
 from tests.kernels.column_runs import runs
 from tests.kernels.column_runs import segment as segment_in
@@ -317,6 +317,28 @@ def test_layers_with_the_same_kinds_are_compiled_once():
     assert tunings[0] == tunings[1] == tunings[2]
     with pytest.raises(UsageError, match=r"\(32, 64\).* not among the kinds"):
         segments_step(layout, DEVICE, kinds=[wide])
+
+
+def test_exact_sinks_and_an_exact_window_share_their_code():
+    whole = [(32, 32)] * 2
+    segments = (
+        one(whole, None, None, batch=2, capacity=4),
+        one([(32, 16), (16, 32)], 4, 2, batch=2, capacity=300),
+        one(whole, None, None, batch=2, capacity=32),
+    )
+    layout = SegmentsLayout(segments, DTYPES[0])
+    prepared = step(layout, pieces=5)
+    family = of_kinds(layout, prepared.kinds)
+    found = constants(layout.heads, family, prepared.tuning, softcap=False, fast=True)
+    assert found["COUNT"] == 3
+    assert prepared.units[:, column(Unit, "kind")].tolist() == [0, 0, 2, 1, 0, 0]
+    query, buffer = random_states(layout, 5)
+    lengths = [[4, 3], [300, 77], [32, 9]]
+    output = run(prepared, query, buffer, lengths, 0.2)
+    assert (
+        error(output, reference_segments(query, buffer, layout, lengths, 0.2))
+        < LIMITS[layout.dtype]
+    )
 
 
 def test_layers_share_a_cut():
