@@ -24,6 +24,8 @@ from kvprof.errors import UsageError
 
 __all__ = [
     "COLUMNS",
+    "E4M3_LACK",
+    "E4M3_TINY",
     "FORMATS",
     "FP8",
     "FULL",
@@ -50,6 +52,9 @@ Bits = int | str | None
 FULL = 0
 FP8 = -8
 COLUMNS = -1
+
+#: What exponents of float32 lack when they are e4m3's, and e4m3's least number with all its digits.
+E4M3_LACK, E4M3_TINY = 2.0**120, 2.0**-6
 
 
 @dataclass(frozen=True)

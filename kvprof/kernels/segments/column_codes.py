@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
-"""From bytes of sides with bits by column to numbers that tensor cores take.
+"""From bytes of sides with bits by column to numbers for tensor cores, and to a tile's products.
 
 The eight lowest bits of a bfloat16 whose others are 0 are a whole number, times 2^-133: seven bits
 of mantissa, and the lowest of the exponent, which goes on from where denormals end. So a code that
@@ -20,7 +20,37 @@ the order of bytes (`kvprof.kernels.segments.columns`) is made good where they a
 import triton
 import triton.language as tl
 
-__all__ = ["byte_order", "column_codes", "column_factor", "row_scales"]
+from kvprof.kernels.segments.codes import E4M3_LACK
+from kvprof.kernels.segments.columns import COLUMN_SLOTS
+from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.tables import PlaneColumns
+from kvprof.kernels.segments.unpack import rounded
+from kvprof.kernels.tables import column
+
+__all__ = [
+    "byte_order",
+    "column_codes",
+    "column_factor",
+    "column_scores",
+    "row_scales",
+    "value_columns",
+    "value_weights",
+    "with_top",
+]
+
+_PLANE = tl.constexpr(len(PlaneColumns._fields))
+_WIDTH = tl.constexpr(column(PlaneColumns, "width"))
+_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
+_GROUP = tl.constexpr(column(PlaneColumns, "group"))
+_FIRST = tl.constexpr(column(PlaneColumns, "first"))
+_LAST = tl.constexpr(column(PlaneColumns, "last"))
+_AT = tl.constexpr(column(PlaneColumns, "at"))
+_BITS = tl.constexpr(column(PlaneColumns, "bits"))
+_BITS_BELOW = tl.constexpr(column(PlaneColumns, "shift"))
+_STEP = tl.constexpr(column(PlaneColumns, "step"))
+_BLOCK = tl.constexpr(PLACES)
+_SLOTS = tl.constexpr(COLUMN_SLOTS)
+_LACK = tl.constexpr(E4M3_LACK)
 
 
 def column_factor(dtype: str) -> float:
@@ -115,8 +145,168 @@ def row_scales(pointer, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr):
     at = words + (places // 32 * (BLOCK_BYTES // 4) + places % 32)
     word = tl.load(at + AT // 4)
     found = ()
-    for slot in tl.static_range(4):
-        # e4m3 less its sign, and 120 less in the exponent.
+    for slot in tl.static_range(_SLOTS):
+        # e4m3 less its sign, with its exponent.
         own = ((word >> (8 * slot)) & 0x7F) << 20
-        found += (own.to(tl.float32, bitcast=True) * 1.329227995784916e36,)
+        found += (own.to(tl.float32, bitcast=True) * _LACK,)
     return found
+
+
+@triton.jit
+def _key_columns(
+    raws,
+    query,
+    tile_at,
+    places,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add a plane of bits to the products of a run, one per slot."""
+    column = tl.arange(0, DEPTH)
+    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK * WIDTH
+    APART: tl.constexpr = 2 if BITS == 1 else BITS
+    found = ()
+    for part in tl.static_range(APART // 2):
+        pointer = tile_at + (lane[:, None] + byte_order(column, FAST)[None, :])
+        pointer += AT + part * (_BLOCK * WIDTH)
+        if DEPTH > WIDTH:
+            octets = tl.load(pointer, mask=(column < WIDTH)[None, :], other=0)
+        else:
+            octets = tl.load(pointer)
+        for number in tl.static_range(8 // APART):
+            raw = column_codes(octets, SHIFT + APART * number, BITS, query.dtype, FAST)
+            if FIRST:
+                product = tl.dot(raw, query, input_precision="ieee")
+            else:
+                before = raws[part * (8 // APART) + number]
+                product = tl.dot(raw, query, before, input_precision="ieee")
+            found += (product,)
+    return found
+
+
+@triton.jit
+def _stepped(scores, raws, total, STEP: tl.constexpr, APART: tl.constexpr, FIRST: tl.constexpr):
+    """Add a run's share to the scores of each slot, and what all runs have in common once."""
+    found = ()
+    for slot in tl.static_range(_SLOTS):
+        # Behind how many bits of its byte a slot's code lies.
+        own = raws[slot] * (STEP / (1 << slot % (8 // APART) * APART))
+        if FIRST:
+            found += (own - total,)
+        else:
+            found += (own + scores[slot],)
+    return found
+
+
+@triton.jit
+def column_scores(
+    queries,
+    total,
+    keys,
+    places,
+    FACTOR: tl.constexpr,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PLANES: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Return the products of a tile where columns have bits of their own."""
+    scores = ()
+    raws = ()
+    for number in tl.static_range(PLANES):
+        raws = _key_columns(
+            raws,
+            queries[number],
+            keys,
+            places,
+            KINDS[KEYS + number * _PLANE + _AT],
+            BLOCK_BYTES,
+            KINDS[KEYS + number * _PLANE + _BITS],
+            KINDS[KEYS + number * _PLANE + _BITS_BELOW],
+            KINDS[KEYS + number * _PLANE + _WIDTH],
+            KINDS[KEYS + number * _PLANE + _DEPTH],
+            KINDS[KEYS + number * _PLANE + _FIRST],
+            FAST,
+        )
+        if KINDS[KEYS + number * _PLANE + _LAST] == 1:
+            scores = _stepped(
+                scores,
+                raws,
+                total,
+                FACTOR * KINDS[KEYS + number * _PLANE + _STEP],
+                2
+                if KINDS[KEYS + number * _PLANE + _BITS] == 1
+                else KINDS[KEYS + number * _PLANE + _BITS],
+                KINDS[KEYS + number * _PLANE + _GROUP] == 0,
+            )
+    scales = row_scales(keys, places, SCALES_AT, BLOCK_BYTES)
+    found = ()
+    for slot in tl.static_range(_SLOTS):
+        found += (scores[slot] * scales[slot][:, None],)
+    return found
+
+
+@triton.jit
+def value_weights(weights, scales, APART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Return the weights of each slot's codes, which lie behind some bits of their bytes."""
+    found = ()
+    for slot in tl.static_range(_SLOTS):
+        scale = scales[slot] * (1.0 / (1 << slot % (8 // APART) * APART))
+        found += (rounded(weights[slot] * scale[:, None], DTYPE, FAST),)
+    return found
+
+
+@triton.jit
+def value_columns(
+    weights,
+    tile_at,
+    places,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Return weighted values of a plane of bits, ``[DEPTH, heads]``; from WIDTH on columns again.
+
+    Of this tile alone: tensor cores cut off what does not fit beside a sum, and over a long context
+    the sum of codes that are not counted from their middle is large.
+    """
+    column = tl.arange(0, DEPTH) % WIDTH
+    lane = places // _BLOCK * BLOCK_BYTES + byte_order(places % _BLOCK, FAST)
+    APART: tl.constexpr = 2 if BITS == 1 else BITS
+    for part in tl.static_range(APART // 2):
+        pointer = tile_at + (column[:, None] * _BLOCK + lane[None, :])
+        octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
+        for number in tl.static_range(8 // APART):
+            weight = weights[part * (8 // APART) + number]
+            raw = column_codes(octets, SHIFT + APART * number, BITS, weight.dtype, FAST)
+            if (part == 0) and (number == 0):
+                sums = tl.dot(raw, weight, input_precision="ieee")
+            else:
+                sums = tl.dot(raw, weight, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def with_top(low, first, second, WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Add the halves of a plane of highest bits, WIDTH columns each, to the lower ones."""
+    first = first * FIRST
+    second = second * SECOND
+    if WIDTH < 16:
+        row = tl.arange(0, 16)
+        top = tl.where((row < WIDTH)[:, None], first, second)
+    else:
+        top = tl.permute(tl.join(first, second), (2, 0, 1))
+        top = tl.reshape(top, (2 * WIDTH, first.shape[1]))
+    return low + top

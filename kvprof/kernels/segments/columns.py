@@ -31,6 +31,7 @@ from kvprof.kernels.segments.side import PLACES, WIDEST_PLANE, Plane, Side
 
 __all__ = [
     "COLUMN_BITS",
+    "COLUMN_SLOTS",
     "ColumnBits",
     "ColumnSide",
     "Piece",
@@ -48,7 +49,8 @@ ColumnBits = tuple[tuple[int, int], ...]
 
 #: What a column can have, in the order of runs.
 COLUMN_BITS = (8, 4, 3, 2)
-_SLOTS = 4
+#: Tokens of a place.
+COLUMN_SLOTS = 4
 _DIGITS = 12
 _TOP_BITS = torch.finfo(torch.float8_e4m3fn)
 
@@ -195,17 +197,17 @@ class ColumnSide(Side):
     @property
     def code_bytes(self) -> int:
         """Bytes of a block's codes."""
-        return sum(PLACES * _SLOTS * width * bits // 8 for width, bits in self.runs)
+        return sum(PLACES * COLUMN_SLOTS * width * bits // 8 for width, bits in self.runs)
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of a block's scales, place by place."""
-        return PLACES * _SLOTS
+        return PLACES * COLUMN_SLOTS
 
     def plane_at(self, plane: Plane) -> int:
         """Return the byte of a block at which a plane begins."""
         before = (own for own in self.planes if own.start < plane.start)
-        return sum(PLACES * _SLOTS * own.width * self.bits_of(own) // 8 for own in before)
+        return sum(PLACES * COLUMN_SLOTS * own.width * self.bits_of(own) // 8 for own in before)
 
     def top_at(self, plane: Plane) -> int:
         """Return the byte of a block at which the highest bits of a plane of 3 bits begin."""
@@ -264,14 +266,14 @@ class ColumnSide(Side):
     def row_scales(self, blocks: Tensor) -> Tensor:
         """Return the scales as a view ``[batch, blocks, place, slot]`` of bytes."""
         own = blocks[..., self.code_bytes : self.code_bytes + self.scale_bytes]
-        return torch.unflatten(own, -1, (PLACES, _SLOTS))
+        return torch.unflatten(own, -1, (PLACES, COLUMN_SLOTS))
 
     def store(self, blocks: Tensor, states: Tensor) -> None:
         """Write ``[batch, tokens, width]``, whole blocks, into ``[batch, blocks, nbytes]``."""
         codes, scale = quantise_columns(states, self.runs)
-        self.row_scales(blocks).copy_(scale[..., 0].unflatten(1, (-1, PLACES, _SLOTS)))
+        self.row_scales(blocks).copy_(scale[..., 0].unflatten(1, (-1, PLACES, COLUMN_SLOTS)))
         # [batch, blocks, slot, place, column]
-        blocked = codes.unflatten(1, (-1, PLACES, _SLOTS)).transpose(2, 3)
+        blocked = codes.unflatten(1, (-1, PLACES, COLUMN_SLOTS)).transpose(2, 3)
         blocks[..., : self.code_bytes] = 0
         for view, columns, bits, below, shift, apart in self._views(blocks):
             parts = blocked[..., columns].unflatten(2, (-1, 8 // apart)).unbind(3)
@@ -295,7 +297,7 @@ class ColumnSide(Side):
             ``[batch, 1, tokens]`` float32.
         middle : None
         """
-        shape = (*blocks.shape[:2], _SLOTS, PLACES, self.width)
+        shape = (*blocks.shape[:2], COLUMN_SLOTS, PLACES, self.width)
         codes = blocks.new_zeros(shape)
         for view, columns, bits, below, shift, apart in self._views(blocks):
             octets = in_words(view, -2 if self.values else -1)

@@ -22,7 +22,13 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
-from kvprof.kernels.segments.column_codes import byte_order, column_codes, row_scales
+from kvprof.kernels.segments.column_codes import (
+    column_scores,
+    row_scales,
+    value_columns,
+    value_weights,
+    with_top,
+)
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import EYE_ONE, Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.unpack import codes, halves, rounded
@@ -137,134 +143,6 @@ def _value_plane(
 
 
 @triton.jit
-def _key_columns(
-    raws, query, tile_at, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, BITS: tl.constexpr,
-    SHIFT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, FIRST: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Add a plane of bits to the products of a run, one per slot."""
-    column = tl.arange(0, DEPTH)
-    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK * WIDTH
-    APART: tl.constexpr = 2 if BITS == 1 else BITS
-    found = ()
-    for part in tl.static_range(APART // 2):
-        pointer = tile_at + (lane[:, None] + byte_order(column, FAST)[None, :])
-        pointer += AT + part * (_BLOCK * WIDTH)
-        if DEPTH > WIDTH:
-            octets = tl.load(pointer, mask=(column < WIDTH)[None, :], other=0)
-        else:
-            octets = tl.load(pointer)
-        for number in tl.static_range(8 // APART):
-            raw = column_codes(octets, SHIFT + APART * number, BITS, query.dtype, FAST)
-            if FIRST:
-                product = tl.dot(raw, query, input_precision="ieee")
-            else:
-                before = raws[part * (8 // APART) + number]
-                product = tl.dot(raw, query, before, input_precision="ieee")
-            found += (product,)
-    return found
-
-
-@triton.jit
-def _stepped(
-    scores, raws, total, STEP: tl.constexpr, APART: tl.constexpr, FIRST: tl.constexpr
-):
-    """Add a run's share to the scores of each slot, and what all runs have in common once."""
-    found = ()
-    for slot in tl.static_range(4):
-        # Behind how many bits of its byte a slot's code lies.
-        own = raws[slot] * (STEP / (1 << slot % (8 // APART) * APART))
-        if FIRST:
-            found += (own - total,)
-        else:
-            found += (own + scores[slot],)
-    return found
-
-
-@triton.jit
-def _column_scores(
-    queries, total, keys, places, FACTOR: tl.constexpr, KINDS: tl.constexpr, KEYS: tl.constexpr,
-    PLANES: tl.constexpr, SCALES_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, FAST: tl.constexpr,
-):
-    """Return the products of a tile where columns have bits of their own."""
-    scores = ()
-    raws = ()
-    for number in tl.static_range(PLANES):
-        raws = _key_columns(
-            raws, queries[number], keys, places, KINDS[KEYS + number * _PLANE + _AT], BLOCK_BYTES,
-            KINDS[KEYS + number * _PLANE + _BITS], KINDS[KEYS + number * _PLANE + _BITS_BELOW],
-            KINDS[KEYS + number * _PLANE + _WIDTH], KINDS[KEYS + number * _PLANE + _DEPTH],
-            KINDS[KEYS + number * _PLANE + _FIRST], FAST,
-        )
-        if KINDS[KEYS + number * _PLANE + _LAST] == 1:
-            scores = _stepped(
-                scores, raws, total, FACTOR * KINDS[KEYS + number * _PLANE + _STEP],
-                2 if KINDS[KEYS + number * _PLANE + _BITS] == 1
-                else KINDS[KEYS + number * _PLANE + _BITS],
-                KINDS[KEYS + number * _PLANE + _GROUP] == 0,
-            )
-    scales = row_scales(keys, places, SCALES_AT, BLOCK_BYTES)
-    found = ()
-    for slot in tl.static_range(4):
-        found += (scores[slot] * scales[slot][:, None],)
-    return found
-
-
-@triton.jit
-def _value_weights(
-    weights, scales, APART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
-):
-    """Return the weights of each slot's codes, which lie behind some bits of their bytes."""
-    found = ()
-    for slot in tl.static_range(4):
-        scale = scales[slot] * (1.0 / (1 << slot % (8 // APART) * APART))
-        found += (rounded(weights[slot] * scale[:, None], DTYPE, FAST),)
-    return found
-
-
-@triton.jit
-def _value_columns(
-    weights, tile_at, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, BITS: tl.constexpr,
-    SHIFT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, FAST: tl.constexpr,
-):
-    """Return weighted values of a plane of bits, ``[DEPTH, heads]``; from WIDTH on columns again.
-
-    Of this tile alone: tensor cores cut off what does not fit beside a sum, and over a long context
-    the sum of codes that are not counted from their middle is large.
-    """
-    column = tl.arange(0, DEPTH) % WIDTH
-    lane = places // _BLOCK * BLOCK_BYTES + byte_order(places % _BLOCK, FAST)
-    APART: tl.constexpr = 2 if BITS == 1 else BITS
-    for part in tl.static_range(APART // 2):
-        pointer = tile_at + (column[:, None] * _BLOCK + lane[None, :])
-        octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
-        for number in tl.static_range(8 // APART):
-            weight = weights[part * (8 // APART) + number]
-            raw = column_codes(octets, SHIFT + APART * number, BITS, weight.dtype, FAST)
-            if (part == 0) and (number == 0):
-                sums = tl.dot(raw, weight, input_precision="ieee")
-            else:
-                sums = tl.dot(raw, weight, sums, input_precision="ieee")
-    return sums
-
-
-@triton.jit
-def _with_top(
-    low, first, second, WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
-):
-    """Add the halves of a plane of highest bits, WIDTH columns each, to the lower ones."""
-    first = first * FIRST
-    second = second * SECOND
-    if WIDTH < 16:
-        row = tl.arange(0, 16)
-        top = tl.where((row < WIDTH)[:, None], first, second)
-    else:
-        top = tl.permute(tl.join(first, second), (2, 0, 1))
-        top = tl.reshape(top, (2 * WIDTH, first.shape[1]))
-    return low + top
-
-
-@triton.jit
 def _scores(
     queries, totals, keys, halfs, places, left, rate, cap, FACTOR: tl.constexpr,
     KINDS: tl.constexpr, KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr,
@@ -277,7 +155,7 @@ def _scores(
     scores = ()
     raws = ()
     if FORMAT == _COLUMNS:
-        scores = _column_scores(
+        scores = column_scores(
             queries, totals[0], keys, places, FACTOR, KINDS, KEYS, PLANES, SCALES_AT, BLOCK_BYTES,
             FAST,
         )
@@ -372,7 +250,7 @@ def tile(
     if V_FORMAT == _COLUMNS:
         scales = row_scales(values, places, V_SCALES, V_BLOCK)
         APART: tl.constexpr = 2 if KINDS[VALUES + _BITS] == 1 else KINDS[VALUES + _BITS]
-        scaled = _value_weights(weights, scales, APART, V_DTYPE, FAST)
+        scaled = value_weights(weights, scales, APART, V_DTYPE, FAST)
         row = tl.arange(0, ROWS)
         for slot in tl.static_range(4):
             fixes = tl.dot(
@@ -419,10 +297,10 @@ def tile(
                 and (KINDS[VALUES + number * _PLANE + _FIRST] == 1)
                 and (KINDS[VALUES + number * _PLANE - _PLANE + _BITS] > 2)
             ):
-                scaled = _value_weights(
+                scaled = value_weights(
                     weights, scales, KINDS[VALUES + number * _PLANE + _BITS], V_DTYPE, FAST
                 )
-            more = sums[number] * fade + _value_columns(
+            more = sums[number] * fade + value_columns(
                 scaled, values, places, KINDS[VALUES + number * _PLANE + _AT], V_BLOCK,
                 KINDS[VALUES + number * _PLANE + _BITS],
                 KINDS[VALUES + number * _PLANE + _BITS_BELOW],
@@ -619,7 +497,7 @@ def _piece(
                 if (number + 2 < V_PLANES) and (
                     KINDS[VALUES + number * _PLANE + _PLANE + _BITS] == 1
                 ):
-                    found = _with_top(
+                    found = with_top(
                         found, sums[number + 1], sums[number + 2],
                         KINDS[VALUES + number * _PLANE + _PLANE + _WIDTH],
                         KINDS[VALUES + number * _PLANE + _PLANE + _WORTH],

@@ -19,8 +19,8 @@ from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, launching
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.segments.append import column_places, scale_places
-from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL, format_of
-from kvprof.kernels.segments.columns import ColumnSide
+from kvprof.kernels.segments.codes import COLUMNS, E4M3_LACK, E4M3_TINY, FP8, FULL, format_of
+from kvprof.kernels.segments.columns import COLUMN_SLOTS, ColumnSide
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
@@ -58,6 +58,9 @@ _PLACES = tl.constexpr(PLACES)
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
 _BY_COLUMN = tl.constexpr(COLUMNS)
+_COLUMN_SLOTS = tl.constexpr(COLUMN_SLOTS)
+_LACK = tl.constexpr(E4M3_LACK)
+_TINY = tl.constexpr(E4M3_TINY)
 _STEP_OF_2 = tl.constexpr(uniform_step(2))
 _STEP_OF_3 = tl.constexpr(uniform_step(3))
 _STEP_OF_4 = tl.constexpr(uniform_step(4))
@@ -86,7 +89,7 @@ def _e4m3(numbers):
     # Three bits of mantissa are left of 23, and the exponent counts from 7 instead of 127.
     normal = ((word + 0x7FFFF + ((word >> 20) & 1)) >> 20) - (120 << 3)
     small = _rounded(inside * 512.0).to(tl.int32)
-    code = tl.where(inside < 0.015625, small, normal)
+    code = tl.where(inside < _TINY, small, normal)
     return tl.where(size != size, 0x7F, code) | sign
 
 
@@ -213,16 +216,16 @@ def _put_columns(
     LOW: tl.constexpr,
 ):
     """Store one token's columns with bits of their own, and their scale."""
-    place = token // 4
-    slot = token % 4
+    place = token // _COLUMN_SLOTS
+    slot = token % _COLUMN_SLOTS
     count = tl.load(stretch + _COLUMNS)
     wide = states.to(tl.float32)
     size = tl.div_rn(tl.sum(tl.where(there, wide * wide, 0.0), 0), count.to(tl.float32))
     # From the smallest that is not denormal to the largest.
-    word = _e4m3(tl.maximum(tl.sqrt_rn(size), 0.015625))
+    word = _e4m3(tl.maximum(tl.sqrt_rn(size), _TINY))
     at = tl.load(stretch + _SCALE_FIRST) + block * tl.load(stretch + _SCALE_BLOCK) + token
     tl.store(octets + at, word.to(tl.uint8))
-    scale = (word << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    scale = (word << 20).to(tl.float32, bitcast=True) * _LACK
     column = columns + number * _COLUMN
     codes, mask = _column_codes(wide, scale, column, there, slot)
     to = _column_bytes(octets, column, there, block, place, slot, VALUES)
@@ -321,75 +324,42 @@ def move_token(
         block = target // (_PLACES * SLOTS)
         token = target % (_PLACES * SLOTS)
         first = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
-        if tl.load(stretch + _SIDE) == 0:
-            if KEY_BITS == _BY_COLUMN:
-                _put_columns(
-                    octets,
-                    source,
-                    states,
-                    row,
-                    origin,
-                    first,
-                    number,
-                    there,
-                    stretch,
-                    block,
-                    token,
-                    lost,
-                    source_height,
-                    source_row,
-                    False,
-                    LOW,
-                )
-            else:
-                _put(
-                    octets,
-                    full,
-                    halfs,
-                    states,
-                    there,
-                    column,
-                    stretch,
-                    block,
-                    token,
-                    KEY_BITS,
-                    False,
-                    SLOTS,
-                )
-        elif VALUE_BITS == _BY_COLUMN:
-            _put_columns(
-                octets,
-                source,
-                states,
-                row,
-                origin,
-                first,
-                number,
-                there,
-                stretch,
-                block,
-                token,
-                lost,
-                source_height,
-                source_row,
-                True,
-                LOW,
-            )
-        else:
-            _put(
-                octets,
-                full,
-                halfs,
-                states,
-                there,
-                column,
-                stretch,
-                block,
-                token,
-                VALUE_BITS,
-                True,
-                SLOTS,
-            )
+        for SIDE in tl.static_range(2):
+            if tl.load(stretch + _SIDE) == SIDE:
+                if (VALUE_BITS if SIDE == 1 else KEY_BITS) == _BY_COLUMN:
+                    _put_columns(
+                        octets,
+                        source,
+                        states,
+                        row,
+                        origin,
+                        first,
+                        number,
+                        there,
+                        stretch,
+                        block,
+                        token,
+                        lost,
+                        source_height,
+                        source_row,
+                        SIDE == 1,
+                        LOW,
+                    )
+                else:
+                    _put(
+                        octets,
+                        full,
+                        halfs,
+                        states,
+                        there,
+                        column,
+                        stretch,
+                        block,
+                        token,
+                        VALUE_BITS if SIDE == 1 else KEY_BITS,
+                        SIDE == 1,
+                        SLOTS,
+                    )
 
 
 # --- What a launch reads, and the launch.

@@ -18,12 +18,13 @@ Triton's interpreter knows no inline assembly: there the same bits are made the 
 import triton
 import triton.language as tl
 
-from kvprof.kernels.segments.codes import FP8, FULL
+from kvprof.kernels.segments.codes import E4M3_LACK, FP8, FULL
 
 __all__ = ["codes", "half", "halves", "missing_factor", "rounded"]
 
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
+_LACK = tl.constexpr(E4M3_LACK)
 
 
 def missing_factor(container: int, dtype: str) -> float:
@@ -37,7 +38,7 @@ def missing_factor(container: int, dtype: str) -> float:
         ``bf16``, ``fp16`` or ``fp32``.
     """
     if container == FP8:
-        return {"bf16": 2.0**120, "fp16": 2.0**8, "fp32": 1.0}[dtype]
+        return {"bf16": E4M3_LACK, "fp16": 2.0**8, "fp32": 1.0}[dtype]
     return 1.0
 
 
@@ -164,7 +165,7 @@ def _plain(octets, SLOT: tl.constexpr, FORMAT: tl.constexpr, FP16: tl.constexpr)
         else:
             word = octets.to(tl.uint32)
             found = (((word & 0x7F) << 20) | ((word & 0x80) << 24)).to(tl.float32, bitcast=True)
-            found = found * 1.329227995784916e36  # 2^120
+            found = found * _LACK
     else:
         word = (octets >> (FORMAT * SLOT)) & ((1 << FORMAT) - 1)
         found = word.to(tl.float32) - (1 << (FORMAT - 1))
