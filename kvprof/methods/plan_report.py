@@ -248,8 +248,8 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
                 zeros = any(row_layout(quantiser.kind, b, 64, side.group).zeros for b in side.bits)
                 scales = f"a scale{' and a zero point' if zeros else ''} in the model's dtype"
             found.append(
-                f"{name} have {bits} bits ({quantiser.kind}, per {side.axis}); {size} share "
-                f"{scales}."
+                f"{name} have {bits} bits ({quantiser.kind}, per {side.axis}); {size} "
+                f"{'share' if side.group else 'shares'} {scales}."
             )
             if side.clip is not None:
                 found.append(

@@ -201,7 +201,7 @@ def test_reports_say_what_is_done():
     assert "Keys are clipped: of each row 96% of the magnitudes stay" in said
     assert "The newest 256 tokens stay" in said
     said = " ".join(describe(made("turboquant"), 512, itemsize=2)["sentences"])
-    assert "a token's whole row share a norm in float16" in said
+    assert "a token's whole row shares a norm in float16" in said
 
 
 def test_kernels_say_why_they_do_not_run_a_row():
