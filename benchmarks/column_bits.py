@@ -253,13 +253,15 @@ def mean_bits(kinds: list[tuple[ColumnBits, ColumnBits]]) -> float:
 #: Ways to build the kernel that are tried; what is not named is `tuning_for`'s.
 TUNINGS: list[dict[str, int]] = [
     {},
-    {"pieces": 16, "registers": 128},
-    {"pieces": 10, "registers": 0},
-    {"pieces": 8, "registers": 0},
-    {"pieces": 12, "registers": 168, "stages": 3},
-    {"pieces": 8, "registers": 255, "stages": 3},
-    {"pieces": 8, "registers": 128, "warps": 2},
-    {"pieces": 6, "registers": 168, "warps": 2, "stages": 3},
+    {"pieces": 8},
+    {"pieces": 12},
+    {"pieces": 16},
+    {"pieces": 24},
+    {"pieces": 12, "registers": 168},
+    {"pieces": 8, "stages": 3},
+    {"pieces": 6, "warps": 2},
+    {"pieces": 8, "warps": 2},
+    {"pieces": 12, "warps": 2, "registers": 168},
 ]
 
 
