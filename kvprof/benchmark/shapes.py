@@ -1,5 +1,6 @@
 """Attention shapes: those that ship as data, and those of a local ``config.json``. No weights."""
 
+import contextlib
 import copy
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -278,6 +279,8 @@ def _described(given: str, path: Path, folder: Path, gguf: GgufFile | None) -> S
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layout = _layout(given, config, width)
     first = layout.layers[0]
+    if (reason := layout.unstorable) is not None:
+        raise UsageError(f"{given} cannot run with a compressed cache: {reason}")
     if any(layer.mla or layer.qk_head_dim != layer.v_head_dim for layer in layout.layers):
         raise UsageError(
             f"{given}: K and V are no heads of one width (latent attention is compressed already); "
@@ -347,8 +350,12 @@ def _cut(config: Any, hidden: int | None, width: int) -> Any:
     kinds = getattr(config, "layer_types", None)
     # As many layers as show every kind once; two where all are said to be alike.
     layers = max(map(kinds.index, set(kinds))) + 1 if kinds else min(2, config.num_hidden_layers)
-    if kinds:
-        small.layer_types = kinds[:layers]
+    if getattr(config, "num_kv_shared_layers", 0):
+        layers = config.num_hidden_layers  # those that share are the last ones
+    elif kinds:
+        # Some kinds make it up of the number of layers.
+        with contextlib.suppress(AttributeError):
+            small.layer_types = kinds[:layers]
     small.num_hidden_layers = layers
     for name in _SPECIAL:
         setattr(small, name, None)

@@ -107,6 +107,22 @@ class ModelLayout:
     hidden_size: int
     architecture: str
 
+    @property
+    def unstorable(self) -> str | None:
+        """Why a compressed cache cannot hold all that the layers keep; None where it can."""
+        for layer in self.layers:
+            if layer.recurrent:
+                return (
+                    f"layer {layer.index} keeps a recurrent state beside its keys and values (a "
+                    "hybrid model), which a compressed cache has no place for"
+                )
+            if layer.shared:
+                return (
+                    f"layer {layer.index} attends to the keys and values of another layer, which a "
+                    "compressed cache hands to nobody else"
+                )
+        return None
+
 
 def output_slices(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
     """Return each head's slice of the output projection, ``W_O^h``.

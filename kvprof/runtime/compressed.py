@@ -207,24 +207,9 @@ def refusal(loaded: LoadedModel) -> str | None:
     known = _found.get(loaded.model)
     fingerprint = loaded.fingerprint
     if known is None or known[0] != fingerprint:
-        known = fingerprint, _structural(loaded) or _tried(loaded)
+        known = fingerprint, loaded.layout.unstorable or _tried(loaded)
         _found[loaded.model] = known
     return known[1]
-
-
-def _structural(loaded: LoadedModel) -> str | None:
-    for layer in loaded.layout.layers:
-        if layer.recurrent:
-            return (
-                f"layer {layer.index} keeps a recurrent state beside its keys and values (a hybrid "
-                "model), which a compressed cache has no place for"
-            )
-        if layer.shared:
-            return (
-                f"layer {layer.index} attends to the keys and values of another layer, which a "
-                "compressed cache hands to nobody else"
-            )
-    return None
 
 
 def _tried(loaded: LoadedModel) -> str | None:

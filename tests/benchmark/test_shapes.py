@@ -8,6 +8,7 @@ from transformers import Gemma2Config, GptOssConfig, MistralConfig, Qwen3Config
 from kvprof.benchmark.shapes import load_shape, shape_names
 from kvprof.errors import FailedError, UsageError
 from tests.benchmark.folder import save_config
+from tests.models.tiny import tiny
 
 # Parameters of W_Q, W_K, W_V and W_O over all layers, in billions, as their model cards' totals
 # leave room for: a wrong head count or width shows here.
@@ -83,6 +84,16 @@ def test_windows_sinks_and_soft_caps_are_found(tmp_path):
     assert load_shape(tmp_path / "mistral").measured_window == 4096
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "qwen")
     assert load_shape(tmp_path / "qwen").qk_norm
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [("FalconH1", "recurrent state"), ("Gemma3n", "keys and values of another layer")],
+)
+def test_a_config_whose_model_cannot_run_compressed_says_why(arch, reason, tmp_path):
+    tiny(arch).config.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=f"cannot run with a compressed cache.*{reason}"):
+        load_shape(str(tmp_path))
 
 
 def test_what_is_no_shape_is_refused(tmp_path):
