@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprof.analysis.across import AcrossMoments
 from kvprof.analysis.magnitudes import empty_counts, magnitude_counts
 from kvprof.errors import UsageError
 
@@ -148,6 +149,8 @@ class Moments:
         JSON values that describe the run: source, seed, lengths, positions, dtype, revision.
     complete : bool
         False when the run was interrupted; what was counted is consistent all the same.
+    across : AcrossMoments or None
+        Of several layers together, where they were asked for; no file has them.
     """
 
     layers: list[LayerMoments]
@@ -156,6 +159,7 @@ class Moments:
     sequences: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
+    across: AcrossMoments | None = None
 
     def add(self, layer: int, vectors: Mapping[str, Tensor], *, skip_first: int = 0) -> None:
         """Accumulate one forward pass of one layer.

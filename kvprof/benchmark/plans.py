@@ -32,6 +32,7 @@ from kvprof.kernels.segments.codes import Bits
 from kvprof.kernels.segments.layout import SideKind, width_of
 from kvprof.methods.accounting import compression_ratio, layer_bytes, paper_rate
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
+from kvprof.methods.kvtc import AT_REST
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.quantisers import per_token
@@ -478,6 +479,9 @@ def make_methods(
         for method in asked
         if method.registered
     }
+    for method in asked:
+        if (own := needs.get(method.name)) is not None and own.sized:
+            raise UsageError(f"{method.name} cannot be timed: {AT_REST}")
     calibrated = [method for method in asked if needs.get(method.name) is not None]
     calibrator: Calibrator | None = None
     weights = has_weights(model)

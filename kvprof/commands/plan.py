@@ -291,6 +291,15 @@ def plan(
                 if transfer
                 else None,
             },
+            # What is stored and not decoded from says so wherever its bytes are told.
+            warnings=list(
+                dict.fromkeys(
+                    note
+                    for row in choices.rows
+                    if row.plan.across is not None
+                    for note in row.plan.made.get("notes", ())
+                )
+            ),
             complete=choices.complete,
         )
 

@@ -23,6 +23,7 @@ from kvprof.interrupt import Stop
 from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.fit import Memory, fit_plan
+from kvprof.methods.kvtc import AT_REST
 from kvprof.methods.links import Link
 from kvprof.methods.named import ALWAYS, COMPARED
 from kvprof.methods.plan import Plan
@@ -315,8 +316,19 @@ def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[st
         "model_context": own,
         "batches": list(_BATCHES),
         "contexts": contexts,
-        "rows": [_fit_row(planned, chosen, memory, contexts) for chosen in choices.rows],
-        "missing": choices.missing,
+        "rows": [
+            _fit_row(planned, chosen, memory, contexts)
+            for chosen in choices.rows
+            if chosen.plan.across is None
+        ],
+        "missing": [
+            *choices.missing,
+            *(
+                {"label": chosen.label, "reason": f"{AT_REST}: what fits is what fits full"}
+                for chosen in choices.rows
+                if chosen.plan.across is not None
+            ),
+        ],
     }
 
 

@@ -64,14 +64,20 @@ def plan_digest(plan: Plan) -> str:
     described = structure(plan)
     del described["method"], described["made"]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for layer in plan.layers:
-        for side in (layer.keys, layer.values):
-            for group in side.groups:
-                for matrix in (group.down, group.up):
-                    if matrix is not None:
-                        digest.update(f"{tuple(matrix.shape)}".encode())
-                        whole = matrix.detach().to("cpu", torch.float32).contiguous()
-                        digest.update(whole.numpy().tobytes())
+    matrices = [
+        matrix
+        for layer in plan.layers
+        for side in (layer.keys, layer.values)
+        for group in side.groups
+        for matrix in (group.down, group.up)
+    ]
+    if plan.across is not None:
+        matrices += [matrix for x in plan.across.groups for matrix in (x.basis, x.mean)]
+    for matrix in matrices:
+        if matrix is not None:
+            digest.update(f"{tuple(matrix.shape)}".encode())
+            whole = matrix.detach().to("cpu", torch.float32).contiguous()
+            digest.update(whole.numpy().tobytes())
     return digest.hexdigest()
 
 

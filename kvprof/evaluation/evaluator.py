@@ -98,7 +98,7 @@ class Found:
     answers : dict
         Index of a question in the list of all to its answer.
     measured : int
-        Bytes that the caches of all text batches held at their ends.
+        Bytes that the caches of all text batches held at their ends, or at rest before decoding.
     notes : list of str
         What they stored otherwise than the plan says.
     complete : bool
@@ -167,7 +167,8 @@ def assembled(
         lambda name, sequence, position: _described(loaded, by_name[name], sequence, position),
     )
     # The last token of a sequence is predicted, never fed.
-    seen = workload.seq_len - 1
+    # A cache at rest is that of the prompt.
+    seen = workload.seq_len - 1 if plan.across is None else workload.start
     account = bytes_at(plan, seen, itemsize=itemsize).total
     measured = found.measured / text["sequences"]
     warnings = []
@@ -220,6 +221,7 @@ def hidden_in_one_pass(plan: Plan) -> str | None:
         "evicting": eviction is not None and eviction.keep < 1 and bool(whole),
         "moving tokens down levels": any(len(set(group.ranks)) > 1 for group in groups),
         "its projections (prefill is exact)": (plan.lazy or plan.online_bases) and projected,
+        "coding a prompt's cache": plan.across is not None,
     }
     return " and ".join(name for name, there in parts.items() if there) or None
 
@@ -470,7 +472,7 @@ class Evaluator:
                 logits = decoded_logits(self.loaded, batch.ids, cache)
                 advance(work.prefill_steps(work.start) - 1)
                 scores = self._scored(plan.method, batch, logits, base, advance)
-            found.measured += cache.nbytes
+            found.measured += cache.nbytes if cache.rest_bytes is None else cache.rest_bytes
             found.notes = sorted({*found.notes, *session.kernel_notes})
         found.text.append((batch, scores))
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from kvprof.methods.across import Across, coded_layers, coded_tokens
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.storage import (
     ARITHMETICS,
@@ -17,7 +18,14 @@ from kvprof.methods.storage import (
     SideQuantiser,
     row_layout,
 )
-from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segments
+from kvprof.methods.tokens import (
+    Segment,
+    eviction_units,
+    kept,
+    quantises,
+    segments,
+    stored_tokens,
+)
 from kvprof.models.layout import ModelLayout
 
 __all__ = [
@@ -114,7 +122,8 @@ class WeightBytes:
 def bytes_at(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> CacheBytes:
     """Return what the cache stores after `tokens` tokens, in bytes.
 
-    Allocator overhead and a static cache's unused capacity are not in it.
+    Allocator overhead and a static cache's unused capacity are not in it. Of a plan that codes a
+    prompt's cache across layers these are the bytes at rest, not those that decoding takes.
 
     Parameters
     ----------
@@ -126,6 +135,8 @@ def bytes_at(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> Cache
     batch : int
         Sequences of that length.
     """
+    if plan.across is not None:
+        return _coded_bytes(plan, plan.across, tokens, itemsize).times(batch)
     total = CacheBytes()
     for layer in plan.layers:
         total += layer_bytes(plan, layer, tokens, itemsize=itemsize)
@@ -215,11 +226,16 @@ def weight_bytes(plan: Plan, layout: ModelLayout, *, itemsize: int) -> WeightByt
                     online += matrix
         if plan.lazy and layer.values.fold_up:
             twice += hidden * facts.num_heads * facts.v_head_dim
+    if plan.across is not None:  # one basis for both ways, and a mean
+        online += sum(group.width * (group.rank + 1) for group in plan.across.groups)
     return WeightBytes(online * itemsize, folded * itemsize, twice * itemsize)
 
 
 def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> CacheBytes:
-    """Return what one of the plan's layers stores of one sequence; see `bytes_at`."""
+    """Return what one of the plan's layers stores of one sequence; see `bytes_at`.
+
+    Of a plan that codes across layers there is no such thing.
+    """
     total = CacheBytes()
     quantiser = None if layer.left_out else plan.quantiser
     aged = layer.sliding_window is None and not layer.left_out
@@ -247,6 +263,25 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
             if group.down is None and not group.identity
         ]
         total += CacheBytes(bases=sum(matrices) * itemsize)
+    return total
+
+
+def _coded_bytes(plan: Plan, across: Across, tokens: int, itemsize: int) -> CacheBytes:
+    """Return what a context takes at rest that is coded across layers."""
+    total = CacheBytes()
+    coded = coded_tokens(across, plan.levels.sink, tokens)
+    for group in across.groups:
+        total += CacheBytes(**{group.side: math.ceil(coded * group.token_bytes)})
+    for side in ("keys", "values"):
+        together = coded_layers(across, side)
+        for index, layer in enumerate(plan.layers):
+            width = sum(group.width for group in getattr(layer, side).groups) * itemsize
+            if index in together:
+                sink = min(plan.levels.sink, tokens)
+                newest = min(across.window, tokens - sink)
+                total += CacheBytes(sinks=sink * width, window=newest * width)
+            else:
+                total += CacheBytes(**{side: stored_tokens(plan, layer, tokens) * width})
     return total
 
 
@@ -310,6 +345,8 @@ def _width(layer: LayerPlan) -> int:
 
 def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool = False) -> float:
     """Return Σ over layers, groups and levels of share × rank × weight of its bits."""
+    if plan.across is not None:
+        return _coded_weight(plan, plan.across, weigh)
     total = 0.0
     quantiser = plan.quantiser
     top = len(plan.levels.shares) - 1
@@ -335,4 +372,18 @@ def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool =
                     # Columns of 0 bits are not stored.
                     columns += sum(n * weigh(bits) for n, bits in runs if bits != 0)
                 total += share * columns
+    return total
+
+
+def _coded_weight(plan: Plan, across: Across, weigh: Callable[[int | None], float]) -> float:
+    """Return the same of a plan that codes across layers: coefficients that have bits."""
+    total = 0.0
+    for group in across.groups:
+        total += sum(columns * weigh(bits) for columns, bits in group.blocks if bits)
+    for side in ("keys", "values"):
+        together = coded_layers(across, side)
+        for index, layer in enumerate(plan.layers):
+            if index not in together and not layer.shared:
+                groups = getattr(layer, side).groups
+                total += weigh(None) * sum(group.width for group in groups)
     return total

@@ -55,6 +55,12 @@ class CalibrationNeeds:
         How large the values of K and V are, counted.
     outputs : bool
         Moments of what each query head puts out.
+    across : tuple of (int, int) or None
+        Moments of so many layers together, 0 for all, without so many first tokens
+        (`kvprof.analysis.across`).
+    sized : bool
+        Whether bytes are measured on the calibration data (entropy coding), and do not follow from
+        the rate.
     """
 
     source: str
@@ -64,6 +70,8 @@ class CalibrationNeeds:
     fisher_tokens: int | None = None
     magnitudes: bool = False
     outputs: bool = False
+    across: tuple[int, int] | None = None
+    sized: bool = False
 
 
 @dataclass(frozen=True, eq=False)

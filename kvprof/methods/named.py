@@ -74,6 +74,7 @@ METHOD_NAMES = (
     "hadamard-int2",
     "turboquant",
     "oscar",
+    "kvtc",
     *MODIFIERS,
     *PAPERS,
 )

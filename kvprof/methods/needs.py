@@ -5,7 +5,7 @@ from kvprof.methods.plan import HeadGroup, Placement, Plan
 __all__ = ["NEEDS", "runtime_needs"]
 
 #: In the order in which they are told. No plan fetches from another memory what it stores.
-NEEDS = ("online", "folded", "rebuilt")
+NEEDS = ("online", "folded", "rebuilt", "restored")
 
 
 def runtime_needs(plan: Plan) -> list[str]:
@@ -14,13 +14,13 @@ def runtime_needs(plan: Plan) -> list[str]:
     ``online``: a projection runs beside the model's own at every token (K, Q or V into a latent,
     outputs out of it, or a basis is found per sequence). ``folded``: a basis has been multiplied
     into a weight. ``rebuilt``: keys, or keys and values, come back out of their latents at every
-    use.
+    use. ``restored``: what is stored is not decoded from; it comes back to full width before.
 
     Parameters
     ----------
     plan : Plan
     """
-    found = set()
+    found = set() if plan.across is None else {"restored"}
     for layer in plan.layers:
         keys, values = layer.keys, layer.values
         if _based(keys.groups):

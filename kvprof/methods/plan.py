@@ -80,6 +80,17 @@ eviction and any other quantiser do not, and what they would touch stays at full
 **Layers left out.** A layer that is ``left_out`` is stored as the model gives it: neither bases nor
 levels, quantiser or eviction apply there.
 
+**Prompts coded across layers** (``across``, `kvprof.methods.across`; KVTC). This is for storing
+and moving a cache, not for decoding from it. A group's row is what its layers hold of a token, side
+by side; keys are before RoPE (``pre_rope`` with the identity, rotated at every use). While a prompt
+runs nothing is coded. Before the first pass over a single token all tokens seen so far but the
+first ``levels.sink`` and the newest ``across.window`` become ``y = (x - mean) @ basis``, blocks of
+``y`` integers over a shift and a scale of their own for each token
+(`kvprof.analysis.transform_coding`), these DEFLATE's bytes; and at once all of it back,
+``x ≈ mean + y @ basis.T``. Decoding goes on from that at full width, and tokens that come then stay
+as they are. The byte account is of a context at rest, all of it a prompt; bytes after DEFLATE are
+those that a sample took per token.
+
 **Strawman** (ZACK §3.2). ``online_bases``: ``down`` and ``up`` are None though the rank is below
 the width (keys: ``post_rope``). Prefill computes, per sequence and head, the eigenvectors of
 ``KᵀK`` (K after RoPE) and ``VᵀV`` over the prompt, stores the first r (they count as cache) and
@@ -98,6 +109,7 @@ from typing import Any
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.methods.across import Across, check_across
 from kvprof.methods.storage import (
     ARITHMETICS,
     ROW_RMS,
@@ -111,6 +123,7 @@ from kvprof.methods.storage import (
 )
 
 __all__ = [
+    "Across",
     "Eviction",
     "HeadGroup",
     "KeyPlan",
@@ -262,6 +275,8 @@ class Plan:
         See the module.
     online_bases : bool
         The strawman; see the module.
+    across : Across or None
+        How a prompt's cache is coded across layers; see the module.
     made : dict
         JSON values: how the plan was made (model, architecture, calibration source and tokens,
         rate asked, knob and its value, allocation, grid, options). The runtime ignores it.
@@ -276,6 +291,7 @@ class Plan:
     lazy: bool = False
     online_bases: bool = False
     made: dict[str, Any] = field(default_factory=dict)
+    across: Across | None = None
 
     def __post_init__(self) -> None:
         check_plan(self)
@@ -316,6 +332,31 @@ def check_plan(plan: Plan) -> None:
         check_eviction(plan.eviction, plan.quantiser)
     for index, layer in enumerate(plan.layers):
         _check_layer(f"layer {index}", layer, plan)
+    if plan.across is not None:
+        _check_coded(plan, plan.across)
+
+
+def _check_coded(plan: Plan, across: Across) -> None:
+    groups = (group for x in plan.layers for group in (*x.keys.groups, *x.values.groups))
+    if (
+        any((plan.quantiser, plan.eviction, plan.lazy, plan.online_bases))
+        or len(plan.levels.shares) > 1
+        or not all(group.identity and group.heads == 1 for group in groups)
+    ):
+        raise UsageError(
+            f"{plan.method} codes a prompt's cache across layers to store or move it, and nothing "
+            "else: no bases, quantiser, evictor or levels go with that"
+        )
+
+    def widths(side: str) -> list[int | None]:
+        return [
+            None
+            if layer.left_out or layer.shared or layer.sliding_window is not None
+            else sum(group.width for group in getattr(layer, side).groups)
+            for layer in plan.layers
+        ]
+
+    check_across(across, {side: widths(side) for side in ("keys", "values")})
 
 
 def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:

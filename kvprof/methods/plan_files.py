@@ -12,6 +12,7 @@ from jsonschema.validators import extend
 from torch import Tensor
 
 from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.soundness import check_fits, check_kinds
 from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
@@ -25,7 +26,7 @@ __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/1"
 # Of plans that say what a reader of the first would pass over: scales, layers left out, clipping,
-# bits by column.
+# bits by column, coding across layers.
 _SECOND = "kvprof-plan/2"
 _LONGEST_MESSAGE = 300
 
@@ -124,67 +125,83 @@ _DATA = {
         "seed": {"type": ["integer", "null"]},
     },
 }
-_SCHEMA = _object(
-    method=_WORDS,
-    fingerprint=_WORDS,
-    layers=_list(
-        _with(
-            _object(
-                keys=_with(
-                    _object(placement=_WORDS, groups=_GROUPS, **_FOLDS), per_query_head=_YES_OR_NO
+_LAYER_GROUP = _object(
+    side=_WORDS,
+    layers=_list(_integer(0), 1, 10_000),
+    blocks=_list(_RUN, 0, 2**16),
+    measured=_list(_integer(1, 2**62), 0, 2),
+)
+_ACROSS = _object(
+    groups=_list(_LAYER_GROUP, 1, 20_000),
+    window=_integer(0),
+    deflate=_YES_OR_NO,
+    sample={"type": "object"},
+)
+_SCHEMA = _with(
+    _object(
+        method=_WORDS,
+        fingerprint=_WORDS,
+        layers=_list(
+            _with(
+                _object(
+                    keys=_with(
+                        _object(placement=_WORDS, groups=_GROUPS, **_FOLDS),
+                        per_query_head=_YES_OR_NO,
+                    ),
+                    values=_object(groups=_GROUPS, **_FOLDS),
+                    sliding_window=_or_null(_integer(1)),
                 ),
-                values=_object(groups=_GROUPS, **_FOLDS),
-                sliding_window=_or_null(_integer(1)),
+                shared=_YES_OR_NO,
+                left_out=_YES_OR_NO,
             ),
-            shared=_YES_OR_NO,
-            left_out=_YES_OR_NO,
+            1,
+            10_000,
         ),
-        1,
-        10_000,
-    ),
-    levels=_object(sink=_integer(0), shares=_list(_NUMBER, 1, _LEVELS), batch=_integer(1)),
-    quantiser=_or_null(
-        _object(
-            kind=_WORDS,
-            keys=_or_null(_SIDE),
-            values=_or_null(_SIDE),
-            window=_integer(0),
-            block=_integer(1),
-            outliers=_NUMBER,
-            scale_dtype=_WORDS,
-        )
-    ),
-    eviction=_or_null(
-        _with(
+        levels=_object(sink=_integer(0), shares=_list(_NUMBER, 1, _LEVELS), batch=_integer(1)),
+        quantiser=_or_null(
             _object(
                 kind=_WORDS,
-                keep=_NUMBER,
-                sink=_integer(0),
-                recent_share=_NUMBER,
-                order=_WORDS,
-                tau=_list(_NUMBER, 2, 2),
-                seed=_integer(0, 2**63 - 1),
-            ),
-            window=_integer(1),
-            pool=_integer(1),
-        )
-    ),
-    lazy=_YES_OR_NO,
-    online_bases=_YES_OR_NO,
-    made={
-        "type": "object",
-        "properties": {
-            "model": _WORDS,
-            "architecture": _WORDS,
-            "dtype": _WORDS,
-            "rate_asked": _NUMBER,
-            "context": _integer(1, 2**62),
-            "options": {"type": "object", "properties": {"kinds": _integer(0)}},
-            "calibration": _or_null(_DATA),
-            "fisher": _DATA,
-            "sensitivity": _DATA,
+                keys=_or_null(_SIDE),
+                values=_or_null(_SIDE),
+                window=_integer(0),
+                block=_integer(1),
+                outliers=_NUMBER,
+                scale_dtype=_WORDS,
+            )
+        ),
+        eviction=_or_null(
+            _with(
+                _object(
+                    kind=_WORDS,
+                    keep=_NUMBER,
+                    sink=_integer(0),
+                    recent_share=_NUMBER,
+                    order=_WORDS,
+                    tau=_list(_NUMBER, 2, 2),
+                    seed=_integer(0, 2**63 - 1),
+                ),
+                window=_integer(1),
+                pool=_integer(1),
+            )
+        ),
+        lazy=_YES_OR_NO,
+        online_bases=_YES_OR_NO,
+        made={
+            "type": "object",
+            "properties": {
+                "model": _WORDS,
+                "architecture": _WORDS,
+                "dtype": _WORDS,
+                "rate_asked": _NUMBER,
+                "context": _integer(1, 2**62),
+                "options": {"type": "object", "properties": {"kinds": _integer(0)}},
+                "calibration": _or_null(_DATA),
+                "fisher": _DATA,
+                "sensitivity": _DATA,
+            },
         },
-    },
+    ),
+    across=_ACROSS,
 )
 # By the standard 4.0 is an integer too; no head has that many dimensions.
 _whole = Draft202012Validator.TYPE_CHECKER.redefine(
@@ -210,8 +227,11 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
                 if group.down is not None and group.up is not None:
                     tensors[f"layers.{index}.{name}.{number}.down"] = group.down
                     tensors[f"layers.{index}.{name}.{number}.up"] = group.up
+    for number, coded in enumerate(plan.across.groups if plan.across is not None else ()):
+        tensors[f"across.{number}.basis"] = coded.basis
+        tensors[f"across.{number}.mean"] = coded.mean
     groups = (group for x in plan.layers for group in (*x.keys.groups, *x.values.groups))
-    more = any(group.scale != 1 or group.column_bits for group in groups)
+    more = plan.across is not None or any(group.scale != 1 or group.column_bits for group in groups)
     more = more or any(x.left_out for x in plan.layers)
     quantiser = plan.quantiser
     sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
@@ -307,6 +327,26 @@ def structure(plan: Plan) -> dict[str, Any]:
         "lazy": plan.lazy,
         "online_bases": plan.online_bases,
         "made": plan.made,
+        # As above.
+        **({"across": _stored_across(plan.across)} if plan.across is not None else {}),
+    }
+
+
+def _stored_across(across: Across) -> dict[str, Any]:
+    groups = [
+        {
+            "side": group.side,
+            "layers": list(group.layers),
+            "blocks": [*map(list, group.blocks)],
+            "measured": list(group.measured),
+        }
+        for group in across.groups
+    ]
+    return {
+        "groups": groups,
+        "window": across.window,
+        "deflate": across.deflate,
+        "sample": across.sample,
     }
 
 
@@ -380,7 +420,23 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         lazy=stored["lazy"],
         online_bases=stored["online_bases"],
         made=stored["made"],
+        across=_across(stored["across"], tensors) if "across" in stored else None,
     )
+
+
+def _across(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Across:
+    groups = tuple(
+        LayerGroup(
+            one["side"],
+            tuple(one["layers"]),
+            tensors[f"across.{number}.basis"].to(torch.float32),
+            tensors[f"across.{number}.mean"].to(torch.float32),
+            tuple((columns, bits) for columns, bits in one["blocks"]),
+            tuple(one["measured"]),
+        )
+        for number, one in enumerate(stored["groups"])
+    )
+    return Across(groups, stored["window"], stored["deflate"], stored["sample"])
 
 
 def _groups(side: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> tuple[HeadGroup, ...]:

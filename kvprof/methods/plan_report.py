@@ -100,6 +100,13 @@ def compare_plans(one: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
                     if x is not None and not x.equal(y):
                         path = f"layers.{index}.{name}.{number}.{matrix}.difference"
                         found[path] = (0.0, float((x - y).abs().max()))
+    if one.across is not None and other.across is not None:
+        for number, coded in enumerate(zip(one.across.groups, other.across.groups, strict=True)):
+            for matrix in ("basis", "mean"):
+                x, y = (getattr(group, matrix) for group in coded)
+                if x.shape != y.shape or not x.equal(y):
+                    far = float((x - y).abs().max()) if x.shape == y.shape else float("inf")
+                    found[f"across.{number}.{matrix}.difference"] = (0.0, far)
     return found
 
 
@@ -124,6 +131,7 @@ def _sentences(plan: Plan) -> list[str]:
         *_token_sentences(plan),
         *_quantiser_sentences(plan),
         *_eviction_sentences(plan),
+        *_across_sentences(plan),
         *_made_sentences(plan),
     ]
 
@@ -143,6 +151,8 @@ def _key_sentences(plan: Plan) -> list[str]:
             "Keys and values are projected on bases that prefill finds per sequence and head, and "
             "rebuilt in full at every decode step (the strawman)."
         ]
+    if plan.across is not None:
+        return []  # what becomes of keys and values is told together
     treatments = {
         Placement.NONE: "stored as they are, after RoPE",
         Placement.POST_ROPE: "projected after RoPE; queries meet them in the latent",
@@ -170,7 +180,7 @@ def _key_sentences(plan: Plan) -> list[str]:
 
 
 def _value_sentences(plan: Plan) -> list[str]:
-    if plan.online_bases:
+    if plan.online_bases or plan.across is not None:
         return []
     found = []
     count = sum(not layer.values.projected for layer in plan.layers)
@@ -314,6 +324,38 @@ def _eviction_sentences(plan: Plan) -> list[str]:
     ]
 
 
+def _across_sentences(plan: Plan) -> list[str]:
+    across = plan.across
+    if across is None:
+        return []
+    found = [
+        "A prompt's cache is coded once, after its prefill, to be stored or moved, and decoding "
+        "goes on at full width from what comes back."
+    ]
+    for side in ("keys", "values"):
+        groups = [group for group in across.groups if group.side == side]
+        if not groups:
+            continue
+        sizes = sorted({len(group.layers) for group in groups})
+        columns = sum(group.width for group in groups)
+        kept = sum(width for group in groups for width, bits in group.blocks if bits)
+        size = float(sum(group.token_bytes for group in groups))
+        before = " before RoPE" if side == "keys" else ""
+        found.append(
+            f"{side.capitalize()}{before} of {' or '.join(map(str, sizes))} layers are one row: "
+            f"{kept:,} of {columns:,} principal components have integers of 2 to 8 bits, "
+            f"{size:,.1f} bytes a token."
+        )
+    source, tokens = across.sample.get("source"), across.sample.get("tokens")
+    if across.deflate:
+        found.append(
+            f"These bytes are after DEFLATE, measured on {tokens:,} tokens of {source} that the "
+            "components have not seen; another text takes others."
+        )
+    found.append(f"The newest {across.window} tokens of the prompt stay at full precision.")
+    return found
+
+
 def least_ranks(plan: Plan) -> dict[str, list[list[int]]]:
     """Return the ranks of the lowest token level, ``{"keys": [layer][group], "values": …}``.
 
@@ -445,6 +487,8 @@ def _folded_and_online(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
             count(folded, "W_O", values.fold_up)
             count(online, "V into its latent", not values.fold_down)
             count(online, "outputs out of the latent", not values.fold_up)
+        coded = plan.across is not None and keys.placement is Placement.PRE_ROPE
+        count(online, "K rotated at every use", coded)
         if plan.online_bases:
             lossy = not all(group.identity for group in (*keys.groups, *values.groups))
             count(online, "SVD of each sequence, K and V rebuilt at every step", lossy)

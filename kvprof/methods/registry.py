@@ -26,6 +26,7 @@ from kvprof.methods.hadamard import hadamard
 from kvprof.methods.installed import InstalledMethod, installed_methods
 from kvprof.methods.kq import kq
 from kvprof.methods.kq_wf import kq_wf
+from kvprof.methods.kvtc import kvtc
 from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import (
     Modifier,
@@ -74,6 +75,7 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     **{f"hadamard-int{bits}": partial(hadamard, bits) for bits in (4, 3, 2)},
     "turboquant": turboquant,
     "oscar": oscar,
+    "kvtc": kvtc,
     **{name: partial(quantiser_family, name) for name in QUANTISERS},
     **{name: partial(evictor_family, name) for name in EVICTORS},
     "snapkv": snapkv,  # which has options of its own
@@ -93,6 +95,7 @@ _NEEDS = {
     "palu": replace(_TEXT, pre_rope=True), "tale": _TEXT, "tale+kivi": _TEXT,
     "fp8": replace(_RANDOM, magnitudes=True),
     "oscar": replace(_TEXT, outputs=True),
+    "kvtc": replace(_TEXT, pre_rope=True, sized=True),
 }  # fmt: skip
 _NEEDS |= {
     name: replace(
@@ -212,8 +215,11 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     if name not in _NEEDS:
         return None
     needs = _NEEDS[name]
-    default = inspect.signature(METHODS[name]).parameters.get("heads")
-    heads = options.get("heads", default.default if default is not None else 1)
+    defaults = {key: x.default for key, x in inspect.signature(METHODS[name]).parameters.items()}
+    if needs.sized:
+        own = {**defaults, **options}
+        return replace(needs, across=(own["layers"], own["sink"]))
+    heads = options.get("heads", defaults.get("heads", 1))
     if heads == 1:
         return needs
     # 0 is all heads of a layer; no layer has more than this.

@@ -234,6 +234,7 @@ class MomentStore:
             joint_heads=needs.joint_heads,
             magnitudes=needs.magnitudes,
             outputs=needs.outputs,
+            across=needs.across,
         )
         title = f"calibrating: {source.name} tokens through {self._loaded.spec}"
         if self._should_stop():
@@ -264,6 +265,7 @@ class MomentStore:
             have.pre_rope >= needs.pre_rope
             and have.magnitudes >= needs.magnitudes
             and have.outputs >= needs.outputs
+            and needs.across in (None, have.across)
         )
         return joint and more
 
@@ -274,6 +276,7 @@ class MomentStore:
                 pre_rope=one.pre_rope or other.pre_rope,
                 magnitudes=one.magnitudes or other.magnitudes,
                 outputs=one.outputs or other.outputs,
+                across=one.across or other.across,
             )
             if self._covers(wide, narrow):
                 return wide
@@ -535,7 +538,7 @@ def _allocation(method: str, options: Mapping[str, Any]) -> Any:
 
 
 def follows_from_rate(method: str, **options: Any) -> bool:
-    """Whether what a method stores follows from its rate alone, as for kvprof's own methods.
+    """Whether what a method stores follows from its rate alone, as for most of kvprof's own.
 
     Raises
     ------
@@ -543,7 +546,7 @@ def follows_from_rate(method: str, **options: Any) -> bool:
         For an unknown name.
     """
     needs = calibration_needs(method, **options)
-    return needs is None or base_method(method, options)[0] in METHODS
+    return needs is None or (base_method(method, options)[0] in METHODS and not needs.sized)
 
 
 class Laid(Protocol):
@@ -572,8 +575,8 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
     Returns
     -------
     PlanFamily or None
-        None for a method that is not kvprof's own and has to be calibrated: what its ranks hang on
-        is not known here.
+        None for a method that has to be calibrated and is not kvprof's own, what its ranks hang on
+        not being known here, or whose bytes are measured.
 
     Raises
     ------

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvprof.analysis.across import AcrossMoments, layer_groups
 from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments, group_size, join_heads
 from kvprof.analysis.pairs import PAIRS
 from kvprof.errors import FailedError, UsageError
@@ -61,6 +62,9 @@ class CollectOptions:
         Count how large the values of K and V are too (``fp8``).
     outputs : bool
         Keep the moments of what each query head puts out too (OSCAR).
+    across : tuple of (int, int) or None
+        Keep moments of so many adjacent layers together (0 for all), without so many first tokens
+        of each sequence, and the first sequence itself (KVTC); needs `pre_rope`.
     """
 
     tokens: int | None
@@ -72,6 +76,7 @@ class CollectOptions:
     joint_heads: int | None = None
     magnitudes: bool = False
     outputs: bool = False
+    across: tuple[int, int] | None = None
 
 
 class PassAbandoned(Exception):
@@ -278,6 +283,10 @@ def collect_moments(
         outputs=options.outputs,
     )
     moments.info = _info(loaded, source, options)
+    if options.across is not None:
+        size, skip = options.across
+        codable = [x.index for x in loaded.layout.layers if x.sliding_window is None]
+        moments.across = AcrossMoments(layer_groups(tuple(codable), size), skip)
 
     def receive(tap: Tap) -> None:
         vectors = {"q": tap.q, "k": tap.k, "v": tap.v, "o": tap.o}
@@ -291,6 +300,8 @@ def collect_moments(
                 if vector in vectors
             }
         moments.add(tap.layer, vectors, skip_first=options.skip_first)
+        if moments.across is not None and tap.k_pre is not None:
+            moments.across.add(tap.layer, {"keys": tap.k_pre, "values": tap.v})
         if abandon():
             raise PassAbandoned(seen)
 

@@ -198,6 +198,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         self.pending = key_states.shape[-2]
         return key_states, value_states
 
+    def changed(self) -> None:
+        """Take what was put in the place of stored rows into the room reserved for them."""
+        if self._static is not None:
+            self._static.take(self.row_groups)
+
     def stored(self) -> None:
         """Close a pass: what was pending is in the store now."""
         captured = self.planes is not None and is_capturing(self.planes.buffer.device)
@@ -345,6 +350,8 @@ def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
         return None
     if quantises(plan, layer):
         return f"{plan.method} quantises what it stores"
+    if plan.across is not None:
+        return f"{plan.method} codes a prompt's cache"
     if plan.lazy or plan.online_bases:
         return f"{plan.method} attends to a prompt's own tokens exactly"
     if layer.sliding_window is not None:
@@ -372,6 +379,8 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
         What the layers that run on the kernels share; None where none does.
     left : str or None
         Why layers that could have are not, or no longer, run on them.
+    rest_bytes : int or None
+        Bytes of the prompt's cache at rest, of all sequences, where the plan codes it; None before.
     """
 
     def __init__(self, compression: CacheOwner, capacity: int | None = None) -> None:
@@ -380,6 +389,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
         self.reach = capacity
         self.kernels = compression.new_kernel_state()
         self.left: str | None = None
+        self.rest_bytes: int | None = None
         layers: list[CompressedLayer] = []
         for layer in compression.plan.layers:
             static = None
@@ -460,6 +470,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
+        self.rest_bytes = None
         self._tables.clear()
         self._table_of.clear()
         if self.left is not None:

@@ -15,6 +15,7 @@ from kvprof.methods.plan import Plan
 from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
 from kvprof.progress import Progress, silent
+from kvprof.runtime.across import at_rest
 from kvprof.runtime.backends.route import KernelRoute
 from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.cache import CompressedCache
@@ -87,6 +88,11 @@ class Compression:
     @property
     def kernel_notes(self) -> list[str]:
         """What the kernels do otherwise than the plan or a reader would think, in words."""
+        if self.plan.across is not None:
+            return [
+                "a prompt's cache is coded once and comes back to full width, and DEFLATE "
+                "takes other bytes of another text"
+            ]
         running = self.cache is None or self.cache.kernels is not None
         if not running:
             return []
@@ -189,6 +195,9 @@ class Compression:
             self._lent = not (text_config.use_cache if wanted is None else wanted)
         self._check_cache(cache)
         self.cache = cache
+        decodes = inputs.shape[1] == 1 and cache.get_seq_length() > 0
+        if self.plan.across is not None and decodes and cache.rest_bytes is None:
+            cache.rest_bytes = at_rest(self.plan, cache)
         cache.begin_pass()
         self._fired.clear()
         self.watching.rotations.clear()

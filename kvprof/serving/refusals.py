@@ -46,6 +46,8 @@ def refusal(plan: Plan) -> str | None:
     ----------
     plan : Plan
     """
+    if plan.across is not None:
+        return "it is for storing and moving a cache, and an engine decodes from its pages"
     if plan.eviction is not None:
         return "it evicts tokens, and an engine's pages keep every token of a prompt for reuse"
     if plan.online_bases:

@@ -22,8 +22,10 @@ __all__ = ["NEEDS", "draw_speeds", "running_notes", "running_table", "speed_plot
 _HEIGHT = 10
 NEEDS = (
     "Needs: online, projections beside the model's own; folded, weights that a basis is multiplied "
-    "into; rebuilt, keys made anew from their latents at every use. No plan fetches from another "
-    "memory what it stores. Kernel: whether kvprof's kernels run it in {dtype} on {device}. A "
+    "into; rebuilt, keys made anew from their latents at every use; restored, a stored prompt "
+    "brought back to full width, from which decoding goes on: bytes and rate are those at rest. No "
+    "plan fetches from another memory what it stores. Kernel: whether kvprof's kernels run it in "
+    "{dtype} on {device}. A "
     "speed-up was measured at the row's own rate, with the shape and the GPU that are named, or "
     "is not there: none is estimated."
 )

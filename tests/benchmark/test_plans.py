@@ -94,6 +94,7 @@ def test_tales_levels_are_those_of_its_plan():
         ("kvquant", "latents are quantised by codebook"),
         ("strawman", "bases are found online"),
         ("fp8-4bit", "is quantised already"),
+        ("kvtc", "not for decoding from it"),
         ("zack", "shape without weights"),
         ("fdc:grid=8", "--plan FILE"),
         ("tale+kivi", "shape without weights"),

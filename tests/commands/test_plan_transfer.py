@@ -151,6 +151,26 @@ def test_what_fits_and_what_moves_can_be_asked_at_once(tiny_folder: Path, tmp_pa
     assert "Moving the cache of" in done.stdout
 
 
+def test_what_is_not_decoded_from_says_so_and_fits_nothing(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Bytes after DEFLATE are calibrated for; nothing else that decodes takes such a plan."""
+    path, own = tmp_path / "both.json", ("--calibrate", "random:1k", "--option", "window=8")
+    asked = ("--methods", "kvtc", "--rate", 0.9, "--context", "4k", "--seq", "4k", *own)
+    both = ("--fit", "2MB", "--transfer", "--link", "slow=1MB/s")
+    done = kvprof("plan", tiny_folder, *both, *asked, "--json", path)
+    assert done.code == 0, done.stderr
+    result = json.loads(path.read_text())
+    validate_result(result)
+    assert "not for decoding from it" in result["warnings"][0]
+    moving, fitting = result["data"]["transfer"], result["data"]["fit"]
+    ((row,),) = ([one for one in moving["rows"] if one["label"] == "kvtc"],)
+    assert 0.9 <= row["at"][0]["rate"] < 1
+    assert row["at"][0]["seconds"] == [pytest.approx(row["at"][0]["bytes"] / 1e6)]
+    assert [one["label"] for one in fitting["missing"]] == ["kvtc"]
+    assert "kvtc" not in [one["label"] for one in fitting["rows"]]
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_report_keeps_its_width_and_says_what_it_rests_on(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int

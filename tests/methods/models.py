@@ -19,7 +19,13 @@ def model(arch: str) -> LoadedModel:
 def inputs(arch: str, *, joint_heads: int = 2, tokens: int = 512) -> MethodInputs:
     loaded = model(arch)
     settings = CollectOptions(
-        tokens, 64, pre_rope=True, joint_heads=joint_heads, magnitudes=True, outputs=True
+        tokens,
+        64,
+        pre_rope=True,
+        joint_heads=joint_heads,
+        magnitudes=True,
+        outputs=True,
+        across=(0, 4),
     )
     *_, moments = collect_moments(loaded, parse_source(f"random:{tokens}"), settings)
     return MethodInputs(loaded.layout, loaded.fingerprint, moments, made={"model": arch})

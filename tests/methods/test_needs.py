@@ -27,6 +27,7 @@ from tests.methods.models import FINE, inputs
         ("kq", 0.3, ["online", "folded"]),  # keys after RoPE; values into W_V and W_O
         ("palu", 0.3, ["folded", "rebuilt"]),
         ("strawman", 0.3, ["online", "rebuilt"]),
+        ("kvtc:window=8", 0.8, ["restored"]),
     ],
 )
 def test_needs_are_those_of_the_plan(method: str, rate: float | None, needs: list[str]) -> None:
@@ -43,4 +44,5 @@ def test_needs_are_those_of_the_plan(method: str, rate: float | None, needs: lis
     assert ("folded" in needs) == bool(told["folded"])
     assert ("rebuilt" in needs) == any("rebuilt" in step for step in told["online"])
     beside = {step for step in told["online"] if "rebuilt" not in step or "SVD" in step}
+    beside -= {"K rotated at every use"}  # as the model itself does, once
     assert ("online" in needs) == bool(beside)

@@ -34,6 +34,7 @@ NAMES = [
     "kq-4bit",
     "kq-wf",
     "kvquant",
+    "kvtc",
 ]
 
 

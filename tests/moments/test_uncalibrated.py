@@ -16,7 +16,7 @@ from tests.methods.models import FINE, inputs, model
 CONTEXT = 100
 
 
-@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto")])
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto", "kvtc")])
 def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
     options: dict[str, Any] = {key: FINE[key] for key in option_names(name) if key in FINE}
     if name == "kq-wf":
@@ -40,6 +40,11 @@ def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
         again = plan_for_rate(found, reached, CONTEXT, itemsize=4)
         stored = bytes_at(again, CONTEXT, itemsize=4).total
         assert calibrated - CONTEXT * 4 * 2 <= stored <= calibrated
+
+
+def test_bytes_that_are_measured_are_not_told() -> None:
+    assert not follows_from_rate("kvtc")
+    assert uncalibrated_family(model("Llama"), "kvtc") is None
 
 
 def test_ranks_are_spread_evenly_over_the_grid() -> None:

@@ -55,6 +55,7 @@ _LOSSY = (
     "hadamard-int2",
     "turboquant",
     "oscar",
+    "kvtc",  # in test_kvtc
     "sink-recent",
     "h2o",
     "keyformer",

@@ -134,6 +134,8 @@ def _planned(spec: LayerSpec) -> str | None:
     What a plan says of all layers counts only where it touches this one: levels and eviction stop
     at a sliding window.
     """
+    if spec.plan.across is not None:
+        return "a prompt's cache is coded to be stored or moved, and not decoded from"
     if spec.layer.left_out:
         return None
     if spec.layer.keys.per_query_head:

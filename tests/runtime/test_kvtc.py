@@ -1,0 +1,256 @@
+"""A prompt's cache coded across layers and back, against plain numpy and the model's own cache."""
+
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvprof.errors import UsageError
+from kvprof.evaluation.evaluator import hidden_in_one_pass
+from kvprof.methods.accounting import bytes_at, dim_rate, full_bytes, paper_rate, rate
+from kvprof.methods.across import Across, LayerGroup
+from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.plan_report import compare_plans, describe
+from kvprof.methods.registry import plan_family
+from kvprof.models.capture import capture, run_batch
+from kvprof.runtime.compressed import compressed
+from kvprof.serving.refusals import check_servable
+from tests.analysis.test_transform_coding import in_numpy
+from tests.methods.models import inputs, model
+from tests.models.tiny import token_ids
+
+SINK, WINDOW, PROMPT = 3, 6, 40
+
+
+def coded_plan(arch: str, knob: float = 0.6, **options: Any) -> Plan:
+    given = {"sink": SINK, "window": WINDOW, **options}
+    return plan_at(plan_family("kvtc", inputs(arch), **given), knob)
+
+
+def prompts(rows: int, tokens: int = PROMPT) -> torch.Tensor:
+    return token_ids(rows, tokens + 1)
+
+
+def held(arch: str, ids: torch.Tensor) -> dict[str, list[np.ndarray]]:
+    """Return keys before RoPE and values of every layer, ``[B, heads, T, d]``."""
+    found: dict[str, list[np.ndarray]] = {"keys": [], "values": []}
+
+    def receive(tap: Any) -> None:
+        found["keys"].append(tap.k_pre.double().numpy())
+        found["values"].append(tap.v.double().numpy())
+
+    with capture(model(arch), receive, pre_rope=True):
+        run_batch(model(arch), ids)
+    return found
+
+
+def coded(rows: np.ndarray, group: LayerGroup) -> np.ndarray:
+    """Return what ``[n, w]`` rows come back as, in float64 but for the integers' 16 bits."""
+    basis, mean = group.basis.double().numpy(), group.mean.double().numpy()
+    return mean + in_numpy(((rows - mean) @ basis).astype(np.float32), group.blocks) @ basis.T
+
+
+def rotated(x: np.ndarray, theta: float) -> np.ndarray:
+    """Rotate ``[B, heads, T, d]`` as Llama does."""
+    half = x.shape[-1] // 2
+    angles = np.outer(np.arange(x.shape[2]), theta ** (-np.arange(half) / half))
+    cos, sin = np.cos(angles), np.sin(angles)
+    low, high = x[..., :half], x[..., half:]
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"layers": 2}, {"deflate": False}, {"skip": (1,)}, {"sink": 0, "window": 0}]
+)
+def test_decoding_goes_on_from_what_comes_back(options: dict[str, Any]) -> None:
+    """The model itself, its own cache filled with what numpy makes of the prompt's."""
+    plan, ids = coded_plan("Llama", **options), prompts(2)
+    across = plan.across
+    assert across is not None
+    with compressed(model("Llama"), plan) as session, torch.no_grad():
+        cache = session.new_cache()
+        model("Llama").model(ids[:, :-1], past_key_values=cache)
+        assert cache.rest_bytes is None
+        found = model("Llama").model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+        assert session.kernel_notes
+
+    states = held("Llama", ids[:, :-1])
+    stop = PROMPT - across.window
+    for group in across.groups:
+        own = states[group.side]
+        for row in range(2):
+            heads = [own[x][row, :, plan.levels.sink : stop] for x in group.layers]
+            rows = np.concatenate([h.transpose(1, 0, 2).reshape(h.shape[1], -1) for h in heads], 1)
+            back, start = coded(rows, group), 0
+            for layer in group.layers:
+                h = own[layer][row]
+                part = back[:, start : start + h.shape[0] * h.shape[2]]
+                start += part.shape[1]
+                h[:, plan.levels.sink : stop] = part.reshape(-1, h.shape[0], h.shape[2]).transpose(
+                    1, 0, 2
+                )
+    theta = model("Llama").model.config.rope_parameters["rope_theta"]
+    with torch.no_grad():
+        own_cache = model("Llama").model(ids[:, :-1], use_cache=True).past_key_values
+        untouched = model("Llama").model(ids[:, -1:], past_key_values=own_cache).logits[:, -1]
+        own_cache.crop(-1)
+        for layer, keys, values in zip(
+            own_cache.layers, states["keys"], states["values"], strict=True
+        ):
+            layer.keys = torch.from_numpy(rotated(keys, theta)).float()
+            layer.values = torch.from_numpy(values).float()
+        wanted = model("Llama").model(ids[:, -1:], past_key_values=own_cache).logits[:, -1]
+    spread = float((wanted - untouched).norm())
+    assert spread > 0.01 * float(wanted.norm())  # coding costs something
+    assert float((found - wanted).norm()) < 0.02 * spread
+
+
+def test_bytes_at_rest_are_those_of_the_streams_and_of_what_stays_exact() -> None:
+    """Packed: of any prompt. After DEFLATE: of the sequence that they were measured on."""
+    for tokens in (2, SINK + WINDOW, SINK + WINDOW + 1, PROMPT):
+        plan = coded_plan("Llama", deflate=False)
+        ids = prompts(3, tokens)
+        with compressed(model("Llama"), plan) as session, torch.no_grad():
+            cache = session.new_cache()
+            model("Llama").model(ids[:, :-1], past_key_values=cache)
+            model("Llama").model(ids[:, -1:], past_key_values=cache)
+        assert cache.rest_bytes == bytes_at(plan, tokens, itemsize=4, batch=3).total
+        # Decoding holds all of it, at full width.
+        assert cache.nbytes == full_bytes(plan, tokens + 1, itemsize=4, batch=3)
+    plan = coded_plan("Llama")
+    assert plan.across is not None
+    known = inputs("Llama").moments.across
+    for group in plan.across.groups:
+        rows = known.samples[group.side, 0].double().numpy()
+        (size, count) = group.measured
+        assert count == len(rows) == 60  # sequences of 64 without their first 4
+        values = (rows - group.mean.double().numpy()) @ group.basis.double().numpy()
+        assert size == pytest.approx(len(zlib.compress(_stream(values, group.blocks), 6)), rel=0.02)
+    wanted = sum(group.measured[0] for group in plan.across.groups)
+    exact = full_bytes(plan, SINK + WINDOW, itemsize=4)
+    assert bytes_at(plan, 60 + SINK + WINDOW, itemsize=4).total == wanted + exact
+
+
+def _stream(values: np.ndarray, blocks: tuple[tuple[int, int], ...]) -> bytes:
+    """Return the bytes before DEFLATE, code by code."""
+    found, start = bytearray(), 0
+    for width, bits in blocks:
+        own = values[:, start : start + width].astype(np.float32)
+        start += width
+        if not bits:
+            continue
+        low, high = own.min(1), own.max(1)
+        shift = low.astype(np.float16)
+        scale = ((high - low) / np.float32(2**bits - 1)).astype(np.float16)
+        step = np.maximum(scale.astype(np.float64), np.finfo(np.float16).tiny)
+        codes = np.round((own - shift[:, None].astype(np.float64)) / step[:, None])
+        codes = codes.clip(0, 2**bits - 1).astype(int)
+        per_byte = 8 // bits
+        for first in range(0, width, per_byte):
+            for row in codes:
+                found.append(
+                    sum(int(c) << bits * at for at, c in enumerate(row[first : first + per_byte]))
+                )
+        for halves in (shift, scale):
+            octets = halves.view(np.uint8).reshape(-1, 2)
+            found += octets[:, 0].tobytes() + octets[:, 1].tobytes()
+    return bytes(found)
+
+
+def test_padded_rows_are_coded_as_if_alone() -> None:
+    plan, ids = coded_plan("Llama"), prompts(1)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
+    other = prompts(2, PROMPT + 5)[1:]
+    mask = torch.ones(2, padded.shape[1], dtype=torch.long)
+    mask[0, :5] = 0
+    with compressed(model("Llama"), plan) as session, torch.no_grad():
+        alone = session.new_cache()
+        model("Llama").model(ids[:, :-1], past_key_values=alone)
+        wanted = model("Llama").model(ids[:, -1:], past_key_values=alone).logits[0, -1]
+        both, positions = session.new_cache(), (mask.cumsum(1) - 1).clamp(min=0)
+        given = torch.cat([padded, other])
+        model("Llama").model(
+            given[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1],
+            past_key_values=both,
+        )  # fmt: skip
+        found = model("Llama").model(
+            given[:, -1:], attention_mask=mask, position_ids=positions[:, -1:],
+            past_key_values=both,
+        ).logits[0, -1]  # fmt: skip
+    assert torch.allclose(found, wanted, atol=1e-2 * float(wanted.norm()))
+    with pytest.raises(UsageError, match="codes a prompt's cache"):
+        both.crop(-1)
+
+
+@pytest.mark.parametrize("arch", ["Gemma3", "GPT2", "Qwen3", "SmolLM3"])
+def test_other_models_keep_all_where_all_is_kept(arch: str) -> None:
+    """Layers with windows or without RoPE, biases and norms: with the most bits little is lost."""
+    plan, ids = coded_plan(arch, 0.0), prompts(2)
+    assert plan.across is not None
+    windows = {x.index for x in model(arch).layout.layers if x.sliding_window is not None}
+    assert not windows & {layer for group in plan.across.groups for layer in group.layers}
+    with torch.no_grad():
+        wanted = model(arch).model(ids).logits[:, -1]
+        with compressed(model(arch), plan) as session:
+            cache = session.new_cache(capacity=PROMPT + 1)
+            model(arch).model(ids[:, :-1], past_key_values=cache)
+            found = model(arch).model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    assert cache.rest_bytes is not None
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_a_rate_is_reached_and_files_keep_the_plan(tmp_path: Any) -> None:
+    family = plan_family("kvtc", inputs("Llama"), sink=2, window=4)
+    for wanted in (0.8, 0.9, 0.95):
+        plan = plan_for_rate(family, wanted, 1000, itemsize=4)
+        assert wanted <= rate(plan, 1000, itemsize=4) < wanted + 0.02
+        assert 0 <= dim_rate(plan) < 1
+        assert paper_rate(plan) > 0
+    save_plan(plan, tmp_path / "a.plan")
+    loaded = load_plan(tmp_path / "a.plan", layout=model("Llama").layout)
+    assert compare_plans(plan, loaded) == {}
+    assert bytes_at(loaded, 777, itemsize=4) == bytes_at(plan, 777, itemsize=4)
+    said = " ".join(describe(plan, 100, itemsize=4, layout=model("Llama").layout)["sentences"])
+    assert "to be stored or moved" in said
+    assert "measured on 60 tokens of random" in said
+    assert "not for decoding from it" in said
+    assert hidden_in_one_pass(plan) == "coding a prompt's cache"
+
+
+def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:
+    plan = coded_plan("Llama")
+    across = plan.across
+    assert across is not None
+    refused = {
+        "no bases, quantiser, evictor or levels": lambda: plan_family("kvtc-4bit", inputs("Llama")),
+        "codes a prompt's cache": lambda: plan_family("kvtc+h2o", inputs("Llama")),
+        "storing and moving": lambda: check_servable(plan),
+        "not decoded from": lambda: compressed(model("Llama"), plan, "on").__enter__(),
+        "every layer has a sliding window": lambda: plan_family("kvtc", inputs("Mistral")),
+        "latent attention": lambda: plan_family("kvtc", inputs("DeepseekV2")),
+        "nothing of several layers": lambda: plan_family(
+            "kvtc", replace(inputs("Llama"), moments=replace(inputs("Llama").moments, across=None))
+        ),
+        "in two groups": lambda: replace(
+            plan, across=replace(across, groups=(*across.groups, across.groups[0]))
+        ),
+        "do not make up": lambda: _with(plan, across, blocks=((5, 3),)),
+        "another mean": lambda: _with(plan, across, mean=torch.zeros(3)),
+        "measured, and of nothing else": lambda: replace(
+            plan, across=replace(across, deflate=False)
+        ),
+        "has a sliding window, and is not coded": lambda: _with(plan, across, layers=(0, 9)),
+    }
+    for words, attempt in refused.items():
+        with pytest.raises(UsageError, match=words) as said:
+            attempt()
+        assert "\n" not in str(said.value)
+
+
+def _with(plan: Plan, across: Across, **changes: Any) -> Plan:
+    return replace(plan, across=replace(across, groups=(replace(across.groups[0], **changes),)))
