@@ -85,7 +85,3 @@ class AcrossMoments:
             for block in sequence.split(_BLOCK):
                 wide = torch.nn.functional.pad(block.double(), (0, 1), value=1.0)
                 self.grams[key].addmm_(wide.T, wide)
-
-    def tokens(self, side: str, number: int) -> int:
-        """Return how many rows a gram counts."""
-        return int(self.grams[side, number][-1, -1])

@@ -480,7 +480,7 @@ def make_methods(
         if method.registered
     }
     for method in asked:
-        if (own := needs.get(method.name)) is not None and own.sized:
+        if method.registered == "kvtc":
             raise UsageError(f"{method.name} cannot be timed: {AT_REST}")
     calibrated = [method for method in asked if needs.get(method.name) is not None]
     calibrator: Calibrator | None = None

@@ -296,7 +296,7 @@ def plan(
                 dict.fromkeys(
                     note
                     for row in choices.rows
-                    if row.plan.across is not None
+                    if row.plan.across is not None and row.plan.across.at_rest
                     for note in row.plan.made.get("notes", ())
                 )
             ),

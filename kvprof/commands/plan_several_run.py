@@ -319,17 +319,21 @@ def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[st
         "rows": [
             _fit_row(planned, chosen, memory, contexts)
             for chosen in choices.rows
-            if chosen.plan.across is None
+            if not _rests(chosen.plan)
         ],
         "missing": [
             *choices.missing,
             *(
                 {"label": chosen.label, "reason": f"{AT_REST}: what fits is what fits full"}
                 for chosen in choices.rows
-                if chosen.plan.across is not None
+                if _rests(chosen.plan)
             ),
         ],
     }
+
+
+def _rests(plan: Plan) -> bool:
+    return plan.across is not None and plan.across.at_rest
 
 
 # --- What it takes to move a context's cache, against computing the context again.

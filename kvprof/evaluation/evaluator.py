@@ -168,7 +168,8 @@ def assembled(
     )
     # The last token of a sequence is predicted, never fed.
     # A cache at rest is that of the prompt.
-    seen = workload.seq_len - 1 if plan.across is None else workload.start
+    rests = plan.across is not None and plan.across.at_rest
+    seen = workload.start if rests else workload.seq_len - 1
     account = bytes_at(plan, seen, itemsize=itemsize).total
     measured = found.measured / text["sequences"]
     warnings = []
@@ -221,7 +222,7 @@ def hidden_in_one_pass(plan: Plan) -> str | None:
         "evicting": eviction is not None and eviction.keep < 1 and bool(whole),
         "moving tokens down levels": any(len(set(group.ranks)) > 1 for group in groups),
         "its projections (prefill is exact)": (plan.lazy or plan.online_bases) and projected,
-        "coding a prompt's cache": plan.across is not None,
+        "storing tokens across layers": plan.across is not None,
     }
     return " and ".join(name for name, there in parts.items() if there) or None
 

@@ -67,7 +67,7 @@ class CacheBytes:
     eviction : int
         Accumulated scores, Gumbel samples, and positions where keys are rebuilt.
     bases : int
-        The strawman's own bases per sequence and head.
+        Bases of a sequence's own: the strawman's per head, xKV's per group of layers.
     """
 
     keys: int = 0
@@ -227,7 +227,8 @@ def weight_bytes(plan: Plan, layout: ModelLayout, *, itemsize: int) -> WeightByt
         if plan.lazy and layer.values.fold_up:
             twice += hidden * facts.num_heads * facts.v_head_dim
     if plan.across is not None:  # one basis for both ways, and a mean
-        online += sum(group.width * (group.rank + 1) for group in plan.across.groups)
+        matrices = [one for x in plan.across.groups for one in (x.basis, x.mean)]
+        online += sum(matrix.numel() for matrix in matrices if matrix is not None)
     return WeightBytes(online * itemsize, folded * itemsize, twice * itemsize)
 
 
@@ -267,18 +268,22 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
 
 
 def _coded_bytes(plan: Plan, across: Across, tokens: int, itemsize: int) -> CacheBytes:
-    """Return what a context takes at rest that is coded across layers."""
+    """Return what a context takes that is coded across layers, at rest or as latents."""
     total = CacheBytes()
     coded = coded_tokens(across, plan.levels.sink, tokens)
     for group in across.groups:
-        total += CacheBytes(**{group.side: math.ceil(coded * group.token_bytes)})
+        size = math.ceil(coded * group.token_bytes)
+        if not across.at_rest:
+            size = coded * group.rank * itemsize
+        own = group.width * group.rank * itemsize if coded and group.basis is None else 0
+        total += CacheBytes(**{group.side: size}, bases=own)
     for side in ("keys", "values"):
         together = coded_layers(across, side)
         for index, layer in enumerate(plan.layers):
             width = sum(group.width for group in getattr(layer, side).groups) * itemsize
             if index in together:
                 sink = min(plan.levels.sink, tokens)
-                newest = min(across.window, tokens - sink)
+                newest = tokens - sink - coded
                 total += CacheBytes(sinks=sink * width, window=newest * width)
             else:
                 total += CacheBytes(**{side: stored_tokens(plan, layer, tokens) * width})
@@ -380,6 +385,7 @@ def _coded_weight(plan: Plan, across: Across, weigh: Callable[[int | None], floa
     total = 0.0
     for group in across.groups:
         total += sum(columns * weigh(bits) for columns, bits in group.blocks if bits)
+        total += 0 if across.at_rest else group.rank * weigh(None)
     for side in ("keys", "values"):
         together = coded_layers(across, side)
         for index, layer in enumerate(plan.layers):

@@ -22,66 +22,72 @@ class LayerGroup:
     side : str
         ``keys`` or ``values``.
     layers : tuple of int
-        In ascending order; the row has their KV heads side by side, w columns in all.
-    basis : Tensor
-        ``[w, r]`` float32, orthonormal columns.
-    mean : Tensor
-        ``[w]`` float32.
+        In ascending order; the row has their KV heads side by side.
+    width : int
+        Columns of the row, w.
+    rank : int
+        Coefficients of a row, r.
+    basis : Tensor or None
+        ``[w, r]`` float32, orthonormal columns; None where each sequence finds its own.
+    mean : Tensor or None
+        ``[w]`` float32; None for 0.
     blocks : Blocks
         Of the r coefficients: adjacent columns and the bits of each, see
-        `kvprof.analysis.transform_coding`.
+        `kvprof.analysis.transform_coding`; empty where they stay in the model's dtype.
     measured : tuple of (int, int)
         Bytes after DEFLATE of a sample, and its tokens; empty where DEFLATE is not used.
     """
 
     side: str
     layers: tuple[int, ...]
-    basis: Tensor
-    mean: Tensor
-    blocks: Blocks
+    width: int
+    rank: int
+    basis: Tensor | None = None
+    mean: Tensor | None = None
+    blocks: Blocks = ()
     measured: tuple[int, ...] = ()
 
     @property
-    def width(self) -> int:
-        """Columns of a row, w."""
-        return int(self.basis.shape[0])
-
-    @property
-    def rank(self) -> int:
-        """Coefficients of a row, r."""
-        return int(self.basis.shape[1])
-
-    @property
     def token_bytes(self) -> Fraction:
-        """Bytes of a coded token: exact, or after DEFLATE what the sample took on average."""
+        """Bytes of a token at rest: exact, or after DEFLATE what the sample took on average."""
         return Fraction(*self.measured) if self.measured else Fraction(packed_bytes(self.blocks))
 
 
 @dataclass(frozen=True, eq=False)
 class Across:
-    """How a prompt's cache is coded across layers.
+    """How tokens are stored across layers.
 
     Attributes
     ----------
     groups : tuple of LayerGroup
         Of both sides; the others' keys and values stay as they are.
     window : int
-        Newest tokens of the prompt that stay at full precision.
+        Newest tokens that stay at full precision; at rest, of the prompt.
+    block : int
+        Tokens that become latents at a time, which decoding reads; 0 for a cache at rest, from
+        which nothing decodes.
     deflate : bool
-        Whether DEFLATE comes last.
+        Whether DEFLATE comes last, at rest.
     sample : dict
         JSON values: which text the bytes were measured on.
     """
 
     groups: tuple[LayerGroup, ...]
     window: int
-    deflate: bool
+    block: int = 0
+    deflate: bool = False
     sample: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether what is stored is not decoded from."""
+        return not self.block
 
 
 def coded_tokens(across: Across, sink: int, tokens: int) -> int:
     """Return how many tokens of a context are coded: all but the first and the newest ones."""
-    return max(0, tokens - sink - across.window)
+    rest = max(0, tokens - sink - across.window)
+    return rest if across.at_rest else rest // across.block * across.block
 
 
 def coded_layers(across: Across | None, side: str) -> frozenset[int]:
@@ -104,11 +110,14 @@ def check_across(across: Across, widths: dict[str, Sequence[int | None]]) -> Non
     UsageError
         Naming what makes no sense.
     """
-    if across.window < 0 or not across.groups:
-        raise UsageError(f"across layers: a window of {across.window} or no group makes no sense")
+    if min(across.window, across.block) < 0 or not across.groups:
+        raise UsageError(
+            f"across layers: a window of {across.window}, blocks of {across.block} tokens or no "
+            "group makes no sense"
+        )
     seen: set[tuple[str, int]] = set()
     for group in across.groups:
-        name = f"{group.side} of layers {', '.join(map(str, group.layers))[:80]}"
+        name = f"{group.side[:40]} of layers {', '.join(map(str, group.layers))[:80]}"
         if group.side not in widths:
             raise UsageError(f"across layers: {group.side[:40]!r} is neither keys nor values")
         known = widths[group.side]
@@ -124,19 +133,44 @@ def check_across(across: Across, widths: dict[str, Sequence[int | None]]) -> Non
         if taken & seen:
             raise UsageError(f"{name}: a layer is in two groups")
         seen |= taken
-        if group.basis.dim() != 2 or group.rank > group.width:
-            raise UsageError(f"{name}: a basis of {tuple(group.basis.shape)}")
-        if sum(columns) != group.width or group.mean.shape != (group.width,):
-            raise UsageError(
-                f"{name}: a basis of {group.width} rows for {sum(columns)} columns, or another mean"
+        shapes = [
+            (matrix, shape)
+            for matrix, shape in (
+                (group.basis, (group.width, group.rank)),
+                (group.mean, (group.width,)),
             )
-        if sum(width for width, _ in group.blocks) != group.rank or any(
-            width < 1 or bits not in BITS for width, bits in group.blocks
-        ):
+            if matrix is not None
+        ]
+        if sum(columns) != group.width or any(tuple(x.shape) != shape for x, shape in shapes):
             raise UsageError(
-                f"{name}: blocks of {group.blocks[:4]} … do not make up {group.rank} coefficients "
-                f"of {', '.join(map(str, BITS))} bits"
+                f"{name}: {group.width} columns for {sum(columns)}, or another basis or mean"
             )
-        sizes = group.measured
-        if bool(sizes) is not across.deflate or (sizes and (len(sizes) != 2 or min(sizes) < 1)):
-            raise UsageError(f"{name}: bytes after DEFLATE are measured, and of nothing else")
+        if not 0 <= group.rank <= group.width:
+            raise UsageError(f"{name}: rank {group.rank} of {group.width}")
+        _check_stored(name, group, across)
+    sides = [{x.layers for x in across.groups if x.side == side} for side in widths]
+    if not across.at_rest and sides[0] != sides[1]:
+        raise UsageError(
+            "across layers: tokens that both sides drop are in the same groups of both"
+        )
+
+
+def _check_stored(name: str, group: LayerGroup, across: Across) -> None:
+    if not across.at_rest:
+        if group.blocks or group.measured or across.deflate or group.rank < 1:
+            raise UsageError(f"{name}: latents that are decoded from have no bits and no DEFLATE")
+        if group.mean is not None:
+            raise UsageError(f"{name}: latents that are decoded from have no mean")
+        return
+    if group.basis is None or group.mean is None:
+        raise UsageError(f"{name}: what is coded at rest has a basis and a mean of the plan's own")
+    if sum(width for width, _ in group.blocks) != group.rank or any(
+        width < 1 or bits not in BITS for width, bits in group.blocks
+    ):
+        raise UsageError(
+            f"{name}: blocks of {group.blocks[:4]} … do not make up {group.rank} coefficients of "
+            f"{', '.join(map(str, BITS))} bits"
+        )
+    sizes = group.measured
+    if bool(sizes) is not across.deflate or (sizes and (len(sizes) != 2 or min(sizes) < 1)):
+        raise UsageError(f"{name}: bytes after DEFLATE are measured, and of nothing else")

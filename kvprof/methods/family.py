@@ -59,8 +59,7 @@ class CalibrationNeeds:
         Moments of so many layers together, 0 for all, without so many first tokens
         (`kvprof.analysis.across`).
     sized : bool
-        Whether bytes are measured on the calibration data (entropy coding), and do not follow from
-        the rate.
+        Whether nothing is known of plans without these data, not even bytes (entropy coding).
     """
 
     source: str

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, full_bytes, weight_bytes
+from kvprof.methods.across import coded_tokens
 from kvprof.methods.plan import Plan
 from kvprof.methods.tokens import kept, level_ends, quantised_tokens
 from kvprof.models.layout import LayerLayout, ModelLayout
@@ -287,11 +288,13 @@ def peak_bytes(plan: Plan, tokens: int, *, itemsize: int) -> int:
 
 def _peaks(plan: Plan, tokens: int) -> Iterator[int]:
     """Yield, newest first, the lengths below `tokens` after which a block of tokens shrinks."""
-    block = plan.quantiser.block if plan.quantiser is not None else 1
+    block, across = _block(plan), plan.across
     if block == 1 and plan.levels.batch == 1:
         return  # one token at a time: what it costs is always more than what an older one frees
 
     def moved(length: int) -> tuple[int, ...]:
+        if across is not None:
+            return (coded_tokens(across, plan.levels.sink, length),)
         rest = max(0, kept(plan.eviction, length) - plan.levels.sink)
         quantised = quantised_tokens(plan.quantiser, rest) if block > 1 else 0
         ends = level_ends(plan.levels, rest)[:-1] if plan.levels.batch > 1 else []
@@ -307,6 +310,12 @@ def _peaks(plan: Plan, tokens: int) -> Iterator[int]:
 
 def _largest_fall(plan: Plan, itemsize: int) -> int:
     """Return more bytes than the cache ever lies above the line that it grows along."""
-    block = plan.quantiser.block if plan.quantiser is not None else 1
     # Eviction keeps a token for several that come; a block of those that are kept moves at once.
-    return 2 * (block + plan.levels.batch) * full_bytes(plan, 1, itemsize=itemsize)
+    return 2 * (_block(plan) + plan.levels.batch) * full_bytes(plan, 1, itemsize=itemsize)
+
+
+def _block(plan: Plan) -> int:
+    """Return how many tokens shrink at a time."""
+    if plan.across is not None:
+        return max(1, plan.across.block)
+    return plan.quantiser.block if plan.quantiser is not None else 1

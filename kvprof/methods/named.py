@@ -75,6 +75,7 @@ METHOD_NAMES = (
     "turboquant",
     "oscar",
     "kvtc",
+    "xkv",
     *MODIFIERS,
     *PAPERS,
 )

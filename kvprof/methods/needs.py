@@ -20,7 +20,9 @@ def runtime_needs(plan: Plan) -> list[str]:
     ----------
     plan : Plan
     """
-    found = set() if plan.across is None else {"restored"}
+    found = set()
+    if plan.across is not None:
+        found = {"restored"} if plan.across.at_rest else {"online", "rebuilt"}
     for layer in plan.layers:
         keys, values = layer.keys, layer.values
         if _based(keys.groups):

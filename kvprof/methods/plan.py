@@ -91,6 +91,14 @@ first ``levels.sink`` and the newest ``across.window`` become ``y = (x - mean) @
 as they are. The byte account is of a context at rest, all of it a prompt; bytes after DEFLATE are
 those that a sample took per token.
 
+**Latents of several layers** (``across`` with a ``block``; xKV). Rows are the same, without a
+mean, and ``z = x @ basis`` is stored once for all layers of a group, in the model's dtype, the same
+groups for keys as for values; a layer l rebuilds ``z @ basis_l.T`` from its rows of the basis at
+every use. A pass attends to its own tokens as they are, and after it as many of the tokens that are
+neither among the first ``levels.sink`` nor the newest ``across.window`` as fill blocks of ``block``
+are stored so, the oldest first. A group without a ``basis`` finds its first r right singular
+vectors in the first tokens that it stores so, by sequence; they count as cache.
+
 **Strawman** (ZACK §3.2). ``online_bases``: ``down`` and ``up`` are None though the rank is below
 the width (keys: ``post_rope``). Prefill computes, per sequence and head, the eigenvectors of
 ``KᵀK`` (K after RoPE) and ``VᵀV`` over the prompt, stores the first r (they count as cache) and

@@ -128,12 +128,16 @@ _DATA = {
 _LAYER_GROUP = _object(
     side=_WORDS,
     layers=_list(_integer(0), 1, 10_000),
+    width=_integer(1),
+    rank=_integer(0),
+    based=_YES_OR_NO,
     blocks=_list(_RUN, 0, 2**16),
     measured=_list(_integer(1, 2**62), 0, 2),
 )
 _ACROSS = _object(
     groups=_list(_LAYER_GROUP, 1, 20_000),
     window=_integer(0),
+    block=_integer(0),
     deflate=_YES_OR_NO,
     sample={"type": "object"},
 )
@@ -228,8 +232,9 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
                     tensors[f"layers.{index}.{name}.{number}.down"] = group.down
                     tensors[f"layers.{index}.{name}.{number}.up"] = group.up
     for number, coded in enumerate(plan.across.groups if plan.across is not None else ()):
-        tensors[f"across.{number}.basis"] = coded.basis
-        tensors[f"across.{number}.mean"] = coded.mean
+        for matrix in ("basis", "mean"):
+            if (one := getattr(coded, matrix)) is not None:
+                tensors[f"across.{number}.{matrix}"] = one
     groups = (group for x in plan.layers for group in (*x.keys.groups, *x.values.groups))
     more = plan.across is not None or any(group.scale != 1 or group.column_bits for group in groups)
     more = more or any(x.left_out for x in plan.layers)
@@ -337,6 +342,9 @@ def _stored_across(across: Across) -> dict[str, Any]:
         {
             "side": group.side,
             "layers": list(group.layers),
+            "width": group.width,
+            "rank": group.rank,
+            "based": group.basis is not None,
             "blocks": [*map(list, group.blocks)],
             "measured": list(group.measured),
         }
@@ -345,6 +353,7 @@ def _stored_across(across: Across) -> dict[str, Any]:
     return {
         "groups": groups,
         "window": across.window,
+        "block": across.block,
         "deflate": across.deflate,
         "sample": across.sample,
     }
@@ -425,18 +434,25 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
 
 
 def _across(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Across:
+    at_rest = not stored["block"]
+
+    def matrix(number: int, name: str) -> Tensor:
+        return tensors[f"across.{number}.{name}"].to(torch.float32)
+
     groups = tuple(
         LayerGroup(
             one["side"],
             tuple(one["layers"]),
-            tensors[f"across.{number}.basis"].to(torch.float32),
-            tensors[f"across.{number}.mean"].to(torch.float32),
+            one["width"],
+            one["rank"],
+            matrix(number, "basis") if one["based"] else None,
+            matrix(number, "mean") if at_rest else None,
             tuple((columns, bits) for columns, bits in one["blocks"]),
             tuple(one["measured"]),
         )
         for number, one in enumerate(stored["groups"])
     )
-    return Across(groups, stored["window"], stored["deflate"], stored["sample"])
+    return Across(groups, stored["window"], stored["block"], stored["deflate"], stored["sample"])
 
 
 def _groups(side: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> tuple[HeadGroup, ...]:

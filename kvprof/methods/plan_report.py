@@ -13,6 +13,7 @@ from kvprof.methods.accounting import (
     rate,
     weight_bytes,
 )
+from kvprof.methods.across import Across, coded_layers
 from kvprof.methods.fit import running_weights
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.plan_files import structure
@@ -104,9 +105,9 @@ def compare_plans(one: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
         for number, coded in enumerate(zip(one.across.groups, other.across.groups, strict=True)):
             for matrix in ("basis", "mean"):
                 x, y = (getattr(group, matrix) for group in coded)
-                if x.shape != y.shape or not x.equal(y):
-                    far = float((x - y).abs().max()) if x.shape == y.shape else float("inf")
-                    found[f"across.{number}.{matrix}.difference"] = (0.0, far)
+                if x is not None and not x.equal(y):
+                    path = f"across.{number}.{matrix}.difference"
+                    found[path] = (0.0, float((x - y).abs().max()))
     return found
 
 
@@ -328,6 +329,8 @@ def _across_sentences(plan: Plan) -> list[str]:
     across = plan.across
     if across is None:
         return []
+    if not across.at_rest:
+        return _latents_across(across)
     found = [
         "A prompt's cache is coded once, after its prefill, to be stored or moved, and decoding "
         "goes on at full width from what comes back."
@@ -353,6 +356,25 @@ def _across_sentences(plan: Plan) -> list[str]:
             "components have not seen; another text takes others."
         )
     found.append(f"The newest {across.window} tokens of the prompt stay at full precision.")
+    return found
+
+
+def _latents_across(across: Across) -> list[str]:
+    own = any(group.basis is None for group in across.groups)
+    whose = "that each sequence finds in its first coded tokens" if own else "of the plan's"
+    found = [f"Tokens have a latent for several layers together, on bases {whose}."]
+    for side in ("keys", "values"):
+        groups = [group for group in across.groups if group.side == side]
+        sizes = sorted({len(group.layers) for group in groups})
+        ranks = sorted({(group.rank, group.width) for group in groups})
+        before = " before RoPE" if side == "keys" else ""
+        found.append(
+            f"{side.capitalize()}{before} of {' or '.join(map(str, sizes))} layers are a latent of "
+            f"rank {', '.join(f'{rank:,} of {width:,}' for rank, width in ranks)}, and rebuilt at "
+            "every use."
+        )
+    most = across.window + across.block - 1
+    found.append(f"The newest {across.window} to {most} tokens stay as they are.")
     return found
 
 
@@ -473,8 +495,13 @@ def _folded_and_online(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
         if holds:
             where[name] = where.get(name, 0) + 1
 
-    for layer in plan.layers:
+    together = frozenset[int]()
+    if plan.across is not None and not plan.across.at_rest:
+        together = coded_layers(plan.across, "keys")
+    for index, layer in enumerate(plan.layers):
         keys, values = layer.keys, layer.values
+        count(online, "K and V into latents of several layers", index in together)
+        count(online, "K and V rebuilt from them at every use", index in together)
         if _based(keys.groups):
             count(folded, "W_K", keys.fold_down)
             count(folded, "W_Q", keys.fold_up)

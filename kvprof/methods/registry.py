@@ -46,6 +46,7 @@ from kvprof.methods.strawman import strawman
 from kvprof.methods.svd_alone import svd_k, svd_kv, svd_v
 from kvprof.methods.tale import tale, tale_kivi
 from kvprof.methods.turboquant import turboquant
+from kvprof.methods.xkv import xkv
 from kvprof.methods.zack import zack
 
 __all__ = [
@@ -76,6 +77,7 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     "turboquant": turboquant,
     "oscar": oscar,
     "kvtc": kvtc,
+    "xkv": xkv,
     **{name: partial(quantiser_family, name) for name in QUANTISERS},
     **{name: partial(evictor_family, name) for name in EVICTORS},
     "snapkv": snapkv,  # which has options of its own
@@ -96,6 +98,7 @@ _NEEDS = {
     "fp8": replace(_RANDOM, magnitudes=True),
     "oscar": replace(_TEXT, outputs=True),
     "kvtc": replace(_TEXT, pre_rope=True, sized=True),
+    "xkv": replace(_TEXT, pre_rope=True, sized=True),
 }  # fmt: skip
 _NEEDS |= {
     name: replace(
@@ -218,6 +221,8 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     defaults = {key: x.default for key, x in inspect.signature(METHODS[name]).parameters.items()}
     if needs.sized:
         own = {**defaults, **options}
+        if own.get("bases") == "prompt":
+            return None
         return replace(needs, across=(own["layers"], own["sink"]))
     heads = options.get("heads", defaults.get("heads", 1))
     if heads == 1:

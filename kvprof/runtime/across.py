@@ -1,4 +1,4 @@
-"""A prompt's cache coded across layers and back, as it is stored or moved before decoding."""
+"""Tokens stored across layers: coded and back, to be moved, or as latents to decode from."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,10 @@ from kvprof.analysis.transform_coding import decoded, encoded
 from kvprof.methods.across import Across, LayerGroup, coded_tokens
 from kvprof.methods.plan import Plan
 from kvprof.runtime.cache import CompressedCache, CompressedLayer
-from kvprof.runtime.rows import Part, RowGroup, plain_part
+from kvprof.runtime.clock import part
+from kvprof.runtime.rows import Part, RowGroup, SharedLatents, SharedPart, plain_part
 
-__all__ = ["at_rest"]
+__all__ = ["at_rest", "into_latents"]
 
 
 def at_rest(plan: Plan, cache: CompressedCache) -> int:
@@ -52,11 +53,9 @@ def _coded(
     states = [_states(row_group, group.side) for row_group in row_groups]
     device = states[0].device
     taken = slice(sink, sink + count)
-    # [rows, tokens, w]: the KV heads of all layers side by side.
-    joined = torch.cat(
-        [one[:, :, taken].transpose(1, 2).flatten(2).to(device, torch.float32) for one in states],
-        dim=-1,
-    )
+    joined = _joined([one[:, :, taken] for one in states], device)
+    assert group.basis is not None  # check_plan has seen to it
+    assert group.mean is not None
     basis, mean = group.basis.to(device), group.mean.to(device)
     added, back = 0, []
     for rows in joined:
@@ -80,6 +79,77 @@ def _coded(
         )
         _put(row_group, group.side, changed)
     return added
+
+
+def into_latents(plan: Plan, cache: CompressedCache) -> None:
+    """Let what is due become latents of several layers, after a pass.
+
+    Parameters
+    ----------
+    plan : Plan
+        With `Plan.across`, not at rest.
+    cache : CompressedCache
+        Of the plan.
+    """
+    across = plan.across
+    assert across is not None
+    for layers in dict.fromkeys(group.layers for group in across.groups):
+        sides = {group.side: group for group in across.groups if group.layers == layers}
+        stores = [cache.layers[index] for index in layers]
+        for number in range(len(stores[0].row_groups)):
+            row_groups = [store.row_groups[number] for store in stores]
+            seen, sink = row_groups[0].seen, plan.levels.sink
+            known = row_groups[0].shared
+            due = coded_tokens(across, sink, seen) - (known.shared.tokens if known else 0)
+            if due > 0:
+                with part("compress"):
+                    _move(sides, row_groups, sink, due)
+
+
+def _move(sides: dict[str, LayerGroup], row_groups: list[RowGroup], sink: int, due: int) -> None:
+    """Move the oldest tokens behind the sinks, `due` of them, of a group of layers."""
+    known = row_groups[0].shared
+    latents, bases, columns = {}, {}, [dict[str, slice]() for _ in row_groups]
+    for side, group in sides.items():
+        states = [_states(row_group, side) for row_group in row_groups]
+        device, dtype = states[0].device, states[0].dtype
+        rows = _joined([one[:, :, sink : sink + due] for one in states], device)
+        if known is not None:
+            bases[side] = known.shared.bases[side]
+        elif group.basis is not None:
+            bases[side] = group.basis.to(device, dtype).unsqueeze(0)
+        else:
+            bases[side] = _own_basis(rows, group.rank).to(dtype)
+        fresh = (rows @ bases[side].float()).to(dtype)
+        latents[side] = fresh
+        if known is not None:
+            latents[side] = torch.cat([known.shared.latents[side], fresh], dim=1)
+        start = 0
+        for row_group, one, own in zip(row_groups, states, columns, strict=True):
+            stop = start + one.shape[1] * one.shape[3]
+            own[side] = slice(start, stop)
+            start = stop
+            rest = one[:, :, sink + due :]
+            pieces = [one[:, :, :sink], rest] if sink else [rest]
+            _side(row_group, side)[:] = [[plain_part(piece) for piece in pieces]]
+    shared = SharedLatents(latents, bases, own=any(x.basis is None for x in sides.values()))
+    for number, (row_group, own) in enumerate(zip(row_groups, columns, strict=True)):
+        row_group.shared = SharedPart(shared, sink, own, first=not number)
+
+
+def _own_basis(rows: Tensor, rank: int) -> Tensor:
+    """Return each sequence's first right singular vectors of ``[rows, n, w]``: ``[rows, w, rank]``.
+
+    Rows fewer than the rank have no more directions; the others are zero.
+    """
+    found = torch.linalg.svd(rows, full_matrices=False).Vh[:, :rank].mT
+    return torch.nn.functional.pad(found, (0, rank - found.shape[-1]))
+
+
+def _joined(states: list[Tensor], device: torch.device) -> Tensor:
+    """Lay the KV heads of all layers side by side, ``[rows, tokens, w]`` float32."""
+    every = [one.transpose(1, 2).flatten(2).to(device, torch.float32) for one in states]
+    return torch.cat(every, dim=-1)
 
 
 def _states(row_group: RowGroup, side: str) -> Tensor:

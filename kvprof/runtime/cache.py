@@ -351,7 +351,8 @@ def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
     if quantises(plan, layer):
         return f"{plan.method} quantises what it stores"
     if plan.across is not None:
-        return f"{plan.method} codes a prompt's cache"
+        what = "codes a prompt's cache" if plan.across.at_rest else "shares latents across layers"
+        return f"{plan.method} {what}"
     if plan.lazy or plan.online_bases:
         return f"{plan.method} attends to a prompt's own tokens exactly"
     if layer.sliding_window is not None:

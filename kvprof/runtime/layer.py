@@ -449,6 +449,11 @@ class Keeper:
         wanted = segments(self.plan, self.layer, row_group.seen)
         for number, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
             parts = [*(old[number] if old else []), plain_part(latent)]
+            if row_group.shared is not None:
+                # What is stored with other layers lies between the sinks and the rest.
+                last = [(part, 0, part.tokens) for part in parts[-2:]]
+                result.append([*parts[:-2], joined(last, PLAIN, bundle.ranks[-1])])
+                continue
             candidates = sum(part.tokens for part in parts)
             if row_group.record and self.layer.sliding_window is not None:
                 wanted = [Segment(0, candidates, wanted[-1].level, quantised=False)]
@@ -565,7 +570,7 @@ class LayerRuntime:
         query = bundle.by_group(
             unflatten(own.query, 1, (-1, self.facts.group // self.layer.key_copies))
         )
-        stored = [kept.rows() for kept in row_group.keys[index]] if row_group.keys else []
+        stored = row_group.bundle_rows("keys", index)
         latents = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
         own_block = KeyBlock(query, bundle.by_group(self._copied(own.key)))
         if self.rebuilds or bundle.online or not bundle.projected:
@@ -598,7 +603,7 @@ class LayerRuntime:
         own: OwnTokens,
         exact: bool,
     ) -> ValueSide:
-        stored = [kept.rows() for kept in row_group.values[index]] if row_group.values else []
+        stored = row_group.bundle_rows("values", index)
         blocks = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
         if bundle.online or not bundle.projected:
             blocks = [bundle.rebuilt(rows) for rows in blocks]

@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvprof.errors import UsageError
 from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec
+from kvprof.runtime.tensors import unflatten
 
 __all__ = [
     "Part",
     "RowGroup",
+    "SharedLatents",
+    "SharedPart",
     "joined",
     "picked",
     "plain_part",
@@ -188,6 +192,58 @@ def _concatenated(parts: Sequence[Part]) -> Part:
 
 
 @dataclass(eq=False)
+class SharedLatents:
+    """Tokens that a group of layers stores together.
+
+    Attributes
+    ----------
+    latents : dict of Tensor
+        By side, ``[rows, tokens, r]``.
+    bases : dict of Tensor
+        By side, ``[rows or 1, w, r]``, of all the group's layers.
+    own : bool
+        Whether the bases are the sequences', and count as cache.
+    """
+
+    latents: dict[str, Tensor]
+    bases: dict[str, Tensor]
+    own: bool
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.latents["keys"].shape[1]
+
+
+@dataclass(frozen=True)
+class SharedPart:
+    """A layer's share of such tokens.
+
+    Attributes
+    ----------
+    shared : SharedLatents
+        One object for all layers of the group.
+    start : int
+        Tokens of the layer's own before them.
+    columns : dict of slice
+        By side, the layer's rows of the bases.
+    first : bool
+        Whether the layer is the group's first, which they count for.
+    """
+
+    shared: SharedLatents
+    start: int
+    columns: dict[str, slice]
+    first: bool
+
+    def rows(self, side: str, heads: int) -> Tensor:
+        """Return what the latents stand for, ``[rows, heads, tokens, d]``."""
+        basis = self.shared.bases[side][:, self.columns[side]]
+        joined = self.shared.latents[side] @ basis.mT
+        return unflatten(joined, -1, (heads, -1)).transpose(1, 2)
+
+
+@dataclass(eq=False)
 class RowGroup:
     """What a layer stores for some rows of a batch.
 
@@ -209,6 +265,8 @@ class RowGroup:
         can be taken back.
     bases : dict
         A sequence's own bases (strawman), ``[rows, g, n * d, r]`` by side and bundle.
+    shared : SharedPart or None
+        Tokens between the layer's own that it stores together with other layers.
     """
 
     rows: list[int]
@@ -220,11 +278,25 @@ class RowGroup:
     noise: Tensor | None = None
     record: bool = False
     bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    shared: SharedPart | None = None
 
     @property
     def stored(self) -> int:
         """Tokens stored per row."""
-        return sum(part.tokens for part in self.keys[0]) if self.keys else 0
+        own = sum(part.tokens for part in self.keys[0]) if self.keys else 0
+        return own if self.shared is None else own + self.shared.shared.tokens
+
+    def bundle_rows(self, side: str, index: int) -> list[Tensor]:
+        """Return what is stored of a bundle, oldest first, ``[rows, groups, N, r]`` each."""
+        kept: list[list[Part]] = getattr(self, side)
+        if not kept:
+            return []
+        found = [part.rows() for part in kept[index]]
+        if self.shared is not None:
+            # Heads of such layers are all alike, in one bundle, and the sinks are a part.
+            at = 1 if self.shared.start else 0
+            found.insert(at, self.shared.rows(side, found[0].shape[1]))
+        return found
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor that counts as cache."""
@@ -236,6 +308,9 @@ class RowGroup:
             if tensor is not None:
                 yield tensor
         yield from self.bases.values()
+        if self.shared is not None and self.shared.first:
+            yield from self.shared.shared.latents.values()
+            yield from self.shared.shared.bases.values() if self.shared.shared.own else ()
 
     def kept(self, start: int, stop: int) -> None:
         """Keep the stored tokens `start` … `stop` alone, oldest first, of plain rows."""
@@ -256,7 +331,18 @@ class RowGroup:
         self.values = [cut(parts) for parts in self.values]
 
     def selected(self, members: list[int], rows: list[int]) -> "RowGroup":
-        """Return some rows, by their number in the group, as the rows `rows` of a new batch."""
+        """Return some rows, by their number in the group, as the rows `rows` of a new batch.
+
+        Raises
+        ------
+        UsageError
+            Where tokens are stored together with other layers.
+        """
+        if self.shared is not None:
+            raise UsageError(
+                "latents that layers share cannot be reordered or repeated by row (beams, "
+                "contrastive search); decode greedily or by sampling"
+            )
 
         def pick(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, torch.tensor(members, device=tensor.device))

@@ -15,7 +15,7 @@ from kvprof.methods.plan import Plan
 from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
 from kvprof.progress import Progress, silent
-from kvprof.runtime.across import at_rest
+from kvprof.runtime.across import at_rest, into_latents
 from kvprof.runtime.backends.route import KernelRoute
 from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.cache import CompressedCache
@@ -88,7 +88,7 @@ class Compression:
     @property
     def kernel_notes(self) -> list[str]:
         """What the kernels do otherwise than the plan or a reader would think, in words."""
-        if self.plan.across is not None:
+        if self.plan.across is not None and self.plan.across.at_rest:
             return [
                 "a prompt's cache is coded once and comes back to full width, and DEFLATE "
                 "takes other bytes of another text"
@@ -168,6 +168,12 @@ class Compression:
         capacity : int, optional
             Tokens per sequence to reserve at once (a static cache).
         """
+        across = self.plan.across
+        if capacity is not None and across is not None and not across.at_rest:
+            raise UsageError(
+                f"{self.plan.method} shares latents across layers, for which no static cache "
+                "reserves room; leave the cache to grow"
+            )
         if capacity is not None and capacity < 1:
             raise UsageError(f"a static cache of {capacity} tokens makes no sense")
         return CompressedCache(self, capacity)
@@ -196,7 +202,8 @@ class Compression:
         self._check_cache(cache)
         self.cache = cache
         decodes = inputs.shape[1] == 1 and cache.get_seq_length() > 0
-        if self.plan.across is not None and decodes and cache.rest_bytes is None:
+        across = self.plan.across
+        if across is not None and across.at_rest and decodes and cache.rest_bytes is None:
             cache.rest_bytes = at_rest(self.plan, cache)
         cache.begin_pass()
         self._fired.clear()
@@ -236,6 +243,8 @@ class Compression:
             )
         if self.cache is not None:
             self.route.end(self.cache)
+            if self.plan.across is not None and not self.plan.across.at_rest:
+                into_latents(self.plan, self.cache)
         if self._lent and isinstance(result, ModelOutput):
             return replace(result, past_key_values=None)
         return result[:1] if self._lent else result

@@ -47,7 +47,9 @@ def refusal(plan: Plan) -> str | None:
     plan : Plan
     """
     if plan.across is not None:
-        return "it is for storing and moving a cache, and an engine decodes from its pages"
+        if plan.across.at_rest:
+            return "it is for storing and moving a cache, and an engine decodes from its pages"
+        return "several layers share a latent, and an engine's pages are of one layer"
     if plan.eviction is not None:
         return "it evicts tokens, and an engine's pages keep every token of a prompt for reuse"
     if plan.online_bases:

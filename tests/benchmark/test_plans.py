@@ -95,6 +95,7 @@ def test_tales_levels_are_those_of_its_plan():
         ("strawman", "bases are found online"),
         ("fp8-4bit", "is quantised already"),
         ("kvtc", "not for decoding from it"),
+        ("xkv", "several layers share a latent"),
         ("zack", "shape without weights"),
         ("fdc:grid=8", "--plan FILE"),
         ("tale+kivi", "shape without weights"),

@@ -28,6 +28,7 @@ from tests.methods.models import FINE, inputs
         ("palu", 0.3, ["folded", "rebuilt"]),
         ("strawman", 0.3, ["online", "rebuilt"]),
         ("kvtc:window=8", 0.8, ["restored"]),
+        ("xkv:block=1,bases=calibration", 0.5, ["online", "rebuilt"]),
     ],
 )
 def test_needs_are_those_of_the_plan(method: str, rate: float | None, needs: list[str]) -> None:

@@ -35,6 +35,7 @@ NAMES = [
     "kq-wf",
     "kvquant",
     "kvtc",
+    "xkv",
 ]
 
 

@@ -56,6 +56,7 @@ _LOSSY = (
     "turboquant",
     "oscar",
     "kvtc",  # in test_kvtc
+    "xkv",  # in test_xkv
     "sink-recent",
     "h2o",
     "keyformer",

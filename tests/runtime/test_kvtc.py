@@ -219,7 +219,7 @@ def test_a_rate_is_reached_and_files_keep_the_plan(tmp_path: Any) -> None:
     assert "to be stored or moved" in said
     assert "measured on 60 tokens of random" in said
     assert "not for decoding from it" in said
-    assert hidden_in_one_pass(plan) == "coding a prompt's cache"
+    assert hidden_in_one_pass(plan) == "storing tokens across layers"
 
 
 def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:
@@ -233,14 +233,14 @@ def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:
         "not decoded from": lambda: compressed(model("Llama"), plan, "on").__enter__(),
         "every layer has a sliding window": lambda: plan_family("kvtc", inputs("Mistral")),
         "latent attention": lambda: plan_family("kvtc", inputs("DeepseekV2")),
-        "nothing of several layers": lambda: plan_family(
+        "nothing of these layers": lambda: plan_family(
             "kvtc", replace(inputs("Llama"), moments=replace(inputs("Llama").moments, across=None))
         ),
         "in two groups": lambda: replace(
             plan, across=replace(across, groups=(*across.groups, across.groups[0]))
         ),
         "do not make up": lambda: _with(plan, across, blocks=((5, 3),)),
-        "another mean": lambda: _with(plan, across, mean=torch.zeros(3)),
+        "another basis or mean": lambda: _with(plan, across, mean=torch.zeros(3)),
         "measured, and of nothing else": lambda: replace(
             plan, across=replace(across, deflate=False)
         ),

@@ -56,7 +56,7 @@ LOW_RANK: dict[str, tuple[str, dict[str, Any]]] = {
 #: the library itself) and test_eviction.
 ELSEWHERE = {"tale", "tale+kivi", "strawman", "fp8", "per-token", "kivi", "kvquant"} | {
     "kq-wf", "hqq", "quanto", "sink-recent", "h2o", "keyformer", "snapkv",
-    "hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar",
+    "hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar", "kvtc", "xkv",
 }  # fmt: skip
 
 

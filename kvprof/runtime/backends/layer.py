@@ -135,7 +135,9 @@ def _planned(spec: LayerSpec) -> str | None:
     at a sliding window.
     """
     if spec.plan.across is not None:
-        return "a prompt's cache is coded to be stored or moved, and not decoded from"
+        if spec.plan.across.at_rest:
+            return "a prompt's cache is coded to be stored or moved, and not decoded from"
+        return "several layers share a latent, and a kernel reads one layer's"
     if spec.layer.left_out:
         return None
     if spec.layer.keys.per_query_head:
