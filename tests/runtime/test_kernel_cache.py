@@ -51,6 +51,25 @@ def rows_move(model: LoadedModel, plan: Plan, kernels: str, mask: torch.Tensor) 
             assert torch.allclose(again, fresh, atol=1e-5)
 
 
+def holes_go_on(model: LoadedModel, plan: Plan) -> None:
+    """Decode with tokens left out in the middle, which no kernel runs, from what kernels stored."""
+    ids, mask = token_ids(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :3] = 0
+    holes = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+    holes[0, 7:9] = 0
+    logits = []
+    for kernels in ("auto", "off"):
+        with compressed(model, plan, kernels) as session, torch.inference_mode():
+            session.route.least_tokens = 0
+            cache = session.new_cache()
+            model.model(ids, attention_mask=mask, past_key_values=cache)
+            assert (cache.kernels is not None) == (kernels == "auto")
+            output = model.model(token_ids(2, 1), attention_mask=holes, past_key_values=cache)
+            assert cache.kernels is None
+            logits.append(output.logits)
+    assert torch.allclose(*logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_rows_take_everything_with_them(kernels: str) -> None:
     model = model_of("Gemma2")

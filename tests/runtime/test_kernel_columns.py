@@ -13,7 +13,7 @@ from kvprof.runtime.backends.route import kernel_reasons
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
 from tests.runtime.plans import make_plan
-from tests.runtime.test_kernel_cache import rows_move
+from tests.runtime.test_kernel_cache import holes_go_on, rows_move
 from tests.runtime.test_kernel_generation import error, generated, in_pieces, model_of
 from tests.runtime.test_kernel_segments import A_FEW_CODES
 
@@ -86,22 +86,7 @@ def test_rows_take_everything_with_them() -> None:
 
 def test_a_step_that_no_kernel_runs_goes_on_with_the_same_codes() -> None:
     """A row that was quantised has another root mean square: its scale is taken along."""
-    model, plan = model_of("Llama"), by_column()
-    ids, mask = token_ids(2, 20), torch.ones(2, 20, dtype=torch.long)
-    mask[1, :3] = 0
-    holes = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-    holes[0, 7:9] = 0
-    logits = []
-    for kernels in ("auto", "off"):
-        with compressed(model, plan, kernels) as session, torch.inference_mode():
-            session.route.least_tokens = 0
-            cache = session.new_cache()
-            model.model(ids, attention_mask=mask, past_key_values=cache)
-            assert (cache.kernels is not None) == (kernels == "auto")
-            output = model.model(token_ids(2, 1), attention_mask=holes, past_key_values=cache)
-            assert cache.kernels is None
-            logits.append(output.logits)
-    assert torch.allclose(*logits, atol=1e-5)
+    holes_go_on(model_of("Llama"), by_column())
 
 
 def test_bytes_are_those_of_the_account() -> None:

@@ -24,7 +24,7 @@ from kvprof.runtime.compressed import compressed
 from tests.kernels.dequantised import dequantised
 from tests.models.tiny import token_ids
 from tests.runtime.plans import make_plan
-from tests.runtime.test_kernel_cache import rows_move
+from tests.runtime.test_kernel_cache import holes_go_on, rows_move
 from tests.runtime.test_kernel_generation import error, generated, half, in_pieces, model_of
 
 TWO = Levels(2, (0.7, 0.3))
@@ -218,23 +218,7 @@ def test_rows_take_everything_with_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tale", "levels"])
 def test_a_mask_with_holes_goes_on_with_what_the_kernels_stored(name: str) -> None:
-    model = model_of("Llama")
-    plan = plan_of("Llama", PLANS[name])
-    ids, mask = token_ids(2, 20), torch.ones(2, 20, dtype=torch.long)
-    mask[1, :3] = 0
-    holes = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-    holes[0, 7:9] = 0
-    logits = []
-    for kernels in ("auto", "off"):
-        with compressed(model, plan, kernels) as session, torch.inference_mode():
-            session.route.least_tokens = 0
-            cache = session.new_cache()
-            model.model(ids, attention_mask=mask, past_key_values=cache)
-            assert (cache.kernels is not None) == (kernels == "auto")
-            output = model.model(token_ids(2, 1), attention_mask=holes, past_key_values=cache)
-            assert cache.kernels is None
-            logits.append(output.logits)
-    assert torch.allclose(*logits, atol=1e-5)
+    holes_go_on(model_of("Llama"), plan_of("Llama", PLANS[name]))
 
 
 def test_three_bits_lie_in_the_container_of_four_and_say_so() -> None:
