@@ -41,6 +41,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+#: Of an engine that holds all prompts at once.
+ENGINE = {"max_model_len": 200, "max_num_seqs": 6}
+#: Prompts come in chunks of 32, and pages run out on the way.
+CHUNKS = {**ENGINE, "block_size": 16, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 32}
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +124,7 @@ def test_chunks_prefixes_and_preemption_change_no_token(
     model: Path, plan: Path, wanted: list[list[int]]
 ) -> None:
     """Prompts come in chunks of 32, prefixes are found again, and pages run out on the way."""
-    found = _served(
-        model,
-        plan,
-        waves=2,
-        block_size=16,
-        num_gpu_blocks_override=17,
-        max_model_len=200,
-        max_num_batched_tokens=32,
-        max_num_seqs=6,
-    )
+    found = _served(model, plan, waves=2, **CHUNKS)
     assert found["waves"] == [wanted, wanted]
     assert found["hits"] > 0
     assert found["preemptions"] > 0
@@ -142,9 +137,7 @@ def test_two_ranks_write_the_same(
 
     Nor where every second step is timed in parts, which the first rank writes down.
     """
-    found = _served(
-        model, plan, max_model_len=200, tensor_parallel_size=2, max_num_seqs=6, sampled=tmp_path
-    )
+    found = _served(model, plan, sampled=tmp_path, tensor_parallel_size=2, **ENGINE)
     assert found["waves"] == [wanted]
     assert len(list(tmp_path.iterdir())) == 1
     steps = StepReader(tmp_path).new()
@@ -166,18 +159,7 @@ def test_rebuilt_keys_over_chunks_prefixes_preemption_and_ranks(
     """Keys rebuilt from pages give the runtime's tokens, with all of it at once."""
     plan, steps = save_tiny_plan(model, tmp_path / "palu.plan", rebuilt_plan), tmp_path / "steps"
     steps.mkdir()
-    found = _served(
-        model,
-        plan,
-        waves=2,
-        block_size=16,
-        num_gpu_blocks_override=17,
-        max_model_len=200,
-        max_num_batched_tokens=32,
-        max_num_seqs=6,
-        tensor_parallel_size=2,
-        sampled=steps,
-    )
+    found = _served(model, plan, waves=2, sampled=steps, tensor_parallel_size=2, **CHUNKS)
     wanted = _written(model, plan)
     assert found["waves"] == [wanted, wanted]
     parts = {name for one in StepReader(steps).new() for name in one.parts}
@@ -198,9 +180,8 @@ def test_quantised_pages_serve_what_the_prompt_says(
         own,
         sampled=tmp_path / "steps",
         block_size=64,
-        max_model_len=200,
-        max_num_seqs=6,
         enable_prefix_caching=False,
+        **ENGINE,
     )
     parts = {name for one in StepReader(tmp_path / "steps").new() for name in one.parts}
     assert parts == {"compress", "quantise", "schedule", "attention"}
