@@ -13,9 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvprof.environment import collect_environment
-from kvprof.records.files import write_result
-from kvprof.records.result import build_result
+from recording import keep
 
 COMMANDS = (
     ("--help", 7),
@@ -51,13 +49,8 @@ def main() -> None:
         rows.append({"command": command, "median": statistics.median(samples), "seconds": samples})
         sys.stdout.write(f"kvprof {command}: {statistics.median(samples):.2f} s of {repeats}\n")
         sys.stdout.flush()
-    record = build_result(
-        "benchmark",
-        environment=collect_environment(),
-        inputs={"benchmark": "command_line", "cores": len(os.sched_getaffinity(0))},
-        data={"rows": rows},
-    )
-    write_result(arguments.out / "command-line.json", record, force=True)
+    inputs = {"benchmark": "command_line", "cores": len(os.sched_getaffinity(0))}
+    keep(arguments.out / "command-line.json", inputs, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import keep
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
@@ -35,13 +36,11 @@ from kvprof import console
 from kvprof.benchmark.external import VllmShape, check_vllm, measure_vllm
 from kvprof.benchmark.jct.model import load_run_model, make_plans, prompt
 from kvprof.benchmark.jct.request import JctRequest
-from kvprof.environment import collect_environment
 from kvprof.methods.plan import Plan
 from kvprof.methods.soundness import head_kinds
 from kvprof.models.interface import text_decoder
 from kvprof.models.load import LoadedModel
-from kvprof.records.files import read_result, write_result
-from kvprof.records.result import build_result
+from kvprof.records.files import read_result
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 from kvprof.sizes import parse_counts
@@ -302,13 +301,7 @@ def _write(
         earlier = read_result(path)
         if earlier["inputs"] == inputs:
             kept = [r for r in earlier["data"]["rows"] if (r["context"], r["batch"]) not in new]
-    record = build_result(
-        "benchmark",
-        environment=collect_environment(),
-        inputs=inputs,
-        data={"rows": [*kept, *rows]},
-    )
-    write_result(path, record, force=True)
+    keep(path, inputs, {"rows": [*kept, *rows]})
 
 
 if __name__ == "__main__":

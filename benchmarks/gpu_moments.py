@@ -13,18 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from recording import keep
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvprof.analysis.stability import Run
 from kvprof.analysis.stability_data import stability_data
 from kvprof.analysis.stability_study import RankChoice
-from kvprof.environment import collect_environment
 from kvprof.models.capture import run_batch
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.moments.collect import CollectOptions, collect_moments, model_tokens
 from kvprof.moments.stability_passes import StudyPlan, plan_passes, run_pass
-from kvprof.records.files import write_result
-from kvprof.records.result import build_result
 from kvprof.sources.grammar import Source, SourceKind
 from kvprof.sources.windows import batches, windows
 
@@ -106,9 +104,8 @@ def main() -> None:
 
     study = _study(loaded, arguments)
     print(f"stability sweep: {study}", flush=True)
-    record = build_result(
-        "benchmark",
-        environment=collect_environment(),
+    keep(
+        arguments.out / "gpu-moments.json",
         inputs={
             "benchmark": "gpu_moments",
             "model": loaded.spec,
@@ -123,7 +120,6 @@ def main() -> None:
         },
         data={"moments": {"overhead": overhead, **samples}, "stability": study},
     )
-    write_result(arguments.out / "gpu-moments.json", record, force=True)
 
 
 def _study(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, object]:

@@ -17,13 +17,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from kvprof.environment import collect_environment
+from recording import add_only, keep, measure_parts
+
 from kvprof.records.files import read_result, write_result
-from kvprof.records.result import build_result
 from kvprof.reproduction.cells import CellStore, cell_digest, code_version
 from kvprof.reproduction.machine import this_machine
 
@@ -196,7 +195,7 @@ def main() -> None:
     """Measure the parts asked for."""
     known = parts()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(known), help="parts, separated by commas")
+    add_only(parser, known)
     parser.add_argument("--records", type=Path, required=True, help="folder of whole results")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a part")
@@ -204,30 +203,22 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="lengths and a model for a CPU")
     parser.add_argument("--demo", type=Path, help=f"where the part {DEMO} is copied to")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.only.split(",") if name not in known]:
-        parser.error(f"there is no part {unknown[0]}; choose from {', '.join(known)}")
-    data: dict[str, Any] = {}
-    for name in arguments.only.split(","):
+
+    def measure(name: str) -> dict[str, Any]:
         line = small(known[name]) if arguments.small else known[name]
-        start = time.perf_counter()
         path = arguments.records / name / "result.json"
         found = of_recipe(line, arguments.cells) if arguments.cells else None
         if found is not None and not whole(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_result(path, found, force=True)
         problem = run(name, line, arguments.records, arguments.limit)
-        print(f"{name}: {time.perf_counter() - start:.1f} s{f', {problem}' if problem else ''}")
         kept = condensed(read_result(path)) if path.is_file() else {}
-        data[name] = {**kept, "command": f"kvprof bench --jct {line}", "failed": problem}
-        show(name, data[name])
-        sys.stdout.flush()
-        result = build_result(
-            "benchmark",
-            data=data,
-            inputs={"benchmark": "jct", "parts": list(data)},
-            environment=collect_environment(),
-        )
-        write_result(arguments.out / "jct.json", result, force=True)
+        return {**kept, "command": f"kvprof bench --jct {line}", "failed": problem}
+
+    def keep_all(data: dict[str, Any]) -> None:
+        keep(arguments.out / "jct.json", {"benchmark": "jct", "parts": list(data)}, data)
+
+    data = measure_parts(arguments.only, measure, show, keep_all)
     if arguments.demo is not None and not data.get(DEMO, {"failed": "not run"})["failed"]:
         keep_demo(arguments.records / DEMO, arguments.demo)
 

@@ -13,23 +13,20 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from recording import add_only, keep, measure_parts
 
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.run import run_bench
 from kvprof.benchmark.timing import interleaved, median_interval, sampler
-from kvprof.environment import collect_environment
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
 from kvprof.kernels.project.step import project_step
-from kvprof.records.files import write_result
-from kvprof.records.result import build_result
 
 SEQ = 102_400
 PREFILL = 32_768
@@ -216,41 +213,32 @@ PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
 def main() -> None:
     """Measure the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    add_only(parser, PARTS)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--warm", action="store_true", help="compile at small sizes, keep nothing")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     arguments = parser.parse_args()
     run = Run(arguments.warm, arguments.repeats)
-    data: dict[str, Any] = {}
-    for name in arguments.only.split(","):
-        start = time.perf_counter()
-        try:
-            data[name] = PARTS[name](run)
-        except Exception as problem:
-            data[name] = {"failed": f"{type(problem).__name__}: {problem}"[:500]}
+    inputs = {
+        "benchmark": "kernels",
+        "repeats": arguments.repeats,
+        "ragged": RAGGED,
+        "prefill_grid": PREFILL_GRID,
+    }
+
+    def measure(name: str) -> dict[str, Any]:
         torch.cuda.empty_cache()
-        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-        show(name, data[name])
+        return PARTS[name](run)
+
+    def keep_all(data: dict[str, Any]) -> None:
         if not arguments.warm:
-            result = build_result(
-                "benchmark",
-                data=data,
-                inputs={
-                    "benchmark": "kernels",
-                    "repeats": arguments.repeats,
-                    "ragged": RAGGED,
-                    "prefill_grid": PREFILL_GRID,
-                },
-                environment=collect_environment(),
-            )
-            write_result(arguments.out / "kernels.json", result, force=True)
+            keep(arguments.out / "kernels.json", inputs, data)
+
+    measure_parts(arguments.only, measure, show, keep_all)
 
 
 def show(name: str, part: dict[str, Any]) -> None:
     """Print the rows of a part, or what it holds instead."""
-    if "failed" in part:
-        print(f"  {part['failed']}")
     for row in part.get("rows", ()):
         middle = statistics.median(row["seconds"])
         print(

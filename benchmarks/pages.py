@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import keep
 from torch import Tensor
 
 from kvprof.benchmark.timing import interleaved, paired_interval, sampler
-from kvprof.environment import collect_environment
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.dispatch import compiling_ahead
@@ -42,8 +42,6 @@ from kvprof.kernels.reconstruct.step import reconstruct_step
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
-from kvprof.records.files import write_result
-from kvprof.records.result import build_result
 
 NAME = "pages.json"
 #: Mean kept width 64 of 128, from 32 to 112, as `benchmarks/kernel_speed.py` has it.
@@ -469,8 +467,8 @@ def main() -> None:
         rows += new
     seconds = time.perf_counter() - begun
     print(f"{seconds:.1f} s; cases left out for lack of time: {left_out}")
-    result = build_result(
-        "benchmark",
+    keep(
+        arguments.out / NAME,
         data={"rows": rows, "compile_s": compile_s, "seconds": seconds, "left_out": left_out},
         inputs={
             "benchmark": "pages",
@@ -480,7 +478,6 @@ def main() -> None:
             "gap": GAP,
             "tiny": arguments.tiny,
         },
-        environment=collect_environment(),
         warnings=[
             *failed,
             *(
@@ -490,7 +487,6 @@ def main() -> None:
             ),
         ],
     )
-    write_result(arguments.out / NAME, result, force=True)
     if wrong or failed:
         raise SystemExit(
             f"{len(failed)} cases failed; {len(wrong)} forms are further than {LIMIT} from float64"

@@ -27,17 +27,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recording import keep
+
 from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.methods import parse_method
 from kvprof.benchmark.plans import layer_widths, low_rank_plan
-from kvprof.environment import collect_environment
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import on_top
-from kvprof.records.files import write_result
-from kvprof.records.result import build_result
 from kvprof.serving.alone import AT_ONCE, case_times
 from kvprof.serving.settings import engine_variables
 from kvprof.sizes import parse_counts
@@ -219,9 +218,8 @@ def main() -> None:
             if ended is not None:
                 engines.append({"engine": name, "ended": ended})
             rows += [one for one in found if "method" in one]
-            record = build_result(
-                "benchmark",
-                environment=collect_environment(),
+            keep(
+                arguments.out / NAME,
                 inputs={
                     "benchmark": "serving",
                     "model": arguments.model,
@@ -233,7 +231,6 @@ def main() -> None:
                 },
                 data={"engines": engines, "rows": with_ratios(rows)},
             )
-            write_result(arguments.out / NAME, record, force=True)
     for row in with_ratios(rows):
         if row["times_full"] is not None:
             print(

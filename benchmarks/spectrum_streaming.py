@@ -20,18 +20,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from recording import keep
 from torch import Tensor
 
 from kvprof.analysis.moments import Moments
 from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram
 from kvprof.analysis.spectrum import singular_values
-from kvprof.environment import collect_environment
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.layout import output_slices
 from kvprof.models.load import LoadedModel, load_model
 from kvprof.moments.collect import CollectOptions, collect_moments, empty_moments, model_tokens
-from kvprof.records.files import write_result
-from kvprof.records.result import build_result
 from kvprof.sizes import format_bytes, format_count, parse_counts
 from kvprof.sources.grammar import Source, SourceKind
 from kvprof.sources.windows import batches, windows
@@ -203,9 +201,8 @@ def main() -> None:
             f"error {error:.1e}",
             flush=True,
         )
-    record = build_result(
-        "benchmark",
-        environment=collect_environment(),
+    keep(
+        arguments.out / "spectrum-streaming.json",
         inputs={
             "benchmark": "spectrum_streaming",
             "model": arguments.model,
@@ -217,7 +214,6 @@ def main() -> None:
         },
         data={"rows": rows},
     )
-    write_result(arguments.out / "spectrum-streaming.json", record, force=True)
     assert np.isfinite([row["speedup_forward_excluded"] for row in rows]).all()
 
 

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from recording import keep
 from textual.screen import Screen
 
-from kvprof.environment import collect_environment
 from kvprof.records.events import Event, PartSample, RunFinished, StepFinished
-from kvprof.records.files import write_result
 from kvprof.records.journal import Journal
-from kvprof.records.result import build_result
 from kvprof.tui.app import LiveApp
 from kvprof.tui.frame import SCREENS, RunScreen
 from kvprof.tui.session import Session
@@ -196,9 +194,8 @@ def main() -> None:
         "step": sum(isinstance(event, StepFinished) for event in made),
     }
     found["seconds_per_event"] = cost_of_events(made)
-    record = build_result(
-        "benchmark",
-        environment=collect_environment(),
+    keep(
+        arguments.out / "tui.json",
         inputs={
             "benchmark": "tui_soak",
             "events": arguments.events,
@@ -213,7 +210,6 @@ def main() -> None:
         },
         data=found,
     )
-    write_result(arguments.out / "tui.json", record, force=True)
     shown = {**found["frames"], "all": found["all_frames"], "switches": found["switches"]}
     for name, of in shown.items():
         sys.stdout.write(
