@@ -43,6 +43,23 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def short_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the first documents of the evaluation splits, and its tasks.
+
+    What is cut into sequences of a few tokens need not be whole: every command would read all.
+    """
+    import kvprof
+
+    whole = Path(kvprof.__file__).parent / "assets" / "splits" / "evaluation"
+    short = tmp_path_factory.mktemp("splits")
+    for name in ("prose.jsonl", "code.jsonl"):
+        lines = (whole / name).read_text("utf-8").splitlines(keepends=True)
+        (short / name).write_text("".join(lines[:12]), "utf-8")
+    (short / "tasks.jsonl").symlink_to(whole / "tasks.jsonl")
+    return short
+
+
+@pytest.fixture(scope="session")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the same model with other weights."""
     from tests.models.folder import save_tiny

@@ -22,6 +22,7 @@ from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
 from kvprof.records.files import read_result
 from tests.benchmark.folder import save_config
 from tests.commands.running import kvprof
+from tests.models.tiny import tiny
 
 CPU = torch.device("cpu")
 SMALL = Shape("small", "here", 2, 512, 8, 4, 64, Rope("default", 1e4), 4096, 0.125)
@@ -150,7 +151,9 @@ def test_a_shape_is_laid_out_as_a_model():
 def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
     monkeypatch.setattr("kvprof.moments.calibrator.DEFAULT_TOKENS", 512)
-    common = ("--model", "reference", "--rate", "0.25", "--device", "cpu", "--repeats", "3")
+    folder = tmp_path / "model"
+    tiny("Llama", head_dim=32).save_pretrained(folder)
+    common = ("--model", folder, "--rate", "0.25", "--device", "cpu", "--repeats", "3")
     names = ("--methods", "full,keys-only,keys-only-4bit")
     done = kvprof(
         "bench", *common, *names, "--seq", "64", "--phase", "decode", "--json", tmp_path / "b.json"

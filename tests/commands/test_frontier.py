@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ SMALL = (
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_splits: Path) -> Path:
+    monkeypatch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
     folder = tmp_path / "cache"
     monkeypatch.setenv("KVPROF_CACHE", str(folder))
     return folder
@@ -105,7 +107,15 @@ def test_a_frontier_is_measured_reported_and_resumed(
     done = kvprof("frontier", tiny_folder, *methods, *SMALL)
     assert done.code == 0
     assert "evaluations of this model on this data are in" in done.stderr
-    assert "kept, fp8 saves most for sure: 75.0 %" in " ".join(done.stdout.split())
+    # Of random weights it is chance which one.
+    sure = {
+        label: method["max_rate_interval"][0] or 0
+        for label, method in by_label.items()
+        if method["max_rate_interval"]
+    }
+    best = max(sure, key=sure.__getitem__)
+    told = rf"kept, {best} (saves most for sure|goes furthest): {100 * sure[best]:.1f} %"
+    assert re.search(told, " ".join(done.stdout.split()))
     again = frontier_json(tmp_path, tiny_folder, *methods)
     assert again["data"] == first["data"]
     assert again["inputs"]["evaluations_measured"] == 0
