@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from kvprof import console
-from kvprof.commands.steps import Sample, calibration_options, plan_of
+from kvprof.commands.steps import Sample, calibration_options, check_reach, plan_of
 from kvprof.errors import ExitCode, UsageError
 from kvprof.evaluation.evaluator import hidden_in_one_pass, refuse_hidden
 from kvprof.evaluation.harness import (
@@ -222,6 +222,8 @@ def _from_methods(
         loaded, given, progress=console.track, should_stop=stop, notice=console.warn
     )
     for method in methods:
+        if method not in ALWAYS:
+            check_reach(loaded, method, request.options_of(method), request.rate, evaluator.context)
         calibrator.expect(method, **request.options_of(method))
     plans = []
     try:

@@ -36,7 +36,24 @@ __all__ = [
     "PngOption",
     "Report",
     "SvgOption",
+    "check_folder",
 ]
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a file where ``--out`` names a folder.
+
+    Parameters
+    ----------
+    out : Path
+        As the user named it; it need not exist.
+
+    Raises
+    ------
+    UsageError
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; name a folder")
 
 
 def _destination(option: str, metavar: str, text: str) -> Any:
@@ -130,8 +147,8 @@ class Outputs:
                 )
         if _STDOUT in extra:
             raise UsageError("-: this output goes to a file; only --json and --csv go to stdout")
-        if self.out is not None and self.out.exists() and not self.out.is_dir():
-            raise UsageError(f"--out {self.out} is a file; name a folder")
+        if self.out is not None:
+            check_folder(self.out)
         files = [*self._files().items(), *(("the other output", path) for path in extra)]
         taken: dict[Path, str] = {}
         for option, path in files:

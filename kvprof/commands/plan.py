@@ -132,6 +132,10 @@ def plan(
     save: Annotated[
         Path | None, typer.Option("--save", help="Keep the plan in this file (safetensors).")
     ] = None,
+    servable: Annotated[
+        bool,
+        typer.Option("--servable", hidden=True, help="Refuse what kvprof serve cannot serve."),
+    ] = False,
     context: ContextOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
@@ -238,6 +242,7 @@ def plan(
             context=context,
             describe=describe,
             compare=compare,
+            servable=servable,
             save=save,
         )
         return

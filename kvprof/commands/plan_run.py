@@ -24,7 +24,8 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import comparison, plan_report
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import Calibrator
+from kvprof.moments.calibrator import Calibrator, uncalibrated_family
+from kvprof.serving.refusals import check_servable
 from kvprof.views.plan import report
 
 __all__ = ["RoundedPlan", "model_inputs", "one_plan", "rounded_plan"]
@@ -70,9 +71,17 @@ def rounded_plan(
 
     Parameters and errors are those of `kvprof.commands.steps.make_plan`.
     """
-    rated = rate is not None or removal is not None
     calibrator = method_calibrator(
-        loaded, method, options, calibrate, calibrate_tokens, rated=rated, seq_len=None, stop=stop
+        loaded,
+        method,
+        options,
+        calibrate,
+        calibrate_tokens,
+        rate=rate,
+        removal=removal,
+        context=context,
+        seq_len=None,
+        stop=stop,
     )
     with calibration_interrupts():
         family = calibrator.family(method, **options)
@@ -108,6 +117,7 @@ def one_plan(
     describe: bool,
     compare: Path | None,
     save: Path | None,
+    servable: bool = False,
 ) -> None:
     """Make or read a plan, save it, and end the command with what it stores.
 
@@ -125,6 +135,8 @@ def one_plan(
     outputs : Outputs
     context, describe, compare, save
         From the command line.
+    servable : bool
+        Refuse, before anything is calibrated, a method that ``kvprof serve`` cannot serve.
     """
     if file is None:
         check_options(given["method"], given["options"])
@@ -151,6 +163,8 @@ def one_plan(
                     loaded, **given, plan_file=file, context=at, seq_len=None, stop=stop
                 )
             else:
+                if servable:
+                    _refuse_unservable(loaded, given)
                 rounded = rounded_plan(loaded, **given, context=at, stop=stop)
                 made = rounded.plan
 
@@ -192,6 +206,13 @@ def one_plan(
         lost=lost,
         report=partial(report, describe=describe),
     )
+
+
+def _refuse_unservable(loaded: LoadedModel, given: dict[str, Any]) -> None:
+    family = uncalibrated_family(loaded, given["method"], **given["options"])
+    if family is not None:  # of others the plan itself tells, once there is one
+        plan = family.build((family.settings or family.bounds)[-1])
+        check_servable(replace(plan, method=family.method))
 
 
 def _saved(path: Path, dtype: str) -> tuple[Plan, str]:

@@ -16,7 +16,7 @@ import typer
 from platformdirs import user_cache_path
 
 from kvprof import console
-from kvprof.commands.output import Outputs
+from kvprof.commands.output import Outputs, check_folder
 from kvprof.errors import (
     ClaimNotMetError,
     FailedError,
@@ -286,8 +286,7 @@ def _default_folder() -> Path:
 
 def _older(folder: Path) -> list[dict[str, Any]]:
     """Return the entries that a folder has; refuse one that is something else's."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out {folder} is a file; name a folder")
+    check_folder(folder)
     path = folder / RESULT_NAME
     if not path.exists():
         return []

@@ -53,7 +53,7 @@ def calibrated(
         return
     with ScratchFolder("serve") as folder:
         path = Path(folder) / "served.plan"
-        words = ["plan", model, "--save", str(path)]
+        words = ["plan", model, "--servable", "--save", str(path)]
         for name, value in given.items():
             words += [] if value is None else [name, str(value)]
         for entry in option or ():

@@ -33,7 +33,12 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs
 from kvprof.models.load import LoadedModel, load_model
-from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
+from kvprof.moments.calibrator import (
+    CalibrationInterrupted,
+    CalibrationOptions,
+    Calibrator,
+    uncalibrated_family,
+)
 from kvprof.moments.collect import undefined_pairs
 from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.runtime.compressed import check_runs, refusal
@@ -45,6 +50,7 @@ __all__ = [
     "calibration_interrupts",
     "calibration_options",
     "check_options",
+    "check_reach",
     "defined_pairs",
     "evaluation_context",
     "load_for_command",
@@ -376,14 +382,15 @@ def make_plan(
     if plan_file is not None:
         return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert method is not None  # check_choice has seen to it
-    rated = rate is not None or removal is not None
     calibrator = method_calibrator(
         loaded,
         method,
         options,
         calibrate,
         calibrate_tokens,
-        rated=rated,
+        rate=rate,
+        removal=removal,
+        context=context,
         seq_len=seq_len,
         stop=stop,
     )
@@ -413,6 +420,34 @@ def check_options(method: str | None, options: Mapping[str, Any]) -> None:
         calibration_needs(method, **options)
 
 
+def check_reach(
+    loaded: LoadedModel, method: str, options: Mapping[str, Any], rate: float | None, context: int
+) -> None:
+    """Refuse a rate that no plan of a method has, before anything is calibrated for it.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    method : str
+    options : mapping
+        Of the method.
+    rate : float or None
+        From the command line.
+    context : int
+        Tokens at which its bytes are counted.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.methods.family.plan_for_rate`; and for what cannot be planned at all.
+    """
+    if rate is None or calibration_needs(method, **options) is None:
+        return
+    family = uncalibrated_family(loaded, method, **options)
+    if family is not None:  # of others the plan itself tells, once there is one
+        plan_for_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
+
+
 def method_calibrator(
     loaded: LoadedModel,
     method: str,
@@ -420,7 +455,9 @@ def method_calibrator(
     calibrate: str | None,
     calibrate_tokens: str | None,
     *,
-    rated: bool,
+    rate: float | None,
+    removal: float | None,
+    context: int,
     seq_len: int | None,
     stop: Stop,
 ) -> Calibrator:
@@ -434,8 +471,10 @@ def method_calibrator(
         Of the method.
     calibrate, calibrate_tokens : str or None
         How to calibrate, as the user said it.
-    rated : bool
-        Whether the user said how much to remove.
+    rate, removal : float or None
+        How much to remove, as the user said it.
+    context : int
+        Tokens at which the bytes of a rate are counted.
     seq_len : int or None
         Of the calibration's sequences, the evaluation's.
     stop : Stop
@@ -451,8 +490,9 @@ def method_calibrator(
         raise UsageError(
             f"{method} needs no calibration; leave out --calibrate and --calibrate-tokens"
         )
-    if needs is not None and not rated and method not in ALWAYS:
+    if needs is not None and rate is None and removal is None and method not in ALWAYS:
         raise UsageError(f"--method {method} needs --rate or --removal")
+    check_reach(loaded, method, options, rate, context)
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
     return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=console.warn)
 

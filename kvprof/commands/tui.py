@@ -14,6 +14,7 @@ import typer
 
 from kvprof import console
 from kvprof.child import child_environment
+from kvprof.commands.output import check_folder
 from kvprof.commands.run_source import (
     DEMO,
     checked_report,
@@ -140,6 +141,7 @@ def watched_command(words: Sequence[str]) -> Watched:
         )
     named = _option(arguments, "--out")
     if named is not None:
+        check_folder(Path(named))
         for name in (EVENTS_NAME, REPORT_NAME, MESSAGES_NAME):
             ensure_writable(Path(named) / name, "--force" in arguments)
         return Watched(arguments, Path(named), own=False)

@@ -329,6 +329,7 @@ def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any
     floor = lowest_drawn(float(target["target"]))
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, target["target"])))
+    axes.set_xlim(right=min(1.0, axes.get_xlim()[1]))  # what is saved is less than all
 
 
 _RATE = (
@@ -508,8 +509,8 @@ def _plot(result: Mapping[str, Any], target: Mapping[str, Any]) -> LinePlot:
     ]
     hidden = any(share is not None and share < floor for share in shares)
     if rates:
-        # First, so that curves are drawn over it.
-        ends = [min(rates), max(rates)]
+        # First, so that curves are drawn over it. Of one rate alone all that a rate may be.
+        ends = [min(rates), max(rates)] if min(rates) < max(rates) else [min(0.0, *rates), 1.0]
         drawn = [Series(f"target {least:g}", ends, [least] * 2), *drawn]
     title = f"Share of the baseline's {metric_name(metric)} kept, by rate"
     if hidden:

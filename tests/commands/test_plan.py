@@ -420,3 +420,25 @@ def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
     for arguments in (("--fit", "1GB", "--rate", 0.2), ("--method", "fp8")):
         done = kvprof("plan", folder, *arguments)
         assert (done.code, "multi-head latent attention" in done.error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "says"),
+    [
+        ("plan", ("--method", "kq", "--rate", 0.999), "kq reaches rates from"),
+        ("plan", ("--method", "fdc-4bit", "--rate", 0.999), "reaches rates from"),
+        ("eval", ("--method", "svd-kv", "--rate", 0.999), "svd-kv reaches rates from"),
+        ("plan", ("--method", "palu-4bit", "--rate", 0.5, "--servable"), "cannot be served: layer"),
+        (
+            "plan",
+            ("--method", "tale", "--rate", 0.5, "--servable"),
+            "change their rank as they age",
+        ),
+    ],
+)
+def test_what_no_calibration_is_needed_for_is_refused_before(
+    tiny_folder: Path, command: str, arguments: tuple[Any, ...], says: str
+) -> None:
+    done = kvprof(command, tiny_folder, *arguments)
+    assert (done.code, says in done.error) == (2, True), done.stderr
+    assert "calibrating" not in done.stderr

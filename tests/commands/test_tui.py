@@ -274,3 +274,10 @@ def test_in_a_terminal_a_failing_measurement_is_the_exit_code(tmp_path):
     assert terminal.exit_code() == 2
     assert b"--no-such-option" in terminal.seen
     assert list(Path(tmp_path).glob("kvprof/runs/*")) == []
+
+
+def test_a_file_is_no_folder_to_measure_into(tmp_path):
+    notes = tmp_path / "notes"
+    notes.write_text("mine")
+    done = kvprof("tui", "--", "bench", "--jct", "--out", notes)
+    assert (done.code, done.error) == (2, f"kvprof: --out {notes} is a file; name a folder")

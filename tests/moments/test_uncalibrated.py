@@ -11,6 +11,7 @@ from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.plan_report import ranks_of
 from kvprof.methods.registry import method_names, plan_family
 from kvprof.moments.calibrator import follows_from_rate, uncalibrated_family
+from kvprof.serving.refusals import refusal
 from tests.methods.models import FINE, inputs, model
 
 CONTEXT = 100
@@ -24,6 +25,11 @@ def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
     real = plan_family(name, inputs("Llama"), **options)
     found = uncalibrated_family(model("Llama"), name, **options)
     assert found is not None
+    # What a rate out of reach is refused by, before anything is calibrated.
+    furthest = [one.build((one.settings or one.bounds)[-1]) for one in (real, found)]
+    most = [rate(plan, CONTEXT, itemsize=4) for plan in furthest]
+    assert most[0] == pytest.approx(most[1], abs=1e-9)
+    assert refusal(furthest[0]) == refusal(furthest[1])
     assert (found.method, found.settings) == (real.method, real.settings)
     if real.settings:
         plans = [plan_at(one, real.settings[-1]) for one in (real, found)]

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from typing import Any
 
 import pytest
@@ -279,3 +280,17 @@ def test_speeds_are_in_csv_and_have_a_panel() -> None:
     assert points == [pytest.approx(at) for at in expected]
     assert {text.get_text() for text in panel.texts} >= {"kq", "fp8", "full width "}
     assert figure_bytes(drawn, "svg") == figure_bytes(figure(result), "svg")
+
+
+def test_a_rate_alone_is_drawn_among_all_that_there_are() -> None:
+    """Half as much again as one rate is more than everything, which nothing saves."""
+    result = frontier_result()
+    kept = result["data"]["methods"][0]
+    kept["points"] = [point for point in kept["points"] if point["rate"] == kept["max_rate"]]
+    kept["max_rate"] = kept["points"][0]["rate"] = 0.75
+    result["data"]["methods"] = [kept]
+    text = render_text(report(result), 120)
+    (axis,) = [line for line in text.splitlines() if re.fullmatch(r"[ \d.]*0\.4 [ \d.]*", line)]
+    assert max(map(float, axis.split())) == 1
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    assert figure(result).axes[0].get_xlim()[1] <= 1
