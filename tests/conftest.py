@@ -42,6 +42,18 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+def calibrate_on_few(patch: pytest.MonkeyPatch) -> None:
+    """Let a method's own source of random tokens give 256: a plan of them is one like any other."""
+    from kvprof.moments import calibrator
+
+    whole = calibrator.parse_source
+    patch.setattr(
+        calibrator,
+        "parse_source",
+        lambda text, **more: whole("random:256" if text == "random:8k" else text, **more),
+    )
+
+
 @pytest.fixture(scope="session")
 def short_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the first documents of the evaluation splits, and its tasks.

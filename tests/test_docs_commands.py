@@ -22,6 +22,7 @@ from kvprof.cli import COMMANDS, app
 from kvprof.commands.recipe_run import check_command
 from kvprof.reproduction.allowed import CELL_COMMANDS
 from tests.commands.running import Finished, kvprof
+from tests.conftest import calibrate_on_few
 
 ROOT = Path(__file__).parents[1]
 
@@ -154,14 +155,19 @@ MADE = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the folder that all lines run in, with a text of the reader's own."""
+def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iterator[Path]:
+    """Return the folder that all lines run in, with a text of the reader's own.
+
+    Where a line says nothing of it, few tokens are calibrated on, and splits are short.
+    """
     path = tmp_path_factory.mktemp("documentation")
     (path / "notes.txt").write_text("\n".join(documents().values()), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVPROF_CACHE", str(path / "cache"))
         patch.setenv("COLUMNS", "80")
         patch.setenv("NO_COLOR", "1")
+        calibrate_on_few(patch)
+        patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
         patch.chdir(path)
         yield path
 

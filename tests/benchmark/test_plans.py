@@ -22,6 +22,7 @@ from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
 from kvprof.records.files import read_result
 from tests.benchmark.folder import save_config
 from tests.commands.running import kvprof
+from tests.conftest import calibrate_on_few
 from tests.models.tiny import tiny
 
 CPU = torch.device("cpu")
@@ -150,7 +151,7 @@ def test_a_shape_is_laid_out_as_a_model():
 
 def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
-    monkeypatch.setattr("kvprof.moments.calibrator.DEFAULT_TOKENS", 512)
+    calibrate_on_few(monkeypatch)
     folder = tmp_path / "model"
     tiny("Llama", head_dim=32).save_pretrained(folder)
     common = ("--model", folder, "--rate", "0.25", "--device", "cpu", "--repeats", "3")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
+from tests.conftest import calibrate_on_few
 
 PROMPT = "The cache holds"
 FDC = ("--method", "fdc", "--rate", 0.4, "--grid", 1, "--minimum", 1)
@@ -260,7 +261,10 @@ def test_ctrl_c_keeps_what_was_written(
 
 
 @pytest.mark.slow
-def test_the_reference_model_writes_and_departs(tmp_path: Path) -> None:
+def test_the_reference_model_writes_and_departs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate_on_few(monkeypatch)
     arguments = ("reference", "--method", "kq", "--rate", 0.5, "--max-new-tokens", 24, "--diff")
     result = generate_json(tmp_path, *arguments, "--prompt", "The kernel uses a page table to")
     assert len(result["data"]["tokens"]) == 24
