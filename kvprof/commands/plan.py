@@ -134,7 +134,7 @@ def plan(
     ] = None,
     servable: Annotated[
         bool,
-        typer.Option("--servable", hidden=True, help="Refuse what kvprof serve cannot serve."),
+        typer.Option("--servable", help="Refuse, before calibrating, what serve cannot serve."),
     ] = False,
     context: ContextOption = None,
     calibrate: CalibrateOption = None,
@@ -201,7 +201,13 @@ def plan(
         _refuse(
             f"cannot be had with {several}, which plans several methods; run kvprof plan without "
             "it",
-            {"--removal": removal, "--describe": describe, "--compare": compare, "--save": save},
+            {
+                "--removal": removal,
+                "--describe": describe,
+                "--compare": compare,
+                "--save": save,
+                "--servable": servable,
+            },
         )
         if method is not None and methods is not None:
             raise UsageError(f"--method and --methods both name what {several} is for; keep one")

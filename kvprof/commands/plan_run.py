@@ -136,7 +136,7 @@ def one_plan(
     context, describe, compare, save
         From the command line.
     servable : bool
-        Refuse, before anything is calibrated, a method that ``kvprof serve`` cannot serve.
+        Refuse what ``kvprof serve`` cannot serve; a method before anything is calibrated.
     """
     if file is None:
         check_options(given["method"], given["options"])
@@ -168,6 +168,8 @@ def one_plan(
                 rounded = rounded_plan(loaded, **given, context=at, stop=stop)
                 made = rounded.plan
 
+    if servable:
+        check_servable(made)
     if save is not None:
         try:
             save_plan(made, save, force=outputs.force)

@@ -492,8 +492,8 @@ def method_calibrator(
         )
     if needs is not None and rate is None and removal is None and method not in ALWAYS:
         raise UsageError(f"--method {method} needs --rate or --removal")
-    check_reach(loaded, method, options, rate, context)
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
+    check_reach(loaded, method, options, rate, context)
     return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=console.warn)
 
 

@@ -81,6 +81,7 @@ _FREE = frozenset(
         "--seq",
         "--seq-len",
         "--sequences",
+        "--servable",
         "--simulate",
         "--skip-first",
         "--slo",

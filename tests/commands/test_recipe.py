@@ -201,7 +201,7 @@ def test_a_real_cell_from_end_to_end(tmp_path: Path) -> None:
 def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = REAL.replace("plan reference --method {method} --rate {rate}", "spectrum --tokens 512k")
-    path = write(tmp_path, text.replace('"plan-{method}"', "plan-fdc"))
+    path = write(tmp_path, text.replace('"plan-{method}"', "plan-fp8"))
     process = subprocess.Popen(
         [sys.executable, "-m", "kvprof", "recipe", "run", str(path), "--out", str(out)],
         stderr=subprocess.PIPE,

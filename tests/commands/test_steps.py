@@ -108,7 +108,7 @@ def test_an_interrupted_calibration_ends_with_130(
     stop = Stop()
     stop.requested = True
     with pytest.raises(typer.Exit) as ended:
-        planned(loaded, method="kq", rate=0.3, calibrate_tokens="16k", stop=stop)
+        planned(loaded, method="kq", rate=0.3, calibrate_tokens="16k", options=FINE, stop=stop)
     assert ended.value.exit_code == 130
     assert "there is no plan yet" in capsys.readouterr().err
 
