@@ -21,6 +21,8 @@ DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if GPU else [])]
 LIMITS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 widths = st.integers(1, 16).map(lambda n: 16 * n)
+# The interpreter is slow, and tiles are small.
+LONGEST = 60 if interpreted() else 90
 
 
 def tuned(rows: int, keys: int) -> Tuning:
@@ -79,9 +81,9 @@ class Chunk:
 @st.composite
 def chunks(draw):
     rows = draw(st.integers(1, 4))
-    new = [draw(st.sampled_from([0, 1, 1]) | st.integers(0, 90)) for _ in range(rows)]
-    new[draw(st.integers(0, rows - 1))] = draw(st.integers(1, 90))
-    past = [draw(st.sampled_from([0, 0]) | st.integers(0, 90)) for _ in range(rows)]
+    new = [draw(st.sampled_from([0, 1, 1]) | st.integers(0, LONGEST)) for _ in range(rows)]
+    new[draw(st.integers(0, rows - 1))] = draw(st.integers(1, LONGEST))
+    past = [draw(st.sampled_from([0, 0]) | st.integers(0, LONGEST)) for _ in range(rows)]
     return (
         [(draw(widths), draw(widths)) for _ in range(draw(st.integers(1, 3)))],
         draw(st.integers(1, 8)),

@@ -55,7 +55,7 @@ def test_models_on_triton_say_what_they_say_on_torch(arch: str, dtype: torch.dty
     """Unlike widths, soft-cap, sinks, windows of 6, rows that begin at tokens 0 and 4."""
     model = model_of(arch, dtype)
     plan = make_plan(model, **PLANS["ragged" if arch == "Llama" else "ragged_online"])
-    cuts = [0, 8, 9, 12, 13]
+    cuts = [0, 8, 9, 12]
     found, stored = logits(model, plan, "on", cuts)
     wanted, nbytes = logits(model, plan, "off", cuts)
     limit = 1e-4 if dtype == torch.float32 else 3e-2
@@ -69,7 +69,7 @@ def test_levels_and_quantised_latents_on_triton_too(name: str) -> None:
     model = model_of("Llama", DTYPES[1], layers=1)
     kinds = AGING if name == "levels" else QUANTISED
     plan = make_plan(model, **kinds[name.removeprefix("quantised ")])
-    cuts = [0, 9, 10, 13, 14, 15]
+    cuts = [0, 9, 10, 13, 14]
     found, stored = logits(model, plan, "on", cuts)
     wanted, nbytes = logits(model, plan, "off", cuts)
     assert (found - wanted).norm() / wanted.norm() < 3e-2
