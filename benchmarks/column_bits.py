@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import add_only, keep, measure_parts
 
 from kvprof.benchmark.plans import low_rank_plan
 from kvprof.benchmark.ranks import Widths
@@ -32,7 +33,6 @@ from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.run import run_bench
 from kvprof.benchmark.shapes import load_shape
 from kvprof.benchmark.timing import interleaved, sampler
-from kvprof.environment import collect_environment
 from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
 from kvprof.kernels.segments.move import token_move
@@ -42,8 +42,6 @@ from kvprof.kernels.segments.tuning import Tuning, tuning_for
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
-from kvprof.records.files import write_result
-from kvprof.records.result import build_result
 
 NAME = "column-bits.json"
 SHAPE = "Llama-3.1-8B"
@@ -383,7 +381,7 @@ PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
 def main() -> None:
     """Measure the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    add_only(parser, PARTS)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(
         "--processes",
@@ -395,33 +393,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     arguments = parser.parse_args()
     run = Run(arguments.tiny, 3 if arguments.tiny else arguments.repeats)
-    data: dict[str, Any] = {}
-    parts = arguments.only.split(",")
     if arguments.processes:
         start = time.perf_counter()
-        compile_all(run, parts, arguments.processes)
+        compile_all(run, arguments.only, arguments.processes)
         print(f"compiled: {time.perf_counter() - start:.1f} s", flush=True)
-    for name in parts:
-        start = time.perf_counter()
-        try:
-            data[name] = PARTS[name](run)
-        except Exception as problem:
-            data[name] = {"failed": f"{type(problem).__name__}: {problem}"[:2000]}
-        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-        show(name, data[name])
-        result = build_result(
-            "benchmark",
-            data=data,
-            inputs={"benchmark": "column bits", "repeats": run.repeats, "tokens": run.seq},
-            environment=collect_environment(),
-        )
-        write_result(arguments.out / NAME, result, force=True)
+    inputs = {"benchmark": "column bits", "repeats": run.repeats, "tokens": run.seq}
+    measure_parts(
+        arguments.only,
+        lambda name: PARTS[name](run),
+        show,
+        lambda data: keep(arguments.out / NAME, inputs, data),
+    )
 
 
 def show(name: str, part: dict[str, Any]) -> None:
     """Print the rows of a part."""
-    if "failed" in part:
-        print(f"  {part['failed']}")
     if name == "check" and "cases" in part:
         print(f"  worst error {part['worst']:.1e}, limit {part['limit']:g}")
         for case in part["cases"]:
