@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvprof.analysis.loss_moments import LossMoments
 from kvprof.analysis.moments import Moments
 from kvprof.analysis.rank_allocation import RankTarget
 from kvprof.errors import FailedError, UsageError
@@ -88,6 +89,8 @@ class MethodInputs:
         Palu's importance of each head's W_K and W_V.
     sensitivities : HeadWeights or None
         Increase of the next-token KL divergence per unit of predicted error, for ``budget``.
+    loss : LossMoments or None
+        What errors of stored keys and values cost the next token, for ``kq-wf``'s ``loss``.
     width_costs : mapping or None
         For ``budget``: ``{"keys": {rank: cost}, "values": …}``, for example measured times of a
         kernel at each width of the grid; None counts dimensions.
@@ -103,6 +106,7 @@ class MethodInputs:
     moments: Moments | None = None
     fisher: HeadWeights | None = None
     sensitivities: HeadWeights | None = None
+    loss: LossMoments | None = None
     width_costs: Mapping[str, Mapping[int, float]] | None = None
     made: dict[str, Any] = field(default_factory=dict)
     skip: frozenset[int] = frozenset()

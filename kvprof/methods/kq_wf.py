@@ -26,7 +26,7 @@ def kq_wf(
     inputs: MethodInputs,
     *,
     heads: Count = 1,
-    allocation: Annotated[str, Among("budget", "output")] = "budget",
+    allocation: Annotated[str, Among("loss", "budget", "output")] = "loss",
     grid: Positive = 16,
     kinds: Count = 0,
     sink: Count = 4,
@@ -52,7 +52,9 @@ def kq_wf(
         KV heads whose values share a latent (their keys have one each): more go further where heads
         hold alike things, but W_O grows with them as for ``palu``; 0 for all.
     allocation : str
-        What a unit of a head's squared error weighs: ``budget`` what was measured of it, ``output``
+        What a unit of a head's squared error weighs. ``loss``: pairs are those of the next token's
+        loss itself (`kvprof.analysis.loss_moments`) instead of ``Q Kᵀ`` and ``V W_O``, and all
+        weigh alike. ``budget``: what was measured of it. ``output``:
         its share of the layer's output, by a rule of thumb that needs no measurement: an error of
         1 in a score moves what a head puts out about as much as an error of the size of the values
         themselves, and all query heads put out alike.
@@ -71,8 +73,11 @@ def kq_wf(
     Raises
     ------
     UsageError
-        Without moments; and its plans for ``budget`` without sensitivities.
+        Without moments; for ``loss`` without its moments; and plans for ``budget`` without
+        sensitivities.
     """
+    if allocation == "loss" and inputs.loss is None:
+        raise UsageError("--allocation loss needs moments of the loss, which were not given")
     base = projected(
         "kq-wf",
         inputs,
@@ -83,6 +88,7 @@ def kq_wf(
         minimum=1,
         fold_keys=True,
         value_heads=heads,
+        by_loss=inputs.loss if allocation == "loss" else None,
     )
     assert base.at_ranks is not None
     facts = inputs.layout.layers
@@ -172,6 +178,8 @@ def kq_wf(
 
 
 def _weights(allocation: str, inputs: MethodInputs, targets: Sequence[RankTarget]) -> list[float]:
+    if allocation == "loss":
+        return [1.0] * len(targets)
     if allocation == "budget":
         known = inputs.sensitivities
         if known is None:

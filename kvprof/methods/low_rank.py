@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvprof.analysis.bases import walsh_hadamard
+from kvprof.analysis.loss_moments import LossMoments
 from kvprof.analysis.rank_allocation import (
     ALLOCATIONS,
     Grid,
@@ -26,6 +27,8 @@ from kvprof.methods.pair_bases import (
     VALUE_BASES,
     SideBases,
     chosen,
+    loss_keys,
+    loss_values,
     shared_outputs,
 )
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
@@ -331,6 +334,7 @@ def projected(
     kinds: int = 0,
     fold_keys: bool = False,
     value_heads: int = 1,
+    by_loss: LossMoments | None = None,
 ) -> PlanFamily:
     """Return the plans of one choice of bases.
 
@@ -351,6 +355,9 @@ def projected(
         Fold the basis of Q and K into W_Q and W_K in layers that have neither RoPE nor QK-norm.
     value_heads : int
         KV heads whose values share a latent, 0 for all of a layer's; for ``vo-opt``.
+    by_loss : LossMoments or None
+        Pairs, and errors, are those of the next token instead of the queries' and of W_O's; for
+        ``kq`` and ``vo-opt``.
 
     Raises
     ------
@@ -366,6 +373,9 @@ def projected(
     value_basis = chosen(values, VALUE_BASES, method) if values is not None else None
     if value_heads != 1:
         value_basis = partial(shared_outputs, heads=value_heads)
+    if by_loss is not None:
+        key_basis = partial(loss_keys, loss=by_loss)
+        value_basis = partial(loss_values, loss=by_loss, heads=value_heads)
     layers = []
     for index, facts in enumerate(inputs.layout.layers):
         if index in inputs.skip:

@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 
 from kvprof.analysis.bases import eigenbasis, lost_product, optimal_pair, whitened_pair
+from kvprof.analysis.loss_moments import LossMoments
 from kvprof.analysis.moments import Moments, group_size, joint_gram
 from kvprof.analysis.pairs import pair_gram, query_head_gram
 from kvprof.analysis.spectrum import from_eigenvalues
 from kvprof.errors import UsageError
 from kvprof.models.layout import LayerLayout
 
-__all__ = ["KEY_BASES", "VALUE_BASES", "SideBases", "chosen", "shared_bases", "shared_outputs"]
+__all__ = [
+    "KEY_BASES",
+    "VALUE_BASES",
+    "SideBases",
+    "chosen",
+    "loss_keys",
+    "loss_values",
+    "shared_bases",
+    "shared_outputs",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +179,45 @@ def shared_outputs(moments: Moments, facts: LayerLayout, heads: int) -> SideBase
     _, outputs = _value_output(moments, facts)
     blocks = [torch.block_diag(*part) for part in outputs.split(size)]
     return replace(_optimal(stored, torch.stack(blocks)), heads=size)
+
+
+def loss_keys(moments: Moments, facts: LayerLayout, loss: LossMoments) -> SideBases:
+    """Return the pair whose errors are those of the next token: keys against their `LossMoments`.
+
+    As ``kq``, with the Fisher information of a key in the place of the queries' moment: predicted
+    errors are in nats, twice the divergence.
+    """
+    stored = moments.layers[facts.index].gram("k").cpu() / moments.tokens
+    return _optimal(stored, loss.keys[facts.index])
+
+
+def loss_values(
+    moments: Moments, facts: LayerLayout, loss: LossMoments, heads: int = 1
+) -> SideBases:
+    """Return the same for values, in latents that groups of heads share.
+
+    What heads of a group lose together is in the Fisher information of their values side by side,
+    where `shared_outputs` has to take it to be uncorrelated.
+
+    Parameters
+    ----------
+    moments : Moments
+        Kept with ``joint_heads`` a multiple of the group where that is more than one head.
+    facts : LayerLayout
+    loss : LossMoments
+    heads : int
+        KV heads per group; 0 for all of the layer's.
+    """
+    size = group_size(heads or facts.num_kv_heads, facts.num_kv_heads)
+    layer = moments.layers[facts.index]
+    stored = (layer.gram("v") if size == 1 else joint_gram(layer, "v", size)).cpu()
+    width = size * facts.v_head_dim
+    whole = loss.values[facts.index]
+    blocks = [
+        whole[start : start + width, start : start + width]
+        for start in range(0, whole.shape[-1], width)
+    ]
+    return replace(_optimal(stored / moments.tokens, torch.stack(blocks)), heads=size)
 
 
 def _key_basis(moments: Moments, facts: LayerLayout, gram: Tensor) -> SideBases:

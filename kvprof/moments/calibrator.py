@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvprof.analysis.loss_moments import LossMoments
 from kvprof.analysis.magnitudes import magnitude_counts
 from kvprof.analysis.moments import LayerMoments, Moments, group_size
 from kvprof.analysis.rank_allocation import ALLOCATIONS
@@ -27,6 +28,7 @@ from kvprof.moments.collect import (
 )
 from kvprof.moments.files import load_moments
 from kvprof.moments.fisher import FISHER_FORMS, GRADIENT_LENGTH, fisher_information
+from kvprof.moments.loss import loss_moments
 from kvprof.moments.sensitivity import PROBED_LENGTH, PROBED_TOKENS, measure_sensitivities
 from kvprof.moments.tokens import CalibrationTokens, read_tokens
 from kvprof.progress import Progress, silent
@@ -296,10 +298,10 @@ class Calibrator:
     """Runs a model over calibration data as methods ask for it, and never twice for the same.
 
     Moments are kept by source; those before RoPE and those of several heads jointly are collected
-    only for methods that need them. Fisher information and sensitivities (``allocation`` ``fisher``
-    and ``budget``) are measured on text: on the user's, or where that is random tokens or saved
-    moments, on the embedded calibration split. Random tokens would say what matters for predicting
-    noise.
+    only for methods that need them. Fisher information, sensitivities and moments of the loss
+    (``allocation`` ``fisher``, ``budget`` and ``loss``) are measured on text: on the user's, or
+    where that is random tokens or saved moments, on the embedded calibration split. Random tokens
+    would say what matters for predicting noise.
 
     Parameters
     ----------
@@ -331,6 +333,7 @@ class Calibrator:
         self._noticed: set[str] = set()
         self._moments = MomentStore(loaded, options, self._progress, should_stop)
         self._fisher: dict[tuple[str, int], _Weighed] = {}
+        self._loss: dict[tuple[int, int, int], tuple[LossMoments, dict[str, Any]]] = {}
         self._sensitivities: dict[tuple[object, ...], _Weighed] = {}
 
     def expect(self, method: str, **options: Any) -> None:
@@ -383,6 +386,9 @@ class Calibrator:
             moments = self._moments.get(needs)
             inputs = replace(inputs, moments=moments)
             inputs = self._noted(inputs, self._moments.notes(method, needs, moments))
+        if allocation == "loss":
+            sink, window = (int(_setting(method, options, x) or 0) for x in ("sink", "window"))
+            return self._with_loss(inputs, sink, window)
         if allocation in ("fisher", "budget"):
             base, own = base_method(method, options)
             family = self._shared_out(base, inputs, own)
@@ -429,6 +435,8 @@ class Calibrator:
         """Return the method's plans with its own allocation: what could have ranks at all."""
         # The name of the option is refused here where the method has none.
         plain = {key: value for key, value in own.items() if key != "allocation"}
+        if _allocation(base, {}) == "loss":
+            plain["allocation"] = "output"  # its own has other pairs, from what is not here
         family = plan_family(base, inputs, **plain)
         if not family.targets or family.at_ranks is None:
             raise UsageError(
@@ -463,6 +471,27 @@ class Calibrator:
             )
         inputs = replace(inputs, fisher=weights, made={**inputs.made, "fisher": made})
         return self._noted(inputs, notes)
+
+    def _with_loss(self, inputs: MethodInputs, sink: int, window: int) -> MethodInputs:
+        wanted = self._options.tokens or DEFAULT_TOKENS
+        key = sink, window, wanted
+        if key not in self._loss:
+            text = self._text(wanted, GRADIENT_LENGTH)
+            with self._progress(f"gradients of {text.source.name} text", text.count) as bar:
+                moments = loss_moments(
+                    self._loaded,
+                    text.batches(1),
+                    sink=sink,
+                    window=window,
+                    seed=self._options.seed,
+                    advance=bar.advance,
+                    should_stop=self._should_stop,
+                )
+            if moments is None:
+                raise CalibrationInterrupted("interrupted while taking gradients")
+            self._loss[key] = moments, _about(text)
+        moments, made = self._loss[key]
+        return replace(inputs, loss=moments, made={**inputs.made, "loss": made})
 
     def _with_sensitivities(
         self, inputs: MethodInputs, base: str, family: PlanFamily
@@ -520,11 +549,16 @@ def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
 
 def _allocation(method: str, options: Mapping[str, Any]) -> Any:
     """Return how a method hands out its ranks or bits: as the options say, else as it does."""
-    if "allocation" in options:
-        return options["allocation"]
+    return _setting(method, options, "allocation")
+
+
+def _setting(method: str, options: Mapping[str, Any], name: str) -> Any:
+    """Return an option as given, else as the method has it by default; None where it has none."""
+    if name in options:
+        return options[name]
     base, _ = base_method(method, options)
     known = inspect.signature(METHODS[base]).parameters if base in METHODS else {}
-    return known["allocation"].default if "allocation" in known else None
+    return known[name].default if name in known else None
 
 
 # --- Plans of a method's shape without calibration: what they store, not what they keep of a
@@ -601,6 +635,8 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
         alike = by_head(targets, [1.0 / float(target.errors[0]) for target in targets])
         inputs = replace(inputs, sensitivities=alike)
         given["allocation"] = "budget"
+    elif allocation == "loss":
+        given["allocation"] = "output"
     return plan_family(method, inputs, **given)
 
 

@@ -13,7 +13,7 @@ from kvprof.methods.family import HeadWeights
 from kvprof.models.layout import head_columns
 from kvprof.models.load import LoadedModel
 
-__all__ = ["FISHER_FORMS", "GRADIENT_LENGTH", "fisher_information"]
+__all__ = ["FISHER_FORMS", "GRADIENT_LENGTH", "fisher_information", "only_these"]
 
 #: How the squared gradients of a head's weights become one figure; the first is the default.
 FISHER_FORMS = ("paper", "code")
@@ -76,7 +76,7 @@ def fisher_information(
     weights = {name: _weight(loaded, name) for name, _ in heads.values()}
     squares: dict[str, Tensor] = {}
     count = 0
-    with _only_these(loaded, list(weights.values())):
+    with only_these(loaded, list(weights.values())):
         for sequence in (row for batch in batches for row in batch):
             gradients = _gradients(loaded, sequence, list(weights.values()))
             for name, gradient in zip(weights, gradients, strict=True):
@@ -133,7 +133,7 @@ def _gradients(
 
 
 @contextmanager
-def _only_these(loaded: LoadedModel, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+def only_these(loaded: LoadedModel, weights: Sequence[nn.Parameter]) -> Iterator[None]:
     """Let gradients flow to some weights and to nothing else; put everything back afterwards."""
     before = {parameter: parameter.requires_grad for parameter in loaded.model.parameters()}
     try:

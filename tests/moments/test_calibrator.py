@@ -271,6 +271,24 @@ def test_fisher_and_budget_are_measured_once_on_text(loaded: LoadedModel, passes
     assert len(passes.titles) == before + 2
 
 
+def test_moments_of_the_loss_are_taken_once_for_the_same_exact_tokens(
+    loaded: LoadedModel, passes: Passes, ids: Path
+) -> None:
+    given = calibrator(loaded, passes, ids, tokens=256)
+    plan = plan_for_rate(given.family("kq-wf", grid=4, window=8), 0.6, 96, itemsize=4)
+    assert passes.titles[-1] == "gradients of ids.npy text"
+    assert passes.done[-1] == plan.made["loss"]["tokens"] == 256
+    assert plan.made["options"]["allocation"] == "loss"
+    before = len(passes.titles)
+    given.family("kq-wf", grid=8, window=8, heads=2)
+    assert "gradients of ids.npy text" not in passes.titles[before:]
+    given.family("kq-wf", grid=4, window=16)
+    assert passes.titles[-1] == "gradients of ids.npy text"
+    # What has other pairs is probed by those of the products.
+    given.family("kq-wf", grid=4, allocation="budget")
+    assert passes.titles[-1].endswith("targets of kq-wf on ids.npy text")
+
+
 def test_gradients_and_probes_take_the_text_that_was_given(
     loaded: LoadedModel, passes: Passes, ids: Path
 ) -> None:
@@ -311,6 +329,8 @@ def test_an_interruption_leaves_nothing_to_plan_with(loaded: LoadedModel, passes
     stop["now"] = True
     with pytest.raises(CalibrationInterrupted, match="gradients"):
         given.family("kq", allocation="fisher")
+    with pytest.raises(CalibrationInterrupted, match="gradients"):
+        given.inputs("kq-wf", allocation="loss")
     with pytest.raises(CalibrationInterrupted, match="probing"):
         given.family("kq", allocation="budget")
 

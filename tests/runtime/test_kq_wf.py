@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvprof.analysis.loss_moments import LossMoments
+from kvprof.analysis.moments import joint_gram
 from kvprof.analysis.uniform import uniform_distortion, uniform_step
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
@@ -238,7 +240,7 @@ def test_measured_weights_move_bits_to_where_they_count() -> None:
     figures = [1.0] * len(family.targets)
     figures[0] = 1e6
     given = with_weights("Llama", sensitivities=by_head(family.targets, figures))
-    plan = plan_at(plan_family("kq-wf", given, grid=4), 0.85)
+    plan = plan_at(plan_family("kq-wf", given, grid=4, allocation="budget"), 0.85)
     most = plan.layers[0].keys.groups[0].column_bits
     others = [
         group.column_bits
@@ -249,7 +251,50 @@ def test_measured_weights_move_bits_to_where_they_count() -> None:
     sizes = [sum(width * bits for width, bits in runs) for runs in others]
     assert sum(width * bits for width, bits in most) == max(sizes)
     with pytest.raises(UsageError, match="needs measured sensitivities"):
-        plan_family("kq-wf", inputs("Llama")).build(0.5)
+        plan_family("kq-wf", inputs("Llama"), allocation="budget").build(0.5)
+    with pytest.raises(UsageError, match="needs moments of the loss"):
+        plan_family("kq-wf", inputs("Llama"))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_pairs_of_the_loss_predict_what_a_dropped_column_costs(heads: int) -> None:
+    """Errors at every rank are tr(F E), E the moment of what the best truncation leaves out."""
+    given = inputs("Llama")
+    assert given.moments is not None
+    facts = given.layout.layers[0]
+    width, layers = facts.num_kv_heads * facts.v_head_dim, len(given.layout.layers)
+    generator = torch.Generator().manual_seed(3)
+    roots = torch.randn(layers, 2, width, width, generator=generator, dtype=torch.float64)
+    grams = roots @ roots.mT
+    size = facts.qk_head_dim
+    loss = LossMoments(
+        tuple(
+            torch.stack([x[0, s : s + size, s : s + size] for s in range(0, width, size)])
+            for x in grams
+        ),
+        tuple(x[1] for x in grams),
+    )
+    family = plan_family("kq-wf", replace(given, loss=loss), grid=4, heads=heads, sink=0, window=0)
+    assert family.at_ranks is not None
+    whole = family.at_ranks([target.width for target in family.targets])
+    rest = given.moments.layers[0]
+    for target in (x for x in family.targets if x.layer == 0):
+        group = dict(sides(whole))[target.side][target.group]
+        down, up = (x.double() for x in (group.down, group.up))
+        own = slice(target.group * target.width, (target.group + 1) * target.width)
+        if target.side == "keys":
+            stored, cost = rest.gram("k")[target.group], loss.keys[0][target.group]
+        else:
+            joint = joint_gram(rest, "v", 2)[0]
+            stored, cost = joint[own, own], loss.values[0][own, own]
+        for rank in (0, target.width // 2, target.width - 1):
+            left = torch.eye(target.width).double() - down[:, :rank] @ up[:, :rank].mT
+            lost = float((left.mT @ (stored / given.moments.tokens) @ left @ cost).trace())
+            assert lost == pytest.approx(float(target.errors[rank]), rel=1e-3)
+            # Nothing of that rank does better: the product's singular values say what is left.
+            left_of = torch.linalg.eigvals(stored / given.moments.tokens @ cost).real
+            best = left_of.sort(descending=True).values[rank:].sum()
+            assert lost == pytest.approx(float(best), rel=1e-3)
 
 
 def test_scores_count_as_they_are_and_outputs_beside_the_layers_own() -> None:
