@@ -471,6 +471,9 @@ def _decoded(*names: str) -> str:
         model = record["inputs"]["model"]
         for (label, rate), one in _evaluations(record):
             shown = one["method"] if one["method"] == "fp8" else label
+            if one["method"] == "kq-wf" and "allocation=" not in shown:
+                # Its default has changed; the plan says which it had.
+                shown = f"{shown},allocation={one['plan']['made']['options']['allocation']}"
             tasks = [one["tasks"][task]["accuracy"] for task in _RETRIEVAL if task in one["tasks"]]
             rows[model, shown, rate] = (
                 model,
