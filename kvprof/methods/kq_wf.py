@@ -36,7 +36,8 @@ def kq_wf(
 ) -> PlanFamily:
     """Return plans of the optimal pairs with 0, 2, 3, 4 or 8 bits by column.
 
-    A latent's columns have the singular values σ_i of ``Q Kᵀ``, or of ``V W_O``: what a column's
+    A latent's columns have the singular values σ_i of ``Q Kᵀ``, or of ``V W_O`` (with the
+    allocation ``loss``, of K and V times a root of their Fisher information): what a column's
     relative squared error D adds to the product's squared error is ``σ_i² D``. Bits are handed out
     over all layers, heads and both sides to what loses least by that
     (`kvprof.analysis.bit_allocation.water_filled`). Columns of equal bits are mixed by a Hadamard

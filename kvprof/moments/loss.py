@@ -96,7 +96,11 @@ def loss_moments(
             if should_stop():
                 return None
     if not count:
-        raise UsageError(f"moments of the loss need text of more than {sink + window + 1} tokens")
+        raise UsageError(
+            f"--allocation loss needs sequences of more than {sink + window + 1} tokens: the first "
+            f"{sink} and the newest {window} stay exact; calibrate on longer ones, or choose "
+            "another --allocation"
+        )
     return LossMoments(
         *(
             tuple(_finite(loaded, moments[x.index] / count, x.index) for x in layers)

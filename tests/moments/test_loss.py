@@ -150,5 +150,5 @@ def test_the_model_is_left_as_it_was_and_the_batch_does_not_matter() -> None:
 def test_it_stops_when_asked_and_needs_text() -> None:
     loaded = wrap_model(tiny("Llama", **SMALL))
     assert loss_moments(loaded, [token_ids(1, 8)], should_stop=lambda: True) is None
-    with pytest.raises(UsageError, match="text of more than 5 tokens"):
+    with pytest.raises(UsageError, match="sequences of more than 5 tokens"):
         loss_moments(loaded, [token_ids(1, 4)], sink=2, window=2)
