@@ -27,8 +27,8 @@ from kvprof.analysis.moments import Moments
 from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram
 from kvprof.analysis.spectrum import singular_values
 from kvprof.models.capture import Tap, capture, run_batch
-from kvprof.models.layout import output_slices
 from kvprof.models.load import LoadedModel, load_model
+from kvprof.models.projections import output_slices
 from kvprof.moments.collect import CollectOptions, collect_moments, empty_moments, model_tokens
 from kvprof.sizes import format_bytes, format_count, parse_counts
 from kvprof.sources.grammar import Source, SourceKind

@@ -273,7 +273,8 @@ AllocationOption = Annotated[
     typer.Option(
         "--allocation",
         rich_help_panel=METHOD,
-        help="removal, uniform, tail, fisher or budget. Default by method.",
+        help="removal, uniform, tail, fisher or budget; of kq-wf loss, budget or output. "
+        "Default by method.",
     ),
 ]
 GridOption = Annotated[

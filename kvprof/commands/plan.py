@@ -30,6 +30,7 @@ from kvprof.commands.options import (
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import UsageError
+from kvprof.evaluation.recorded_prefill import prefill_of, shipped_prefill
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.links import parse_links
@@ -236,7 +237,6 @@ def plan(
         transfer_data,
     )
     from kvprof.commands.steps import evaluation_context, load_for_command
-    from kvprof.evaluation.recorded_prefill import prefill_of, shipped_prefill
 
     if not several:
         one_plan(

@@ -14,8 +14,9 @@ from kvprof.analysis.pairs import PAIRS
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.chat import ChatWriter
-from kvprof.models.layout import LayerLayout, ModelLayout, output_slices, value_weight
+from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import LoadedModel
+from kvprof.models.projections import output_slices, value_weight
 from kvprof.models.weights import compute_device
 from kvprof.sources.grammar import RANDOM, Source, SourceKind
 from kvprof.sources.windows import ModelTokens, batches, windows

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.family import HeadWeights
-from kvprof.models.layout import head_columns
 from kvprof.models.load import LoadedModel
+from kvprof.models.projections import head_columns
 
 __all__ = ["FISHER_FORMS", "GRADIENT_LENGTH", "fisher_information", "only_these"]
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from kvprof.errors import UsageError
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
-from kvprof.models.layout import LayerLayout, head_columns, output_slices
+from kvprof.models.layout import LayerLayout
 from kvprof.models.load import LoadedModel
+from kvprof.models.projections import head_columns, output_slices
 from kvprof.models.weights import projection_matrix
 from kvprof.runtime.tensors import unflatten
 

@@ -12,7 +12,7 @@ from kvprof.methods.plan import Placement
 from kvprof.methods.registry import plan_family
 from kvprof.methods.soundness import check_fits
 from kvprof.models.capture import capture, run_batch
-from kvprof.models.layout import output_slices
+from kvprof.models.projections import output_slices
 from tests.methods.models import FINE, inputs, model, with_weights
 from tests.models.tiny import ARCHITECTURES, MLA
 

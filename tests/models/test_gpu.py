@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvprof.models.capture import capture, run_batch
-from kvprof.models.layout import output_slices
 from kvprof.models.load import load_model
+from kvprof.models.projections import output_slices
 from tests.models.tiny import ARCHITECTURES, tiny, token_ids
 
 pytestmark = [

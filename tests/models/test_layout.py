@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from kvprof.errors import UsageError
-from kvprof.models.layout import output_slices, value_weight
 from kvprof.models.probe import inspect_layout
+from kvprof.models.projections import output_slices, value_weight
 from tests.models.tiny import ARCHITECTURES, MLA, tiny, token_ids
 
 # position, rotary dimensions, QK-norm, fused, windows of the three layers, soft cap, sinks

@@ -19,8 +19,8 @@ from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.models import load as load_module
 from kvprof.models import locate as locate_module
 from kvprof.models.capture import capture, run_batch
-from kvprof.models.layout import output_slices, value_weight
 from kvprof.models.load import load_model, wrap_model
+from kvprof.models.projections import output_slices, value_weight
 from tests.models.tiny import tiny, token_ids
 
 

@@ -18,8 +18,9 @@ from kvprof.methods.accounting import full_bytes
 from kvprof.methods.plan import Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.interface import text_decoder, wrapped_rotations
-from kvprof.models.layout import LayerLayout, head_columns
+from kvprof.models.layout import LayerLayout
 from kvprof.models.load import LoadedModel
+from kvprof.models.projections import head_columns
 from kvprof.records.events import MemorySample
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import REST, Clock, EventClock, Stretch, WallClock, part, timing

@@ -1,0 +1,131 @@
+"""The weights of single heads inside the projections of Q, K, V and the output, fused or not."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvprof.errors import UsageError
+from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.models.weights import projection_matrix
+
+__all__ = ["head_columns", "output_slices", "value_weight"]
+
+
+def output_slices(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
+    """Return each head's slice of the output projection, ``W_O^h``.
+
+    Returns
+    -------
+    Tensor
+        ``[num_heads, v_head_dim, hidden]``; head h adds ``out_h @ W_O^h`` to the residual stream.
+
+    Raises
+    ------
+    UsageError
+        When the heads' outputs do not go straight into a linear projection (gated attention).
+    """
+    facts = layout.layers[layer]
+    if facts.output_projection is None:
+        raise UsageError(
+            f"{layout.architecture}: what its heads put out does not go straight into an output "
+            "projection, so W_O has no slice per head (pair vo is not defined)"
+        )
+    module = model.get_submodule(facts.attention).get_submodule(facts.output_projection)
+    matrix = projection_matrix(module, facts.num_heads * facts.v_head_dim)
+    return matrix.view(facts.num_heads, facts.v_head_dim, -1)
+
+
+def value_weight(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
+    """Return each KV head's value projection, ``W_V``.
+
+    Returns
+    -------
+    Tensor
+        ``[num_kv_heads, hidden, v_head_dim]``; ``x @ W`` is V without its bias.
+
+    Raises
+    ------
+    UsageError
+        For MLA, and wherever V is not a plain projection of the layer's input.
+    """
+    facts = layout.layers[layer]
+    if facts.mla:
+        raise UsageError(
+            f"{layout.architecture} has multi-head latent attention: V is expanded from a latent, "
+            "so there is no weight from the hidden state to V (pair w_v is not defined)"
+        )
+    if facts.value_projection is None:
+        raise UsageError(
+            f"{layout.architecture}: V is not a plain projection of the layer's input "
+            "(pair w_v is not defined)"
+        )
+    module = model.get_submodule(facts.attention).get_submodule(facts.value_projection)
+    matrix = projection_matrix(module, layout.hidden_size)
+    heads, width = facts.num_kv_heads, facts.v_head_dim
+    if facts.value_interleaved:
+        per_head = matrix.view(layout.hidden_size, heads, -1)[..., -width:]
+    else:
+        per_head = matrix[:, -heads * width :].view(layout.hidden_size, heads, width)
+    return per_head.transpose(0, 1).contiguous()
+
+
+def head_columns(
+    model: PreTrainedModel, facts: LayerLayout, kind: str, heads: Sequence[int]
+) -> tuple[str, Tensor]:
+    """Find the output columns of heads of Q, K or V, and the projection that they are in.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    facts : LayerLayout
+        Of the layer.
+    kind : str
+        ``q``, ``k`` or ``v``.
+    heads : sequence of int
+        Query heads for ``q``, KV heads otherwise.
+
+    Returns
+    -------
+    name : str
+        Of the projection in the model.
+    columns : Tensor
+        Indices into the projection's output, head after head; rows of an ``nn.Linear``'s weight.
+
+    Raises
+    ------
+    UsageError
+        Where the layer has no plain projection of them.
+    """
+    if facts.value_projection is None:
+        raise UsageError(f"layer {facts.index} has no plain projection of {kind.upper()}")
+    qk, v = facts.qk_head_dim, facts.v_head_dim
+    width = v if kind == "v" else qk
+    attention = model.get_submodule(facts.attention)
+    if facts.fused_qkv:
+        name = facts.value_projection
+        if facts.value_interleaved:  # q, k, v of one head after the other
+            share = facts.group * qk + qk + v
+            inside = {"q": 0, "k": share - v - qk, "v": share - v}[kind]
+            starts = [
+                h // facts.group * share + h % facts.group * qk
+                if kind == "q"
+                else h * share + inside
+                for h in heads
+            ]
+        else:
+            first_k = facts.num_heads * qk
+            first = {"q": 0, "k": first_k, "v": first_k + facts.num_kv_heads * qk}[kind]
+            starts = [first + h * width for h in heads]
+    else:
+        stem = facts.value_projection
+        name = stem if kind == "v" else stem.replace("v_proj", f"{kind}_proj")
+        if kind != "v" and (name == stem or not hasattr(attention, name)):
+            raise UsageError(
+                f"layer {facts.index}: its projection of {kind.upper()} cannot be found beside "
+                f"{stem}"
+            )
+        starts = [h * width for h in heads]
+    columns = torch.cat([torch.arange(start, start + width) for start in starts])
+    return f"{facts.attention}.{name}", columns
