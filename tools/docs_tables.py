@@ -391,37 +391,34 @@ def _judged(entry: dict[str, Any] | None, measures: Iterable[str]) -> str:
 
 def _verdicts() -> str:
     """Return every recipe that was judged on the pretrained model, beside the reference model."""
-    pretrained = _entries(_PRETRAINED, "smoke")
-    others = [_entries("reference", profile) for profile in ("smoke", "small")]
+    profiles = ("smoke", "small")
+    columns = [_entries(model, profile) for model in _BOTH for profile in profiles]
+    pretrained = columns[len(profiles) :]
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name, entry in sorted(pretrained.items()):
+    for name in sorted({name for column in pretrained for name in column}):
+        # What is asked of the larger sample comes first; the smaller one asks the same of it.
+        entry = next(column[name] for column in reversed(pretrained) if name in column)
         asked = "; ".join(
             f"{line['measure']} {check_words(line)}{' (weaker)' if line['direction'] else ''}"
             for line in entry["lines"]
         )
         measures = dict.fromkeys(line["measure"] for line in entry["lines"])
-        found = (_judged(one, measures) for one in (*(other.get(name) for other in others), entry))
-        key = (entry["claim"], asked, *found)
+        key = (entry["claim"], asked, *(_judged(one.get(name), measures) for one in columns))
         rows.setdefault(key, []).append(f"{entry['paper']} {entry['item']}")
-    head = (
-        "recipe",
-        "claim",
-        "asked of smollm2",
-        "reference, smoke",
-        "reference, small",
-        "smollm2",
-    )
+    ends = [f"{model}, {profile}" for model in _BOTH for profile in profiles]
+    head = ("recipe", "claim", "asked of smollm2", *ends)
     return _rows(head, ((", ".join(items), *key) for key, items in rows.items()))
 
 
 def _cell_commands() -> str:
     """Return the commands behind the pretrained model's verdicts, each with its recipes."""
-    found: dict[str, list[str]] = {}
-    for name, entry in sorted(_entries(_PRETRAINED, "smoke").items()):
-        for cell in entry["cells"]:
-            found.setdefault(cell["command"], []).append(name)
-    rows = ((", ".join(names), f"`{command}`") for command, names in found.items())
-    return _rows(("recipes", "command"), rows)
+    found: dict[tuple[str, str], list[str]] = {}
+    for profile in ("smoke", "small"):
+        for name, entry in sorted(_entries(_PRETRAINED, profile).items()):
+            for cell in entry["cells"]:
+                found.setdefault((profile, cell["command"]), []).append(name)
+    rows = ((profile, ", ".join(of), f"`{words}`") for (profile, words), of in found.items())
+    return _rows(("profile", "recipes", "command"), rows)
 
 
 def _model_record(model: str, name: str) -> dict[str, Any] | None:
@@ -464,20 +461,21 @@ def _evaluations(
 
 
 def _decoded(*names: str) -> str:
-    """Return what methods keep when decoded, from the evaluations ``findings/NAME.json``."""
-    rows: dict[tuple[str, str, float], Sequence[str]] = {}
+    """Return what methods keep of one model each, from the evaluations ``findings/NAME.json``."""
+    rows: dict[tuple[str, str, str, float], Sequence[str]] = {}
     for name in names:
         record = _record(f"findings/{name}.json")
-        model = record["inputs"]["model"]
+        model, text = record["inputs"]["model"], ", ".join(record["inputs"]["text"])
         for (label, rate), one in _evaluations(record):
             shown = one["method"] if one["method"] == "fp8" else label
             if one["method"] == "kq-wf" and "allocation=" not in shown:
                 # Its default has changed; the plan says which it had.
                 shown = f"{shown},allocation={one['plan']['made']['options']['allocation']}"
             tasks = [one["tasks"][task]["accuracy"] for task in _RETRIEVAL if task in one["tasks"]]
-            rows[model, shown, rate] = (
+            rows[model, text, shown, rate] = (
                 model,
                 f"`{shown}`",
+                text,
                 f"{one['context']:,}",
                 f"{rate:.3f}",
                 f"{1 / (1 - one['rate']):.2f}×",
@@ -485,7 +483,7 @@ def _decoded(*names: str) -> str:
                 number(one["kl"]["mean"]),
                 " / ".join(f"{accuracy:.2f}" for accuracy in tasks) or MISSING,
             )
-    head = ("model", "method", "context", "rate", "smaller", "share of accuracy (95 %)")
+    head = ("model", "method", "text", "context", "rate", "smaller", "share of accuracy (95 %)")
     head = (*head, "perplexity", "KL", "needle / variables")
     return _rows(head, (rows[key] for key in sorted(rows)))
 
@@ -504,10 +502,10 @@ def _widths() -> str:
     """Return what spectra of both models say of vectors before and after RoPE, and of W_V."""
     rows = []
     for model in _BOTH:
-        record = _model_record(model, "spectra")
-        assert record is not None
-        dims = record["inputs"]["head_dim"]
-        for pair, one in record["data"]["pairs"].items():
+        records = [_model_record(model, name) for name in ("spectra", "weights")]
+        found = [record for record in records if record is not None]
+        dims = found[0]["inputs"]["head_dim"]
+        for pair, one in (pair for record in found for pair in record["data"]["pairs"].items()):
             ranks = [rank for layer in one["effective_rank"] for rank in layer]
             half = [head[dims // 2 - 1] for layer in one["energy_kept"] for head in layer]
             most = [
@@ -536,6 +534,42 @@ def _widths() -> str:
     return _rows(head, rows)
 
 
+def _rotations() -> str:
+    """Return what a basis of other data costs both models, at the fewest and the most tokens."""
+    rows: dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]] = {}
+    for source in ("random", "prose", "calibration"):
+        for model in _BOTH:
+            path = source if model == "reference" else f"models/{model}-stability-{source}"
+            data = _record(f"findings/{path}.json")["data"]
+            for row in data["curves"]:
+                noise = row["source"] != source or row["target"] == row["source"]
+                if row["rank"] == data["half_ranks"][row["pair"]] and not noise:
+                    key = source, row["pair"], row["target"]
+                    rows.setdefault(key, {}).setdefault(model, []).append(row)
+
+    def cells(key: tuple[str, str, str]) -> Iterator[str]:
+        yield from key
+        for model in _BOTH:
+            curve = sorted(rows[key].get(model, ()), key=itemgetter("tokens"))
+            if not curve:
+                yield from [MISSING] * 3
+                continue
+            first, last = curve[0], curve[-1]
+            yield f"{last['ratio_sign_aligned']:.2f}"
+            yield from (f"{100 * one['extra_energy_loss']:.1f} %" for one in (first, last))
+
+    found = [row for curves in rows.values() for curve in curves.values() for row in curve]
+    assert {row["seed"] for row in found} == {None}, "rows of all seeds together"
+    kinds = ("δ/ε", "cost at 1k tokens", "cost at 64k")
+    head = (
+        "basis from",
+        "pair",
+        "used on",
+        *(f"{model}: {kind}" for model in _BOTH for kind in kinds),
+    )
+    return _rows(head, (tuple(cells(key)) for key in rows))
+
+
 #: What fills a region, by its name.
 TABLES: dict[str, Callable[..., str]] = {
     "commands": _commands, "exit-codes": _exit_codes, "options": _options,
@@ -544,7 +578,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
     "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
-    "widths": _widths, "running": _running, "decoded": _decoded,
+    "widths": _widths, "rotations": _rotations, "running": _running, "decoded": _decoded,
 }  # fmt: skip
 
 

@@ -419,13 +419,18 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
         ]
     for paper in dict.fromkeys(entry["paper"] for entry in ordered):
         own = [entry for entry in ordered if entry["paper"] == paper]
-        own.sort(key=lambda entry: order[entry["recipe"]])
+        own.sort(key=lambda entry: (order[entry["recipe"]], *_place(entry)))
         parts += [heading(paper), _overview(own)]
         if paper in NOTES:
             parts.append(bullets(NOTES[paper]))
         for entry in own:
             parts += _entry(entry)
     return Group(*parts, *warned(result))
+
+
+def _place(entry: Entry) -> tuple[str, bool]:
+    """Return where an entry stands among those of its recipe: by model, the least sample first."""
+    return entry["settings"].get("model") or "", entry["profile"] != "smoke"
 
 
 def _run(entry: Entry) -> tuple[str | None, str | None, str | None]:

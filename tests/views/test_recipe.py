@@ -178,5 +178,16 @@ def test_models_stand_beside_each_other_in_the_ledger() -> None:
     assert "- profile smoke with --model smollm2: 1 of the recipes ran" in text
     assert "(fdc-table-7, profile smoke, on smollm2)" in text
     assert "versions 3 and 2 of one preprint (arXiv 2408.04107)" in text
+    # A model's profiles stand together, whichever run was the longer.
+    smaller = {**second, "profile": "smoke", "machine": "a CPU"}
+    larger = {**second, "profile": "small", "machine": "an H200"}
+    other = {**larger, "recipe": "fdc-table-8"}
+    of_three = {**RESULT, "data": ledger_data([larger, other, first, smaller])}
+    rows = [
+        line.split(" | ")[2:4]
+        for line in page_markdown("Ledger", ledger(of_three)).splitlines()
+        if line.startswith("| Table 7 | fdc-table-7 |")
+    ]
+    assert rows == [["smoke", "reference"], ["smoke", "smollm2"], ["small", "smollm2"]]
     flat = " ".join(render_text(report(result, 80, colour=False), 80).split())
     assert "- fdc-table-7 on reference: A small model. - fdc-table-7 on smollm2: A small" in flat
