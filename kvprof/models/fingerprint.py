@@ -1,10 +1,10 @@
 """A model's identity: the values of its weights and its whole configuration.
 
 It guards plans, moments, recorded rates and evaluations: what was made for one model is not taken
-for another. It does not depend on where a checkpoint lies, on how it is cut into files, on whether
-a tied weight is written once or twice, or on the dtype that it is loaded in. A model that was made
-or changed in memory counts as it is there, so that one that was rounded to a narrower dtype is
-another model than the checkpoint it came from.
+for another. It does not depend on where a checkpoint lies, what its file is called, how it is cut
+into files, whether a tied weight is written once or twice, or the dtype that it is loaded in. A
+model that was made or changed in memory counts as it is there, so that one that was rounded to a
+narrower dtype is another model than the checkpoint it came from.
 """
 
 import contextlib
@@ -277,6 +277,7 @@ LEFT_OUT = frozenset(
         "eos_token_id",
         "pad_token_id",
         "sep_token_id",
+        "unk_token_id",
         "decoder_start_token_id",
         "id2label",
         "label2id",
@@ -295,6 +296,8 @@ def configuration(config: Any) -> dict[str, Any]:
 
     Entries that have their class's default are left out with those of `LEFT_OUT`, so that a
     checkpoint that spells a default out is the same model, in other versions of transformers too.
+    So is what transformers notes of a GGUF file, its name among it: how the weights are rounded is
+    in their digests.
 
     Parameters
     ----------
@@ -305,9 +308,10 @@ def configuration(config: Any) -> dict[str, Any]:
     except Exception:  # a class that needs arguments has no defaults to leave out
         usual = {}
     dropped = LEFT_OUT | (_GENERATION - _names(usual))
-    described: dict[str, Any] = _differing(
-        _plain(config.to_dict(), dropped), _plain(usual, dropped)
-    )
+    own = config.to_dict()
+    if (own.get("quantization_config") or {}).get("quant_method") == "gguf":
+        del own["quantization_config"]
+    described: dict[str, Any] = _differing(_plain(own, dropped), _plain(usual, dropped))
     return {"model_type": getattr(config, "model_type", ""), **described}
 
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     modeling_gguf_pytorch_utils,
@@ -119,7 +120,9 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
     described, numbers = "config.json", 0
     if checkpoint.gguf is not None:
         described = checkpoint.gguf.path.name
-        source = {"gguf_file": described}
+        # Where a kernel for packed weights is installed, transformers would leave them in blocks.
+        unpacked = GgufConfig(dequantize=True)
+        source = {"gguf_file": described, "quantization_config": unpacked}
         numbers = _check_numbers(spec, checkpoint.gguf, options["config"])
     try:
         with _no_bar() if checkpoint.gguf is not None else nullcontext():

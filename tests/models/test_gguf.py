@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvprof.benchmark.shapes import shape_of_config
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models import gguf as module
+from kvprof.models.fingerprint import configuration
 from kvprof.models.gguf import read_gguf
 from kvprof.models.load import load_model
 from tests.models.gguf_files import CONTEXT, HEADS, KV_HEADS, LAYERS, TOKENS, WIDTH, write_llama
@@ -84,6 +85,21 @@ def test_a_changed_weight_is_another_model(file: Path, tmp_path: Path) -> None:
     other.write_bytes(data)
     known = load_model(str(file), device="cpu").fingerprint
     assert load_model(str(other), device="cpu").fingerprint != known
+
+
+def test_what_the_file_is_called_makes_no_other_model(file: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "of another name.gguf"
+    renamed.write_bytes(file.read_bytes())
+    loaded = load_model(str(renamed), device="cpu")
+    assert loaded.fingerprint == load_model(str(file), device="cpu").fingerprint
+    config = loaded.model.config
+    named = configuration(config)
+    config.quantization_config = {"quant_method": "gguf", "gguf_file": "c.gguf", "kernel": 1}
+    assert configuration(config) == named  # an older or a newer transformers notes more
+    del config.quantization_config
+    assert configuration(config) == named
+    config.quantization_config = {"quant_method": "awq"}
+    assert configuration(config) != named
 
 
 def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
