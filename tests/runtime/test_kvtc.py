@@ -17,14 +17,13 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import compare_plans, describe
 from kvprof.methods.registry import plan_family
-from kvprof.models.capture import capture, run_batch
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.refusals import check_servable
 from tests.analysis.test_transform_coding import in_numpy
 from tests.methods.models import inputs, model
-from tests.models.tiny import token_ids
+from tests.runtime.restored import PROMPT, check_decoded, held, prompts, restore
 
-SINK, WINDOW, PROMPT = 3, 6, 40
+SINK, WINDOW = 3, 6
 
 
 def coded_plan(arch: str, knob: float = 0.6, **options: Any) -> Plan:
@@ -32,36 +31,10 @@ def coded_plan(arch: str, knob: float = 0.6, **options: Any) -> Plan:
     return plan_at(plan_family("kvtc", inputs(arch), **given), knob)
 
 
-def prompts(rows: int, tokens: int = PROMPT) -> torch.Tensor:
-    return token_ids(rows, tokens + 1)
-
-
-def held(arch: str, ids: torch.Tensor) -> dict[str, list[np.ndarray]]:
-    """Return keys before RoPE and values of every layer, ``[B, heads, T, d]``."""
-    found: dict[str, list[np.ndarray]] = {"keys": [], "values": []}
-
-    def receive(tap: Any) -> None:
-        found["keys"].append(tap.k_pre.double().numpy())
-        found["values"].append(tap.v.double().numpy())
-
-    with capture(model(arch), receive, pre_rope=True):
-        run_batch(model(arch), ids)
-    return found
-
-
 def coded(rows: np.ndarray, group: LayerGroup) -> np.ndarray:
     """Return what ``[n, w]`` rows come back as, in float64 but for the integers' 16 bits."""
     basis, mean = group.basis.double().numpy(), group.mean.double().numpy()
     return mean + in_numpy(((rows - mean) @ basis).astype(np.float32), group.blocks) @ basis.T
-
-
-def rotated(x: np.ndarray, theta: float) -> np.ndarray:
-    """Rotate ``[B, heads, T, d]`` as Llama does."""
-    half = x.shape[-1] // 2
-    angles = np.outer(np.arange(x.shape[2]), theta ** (-np.arange(half) / half))
-    cos, sin = np.cos(angles), np.sin(angles)
-    low, high = x[..., :half], x[..., half:]
-    return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
 
 
 @pytest.mark.parametrize(
@@ -80,34 +53,9 @@ def test_decoding_goes_on_from_what_comes_back(options: dict[str, Any]) -> None:
         assert session.kernel_notes
 
     states = held("Llama", ids[:, :-1])
-    stop = PROMPT - across.window
     for group in across.groups:
-        own = states[group.side]
-        for row in range(2):
-            heads = [own[x][row, :, plan.levels.sink : stop] for x in group.layers]
-            rows = np.concatenate([h.transpose(1, 0, 2).reshape(h.shape[1], -1) for h in heads], 1)
-            back, start = coded(rows, group), 0
-            for layer in group.layers:
-                h = own[layer][row]
-                part = back[:, start : start + h.shape[0] * h.shape[2]]
-                start += part.shape[1]
-                h[:, plan.levels.sink : stop] = part.reshape(-1, h.shape[0], h.shape[2]).transpose(
-                    1, 0, 2
-                )
-    theta = model("Llama").model.config.rope_parameters["rope_theta"]
-    with torch.no_grad():
-        own_cache = model("Llama").model(ids[:, :-1], use_cache=True).past_key_values
-        untouched = model("Llama").model(ids[:, -1:], past_key_values=own_cache).logits[:, -1]
-        own_cache.crop(-1)
-        for layer, keys, values in zip(
-            own_cache.layers, states["keys"], states["values"], strict=True
-        ):
-            layer.keys = torch.from_numpy(rotated(keys, theta)).float()
-            layer.values = torch.from_numpy(values).float()
-        wanted = model("Llama").model(ids[:, -1:], past_key_values=own_cache).logits[:, -1]
-    spread = float((wanted - untouched).norm())
-    assert spread > 0.01 * float(wanted.norm())  # coding costs something
-    assert float((found - wanted).norm()) < 0.02 * spread
+        restore(states, group, slice(plan.levels.sink, PROMPT - across.window), coded)
+    check_decoded(found, ids, states, within=0.02)
 
 
 def test_bytes_at_rest_are_those_of_the_streams_and_of_what_stays_exact() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, full_bytes, rate
+from kvprof.methods.across import LayerGroup
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.fit import largest_context, peak_bytes
 from kvprof.methods.plan import Plan
@@ -18,9 +19,7 @@ from kvprof.methods.registry import calibration_needs, plan_family
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.refusals import check_servable
 from tests.methods.models import inputs, model
-from tests.runtime.test_kvtc import held, prompts, rotated
-
-PROMPT = 40
+from tests.runtime.restored import PROMPT, check_decoded, held, prompts, restore
 
 
 def shared_plan(knob: float = 0.6, arch: str = "Llama", **options: Any) -> Plan:
@@ -41,45 +40,20 @@ def test_decoding_reads_the_shared_latents(bases: str, options: dict[str, Any]) 
         exact = model("Llama").model(ids[:, :-1], past_key_values=cache).logits
         found = model("Llama").model(ids[:, -1:], past_key_values=cache).logits[:, -1]
 
+    def back(rows: np.ndarray, group: LayerGroup) -> np.ndarray:
+        if bases == "prompt":
+            u, s, v = np.linalg.svd(rows, full_matrices=False)
+            return (u[:, : group.rank] * s[: group.rank]) @ v[: group.rank]
+        basis = group.basis.double().numpy()
+        assert np.allclose(basis.T @ basis, np.eye(group.rank), atol=1e-5)
+        return rows @ basis @ basis.T
+
     states = held("Llama", ids[:, :-1])
     sink = plan.levels.sink
-    stop = sink + (PROMPT - sink - across.window) // 8 * 8
-    known = inputs("Llama").moments.across
     for group in across.groups:
-        own = states[group.side]
-        for row in range(2):
-            heads = [own[x][row, :, sink:stop] for x in group.layers]
-            rows = np.concatenate([h.transpose(1, 0, 2).reshape(h.shape[1], -1) for h in heads], 1)
-            if bases == "prompt":
-                u, s, v = np.linalg.svd(rows, full_matrices=False)
-                back = (u[:, : group.rank] * s[: group.rank]) @ v[: group.rank]
-            else:
-                basis = group.basis.double().numpy()
-                assert np.allclose(basis.T @ basis, np.eye(group.rank), atol=1e-5)
-                back = rows @ basis @ basis.T
-            start = 0
-            for layer in group.layers:
-                h = own[layer][row]
-                part = back[:, start : start + h.shape[0] * h.shape[2]]
-                start += part.shape[1]
-                h[:, sink:stop] = part.reshape(-1, h.shape[0], h.shape[2]).transpose(1, 0, 2)
-    assert known is not None
-    theta = model("Llama").model.config.rope_parameters["rope_theta"]
-    with torch.no_grad():
-        own_cache = model("Llama").model(ids[:, :-1], use_cache=True)
-        assert torch.allclose(own_cache.logits, exact, atol=1e-4)  # a prompt sees its own as it is
-        own_cache = own_cache.past_key_values
-        untouched = model("Llama").model(ids[:, -1:], past_key_values=own_cache).logits[:, -1]
-        own_cache.crop(-1)
-        for layer, keys, values in zip(
-            own_cache.layers, states["keys"], states["values"], strict=True
-        ):
-            layer.keys = torch.from_numpy(rotated(keys, theta)).float()
-            layer.values = torch.from_numpy(values).float()
-        wanted = model("Llama").model(ids[:, -1:], past_key_values=own_cache).logits[:, -1]
-    spread = float((wanted - untouched).norm())
-    assert spread > 0.01 * float(wanted.norm())
-    assert float((found - wanted).norm()) < 0.01 * spread
+        restore(states, group, slice(sink, sink + (PROMPT - sink - across.window) // 8 * 8), back)
+    own = check_decoded(found, ids, states, within=0.01)
+    assert torch.allclose(own, exact, atol=1e-4)  # a prompt sees its own as it is
 
 
 @pytest.mark.parametrize(
