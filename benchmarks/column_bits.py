@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from recording import add_only, keep, measure_parts
 
-from kvprof.benchmark.plans import low_rank_plan
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.run import run_bench
+from kvprof.benchmark.shape_plans import plan_of_widths
 from kvprof.benchmark.shapes import load_shape
 from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits
@@ -192,10 +192,7 @@ def stored_alike(run: Run, layout: SegmentsLayout, buffer: torch.Tensor) -> bool
 def plan_of(kinds: list[tuple[ColumnBits, ColumnBits]]) -> Plan:
     """Return the plan of one layer of the shape whose heads are of these kinds, in turn."""
     shape = load_shape(SHAPE)
-    whole = (shape.head_dim,) * shape.num_kv_heads
-    plan = low_rank_plan(
-        "kq-wf", replace(shape, layers=1), Widths(whole, whole, ""), fold_keys=True
-    )
+    plan = plan_of_widths("kq", replace(shape, layers=1), [full_widths(shape)])
     (layer,) = plan.layers
 
     def groups(side: int, old: Any) -> Any:

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ from recording import keep
 
 from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
-from kvprof.benchmark.methods import parse_method
-from kvprof.benchmark.plans import layer_widths, low_rank_plan
-from kvprof.methods.family import PlanFamily
+from kvprof.benchmark.shape_plans import Bare, parse_method, shape_plan
+from kvprof.benchmark.shapes import layout_of
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
-from kvprof.methods.registry import on_top
 from kvprof.serving.alone import AT_ONCE, case_times
 from kvprof.serving.settings import engine_variables
 from kvprof.sizes import parse_counts
@@ -48,16 +45,11 @@ _REPEATS = 3
 _GRAPHS = (1, 2, 4, 8, 16)
 
 
-def shape_plan(name: str, model: ModelShape, rate: float, kinds: int) -> Plan:
-    """Return a plan for dummy weights: ranks of the profile, columns of the identity as bases."""
-    shape, method = model.attention, parse_method(name)
-    widths = layer_widths(replace(method, kinds=kinds), shape, rate, model.layers)
-    layers = tuple(low_rank_plan(method.kind, shape, one).layers[0] for one in widths)
-    plan = replace(low_rank_plan(method.kind, shape, widths[0]), layers=layers)
-    if not method.modifiers:
-        return plan
-    family = PlanFamily(method.kind, "rate", lambda _: plan)
-    return on_top(method.name, method.kind, method.modifiers, family, {}).build(0.0)
+def drawn_plan(name: str, model: ModelShape, rate: float, kinds: int) -> Plan:
+    """Return a plan for dummy weights: ranks of the profile, unlike in every layer."""
+    shape, asked = model.attention, parse_method(f"{name}:kinds={kinds}")
+    laid = Bare(layout_of(shape), shape.name)
+    return shape_plan(asked, shape, rate, tokens=1, itemsize=2, laid=laid).plan
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> None:
@@ -69,7 +61,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> None:
     for name in arguments.methods.split(","):
         if name not in OWN:
             save_plan(
-                shape_plan(name, model, arguments.rate, arguments.kinds), folder / f"{name}.plan"
+                drawn_plan(name, model, arguments.rate, arguments.kinds), folder / f"{name}.plan"
             )
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvprof.benchmark.case import Case, Lack, Sample, Workload, sampled_heads, sampled_positions
 from kvprof.benchmark.cases import ragged_case
-from kvprof.benchmark.ranks import full_widths
+from kvprof.benchmark.plans import full_widths
 from kvprof.sizes import format_bytes
 
 __all__ = ["FullWidth", "baseline_builders", "flashinfer_case", "full_width"]

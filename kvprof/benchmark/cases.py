@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 
 from kvprof.benchmark.case import Case, Sample, Workload, sampled_heads, sampled_positions
 from kvprof.benchmark.methods import Method
-from kvprof.benchmark.plans import stored_parts, stored_plan
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.plans import Widths, stored_parts
 from kvprof.benchmark.shapes import Shape
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
@@ -368,16 +367,14 @@ def segments_layout(
     )
 
 
-def segments_case(method: Method, workload: Workload, widths: Widths | None) -> Case:
+def segments_case(method: Method, workload: Workload) -> Case:
     """Return a decoding step over segments of tokens that are stored alike.
 
     Parameters
     ----------
     method : Method
-        Of the family ``segments``.
+        Whose form is ``segments``.
     workload : Workload
-    widths : Widths or None
-        From `kvprof.benchmark.plans.method_widths`.
 
     Raises
     ------
@@ -385,8 +382,7 @@ def segments_case(method: Method, workload: Workload, widths: Widths | None) -> 
         When a sequence is too short for the plan's levels.
     """
     shape = workload.shape
-    plan = stored_plan(method, shape, widths)
-    layout = segments_layout(plan, shape, workload.batch, workload.seq, workload.dtype)
+    layout = segments_layout(method.plan, shape, workload.batch, workload.seq, workload.dtype)
     segments = layout.segments
     source = workload.generator(4)
     # Packed once and copied: what a copy is for is its place in memory.
@@ -421,7 +417,7 @@ def segments_case(method: Method, workload: Workload, widths: Widths | None) -> 
         samples=lambda output: _segments_samples(workload, layout, query, output, first, sinks),
         scaling=shape.scaling,
         softcap=shape.softcap,
-        ranks=ranks if widths is not None else None,
+        ranks=ranks if method.widths is not None else None,
     )
 
 
@@ -499,12 +495,7 @@ def _segments_samples(
 
 
 def build_case(
-    method: Method,
-    workload: Workload,
-    widths: Widths | None,
-    schedule: str | None,
-    *,
-    path: str = "auto",
+    method: Method, workload: Workload, schedule: str | None, *, path: str = "auto"
 ) -> Case:
     """Make the inputs of a method and return its call.
 
@@ -513,8 +504,6 @@ def build_case(
     method : Method
         Not ``full``, which is the best of the baselines.
     workload : Workload
-    widths : Widths or None
-        From `kvprof.benchmark.plans.method_widths`.
     schedule : str or None
     path : str
         See `ragged_case`.
@@ -525,11 +514,11 @@ def build_case(
         When the kernel refuses the shape.
     torch.OutOfMemoryError
     """
-    if method.family == "segments":
-        return segments_case(method, workload, widths)
-    assert widths is not None  # only full width and what is in segments have none
-    if method.family == "latents" and workload.shape.rope.kind != "none":
-        return palu_case(method.name, workload, widths)
-    # Without RoPE the basis is folded into W_Q (Palu eq. 7): latents are keys of their own.
-    group = workload.shape.num_heads // len(widths.keys)
-    return ragged_case(method.name, workload, widths, schedule=schedule, group=group, path=path)
+    if method.form == "segments":
+        return segments_case(method, workload)
+    if method.form == "latents":
+        return palu_case(method.name, workload, method.kept)
+    group = workload.shape.num_heads // len(method.kept.keys)
+    return ragged_case(
+        method.name, workload, method.kept, schedule=schedule, group=group, path=path
+    )

@@ -1,188 +1,296 @@
-"""The methods that are measured: what their names mean, and what runs each.
+"""The methods that are measured: each is a plan, and what the kernels store it in."""
 
-Names are those of ``kvprof plan``, and a few of the benchmark's own (`kvprof.benchmark.plans`).
-"""
-
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import entry_points
-from typing import Any
+from pathlib import Path
 
-from kvprof.benchmark.ranks import measured_layer
-from kvprof.errors import UsageError
-from kvprof.methods.named import (
-    ENTRY_POINTS,
-    KINDS,
-    Modifier,
-    method_entries,
-    method_names,
-    options_in,
-    parts_of,
-    unknown_method,
+import torch
+
+from kvprof.benchmark.plans import (
+    Widths,
+    check_heads,
+    layer_words,
+    measured_layer,
+    of_shape,
+    stored_widths,
 )
+from kvprof.benchmark.shape_plans import Asked, ShapePlan, at_rate, parse_method, shape_plan
+from kvprof.benchmark.shapes import Shape, has_weights, layout_of
+from kvprof.errors import UsageError
+from kvprof.methods.accounting import layer_bytes
+from kvprof.methods.kvtc import AT_REST
 from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.methods.quantisers import QUANTISERS
-from kvprof.methods.registry import METHODS, typed_options
-from kvprof.runtime.backends.layer import KernelLayer
+from kvprof.methods.plan_files import load_plan
+from kvprof.models.load import load_model
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.progress import Progress, silent
+from kvprof.runtime.backends.layer import LayerSpec
+from kvprof.runtime.backends.route import storage_of, why_not
 
-__all__ = ["KINDS", "LOW_RANK", "PLANNED", "Method", "parse_method"]
+__all__ = ["FOLDED", "Method", "laid_method", "make_methods", "named_plans", "stored_method"]
 
-#: The kind of every method whose plan is made from a model's weights, or read.
-PLANNED = "plan"
-#: Kinds whose KV heads have widths of their own.
-LOW_RANK = ("fdc", "kq", "uniform")
-# What a kind may be told after a colon where no plan is made for it. Values are listed, or
-# numbers (nothing listed), as the method's own options declare them.
-_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "fdc": {"kinds": ()},
-    "kq": {"kinds": ()},
-    "tale": {"bits": ("none", "published")},
-    "palu": {"heads": ()},
-    "palu-folded": {"heads": ()},
-    "fp8": {"scale": ("head", "none")},
-}
+#: The benchmark's own: latents that KV heads share and projections make, in spite of RoPE.
+FOLDED = "palu-folded"
+_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Method:
-    """One method as it was asked for.
+    """One method as it is measured.
 
     Attributes
     ----------
     name : str
         As written, for example ``fdc-4bit`` or ``tale:bits=none``; of a saved plan its file's.
-    kind : str
-        One of `KINDS`; ``plan`` for every other, whose plan is made from a model's weights or read.
-    modifiers : tuple of Modifier
-        What comes on top of a kind.
-    heads : int
-        KV heads that share a latent (Palu); 0 for all of a layer's.
-    quantised_levels : bool
-        Whether TALE's levels are quantised as published.
-    kinds : int
-        Distinct pairs of widths that drawn ranks may have (``fdc:kinds=4``); 0 for no limit.
-    registered : str
-        Name in `kvprof.methods.registry`; empty for what has none there.
-    options : tuple of (str, value)
-        Of the registered method.
-    plan : Plan or None
-        Of the kind ``plan``, once it is made.
-    storage : class of KernelLayer, or None
-        What stores the measured layer of that plan.
+    base : str
+        The method, without what comes on top; empty for a saved plan.
+    plan : Plan
+        Of as many layers as the shape, one of which is measured.
+    form : str
+        What it lies in: ``full``, or `kvprof.runtime.backends.layer.KernelLayer.form`; ``strawman``
+        where bases are a request's own.
+    source : str
+        Where its widths come from, in words that a reader of the result sees.
+    warnings : tuple of str
+        What had to be changed to run it.
+    balanced : bool
+        Whether the work is cut by cost; composed runs may leave that out.
     """
 
     name: str
-    kind: str
-    modifiers: tuple[Modifier, ...] = ()
-    heads: int = 4
-    quantised_levels: bool = True
-    kinds: int = 0
-    registered: str = ""
-    options: tuple[tuple[str, Any], ...] = ()
-    plan: Plan | None = field(default=None, repr=False)
-    storage: type[KernelLayer] | None = field(default=None, repr=False)
+    base: str
+    plan: Plan
+    form: str
+    source: str = ""
+    warnings: tuple[str, ...] = ()
+    balanced: bool = True
 
-    @property
-    def family(self) -> str:
-        """How it is stored: full, segments, ragged or latents (rebuilt before RoPE)."""
-        if self.kind == PLANNED:
-            assert self._made
-            assert self.storage is not None  # known with the plan
-            return self.storage.form
-        if self.kind in ("fp8", "tale") or any(one.name in QUANTISERS for one in self.modifiers):
-            return "segments"
-        if self.kind == "full":
-            return "full"
-        return "latents" if self.kind == "palu" else "ragged"
+    @cached_property
+    def layer(self) -> LayerPlan:
+        """The layer that is measured."""
+        return measured_layer(self.plan)
 
-    @property
-    def cut(self) -> bool:
-        """Whether the ragged kernels run it, whose work can be cut in several ways."""
-        return self.low_rank and self.family == "ragged"
+    @cached_property
+    def kept(self) -> Widths:
+        """The widths of its stored heads, full ones too."""
+        return stored_widths(self.plan, self.source)
+
+    @cached_property
+    def widths(self) -> Widths | None:
+        """The widths of its stored heads; None where every head is stored as it is."""
+        sides = (*self.layer.keys.groups, *self.layer.values.groups)
+        return None if all(group.identity for group in sides) else self.kept
 
     @property
     def low_rank(self) -> bool:
         """Whether every KV head has widths of its own."""
-        if self.kind != PLANNED:
-            return self.kind in LOW_RANK
-        layer = self._layer
-        return all(group.heads == 1 for group in layer.keys.groups)
+        return not any(group.identity or group.heads > 1 for group in self.layer.keys.groups)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the ragged kernels run it, whose work can be cut in several ways."""
+        return self.form == "ragged" and self.low_rank
 
     @property
     def folded(self) -> bool:
-        """Whether projections make the keys' latents themselves, in spite of RoPE."""
-        if self.kind != PLANNED:
-            return self.kind == "palu-folded"
-        return self.family != "latents" and self._layer.keys.fold_down
+        """Whether projections make the keys' latents themselves."""
+        return self.layer.keys.fold_down
 
-    @cached_property
-    def _layer(self) -> LayerPlan:
-        return measured_layer(self._made)
+    def nbytes(self, batch: int, tokens: int, dtype: torch.dtype) -> int:
+        """Return the bytes that the measured layer stores for a whole batch.
 
-    @property
-    def _made(self) -> Plan:
-        if self.plan is None:
-            raise UsageError(
-                f"{self.name} is made from a model's weights: name a model that has them"
-            )
-        return self.plan
+        Parameters
+        ----------
+        batch, tokens : int
+        dtype : torch.dtype
+            Of what is not quantised.
+        """
+        return batch * layer_bytes(self.plan, self.layer, tokens, itemsize=dtype.itemsize).total
 
     def lacks(self, phase: str) -> str | None:
         """Return why a phase has no row of this method; None where it has one."""
-        if phase == "decode" or self.family in ("ragged", "full"):
-            if phase == "prefill" and self.kind == "palu-folded":
-                return "its prefill attends to rebuilt K and V: it is full width's and a product"
+        rebuilt = "its prefill attends to rebuilt K and V: it is full width's and a product"
+        if phase == "decode":
             return None
-        if self.kind == "tale" or (self.plan is not None and self.plan.lazy):
+        if self.base == FOLDED or self.form == "latents":
+            return rebuilt
+        if self.form in ("ragged", "full"):
+            return None
+        if self.plan.lazy:
             return "its prefill attends to exact K and V (lazily compressed): it is full width's"
-        if self.family == "latents" or self.kind == "palu-folded":
-            return "its prefill attends to rebuilt K and V: it is full width's and a product"
-        what = {"fp8": "full width", "full": "full width", PLANNED: "the ranks alone"}.get(
-            self.kind
-        )
+        whose = self.base or "the ranks alone"
         return (
             "a prefill attends to its own tokens before they are quantised: it is "
-            f"{what or self.kind}'s"
+            f"{whose if self.widths is not None else 'full width'}'s"
         )
 
 
-def parse_method(text: str) -> Method:
-    """Read a method as ``kvprof plan`` does: ``fdc``, ``fdc-4bit``, ``kq:grid=32``, ``palu+kivi``.
+def laid_method(
+    asked: Asked,
+    shape: Shape,
+    rate: float,
+    *,
+    tokens: int,
+    ranks: str | None = None,
+    device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Method:
+    """Return a method on a shape without weights.
 
-    The benchmark's own are ``uniform``, ``palu-folded`` and ``tale:bits=none``.
+    Parameters
+    ----------
+    asked, shape, rate, tokens, ranks
+        As `kvprof.benchmark.shape_plans.shape_plan` takes them.
+    device, dtype
+        What the kernels shall run on, and in.
 
     Raises
     ------
     UsageError
-        For a name or an option that there is not.
+        As `kvprof.benchmark.shape_plans.shape_plan`, and for what no kernel runs.
     """
-    entries = method_entries(text)
-    if len(entries) > 1:
-        raise UsageError(f"{text!r} names {len(entries)} methods, and one is measured at a time")
-    ((_, name, written),) = entries
-    installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
-    found = parts_of(name, (*KINDS, *METHODS, *installed))
-    if found is None:
-        raise unknown_method(name, dict.fromkeys((*KINDS, *method_names())))
-    kind, modifiers = found
-    own = _OPTIONS.get(kind, {})
-    given = options_in(written)
-    has = ", ".join(f"{key}={'|'.join(values) or 'N'}" for key, values in own.items())
-    if kind in KINDS and all(key in own for key in given):
-        declared = "palu" if kind == "palu-folded" else kind
-        counts = {key: value for key, value in given.items() if not own[key]}
-        numbers = typed_options(declared, counts) if counts else {}
-        if wrong := [key for key in given if own[key] and given[key] not in own[key]]:
-            raise UsageError(f"{text}: {kind} takes {has}, not {wrong[0]}={given[wrong[0]]}")
-        return Method(
-            text,
-            kind,
-            tuple(modifiers),
-            heads=numbers.get("heads", 4),
-            quantised_levels=given.get("bits") != "none" and not modifiers,
-            kinds=numbers.get("kinds", 0),
+    found = shape_plan(asked, shape, rate, tokens=tokens, itemsize=dtype.itemsize, ranks=ranks)
+    return stored_method(asked.name, asked.base, found, shape, device=device, dtype=dtype)
+
+
+def make_methods(
+    names: Sequence[str],
+    shape: Shape,
+    *,
+    model: str,
+    rate: float,
+    ranks: str | None,
+    plans: Mapping[str, str],
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    seed: int = 0,
+    progress: Progress = silent,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[Method]:
+    """Return every method on a shape, each one that the kernels run.
+
+    Parameters
+    ----------
+    names : sequence of str
+        See `parse_method`, or of `plans`.
+    shape : Shape
+    model : str
+        Whose shape it is; where it has weights, methods that need them are calibrated on it as
+        ``kvprof plan`` does.
+    rate : float
+    ranks : str or None
+        See `shape_plan`.
+    plans : mapping
+        Files of saved plans by name.
+    device, dtype
+        What the kernels shall run on, and in.
+    tokens : int
+        Context at which the rate is counted.
+    seed : int
+        Of the calibration's random tokens.
+    progress : Progress
+    should_stop : callable
+
+    Raises
+    ------
+    UsageError
+        For what cannot be made here, or what no kernel runs, with why.
+    CalibrationInterrupted
+        When `should_stop` said so.
+    """
+    read = {name: _read(plans[name], shape) for name in names if name in plans}
+    asked = {name: parse_method(name) for name in names if name not in plans}
+    for one in asked.values():
+        if one.registered == "kvtc":
+            raise UsageError(f"{one.name} cannot be timed: {AT_REST}")
+    calibrated = [one for one in asked.values() if one.needs_weights] if has_weights(model) else []
+    found: dict[str, ShapePlan] = {}
+    if calibrated:
+        loaded = load_model(model, device=str(device), dtype=str(dtype).removeprefix("torch."))
+        calibrator = Calibrator(
+            loaded, CalibrationOptions(seed=seed), progress=progress, should_stop=should_stop
         )
-    if kind in KINDS and kind not in METHODS:
-        raise UsageError(f"{text}: {kind} " + (f"takes {has}" if has else "has no options"))
-    options = typed_options(name, given)
-    return Method(text, PLANNED, registered=name, options=tuple(options.items()))
+        for one in calibrated:
+            calibrator.expect(one.registered, **dict(one.options))
+        for one in calibrated:
+            family = calibrator.family(one.registered, **dict(one.options))
+            plan = at_rate(family, rate, tokens, dtype.itemsize)
+            check_heads(one.name, plan, shape)
+            words = layer_words(plan, f"as kvprof plan makes {one.name}")
+            found[one.name] = ShapePlan(of_shape(plan, shape), words)
+    for name, plan in read.items():
+        words = layer_words(plan, f"the plan {name} ({plan.method})")
+        found[name] = ShapePlan(of_shape(plan, shape), words)
+    made = []
+    for name in names:
+        if name not in found:
+            found[name] = shape_plan(
+                asked[name], shape, rate, tokens=tokens, itemsize=dtype.itemsize, ranks=ranks
+            )
+        base = asked[name].base if name in asked else ""
+        made.append(stored_method(name, base, found[name], shape, device=device, dtype=dtype))
+    return made
+
+
+def stored_method(
+    name: str,
+    base: str,
+    found: ShapePlan,
+    shape: Shape,
+    *,
+    device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Method:
+    """Return a plan on a shape with what stores it.
+
+    Parameters
+    ----------
+    name, base : str
+        As of `Method`.
+    found : ShapePlan
+    shape : Shape
+    device, dtype
+        What the kernels shall run on, and in.
+
+    Raises
+    ------
+    UsageError
+        When no kernel runs it, in the runtime's own words.
+    """
+    plan = found.plan
+    if base == FOLDED:
+        form = "ragged" if plan.quantiser is None else "segments"
+    elif name == "full":
+        form = "full"
+    else:
+        facts = replace(layout_of(shape).layers[0], sliding_window=None)
+        spec = LayerSpec(plan, measured_layer(plan), facts, device, dtype)
+        if (reason := why_not(spec)) is not None:
+            raise UsageError(f"{name}: no kernel can run it: {reason}")
+        form = storage_of(spec).form
+    return Method(name, base, plan, form, found.source, found.warnings)
+
+
+def named_plans(files: Sequence[str]) -> dict[str, str]:
+    """Return files of saved plans by their names, as which they stand among methods.
+
+    Raises
+    ------
+    UsageError
+        When two files have one name.
+    """
+    found: dict[str, str] = {}
+    for file in files:
+        name = Path(file).name
+        if name in found:
+            raise UsageError(f"--plan {file}: two plans are called {name}; rename one")
+        found[name] = file
+    return found
+
+
+def _read(path: str, shape: Shape) -> Plan:
+    plan = load_plan(Path(path).expanduser())
+    check_heads(f"--plan {Path(path).name}", plan, shape)
+    return plan

@@ -8,7 +8,6 @@ remainder, so that the layer keeps the bytes that the rate asks for.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,28 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvprof.analysis.kinds import KindChooser, Lattice, left_sums
+from kvprof.benchmark.plans import Widths, check_heads, measured_layer
 from kvprof.benchmark.shapes import Shape
 from kvprof.errors import KvprofError, UsageError
 from kvprof.kernels.planes import STEP, widened
-from kvprof.methods.accounting import layer_bytes
-from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
+from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.records.files import parse_json
 
 __all__ = [
-    "Widths",
-    "check_heads",
-    "full_widths",
-    "measured_layer",
     "plan_pairs",
     "ranks_from",
     "resampled",
     "resampled_layers",
-    "stored_widths",
 ]
-
-# At which the layers of a plan are compared by bytes.
-_CONTEXT = 2**16
 
 # --- The widths of a saved plan, for the shape that is measured.
 
@@ -79,65 +70,6 @@ def plan_pairs(file: Path, shape: Shape) -> tuple[list[tuple[int, int]], str]:
     )
 
 
-def check_heads(what: str, plan: Plan, shape: Shape) -> None:
-    """Refuse a plan for KV heads of another number or width than a shape's.
-
-    Parameters
-    ----------
-    what : str
-        Names the plan to the user.
-    plan : Plan
-    shape : Shape
-
-    Raises
-    ------
-    UsageError
-    """
-    for layer in plan.layers:
-        heads = layer.kv_heads
-        widths = {group.head_dim for group in (*layer.keys.groups, *layer.values.groups)}
-        if heads != shape.num_kv_heads or widths != {shape.head_dim}:
-            raise UsageError(
-                f"{what}: a plan for {heads} KV heads of "
-                f"{'/'.join(map(str, sorted(widths)))} dimensions, and {shape.name} has "
-                f"{shape.num_kv_heads} of {shape.head_dim}"
-            )
-
-
-def measured_layer(plan: Plan) -> LayerPlan:
-    """Return the layer of a plan that stands for all of them, as one without a sliding window.
-
-    Of layers of unlike ranks it is the one whose bytes are nearest to the mean over the layers
-    without a sliding window, or over all where each has one. Layers left out stand for none.
-    """
-    stored = [layer for layer in plan.layers if not (layer.shared or layer.left_out)]
-    layers = [layer for layer in stored if layer.sliding_window is None] or stored
-    whole = [replace(layer, sliding_window=None) for layer in layers]
-    sizes = [layer_bytes(plan, layer, _CONTEXT, itemsize=2).total for layer in whole]
-    mean = sum(sizes) / len(sizes)
-    chosen = min(range(len(sizes)), key=lambda index: (abs(sizes[index] - mean), index))
-    return whole[chosen]
-
-
-def stored_widths(plan: Plan, words: str) -> "Widths":
-    """Return the widths of a plan's measured layer, at the level that most tokens have.
-
-    Parameters
-    ----------
-    plan : Plan
-    words : str
-        Name the plan to a reader of the result.
-    """
-    layer = measured_layer(plan)
-    level = max(range(len(plan.levels.shares)), key=lambda level: plan.levels.shares[level])
-    keys, values = (
-        tuple(group.ranks[level] for group in side.groups) for side in (layer.keys, layer.values)
-    )
-    left = sum(layer.left_out for layer in plan.layers)
-    of = f" (of those compressed: {left} of {len(plan.layers)} are left out)" if left else ""
-    return Widths(keys, values, f"{words}, the layer nearest to its mean bytes{of}")
-
-
 def _refuse_levels(plan: Plan, file: Path) -> None:
     if len(plan.levels.shares) > 1:
         raise UsageError(
@@ -158,41 +90,11 @@ def _ranks(groups: tuple[HeadGroup, ...], file: Path) -> list[int]:
 Pairs = Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Widths:
-    """Columns kept of K and of V, per KV head of the layer that is measured.
-
-    Attributes
-    ----------
-    keys, values : tuple of int
-        Multiples of 16 from 16 to head_dim.
-    source : str
-        Where they come from, in words that a reader of the result sees.
-    warnings : tuple of str
-        What had to be changed to run them.
-    """
-
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    source: str
-    warnings: tuple[str, ...] = ()
-
-    def described(self) -> dict[str, Any]:
-        """Return the widths as JSON values."""
-        return {"keys": list(self.keys), "values": list(self.values), "source": self.source}
-
-
 @cache
 def _profile() -> dict[str, Any]:
     text = (files("kvprof") / "assets" / "shapes" / "profile.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def full_widths(shape: Shape) -> Widths:
-    """Return every head at full width."""
-    whole = (shape.head_dim,) * shape.num_kv_heads
-    return Widths(whole, whole, "full width")
 
 
 def resampled(

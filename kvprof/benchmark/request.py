@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvprof.benchmark.methods import parse_method
-from kvprof.benchmark.plans import named_plans
+from kvprof.benchmark.methods import named_plans
+from kvprof.benchmark.shape_plans import parse_method
 from kvprof.errors import UsageError
 
 __all__ = ["DEFAULT_METHODS", "PHASES", "SCHEDULES", "BenchRequest"]
@@ -31,7 +31,7 @@ class BenchRequest:
     ranks : str, Path or None
         Widths from a file instead of the recorded profile; see `kvprof.benchmark.ranks.ranks_from`.
     phases, methods, schedules : tuple of str
-        Methods are those of `kvprof.benchmark.methods.parse_method`, and the names of `plans`.
+        Methods are those of `kvprof.benchmark.shape_plans.parse_method`, and the names of `plans`.
     plans : tuple of str
         Files of saved plans; each is named by its file.
     dtype : str

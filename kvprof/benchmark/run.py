@@ -18,9 +18,8 @@ from kvprof.benchmark.case import Case, Lack, Workload
 from kvprof.benchmark.cases import build_case, ragged_case
 from kvprof.benchmark.limits import flop_rate, largest_context, prefill_length, shortage
 from kvprof.benchmark.machine import Machine, all_threads, free_bytes, gpu_warnings, open_machine
-from kvprof.benchmark.methods import Method
-from kvprof.benchmark.plans import make_methods, named_plans, stored_bytes
-from kvprof.benchmark.ranks import Widths, full_widths
+from kvprof.benchmark.methods import Method, make_methods, named_plans
+from kvprof.benchmark.plans import Widths, full_widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Found, SampleWarnings, Timed, add_row
 from kvprof.benchmark.shapes import Shape, load_shape
@@ -99,7 +98,7 @@ class _Full:
 
 def measure(
     point: Point,
-    methods: list[tuple[Method, Widths | None]],
+    methods: list[Method],
     schedules: tuple[str, ...],
 ) -> None:
     """Measure one workload and add what is found to `point.found`.
@@ -107,7 +106,7 @@ def measure(
     Parameters
     ----------
     point : Point
-    methods : list of (Method, Widths or None)
+    methods : list of Method
         Those that this phase has.
     schedules : tuple of str
 
@@ -124,16 +123,16 @@ def measure(
     if best is None:
         found.warn(f"{workload.name}: no full-width kernel ran, so there are no speed-ups")
     # Timelines are of one method: those of the others would tell the same of other widths.
-    shown = next((method for method, _ in methods if method.cut), None)
+    shown = next((method for method in methods if method.cut), None)
     shown = shown if len(schedules) > 1 else None
     try:
-        for method, widths in methods:
-            if method.family != "full":
+        for method in methods:
+            if method.form != "full":
                 for schedule in _chosen(point, method, schedules):
                     with _spared(point, method.name):
-                        _method(point, method, widths, schedule, best, shown=method is shown)
-                if method is shown and not point.machine.is_gpu and widths is not None:
-                    _predict(point, widths, schedules)
+                        _method(point, method, schedule, best, shown=method is shown)
+                if method is shown and not point.machine.is_gpu:
+                    _predict(point, method.kept, schedules)
             elif best is not None:
                 timed = Timed(
                     "full",
@@ -302,7 +301,6 @@ def _baseline(
 def _method(
     point: Point,
     method: Method,
-    widths: Widths | None,
     schedule: str | None,
     best: _Full | None,
     *,
@@ -311,7 +309,7 @@ def _method(
     """Time one method in turn with the best baseline, and add its row."""
     # A library would ignore the schedules that are compared.
     path = "triton" if shown and point.machine.is_gpu else "auto"
-    case = build_case(method, point.workload, widths, schedule, path=path)
+    case = build_case(method, point.workload, schedule, path=path)
     timed = sampler(case.runs, point.workload.device)
     error = case.error(timed.output())
     _tell(point, method.name, case, timed)
@@ -328,14 +326,7 @@ def _method(
     row = Timed(
         method.name,
         case,
-        stored_bytes(
-            method,
-            point.workload.shape,
-            widths,
-            batch=point.workload.batch,
-            tokens=point.workload.seq,
-            dtype=point.workload.dtype,
-        ),
+        method.nbytes(point.workload.batch, point.workload.seq, point.workload.dtype),
         seconds,
         error,
         others[0] if others else None,
@@ -345,8 +336,8 @@ def _method(
     _add(point, row)
     if best is not None and others:
         point.unsteady.compare(method.name, median(others[0]), median(best.seconds))
-    if shown and schedule is not None and widths is not None:
-        expected = loads.predicted(point.workload, widths, schedule, count)
+    if shown and schedule is not None:
+        expected = loads.predicted(point.workload, method.kept, schedule, count)
         point.found.schedules.append(loads.entry(point.workload, schedule, expected, traced))
 
 
@@ -402,8 +393,8 @@ def run_bench(
         progress=progress,
         should_stop=should_stop,
     )
-    for _, widths in chosen:
-        for text in widths.warnings if widths is not None else ():
+    for method in chosen:
+        for text in method.warnings:
             found.warn(text)
     with all_threads():
         for text in gpu_warnings(device, before=True):
@@ -503,7 +494,7 @@ def _shortened(workload: Workload, machine: Machine, rate: float, found: Found) 
 
 def _compile(
     workloads: list[Workload],
-    chosen: list[tuple[Method, Widths | None]],
+    chosen: list[Method],
     schedules: tuple[str, ...],
     progress: Progress,
 ) -> None:
@@ -516,9 +507,9 @@ def _compile(
             full = full_widths(workload.shape)
             cases = [partial(ragged_case, "kvprof", workload, full, path="triton")]
             cases += [
-                partial(build_case, method, workload, widths, schedule, path="triton")
-                for method, widths in chosen
-                if method.family != "full" and method.lacks(workload.phase) is None
+                partial(build_case, method, workload, schedule, path="triton")
+                for method in chosen
+                if method.form != "full" and method.lacks(workload.phase) is None
                 for schedule in (schedules if method.cut else (None,))
             ]
             for build in cases:
@@ -532,7 +523,7 @@ def _compile(
 
 def _measure_all(
     workloads: list[Workload],
-    chosen: list[tuple[Method, Widths | None]],
+    chosen: list[Method],
     request: BenchRequest,
     machine: Machine,
     found: Found,
@@ -543,11 +534,11 @@ def _measure_all(
     budget = Budget(request.repeats or _REPEATS[kind], *_SECONDS[kind])
     for workload in workloads:
         present = []
-        for method, widths in chosen:
+        for method in chosen:
             if (why := method.lacks(workload.phase)) is not None:
                 found.warn(f"{method.name} has no {workload.phase} row: {why}")
             else:
-                present.append((method, widths))
+                present.append(method)
         if not present:
             continue
         with progress(workload.name, len(present) + 1) as bar:
@@ -557,15 +548,13 @@ def _measure_all(
             found.warn(f"{workload.name}: {text}")
 
 
-def _ranks(chosen: list[tuple[Method, Widths | None]]) -> dict[str, Any] | None:
-    """Return the ragged widths that methods were given, the first one's on top."""
-    known = {method.name: widths for method, widths in chosen if widths is not None}
+def _ranks(chosen: list[Method]) -> dict[str, Any] | None:
+    """Return the widths that methods were given, the first one's per KV head on top."""
+    known = {method.name: method.widths for method in chosen if method.widths is not None}
     if not known:
         return None
-    first = next((known[method.name] for method, _ in chosen if method.low_rank), None)
-    if first is None:
-        first = next(iter(known.values()))
+    first = next((method.name for method in chosen if method.low_rank), next(iter(known)))
     return {
-        **first.described(),
+        **known[first].described(),
         "methods": {name: widths.described() for name, widths in known.items()},
     }

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvprof.benchmark.case import Workload
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.plans import Widths
 from kvprof.kernels.decode.cuts import SCHEDULES as DECODE_SCHEDULES
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout

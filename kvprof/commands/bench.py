@@ -63,7 +63,7 @@ from kvprof.dtypes import read_dtype
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.methods.named import KINDS, check_names, method_entries
+from kvprof.methods.named import BENCHED, check_names, method_entries
 from kvprof.records.result import build_result
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def _asked(methods: str | None, plans: list[Path] | None) -> tuple[str, ...]:
     """
     entries = method_entries(methods) if methods is not None else []
     # Now, while torch is not loaded yet.
-    check_names((name for _, name, _ in entries), more=KINDS)
+    check_names((name for _, name, _ in entries), more=BENCHED)
     named = [label for label, _, _ in entries]
     files = [file.name for file in plans or []]
     if twice := [name for name in files if name in named or files.count(name) > 1]:

@@ -108,7 +108,7 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
     text = named if isinstance(named, str) else ",".join(named)
     if command == "bench" and not values.get("real"):
         from kvprof.benchmark.jct.ablations import parse_variant
-        from kvprof.benchmark.methods import parse_method
+        from kvprof.benchmark.shape_plans import parse_method
 
         for label, _, _ in method_entries(text):
             (parse_variant if values.get("jct") else parse_method)(label)

@@ -16,10 +16,10 @@ from kvprof.methods.papers import PAPERS, papers_named
 
 __all__ = [
     "ALWAYS",
+    "BENCHED",
     "COMBINATIONS",
     "COMPARED",
     "ENTRY_POINTS",
-    "KINDS",
     "METHOD_NAMES",
     "MODIFIERS",
     "Modifier",
@@ -42,9 +42,8 @@ ALWAYS = ("full", "fp8")
 #: The four papers' methods and the optimal bases, as ``--methods`` writes them.
 COMPARED = "fdc,zack,palu,tale,kq"
 
-#: What ``bench`` times on a shape without weights, because its widths are known; quantisers may
-#: come on top.
-KINDS = ("full", "fp8", "fdc", "kq", "uniform", "palu", "palu-folded", "tale")
+#: What ``bench`` measures besides methods (`kvprof.benchmark.shape_plans`).
+BENCHED = ("uniform", "palu-folded")
 
 #: Quantisers and evictors, which also go on top of other methods.
 MODIFIERS = (
@@ -195,7 +194,7 @@ def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
     ----------
     names : iterable of str
     more : iterable of str
-        Names that are known here besides the methods, such as `KINDS`.
+        Names that are known here besides the methods, such as `BENCHED`.
 
     Raises
     ------

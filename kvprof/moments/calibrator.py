@@ -44,6 +44,7 @@ __all__ = [
     "base_method",
     "batch_size_for",
     "follows_from_rate",
+    "stand_in_family",
     "uncalibrated_family",
 ]
 
@@ -600,11 +601,8 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
 
     Parameters
     ----------
-    loaded : Laid
-    method : str
-        A method's or a combination's name.
-    **options
-        The method's own.
+    loaded, method, **options
+        As `stand_in_family` takes them.
 
     Returns
     -------
@@ -619,13 +617,30 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
         either.
     """
     given = {key: value for key, value in options.items() if key != "fisher_form"}
-    needs = calibration_needs(method, **given)
+    return stand_in_family(loaded, method, **given) if follows_from_rate(method, **given) else None
+
+
+def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
+    """Return the plans that a method makes of moments which are the same for all heads.
+
+    Parameters
+    ----------
+    loaded : Laid
+    method : str
+        A method's or a combination's name.
+    **options
+        The method's own.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.methods.registry.plan_family`, and for a method that needs more than moments.
+    """
+    needs = calibration_needs(method, **options)
     inputs = MethodInputs(loaded.layout, loaded.fingerprint)
     if needs is None:
-        return plan_family(method, inputs, **given)
-    if not follows_from_rate(method, **given):
-        return None
-    base, own = base_method(method, given)
+        return plan_family(method, inputs, **options)
+    base, own = base_method(method, options)
     layers = [_stand_in(x, needs) for x in loaded.layout.layers]
     inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
     allocation = _allocation(base, own)
@@ -634,10 +649,10 @@ def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily
         targets = plan_family(base, inputs, **plain).targets
         alike = by_head(targets, [1.0 / float(target.errors[0]) for target in targets])
         inputs = replace(inputs, sensitivities=alike)
-        given["allocation"] = "budget"
+        options["allocation"] = "budget"
     elif allocation == "loss":
-        given["allocation"] = "output"
-    return plan_family(method, inputs, **given)
+        options["allocation"] = "output"
+    return plan_family(method, inputs, **options)
 
 
 def _stand_in(layer: LayerLayout, needs: CalibrationNeeds) -> LayerMoments:

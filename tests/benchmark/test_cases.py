@@ -13,11 +13,10 @@ from kvprof.benchmark.case import Lack, Sample, Workload, attention64, relative_
 from kvprof.benchmark.cases import build_case
 from kvprof.benchmark.limits import largest_context, needed_bytes, prefill_length, shortage
 from kvprof.benchmark.machine import Machine
-from kvprof.benchmark.methods import parse_method
-from kvprof.benchmark.plans import method_widths
 from kvprof.benchmark.shapes import Rope, Shape, load_shape
 from kvprof.benchmark.timing import sampler
 from kvprof.errors import UsageError
+from tests.benchmark.on_shapes import method_on
 
 CPU = torch.device("cpu")
 SMALL = Shape("small", "here", 2, 512, 8, 4, 64, Rope("default", 1e4), 4096, 0.125)
@@ -29,8 +28,7 @@ def workload(shape=SMALL, phase="decode", batch=2, seq=150, dtype=torch.float32,
 
 
 def case(name, where, rate=0.5):
-    method = parse_method(name)
-    return build_case(method, where, method_widths(method, where.shape, rate), None)
+    return build_case(method_on(name, where.shape, rate), where, None)
 
 
 @pytest.mark.parametrize("shape", [SMALL, SINKS], ids=["plain", "sinks"])

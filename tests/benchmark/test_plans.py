@@ -8,8 +8,9 @@ import torch
 
 from kvprof.benchmark.case import Workload
 from kvprof.benchmark.cases import build_case
-from kvprof.benchmark.methods import parse_method
-from kvprof.benchmark.plans import make_methods, method_widths, stored_parts, stored_plan
+from kvprof.benchmark.methods import make_methods
+from kvprof.benchmark.plans import stored_parts
+from kvprof.benchmark.shape_plans import parse_method, shape_plan
 from kvprof.benchmark.shapes import Rope, Shape, layout_of, load_shape
 from kvprof.benchmark.timing import sampler
 from kvprof.errors import UsageError
@@ -21,6 +22,7 @@ from kvprof.methods.registry import plan_family
 from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
 from kvprof.records.files import read_result
 from tests.benchmark.folder import save_config
+from tests.benchmark.on_shapes import method_on
 from tests.commands.running import kvprof
 from tests.conftest import calibrate_on_few
 from tests.models.tiny import tiny
@@ -56,11 +58,11 @@ def placed(shape=SMALL, seq=256):
     ],
 )
 def test_what_comes_on_top_is_stored_as_the_plan_says(name):
-    ((method, widths),) = made(name)
-    built = build_case(method, placed(), widths, None)
+    (method,) = made(name)
+    built = build_case(method, placed(), None)
     output = sampler(built.runs, CPU).output()
     assert built.error(output) < 1e-5
-    plan = stored_plan(method, SMALL, widths)
+    plan = method.plan
     counted = bytes_at(plan, 256, itemsize=4, batch=2).total
     if left := sum(layer.left_out for layer in plan.layers):  # timed is the other layer
         counted = 2 * (counted - left * 2 * 2 * 4 * 64 * 4 * 256)
@@ -70,14 +72,14 @@ def test_what_comes_on_top_is_stored_as_the_plan_says(name):
 
 def test_unlike_bits_are_each_sides_own():
     for name, bits in (("kq-k8v4", (8, 4)), ("per-token:bits=k2v3", (2, 3)), ("full-4bit", (4, 4))):
-        ((method, widths),) = made(name)
-        (part,) = stored_parts(stored_plan(method, SMALL, widths), 256)
+        (method,) = made(name)
+        (part,) = stored_parts(method.plan, 256)
         assert (part.key_bits, part.value_bits) == bits
 
 
 def test_tales_levels_are_those_of_its_plan():
-    ((method, widths),) = made("tale")
-    plan = stored_plan(method, SMALL, widths)
+    (method,) = made("tale")
+    plan = method.plan
     assert compression_ratio(paper_rate(plan)) == pytest.approx(9.14, abs=5e-3)
     parts = stored_parts(plan, 1004)
     assert [part.tokens for part in parts] == [4, 900, 100]
@@ -98,15 +100,33 @@ def test_tales_levels_are_those_of_its_plan():
         ("fp8-4bit", "is quantised already"),
         ("kvtc", "not for decoding from it"),
         ("xkv", "several layers share a latent"),
-        ("zack", "shape without weights"),
-        ("fdc:grid=8", "--plan FILE"),
-        ("tale+kivi", "shape without weights"),
+        ("xkv:bases=calibration", "--plan FILE"),
+        ("tale+kivi", "tokens move down 32 at a time"),
     ],
 )
 def test_what_cannot_be_timed_says_why_in_a_line(name, why):
     with pytest.raises(UsageError, match=why) as refused:
         made(name)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["zack", "svd-kv", "fdc:grid=32", "palu:grid=64", "zack-4bit"])
+def test_what_is_calibrated_elsewhere_plans_here_on_heads_that_are_alike(name):
+    (method,) = made(name)
+    assert "singular values that fall alike" in method.warnings[0]
+    assert len(set(method.kept.keys)) == len(set(method.kept.values)) == 1
+    built = build_case(method, placed(), None)
+    assert built.error(sampler(built.runs, CPU).output()) < 1e-5
+    counted = bytes_at(method.plan, 256, itemsize=4, batch=2).total
+    assert method.nbytes(2, 256, torch.float32) * SMALL.layers == counted
+
+
+def test_an_installed_method_needs_no_weights_to_be_timed(site):
+    (method,) = made("keys-only", rate=0.25)
+    assert method.form == "ragged"
+    assert method.kept.keys == (32,) * 4
+    assert method.kept.values == (64,) * 4
+    assert "shape without weights" in method.warnings[0]
 
 
 def test_every_method_of_plan_is_known_here_with_its_options():
@@ -122,21 +142,21 @@ def test_every_method_of_plan_is_known_here_with_its_options():
 
 @pytest.mark.parametrize("name", ["fdc", "palu", "tale", "fdc-4bit", "palu-4bit", "fdc+h2o"])
 def test_a_saved_plan_is_timed_by_its_own_widths_or_refused(name, tmp_path):
-    named = parse_method(name)
-    own = method_widths(named, SMALL, 0.5)
-    plan = stored_plan(named, SMALL, own)
-    save_plan(plan, tmp_path / "my.plan")
+    asked = parse_method(name)
+    own = shape_plan(asked, SMALL, 0.5, tokens=256, itemsize=4)
+    save_plan(own.plan, tmp_path / "my.plan")
     plans = {"my.plan": str(tmp_path / "my.plan")}
     refused = {"palu-4bit": "latents are quantised", "fdc+h2o": "evicted"}.get(name)
     if refused:
         with pytest.raises(UsageError, match=rf"^my\.plan: no kernel can run it: .*{refused}"):
             made("my.plan", plans=plans)
         return
-    ((method, widths),) = made("my.plan", plans=plans)
-    assert (widths.keys, widths.values) == (own.keys, own.values)
-    built = build_case(method, placed(), widths, None)
+    (method,) = made("my.plan", plans=plans)
+    named = method_on(name, SMALL)
+    assert (method.kept.keys, method.kept.values) == (named.kept.keys, named.kept.values)
+    built = build_case(method, placed(), None)
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5
-    assert built.buffer_bytes == build_case(named, placed(), own, None).buffer_bytes
+    assert built.buffer_bytes == build_case(named, placed(), None).buffer_bytes
     with pytest.raises(UsageError, match=r"--plan my\.plan: a plan for"):
         made("my.plan", plans=plans, shape=replace(SMALL, head_dim=32))
 
@@ -224,11 +244,11 @@ def test_a_calibration_that_is_interrupted_ends_as_every_interrupted_run(monkeyp
 
 
 def test_kq_wf_is_timed_on_a_shape_and_its_bytes_are_the_account():
-    ((method, widths),) = made("kq-wf:window=8")
-    assert "singular values that fall alike" in widths.warnings[0]
-    plan = stored_plan(method, SMALL, widths)
+    (method,) = made("kq-wf:window=8")
+    assert "singular values that fall alike" in method.warnings[0]
+    plan = method.plan
     parts = stored_parts(plan, 1004)
     assert [part.tokens for part in parts] == [4, 992, 8]
     assert [part.key_bits for part in parts] == [None, "uniform-rms", None]
-    built = build_case(method, placed(), widths, None)
+    built = build_case(method, placed(), None)
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.benchmark.methods import parse_method
-from kvprof.benchmark.plans import method_widths
+from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.ranks import (
-    full_widths,
     ranks_from,
     resampled,
     resampled_layers,
 )
+from kvprof.benchmark.shape_plans import parse_method
 from kvprof.benchmark.shapes import Rope, Shape, load_shape, shape_names
 from kvprof.errors import FailedError, UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
+from tests.benchmark.on_shapes import method_on
 from tests.methods.models import FINE, inputs
 
 LLAMA = load_shape("Llama-3.1-8B")
@@ -145,22 +145,22 @@ def test_the_widths_of_a_saved_plan(tmp_path):
 
 
 def test_latents_of_groups_and_uniform_widths_keep_the_rate():
-    palu = method_widths(parse_method("palu"), LLAMA, 0.5)
+    palu = method_on("palu", LLAMA, 0.5).widths
     assert palu.keys == palu.values == (256, 256)
-    assert method_widths(parse_method("palu:heads=1"), LLAMA, 0.5).keys == (64,) * 8
-    every = method_widths(parse_method("palu:heads=0"), LLAMA, 0.5)
-    assert every.keys == (256, 256)
+    assert method_on("palu:heads=1", LLAMA, 0.5).widths.keys == (64,) * 8
+    every = method_on("palu:heads=0", LLAMA)
+    assert every.widths.keys == (256, 256)
     assert "4 instead of 8" in every.warnings[0]  # a latent of all would be 1,024 wide
     # Ten KV heads cannot be shared by four.
-    phi = method_widths(parse_method("palu"), load_shape("Phi-3-14B"), 0.5)
-    assert phi.keys == (128,) * 5
+    phi = method_on("palu", load_shape("Phi-3-14B"))
+    assert phi.widths.keys == (128,) * 5
     assert "2 instead of 4" in phi.warnings[0]
-    assert method_widths(parse_method("uniform"), LLAMA, 0.5).keys == (64,) * 8
-    assert method_widths(parse_method("fp8"), LLAMA, 0.5) is None
-    tale = method_widths(parse_method("tale"), LLAMA, 0.9)
+    assert method_on("uniform", LLAMA, 0.5).widths.keys == (64,) * 8
+    assert method_on("fp8", LLAMA, 0.5).widths is None
+    tale = method_on("tale", LLAMA, 0.9).widths
     assert (tale.keys, tale.values) == ((128,) * 8, (64,) * 8)
     assert "9.14×" in tale.source
-    assert "1.29×" in method_widths(parse_method("tale:bits=none"), LLAMA, 0.5).source
+    assert "1.29×" in method_on("tale:bits=none", LLAMA, 0.5).widths.source
 
 
 def test_full_width_is_rate_zero():
@@ -224,7 +224,7 @@ def test_layers_are_unlike_as_a_calibrated_models_are():
 
 def test_kinds_of_a_method_are_those_of_its_drawn_widths():
     shape = load_shape("Llama-2-7B")
-    few = method_widths(parse_method("kq-4bit:kinds=3"), shape, 0.4)
+    few = method_on("kq-4bit:kinds=3", shape, 0.4).widths
     assert len(set(zip(few.keys, few.values, strict=True))) == 3
     assert rate_of(few, shape) == pytest.approx(0.4, abs=0.01)
     with pytest.raises(UsageError, match="option kinds is a whole number, not 'few'"):

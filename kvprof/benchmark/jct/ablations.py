@@ -18,96 +18,47 @@ from typing import Any
 
 import torch
 
-from kvprof.benchmark.methods import Method, parse_method
-from kvprof.benchmark.plans import low_rank_plan, make_methods, method_widths, stored_plan
-from kvprof.benchmark.ranks import Widths
-from kvprof.benchmark.shapes import Shape
+from kvprof.benchmark.methods import Method, laid_method, make_methods, stored_method
+from kvprof.benchmark.shape_plans import Asked, ShapePlan, parse_method, plan_of_widths
+from kvprof.benchmark.shapes import Shape, layout_of
 from kvprof.errors import UsageError
-from kvprof.methods.plan import Plan
+from kvprof.methods.family import MethodInputs
+from kvprof.methods.strawman import strawman
 
-__all__ = ["ABLATIONS", "Variant", "make_variants", "parse_variant"]
+__all__ = ["ABLATIONS", "Variant", "composed_method", "make_variants", "parse_variant"]
 
 #: What ``fdc`` may do without.
 ABLATIONS = ("no-post-rope", "no-adaptive-rates", "no-balancing")
+_STRAWMAN = "strawman"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A method as a composed run measures it.
+    """A method of a composed run by its name.
 
     Attributes
     ----------
     name : str
         As written.
-    method : Method
+    asked : Asked
         Whose widths it has.
     without : tuple of str
         Of `ABLATIONS`.
-    strawman : bool
     """
 
     name: str
-    method: Method
+    asked: Asked
     without: tuple[str, ...] = ()
-    strawman: bool = False
-
-    @property
-    def family(self) -> str:
-        """How it is stored: full, segments, ragged, latents (Palu, before RoPE) or strawman."""
-        if self.strawman:
-            return "strawman"
-        if "no-post-rope" in self.without:
-            return "latents"
-        return self.method.family
 
     @property
     def own(self) -> bool:
         """Whether it is of composed runs only, and no method that ``bench`` times."""
-        return self.strawman or bool(self.without)
+        return self.name == _STRAWMAN or bool(self.without)
 
     @property
-    def balanced(self) -> bool:
-        """Whether the work is cut by cost."""
-        return "no-balancing" not in self.without
-
-    def family_for(self, shape: Shape) -> str:
-        """Return `family` for a shape: without RoPE nothing is rebuilt (Palu eq. 7)."""
-        if self.family == "latents" and shape.rope.kind == "none":
-            return "ragged"
-        return self.family
-
-    def folded_for(self, shape: Shape) -> bool:
-        """Whether projections make latents themselves: no RoPE stands between (Palu eq. 7)."""
-        return shape.rope.kind == "none" or self.method.folded
-
-    def widths(self, shape: Shape, rate: float, ranks: str | None = None) -> Widths | None:
-        """Return the widths of its stored heads; None for FP8 and full width.
-
-        Raises
-        ------
-        UsageError
-            For a rate out of reach, or ranks of another shape.
-        """
-        method = self.method
-        if "no-adaptive-rates" in self.without:
-            method = replace(method, kind="uniform")
-            ranks = None
-        return method_widths(method, shape, rate, ranks)
-
-    def plan(self, shape: Shape, widths: Widths | None) -> Plan:
-        """Return the plan that it is on a shape, whose bytes are counted.
-
-        Parameters
-        ----------
-        shape : Shape
-        widths : Widths or None
-            From `widths`.
-        """
-        if widths is not None and (self.strawman or "no-post-rope" in self.without):
-            return low_rank_plan(
-                self.name, shape, widths, pre_rope=not self.strawman, online=self.strawman
-            )
-        return stored_plan(self.method, shape, widths)
+    def known(self) -> bool:
+        """Whether its ranks are known without calibration."""
+        return self.own or self.asked.known
 
     def refuse_on(self, kind: str) -> None:
         """Refuse what would change nothing on a device.
@@ -116,7 +67,7 @@ class Variant:
         ------
         UsageError
         """
-        if not self.balanced and kind == "cpu":
+        if "no-balancing" in self.without and kind == "cpu":
             raise UsageError(
                 f"{self.name} changes nothing on a CPU, whose threads share work in another way; "
                 "measure it on a GPU"
@@ -131,8 +82,6 @@ def parse_variant(text: str) -> Variant:
     UsageError
         For a name or an option that there is not, and for options that exclude each other.
     """
-    if text == "strawman":
-        return Variant(text, parse_method("uniform"), strawman=True)
     name, *options = text.split(":")
     without = tuple(option for option in options if option.startswith("no-"))
     if not without:
@@ -154,38 +103,80 @@ def parse_variant(text: str) -> Variant:
     return Variant(text, parse_method("fdc"), without)
 
 
+def composed_method(variant: Variant, shape: Shape, rate: float, **given: Any) -> Method:
+    """Return a method of a composed run on a shape without weights.
+
+    Parameters
+    ----------
+    variant : Variant
+    shape : Shape
+    rate : float
+    **given
+        As `kvprof.benchmark.methods.laid_method` takes them.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.benchmark.methods.laid_method`.
+    """
+    if not variant.own:
+        return laid_method(variant.asked, shape, rate, **given)
+    if "no-adaptive-rates" in variant.without or variant.name == _STRAWMAN:
+        method = laid_method(parse_method("uniform"), shape, rate, **given)
+    else:
+        method = laid_method(variant.asked, shape, rate, **given)
+    widths = method.kept
+    if variant.name == _STRAWMAN:
+        family = strawman(MethodInputs(layout_of(shape), shape.name))
+        plan = family.build(1 - widths.keys[0] / shape.head_dim)
+        return replace(method, name=variant.name, plan=plan, form=_STRAWMAN)
+    if "no-post-rope" in variant.without:
+        found = ShapePlan(plan_of_widths("palu", shape, [widths]), widths.source)
+        on = {key: given[key] for key in ("device", "dtype") if key in given}
+        method = stored_method(variant.name, "palu", found, shape, **on)
+    return replace(method, name=variant.name, balanced="no-balancing" not in variant.without)
+
+
 def make_variants(
     names: Sequence[str],
     shape: Shape,
     *,
+    rate: float,
+    ranks: str | None,
+    tokens: int,
     device: torch.device,
+    dtype: torch.dtype,
     plans: Mapping[str, str],
     **given: Any,
-) -> list[tuple[Variant, Widths | None]]:
-    """Return every method of a composed run with its widths on a shape, each once.
+) -> list[Method]:
+    """Return every method of a composed run on a shape, each once.
 
     Parameters
     ----------
     names : sequence of str
         See `parse_variant`, or of `plans`.
-    shape, device, plans, **given
-        As `kvprof.benchmark.plans.make_methods` takes them.
+    shape, rate, ranks, tokens, device, dtype, plans, **given
+        As `kvprof.benchmark.methods.make_methods` takes them.
 
     Raises
     ------
     UsageError
-        As `kvprof.benchmark.plans.make_methods`, and for what changes nothing on the device.
+        As `kvprof.benchmark.methods.make_methods`, and for what changes nothing on the device.
     CalibrationInterrupted
     """
     names = list(dict.fromkeys(names))
-    ablated = {}
+    placed: dict[str, Any] = {
+        "tokens": tokens,
+        "ranks": ranks,
+        "device": device,
+        "dtype": dtype,
+    }
+    found = {}
     for name in names:
         if name not in plans and (variant := parse_variant(name)).own:
             variant.refuse_on(device.type)
-            ablated[name] = variant, variant.widths(shape, given["rate"], given["ranks"])
-    others = [name for name in names if name not in ablated]
-    made = make_methods(others, shape, device=device, plans=plans, **given)
-    found = ablated | {
-        name: (Variant(name, one[0]), one[1]) for name, one in zip(others, made, strict=True)
-    }
+            found[name] = composed_method(variant, shape, rate, **placed)
+    others = [name for name in names if name not in found]
+    made = make_methods(others, shape, rate=rate, plans=plans, **placed, **given)
+    found |= dict(zip(others, made, strict=True))
     return [found[name] for name in names]

@@ -17,10 +17,10 @@ from kvprof.analysis.bases import eigenbasis
 from kvprof.benchmark.baselines import baseline_builders, full_width
 from kvprof.benchmark.case import Case, Lack, Workload, relative_error
 from kvprof.benchmark.cases import palu_case, ragged_samples, sinks_of
-from kvprof.benchmark.jct.ablations import Variant, parse_variant
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
 from kvprof.benchmark.machine import free_bytes
-from kvprof.benchmark.ranks import Widths, full_widths
+from kvprof.benchmark.methods import Method
+from kvprof.benchmark.plans import Widths, full_widths
 from kvprof.benchmark.rows import TOLERANCE
 from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.errors import LackingError, UsageError
@@ -89,7 +89,7 @@ class FullAttention:
             layout = RaggedLayout(
                 widths.keys, widths.values, workload.shape.group, workload.batch, workload.seq
             )
-            calls, error = ragged_prefill(parse_variant("uniform"), workload, layout, window)
+            calls, error = ragged_prefill(workload, layout, window)
             self.named[where] = "kvprof"
             return calls[-1], error, {"prefill attention": "kvprof's own kernel, with its window"}
         case = self._fastest(workload)
@@ -185,25 +185,21 @@ def full_attention(workload: Workload, full: FullAttention, window: int | None) 
 # --- Low ranks after RoPE: FDC, ``kq``, uniform widths, latents without RoPE.
 
 
-def ragged_attention(
-    variant: Variant, workload: Workload, widths: Widths, window: int | None
-) -> AttentionCalls:
+def ragged_attention(method: Method, workload: Workload, window: int | None) -> AttentionCalls:
     """Return projection, attention and what cuts its work.
 
     Parameters
     ----------
-    variant : Variant
+    method : Method
     workload : Workload
-    widths : Widths
-        Per KV head, or per group of them where a model without RoPE shares latents.
     window : int or None
         Tokens that a prefill's token sees.
     """
-    shape = workload.shape
+    shape, widths = workload.shape, method.kept
     group = shape.num_heads // len(widths.keys)
     layout = RaggedLayout(widths.keys, widths.values, group, workload.batch, workload.seq)
     labels, turned = {}, "both"
-    if variant.folded_for(shape):
+    if method.folded:
         # Folded into W_Q and W_K: the projections make latents (ZACK §4.3, Palu eq. 7).
         stored = store_latents(workload, layout)
         turned = "none"
@@ -213,7 +209,7 @@ def ragged_attention(
         queries = shape.num_heads * shape.head_dim
         projections = (queries, shape.num_kv_heads * shape.head_dim, sum(widths.values))
     if workload.phase == "decode":
-        calls, error = _decode(variant, workload, layout)
+        calls, error = _decode(workload, layout, method.balanced)
         if workload.device.type == "cuda":
             labels["by_difference"] = "attention"
             labels["merge"] = (
@@ -223,7 +219,7 @@ def ragged_attention(
         else:
             labels["merge"] = "counted in attention"
     else:
-        calls, error = ragged_prefill(variant, workload, layout, window)
+        calls, error = ragged_prefill(workload, layout, window, method.balanced)
     return AttentionCalls(
         [stored, *calls], projections, layout.output_offsets[-1], turned, error, labels
     )
@@ -294,7 +290,7 @@ def store_latents(workload: Workload, layout: RaggedLayout) -> PartCall:
 
 
 def _decode(
-    variant: Variant, workload: Workload, layout: RaggedLayout
+    workload: Workload, layout: RaggedLayout, balanced: bool
 ) -> tuple[list[PartCall], Callable[[], float]]:
     shape, source = workload.shape, workload.generator(1)
     copies = workload.copies(layout.elements * workload.dtype.itemsize)
@@ -303,7 +299,7 @@ def _decode(
     sinks = sinks_of(workload, layout.heads, layout.group)
     step = decode_step(layout, workload.device)
     lengths = torch.full((workload.batch,), workload.seq, dtype=torch.int32, device=workload.device)
-    cut = step.cut(lengths) if variant.balanced else _even(step, workload)
+    cut = step.cut(lengths) if balanced else _even(step, workload)
 
     def run(buffer: Tensor) -> Tensor:
         return step.run(query, buffer, cut, shape.scaling, softcap=shape.softcap, sinks=sinks)
@@ -325,7 +321,7 @@ def _decode(
             shape.softcap,
         )
 
-    key = (layout, variant.balanced)
+    key = (layout, balanced)
     contained = None
     if workload.device.type == "cuda":
         contained = ("merge", [_merge(step, workload, cut, sinks)])
@@ -337,7 +333,7 @@ def _decode(
             contained=contained,
         ),
     ]
-    if variant.balanced:
+    if balanced:
         # Layers of the same widths share it, as in the runtime.
         calls.insert(0, PartCall("schedule", [schedule], ("schedule", *key), per_pass=True))
     return calls, error
@@ -393,7 +389,7 @@ def _merge(
 
 
 def ragged_prefill(
-    variant: Variant, workload: Workload, layout: RaggedLayout, window: int | None
+    workload: Workload, layout: RaggedLayout, window: int | None, balanced: bool = True
 ) -> tuple[list[PartCall], Callable[[], float]]:
     """Return a prompt's attention over ragged widths, and what cuts its work; and its error."""
     shape, source = workload.shape, workload.generator(2)
@@ -401,9 +397,9 @@ def ragged_prefill(
     query = workload.random(source, workload.batch, workload.queries, layout.query_offsets[-1])
     sinks = sinks_of(workload, layout.heads, layout.group)
     lengths = torch.full((workload.batch,), workload.seq, dtype=torch.int32, device=workload.device)
-    schedule = "equal" if variant.balanced else "plain"
+    schedule = "equal" if balanced else "plain"
     # A library's calls would ignore how the work is cut.
-    path = "auto" if variant.balanced else "triton"
+    path = "auto" if balanced else "triton"
 
     def run() -> Tensor:
         return prefill(
@@ -431,7 +427,7 @@ def ragged_prefill(
             shape.softcap,
         )
 
-    key = (layout, variant.balanced, window)
+    key = (layout, balanced, window)
     calls = [PartCall("attention", [run], ("ragged prefill", *key))]
     if workload.device.type == "cuda" and not _all_by_library(
         workload, layout, schedule, path, window

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from kvprof.benchmark.case import Workload
 from kvprof.benchmark.cases import ragged_case
-from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
 from kvprof.benchmark.jct.layer import PartSeconds
 from kvprof.benchmark.jct.layer_bench import LayerTimes
 from kvprof.benchmark.jct.serving import WARNED_ERROR
 from kvprof.benchmark.jct.steps import level_tokens
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.methods import Method
+from kvprof.benchmark.plans import Widths
 from kvprof.benchmark.schedules import ASSUMED_MULTIPROCESSORS
 from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first, tuning_for
 from kvprof.kernels.planes import RaggedLayout
@@ -39,9 +39,8 @@ __all__ = ["balances", "measure_composed"]
 
 
 def balances(
-    variant: Variant,
+    method: Method,
     workload: Workload,
-    widths: Widths,
     multiprocessors: int | None,
     *,
     case: str,
@@ -51,22 +50,22 @@ def balances(
 
     Parameters
     ----------
-    variant : Variant
+    method : Method
         Whose heads lie in ragged planes.
     workload : Workload
         A decoding step.
-    widths : Widths
     multiprocessors : int or None
         None (a CPU) assumes an H200's; nothing is measured there.
     case : str
     time : float
         Of the events.
     """
+    widths = method.kept
     group = workload.shape.num_heads // len(widths.keys)
     layout = RaggedLayout(widths.keys, widths.values, group, workload.batch, workload.seq)
     count = multiprocessors or ASSUMED_MULTIPROCESSORS
     found = []
-    for schedule in ("equal", "lpt") if variant.balanced else ("lpt",):
+    for schedule in ("equal", "lpt") if method.balanced else ("lpt",):
         measured = _measured_loads(workload, widths, schedule, count) if multiprocessors else None
         loads = _predicted_loads(layout, workload, schedule, count)
         mean = sum(loads) / count
@@ -217,7 +216,7 @@ class _ComposedCase:
             Preview(
                 self.now(),
                 self.case,
-                self.composer.variant.name,
+                self.composer.method.name,
                 self.composer.batch,
                 request.input_len,
                 request.output_len,
@@ -230,8 +229,8 @@ class _ComposedCase:
 
     def _start(self, named: Sequence[LayerTimes]) -> None:
         composer, request = self.composer, self.request
-        variant, widths, shape = composer.variant, composer.widths, composer.bench.model.attention
-        plan, tokens = variant.plan(shape, widths), request.stored
+        method, shape = composer.method, composer.bench.model.attention
+        plan, widths, tokens = method.plan, method.widths, request.stored
         sizes = {"itemsize": composer.bench.dtype.itemsize, "batch": composer.batch}
         stored = bytes_at(plan, tokens, **sizes).total
         labels = {key: text for point in named for key, text in point.labels.items()}
@@ -264,7 +263,7 @@ class _ComposedCase:
             CaseStarted(
                 self.now(),
                 self.case,
-                variant.name,
+                method.name,
                 1 - stored / full_bytes(plan, tokens, **sizes),
                 composer.batch,
                 request.input_len,
@@ -338,20 +337,19 @@ class _ComposedCase:
     def _layer(self, named: Sequence[LayerTimes]) -> None:
         """Emit the measured layer's error, and how its work is spread."""
         composer = self.composer
-        bench, variant, shape = composer.bench, composer.variant, composer.bench.model.attention
+        bench, method, shape = composer.bench, composer.method, composer.bench.model.attention
         known = [point.error for point in named if point.error is not None]
         if known:
-            plan, itemsize = variant.plan(shape, composer.widths), bench.dtype.itemsize
+            plan, itemsize = method.plan, bench.dtype.itemsize
             stored = bytes_at(plan, self.request.stored, itemsize=itemsize, batch=composer.batch)
             each = stored.total // shape.layers
             self.emit(LayerMeasured(self.now(), self.case, 0, max(known), each))
-        if variant.family == "ragged" and composer.widths is not None:
+        if method.form == "ragged":
             context = max(self.request.first, self.request.last)
             workload = bench.workload("decode", composer.batch, context)
             for one in balances(
-                variant,
+                method,
                 workload,
-                composer.widths,
                 bench.machine.multiprocessors,
                 case=self.case,
                 time=self.now(),

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvprof.analysis.jct import between, beyond, integral, interpolated, ladder, step_weights
-from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.layer import PartSeconds
 from kvprof.benchmark.jct.layer_bench import LayerBench, LayerTimes
 from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.limits import shortage
 from kvprof.benchmark.machine import free_bytes
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.methods import Method
 from kvprof.errors import LackingError
 
 __all__ = [
@@ -221,8 +220,7 @@ class Composer:
     Attributes
     ----------
     bench : LayerBench
-    variant : Variant
-    widths : Widths or None
+    method : Method
     batch : int
     requests : sequence of RequestLengths
         That will be asked for: their lengths decide where is measured.
@@ -235,8 +233,7 @@ class Composer:
     """
 
     bench: LayerBench
-    variant: Variant
-    widths: Widths | None
+    method: Method
     batch: int
     requests: Sequence[RequestLengths]
     rate: float
@@ -292,7 +289,7 @@ class Composer:
         powered = self.powered and any(
             (phase, tokens, window) in self._powered(one) for one in self.requests
         )
-        return self.bench.point(self.variant, self.widths, workload, hidden, powered=powered)
+        return self.bench.point(self.method, workload, hidden, powered=powered)
 
     @property
     def longest(self) -> int:

@@ -13,7 +13,6 @@ import torch
 
 from kvprof.analysis.jct import interpolated
 from kvprof.benchmark.case import Workload
-from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.attention import (
     FullAttention,
     full_attention,
@@ -32,7 +31,7 @@ from kvprof.benchmark.jct.layer import (
 from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.jct.segments import segments_attention
 from kvprof.benchmark.machine import Machine
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.methods import Method
 from kvprof.benchmark.rows import TOLERANCE
 from kvprof.benchmark.timing import Sampler, interleaved, median_interval, sampler, spread
 from kvprof.child import child_environment, child_python
@@ -272,8 +271,7 @@ class LayerBench:
 
     def point(
         self,
-        variant: Variant,
-        widths: Widths | None,
+        method: Method,
         workload: Workload,
         window: int | None = None,
         *,
@@ -283,8 +281,7 @@ class LayerBench:
 
         Parameters
         ----------
-        variant : Variant
-        widths : Widths or None
+        method : Method
         workload : Workload
         window : int or None
             Of a layer with a sliding window: tokens that a prefill's token sees.
@@ -298,29 +295,26 @@ class LayerBench:
         UsageError, LackingError, RuntimeError
             When the method cannot run there.
         """
-        key = (variant.name, widths, workload.phase, workload.batch, workload.seq, window)
+        key = (method.name, method.widths, workload.phase, workload.batch, workload.seq, window)
         if key not in self._points:
             try:
-                self._points[key] = self._measured(
-                    variant, widths, workload, window, powered=powered
-                )
+                self._points[key] = self._measured(method, workload, window, powered=powered)
             finally:
                 if workload.device.type == "cuda":
                     with suppress(RuntimeError):  # a GPU that was lost
                         torch.cuda.empty_cache()
-            self.advance(f"{variant.name}, {workload.name}")
+            self.advance(f"{method.name}, {workload.name}")
         return self._points[key]
 
     def _measured(
         self,
-        variant: Variant,
-        widths: Widths | None,
+        method: Method,
         workload: Workload,
         window: int | None,
         *,
         powered: bool,
     ) -> LayerTimes:
-        attention = self._attention(variant, widths, workload, window)
+        attention = self._attention(method, workload, window)
         calls = [
             *self._dense.before(workload, attention),
             *(call for call in attention.calls if not call.per_pass),
@@ -334,10 +328,10 @@ class LayerBench:
             known = error
             if error > TOLERANCE[workload.dtype]:
                 self.warn(
-                    f"{variant.name}, {workload.name}: attention is wrong (error {error:.2g} "
+                    f"{method.name}, {workload.name}: attention is wrong (error {error:.2g} "
                     "against float64), so its time means nothing"
                 )
-        layer, ends, watts = self._timed(variant, workload, calls, once, powered=powered)
+        layer, ends, watts = self._timed(method, workload, calls, once, powered=powered)
         parts, passes = _added([*calls, *once], self._known)
         labels = dict(attention.labels)
         if self.all_reduce is not None:
@@ -352,24 +346,20 @@ class LayerBench:
             layer += parts["communication"]
         return LayerTimes(workload.seq, parts, passes, layer, known, labels, watts, ends)
 
-    def _attention(
-        self, variant: Variant, widths: Widths | None, workload: Workload, window: int | None
-    ) -> AttentionCalls:
-        family = variant.family_for(workload.shape)
-        if family == "full":
+    def _attention(self, method: Method, workload: Workload, window: int | None) -> AttentionCalls:
+        if method.form == "full":
             return full_attention(workload, self._full, window)
-        if family == "segments":
-            return segments_attention(variant, workload, widths, self._full, window)
-        assert widths is not None  # every other method has them
-        if family == "strawman":
-            return strawman_attention(workload, widths, self._full, window)
-        if family == "latents":
-            return latent_attention(variant.name, workload, widths, self._full, window)
-        return ragged_attention(variant, workload, widths, window)
+        if method.form == "segments":
+            return segments_attention(method, workload, self._full, window)
+        if method.form == "strawman":
+            return strawman_attention(workload, method.kept, self._full, window)
+        if method.form == "latents":
+            return latent_attention(method.name, workload, method.kept, self._full, window)
+        return ragged_attention(method, workload, window)
 
     def _timed(
         self,
-        variant: Variant,
+        method: Method,
         workload: Workload,
         calls: list[PartCall],
         once: list[PartCall],
@@ -408,19 +398,17 @@ class LayerBench:
         )
         for one in samplers:
             if one.note is not None:
-                self.warn(f"{variant.name}, {workload.name}: {one.note}")
+                self.warn(f"{method.name}, {workload.name}: {one.note}")
         for (key, _), one in zip(names, samplers[1:], strict=True):
             if one.note is not None:
                 self._apart.add(key)
         middles = [median(samples) for samples in found]
-        self.spreads.setdefault(variant.name, {})[workload.name] = spread(found[0])
+        self.spreads.setdefault(method.name, {})[workload.name] = spread(found[0])
         self._known |= _by_call(new, names, middles[1:])
         watts = self._watts(whole) if powered else None
         if whole.note is not None and self._apart.isdisjoint(call.key for call in calls):
             # Launched one by one a layer takes as long as the host needs, its parts in graphs not.
-            self.warn(
-                f"{variant.name}, {workload.name}: the layer is taken as the sum of its parts"
-            )
+            self.warn(f"{method.name}, {workload.name}: the layer is taken as the sum of its parts")
             return sum(sum(self._known[call.key].values()) for call in calls), None, watts
         ends = median_interval(found[0])
         relative = (ends[0] / middles[0], ends[1] / middles[0]) if ends and middles[0] else None

@@ -1,6 +1,6 @@
 """The model of a real run and its plans: calibrated, or drawn at random for a shape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest
-from kvprof.benchmark.plans import at_rate, layer_widths, named_plans
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.methods import FOLDED, named_plans
+from kvprof.benchmark.shape_plans import at_rate, parse_method, shape_plan
 from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import UsageError
-from kvprof.methods.family import MethodInputs, PlanFamily
-from kvprof.methods.low_rank import value_folds
 from kvprof.methods.named import method_entries, options_in
-from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
+from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
-from kvprof.methods.registry import calibration_needs, on_top, plan_family, typed_options
+from kvprof.methods.registry import calibration_needs, typed_options
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.models.placement import main_device, parse_dtype
@@ -38,13 +35,10 @@ __all__ = [
     "plan_ready",
     "prompt",
     "random_model",
-    "random_plan",
 ]
 
 # Enough for a check, and little memory.
 _CHECKED_LAYERS = 4
-# Of a shape without weights: what can be planned without looking at any.
-_RANDOM = ("full", "fp8", "fdc", "kq", "uniform")
 
 
 def check_names(request: JctRequest) -> None:
@@ -67,13 +61,10 @@ def check_names(request: JctRequest) -> None:
             name, options = _named(method)
             calibration_needs(name, **options)
             continue
-        if method not in plans:
-            parse_variant(method)
-        if method in plans or parse_variant(method).method.kind not in _RANDOM:
-            raise UsageError(
-                f"{method} needs a model's own weights; without them a real run has "
-                f"{', '.join(_RANDOM)} and what comes on top of them"
-            )
+        if method in plans:
+            raise UsageError(f"--plan {method} is of a model's own weights, and these are random")
+        if parse_method(method).base == FOLDED:
+            raise UsageError(f"{method} is measured by a composed run: add --composed")
 
 
 def load_run_model(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]:
@@ -156,7 +147,7 @@ def make_plans(
     """
     methods = list(dict.fromkeys(request.methods))
     if shape is not None:
-        return {name: _random_named(name, loaded, shape, request) for name in methods}
+        return {name: _drawn(name, loaded, shape, request) for name in methods}
     files = named_plans(request.plans)
     named = {method: _named(method) for method in methods if method not in files}
     tokens = max(request.input_lens) + max(request.output_lens)
@@ -209,60 +200,18 @@ def _named(method: str) -> tuple[str, dict[str, Any]]:
     return name, typed_options(name, options_in(written))
 
 
-def _random_named(name: str, loaded: LoadedModel, shape: ModelShape, request: JctRequest) -> Plan:
-    variant = parse_variant(name)
-    if variant.method.kind in ("full", "fp8"):
-        inputs = MethodInputs(loaded.layout, loaded.fingerprint)
-        plain = {"scale": "none"} if variant.method.kind == "fp8" else {}  # nothing to calibrate on
-        family = plan_family(variant.method.kind, inputs, **plain)
-        return family.build(family.settings[0])
-    if request.check:  # against a composed run, which has one layer's ranks in all
-        one = variant.widths(shape.attention, request.rate)
-        assert one is not None  # low ranks have them
-        widths = [one] * shape.layers
-    else:
-        widths = layer_widths(variant.method, shape.attention, request.rate, shape.layers)
-    plan = random_plan(name, loaded, widths, request.seed)
-    if not variant.method.modifiers:
-        return plan
-    kind = variant.method.kind
-    drawn = PlanFamily(kind, "rate", lambda _: plan)
-    return on_top(name, kind, variant.method.modifiers, drawn, {}).build(0.0)
-
-
-def random_plan(name: str, loaded: LoadedModel, widths: Sequence[Widths], seed: int = 0) -> Plan:
-    """Return a plan after RoPE with random orthonormal bases.
-
-    Parameters
-    ----------
-    name : str
-        What the plan is called.
-    loaded : LoadedModel
-    widths : sequence of Widths
-        Of every layer.
-    seed : int
-    """
-    source = torch.Generator().manual_seed(seed)
-
-    def groups(kept: tuple[int, ...], width: int) -> tuple[HeadGroup, ...]:
-        made = []
-        for head, rank in enumerate(kept):
-            basis = torch.linalg.qr(torch.randn(width, width, generator=source)).Q
-            basis = basis[:, :rank].contiguous()
-            made.append(HeadGroup(head, 1, width, (rank,), basis, basis))
-        return tuple(made)
-
-    layers = []
-    for facts, kept in zip(loaded.layout.layers, widths, strict=True):
-        layers.append(
-            LayerPlan(
-                KeyPlan(Placement.POST_ROPE, groups(kept.keys, facts.qk_head_dim)),
-                ValuePlan(groups(kept.values, facts.v_head_dim), *value_folds(facts)),
-                facts.sliding_window,
-                facts.shared,
-            )
-        )
-    return Plan(name, loaded.fingerprint, tuple(layers), made={"bases": "random"})
+def _drawn(name: str, loaded: LoadedModel, shape: ModelShape, request: JctRequest) -> Plan:
+    """Return a method's plan on random weights, as ``bench`` makes it on the shape."""
+    found = shape_plan(
+        parse_method(name),
+        shape.attention,
+        request.rate,
+        tokens=max(request.input_lens) + max(request.output_lens),
+        itemsize=loaded.dtype.itemsize,
+        # Checked against a composed run, which has one layer's ranks in all.
+        laid=None if request.check else loaded,
+    )
+    return replace(found.plan, method=name, fingerprint=loaded.fingerprint)
 
 
 def prompt(loaded: LoadedModel, batch: int, tokens: int, seed: int) -> Tensor:

@@ -12,11 +12,11 @@ from triton.errors import TritonError
 
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.machine import gpu_warnings
-from kvprof.benchmark.plans import named_plans
+from kvprof.benchmark.methods import named_plans
+from kvprof.benchmark.shape_plans import KNOWN
 from kvprof.benchmark.timing import DeviceLost, Interrupted
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
-from kvprof.methods.named import KINDS
 from kvprof.moments.calibrator import CalibrationInterrupted
 from kvprof.progress import Progress
 from kvprof.records.events import Event, RunStarted, Warned
@@ -130,11 +130,11 @@ class JctRequest:
         if self.composed or self.check:
             plans = named_plans(self.plans)
             for method in self.methods:
-                planned = method in plans or parse_variant(method).method.kind not in KINDS
+                planned = method in plans or not parse_variant(method).known
                 if planned and self.check:
                     raise UsageError(
                         f"--check composes what is known without a model's weights "
-                        f"({', '.join(KINDS)} and what comes on top of them), not {method}"
+                        f"({', '.join(KNOWN)} and what comes on top of them), not {method}"
                     )
 
     def _exclude(self) -> None:

@@ -18,7 +18,7 @@ from kvprof.benchmark.external import (
     not_asked,
     not_reached,
 )
-from kvprof.benchmark.jct.ablations import Variant, make_variants, parse_variant
+from kvprof.benchmark.jct.ablations import composed_method, make_variants, parse_variant
 from kvprof.benchmark.jct.composed import measure_composed
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
 from kvprof.benchmark.jct.layer_bench import LayerBench, measure_all_reduce
@@ -42,8 +42,7 @@ from kvprof.benchmark.jct.serving import (
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import all_threads, free_bytes, gpu_warnings, open_machine
-from kvprof.benchmark.plans import named_plans
-from kvprof.benchmark.ranks import Widths, full_widths
+from kvprof.benchmark.methods import Method, named_plans
 from kvprof.benchmark.shapes import has_weights
 from kvprof.benchmark.timing import DeviceLost, Interrupted
 from kvprof.errors import FailedError, KvprofError, UsageError
@@ -273,7 +272,7 @@ def _composed_beside(
 ) -> ComposedRequest:
     """Compose a case as the runtime runs it: full width through the same kernels as the others."""
     machine = open_machine(run.device)
-    variant, widths = _as_run(method, shape, run.request.rate)
+    as_run = _as_run(method, shape, run.request.rate, given + written, run.device, dtype)
     case = _composed_name(name)
     bench = LayerBench(
         shape,
@@ -284,7 +283,7 @@ def _composed_beside(
         warn=lambda text: run.warn(text, case),
     )
     asked = RequestLengths(given, written)
-    composer = Composer(bench, variant, widths, batch, [asked], flop_rate(machine, dtype))
+    composer = Composer(bench, as_run, batch, [asked], flop_rate(machine, dtype))
     with torch.inference_mode():
         made = measure_composed(composer, asked, case=case, emit=run.emit, now=run.now)
     for text in bench.spread_warnings():
@@ -292,15 +291,15 @@ def _composed_beside(
     return made
 
 
-def _as_run(method: str, shape: ModelShape, rate: float) -> tuple[Variant, Widths | None]:
-    widths: Widths | None
-    if method == "full":
-        # The runtime's kernels store full width as what it is to them: heads of width d.
-        variant, widths = parse_variant("uniform"), full_widths(shape.attention)
-    else:
-        variant = parse_variant(method)
-        widths = variant.widths(shape.attention, rate)
-    return replace(variant, name=f"{method} composed"), widths
+def _as_run(
+    name: str, shape: ModelShape, rate: float, tokens: int, device: torch.device, dtype: torch.dtype
+) -> Method:
+    # The runtime's kernels store full width as what it is to them: heads of width d.
+    asked, wanted = ("uniform", 0.0) if name == "full" else (name, rate)
+    method = composed_method(
+        parse_variant(asked), shape.attention, wanted, tokens=tokens, device=device, dtype=dtype
+    )
+    return replace(method, name=f"{name} composed")
 
 
 def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
@@ -325,9 +324,6 @@ def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
 
 
 # --- Composed runs: a request's cases, a trace's requests, and what fits into memory.
-
-
-Chosen = list[tuple[Variant, Widths | None]]
 
 
 def run_composed(run: Run) -> None:
@@ -356,8 +352,8 @@ def run_composed(run: Run) -> None:
         should_stop=run.should_stop,
     )
     run.start([case_name(*case) for case in cases], model.described())
-    for _, widths in chosen:
-        for text in widths.warnings if widths is not None else ():
+    for method in chosen:
+        for text in method.warnings:
             run.warn(text)
     with torch.inference_mode(), Telemetry(run.emit, run.now, run.device) as telemetry:
         with run.progress("measuring memory bandwidth", 1) as bar:
@@ -434,38 +430,35 @@ def _all_reduce(run: Run) -> Callable[[int], float] | None:
 def _composers(
     run: Run,
     bench: LayerBench,
-    chosen: Chosen,
+    chosen: list[Method],
     cases: list[tuple[str, int, int, int]],
     lengths: Sequence[tuple[int, int]],
     rate: float,
 ) -> dict[tuple[str, int], Composer]:
     """Return what composes each method at each batch; those that cannot are left out."""
     found: dict[tuple[str, int], Composer] = {}
-    for variant, widths in chosen:
+    for method in chosen:
         for batch in run.request.batches:
             own = [
                 RequestLengths(given, written)
                 for name, at, given, written in cases
-                if name == variant.name and at == batch
+                if name == method.name and at == batch
             ]
             sampled = (
                 [RequestLengths(*pair) for pair in lengths]
                 if batch == run.request.batches[0]
                 else []
             )
-            with run.spared(f"{variant.name} b{batch}"):
-                found[variant.name, batch] = Composer(
-                    bench, variant, widths, batch, own, rate, sampled
-                )
-                _tell_memory(run, bench, variant, widths, batch, [*own, *sampled])
+            with run.spared(f"{method.name} b{batch}"):
+                found[method.name, batch] = Composer(bench, method, batch, own, rate, sampled)
+                _tell_memory(run, bench, method, batch, [*own, *sampled])
     return found
 
 
 def _tell_memory(
     run: Run,
     bench: LayerBench,
-    variant: Variant,
-    widths: Widths | None,
+    method: Method,
     batch: int,
     requests: Sequence[RequestLengths],
 ) -> None:
@@ -478,13 +471,13 @@ def _tell_memory(
             f"{model.name} states a context of {stated:,} tokens, and requests here have up to "
             f"{tokens:,}: the times are of its shape alone"
         )
-    plan = variant.plan(model.attention, widths)
-    needed = weight_bytes(variant, model, widths, bench.dtype)
+    plan = method.plan
+    needed = weight_bytes(method, model, bench.dtype)
     needed += bytes_at(plan, tokens, itemsize=bench.dtype.itemsize, batch=batch).total
     free = free_bytes(run.device)
     if needed > free:
         run.warn(
-            f"{variant.name}: weights and a cache of {batch} × {tokens:,} tokens take "
+            f"{method.name}: weights and a cache of {batch} × {tokens:,} tokens take "
             f"{format_bytes(needed)}, and {format_bytes(free)} are free: one layer is measured "
             "here, the whole request needs a larger machine"
         )

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kvprof.benchmark.case import Workload
 from kvprof.benchmark.cases import segments_case, segments_layout
-from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.attention import (
     FullAttention,
     compress_call,
@@ -16,8 +15,6 @@ from kvprof.benchmark.jct.attention import (
 )
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
 from kvprof.benchmark.methods import Method
-from kvprof.benchmark.plans import stored_plan
-from kvprof.benchmark.ranks import Widths, measured_layer
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.append import append
 from kvprof.kernels.segments.layout import SegmentsLayout
@@ -28,9 +25,8 @@ __all__ = ["segments_attention"]
 
 
 def segments_attention(
-    variant: Variant,
+    method: Method,
     workload: Workload,
-    widths: Widths | None,
     full: FullAttention,
     window: int | None,
 ) -> AttentionCalls:
@@ -39,9 +35,7 @@ def segments_attention(
     A prefill attends to its own tokens before they are quantised, as the runtime does: at full
     width, or over the latents of a quantised low rank.
     """
-    method, shape = variant.method, workload.shape
-    plan = stored_plan(method, shape, widths)
-    layer = measured_layer(plan)
+    plan, layer, shape = method.plan, method.layer, workload.shape
     sides = (*layer.keys.groups, *layer.values.groups)
     low = not plan.lazy and not all(group.identity for group in sides)
     keys_kept, values_kept = (
@@ -52,7 +46,7 @@ def segments_attention(
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     units: list[PartCall] = []
     projections, turned = (queries, keys, keys), "both"
-    if low and variant.folded_for(shape):
+    if low and method.folded:
         turned = "none"
         projections = (layout.query_offsets[-1], sum(keys_kept), sum(values_kept))
         units.append(store_latents(workload, layout))
@@ -65,7 +59,7 @@ def segments_attention(
     if workload.phase == "prefill":
         output = layout.output_offsets[-1] if low else queries
         if low:
-            made, error = ragged_prefill(variant, workload, layout, window)
+            made, error = ragged_prefill(workload, layout, window, method.balanced)
             units += made
         else:
             unit, error, labels = full.call(workload, window)
@@ -73,7 +67,7 @@ def segments_attention(
             labels = {**labels, "prefill": "attends to exact K and V, then stores them quantised"}
         units.append(_quantised(method, plan, workload))
         return AttentionCalls(units, projections, output, turned, error, labels)
-    case = segments_case(method, workload, widths)
+    case = segments_case(method, workload)
     stored = segments_layout(plan, shape, workload.batch, workload.seq, workload.dtype)
     units += [
         _quantised(method, plan, workload),

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from kvprof.analysis.jct import ladder, percentiles
-from kvprof.benchmark.jct.ablations import Variant
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
 from kvprof.benchmark.jct.layer_bench import LayerBench
 from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.limits import shortage
 from kvprof.benchmark.machine import free_bytes
-from kvprof.benchmark.ranks import Widths
+from kvprof.benchmark.methods import Method
 from kvprof.benchmark.shapes import layout_of
 from kvprof.methods import accounting
 from kvprof.methods.accounting import bytes_at
@@ -156,26 +155,22 @@ _SHARE = 0.95
 _TRIED_ON_A_CPU = 2**30
 
 
-def weight_bytes(
-    variant: Variant, model: ModelShape, widths: Widths | None, dtype: torch.dtype
-) -> int:
+def weight_bytes(method: Method, model: ModelShape, dtype: torch.dtype) -> int:
     """Return the bytes of one GPU's weights, with what a method folds into them or runs beside."""
     shape = model.attention
     full = shape.num_kv_heads * shape.head_dim
     own = model.weight_values(full, full, shape.num_heads * shape.head_dim) * dtype.itemsize
-    plan = variant.plan(shape, widths)
+    plan = method.plan
     return own + accounting.weight_bytes(plan, layout_of(shape), itemsize=dtype.itemsize).total
 
 
-def capacity(
-    bench: LayerBench, methods: list[tuple[Variant, Widths | None]], context: int, batch: int
-) -> dict[str, Any]:
+def capacity(bench: LayerBench, methods: list[Method], context: int, batch: int) -> dict[str, Any]:
     """Return ``data.capacity``.
 
     Parameters
     ----------
     bench : LayerBench
-    methods : list of (Variant, Widths or None)
+    methods : list of Method
     context : int
         Tokens per sequence at which throughput is measured.
     batch : int
@@ -194,9 +189,9 @@ def capacity(
     itemsize = bench.dtype.itemsize
     rows: list[dict[str, Any]] = []
     throughput: list[dict[str, Any]] = []
-    for variant, widths in methods:
-        plan = variant.plan(bench.model.attention, widths)
-        weights = weight_bytes(variant, bench.model, widths, bench.dtype)
+    for method in methods:
+        plan = method.plan
+        weights = weight_bytes(method, bench.model, bench.dtype)
         room = int(_SHARE * memory) - weights
         most_context = largest_context(plan, room // batch, itemsize=itemsize)
         most_batch = largest_batch(plan, room, context, itemsize=itemsize)
@@ -206,7 +201,7 @@ def capacity(
             tried = _tried(bench, weights + stored)
         rows.append(
             {
-                "method": variant.name,
+                "method": method.name,
                 "weights_bytes": weights,
                 "token_bytes": bytes_at(plan, 2 * context, itemsize=itemsize).total / (2 * context),
                 "largest_context": most_context,
@@ -214,7 +209,7 @@ def capacity(
                 "largest_batch": most_batch,
             }
         )
-        throughput += _throughput(bench, variant, widths, context, most_batch)
+        throughput += _throughput(bench, method, context, most_batch)
     return {
         "memory_bytes": memory,
         "batch": batch,
@@ -224,9 +219,7 @@ def capacity(
     }
 
 
-def _throughput(
-    bench: LayerBench, variant: Variant, widths: Widths | None, context: int, most: int
-) -> list[dict[str, Any]]:
+def _throughput(bench: LayerBench, method: Method, context: int, most: int) -> list[dict[str, Any]]:
     """Measure decoding steps at growing batches, all layers in the same memory."""
     kind = bench.machine.device.type
     if most < 1:
@@ -237,17 +230,17 @@ def _throughput(
         workload = bench.workload("decode", batch, context)
         if shortage(workload, free_bytes(workload.device)) is not None:
             bench.warn(
-                f"{variant.name}: batch {batch} at {context:,} tokens is not timed: "
+                f"{method.name}: batch {batch} at {context:,} tokens is not timed: "
                 "one layer and its reference do not fit beside each other"
             )
             break
         one = RequestLengths(max(1, context - 1), 2)  # one step, at this context
-        composer = Composer(bench, variant, widths, batch, [one], inf, powered=False)
+        composer = Composer(bench, method, batch, [one], inf, powered=False)
         _, steps, _ = composer.decode(one)
         seconds = steps[0][1]
         found.append(
             {
-                "method": variant.name,
+                "method": method.name,
                 "batch": batch,
                 "step_seconds": seconds,
                 "tokens_per_s": batch / seconds,

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvprof.benchmark.jct import serving
-from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.layer_bench import AllReduce, LayerTimes, measure_all_reduce
 from kvprof.benchmark.jct.serving import capacity, weight_bytes
 from kvprof.errors import FailedError
 from kvprof.methods.accounting import bytes_at
 from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
+from tests.benchmark.on_shapes import method_on
 
 FREE = 8 * 2**20
 
@@ -21,19 +21,16 @@ FREE = 8 * 2**20
 def found(monkeypatch):
     monkeypatch.setattr(serving, "free_bytes", lambda device: FREE)
     bench = tiny_bench()
-    methods = [
-        (variant, variant.widths(bench.model.attention, 0.5))
-        for variant in map(parse_variant, ("full", "fdc", "fp8"))
-    ]
+    methods = [method_on(name, bench.model.attention) for name in ("full", "fdc", "fp8")]
     with torch.inference_mode():
         return bench, methods, capacity(bench, methods, 256, 2)
 
 
 def test_the_largest_context_fills_memory_and_one_token_more_does_not(found):
     bench, methods, data = found
-    for (variant, widths), row in zip(methods, data["methods"], strict=True):
-        held = weight_bytes(variant, bench.model, widths, bench.dtype)
-        plan = variant.plan(bench.model.attention, widths)
+    for method, row in zip(methods, data["methods"], strict=True):
+        held = weight_bytes(method, bench.model, bench.dtype)
+        plan = method.plan
 
         def total(tokens, held=held, plan=plan):
             return held + bytes_at(plan, tokens, itemsize=4, batch=2).total
@@ -65,7 +62,7 @@ def test_a_step_reads_no_more_than_the_window_of_layers_that_have_one(monkeypatc
     monkeypatch.setattr(
         bench,
         "point",
-        lambda v, w, workload, window=None, powered=False: LayerTimes(
+        lambda v, workload, window=None, powered=False: LayerTimes(
             workload.seq,
             {"attention": 1.0 * workload.seq},
             {"head": 0.5},
@@ -74,7 +71,7 @@ def test_a_step_reads_no_more_than_the_window_of_layers_that_have_one(monkeypatc
             {},
         ),
     )
-    data = capacity(bench, [(parse_variant("full"), None)], 256, 1)
+    data = capacity(bench, [method_on("full", bench.model.attention)], 256, 1)
     assert data["methods"][0]["largest_context"] > 100
     assert {one["step_seconds"] for one in data["throughput"]} == {256 + 100 + 0.5}
     assert released
@@ -82,7 +79,8 @@ def test_a_step_reads_no_more_than_the_window_of_layers_that_have_one(monkeypatc
 
 def test_nothing_fits_beside_weights_that_fill_memory(monkeypatch):
     monkeypatch.setattr(serving, "free_bytes", lambda device: 1000)
-    data = capacity(tiny_bench(), [(parse_variant("full"), None)], 256, 1)
+    bench = tiny_bench()
+    data = capacity(bench, [method_on("full", bench.model.attention)], 256, 1)
     assert data["methods"][0]["largest_context"] == 0
     assert data["methods"][0]["tried"] is None
     assert data["throughput"] == []
@@ -92,7 +90,7 @@ def test_a_cache_that_stops_growing_has_no_largest_context(monkeypatch):
     monkeypatch.setattr(serving, "free_bytes", lambda device: FREE)
     bench = tiny_bench(tiny_shape(sliding_window=100, window_pattern="W"))
     monkeypatch.setattr(serving, "_throughput", lambda *_: [])
-    (row,) = capacity(bench, [(parse_variant("full"), None)], 256, 2)["methods"]
+    (row,) = capacity(bench, [method_on("full", bench.model.attention)], 256, 2)["methods"]
     assert row["largest_context"] is None
     assert row["tried"] is None
     # K and V of 99 tokens in two layers are all that a sequence ever holds.
@@ -132,6 +130,8 @@ def test_a_process_that_fails_says_why():
 def test_summing_is_a_part_of_a_layer_twice():
     bench = tiny_bench(tiny_shape(), all_reduce=AllReduce([1, 2**20], [0.0, 1.0]))
     with torch.inference_mode():
-        point = bench.point(parse_variant("full"), None, bench.workload("decode", 4, 32))
+        point = bench.point(
+            method_on("full", bench.model.attention), bench.workload("decode", 4, 32)
+        )
     assert point.parts["communication"] == pytest.approx(2 * (4 * 128 * 4 - 1) / (2**20 - 1))
     assert point.layer > point.parts["communication"]

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.composed import measure_composed
 from kvprof.benchmark.jct.composer import (
     Composer,
@@ -31,6 +30,7 @@ from kvprof.records.events import (
 )
 from kvprof.records.fold import fold
 from tests.benchmark.jct.shapes import CPU, tiny_bench, tiny_shape
+from tests.benchmark.on_shapes import method_on
 
 FAST = 1e15  # flop/s: every prompt can be measured
 
@@ -52,7 +52,7 @@ class Formula:
 
     workload = staticmethod(tiny_bench().workload)
 
-    def point(self, variant, widths, workload, window=None, *, powered=False):
+    def point(self, method, workload, window=None, *, powered=False):
         self.asked.append((workload.phase, workload.seq, window))
         if powered:
             self.powered.add((workload.phase, workload.seq))
@@ -79,7 +79,7 @@ class Formula:
 
 def composer(requests, model=None, *, rate=FAST, sampled=(), **options):
     bench = Formula(model or tiny_shape(), **options)
-    return Composer(bench, parse_variant("full"), None, 1, requests, rate, sampled)
+    return Composer(bench, method_on("full", bench.model.attention), 1, requests, rate, sampled)
 
 
 def test_decode_is_the_sum_over_every_step():
@@ -163,8 +163,8 @@ def test_a_part_that_is_not_smooth_does_not_overshoot_between_lengths():
     steps = composer([RequestLengths(4183, 3)], sampled=sampled)
     measure = steps.bench.point
 
-    def point(variant, widths, workload, window=None, *, powered=False):
-        found = measure(variant, widths, workload, window, powered=powered)
+    def point(method, workload, window=None, *, powered=False):
+        found = measure(method, workload, window, powered=powered)
         waits = 1e-2 * (rungs.index(workload.seq) % 2) if workload.phase == "prefill" else 0.0
         return replace(found, parts={**found.parts, "basis": waits}, layer=found.layer + waits)
 
@@ -193,7 +193,7 @@ def test_what_costs_the_same_at_every_length_does_so_between_lengths_too():
     """A short prompt's layers take about as long whatever its length."""
     sampled = [RequestLengths(64 + n, 2) for n in range(0, 640, 9)]
     several = composer([RequestLengths(300, 2)], sampled=sampled)
-    several.bench.point = lambda v, w, workload, window=None, powered=False: LayerTimes(
+    several.bench.point = lambda v, workload, window=None, powered=False: LayerTimes(
         workload.seq, {"mlp": 1e-3}, {"head": 1e-4}, 1e-3, None, {}
     )
     for request in sampled:
@@ -359,7 +359,7 @@ def test_what_ran_is_said_of_a_requests_own_lengths():
 
 def looking(request, looks):
     bench = Formula(looks=looks)
-    return Composer(bench, parse_variant("full"), None, 1, [request], FAST)
+    return Composer(bench, method_on("full", bench.model.attention), 1, [request], FAST)
 
 
 def test_the_first_samples_of_a_case_are_told_and_enter_no_result():
@@ -402,9 +402,9 @@ def test_events_come_as_points_are_measured():
 
 def test_a_ragged_method_tells_its_balance_and_a_bent_curve_its_error():
     bench = tiny_bench()
-    variant = parse_variant("fdc")
+    method = method_on("fdc", bench.model.attention)
     request = RequestLengths(20, 30)
-    made = Composer(bench, variant, variant.widths(bench.model.attention, 0.5), 1, [request], FAST)
+    made = Composer(bench, method, 1, [request], FAST)
     with torch.inference_mode():
         events = events_of(request, made)
     told = {event.schedule: event for event in events if isinstance(event, Balance)}
@@ -413,7 +413,7 @@ def test_a_ragged_method_tells_its_balance_and_a_bent_curve_its_error():
     assert sum(told["equal"].predicted) == pytest.approx(132)
     assert told["equal"].measured is None
     bent = composer([RequestLengths(64, 40_000)])
-    bent.bench.point = lambda v, w, workload, window=None, powered=False: LayerTimes(
+    bent.bench.point = lambda v, workload, window=None, powered=False: LayerTimes(
         workload.seq, {"attention": 1e-12 * workload.seq**3}, {}, 1e-12 * workload.seq**3, None, {}
     )
     events = events_of(RequestLengths(64, 40_000), bent)

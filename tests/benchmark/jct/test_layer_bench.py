@@ -5,7 +5,6 @@ import torch
 
 from kvprof.analysis.bases import eigenbasis
 from kvprof.benchmark.jct import attention, layer, layer_bench
-from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.jct.attention import strawman_attention
 from kvprof.benchmark.jct.model_shape import Dense
 from kvprof.benchmark.shapes import Rope
@@ -13,6 +12,7 @@ from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import UsageError
 from kvprof.records.parts import PARTS
 from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
+from tests.benchmark.on_shapes import method_on
 
 METHODS = {
     "full": (set(), set()),
@@ -46,10 +46,9 @@ def inference():
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_every_method_has_its_parts_and_attends_rightly(bench, name, phase):
-    variant = parse_variant(name)
-    widths = variant.widths(bench.model.attention, 0.5)
+    method = method_on(name, bench.model.attention)
     tokens = 96 if phase == "decode" else 80
-    point = bench.point(variant, widths, bench.workload(phase, 2, tokens))
+    point = bench.point(method, bench.workload(phase, 2, tokens))
     extra = METHODS[name][phase == "decode"]
     common = COMMON - ({"rope"} if name == "palu-folded" else set())
     assert set(point.parts) == common | extra - {"schedule"}
@@ -64,23 +63,25 @@ def test_every_method_has_its_parts_and_attends_rightly(bench, name, phase):
 def test_what_two_methods_share_is_measured_once(bench):
     workloads = [bench.workload("decode", 1, 64)] * 2
     full, uniform = (
-        bench.point(variant, variant.widths(bench.model.attention, 0.5), workload)
-        for variant, workload in zip(
-            map(parse_variant, ("full", "uniform")), workloads, strict=True
+        bench.point(method, workload)
+        for method, workload in zip(
+            (method_on(name, bench.model.attention) for name in ("full", "uniform")),
+            workloads,
+            strict=True,
         )
     )
     assert full.parts["mlp"] == uniform.parts["mlp"]
     assert full.passes["head"] == uniform.passes["head"]
     # A folded basis makes projections narrower: that is other work.
     assert full.parts["qkv_proj"] != uniform.parts["qkv_proj"]
-    again = bench.point(parse_variant("full"), None, workloads[0])
+    again = bench.point(method_on("full", bench.model.attention), workloads[0])
     assert again is full
 
 
 def test_rebuilding_is_a_difference_of_two_times(bench):
-    variant = parse_variant("palu")
+    method = method_on("palu", bench.model.attention)
     workload = bench.workload("decode", 1, 128)
-    point = bench.point(variant, variant.widths(bench.model.attention, 0.5), workload)
+    point = bench.point(method, workload)
     assert point.labels["by_difference"] == "decompress"
     assert point.parts["attention"] > 0
 
@@ -101,9 +102,8 @@ def test_other_kinds_of_models_are_composed_too(changes):
     for name in ("full", "fdc", "palu", "fp8"):
         if name == "full" and {"sinks", "softcap"} & set(changes):
             continue  # torch's own kernels know neither, which is their label's to say
-        variant = parse_variant(name)
-        widths = variant.widths(bench.model.attention, 0.5)
-        point = bench.point(variant, widths, bench.workload("decode", 1, 40))
+        method = method_on(name, bench.model.attention)
+        point = bench.point(method, bench.workload("decode", 1, 40))
         assert point.error is not None
         assert point.error < 1e-4
         assert ("rope" in point.parts) == (bench.model.attention.rope.kind != "none")
@@ -112,15 +112,14 @@ def test_other_kinds_of_models_are_composed_too(changes):
 def test_an_interrupt_leaves_no_half_measured_point():
     bench = tiny_bench(should_stop=lambda: True)
     with pytest.raises(Interrupted):
-        bench.point(parse_variant("full"), None, bench.workload("decode", 1, 40))
+        bench.point(method_on("full", bench.model.attention), bench.workload("decode", 1, 40))
 
 
 def test_levels_need_some_tokens():
     bench = tiny_bench()
-    variant = parse_variant("tale")
-    widths = variant.widths(bench.model.attention, 0.5)
+    method = method_on("tale", bench.model.attention)
     with pytest.raises(UsageError, match="levels"):
-        bench.point(variant, widths, bench.workload("decode", 1, 6))
+        bench.point(method, bench.workload("decode", 1, 6))
 
 
 def test_a_times_own_way_of_being_timed_is_taken():
@@ -134,8 +133,8 @@ def test_a_times_own_way_of_being_timed_is_taken():
 
 def test_a_layers_interval_lies_around_its_median():
     bench = tiny_bench()
-    variant = parse_variant("full")
-    point = bench.point(variant, None, bench.workload("prefill", 1, 40))
+    method = method_on("full", bench.model.attention)
+    point = bench.point(method, bench.workload("prefill", 1, 40))
     low, high = point.ends
     assert 0 < low <= 1 <= high
 
@@ -158,7 +157,7 @@ def test_a_layer_that_no_graph_holds_is_the_sum_of_parts_that_graphs_hold(monkey
             lambda unit, device, pool: Slow() if unit.part == "mlp" else timed(unit, device),
         )
     bench = tiny_bench(warn=told.append)
-    point = bench.point(parse_variant("full"), None, bench.workload("prefill", 1, 40))
+    point = bench.point(method_on("full", bench.model.attention), bench.workload("prefill", 1, 40))
     assert any("without a CUDA graph" in text for text in told)
     assert any("sum of its parts" in text for text in told) != parts_too
     assert point.layer == (9.0 if parts_too else pytest.approx(sum(point.parts.values())))
@@ -185,10 +184,10 @@ def test_what_waits_for_the_host_is_never_captured(monkeypatch):
     monkeypatch.setattr(attention, "eigenbasis", lambda gram: asked.append(1) or eigenbasis(gram))
     monkeypatch.setattr(layer, "sampler", sampler)
     bench, device = tiny_bench(), torch.device("cuda")
-    variant = parse_variant("strawman")
+    method = method_on("strawman", bench.model.attention)
     units = strawman_attention(
         bench.workload("prefill", 1, 40),
-        variant.widths(bench.model.attention, 0.5),
+        method.kept,
         bench._full,
         None,
     ).calls

@@ -243,7 +243,7 @@ def test_real_runs_refuse_what_they_cannot_tell(tmp_path, folder, options, says)
 @pytest.mark.parametrize(
     ("model", "method", "says"),
     [
-        (None, "tale", "own weights"),
+        (None, "palu-folded", "add --composed"),
         (None, "nonsense", "unknown"),
         ("reference", "nonsense", "unknown"),
         ("reference", "palu:group=1", "it has heads"),

@@ -12,6 +12,7 @@ from kvprof.benchmark.shapes import shape_names
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, full_bytes
 from tests.benchmark.jct.shapes import tiny_folder, tiny_shape
+from tests.benchmark.on_shapes import method_on
 
 FP32 = torch.float32
 
@@ -36,8 +37,8 @@ FP32 = torch.float32
     ],
 )
 def test_names_say_how_a_method_is_stored(text, family):
-    variant = parse_variant(text)
-    assert (variant.name, variant.family) == (text, family)
+    method = method_on(text, tiny_shape().attention)
+    assert (method.name, method.form) == (text, family)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +63,12 @@ def test_other_names_are_refused_in_one_line(text, says):
 
 def test_without_adaptive_rates_all_heads_are_alike_at_the_same_bytes():
     shape = load_model_shape("Llama-3.1-8B").attention
-    adaptive, alike = (
-        parse_variant(name).widths(shape, 0.5) for name in ("fdc", "fdc:no-adaptive-rates")
-    )
+    adaptive, alike = (method_on(name, shape).widths for name in ("fdc", "fdc:no-adaptive-rates"))
     assert len(set(adaptive.keys)) > 1
     assert len({*alike.keys, *alike.values}) == 1
     assert sum(alike.keys + alike.values) == sum(adaptive.keys + adaptive.values)
     # Without post-RoPE compression the widths stay: only where K is compressed differs.
-    assert parse_variant("fdc:no-post-rope").widths(shape, 0.5) == adaptive
+    assert method_on("fdc:no-post-rope", shape).widths == adaptive
 
 
 def test_what_changes_nothing_on_a_cpu_is_refused_there():
@@ -141,40 +140,35 @@ def test_what_does_not_divide_is_refused_with_what_does(tp, says):
 def test_bytes_of_a_cache_are_counted_without_making_it():
     model = tiny_shape()
     shape = model.attention
-    whole = parse_variant("full").plan(shape, None)
+    whole = method_on("full", shape).plan
     full = full_bytes(whole, 1000, itemsize=4, batch=3)
     assert full == 2 * 3 * 1000 * 2 * 2 * 32 * 4
     for name, share in (("full", 1.0), ("fdc", 0.5), ("palu", 0.5), ("fp8", 0.25)):
-        variant = parse_variant(name)
-        widths = variant.widths(shape, 0.5)
-        plan = variant.plan(shape, widths)
+        plan = method_on(name, shape).plan
         assert bytes_at(plan, 1000, itemsize=4, batch=3).total == share * full
         assert full_bytes(plan, 1000, itemsize=4, batch=3) == full
-    strawman = parse_variant("strawman")
-    widths = strawman.widths(shape, 0.5)
+    strawman = method_on("strawman", shape)
     bases = 2 * 3 * 2 * 32 * 16 * 4 * shape.layers
-    plan = strawman.plan(shape, widths)
+    plan = strawman.plan
     assert bytes_at(plan, 1000, itemsize=4, batch=3).total == full // 2 + bases
     windowed = tiny_shape(sliding_window=100, window_pattern="WF").attention
     # A window of 100 tokens keeps 99 between passes.
-    plan = parse_variant("full").plan(windowed, None)
+    plan = method_on("full", windowed).plan
     assert full_bytes(plan, 1000, itemsize=4, batch=3) == full // 2 + 99 * full // 2000
 
 
 def test_levels_hold_all_tokens():
     shape = tiny_shape().attention
-    tale, fdc = parse_variant("tale"), parse_variant("fdc")
-    held = level_tokens(tale.plan(shape, tale.widths(shape, 0.5)), 1004)
+    held = level_tokens(method_on("tale", shape).plan, 1004)
     assert held == {"sinks": 4, "level 0": 900, "level 1": 100}
-    assert level_tokens(fdc.plan(shape, fdc.widths(shape, 0.5)), 1004) == {}
+    assert level_tokens(method_on("fdc", shape).plan, 1004) == {}
 
 
 def test_folded_bases_change_the_weights():
     model = tiny_shape()
     sizes = {}
     for name in ("full", "fdc", "palu"):
-        variant = parse_variant(name)
-        sizes[name] = weight_bytes(variant, model, variant.widths(model.attention, 0.5), FP32)
+        sizes[name] = weight_bytes(method_on(name, model.attention), model, FP32)
     assert sizes["fdc"] < sizes["full"]
     # A latent that two heads share makes W_O as wide as before, and prefill keeps the model's own.
     assert sizes["palu"] > sizes["fdc"]

@@ -1,0 +1,366 @@
+"""The plans that methods make on a shape without weights.
+
+What a kernel does follows from widths, bits and levels, not from what bases hold. So a method plans
+here as it does anywhere, on moments that are the same for every head
+(`kvprof.moments.calibrator.stand_in_family`). Those whose ranks are known are given them: ``fdc``
+and ``kq`` the recorded ones (`kvprof.benchmark.ranks`), ``palu`` equal ones, ``tale`` its published
+setting. The benchmark's own are ``uniform``, which is ``fdc`` with equal widths, and
+``palu-folded``, which is ``palu`` on the shape as it were without RoPE (Palu eq. 7).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvprof.benchmark.plans import Widths, layer_words, of_shape
+from kvprof.benchmark.ranks import ranks_from, resampled_layers
+from kvprof.benchmark.shapes import Rope, Shape, layout_of
+from kvprof.errors import UsageError
+from kvprof.kernels.planes import STEP, widened
+from kvprof.methods.accounting import compression_ratio, paper_rate
+from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
+from kvprof.methods.named import (
+    BENCHED,
+    ENTRY_POINTS,
+    Modifier,
+    method_entries,
+    method_names,
+    options_in,
+    parts_of,
+    unknown_method,
+)
+from kvprof.methods.plan import Plan
+from kvprof.methods.quantisers import per_token
+from kvprof.methods.registry import METHODS, calibration_needs, on_top, plan_family, typed_options
+from kvprof.methods.tale import PUBLISHED_BITS, PUBLISHED_SHARE
+from kvprof.models.layout import ModelLayout
+from kvprof.moments.calibrator import Laid, stand_in_family
+
+__all__ = [
+    "KNOWN",
+    "Asked",
+    "Bare",
+    "ShapePlan",
+    "at_rate",
+    "parse_method",
+    "plan_of_widths",
+    "shape_plan",
+]
+
+#: What stands behind the benchmark's own names.
+_BEHIND = {"uniform": "fdc", "palu-folded": "palu"}
+#: What a latent may be wide at most.
+_WIDEST = 512
+#: Methods whose ranks are known without calibration, and the options that they may have then; where
+#: such an option is not the method's own, the texts that it takes.
+_KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "full": {},
+    "fp8": {"scale": ()},
+    "fdc": {"kinds": ()},
+    "kq": {"kinds": ()},
+    "uniform": {},
+    "palu": {"heads": ()},
+    "palu-folded": {"heads": ()},
+    "tale": {"bits": ("none", "published")},
+}
+
+#: Methods whose ranks are known without calibration.
+KNOWN = tuple(_KNOWN)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A method by its name.
+
+    Attributes
+    ----------
+    name : str
+        As written, for example ``fdc-4bit`` or ``tale:bits=none``.
+    base : str
+        The method, without what comes on top and without options.
+    registered : str
+        What ``kvprof plan`` calls it.
+    modifiers : tuple of Modifier
+        What comes on top.
+    options : tuple of (str, value)
+    """
+
+    name: str
+    base: str
+    registered: str
+    modifiers: tuple[Modifier, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether its ranks are known without calibration."""
+        return self.base in _KNOWN and all(key in _KNOWN[self.base] for key, _ in self.options)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it is calibrated on a model where that has weights."""
+        given = dict(self.options)
+        return not self.known and calibration_needs(self.registered, **given) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class ShapePlan:
+    """A plan on a shape, and what is to be said of it.
+
+    Attributes
+    ----------
+    plan : Plan
+    source : str
+        Where its ranks come from.
+    warnings : tuple of str
+        What had to be changed to run them, or makes them another method's.
+    """
+
+    plan: Plan
+    source: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def parse_method(text: str) -> Asked:
+    """Read a method as ``kvprof plan`` does: ``fdc``, ``fdc-4bit``, ``kq:grid=32``, ``palu+kivi``.
+
+    The benchmark's own are ``uniform``, ``palu-folded`` and ``tale:bits=none``.
+
+    Raises
+    ------
+    UsageError
+        For a name or an option that there is not.
+    """
+    entries = method_entries(text)
+    if len(entries) > 1:
+        raise UsageError(f"{text!r} names {len(entries)} methods, and one is measured at a time")
+    ((_, name, written),) = entries
+    installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
+    found = parts_of(name, (*BENCHED, *METHODS, *installed))
+    if found is None:
+        raise unknown_method(name, dict.fromkeys((*BENCHED, *method_names())))
+    base, modifiers = found
+    registered = _BEHIND.get(base, base) + name.removeprefix(base)
+    given = options_in(written)
+    own = _KNOWN.get(base, {})
+    if base in BENCHED and (wrong := [key for key in given if key not in own]):
+        has = ", ".join(f"{key}=N" for key in own)
+        raise UsageError(f"{text}: {base} " + (f"takes {has}" if has else "has no options"))
+    texts = {key: value for key, value in given.items() if own.get(key)}
+    if wrong := [key for key, value in texts.items() if value not in own[key]]:
+        allowed = "|".join(own[wrong[0]])
+        raise UsageError(f"{text}: {base} takes {wrong[0]}={allowed}, not {texts[wrong[0]]}")
+    options = typed_options(registered, {key: given[key] for key in given if key not in texts})
+    return Asked(text, base, registered, tuple(modifiers), tuple({**options, **texts}.items()))
+
+
+def at_rate(family: PlanFamily, rate: float, tokens: int, itemsize: int) -> Plan:
+    """Return a family's plan at a rate; a method with one setting has its own rate."""
+    wanted = 0.0 if len(family.settings) == 1 else rate
+    return plan_for_rate(family, wanted, tokens, itemsize=itemsize)
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A layout without weights.
+
+    Attributes
+    ----------
+    layout : ModelLayout
+    fingerprint : str
+        Of a model's weights, or a shape's name.
+    """
+
+    layout: ModelLayout
+    fingerprint: str
+
+
+def shape_plan(
+    asked: Asked,
+    shape: Shape,
+    rate: float,
+    *,
+    tokens: int,
+    itemsize: int,
+    ranks: str | None = None,
+    laid: Laid | None = None,
+) -> ShapePlan:
+    """Return the plan of a method on a shape without weights.
+
+    Parameters
+    ----------
+    asked : Asked
+    shape : Shape
+    rate : float
+        Of its ranks; quantised they have a higher one.
+    tokens, itemsize : int
+        At which a rate that is not the ranks' own is counted.
+    ranks : str, optional
+        A file with the widths of every KV head, instead of recorded ones.
+    laid : Laid, optional
+        Layers of their own, which may be unlike; by default one stands for all of the shape's.
+
+    Raises
+    ------
+    UsageError
+        For a rate out of reach, ranks of another shape, and what is known by calibration alone.
+    """
+    if asked.base == "palu-folded":
+        shape = replace(shape, rope=Rope("none", None), qk_norm=False)
+    if asked.known:
+        return _of_known_ranks(asked, shape, laid, rate, ranks)
+    options = dict(asked.options)
+    needs = calibration_needs(asked.registered, **options)
+    if needs is not None and needs.sized:
+        raise UsageError(
+            f"{asked.name} has to be calibrated, and {shape.name} is a shape without weights; name "
+            "a model that has them (--model reference), or a plan of one of this shape (--plan "
+            "FILE)"
+        )
+    # Layers that are left out need others beside them.
+    whole = needs is None or "skip" in options
+    bare = Bare(layout_of(shape), shape.name) if whole else _standing(shape)
+    family = stand_in_family(laid or bare, asked.registered, **options)
+    plan = at_rate(family, rate, tokens, itemsize)
+    said = (
+        f"{asked.name}: {shape.name} is a shape without weights, so its ranks and bits are those "
+        "of singular values that fall alike in every head"
+    )
+    return ShapePlan(
+        plan if laid is not None else of_shape(plan, shape),
+        layer_words(plan, f"as kvprof plan makes {asked.name}"),
+        (said,) if needs is not None else (),
+    )
+
+
+def plan_of_widths(
+    method: str, shape: Shape, widths: Sequence[Widths], laid: Laid | None = None
+) -> Plan:
+    """Return a low-rank method's plan on a shape with ranks that are given.
+
+    Parameters
+    ----------
+    method : str
+        One of `kvprof.methods.registry.METHODS` whose plans can be given ranks.
+    shape : Shape
+    widths : sequence of Widths
+        Of each layer of `laid`, or of the one that stands for all of the shape's: per KV head, or
+        per group of them with ``palu``.
+    laid : Laid, optional
+        As `shape_plan` takes it.
+    """
+    where = Bare(laid.layout, laid.fingerprint) if laid else _standing(shape)
+    family = _low_rank(where, method, shape.num_kv_heads // len(widths[0].values))
+    assert family.at_ranks is not None  # of low ranks all can be given them
+    plan = family.at_ranks(
+        [getattr(widths[one.layer], one.side)[one.group] for one in family.targets]
+    )
+    return plan if laid is not None else of_shape(plan, shape)
+
+
+def _standing(shape: Shape) -> Bare:
+    """Return one layer, which stands for all of a shape's."""
+    one = replace(shape, layers=1, sliding_window=None, window_pattern="F")
+    return Bare(layout_of(one), shape.name)
+
+
+def _of_known_ranks(
+    asked: Asked, shape: Shape, laid: Laid | None, rate: float, ranks: str | None
+) -> ShapePlan:
+    """Return the plan of ranks that are known, with what comes on top."""
+    behind, options = _BEHIND.get(asked.base, asked.base), dict(asked.options)
+    if behind in ("full", "fp8"):
+        layout = laid.layout if laid else layout_of(shape)
+        inputs = MethodInputs(layout, laid.fingerprint if laid else shape.name)
+        # A scale is in the products that there are: it changes no byte and no launch's size.
+        plain = {"scale": "none"} if behind == "fp8" else {}
+        family = plan_family(behind, inputs, **plain)
+        found = ShapePlan(family.build(family.settings[0]))
+    else:
+        rule = _RULES[asked.base]
+        widths = rule(asked, shape, rate, ranks, len(laid.layout.layers) if laid else 1)
+        plan = plan_of_widths(behind, shape, widths, laid)
+        if asked.base == "tale" and not asked.modifiers and options.get("bits") != "none":
+            plan = replace(plan, quantiser=per_token(PUBLISHED_BITS))
+        source = widths[0].source
+        if asked.base == "tale":
+            source += (
+                f"; the paper counts {compression_ratio(paper_rate(plan)):.2f}× for it, without "
+                "scales, zero points and sinks"
+            )
+        found = ShapePlan(plan, source, widths[0].warnings)
+    plan = replace(found.plan, method=asked.base)
+    if asked.modifiers:
+        drawn = PlanFamily(asked.base, "rate", lambda _: plan)
+        plan = on_top(asked.name, asked.base, asked.modifiers, drawn, {}).build(0.0)
+    return replace(found, plan=plan)
+
+
+@lru_cache(maxsize=4)
+def _low_rank(where: Bare, behind: str, shared: int) -> PlanFamily:
+    """Return a method's plans, whose ranks are given; `shared` KV heads have a latent together."""
+    given = {"heads": shared} if behind == "palu" else {}
+    return stand_in_family(where, behind, allocation="uniform", **given)
+
+
+# --- Ranks that are known.
+
+
+def _recorded(
+    asked: Asked, shape: Shape, rate: float, ranks: str | None, layers: int
+) -> list[Widths]:
+    if ranks is not None:
+        return [ranks_from(ranks, shape)] * layers
+    kinds = dict(asked.options).get("kinds", 0)
+    return resampled_layers(shape, layers, rate, asked.base, kinds=kinds)
+
+
+def _equal(
+    _asked: Asked, shape: Shape, rate: float, _ranks: str | None, layers: int
+) -> list[Widths]:
+    width = min(shape.head_dim, max(STEP, round((1 - rate) * shape.head_dim / STEP) * STEP))
+    whole = (width,) * shape.num_kv_heads
+    return [Widths(whole, whole, f"uniform width {width}")] * layers
+
+
+def _latents(
+    asked: Asked, shape: Shape, rate: float, _ranks: str | None, layers: int
+) -> list[Widths]:
+    """Return the latent widths of Palu's groups: the same for all, multiples of 32."""
+    heads = dict(asked.options).get("heads", 4) or shape.num_kv_heads
+    most = min(heads, _WIDEST // shape.head_dim)
+    group = max(size for size in range(1, most + 1) if shape.num_kv_heads % size == 0)
+    step = 2 * STEP
+    full = group * shape.head_dim
+    width = min(full, max(step, round((1 - rate) * full / step) * step))
+    count = shape.num_kv_heads // group
+    words = f"uniform latents of {width}, one per {group} KV heads"
+    warnings: tuple[str, ...] = ()
+    if group != heads:
+        warnings = (
+            f"{asked.name}: {group} instead of {heads} KV heads share a latent (of "
+            f"{shape.num_kv_heads}, and a latent is at most {_WIDEST} wide)",
+        )
+    return [Widths((width,) * count, (width,) * count, words, warnings)] * layers
+
+
+def _tale(
+    _asked: Asked, shape: Shape, _rate: float, _ranks: str | None, layers: int
+) -> list[Widths]:
+    """Return the widths of TALE's middle level, which holds nine tenths of the tokens."""
+    full = (shape.head_dim,) * shape.num_kv_heads
+    middle = tuple(widened(round((1 - PUBLISHED_SHARE) * width)) for width in full)
+    source = "TALE's published setting whatever the rate asked for (here its middle level)"
+    return [Widths(full, middle, source)] * layers
+
+
+_RULES: dict[str, Callable[[Asked, Shape, float, str | None, int], list[Widths]]] = {
+    "fdc": _recorded,
+    "kq": _recorded,
+    "uniform": _equal,
+    "palu": _latents,
+    "palu-folded": _latents,
+    "tale": _tale,
+}
