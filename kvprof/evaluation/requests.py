@@ -3,11 +3,10 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any
 
 from kvprof.errors import UsageError
-from kvprof.methods.named import ALWAYS, ENTRY_POINTS, method_entries, parts_of
+from kvprof.methods.named import ALWAYS, installed_points, method_entries, parts_of
 from kvprof.methods.registry import METHODS, calibration_needs, typed_options
 
 __all__ = ["MethodRequest", "option_names", "parse_methods"]
@@ -88,7 +87,7 @@ def option_names(method: str) -> tuple[str, ...]:
     method : str
         Known to `kvprof.methods.registry`.
     """
-    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    installed = installed_points()
     found = parts_of(method, (*METHODS, *installed))
     assert found is not None  # the registry knows it
     base, _ = found

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from kvprof.analysis.rank_allocation import RankTarget
 from kvprof.errors import FailedError, KvprofError
 from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily
-from kvprof.methods.named import ENTRY_POINTS
+from kvprof.methods.named import installed_points
 from kvprof.methods.option_types import option_types
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import check_made
@@ -27,7 +27,7 @@ __all__ = ["InstalledMethod", "installed_methods"]
 
 def installed_methods() -> dict[str, "InstalledMethod"]:
     """Return the methods that packages bring, by name; none is loaded for it."""
-    return {point.name: InstalledMethod(point) for point in entry_points(group=ENTRY_POINTS)}
+    return {name: InstalledMethod(point) for name, point in installed_points().items()}
 
 
 class InstalledMethod:

@@ -5,10 +5,13 @@ refused, without loading torch. `kvprof.methods.registry` knows what stands behi
 """
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from kvprof.errors import UsageError
@@ -24,6 +27,7 @@ __all__ = [
     "MODIFIERS",
     "Modifier",
     "check_names",
+    "installed_points",
     "method_entries",
     "method_names",
     "options_in",
@@ -124,7 +128,7 @@ class Modifier:
 
 def method_names() -> list[str]:
     """Return every name that is listed: own methods, named combinations, then installed ones."""
-    return [*METHOD_NAMES, *COMBINATIONS, *_installed()]
+    return [*METHOD_NAMES, *COMBINATIONS, *installed_points()]
 
 
 def plain_name(base: str) -> str:
@@ -132,8 +136,23 @@ def plain_name(base: str) -> str:
     return PAPERS[base].method if base in PAPERS else base
 
 
-def _installed() -> list[str]:
-    return [point.name for point in entry_points(group=ENTRY_POINTS)]
+def installed_points() -> dict[str, EntryPoint]:
+    """Return the entry points of the methods that packages bring, by name; none is loaded."""
+    return dict(_points(tuple((place, _changed(place)) for place in sys.path)))
+
+
+@lru_cache(maxsize=1)
+def _points(_places: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
+    # Every installed package is opened for it; a command asks dozens of times.
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _changed(place: str) -> int:
+    """Return when a package was last put into a folder, or taken out of it."""
+    try:
+        return Path(place).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | None:
@@ -202,7 +221,7 @@ def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
         Naming the nearest one.
     """
     for name in names:
-        if parts_of(name, (*METHOD_NAMES, *_installed(), *more)) is None:
+        if parts_of(name, (*METHOD_NAMES, *installed_points(), *more)) is None:
             raise unknown_method(name, dict.fromkeys((*more, *method_names())))
 
 

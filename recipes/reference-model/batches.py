@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from encode import load_tokens
-from shapes import BOS, CONTEXT, EOS, PAD
 from tasks import SHARES, TASKS, TaskMaker
 from tokenizers import Tokenizer
 
+# Here, because a worker process needs no model, and loads nothing that does.
+CONTEXT = 2048
+BOS, EOS, PAD = 0, 1, 2
 SHORTEST = 128
 ROWS_PER_CHUNK = 64
 SHORT_ANSWER_WEIGHT = 10
@@ -50,14 +52,14 @@ def task_rows(maker: TaskMaker, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, weights
 
 
-def _work(out: multiprocessing.Queue, work: str, seed: int) -> None:
+def _work(out: multiprocessing.Queue, work: str, seed: int, rows: int) -> None:
     folder = Path(work)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     words = (folder / "words.txt").read_text().split()
     tokens = find_tokens(folder)
     maker = TaskMaker(tokenizer, tokens, words, seed)
     while True:
-        out.put(task_rows(maker, ROWS_PER_CHUNK))
+        out.put(task_rows(maker, rows))
 
 
 def find_tokens(folder: Path) -> np.ndarray:
@@ -69,14 +71,16 @@ def find_tokens(folder: Path) -> np.ndarray:
 
 
 class TaskStream:
-    """Task rows made ahead by worker processes, each with its own seed."""
+    """Task rows made ahead by worker processes, each with its own seed; `rows` are a batch's."""
 
-    def __init__(self, work: Path, seed: int, workers: int) -> None:
+    def __init__(self, work: Path, seed: int, workers: int, rows: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.queue: multiprocessing.Queue = context.Queue(maxsize=8 * workers)
         self.workers = [
             context.Process(
-                target=_work, args=(self.queue, str(work), seed + 7919 * i), daemon=True
+                target=_work,
+                args=(self.queue, str(work), seed + 7919 * i, min(rows, ROWS_PER_CHUNK)),
+                daemon=True,
             )
             for i in range(workers)
         ]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from batches import BOS, CONTEXT, PAD
 from encode import encode_texts, read_lines
-from shapes import BOS, CONTEXT, PAD
 from splits import DEPTHS, make_maker
 from tasks import TASKS, Instance, TaskMaker
 from tokenizers import Tokenizer

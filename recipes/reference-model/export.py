@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from shapes import BOS, EOS, PAD
+from batches import BOS, EOS, PAD
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 

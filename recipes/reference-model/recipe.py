@@ -57,7 +57,7 @@ def train(work: Path, model: str, minutes: str | None, resume: bool, smoke: bool
             "1",
             "--no-compile",
         ]
-        few = ["--repeats", "1", "--text-documents", "3", "--rows", "8", "--lengths", "128", "256"]
+        few = ["--repeats", "1", "--text-documents", "1", "--rows", "8", "--lengths", "128", "256"]
     step(
         "train",
         "--work",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from batches import BOS, CONTEXT, EOS, PAD
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-CONTEXT = 2048
-BOS, EOS, PAD = 0, 1, 2
 
-
-def _llama(vocabulary: int, hidden: int, layers: int, intermediate: int) -> LlamaConfig:
+def _llama(
+    vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int = 8
+) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=128,
         intermediate_size=intermediate,
         max_position_embeddings=CONTEXT,
@@ -35,7 +35,7 @@ def make_config(name: str, vocabulary: int) -> LlamaConfig | GPT2Config:
     if name == "large":
         return _llama(vocabulary, hidden=768, layers=12, intermediate=2048)
     if name == "tiny":
-        return _llama(vocabulary, hidden=64, layers=2, intermediate=96)
+        return _llama(vocabulary, hidden=64, layers=2, intermediate=96, heads=2)
     if name == "learned-positions":
         return GPT2Config(
             vocab_size=vocabulary,

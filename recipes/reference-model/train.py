@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from batches import TaskStream, TextStream, find_tokens
-from shapes import CONTEXT, make_config, make_model
+from batches import CONTEXT, TaskStream, TextStream, find_tokens
+from shapes import make_config, make_model
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -149,9 +149,9 @@ def main() -> None:
     loss_module: nn.Module = WeightedLoss(model)
     if not args.no_compile:
         loss_module = torch.compile(loss_module, dynamic=False)  # type: ignore[assignment]
-    tasks = TaskStream(args.work, args.seed * 104_729 + start, args.workers)
-    text = TextStream(find_tokens(args.work), device, args.seed)
     task_rows = round(args.rows * args.task_share)
+    tasks = TaskStream(args.work, args.seed * 104_729 + start, args.workers, task_rows)
+    text = TextStream(find_tokens(args.work), device, args.seed)
     text_rows = args.rows - task_rows
     log = (args.out / "training-log.csv").open("a" if start else "w", newline="")
     writer = csv.writer(log, lineterminator="\n")

@@ -23,6 +23,8 @@ from tests.models.tiny import tiny
 SMALL = ("--sequences", 3, "--seq-len", 32, "--tasks", "none")
 FINE = ("--grid", 1, "--minimum", 1)
 
+pytestmark = pytest.mark.usefixtures("few_documents")
+
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,6 +55,8 @@ def test_full_and_fp8_stand_beside_every_method(
         "--rate",
         0.4,
         *SMALL,
+        "--seq-len",
+        64,  # of which random weights foretell a token
         *FINE,
         "--text",
         notes,
@@ -65,13 +69,13 @@ def test_full_and_fp8_stand_beside_every_method(
     assert (full["rate"], full["kl"]["worst"], full["relative_accuracy"]) == (0, 0, 1)
     assert fp8["rate"] == 0.75  # a byte instead of four
     assert result["data"]["dtype"] == "float32"
-    assert result["data"]["context"] == 24
+    assert result["data"]["context"] == 48
     for row in others:
         assert 0.4 <= row["rate"] < 0.45
         assert row["bytes_per_token"] == pytest.approx(full["bytes_per_token"] * (1 - row["rate"]))
         assert row["kl"]["mean"] > fp8["kl"]["mean"]
         assert list(row["sources"]) == ["notes.txt", "prose"]
-        assert row["decoded_tokens"] == 2 * 3 * 16
+        assert row["decoded_tokens"] == 2 * 3 * 32
         assert row["plan"]["made"]["calibration"]["source"] == "random"
         assert not {"sketch", "files", "digest"} & row["plan"]["made"]["calibration"].keys()
     inputs = result["inputs"]

@@ -33,9 +33,11 @@ SMALL = (
 )
 
 
+pytestmark = pytest.mark.usefixtures("few_documents")
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_splits: Path) -> Path:
-    monkeypatch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("KVPROF_CACHE", str(folder))
     return folder
