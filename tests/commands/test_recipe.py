@@ -22,6 +22,7 @@ from tests.reproduction.written import CPU, TEXT, FakeRunner, write
 REAL = (
     TEXT.replace("method: [fdc, kq]", "method: [fp8]")
     .replace("0.30", "0.5")
+    .replace("--rate {rate}", "--rate {rate} --calibrate-tokens 256")
     .replace("plan-fdc", "plan-fp8")
     .replace("method: fdc}", "method: fp8}")
     .replace("at_least: 0.95", "about: 0.75")
@@ -200,7 +201,10 @@ def test_a_real_cell_from_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    text = REAL.replace("plan reference --method {method} --rate {rate}", "spectrum --tokens 512k")
+    text = REAL.replace(
+        "plan reference --method {method} --rate {rate} --calibrate-tokens 256",
+        "spectrum --tokens 512k",
+    )
     path = write(tmp_path, text.replace('"plan-{method}"', "plan-fp8"))
     process = subprocess.Popen(
         [sys.executable, "-m", "kvprof", "recipe", "run", str(path), "--out", str(out)],
