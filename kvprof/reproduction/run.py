@@ -25,6 +25,9 @@ from kvprof.reproduction.resolve import Planned, check_settings, resolve_cells
 
 __all__ = ["Finished", "prepare", "resolved_configuration", "run_planned"]
 
+# Cells that a warning names; sixty may have the same.
+_NAMED = 3
+
 
 @dataclass
 class Finished:
@@ -35,6 +38,7 @@ class Finished:
     entries : list of dict
         One per recipe.
     warnings : list of str
+        What cells warned of, each text once, with the cells in front.
     unkept : list of str
         Results that count and that could not be written.
     interrupted : bool
@@ -225,4 +229,21 @@ def run_planned(
     for one in planned:
         own = [(cell, digest, runs[digest]) for cell, digest in one.cells]
         finished.entries.append(entry_of(one, own, machine=machine, settings=settings))
+    finished.warnings = _warned(planned, runs)
     return finished
+
+
+def _warned(planned: Sequence[Planned], runs: Mapping[str, CellRun]) -> list[str]:
+    """Return the doubts that cells' results have about their figures, each with whose they are."""
+    whose: dict[str, list[str]] = {}
+    for one in planned:
+        for cell, digest in one.cells:
+            result = runs[digest].outcome.result
+            for text in result["warnings"] if result is not None else ():
+                whose.setdefault(text, []).append(f"{one.recipe.name} {cell.id}")
+    return [
+        f"{', '.join(cells[:_NAMED])}"
+        + (f" and {len(cells) - _NAMED} more" if len(cells) > _NAMED else "")
+        + f": {text}"
+        for text, cells in whose.items()
+    ]

@@ -101,6 +101,24 @@ def test_equal_cells_of_several_recipes_run_once(tmp_path: Path) -> None:
     assert verdicts(found) == ["reproduced", "reproduced"]
 
 
+def test_what_cells_warned_of_is_said_once_with_whose_it_is(tmp_path: Path) -> None:
+    both = "intervals come from 4 sequences"
+    warned = {"fdc": [both, "cast clips"], "kq": [both]}
+
+    def runner(words: Sequence[str], should_stop: Callable[[], bool]) -> Outcome:
+        method = words[words.index("--method") + 1]
+        return Outcome({**plan_result(method, 0.96), "warnings": warned[method]}, 0)
+
+    plan = planned(tmp_path, TEXT, TEXT)
+    store = CellStore(tmp_path / "cells")
+    for _ in range(2):  # measured, then known
+        found = run_planned(plan, store, runner, machine=CPU, settings={})
+        assert found.warnings == [
+            f"small-0 plan-fdc, small-0 plan-kq, small-1 plan-fdc and 1 more: {both}",
+            "small-0 plan-fdc, small-1 plan-fdc: cast clips",
+        ]
+
+
 def test_a_failing_cell_is_a_verdict_and_loses_no_other(tmp_path: Path) -> None:
     other = TEXT.replace("method: [fdc, kq]", "method: [fdc, zack]")
     runner = FakeRunner({"fdc": 0.96, "kq": 0.95, "zack": "out of memory: 3 GB"})
