@@ -223,7 +223,14 @@ def _from_methods(
     )
     for method in methods:
         if method not in ALWAYS:
-            check_reach(loaded, method, request.options_of(method), request.rate, evaluator.context)
+            check_reach(
+                loaded,
+                method,
+                request.options_of(method),
+                request.rate,
+                request.removal,
+                evaluator.context,
+            )
         calibrator.expect(method, **request.options_of(method))
     plans = []
     try:

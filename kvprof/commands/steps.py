@@ -37,6 +37,7 @@ from kvprof.moments.calibrator import (
     CalibrationInterrupted,
     CalibrationOptions,
     Calibrator,
+    has_removal_rate,
     uncalibrated_family,
 )
 from kvprof.moments.collect import undefined_pairs
@@ -421,7 +422,12 @@ def check_options(method: str | None, options: Mapping[str, Any]) -> None:
 
 
 def check_reach(
-    loaded: LoadedModel, method: str, options: Mapping[str, Any], rate: float | None, context: int
+    loaded: LoadedModel,
+    method: str,
+    options: Mapping[str, Any],
+    rate: float | None,
+    removal: float | None,
+    context: int,
 ) -> None:
     """Refuse a rate that no plan of a method has, before anything is calibrated for it.
 
@@ -431,16 +437,19 @@ def check_reach(
     method : str
     options : mapping
         Of the method.
-    rate : float or None
+    rate, removal : float or None
         From the command line.
     context : int
-        Tokens at which its bytes are counted.
+        Tokens at which the bytes of a rate are counted.
 
     Raises
     ------
     UsageError
-        As `kvprof.methods.family.plan_for_rate`; and for what cannot be planned at all.
+        As `kvprof.methods.family.plan_for_rate`; for a removal rate of a method that has none, and
+        for what cannot be planned at all.
     """
+    if removal is not None and not has_removal_rate(method, **options):
+        raise _no_removal_rate(method)
     if rate is None or calibration_needs(method, **options) is None:
         return
     family = uncalibrated_family(loaded, method, **options)
@@ -493,7 +502,7 @@ def method_calibrator(
     if needs is not None and rate is None and removal is None and method not in ALWAYS:
         raise UsageError(f"--method {method} needs --rate or --removal")
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
-    check_reach(loaded, method, options, rate, context)
+    check_reach(loaded, method, options, rate, removal, context)
     return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=console.warn)
 
 
@@ -537,13 +546,17 @@ def plan_of(
     """
     if removal is not None:
         if family.knob != KNOBS["removal"]:
-            raise UsageError(
-                f"--removal is FDC's removal rate, and {family.method} turns its {family.knob} "
-                "here; give --rate, or --allocation removal where the method has ranks"
-            )
+            raise _no_removal_rate(family.method)
         return plan_at(family, removal)
     if rate is not None:
         return plan_for_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
     if len(family.settings) == 1:
         return plan_at(family, family.settings[0])
     raise UsageError(f"--method {family.method} needs --rate or --removal")
+
+
+def _no_removal_rate(method: str) -> UsageError:
+    return UsageError(
+        f"--removal is FDC's removal rate, and {method} has none here; give --rate, or "
+        "--allocation removal where the method has ranks"
+    )

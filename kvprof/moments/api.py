@@ -10,7 +10,7 @@ from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel, load_model, wrap_model
-from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator, has_removal_rate
 from kvprof.runtime.compressed import check_runs
 from kvprof.sizes import parse_share
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, parse_source
@@ -74,12 +74,14 @@ def plan(
     length = min(seq_len or DEFAULT_SEQ_LEN, loaded.context_length)
     source = parse_source(str(calibrate), what="calibrate") if calibrate is not None else None
     calibrator = Calibrator(loaded, CalibrationOptions(source, seq_len=length))
+    if removed is not None and not has_removal_rate(method, **options):
+        raise UsageError(f"{method} has no removal rate here; give rate")
     family = calibrator.family(method, **options)
     if removed is None:
         tokens = context or max(1, length * 3 // 4)
         return plan_for_rate(family, share, tokens, itemsize=loaded.dtype.itemsize)
     if family.knob != KNOBS["removal"]:
-        raise UsageError(f"{method} turns its {family.knob} here, not a removal rate; give rate")
+        raise UsageError(f"{method} has no removal rate here; give rate")
     return plan_at(family, removed)
 
 

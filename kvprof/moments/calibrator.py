@@ -44,6 +44,7 @@ __all__ = [
     "base_method",
     "batch_size_for",
     "follows_from_rate",
+    "has_removal_rate",
     "stand_in_family",
     "uncalibrated_family",
 ]
@@ -551,6 +552,25 @@ def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
 def _allocation(method: str, options: Mapping[str, Any]) -> Any:
     """Return how a method hands out its ranks or bits: as the options say, else as it does."""
     return _setting(method, options, "allocation")
+
+
+def has_removal_rate(method: str, **options: Any) -> bool:
+    """Whether a method's knob is FDC's removal rate; True where only its plans tell.
+
+    Parameters
+    ----------
+    method : str
+        A method's or a combination's name.
+    **options
+        The method's own.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.methods.registry.base_method`.
+    """
+    base, _ = base_method(method, options)
+    return base not in METHODS or _allocation(method, options) == "removal"
 
 
 def _setting(method: str, options: Mapping[str, Any], name: str) -> Any:

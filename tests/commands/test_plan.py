@@ -428,6 +428,8 @@ def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
         ("plan", ("--method", "kq", "--rate", 0.999), "kq reaches rates from"),
         ("plan", ("--method", "fdc-4bit", "--rate", 0.999), "reaches rates from"),
         ("eval", ("--method", "svd-kv", "--rate", 0.999), "svd-kv reaches rates from"),
+        ("plan", ("--method", "palu", "--removal", 0.1), "palu has none here; give --rate"),
+        ("eval", ("--method", "oscar", "--removal", 0.1), "oscar has none here; give --rate"),
         ("plan", ("--method", "palu-4bit", "--rate", 0.5, "--servable"), "cannot be served: layer"),
         (
             "plan",

@@ -55,7 +55,7 @@ def test_a_model_without_a_tokenizer_is_calibrated_on_ids(tmp_path: Path) -> Non
 
 def test_wrong_use_is_told() -> None:
     model = tiny("Llama")
-    with pytest.raises(UsageError, match="not a removal rate"):
+    with pytest.raises(UsageError, match="no removal rate here"):
         kvprof.plan(model, "palu", removal=0.1, calibrate="random:512", heads=2)
     with pytest.raises(UsageError, match="reaches rates from"):
         kvprof.plan(model, "kq", 0.99, calibrate="random:512")

@@ -8,9 +8,10 @@ from kvprof.errors import UsageError
 from kvprof.evaluation.requests import option_names
 from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan_report import ranks_of
 from kvprof.methods.registry import method_names, plan_family
-from kvprof.moments.calibrator import follows_from_rate, uncalibrated_family
+from kvprof.moments.calibrator import follows_from_rate, has_removal_rate, uncalibrated_family
 from kvprof.serving.refusals import refusal
 from tests.methods.models import FINE, inputs, model
 
@@ -25,6 +26,7 @@ def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
     real = plan_family(name, inputs("Llama"), **options)
     found = uncalibrated_family(model("Llama"), name, **options)
     assert found is not None
+    assert has_removal_rate(name, **options) == (real.knob == KNOBS["removal"])
     # What a rate out of reach is refused by, before anything is calibrated.
     furthest = [one.build((one.settings or one.bounds)[-1]) for one in (real, found)]
     most = [rate(plan, CONTEXT, itemsize=4) for plan in furthest]
