@@ -96,6 +96,9 @@ COMBINATIONS = (
     "kq-4bit",
 )
 
+# Evictors that users ask for, and that only a library has which cannot be installed beside kvprof.
+_KVPRESS = ("expected-attention", "kvzap")
+
 _OWN_OPTIONS = re.compile(r"([^=]*?)(:)([^=:]*=.*)")
 _BIT_SUFFIX = re.compile(r"(.+)-(?:([2348])bit|(k[2348]v[2348]))(?:-(?:g([1-9][0-9]{0,5})|(row)))?")
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
@@ -303,6 +306,13 @@ def unknown_method(name: str, known: Iterable[str]) -> UsageError:
     """Return the error for a name that is no method, with the nearest that is one."""
     every = list(known)
     base, _, given = name.partition(":")
+    for part in base.lower().replace("_", "-").split("+"):
+        if part in _KVPRESS:
+            return UsageError(
+                f"{part} is not in kvprof: kvpress, which has it, asks for a transformers before "
+                "5.3 (kvpress 0.5.5), kvprof for 5.17 or later; snapkv, h2o and keyformer score "
+                "tokens too"
+            )
     if base in every and "=" in given:
         return UsageError(
             f"method {name[:80]!r}: options of {base} are given apart here: --option {given[:40]}"

@@ -302,3 +302,9 @@ def test_an_unknown_name_is_told_the_nearest(wrong: str, near: str) -> None:
     for refuse in (lambda: check_names([wrong]), lambda: calibration_needs(wrong)):
         with pytest.raises(UsageError, match=re.escape(f"did you mean {near}?")):
             refuse()
+
+
+@pytest.mark.parametrize("name", ["kvzap", "Expected_Attention", "fdc+expected-attention"])
+def test_what_only_kvpress_has_is_told_with_why_it_is_not_here(name: str) -> None:
+    with pytest.raises(UsageError, match=r"kvpress.* asks for a transformers before 5\.3"):
+        check_names([name])
