@@ -138,7 +138,19 @@ class _Float8(Codec):
         return {"codes": codes.view(torch.uint8)}
 
     def decode(self, stored: dict[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
-        return stored["codes"].view(torch.float8_e4m3fn).to(dtype)
+        codes = stored["codes"]
+        if codes.device.type != "cpu":
+            return codes.view(torch.float8_e4m3fn).to(dtype)
+        # On a CPU the cast takes ten times as long as looking its 256 results up.
+        found = _e4m3(dtype).index_select(0, codes.flatten().to(torch.int32))
+        return found.view(codes.shape)
+
+
+@lru_cache(maxsize=4)
+def _e4m3(dtype: torch.dtype) -> Tensor:
+    """Return what each byte stands for."""
+    with torch.inference_mode(False):
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,18 @@ def test_e4m3_saturates() -> None:
     assert found[0, 0, 0, 2] == pytest.approx(0.3, rel=2**-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_byte_of_e4m3_is_read_as_torch_casts_it(dtype: torch.dtype) -> None:
+    side = SideQuantiser((8,))
+    codec = codec_for(Quantiser("fp8", side, side), side, 0)
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 2, 2, 64).transpose(1, 2)
+    found = codec.decode({"codes": codes}, 64, dtype)
+    assert found.dtype == dtype
+    cast = codes.view(torch.float8_e4m3fn).to(dtype)
+    assert torch.equal(found.nan_to_num(nan=999.0), cast.nan_to_num(nan=999.0))
+    assert found.isnan().sum() == 2
+
+
 @pytest.mark.parametrize("axis", ["token", "channel"])
 def test_what_is_quantised_is_not_quantised_again(axis: str) -> None:
     side = SideQuantiser((4,), axis, 4)
