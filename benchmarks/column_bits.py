@@ -249,20 +249,22 @@ def mean_bits(kinds: list[tuple[ColumnBits, ColumnBits]]) -> float:
 TUNINGS: list[dict[str, int]] = [
     {},
     {"pieces": 8},
+    {"pieces": 10},
+    {"pieces": 11},
     {"pieces": 12},
-    {"pieces": 16},
-    {"pieces": 24},
-    {"pieces": 12, "registers": 168},
-    {"pieces": 8, "stages": 3},
-    {"pieces": 6, "warps": 2},
-    {"pieces": 8, "warps": 2},
-    {"pieces": 12, "warps": 2, "registers": 168},
+    {"pieces": 20},
+    {"pieces": 22},
+    {"pieces": 30},
+    {"pieces": 36},
+    {"pieces": 48},
+    {"pieces": 11, "registers": 144},
+    {"pieces": 24, "registers": 144},
 ]
 
 
 def tuned_cases(run: Run) -> list[tuple[int, str]]:
     """Return batches and plans for which ways to build the kernel are tried."""
-    names = ("middle",) if run.tiny else ("middle", "only-2")
+    names = ("middle",) if run.tiny else ("middle", "slow", "four")
     return [(batch, name) for batch in ((1,) if run.tiny else BATCHES) for name in names]
 
 

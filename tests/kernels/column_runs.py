@@ -7,6 +7,13 @@ from hypothesis import strategies as st
 from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits
 from kvprof.kernels.segments.layout import Segment, segment_of
 
+FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
+
+#: Of keys and of values: bits by column both, or neither.
+format_pairs = st.tuples(st.sampled_from(FORMATS), st.sampled_from(FORMATS)).map(
+    lambda pair: ("uniform-rms",) * 2 if "uniform-rms" in pair else pair
+)
+
 
 def spread(width: int) -> ColumnBits:
     """Return bits by column of any width, all that there are where they find room."""

@@ -16,11 +16,10 @@ from kvprof.kernels.segments.launch import token_bytes, token_cost
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
-from tests.kernels.column_runs import segment
+from tests.kernels.column_runs import format_pairs, segment
 from tests.kernels.column_runs import spread as spread_bits
 from tests.kernels.dequantised import dequantised
 
-ANY_FORMAT = st.sampled_from(list(FORMATS))
 WIDTHS = st.integers(1, 9).map(lambda n: 16 * n)
 
 
@@ -67,21 +66,18 @@ def test_e4m3_is_that_of_the_runtime():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    ANY_FORMAT,
-    ANY_FORMAT,
+    format_pairs,
     st.sampled_from([16, 32, 64, None]),
     st.lists(WIDTHS, min_size=2, max_size=4),
     st.integers(1, 300),
     st.integers(0, 99),
 )
-def test_every_token_is_found_where_it_was_put(
-    key_bits, value_bits, columns, widths, capacity, seed
-):
+def test_every_token_is_found_where_it_was_put(formats, columns, widths, capacity, seed):
     pairs = list(zip(widths[::2], widths[1::2], strict=False))
     layout = SegmentsLayout(
         (
-            segment(pairs, key_bits, value_bits, columns=columns, capacity=capacity),
-            segment(pairs, value_bits, None, columns=columns, capacity=7),
+            segment(pairs, *formats, columns=columns, capacity=capacity),
+            segment(pairs, None, None, columns=columns, capacity=7),
         )
     )
     states = [
@@ -172,16 +168,13 @@ def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    ANY_FORMAT,
-    ANY_FORMAT,
+    format_pairs,
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.tuples(st.integers(0, 60), st.integers(0, 60)),
     st.integers(0, 99),
 )
-def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
-    layout = SegmentsLayout(
-        (segment([(48, 80)], key_bits, value_bits, capacity=70),), torch.float16
-    )
+def test_appending_is_packing(formats, sizes, starts, seed):
+    layout = SegmentsLayout((segment([(48, 80)], *formats, capacity=70),), torch.float16)
     keys, values = (random(2, 70, width, seed=seed).half() for width in (48, 80))
     wanted = layout.packed([([keys.clone()], [values.clone()])])
     buffer = layout.packed([([keys], [values])])
@@ -202,18 +195,14 @@ def test_appending_is_packing(key_bits, value_bits, sizes, starts, seed):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    ANY_FORMAT,
-    ANY_FORMAT,
+    format_pairs,
     st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),
     st.sampled_from([16, 32, None]),
     st.integers(0, 99),
 )
-def test_single_tokens_of_many_heads_are_read_where_they_lie(k_bits, v_bits, widths, columns, seed):
+def test_single_tokens_of_many_heads_are_read_where_they_lie(formats, widths, columns, seed):
     """Segment 1 of two; slots in any order, some of which it does not have."""
-    both = [
-        segment(widths, *bits, columns=columns, capacity=90)
-        for bits in ((8, None), (k_bits, v_bits))
-    ]
+    both = [segment(widths, *bits, columns=columns, capacity=90) for bits in ((8, None), formats)]
     layout = SegmentsLayout(tuple(both), torch.float16)
     sides = [
         [random(2, 90, pair[side], seed=seed + n).half() for n, pair in enumerate(widths)]

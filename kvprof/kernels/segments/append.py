@@ -96,8 +96,7 @@ class PieceColumns:
         ``[pieces]`` of `kvprof.kernels.segments.columns.Piece`, one head after another; int64, but
         for `below` and `bits`.
     first, block, part, place : Tensor
-        ``[pieces]`` int64, of a byte of them, as `Columns` has them; a place of V is counted in the
-        order of words.
+        ``[pieces]`` int64, of a byte of them, as `Columns` has them.
     scale_first, scale_block : Tensor
         ``[heads]`` int64, in bytes.
     """
@@ -317,16 +316,12 @@ def _piece_side(
     # Tokens that a byte of a piece has, and which of them this one is.
     together = torch.div(8, columns.apart, rounding_mode="floor")
     slots, places = slot[..., None], place[..., None]
-    # Of V the places of a word are in its order; of K its columns, in what `first` says.
-    low = places % 4
-    swapped = places - low + low // 2 + low % 2 * 2
-    step = torch.where(columns.place == 1, swapped, places * columns.place)
     values = (
         columns.first
         + far[..., None]
         + block[..., None] * columns.block
         + slots // together * columns.part
-        + step
+        + places * columns.place
     )
     scales = columns.scale_first + far[..., None] + block[..., None] * columns.scale_block
     shift = (columns.shift + columns.apart * (slots % together)).to(torch.uint8)

@@ -11,11 +11,7 @@ columns, half a plane apart, in turn::
     0                         32w                                                       48w
 
 So every plane is of 1, 2, 4 or 8 bits and enters a product by itself, and a code of 3 bits is one
-of 2 bits plus 4 times one of 1 bit.
-
-In the words of four bytes that a lane reads, the second byte and the third have changed places:
-columns (of V, places) 0, 2, 1, 3. Then the halves of a word are neighbours, and one operation makes
-numbers of both (`kvprof.kernels.segments.column_codes`).
+of 2 bits plus 4 times one of 1 bit (`kvprof.kernels.segments.column_kernel`).
 """
 
 from dataclasses import dataclass
@@ -39,7 +35,6 @@ __all__ = [
     "column_width",
     "dequantised_columns",
     "from_number",
-    "in_words",
     "quantise_columns",
     "to_number",
 ]
@@ -90,14 +85,6 @@ def from_number(number: int) -> ColumnBits:
     return tuple((width, bits) for width, bits in zip(widths, COLUMN_BITS, strict=True) if width)
 
 
-def in_words(octets: Tensor, dim: int) -> Tensor:
-    """Change the order of bytes in words of four along a dimension; twice is as before."""
-    words: Tensor = torch.unflatten(octets, dim, (-1, 4))
-    axis = dim if dim < 0 else dim + 1
-    order = torch.tensor([0, 2, 1, 3], device=octets.device)
-    return words.index_select(axis, order).flatten(axis - 1, axis)
-
-
 @lru_cache(maxsize=64)
 def _by_column(runs: ColumnBits, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return every column's step, float32, and half the numbers that its code can be."""
@@ -142,8 +129,7 @@ class Piece:
     at : int
         Byte of the side's block that has them for place 0, of the first part.
     part, place : int
-        Bytes from part to part, and from place to place; a place may be in a word of four, whose
-        order is that of `in_words`.
+        Bytes from part to part, and from place to place.
     bits : int
     below : int
         Bits of the code below them.
@@ -176,11 +162,13 @@ class ColumnSide(Side):
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """Planes of 64, 32 or 16 columns, none of which lies in two runs; `group` is the run."""
+        """Planes of 64 (of V 32), 32 or 16 columns, none in two runs; `group` is the run."""
+        # Sums of more rows of V would have another layout in registers than the weights.
+        widest = 32 if self.values else WIDEST_PLANE
         found, begin = [], 0
         for number, (left, _) in enumerate(self.runs):
             while left:
-                width = next(w for w in (WIDEST_PLANE, 32, 16) if w <= left)
+                width = next(w for w in (widest, 32, 16) if w <= left)
                 found.append(Plane(begin, width, number))
                 begin, left = begin + width, left - width
         return tuple(found)
@@ -236,7 +224,7 @@ class ColumnSide(Side):
         """Return where a column begins in a plane, and how far it is from place to place."""
         if self.values:
             return column * PLACES, 1
-        return column // 4 * 4 + (0, 2, 1, 3)[column % 4], width
+        return column, width
 
     def _views(self, blocks: Tensor) -> list[tuple[Tensor, slice, int, int, int, int]]:
         """Return every plane of bits as a view ``[batch, blocks, part, place, column]``.
@@ -279,7 +267,7 @@ class ColumnSide(Side):
             parts = blocked[..., columns].unflatten(2, (-1, 8 // apart)).unbind(3)
             for number, part in enumerate(parts):
                 own = (part >> below & (1 << bits) - 1) << shift + apart * number
-                view |= in_words(own, -2 if self.values else -1)
+                view |= own
 
     def raw(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return what is stored as numbers, its tokens by block, then slot, then place.
@@ -300,9 +288,8 @@ class ColumnSide(Side):
         shape = (*blocks.shape[:2], COLUMN_SLOTS, PLACES, self.width)
         codes = blocks.new_zeros(shape)
         for view, columns, bits, below, shift, apart in self._views(blocks):
-            octets = in_words(view, -2 if self.values else -1)
             parts = [
-                (octets >> shift + apart * number & (1 << bits) - 1) << below
+                (view >> shift + apart * number & (1 << bits) - 1) << below
                 for number in range(8 // apart)
             ]
             codes[..., columns] |= torch.stack(parts, 3).flatten(2, 3)

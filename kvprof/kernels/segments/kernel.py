@@ -10,11 +10,8 @@ the elements. With ``x = middle + scale · code``:
 - values, per group: ``Σ w · code + Σ p · middle`` with ``w = p · scale``, rounded. The last, and
   ``Σ p``, are rows of one more product.
 
-Where columns have bits of their own, ``x = scale · step · (code - half)`` with the step of the run
-and half its largest code:
-
-- scores: ``scale · (Σ step · (code · q) - Σ step · half · Σq)``, the last once per program;
-- values, per run: ``step · (Σ w · code - half · Σ w)``, the last a row of the product with ``Σ p``.
+Where columns have bits of their own, all is done in whole numbers
+(`kvprof.kernels.segments.column_kernel`).
 """
 
 import triton
@@ -22,13 +19,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
-from kvprof.kernels.segments.column_codes import (
-    column_scores,
-    row_scales,
-    value_columns,
-    value_weights,
-    with_top,
-)
+from kvprof.kernels.segments.column_kernel import column_piece
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import EYE_ONE, Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.unpack import codes, halves, rounded
@@ -54,10 +45,6 @@ _GROUP = tl.constexpr(column(PlaneColumns, "group"))
 _FIRST = tl.constexpr(column(PlaneColumns, "first"))
 _LAST = tl.constexpr(column(PlaneColumns, "last"))
 _AT = tl.constexpr(column(PlaneColumns, "at"))
-_BITS = tl.constexpr(column(PlaneColumns, "bits"))
-_BITS_BELOW = tl.constexpr(column(PlaneColumns, "shift"))
-_WORTH = tl.constexpr(column(PlaneColumns, "worth"))
-_STEP = tl.constexpr(column(PlaneColumns, "step"))
 _FULL = tl.constexpr(FULL)
 _COLUMNS = tl.constexpr(COLUMNS)
 _BLOCK = tl.constexpr(PLACES)
@@ -144,8 +131,8 @@ def _value_plane(
 
 @triton.jit
 def _scores(
-    queries, totals, keys, halfs, places, left, rate, cap, FACTOR: tl.constexpr,
-    KINDS: tl.constexpr, KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr,
+    queries, totals, keys, halfs, places, left, rate, cap, KINDS: tl.constexpr,
+    KEYS: tl.constexpr, PLANES: tl.constexpr, FORMAT: tl.constexpr,
     PARTS: tl.constexpr, GROUPS: tl.constexpr,
     SCALES_AT: tl.constexpr, MIDDLES_AT: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
@@ -154,34 +141,28 @@ def _scores(
     """Return the products of a tile, ``[places, heads]`` per slot; capped ones in base 2."""
     scores = ()
     raws = ()
-    if FORMAT == _COLUMNS:
-        scores = column_scores(
-            queries, totals[0], keys, places, FACTOR, KINDS, KEYS, PLANES, SCALES_AT, BLOCK_BYTES,
-            FAST,
+    for number in tl.static_range(PLANES):
+        raws = _key_plane(
+            raws, queries[number], keys, places, left, KINDS[KEYS + number * _PLANE + _AT],
+            BLOCK_BYTES, SLOTS, PARTS, FORMAT, KINDS[KEYS + number * _PLANE + _WIDTH],
+            KINDS[KEYS + number * _PLANE + _DEPTH], KINDS[KEYS + number * _PLANE + _FIRST],
+            CHECK, FAST,
         )
-    else:
-        for number in tl.static_range(PLANES):
-            raws = _key_plane(
-                raws, queries[number], keys, places, left, KINDS[KEYS + number * _PLANE + _AT],
-                BLOCK_BYTES, SLOTS, PARTS, FORMAT, KINDS[KEYS + number * _PLANE + _WIDTH],
-                KINDS[KEYS + number * _PLANE + _DEPTH], KINDS[KEYS + number * _PLANE + _FIRST],
-                CHECK, FAST,
+        if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + _LAST] == 1):
+            beyond = KINDS[KEYS + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
+            scales = halves(halfs, places, SCALES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
+            middles = halves(halfs, places, MIDDLES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
+            scores = _scaled(
+                scores,
+                raws,
+                scales,
+                middles,
+                totals[KINDS[KEYS + number * _PLANE + _GROUP]],
+                SLOTS,
+                KINDS[KEYS + number * _PLANE + _GROUP] == 0,
             )
-            if (GROUPS > 0) and (KINDS[KEYS + number * _PLANE + _LAST] == 1):
-                beyond = KINDS[KEYS + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
-                scales = halves(halfs, places, SCALES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
-                middles = halves(halfs, places, MIDDLES_AT + beyond, BLOCK_HALFS, SLOTS, FAST)
-                scores = _scaled(
-                    scores,
-                    raws,
-                    scales,
-                    middles,
-                    totals[KINDS[KEYS + number * _PLANE + _GROUP]],
-                    SLOTS,
-                    KINDS[KEYS + number * _PLANE + _GROUP] == 0,
-                )
-        if GROUPS == 0:
-            scores = raws
+    if GROUPS == 0:
+        scores = raws
     found = ()
     for slot in tl.static_range(SLOTS):
         score = scores[slot]
@@ -227,9 +208,9 @@ def tile(
     halfs = tl.multiple_of(halfs + block * BLOCK_HALFS, 16)
     # Queries enter products as they are: rounded after scaling they would move large scores. The
     # scale goes into the exponent instead, where it costs nothing.
-    rate = scale if K_FORMAT == _COLUMNS else scale * K_FACTOR
+    rate = scale * K_FACTOR
     scores = _scores(
-        queries, totals, keys, halfs, places, left, rate, cap, K_FACTOR, KINDS, KEYS, K_PLANES,
+        queries, totals, keys, halfs, places, left, rate, cap, KINDS, KEYS, K_PLANES,
         K_FORMAT, K_PARTS, K_GROUPS, K_SCALES, K_MIDDLES, K_BLOCK, BLOCK_HALFS, SLOTS, CAPPED,
         CHECK, FAST,
     )
@@ -247,20 +228,7 @@ def tile(
     for slot in tl.static_range(SLOTS):
         weights += (tl.exp2(scores[slot] * rate - base),)
     scaled = ()
-    if V_FORMAT == _COLUMNS:
-        scales = row_scales(values, places, V_SCALES, V_BLOCK)
-        APART: tl.constexpr = 2 if KINDS[VALUES + _BITS] == 1 else KINDS[VALUES + _BITS]
-        scaled = value_weights(weights, scales, APART, V_DTYPE, FAST)
-        row = tl.arange(0, ROWS)
-        for slot in tl.static_range(4):
-            fixes = tl.dot(
-                ones, rounded(weights[slot], V_DTYPE, FAST), fixes, input_precision="ieee"
-            )
-            # The row before that of Σ p, which is that of Σ w.
-            whole = tl.where(row == 0, 1.0 * (1 << slot % (8 // APART) * APART), 0.0).to(V_DTYPE)
-            whole = tl.broadcast_to(whole[:, None], [ROWS, PLACES])
-            fixes = tl.dot(whole, scaled[slot], fixes, input_precision="ieee")
-    elif V_GROUPS > 0:
+    if V_GROUPS > 0:
         row = tl.arange(0, ROWS)
         lines = places // _BLOCK * BLOCK_HALFS + places % _BLOCK
         pointer = halfs + (row[:, None] * (_BLOCK * SLOTS) + lines[None, :])
@@ -279,9 +247,7 @@ def tile(
             fixes = tl.dot(ones, scaled[slot], fixes, input_precision="ieee")
     found = ()
     for number in tl.static_range(V_PLANES):
-        if (V_FORMAT != _COLUMNS) and (V_GROUPS > 0) and (
-            KINDS[VALUES + number * _PLANE + _FIRST] == 1
-        ):
+        if (V_GROUPS > 0) and (KINDS[VALUES + number * _PLANE + _FIRST] == 1):
             beyond = KINDS[VALUES + number * _PLANE + _GROUP] * (_BLOCK * SLOTS)
             scales = halves(halfs, places, V_SCALES + beyond, BLOCK_HALFS, SLOTS, FAST)
             scaled = ()
@@ -290,29 +256,11 @@ def tile(
                 if CHECK:
                     scale = tl.where(left > slot, scale, 0.0)
                 scaled += (rounded(weights[slot] * scale[:, None], V_DTYPE, FAST),)
-        if V_FORMAT == _COLUMNS:
-            # Of 3 bits the codes of 2 come first, and lie as all of 2 bits do.
-            if (
-                (number > 0)
-                and (KINDS[VALUES + number * _PLANE + _FIRST] == 1)
-                and (KINDS[VALUES + number * _PLANE - _PLANE + _BITS] > 2)
-            ):
-                scaled = value_weights(
-                    weights, scales, KINDS[VALUES + number * _PLANE + _BITS], V_DTYPE, FAST
-                )
-            more = sums[number] * fade + value_columns(
-                scaled, values, places, KINDS[VALUES + number * _PLANE + _AT], V_BLOCK,
-                KINDS[VALUES + number * _PLANE + _BITS],
-                KINDS[VALUES + number * _PLANE + _BITS_BELOW],
-                KINDS[VALUES + number * _PLANE + _WIDTH],
-                KINDS[VALUES + number * _PLANE + _DEPTH], FAST,
-            )
-        else:
-            more = _value_plane(
-                sums[number] * fade, scaled, values, places, left,
-                KINDS[VALUES + number * _PLANE + _AT], V_BLOCK, SLOTS, V_PARTS, V_FORMAT,
-                KINDS[VALUES + number * _PLANE + _WIDTH], CHECK, FAST,
-            )
+        more = _value_plane(
+            sums[number] * fade, scaled, values, places, left,
+            KINDS[VALUES + number * _PLANE + _AT], V_BLOCK, SLOTS, V_PARTS, V_FORMAT,
+            KINDS[VALUES + number * _PLANE + _WIDTH], CHECK, FAST,
+        )
         found += (more,)
     return found, fixes, higher
 
@@ -436,36 +384,25 @@ def _piece(
             KINDS[KEYS + number * _PLANE + _START],
             KINDS[KEYS + number * _PLANE + _WIDTH],
             KINDS[KEYS + number * _PLANE + _DEPTH],
-            K_BOOST * KINDS[KEYS + number * _PLANE + _WORTH],
+            K_BOOST,
         )
         wanted += (loaded,)
-        if K_FORMAT == _COLUMNS:
-            # Half of the largest code of a plane, 1 or more bits, in codes of its run.
-            half = ((1 << KINDS[KEYS + number * _PLANE + _BITS]) - 1) * (
-                0.5 * KINDS[KEYS + number * _PLANE + _STEP] / K_BOOST
-            ) * (1 << KINDS[KEYS + number * _PLANE + _BITS_BELOW])
-            total += tl.sum(loaded.to(tl.float32), 0) * half
-        elif K_GROUPS > 0:
+        if K_GROUPS > 0:
             total += tl.sum(loaded.to(tl.float32), 0)
             if KINDS[KEYS + number * _PLANE + _LAST] == 1:
                 totals += (total[None, :],)
                 total = tl.zeros([HEADS], tl.float32)
-    if K_FORMAT == _COLUMNS:
-        totals += (total[None, :],)
     row = tl.arange(0, ROWS)
     if V_FORMAT == _FP8:
         ones = _first_row(eye, row, PLACES, V_DTYPE)
     else:
         here = tl.where(row == V_GROUPS, 1.0, 0.0).to(
-            M_DTYPE if (V_GROUPS > 0) and (V_FORMAT != _COLUMNS) else V_DTYPE
+            M_DTYPE if V_GROUPS > 0 else V_DTYPE
         )
         ones = tl.broadcast_to(here[:, None], [ROWS, PLACES])
     sums = ()
     for number in tl.static_range(V_PLANES):
-        if V_FORMAT == _COLUMNS:
-            sums += (_empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)
-        else:
-            sums += (_empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
+        sums += (_empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
     fixes = tl.zeros([ROWS, HEADS], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
@@ -492,42 +429,16 @@ def _piece(
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
     for number in tl.static_range(V_PLANES):
         found = sums[number]
-        if V_FORMAT == _COLUMNS:
-            if KINDS[VALUES + number * _PLANE + _BITS] > 1:
-                if (number + 2 < V_PLANES) and (
-                    KINDS[VALUES + number * _PLANE + _PLANE + _BITS] == 1
-                ):
-                    found = with_top(
-                        found, sums[number + 1], sums[number + 2],
-                        KINDS[VALUES + number * _PLANE + _PLANE + _WIDTH],
-                        KINDS[VALUES + number * _PLANE + _PLANE + _WORTH],
-                        KINDS[VALUES + number * _PLANE + _PLANE + _PLANE + _WORTH],
-                    )
-                    half = 3.5
-                else:
-                    half = 0.5 * ((1 << KINDS[VALUES + number * _PLANE + _BITS]) - 1)
-                whole = tl.sum(tl.where((row == 0)[:, None], fixes, 0.0), 0)
-                # Both about 1 before they are subtracted: weights go up to 2^SHIFT.
-                unit = tl.exp2(tl.full([HEADS], SHIFT, tl.float32))
-                found = found * V_FACTOR - (half * whole / unit)[None, :]
-                _store(
-                    result,
-                    found * (KINDS[VALUES + number * _PLANE + _STEP] * share * unit)[None, :],
-                    real,
-                    KINDS[VALUES + number * _PLANE + _START],
-                    KINDS[VALUES + number * _PLANE + _WIDTH],
-                )
-        else:
-            if V_GROUPS > 0:
-                own_group = KINDS[VALUES + number * _PLANE + _GROUP]
-                found += tl.sum(tl.where((row == own_group)[:, None], fixes, 0.0), 0)[None, :]
-            _store(
-                result,
-                found * V_FACTOR * share[None, :],
-                real,
-                KINDS[VALUES + number * _PLANE + _START],
-                KINDS[VALUES + number * _PLANE + _WIDTH],
-            )
+        if V_GROUPS > 0:
+            own_group = KINDS[VALUES + number * _PLANE + _GROUP]
+            found += tl.sum(tl.where((row == own_group)[:, None], fixes, 0.0), 0)[None, :]
+        _store(
+            result,
+            found * V_FACTOR * share[None, :],
+            real,
+            KINDS[VALUES + number * _PLANE + _START],
+            KINDS[VALUES + number * _PLANE + _WIDTH],
+        )
     # A narrower segment adds nothing to the columns behind its own.
     for begin in range(V_WIDTH, output_width, 16):
         _store(result + begin, _empty(16, HEADS), real, 0, 16)
@@ -649,59 +560,72 @@ def segment_pieces(
                     keys = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
                 if KINDS[number * STRIDE + _V_FORMAT] == _FULL:
                     values = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
-                _piece(
-                    keys,
-                    values,
-                    halfs + at // 2,
-                    pages,
-                    stride,
-                    eye,
-                    partial,
-                    logs,
-                    item,
-                    query,
-                    width,
-                    start,
-                    stop,
-                    output_width,
-                    scale,
-                    cap,
-                    taken % blocks * HEADS,
-                    KINDS,
-                    number * STRIDE + _HEADER,
-                    number * STRIDE + _HEADER + PLANES * _PLANE,
-                    KINDS[number * STRIDE + _K_FORMAT],
-                    KINDS[number * STRIDE + _K_FACTOR],
-                    KINDS[number * STRIDE + _K_BOOST],
-                    KINDS[number * STRIDE + _K_PARTS],
-                    KINDS[number * STRIDE + _K_GROUPS],
-                    KINDS[number * STRIDE + _K_PLANES],
-                    KINDS[number * STRIDE + _K_SCALES],
-                    KINDS[number * STRIDE + _K_MIDDLES],
-                    KINDS[number * STRIDE + _K_BLOCK],
-                    KINDS[number * STRIDE + _V_FORMAT],
-                    KINDS[number * STRIDE + _V_FACTOR],
-                    KINDS[number * STRIDE + _SHIFT],
-                    KINDS[number * STRIDE + _V_PARTS],
-                    KINDS[number * STRIDE + _V_GROUPS],
-                    KINDS[number * STRIDE + _V_PLANES],
-                    KINDS[number * STRIDE + _V_SCALES],
-                    KINDS[number * STRIDE + _V_MIDDLES],
-                    KINDS[number * STRIDE + _V_BLOCK],
-                    KINDS[number * STRIDE + _V_WIDTH],
-                    KINDS[number * STRIDE + _BLOCK_HALFS],
-                    KINDS[number * STRIDE + _SLOTS],
-                    KINDS[number * STRIDE + _PLACES],
-                    KINDS[number * STRIDE + _STAGES],
-                    KINDS[number * STRIDE + _ROWS],
-                    GROUP,
-                    HEADS,
-                    WIDEST,
-                    PAGE,
-                    CAPPED,
-                    queries.dtype.element_ty
-                    if KINDS[number * STRIDE + _V_FORMAT] == _FULL
-                    else CODE,
-                    MIDDLE,
-                    FAST,
-                )
+                if KINDS[number * STRIDE + _K_FORMAT] == _COLUMNS:
+                    column_piece(
+                        keys, pages, stride, partial, logs, item, query, width, start, stop,
+                        output_width, scale, cap, taken % blocks * HEADS, KINDS,
+                        number * STRIDE + _HEADER,
+                        number * STRIDE + _HEADER + PLANES * _PLANE,
+                        KINDS[number * STRIDE + _K_PLANES], KINDS[number * STRIDE + _K_SCALES],
+                        KINDS[number * STRIDE + _V_PLANES], KINDS[number * STRIDE + _V_SCALES],
+                        KINDS[number * STRIDE + _K_BLOCK], KINDS[number * STRIDE + _V_WIDTH],
+                        KINDS[number * STRIDE + _PLACES], KINDS[number * STRIDE + _STAGES], GROUP,
+                        4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED, FAST,
+                    )
+                else:
+                    _piece(
+                        keys,
+                        values,
+                        halfs + at // 2,
+                        pages,
+                        stride,
+                        eye,
+                        partial,
+                        logs,
+                        item,
+                        query,
+                        width,
+                        start,
+                        stop,
+                        output_width,
+                        scale,
+                        cap,
+                        taken % blocks * HEADS,
+                        KINDS,
+                        number * STRIDE + _HEADER,
+                        number * STRIDE + _HEADER + PLANES * _PLANE,
+                        KINDS[number * STRIDE + _K_FORMAT],
+                        KINDS[number * STRIDE + _K_FACTOR],
+                        KINDS[number * STRIDE + _K_BOOST],
+                        KINDS[number * STRIDE + _K_PARTS],
+                        KINDS[number * STRIDE + _K_GROUPS],
+                        KINDS[number * STRIDE + _K_PLANES],
+                        KINDS[number * STRIDE + _K_SCALES],
+                        KINDS[number * STRIDE + _K_MIDDLES],
+                        KINDS[number * STRIDE + _K_BLOCK],
+                        KINDS[number * STRIDE + _V_FORMAT],
+                        KINDS[number * STRIDE + _V_FACTOR],
+                        KINDS[number * STRIDE + _SHIFT],
+                        KINDS[number * STRIDE + _V_PARTS],
+                        KINDS[number * STRIDE + _V_GROUPS],
+                        KINDS[number * STRIDE + _V_PLANES],
+                        KINDS[number * STRIDE + _V_SCALES],
+                        KINDS[number * STRIDE + _V_MIDDLES],
+                        KINDS[number * STRIDE + _V_BLOCK],
+                        KINDS[number * STRIDE + _V_WIDTH],
+                        KINDS[number * STRIDE + _BLOCK_HALFS],
+                        KINDS[number * STRIDE + _SLOTS],
+                        KINDS[number * STRIDE + _PLACES],
+                        KINDS[number * STRIDE + _STAGES],
+                        KINDS[number * STRIDE + _ROWS],
+                        GROUP,
+                        HEADS,
+                        WIDEST,
+                        PAGE,
+                        CAPPED,
+                        queries.dtype.element_ty
+                        if KINDS[number * STRIDE + _V_FORMAT] == _FULL
+                        else CODE,
+                        MIDDLE,
+                        FAST,
+                    )

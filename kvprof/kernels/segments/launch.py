@@ -14,7 +14,6 @@ from kvprof.kernels.dispatch import dependent, interpreted, launching
 from kvprof.kernels.parts import empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
 from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
-from kvprof.kernels.segments.column_codes import column_factor
 from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.layout import SegmentsLayout
@@ -358,31 +357,31 @@ def _column_planes(side: ColumnSide, most: int, before: int) -> list[PlaneColumn
     found: list[PlaneColumns] = []
     for number, plane in enumerate(side.planes):
         bits = side.bits_of(plane)
-        first = number == 0 or side.planes[number - 1].group != plane.group
-        last = plane == side.planes[-1] or side.planes[number + 1].group != plane.group
+        # Sums of codes of 8 bits, which are large, are kept by themselves.
+        alone = [side.bits_of(own) == 8 for own in side.planes]
+        first = number == 0 or alone[number - 1] != alone[number]
+        last = plane == side.planes[-1] or alone[number + 1] != alone[number]
         # Columns of K are summed over, 32 at least; those of V are rows of a product, 16 at least.
         least = 16 if side.values else 32
         half = plane.width // 2
         stored = 2 if bits == 3 else bits
-        pieces = [(plane.start, plane.width, side.plane_at(plane), stored, 0, 1.0)]
+        pieces = [(plane.start, plane.width, side.plane_at(plane), stored, 0)]
         if bits == 3:
             top = side.top_at(plane)
-            # The second half lies behind a bit more than the codes of 2 bits.
-            pieces += [(plane.start + x * half, half, top, 1, x, 4.0 / 2**x) for x in (0, 1)]
-        for piece, (start, width, at, own, shift, worth) in enumerate(pieces):
+            pieces += [(plane.start + x * half, half, top, 1, x) for x in (0, 1)]
+        for piece, (start, width, at, own, shift) in enumerate(pieces):
             found.append(
                 PlaneColumns(
                     start=start,
                     width=width,
                     depth=max(least, width),
-                    group=plane.group,
+                    group=int(bits < 8 and alone[0]),
                     first=int(first and piece == 0),
                     last=int(last and piece == len(pieces) - 1),
                     at=before + at,
                     bits=own,
                     shift=shift,
                     step=uniform_step(bits),
-                    worth=worth,
                 )
             )
     return found + [_NONE] * (most - len(found))
@@ -434,18 +433,14 @@ def kind_table(
             stages -= 1
         key_format, value_format = keys.form.read_as, values.form.read_as
         key_factor, value_factor = (
-            column_factor(dtype) if form == COLUMNS else missing_factor(form, dtype)
+            1.0 if form == COLUMNS else missing_factor(form, dtype)
             for form, dtype in ((key_format, query), (value_format, code))
         )
         # Products of tiny numbers in bfloat16 would be denormal: half of what they lack goes to the
         # query.
         boost = 2.0**60 if key_factor >= 2.0**120 else 1.0
         far = 60.0 if code == "bf16" else 0.0
-        shift = {FULL: 0.0, FP8: far, COLUMNS: far}.get(
-            value_format, 14.0 if code == "bf16" else 0.0
-        )
-        if value_format == COLUMNS:
-            value_factor /= 2.0**shift
+        shift = {FULL: 0.0, FP8: far}.get(value_format, 14.0 if code == "bf16" else 0.0)
         size, itemsize = family.block_bytes(number, head), family.dtype.itemsize
         kind = Kind(
             key_format=key_format,

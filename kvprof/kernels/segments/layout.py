@@ -129,6 +129,8 @@ class Segment:
                 raise UsageError(f"{len(runs)} heads have bits by column, and {wanted} should")
             for own, width in zip(runs, widths, strict=False):
                 check_column_bits(own, width)
+        if bool(self.key_columns) != bool(self.value_columns):
+            raise UsageError("keys and values have bits by column both, or neither")
         if self.columns is not None and (self.columns < STEP or self.columns % STEP):
             raise UsageError(
                 f"{self.columns} columns cannot share a scale: a multiple of {STEP}, or None for "

@@ -183,15 +183,12 @@ def _column_codes(states, scale, column, there, slot):
 
 
 @triton.jit
-def _column_bytes(octets, column, there, block, place, slot, VALUES: tl.constexpr):
+def _column_bytes(octets, column, there, block, place, slot):
     """Return the addresses of a piece's bytes."""
     at = tl.load(column + _FIRST, mask=there, other=0)
     at += block * tl.load(column + _BLOCK, mask=there, other=0)
     apart = tl.load(column + _APART, mask=there, other=8)
     at += slot // (8 // apart) * tl.load(column + _PART, mask=there, other=0)
-    if VALUES:
-        low = place % 4
-        place = place - low + low // 2 + low % 2 * 2
     at += place * tl.load(column + _PLACE, mask=there, other=0)
     return octets + at
 
@@ -212,7 +209,6 @@ def _put_columns(
     lost,
     height,
     source_row,
-    VALUES: tl.constexpr,
     LOW: tl.constexpr,
 ):
     """Store one token's columns with bits of their own, and their scale."""
@@ -228,7 +224,7 @@ def _put_columns(
     scale = (word << 20).to(tl.float32, bitcast=True) * _LACK
     column = columns + number * _COLUMN
     codes, mask = _column_codes(wide, scale, column, there, slot)
-    to = _column_bytes(octets, column, there, block, place, slot, VALUES)
+    to = _column_bytes(octets, column, there, block, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~mask) | codes).to(tl.uint8), mask=there)
     # Both that share a byte write the whole of it, whoever comes first.
@@ -239,7 +235,7 @@ def _put_columns(
     other = _states(source, row, origin, mate, there, lost, height, source_row, LOW)
     codes, mask = _column_codes(own, scale, column, there, slot)
     more, beside = _column_codes(other, scale, mate, there, slot)
-    to = _column_bytes(octets, column, there, block, place, slot, VALUES)
+    to = _column_bytes(octets, column, there, block, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~(mask | beside)) | codes | more).to(tl.uint8), mask=there)
 
@@ -342,7 +338,6 @@ def move_token(
                         lost,
                         source_height,
                         source_row,
-                        SIDE == 1,
                         LOW,
                     )
                 else:

@@ -151,7 +151,7 @@ class PlaneColumns(NamedTuple):
     depth : int
         Its width in a product.
     group : int
-        Of scales, or of columns with the same bits.
+        Of scales; where columns have bits of their own, of those whose products share a sum.
     first, last : int
         1 where it is the first, or the last, of its group.
     at : int
@@ -162,8 +162,6 @@ class PlaneColumns(NamedTuple):
         Bits of a byte below those of its first token.
     step : float
         Of its codes.
-    worth : float
-        Of a code of it, in those of its run, when bits below it in a byte are counted in both.
     """
 
     start: int
@@ -176,7 +174,6 @@ class PlaneColumns(NamedTuple):
     bits: int = 0
     shift: int = 0
     step: float = 1.0
-    worth: float = 1.0
 
 
 class Stretch(NamedTuple):

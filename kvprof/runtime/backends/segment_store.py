@@ -156,6 +156,8 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
         return f"tokens are quantised {quantiser.block} at a time"
     if quantiser.kind in ROW_RMS and quantiser.scale_dtype != "float8_e4m3fn":
         return f"scales are kept in {quantiser.scale_dtype}"
+    if quantiser.kind in ROW_RMS and (quantiser.keys is None) != (quantiser.values is None):
+        return "only keys, or only values, have bits by column"
     if quantiser.kind in FORMATS:
         return None
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]

@@ -11,13 +11,12 @@ from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.codes import e4m3
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.move import token_move
-from tests.kernels.column_runs import runs, segment
+from tests.kernels.column_runs import format_pairs, runs, segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
     [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16, torch.float32]
 )
-FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 few = settings(
     max_examples=10 if DEVICE.type == "cuda" else 40,
     deadline=None,
@@ -32,7 +31,7 @@ def layouts(draw):
     heads, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     wide = [tuple(draw(narrow) for _ in range(heads)) for _ in range(2)]
     low = [tuple(draw(st.integers(1, n // 16)) * 16 for n in side) for side in wide]
-    formats = draw(st.sampled_from(FORMATS)), draw(st.sampled_from(FORMATS))
+    formats = draw(format_pairs)
     columns = draw(st.sampled_from([16, 32, 48, 64, None]))
     rooms = [draw(st.integers(1, 300)) for _ in range(2)]
     return SegmentsLayout(

@@ -22,13 +22,12 @@ from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.move import token_move
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
-from tests.kernels.column_runs import segment
+from tests.kernels.column_runs import format_pairs, segment
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16 if GPU else torch.float32]
 LIMITS = {torch.float16: 3e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 widths = st.integers(1, 16).map(lambda n: 16 * n)
 narrow = st.integers(1, 7).map(lambda n: 16 * n)
 # On a GPU every example compiles a kernel of its own, and the interpreter is slow.
@@ -150,7 +149,7 @@ def paged_segment(pool: Pool, heads, group: int, bits, columns) -> Segment:
     pools(st.sampled_from([128, 256, 384])),
     st.lists(st.tuples(narrow, narrow), min_size=1, max_size=3),
     st.integers(1, 9),
-    st.tuples(st.sampled_from(FORMATS), st.sampled_from(FORMATS)),
+    format_pairs,
     st.sampled_from([16, 32, 64, None]),
     st.sampled_from(DTYPES),
     gaps,
@@ -192,7 +191,7 @@ def test_the_smallest_quantised_pages_and_odd_ones(bits, page):
 @given(
     pools(st.sampled_from([128, 256])),
     st.lists(st.tuples(narrow, narrow), min_size=1, max_size=2),
-    st.tuples(st.sampled_from(FORMATS), st.sampled_from(FORMATS)),
+    format_pairs,
     st.sampled_from([16, 32, None]),
     gaps,
 )

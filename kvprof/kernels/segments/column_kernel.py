@@ -1,0 +1,523 @@
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+"""Decode over tokens whose columns have bits of their own, in whole numbers.
+
+Codes are whole numbers, so they are multiplied as such: queries and weights enter the products of
+tensor cores as 15 bits, an upper byte and a lower one in adjacent columns, which come back side by
+side in a lane. Four codes of a byte's worth of columns are one operation away from an operand.
+
+With ``x = scale · step · (code - half)``, the step of a run of columns and half its largest code:
+
+- scores: ``scale · (Σ step · (code · q) - Σ step · half · Σq)``, the last once per program;
+- values, per run: ``step · (Σ w · code - half · Σ w)`` with ``w = p · scale``, in fifteen bits of
+  the largest of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from kvprof.kernels.segments.codes import E4M3_LACK
+from kvprof.kernels.segments.columns import COLUMN_SLOTS
+from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.tables import PlaneColumns
+from kvprof.kernels.tables import column
+
+__all__ = ["column_piece"]
+
+_PLANE = tl.constexpr(len(PlaneColumns._fields))
+_START = tl.constexpr(column(PlaneColumns, "start"))
+_WIDTH = tl.constexpr(column(PlaneColumns, "width"))
+_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
+_GROUP = tl.constexpr(column(PlaneColumns, "group"))
+_FIRST = tl.constexpr(column(PlaneColumns, "first"))
+_LAST = tl.constexpr(column(PlaneColumns, "last"))
+_AT = tl.constexpr(column(PlaneColumns, "at"))
+_BITS = tl.constexpr(column(PlaneColumns, "bits"))
+_BELOW = tl.constexpr(column(PlaneColumns, "shift"))
+_STEP = tl.constexpr(column(PlaneColumns, "step"))
+_BLOCK = tl.constexpr(PLACES)
+_SLOTS = tl.constexpr(COLUMN_SLOTS)
+_LACK = tl.constexpr(E4M3_LACK)
+#: Largest whole number of queries and weights: an upper byte of 127 and a lower one of -64 to 63.
+_MOST = tl.constexpr(127 * 128.0)
+_TINY = tl.constexpr(2.0**-100)
+_MAGIC = tl.constexpr(1.5 * 2**23)
+_ZERO = tl.constexpr(0x4B400000)
+#: Where a slot's code of 2, 4 and 8 bits lies in an operand: where it lies in a byte, but below the
+#: sign, and of 2 bits below the highest of 3.
+_TO = {2: (0, 2, 4, 4), 4: (0, 2, 0, 2), 8: (0, 0, 0, 0)}
+
+
+@triton.constexpr_function
+def _to(bits, slot):
+    """Return behind how many bits of an operand of K a slot's code lies."""
+    return _TO[2][slot] + 2 if bits == 1 else _TO[bits][slot]
+
+
+@triton.constexpr_function
+def _worth(bits, slot):
+    """Return what 1 of an operand of K is worth in codes of its run."""
+    return 2.0 ** -_TO[max(2, bits)][slot]
+
+
+@triton.constexpr_function
+def _rise(before, bits, slot):
+    """Return what one run's products are shifted by before those of the next are added."""
+    return _TO[max(2, bits)][slot] - _TO[max(2, before)][slot]
+
+
+@triton.constexpr_function
+def _assembly(at, bits, to):
+    """Return assembly for four bytes: a code of each, from behind `at` bits to behind `to`."""
+    if bits == 8:
+        return "xor.b32 $0, $1, 0x80808080;"
+    mask = f"{((1 << bits) - 1 << to) * 0x01010101:#010x}"
+    if at == to:
+        return f"and.b32 $0, $1, {mask};"
+    shift = f"shr.b32 x, $1, {at - to}" if at > to else f"shl.b32 x, $1, {to - at}"
+    return f"{{ .reg .b32 x; {shift}; and.b32 $0, x, {mask}; }}"
+
+
+@triton.jit
+def _codes(octets, AT: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr, FAST: tl.constexpr):
+    """Return the codes behind AT bits of bytes as int8, times 2^TO; of 8 bits less 128."""
+    if FAST:
+        TEXT: tl.constexpr = _assembly(AT, BITS, TO)
+        found = tl.inline_asm_elementwise(
+            TEXT, "=r,r", [octets], dtype=tl.int8, is_pure=True, pack=4
+        )
+    elif BITS == 8:
+        found = (octets ^ 128).to(tl.int8, bitcast=True)
+    else:
+        found = (((octets >> AT) & ((1 << BITS) - 1)) << TO).to(tl.int8)
+    return found
+
+
+@triton.jit
+def _digits(bits):
+    """Return what `_whole` found, ``[n, heads]``, as two bytes each, ``[n, 2 · heads]``."""
+    both = tl.join((bits >> 7).to(tl.int8), (bits & 127).to(tl.int8))
+    return tl.reshape(both, (bits.shape[0], 2 * bits.shape[1]))
+
+
+@triton.jit
+def _single(twice):
+    """Return a number per head of one per digit."""
+    found, _ = tl.split(tl.reshape(twice, (twice.shape[0] // 2, 2)))
+    return found
+
+
+@triton.jit
+def _joined(products):
+    """Return products with `_halves`, ``[n, 2 · heads]``, as float32 ``[n, heads]``."""
+    both = tl.reshape(products, (products.shape[0], products.shape[1] // 2, 2))
+    upper, lower = tl.split(both)
+    return ((upper << 7) + lower).to(tl.float32)
+
+
+@triton.jit
+def _empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def _store(result, found, real, START: tl.constexpr, WIDTH: tl.constexpr):
+    """Store ``[WIDTH, heads]`` at the columns from START on."""
+    column = START + tl.arange(0, WIDTH)
+    tl.store(result + column[:, None], found, mask=tl.broadcast_to(real[None, :], found.shape))
+
+
+@triton.jit
+def _whole(numbers):
+    """Return the bits of numbers plus 1.5 · 2^23: `_ZERO` more than the nearest whole ones."""
+    return (numbers + _MAGIC).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _key_products(
+    raws,
+    query,
+    tile_at,
+    places,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BELOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BEFORE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add a plane of bits to the products of a run, one per slot."""
+    octet = tl.arange(0, DEPTH)
+    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK * WIDTH
+    APART: tl.constexpr = 2 if BITS == 1 else BITS
+    found = ()
+    for part in tl.static_range(APART // 2):
+        pointer = tile_at + (lane[:, None] + octet[None, :]) + (AT + part * (_BLOCK * WIDTH))
+        if DEPTH > WIDTH:
+            octets = tl.load(pointer, mask=(octet < WIDTH)[None, :], other=0)
+        else:
+            octets = tl.load(pointer)
+        for number in tl.static_range(8 // APART):
+            raw = _codes(octets, BELOW + APART * number, BITS, _to(BITS, number), FAST)
+            if FIRST:
+                product = tl.dot(raw, query, out_dtype=tl.int32)
+            else:
+                before = raws[part * (8 // APART) + number]
+                if _rise(BEFORE, BITS, part * (8 // APART) + number) > 0:
+                    before = before << _rise(BEFORE, BITS, part * (8 // APART) + number)
+                product = tl.dot(raw, query, before, out_dtype=tl.int32)
+            found += (product,)
+    return found
+
+
+@triton.jit
+def _value_products(
+    weights,
+    tile_at,
+    places,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    BELOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Return weighted codes of a plane of bits, ``[DEPTH, heads]``; from WIDTH on columns again."""
+    line = tl.arange(0, DEPTH) % WIDTH
+    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK
+    APART: tl.constexpr = 2 if BITS == 1 else BITS
+    for part in tl.static_range(APART // 2):
+        pointer = tile_at + (line[:, None] * _BLOCK + lane[None, :])
+        octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
+        for number in tl.static_range(8 // APART):
+            raw = _codes(octets, BELOW + APART * number, BITS, 0, FAST)
+            weight = weights[part * (8 // APART) + number]
+            if (part == 0) and (number == 0):
+                sums = tl.dot(raw, weight, out_dtype=tl.int32)
+            else:
+                sums = tl.dot(raw, weight, sums, out_dtype=tl.int32)
+    return _joined(sums)
+
+
+@triton.jit
+def _row_scales(pointer, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr):
+    """Load the scales of four tokens of some places; a tuple of float32 vectors."""
+    words = pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
+    at = words + (places // _BLOCK * (BLOCK_BYTES // 4) + places % _BLOCK)
+    word = tl.load(at + AT // 4)
+    found = ()
+    for slot in tl.static_range(_SLOTS):
+        # e4m3 less its sign, with its exponent.
+        own = ((word >> (8 * slot)) & 0x7F) << 20
+        found += (own.to(tl.float32, bitcast=True) * _LACK,)
+    return found
+
+
+@triton.jit
+def _with_top(low, first, second, WIDTH: tl.constexpr):
+    """Add the halves of a plane of highest bits, WIDTH columns each, to the lower ones."""
+    if WIDTH < 16:
+        row = tl.arange(0, 16)
+        top = tl.where((row < WIDTH)[:, None], first, second)
+    else:
+        top = tl.permute(tl.join(first, second), (2, 0, 1))
+        top = tl.reshape(top, (2 * WIDTH, first.shape[1]))
+    return low + 4.0 * top
+
+
+@triton.jit
+def _column_tile(
+    sums,
+    whole,
+    mass,
+    top,
+    queries,
+    total,
+    octets,
+    pages,
+    stride,
+    at,
+    stop,
+    rate,
+    cap,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    K_PLANES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_PLANES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    SHARE: tl.constexpr,
+    PLACES: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Go on with one tile: scores, online softmax in base 2, weighted values."""
+    places = tl.arange(0, PLACES)
+    left = stop - at - places * _SLOTS
+    if PAGE > 0:
+        octets += tl.load(pages + at // PAGE).to(tl.int64) * stride
+        block = tl.full([], at % PAGE // (_BLOCK * _SLOTS), tl.int64)
+    else:
+        block = tl.full([], at // (_BLOCK * _SLOTS), tl.int64)
+    octets = tl.multiple_of(octets + block * BLOCK_BYTES, 16)
+    scores = ()
+    raws = ()
+    for number in tl.static_range(K_PLANES):
+        raws = _key_products(
+            raws,
+            queries[number],
+            octets,
+            places,
+            KINDS[KEYS + number * _PLANE + _AT],
+            BLOCK_BYTES,
+            KINDS[KEYS + number * _PLANE + _BITS],
+            KINDS[KEYS + number * _PLANE + _BELOW],
+            KINDS[KEYS + number * _PLANE + _WIDTH],
+            KINDS[KEYS + number * _PLANE + _DEPTH],
+            KINDS[KEYS + number * _PLANE + _FIRST],
+            KINDS[KEYS + (number - (number > 0)) * _PLANE + _BITS],
+            FAST,
+        )
+        if KINDS[KEYS + number * _PLANE + _LAST] == 1:
+            found = ()
+            for slot in tl.static_range(_SLOTS):
+                own = _joined(raws[slot]) * (
+                    rate * _worth(KINDS[KEYS + number * _PLANE + _BITS], slot)
+                )
+                if KINDS[KEYS + number * _PLANE + _GROUP] == 0:
+                    found += (own - total,)
+                else:
+                    found += (own + scores[slot],)
+            scores = found
+    scales = _row_scales(octets, places, K_SCALES, BLOCK_BYTES)
+    found = ()
+    for slot in tl.static_range(_SLOTS):
+        score = scores[slot] * scales[slot][:, None]
+        if CAPPED:
+            # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1); `cap` is times log2(e).
+            score = cap - 2.0 * cap / (tl.exp2(score * (2.0 * 1.4426950408889634 / cap)) + 1.0)
+        if CHECK:
+            score = tl.where((left > slot)[:, None], score, float("-inf"))
+        found += (score,)
+    scores = found
+    highest = scores[0]
+    for slot in tl.static_range(1, _SLOTS):
+        highest = tl.maximum(highest, scores[slot])
+    higher = tl.maximum(top, tl.max(highest, 0))
+    fade = tl.exp2(top - higher)[None, :]
+    scales = _row_scales(octets, places, V_SCALES, BLOCK_BYTES)
+    mass = mass * fade
+    weights = ()
+    most = tl.zeros([PLACES, higher.shape[0]], tl.float32)
+    for slot in tl.static_range(_SLOTS):
+        weight = tl.exp2(scores[slot] - higher[None, :])
+        mass += weight
+        weight = weight * scales[slot][:, None]
+        most = tl.maximum(most, weight)
+        weights += (weight,)
+    most = tl.maximum(tl.max(most, 0), _TINY)[None, :]
+    unit = most * (1.0 / _MOST)
+    up = _MOST / most
+    numbers = ()
+    count = tl.full([PLACES, higher.shape[0]], -_SLOTS * _ZERO & 0x7FFFFFFF, tl.int32)
+    for slot in tl.static_range(_SLOTS):
+        number = _whole(weights[slot] * up)
+        count += number
+        numbers += (_digits(number),)
+    whole = whole * fade + (count & 0x7FFFFFFF).to(tl.float32) * unit
+    found = ()
+    for number in tl.static_range(V_PLANES):
+        own = _value_products(
+            numbers,
+            octets,
+            places,
+            KINDS[VALUES + number * _PLANE + _AT],
+            BLOCK_BYTES,
+            KINDS[VALUES + number * _PLANE + _BITS],
+            KINDS[VALUES + number * _PLANE + _BELOW],
+            KINDS[VALUES + number * _PLANE + _WIDTH],
+            KINDS[VALUES + number * _PLANE + _DEPTH],
+            FAST,
+        )
+        found += (sums[number] * fade + own * unit,)
+    return found, whole, mass, higher
+
+
+@triton.jit
+def column_piece(
+    octets,
+    pages,
+    stride,
+    partial,
+    logs,
+    item,
+    query,
+    width,
+    start,
+    stop,
+    output_width,
+    scale,
+    cap,
+    first_head,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    K_PLANES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_PLANES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDEST: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Attend to the tokens of one piece and leave its part of the result."""
+    heads = first_head + tl.arange(0, HEADS)
+    real = heads < GROUP
+    # Digits of a query lie in adjacent columns of a product.
+    digit = tl.arange(0, 2 * HEADS)
+    whose = first_head + digit // 2
+    known = whose < GROUP
+    loaded = ()
+    largest = tl.zeros([2 * HEADS], tl.float32)
+    for number in tl.static_range(K_PLANES):
+        octet = tl.arange(0, KINDS[KEYS + number * _PLANE + _DEPTH])
+        at = query + whose[None, :] * width + KINDS[KEYS + number * _PLANE + _START]
+        there = (octet < KINDS[KEYS + number * _PLANE + _WIDTH])[:, None] & known[None, :]
+        own = tl.load(at + octet[:, None], mask=there, other=0.0).to(tl.float32)
+        own *= KINDS[KEYS + number * _PLANE + _STEP]
+        largest = tl.maximum(largest, tl.max(tl.abs(own), 0))
+        loaded += (own,)
+    largest = tl.maximum(largest, _TINY)
+    up = _MOST / largest
+    queries = ()
+    total = tl.zeros([2 * HEADS], tl.float32)
+    for number in tl.static_range(K_PLANES):
+        bits = _whole(loaded[number] * up[None, :])
+        queries += (tl.where((digit % 2 == 0)[None, :], bits >> 7, bits & 127).to(tl.int8),)
+        # Half of the largest code of a plane, of 8 bits less 128, in codes of its run.
+        half = (
+            -0.5
+            if KINDS[KEYS + number * _PLANE + _BITS] == 8
+            else 0.5 * ((1 << KINDS[KEYS + number * _PLANE + _BITS]) - 1)
+        ) * (4.0 if KINDS[KEYS + number * _PLANE + _BITS] == 1 else 1.0)
+        total += tl.sum((bits - _ZERO).to(tl.float32), 0) * half
+    rate = scale / _MOST * largest
+    total = _single(total * rate)[None, :]
+    rate = _single(rate)[None, :]
+    sums = ()
+    for number in tl.static_range(V_PLANES):
+        sums += (_empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)
+    whole = tl.zeros([PLACES, HEADS], tl.float32)
+    mass = tl.zeros([PLACES, HEADS], tl.float32)
+    # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
+    top = tl.full([HEADS], -1e30, tl.float32)
+    end = start + (stop - start) // (PLACES * _SLOTS) * (PLACES * _SLOTS)
+    for at in tl.range(start, end, PLACES * _SLOTS, num_stages=STAGES):
+        sums, whole, mass, top = _column_tile(
+            sums,
+            whole,
+            mass,
+            top,
+            queries,
+            total,
+            octets,
+            pages,
+            stride,
+            at,
+            stop,
+            rate,
+            cap,
+            KINDS,
+            KEYS,
+            VALUES,
+            K_PLANES,
+            K_SCALES,
+            V_PLANES,
+            V_SCALES,
+            BLOCK_BYTES,
+            1,
+            PLACES,
+            PAGE,
+            CAPPED,
+            False,
+            FAST,
+        )
+    # The end of a row: behind it lies room for a whole tile, but perhaps no number.
+    for at in tl.range(end, stop, PLACES * _SLOTS, num_stages=2):
+        sums, whole, mass, top = _column_tile(
+            sums,
+            whole,
+            mass,
+            top,
+            queries,
+            total,
+            octets,
+            pages,
+            stride,
+            at,
+            stop,
+            rate,
+            cap,
+            KINDS,
+            KEYS,
+            VALUES,
+            K_PLANES,
+            K_SCALES,
+            V_PLANES,
+            V_SCALES,
+            BLOCK_BYTES,
+            1,
+            PLACES,
+            PAGE,
+            CAPPED,
+            True,
+            FAST,
+        )
+    weight = tl.sum(mass, 0)
+    weighed = tl.sum(whole, 0)
+    share = 1.0 / weight
+    result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
+    for number in tl.static_range(V_PLANES):
+        if KINDS[VALUES + number * _PLANE + _BITS] > 1:
+            found = sums[number]
+            if (number + 2 < V_PLANES) and (KINDS[VALUES + number * _PLANE + _PLANE + _BITS] == 1):
+                found = _with_top(
+                    found,
+                    sums[number + 1],
+                    sums[number + 2],
+                    KINDS[VALUES + number * _PLANE + _PLANE + _WIDTH],
+                )
+                half = 3.5
+            elif KINDS[VALUES + number * _PLANE + _BITS] == 8:
+                half = -0.5
+            else:
+                half = 0.5 * ((1 << KINDS[VALUES + number * _PLANE + _BITS]) - 1)
+            found = (found - (half * weighed)[None, :]) * (
+                KINDS[VALUES + number * _PLANE + _STEP] * share
+            )[None, :]
+            _store(
+                result,
+                found,
+                real,
+                KINDS[VALUES + number * _PLANE + _START],
+                KINDS[VALUES + number * _PLANE + _WIDTH],
+            )
+    # A narrower segment adds nothing to the columns behind its own.
+    for begin in range(V_WIDTH, output_width, 16):
+        _store(result + begin, _empty(16, HEADS), real, 0, 16)
+    tl.store(logs + item * GROUP + heads, top + tl.log2(weight), mask=real)
