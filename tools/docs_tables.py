@@ -235,9 +235,10 @@ def _frontier_inputs() -> str:
 
 def _running(*records: str) -> str:
     """Return rate, share, needs, kernel and measured speed of every row, from its largest rate."""
-    found: list[tuple[float, tuple[str, ...]]] = []
+    found: list[tuple[str, float, tuple[str, ...]]] = []
     for record in records:
-        calibrations = _record(f"findings/{record}.json")["inputs"]["calibration"]
+        inputs = _record(f"findings/{record}.json")["inputs"]
+        model, calibrations = inputs["model"], inputs["calibration"]
         for row in _methods(record).values():
             source = calibrations.get(row["label"], {}).get("source", MISSING)
             points = [one for one in row["points"] if one["rate"] == row["max_rate"]]
@@ -246,23 +247,25 @@ def _running(*records: str) -> str:
             low, high = point["relative_accuracy_interval"] or (math.nan, math.nan)
             kernel, long = point["kernel"], point["long_context"]
             speeds = (f"{one['speedup']:.2f}× ({one['batch']})" for one in row["speeds"])
+            tasks = (f"{task} {one['accuracy']:.2f}" for task, one in point["tasks"].items())
             cells = (
+                model,
                 f"`{row['label']}`",
                 source,
                 f"{point['rate']:.3f}" + ("" if points else ", misses"),
                 f"{point['relative_accuracy']:.3f} ({low:.3f}–{high:.3f})",
-                f"{point['tasks']['needle']['accuracy']:.2f}",
+                " / ".join(tasks),
                 f"{long['rate']:.3f}",
                 f"{long['bytes_per_token']:,.0f}",
                 ", ".join(point["needs"]) or "nothing",
                 "yes" if kernel["reason"] is None else f"no: {kernel['reason']}",
                 ", ".join(speeds) or MISSING,
             )
-            if (key := (-long["rate"], cells)) not in found:
+            if (key := (model, -long["rate"], cells)) not in found:
                 found.append(key)
-    head = ("method", "calibrated on", "largest rate", "share of accuracy (95 %)", "needle")
+    head = ("model", "method", "calibrated on", "largest rate", "share of accuracy (95 %)", "found")
     long_head = ("rate at 100k", "bytes per token", "needs", "kernel", "speed-up (batch)")
-    return _rows((*head, *long_head), (cells for _, cells in sorted(found)))
+    return _rows((*head, *long_head), (cells for *_, cells in sorted(found)))
 
 
 def _claims(paper: str) -> str:

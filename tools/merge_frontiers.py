@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvprof.evaluation.recorded_speeds import attach_speeds, load_speeds
 from kvprof.records.files import read_result, write_result
 from kvprof.records.schema import validate_result
 
@@ -137,9 +138,12 @@ def main() -> None:
     parser.add_argument("--interrupted", action="append", default=[], metavar="LABEL")
     parser.add_argument("--replace", action="append", default=[], metavar="LABEL")
     parser.add_argument("--brief", action="store_true", help="one point of every method")
+    parser.add_argument("--speeds", action="append", default=[], type=Path, metavar="BENCH")
     arguments = parser.parse_args()
     results = [read_result(path) for path in arguments.results]
     result = merged(results, arguments.interrupted, arguments.replace)
+    if arguments.speeds:
+        attach_speeds(result["data"], load_speeds(arguments.speeds))
     if arguments.brief:
         result = brief(result)
     validate_result(result)
