@@ -447,7 +447,7 @@ def _chosen(
     context: int,
     targets: Sequence[Target],
 ) -> _Chosen:
-    """Plan a method at the rate given, else at the one recorded for it.
+    """Plan a method of one setting as it is, another at the rate given, else as recorded for it.
 
     Nothing is calibrated where bytes follow from the rate (`uncalibrated_family`).
 
@@ -457,7 +457,8 @@ def _chosen(
         When there is neither, the rate is out of reach, or the method does not fit the model.
     """
     family = uncalibrated_family(planned, request.method, **request.options)
-    if request.method in ALWAYS and family is not None:
+    itself = known is None or request.method in ALWAYS
+    if itself and family is not None and len(family.settings) == 1:
         return _Chosen(request.label, plan_at(family, family.settings[0]), "itself", context)
     if known is not None and known.max_rate is None:
         raise UsageError(f"no tested rate kept {_goal(targets)} ({known.origin})")

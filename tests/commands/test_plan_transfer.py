@@ -120,6 +120,18 @@ def test_contexts_are_those_that_were_measured(tiny_folder: Path, tmp_path: Path
     assert "bench --jct --real" in alone["measure"]
 
 
+def test_a_method_of_one_setting_moves_as_it_is_beside_a_rate(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    asked = ("--methods", "hadamard-int4,sink-recent", "--rate", 0.5, "--seq", "96")
+    found = moved(tmp_path, tiny_folder, *asked)
+    rows = {row["label"]: row for row in found["rows"]}
+    assert rows["hadamard-int4"]["rate_from"] == "itself"
+    assert rows["hadamard-int4"]["at"][0]["rate"] == pytest.approx(1 - 6 / 32)
+    assert rows["sink-recent"]["rate_from"] == "given"
+    assert not found["missing"]
+
+
 def test_what_ships_is_named_and_of_this_model_alone(tmp_path: Path) -> None:
     found = moved(tmp_path, "--shape", LLAMA, "--methods", "full", "--seq", "100k,99k")
     assert found["dtype"] == "bfloat16"
