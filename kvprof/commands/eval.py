@@ -13,6 +13,7 @@ from kvprof.commands.options import (
     AllocationOption,
     BatchSizeOption,
     CalibrateOption,
+    CalibrateSeqLenOption,
     CalibrateTokensOption,
     DeviceOption,
     DtypeOption,
@@ -64,6 +65,7 @@ def eval(
     plan: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
+    calibrate_seq_len: CalibrateSeqLenOption = None,
     allocation: AllocationOption = None,
     grid: GridOption = None,
     minimum: MinimumOption = None,
@@ -127,6 +129,7 @@ def eval(
         calibrate=calibrate,
         calibrate_tokens=calibrate_tokens,
         options=options,
+        calibrate_seq_len=calibrate_seq_len,
     )
 
     # Everything from here on needs torch.
@@ -141,7 +144,15 @@ def eval(
 
     request = check_request(
         PlanRequest(
-            methods, rate, removal, plan, calibrate, calibrate_tokens, options, teacher_forced
+            methods,
+            rate,
+            removal,
+            plan,
+            calibrate,
+            calibrate_tokens,
+            options,
+            teacher_forced,
+            calibrate_seq_len,
         )
     )
     chosen = harness_settings(harness, harness_limit, harness_include, batch_size)
@@ -230,6 +241,7 @@ def _inputs(
         "plan": request.plan_file.name if request.plan_file is not None else None,
         "calibrate": request.calibrate,
         "calibrate_tokens": request.calibrate_tokens,
+        "calibrate_seq_len": request.calibrate_seq_len,
         "options": request.options,
         **sample.inputs(),
         "context": evaluator.context,

@@ -56,6 +56,7 @@ class PlanRequest:
         Of every method that has a rate to turn; without any such of ``fp8``.
     teacher_forced : bool
         Whether sequences are scored in a single pass, and ``fp8`` has no row.
+    calibrate_seq_len : str or None
     """
 
     methods: tuple[str, ...]
@@ -66,6 +67,16 @@ class PlanRequest:
     calibrate_tokens: str | None
     options: dict[str, Any]
     teacher_forced: bool = False
+    calibrate_seq_len: str | None = None
+
+    @property
+    def calibration(self) -> dict[str, str | None]:
+        """What is said of calibration, by option."""
+        return {
+            "--calibrate": self.calibrate,
+            "--calibrate-tokens": self.calibrate_tokens,
+            "--calibrate-seq-len": self.calibrate_seq_len,
+        }
 
     def options_of(self, method: str) -> dict[str, Any]:
         """Return the options that are a method's."""
@@ -94,8 +105,8 @@ def check_request(request: PlanRequest) -> PlanRequest:
     rated = [method for method in request.methods if method not in ALWAYS]
     needs = [calibration_needs(method, **request.options) for method in rated]
     calibrated = any(needs) or not request.teacher_forced  # fp8 stands beside them
-    if not calibrated and (request.calibrate or request.calibrate_tokens):
-        raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
+    if not calibrated and any(request.calibration.values()):
+        raise UsageError(f"nothing is calibrated; leave out {', '.join(request.calibration)}")
     if any(needs) and request.rate is None and request.removal is None:
         raise UsageError(f"--method {','.join(rated)} needs --rate or --removal")
     if not rated and (request.rate is not None or request.removal is not None):
@@ -216,7 +227,10 @@ def _from_methods(
     methods = [*beside, *request.methods]
     evaluator = sample.evaluator
     given = calibration_options(
-        request.calibrate, request.calibrate_tokens, seq_len=evaluator.workload.seq_len
+        request.calibrate,
+        request.calibrate_tokens,
+        seq_len=evaluator.workload.seq_len,
+        own_seq_len=request.calibrate_seq_len,
     )
     calibrator = Calibrator(
         loaded, given, progress=console.track, should_stop=stop, notice=console.warn

@@ -12,6 +12,7 @@ from kvprof.commands.options import (
     AllocationOption,
     BatchSizeOption,
     CalibrateOption,
+    CalibrateSeqLenOption,
     CalibrateTokensOption,
     DeviceOption,
     DtypeOption,
@@ -93,6 +94,7 @@ def frontier(
     teacher_forced: TeacherForcedOption = False,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
+    calibrate_seq_len: CalibrateSeqLenOption = None,
     allocation: AllocationOption = None,
     grid: GridOption = None,
     minimum: MinimumOption = None,
@@ -146,8 +148,11 @@ def frontier(
         for request in requests
         if not (teacher_forced and request.method == "fp8")  # which a single pass does not show
     ]
-    if (calibrate or calibrate_tokens) and not any(needs):
-        raise UsageError("nothing is calibrated; leave out --calibrate and --calibrate-tokens")
+    if (calibrate or calibrate_tokens or calibrate_seq_len) and not any(needs):
+        raise UsageError(
+            "nothing is calibrated; leave out --calibrate, --calibrate-tokens and "
+            "--calibrate-seq-len"
+        )
     measured = load_speeds(speeds or ())
     loaded = load_for_command(
         model,
@@ -170,7 +175,12 @@ def frontier(
         batch_size=batch_size,
     )
     described = sample.inputs()
-    calibration = calibration_options(calibrate, calibrate_tokens, seq_len=described["seq_len"])
+    calibration = calibration_options(
+        calibrate,
+        calibrate_tokens,
+        seq_len=described["seq_len"],
+        own_seq_len=calibrate_seq_len,
+    )
     with graceful_interrupt() as stop:
         run = run_frontier(
             sample.evaluator,

@@ -24,6 +24,7 @@ __all__ = [
     "AllocationOption",
     "BatchSizeOption",
     "CalibrateOption",
+    "CalibrateSeqLenOption",
     "CalibrateTokensOption",
     "Command",
     "ContextOption",
@@ -268,6 +269,14 @@ CalibrateTokensOption = Annotated[
         help="How many; k is 1,024. Default 8k, less of a text.",
     ),
 ]
+CalibrateSeqLenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibrate-seq-len",
+        rich_help_panel=METHOD,
+        help="Tokens per calibration sequence. Default --seq-len's.",
+    ),
+]
 AllocationOption = Annotated[
     str | None,
     typer.Option(
@@ -444,6 +453,7 @@ def check_choice(
     calibrate: str | None,
     calibrate_tokens: str | None,
     options: dict[str, Any],
+    calibrate_seq_len: str | None = None,
 ) -> None:
     """Refuse what contradicts itself, while torch is not loaded yet.
 
@@ -453,6 +463,8 @@ def check_choice(
         From the command line.
     options : dict
         From `method_options`.
+    calibrate_seq_len : str or None
+        Of commands that have it.
 
     Raises
     ------
@@ -466,6 +478,7 @@ def check_choice(
             "--removal": removal is not None,
             "--calibrate": calibrate is not None,
             "--calibrate-tokens": calibrate_tokens is not None,
+            "--calibrate-seq-len": calibrate_seq_len is not None,
             **{f"--{key}" if key in _NAMED else f"--option {key}": True for key in options},
         }
         if said := [option for option, is_given in given.items() if is_given]:

@@ -44,7 +44,7 @@ from kvprof.moments.collect import undefined_pairs
 from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
-from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, parse_source
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind, parse_source
 
 __all__ = [
     "Sample",
@@ -310,7 +310,12 @@ def load_sample(
 
 
 def calibration_options(
-    calibrate: str | None, calibrate_tokens: str | None, *, seq_len: int | None, seed: int = 0
+    calibrate: str | None,
+    calibrate_tokens: str | None,
+    *,
+    seq_len: int | None,
+    seed: int = 0,
+    own_seq_len: str | None = None,
 ) -> CalibrationOptions:
     """Return what the user said about calibration.
 
@@ -322,14 +327,22 @@ def calibration_options(
         Of the evaluation; None takes 2,048, or the model's context where that is shorter.
     seed : int
         Of random tokens.
+    own_seq_len : str or None
+        From the command line, instead of the evaluation's.
 
     Raises
     ------
     UsageError
-        For an unknown source, a count that is none, or two counts.
+        For an unknown source, a count that is none, two counts, or a length of saved moments.
     """
     source = parse_source(calibrate, what="--calibrate") if calibrate else None
     tokens = parse_count(calibrate_tokens, what="--calibrate-tokens") if calibrate_tokens else None
+    if own_seq_len is not None:
+        if source is not None and source.kind is SourceKind.MOMENTS:
+            raise UsageError(
+                f"{source.name}: saved moments are what they are; leave out --calibrate-seq-len"
+            )
+        seq_len = parse_count(own_seq_len, what="--calibrate-seq-len")
     return CalibrationOptions(source, tokens, seq_len or DEFAULT_SEQ_LEN, seed)
 
 

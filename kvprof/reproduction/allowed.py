@@ -26,6 +26,7 @@ _FREE = frozenset(
         "--baseline",
         "--batch",
         "--batch-size",
+        "--calibrate-seq-len",
         "--calibrate-tokens",
         "--capacity",
         "--chat",

@@ -215,6 +215,11 @@ def test_questions_that_do_not_fit_are_counted(
             ("--method", "full", "--teacher-forced", "--calibrate", "prose"),
             "nothing is calibrated",
         ),
+        (
+            ("--method", "kq", "--rate", 0.1, "--calibrate-seq-len", "x"),
+            "--calibrate-seq-len: 'x' is not",
+        ),
+        (("--plan", "x", "--calibrate-seq-len", "64"), "leave out --calibrate-seq-len"),
         (("--method", "fp8", "--option", "skip=3"), "fp8: skip=3: "),
         (("--method", "fp8", "--rate", 0.9), "leave out --rate"),
         (("--method", "full,fp8", "--removal", "0.1"), "leave out --removal"),

@@ -136,7 +136,7 @@ def test_a_frontier_is_measured_reported_and_resumed(
 
 
 def test_a_single_pass_ranks_only_what_it_shows(tiny_folder: Path, tmp_path: Path) -> None:
-    arguments = ("--teacher-forced", "--calibrate-tokens", 512)
+    arguments = ("--teacher-forced", "--calibrate-tokens", 512, "--calibrate-seq-len", 128)
     result = frontier_json(
         tmp_path, tiny_folder, "--methods", "kq,kq-4bit,tale,per-token", *arguments
     )
@@ -145,7 +145,10 @@ def test_a_single_pass_ranks_only_what_it_shows(tiny_folder: Path, tmp_path: Pat
     for label in ("kq-4bit", "tale", "per-token", "fp8"):
         assert by_label[label]["max_rate"] is None
         assert "a single pass does not show the cost of" in by_label[label]["reason"]
-    assert set(result["inputs"]["calibration"]) == {"kq"}
+    # Longer than the sequences that are scored, as prompts may be.
+    assert {key: one["seq_len"] for key, one in result["inputs"]["calibration"].items()} == {
+        "kq": 128
+    }
     done = kvprof("frontier", tiny_folder, *SMALL, "--methods", "per-token,tale", *arguments)
     assert done.code == 2
     assert "per-token, tale: teacher-forced" in done.error
@@ -299,7 +302,7 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
         (["--text", "missing.txt"], "missing.txt"),
         (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
         (
-            ["--methods", "sink-recent", "--teacher-forced", "--calibrate-tokens", "512"],
+            ["--methods", "sink-recent", "--teacher-forced", "--calibrate-seq-len", "512"],
             "nothing is calibrated",
         ),
         (["--methods", ","], "names no method"),

@@ -137,3 +137,8 @@ def test_calibration_options_default_to_the_method(tmp_path: Path) -> None:
     options = calibration_options(None, None, seq_len=None)
     assert (options.source, options.tokens, options.seq_len) == (None, None, 2048)
     assert calibration_options("prose", "4k", seq_len=512).tokens == 4096
+    assert calibration_options("prose", None, seq_len=512, own_seq_len="2k").seq_len == 2048
+    saved = tmp_path / "moments.safetensors"
+    saved.touch()
+    with pytest.raises(UsageError, match="leave out --calibrate-seq-len"):
+        calibration_options(str(saved), None, seq_len=512, own_seq_len="2k")
