@@ -23,7 +23,7 @@ from kvprof.methods.kvtc import AT_REST
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.models.load import load_model
-from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator, uncalibrated_family
 from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.layer import LayerSpec
 from kvprof.runtime.backends.route import storage_of, why_not
@@ -209,6 +209,11 @@ def make_methods(
     found: dict[str, ShapePlan] = {}
     if calibrated:
         loaded = load_model(model, device=str(device), dtype=str(dtype).removeprefix("torch."))
+        for one in calibrated:
+            # Before minutes of calibration; of others the plan itself tells, once there is one.
+            if early := uncalibrated_family(loaded, one.registered, **dict(one.options)):
+                shown = ShapePlan(of_shape(at_rate(early, rate, tokens, dtype.itemsize), shape), "")
+                stored_method(one.name, one.base, shown, shape, device=device, dtype=dtype)
         calibrator = Calibrator(
             loaded, CalibrationOptions(seed=seed), progress=progress, should_stop=should_stop
         )

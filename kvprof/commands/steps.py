@@ -463,7 +463,7 @@ def check_reach(
     """
     if removal is not None and not has_removal_rate(method, **options):
         raise _no_removal_rate(method)
-    if rate is None or calibration_needs(method, **options) is None:
+    if rate is None:
         return
     family = uncalibrated_family(loaded, method, **options)
     if family is not None:  # of others the plan itself tells, once there is one

@@ -129,6 +129,17 @@ def test_an_installed_method_needs_no_weights_to_be_timed(site):
     assert "shape without weights" in method.warnings[0]
 
 
+def test_what_no_kernel_runs_is_refused_before_a_calibration(tiny_folder, monkeypatch):
+    def calibrated(self, method, **options):
+        raise AssertionError(method)
+
+    monkeypatch.setattr(Calibrator, "family", calibrated)
+    shape = load_shape(tiny_folder)
+    for name, why in (("oscar", "clipped"), ("kq:grid=4,minimum=4", "multiples of 16")):
+        with pytest.raises(UsageError, match=f"no kernel can run it: .*{why}"):
+            made(name, shape=shape, model=str(tiny_folder))
+
+
 def test_every_method_of_plan_is_known_here_with_its_options():
     for name in METHOD_NAMES:
         assert parse_method(name).name == name
