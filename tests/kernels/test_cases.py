@@ -11,7 +11,7 @@ import torch
 
 FILES = sorted(Path(__file__).with_name("cases").glob("*_cases.py"))
 # Processes: each loads torch and Triton before it runs a case.
-TOGETHER = [FILES[first::6] for first in range(6)]
+TOGETHER = [FILES[first::4] for first in range(4)]
 
 
 @pytest.mark.parametrize("cases", TOGETHER, ids=lambda own: "-".join(x.stem[:-6] for x in own))

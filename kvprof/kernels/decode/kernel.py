@@ -81,9 +81,12 @@ def _tile(
     stop, pages, stride, scale, cap, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
     HEIGHT: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
-    """Go on with one tile of tokens: scores, online softmax in base 2, weighted values."""
-    SPREAD: tl.constexpr = PAGE > 0 and PAGE % HEIGHT != 0
+    """Go on with one tile of tokens: scores, online softmax in base 2, weighted values.
+
+    With SPREAD each token looks for its own page; else the planes are of the tile's.
+    """
     places = tl.arange(0, HEIGHT)
     tokens = start + places
     there = tokens < stop
@@ -181,7 +184,7 @@ def _piece(
             a0, a1, a2, a3, top, total = _tile(
                 a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
                 0 if PAGE == HEIGHT else at % PAGE, start, stop, pages, stride, scale, cap, K0, K1,
-                K2, K3, V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False,
+                K2, K3, V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False, False,
             )
         # What is left of a row's ends, with a mask: lower tiles, because masked loads go through
         # registers, and a tall one would have the whole kernel spill.
@@ -195,7 +198,7 @@ def _piece(
             a0, a1, a2, a3, top, total = _tile(
                 a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
                 at % PAGE, start, stop, pages, stride, scale, cap, K0, K1, K2, K3, V0, V1, V2, V3,
-                LOWER, PAGE, CAPPED, True,
+                LOWER, PAGE, CAPPED, True, False,
             )
     else:
         k0, k1, k2, k3 = _planes(keys, tl.full([], capacity, tl.int64), K0, K1, K2)
@@ -205,13 +208,13 @@ def _piece(
             a0, a1, a2, a3, top, total = _tile(
                 a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
                 tl.full([], at, tl.int64), start, stop, pages, stride, scale, cap, K0, K1, K2, K3,
-                V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False,
+                V0, V1, V2, V3, HEIGHT, PAGE, CAPPED, False, PAGE > 0,
             )
         for at in tl.range(whole, stop, LOWER, num_stages=1):
             a0, a1, a2, a3, top, total = _tile(
                 a0, a1, a2, a3, top, total, q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, at,
                 tl.full([], at, tl.int64), start, stop, pages, stride, scale, cap, K0, K1, K2, K3,
-                V0, V1, V2, V3, LOWER, PAGE, CAPPED, True,
+                V0, V1, V2, V3, LOWER, PAGE, CAPPED, True, PAGE > 0,
             )
     real = heads < GROUP
     result = partial + (item * GROUP + heads[:, None]) * widest

@@ -137,6 +137,26 @@ def test_decoding_from_pages_is_attention(
     assert error(found, wanted) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("page", [16, 48])
+def test_what_a_tile_over_several_pages_leaves_looks_for_its_pages_too(page):
+    """Tiles of 32 tokens, whose rest is taken 16 at a time, which a page holds whole."""
+    pool = Pool([40, 1], page, False, 0)
+    layout = RaggedLayout((16,), (128,), 1, pool.pages, page)
+    buffer = layout.packed(*pool.sides(layout)).to(DTYPES[0]).to(DEVICE)
+    query = pool.random(2, layout.query_offsets[-1]).to(DEVICE, DTYPES[0])
+    step = decode_step(
+        layout,
+        DEVICE,
+        tuning=Tuning(pieces=3, tile=8192),
+        multiprocessors=2,
+        page_tokens=page,
+        rows=2,
+    )
+    found = step.run(query, buffer, step.cut(whole(pool.lengths)), 0.09, table=pool.table)
+    wanted = reference_decode(query, buffer, layout, pool.lengths, 0.09, table=pool.table)
+    assert error(found, wanted) < LIMITS[DTYPES[0]]
+
+
 def paged_segment(pool: Pool, heads, group: int, bits, columns) -> Segment:
     batch, capacity = pool.pages, pool.page
     return segment(
