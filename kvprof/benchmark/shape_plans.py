@@ -39,7 +39,6 @@ from kvprof.models.layout import ModelLayout
 from kvprof.moments.calibrator import Laid, stand_in_family
 
 __all__ = [
-    "KNOWN",
     "Asked",
     "Bare",
     "ShapePlan",
@@ -65,9 +64,6 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "palu-folded": {"heads": ()},
     "tale": {"bits": ("none", "published")},
 }
-
-#: Methods whose ranks are known without calibration.
-KNOWN = tuple(_KNOWN)
 
 
 @dataclass(frozen=True)

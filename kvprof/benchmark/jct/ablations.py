@@ -55,11 +55,6 @@ class Variant:
         """Whether it is of composed runs only, and no method that ``bench`` times."""
         return self.name == _STRAWMAN or bool(self.without)
 
-    @property
-    def known(self) -> bool:
-        """Whether its ranks are known without calibration."""
-        return self.own or self.asked.known
-
     def refuse_on(self, kind: str) -> None:
         """Refuse what would change nothing on a device.
 

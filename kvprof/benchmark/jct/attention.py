@@ -1,7 +1,7 @@
-"""A layer's attention, method by method, as calls that are timed; segments have their own file.
+"""A layer's attention at full width and over ragged widths, as calls that are timed.
 
 Full width runs on the best kernel that this machine has. FDC, ``kq`` and uniform widths attend to
-latents as they lie; Palu's, and what stands without bases after RoPE, rebuild their keys.
+latents as they lie. What is stored otherwise is in `kvprof.benchmark.jct.stored`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +11,14 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import rotate_half
 
-from kvprof.analysis.bases import eigenbasis
 from kvprof.benchmark.baselines import baseline_builders, full_width
 from kvprof.benchmark.case import Case, Lack, Workload, relative_error
-from kvprof.benchmark.cases import palu_case, ragged_samples, sinks_of
+from kvprof.benchmark.cases import ragged_samples, sinks_of
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
 from kvprof.benchmark.machine import free_bytes
 from kvprof.benchmark.methods import Method
-from kvprof.benchmark.plans import Widths, full_widths
+from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.rows import TOLERANCE
 from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.errors import LackingError, UsageError
@@ -33,18 +31,15 @@ from kvprof.kernels.prefill.paths import measured_path
 from kvprof.kernels.prefill.step import prefill
 from kvprof.kernels.project.bases import BasisSet, basis_set
 from kvprof.kernels.project.step import project_step, store_values
-from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 from kvprof.kernels.tables import Part
 
 __all__ = [
     "FullAttention",
     "compress_call",
     "full_attention",
-    "latent_attention",
     "ragged_attention",
     "ragged_prefill",
     "store_latents",
-    "strawman_attention",
 ]
 
 # --- Full width: the best kernel that this machine has.
@@ -458,162 +453,3 @@ def _all_by_library(
         return False
     choice = measured_path(layout, workload.seq, workload.dtype, workload.device, schedule=schedule)
     return all(path == "library" for path in choice.paths)
-
-
-# --- Keys that are rebuilt: Palu's latents from before RoPE, the strawman's at every step.
-
-
-def latent_attention(
-    name: str, workload: Workload, widths: Widths, full: FullAttention, window: int | None
-) -> AttentionCalls:
-    """Return attention over latents from before RoPE (Palu §3.1.2).
-
-    Decode rebuilds keys inside its kernel: what that costs is the kernel's time without the same
-    kernel's over latents as they lie. Prefill rebuilds K and V and attends at full width.
-    """
-    shape = workload.shape
-    heads = shape.num_kv_heads // len(widths.keys)
-    layout = RaggedLayout(
-        widths.keys, widths.values, heads * shape.group, workload.batch, workload.seq
-    )
-    stored = store_latents(workload, layout)
-    queries = shape.num_heads * shape.head_dim
-    projections = (queries, sum(widths.keys), sum(widths.values))
-    if workload.phase == "prefill":
-        attention, error, labels = full.call(workload, window)
-        return AttentionCalls(
-            [stored, _rebuilt(workload, widths, heads), attention],
-            projections,
-            queries,
-            "query",
-            error,
-            {**labels, "prefill": "rebuilds K and V, attends at full width, keeps its own W_O"},
-        )
-    case = palu_case(name, workload, widths)
-    stored_runs, schedule = _without_rebuild(workload, layout, heads)
-    key = ("reconstruct", layout)
-    own = PartCall("decompress", case.runs, key, contained=("attention", stored_runs))
-    cut = PartCall("schedule", [schedule], ("reconstruct schedule", layout), per_pass=True)
-    return AttentionCalls(
-        [stored, own, cut],
-        projections,
-        layout.output_offsets[-1],
-        "query",
-        lambda: case.error(case.runs[0]()),
-        {"by_difference": "decompress", "merge": "counted in attention"},
-    )
-
-
-def _without_rebuild(
-    workload: Workload, layout: RaggedLayout, heads: int
-) -> tuple[list[Callable[[], Tensor]], Callable[[], Tensor]]:
-    """Return the same kernel over latents as they lie, on as many copies; and what cuts a step."""
-    shape, source = workload.shape, workload.generator(41)
-    up = [
-        workload.random(source, heads * shape.head_dim, width) / width**0.5
-        for width in layout.key_widths
-    ]
-    copies = workload.copies(layout.elements * workload.dtype.itemsize)
-    buffers = [workload.random(source, layout.elements) for _ in range(copies)]
-    query = workload.random(source, workload.batch, layout.query_offsets[-1])
-    sinks = sinks_of(workload, layout.heads, layout.group)
-    rebuilding = reconstruct_step(layout, up, shape.head_dim, heads, workload.device)
-    step = stored_step(rebuilding)
-    lengths = torch.full((workload.batch,), workload.seq, dtype=torch.int32, device=workload.device)
-    cut = rebuilding.cut(lengths)
-
-    def run(buffer: Tensor) -> Callable[[], Tensor]:
-        return lambda: step.run(
-            query, buffer, cut, None, None, shape.scaling, softcap=shape.softcap, sinks=sinks
-        )
-
-    return [run(buffer) for buffer in buffers], lambda: rebuilding.cut(lengths).lengths
-
-
-def _rebuilt(workload: Workload, widths: Widths, heads: int) -> PartCall:
-    """Return a prompt's K and V from its latents, and RoPE on K."""
-    shape, source = workload.shape, workload.generator(42)
-    where = (workload.batch, workload.queries)
-
-    def matrices(sides: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (
-                workload.random(source, *where, width),
-                workload.random(source, width, heads * shape.head_dim) / width**0.5,
-            )
-            for width in sides
-        ]
-
-    keys, values = matrices(widths.keys), matrices(widths.values)
-    cos, sin = (workload.random(source, 1, 1, workload.queries, shape.head_dim) for _ in range(2))
-
-    def run() -> Tensor:
-        made = torch.cat([latent @ up for latent, up in keys], dim=-1)
-        made = made.view(*where, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
-        turned: Tensor = made * cos + rotate_half(made) * sin
-        torch.cat([latent @ up for latent, up in values], dim=-1)
-        return turned
-
-    return PartCall("decompress", [run], ("rebuild", widths.keys, widths.values, *where))
-
-
-def strawman_attention(
-    workload: Workload, widths: Widths, full: FullAttention, window: int | None
-) -> AttentionCalls:
-    """Return ZACK §3.2's strawman: bases per request, K and V rebuilt whole at every step.
-
-    The basis is found as the runtime finds it: eigenvectors of ``KᵀK`` and ``VᵀV`` in float64, the
-    right singular vectors that the paper's SVD gives; the host decomposes the matrices.
-    """
-    shape, source = workload.shape, workload.generator(43)
-    rank, width, heads = widths.keys[0], shape.head_dim, shape.num_kv_heads
-    new = workload.random(source, 2, workload.batch, heads, workload.queries, width)
-    bases = torch.linalg.qr(
-        torch.randn(
-            2, workload.batch, heads, width, width, generator=torch.Generator().manual_seed(0)
-        )
-    ).Q.to(workload.device, workload.dtype)
-    kept = bases[..., :rank].contiguous()
-    where = (workload.batch, workload.queries, rank)
-
-    def compress() -> Tensor:
-        made: Tensor = new @ kept
-        return made
-
-    compressed = PartCall("compress", [compress], ("strawman compress", *where))
-    attention, error, labels = full.call(workload, window)
-    full_columns = shape.num_kv_heads * width
-    queries = shape.num_heads * width
-    calls: list[PartCall]
-    if workload.phase == "prefill":
-
-        def basis() -> Tensor:
-            states = new.double()
-            found: Tensor = eigenbasis(states.mT @ states)[1]
-            return found
-
-        online = PartCall("basis", [basis], ("basis", *where), waits=True)
-        calls = [attention, online, compressed]
-        labels = {
-            **labels,
-            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, decomposed by the host; "
-            "timed beside the layer's other calls",
-        }
-    else:
-        latents = [
-            workload.random(source, 2, workload.batch, heads, workload.seq, rank)
-            for _ in range(workload.copies(workload.full_bytes * rank // width))
-        ]
-
-        def decompress(stored: Tensor) -> Callable[[], Tensor]:
-            return lambda: stored @ kept.mT
-
-        rebuilt = PartCall(
-            "decompress",
-            [decompress(stored) for stored in latents],
-            ("strawman decompress", workload.seq, *where),
-        )
-        calls = [compressed, rebuilt, attention]
-    return AttentionCalls(
-        calls, (queries, full_columns, full_columns), queries, "both", error, labels
-    )

@@ -1,25 +1,45 @@
-"""A composed run of one request, as events: one layer's parts, put together.
+"""A composed run: one layer's parts, put together to requests that are told as events.
 
-Nobody runs the request: `kvprof.benchmark.jct.composer` says how its time comes about.
+Nobody runs them: `kvprof.benchmark.jct.composer` says how their time comes about.
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
 
 from kvprof.benchmark.case import Workload
 from kvprof.benchmark.cases import ragged_case
+from kvprof.benchmark.jct.ablations import make_variants
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
+from kvprof.benchmark.jct.held import level_tokens
 from kvprof.benchmark.jct.layer import PartSeconds
-from kvprof.benchmark.jct.layer_bench import LayerTimes
-from kvprof.benchmark.jct.serving import WARNED_ERROR
-from kvprof.benchmark.jct.steps import level_tokens
-from kvprof.benchmark.methods import Method
+from kvprof.benchmark.jct.layer_bench import LayerBench, LayerTimes, measure_all_reduce
+from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
+from kvprof.benchmark.jct.request import JctRequest, Run, case_name
+from kvprof.benchmark.jct.serving import (
+    WARNED_ERROR,
+    capacity,
+    summary,
+    trace_warnings,
+    weight_bytes,
+)
+from kvprof.benchmark.jct.telemetry import Telemetry
+from kvprof.benchmark.limits import flop_rate
+from kvprof.benchmark.machine import free_bytes, open_machine
+from kvprof.benchmark.methods import Method, named_plans
 from kvprof.benchmark.plans import Widths
 from kvprof.benchmark.schedules import ASSUMED_MULTIPROCESSORS
+from kvprof.benchmark.timing import Interrupted
 from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first, tuning_for
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.models.placement import parse_dtype
+from kvprof.records import events
 from kvprof.records.events import (
     Balance,
     CaseFinished,
@@ -32,8 +52,10 @@ from kvprof.records.events import (
     StepFinished,
     Warned,
 )
+from kvprof.serving.load.traces import load_trace, sample_requests
+from kvprof.sizes import format_bytes
 
-__all__ = ["balances", "measure_composed"]
+__all__ = ["balances", "measure_composed", "run_composed"]
 
 # --- How a decoding step loads the multiprocessors: by the cost model, and by their clocks.
 
@@ -355,3 +377,225 @@ class _ComposedCase:
                 time=self.now(),
             ):
                 self.emit(one)
+
+
+# --- Composed runs: a request's cases, a trace's requests, and what fits into memory.
+
+
+def run_composed(run: Run) -> None:
+    """Measure one layer of the shape and compose every case.
+
+    Parameters
+    ----------
+    run : Run
+    """
+    request = run.request
+    model = load_model_shape(request.model).of_layers(request.layers).per_gpu(request.tp)
+    dtype = parse_dtype(request.dtype, run.device)
+    cases, lengths = _cases(request)
+    chosen = make_variants(
+        request.methods,
+        model.attention,
+        model=request.model,
+        rate=request.rate,
+        ranks=request.ranks,
+        plans=named_plans(request.plans),
+        device=run.device,
+        dtype=dtype,
+        tokens=max(given + written for _, _, given, written in cases),
+        seed=request.seed,
+        progress=run.progress,
+        should_stop=run.should_stop,
+    )
+    run.start([case_name(*case) for case in cases], model.described())
+    for method in chosen:
+        for text in method.warnings:
+            run.warn(text)
+    with torch.inference_mode(), Telemetry(run.emit, run.now, run.device) as telemetry:
+        with run.progress("measuring memory bandwidth", 1) as bar:
+            machine = open_machine(run.device)
+            rate = flop_rate(machine, dtype)
+            bar.advance()
+        bench = LayerBench(
+            model,
+            machine,
+            dtype,
+            request.seed,
+            request.repeats,
+            all_reduce=_all_reduce(run),
+            should_stop=run.should_stop,
+            warn=run.warn,
+            clock=run.now,
+            energy=telemetry.energy_joules,
+        )
+        composers = _composers(run, bench, chosen, cases, lengths, rate)
+        total = sum(composer.points for composer in composers.values())
+        with run.progress(f"one layer of {model.name}", total) as bar:
+            bench.advance = _advance(bar, partial(_tell_points, run, total))
+            try:
+                _tell_points(run, total, 0)
+                _run_cases(run, composers, cases)
+                if lengths:
+                    _run_trace(run, composers, lengths)
+            finally:
+                if not request.capacity:
+                    _warn_of_spreads(run, bench)
+        if request.capacity:
+            with run.progress("capacity", 1) as bar, run.spared("capacity"):
+                bench.advance = _advance(None)
+                context = max(given for _, _, given, _ in cases)
+                try:
+                    run.extra["capacity"] = capacity(bench, chosen, context, request.batches[0])
+                finally:
+                    _warn_of_spreads(run, bench)
+                bar.advance()
+
+
+def _warn_of_spreads(run: Run, bench: LayerBench) -> None:
+    for text in bench.spread_warnings():
+        run.warn(text)
+
+
+def _cases(
+    request: JctRequest,
+) -> tuple[list[tuple[str, int, int, int]], list[tuple[int, int]]]:
+    """Return the cases, and the lengths of a trace's requests, whose mean is then the case."""
+    if request.trace is None:
+        return request.cases(), []
+    trace = load_trace(request.trace)
+    lengths = sample_requests(trace, request.requests, request.seed)
+    means = replace(request, input_lens=(trace.input.average,), output_lens=(trace.output.average,))
+    return means.cases(), lengths
+
+
+def _all_reduce(run: Run) -> Callable[[int], float] | None:
+    tp = run.request.tp
+    if tp == 1:
+        return None
+    with run.progress(f"all-reduce over {tp} GPUs", 1) as bar:
+        found = measure_all_reduce(tp)
+        bar.advance()
+    if found is None:
+        run.warn(
+            f"communication is left out: there are no {tp} GPUs here to measure an all-reduce on; "
+            "the figures are one GPU's own work"
+        )
+    return found
+
+
+def _composers(
+    run: Run,
+    bench: LayerBench,
+    chosen: list[Method],
+    cases: list[tuple[str, int, int, int]],
+    lengths: Sequence[tuple[int, int]],
+    rate: float,
+) -> dict[tuple[str, int], Composer]:
+    """Return what composes each method at each batch; those that cannot are left out."""
+    found: dict[tuple[str, int], Composer] = {}
+    for method in chosen:
+        for batch in run.request.batches:
+            own = [
+                RequestLengths(given, written)
+                for name, at, given, written in cases
+                if name == method.name and at == batch
+            ]
+            sampled = (
+                [RequestLengths(*pair) for pair in lengths]
+                if batch == run.request.batches[0]
+                else []
+            )
+            with run.spared(f"{method.name} b{batch}"):
+                found[method.name, batch] = Composer(bench, method, batch, own, rate, sampled)
+                _tell_memory(run, bench, method, batch, [*own, *sampled])
+    return found
+
+
+def _tell_memory(
+    run: Run,
+    bench: LayerBench,
+    method: Method,
+    batch: int,
+    requests: Sequence[RequestLengths],
+) -> None:
+    """Say where a whole request would not fit into this machine, though one layer does."""
+    model: ModelShape = bench.model
+    tokens = max(one.input_len + one.output_len for one in requests)
+    stated = model.attention.context
+    if stated is not None and tokens > stated:
+        run.warn(
+            f"{model.name} states a context of {stated:,} tokens, and requests here have up to "
+            f"{tokens:,}: the times are of its shape alone"
+        )
+    plan = method.plan
+    needed = weight_bytes(method, model, bench.dtype)
+    needed += bytes_at(plan, tokens, itemsize=bench.dtype.itemsize, batch=batch).total
+    free = free_bytes(run.device)
+    if needed > free:
+        run.warn(
+            f"{method.name}: weights and a cache of {batch} × {tokens:,} tokens take "
+            f"{format_bytes(needed)}, and {format_bytes(free)} are free: one layer is measured "
+            "here, the whole request needs a larger machine"
+        )
+
+
+def _tell_points(run: Run, total: int, done: int) -> None:
+    run.emit(events.Progress(run.now(), None, "point", done, total, max(total, done)))
+
+
+def _advance(bar: Any, tell: Callable[[int], None] = lambda _: None) -> Callable[[str], None]:
+    done = itertools.count(1)
+
+    def advance(text: str) -> None:
+        tell(next(done))
+        if bar is None:
+            return
+        describe = getattr(bar, "describe", None)
+        if describe is not None:
+            describe(text)
+        bar.advance()
+
+    return advance
+
+
+def _run_cases(
+    run: Run, composers: dict[tuple[str, int], Composer], cases: list[tuple[str, int, int, int]]
+) -> None:
+    for method, batch, given, written in cases:
+        name = case_name(method, batch, given, written)
+        composer = composers.get((method, batch))
+        if composer is None:
+            continue
+        if run.should_stop():
+            raise Interrupted
+        with run.case(name):
+            asked = RequestLengths(given, written)
+            found = measure_composed(composer, asked, case=name, emit=run.emit, now=run.now)
+            run.extra.setdefault("integration", []).append(_integration(name, found))
+
+
+def _integration(case: str, found: ComposedRequest) -> dict[str, Any]:
+    return {
+        "case": case,
+        "rungs": len(found.steps),
+        "error_seconds": found.error,
+        "prefill_predicted_from": found.predicted_from,
+    }
+
+
+def _run_trace(
+    run: Run, composers: dict[tuple[str, int], Composer], lengths: Sequence[tuple[int, int]]
+) -> None:
+    """Compose every sampled request of every method, at the first batch size."""
+    request = run.request
+    assert request.trace is not None
+    found: dict[str, list[ComposedRequest]] = {}
+    for (method, batch), composer in composers.items():
+        if batch != request.batches[0]:
+            continue
+        with run.spared(f"{method}, {request.trace}"):
+            made = found[method] = [composer.compose(RequestLengths(*pair)) for pair in lengths]
+            for text in trace_warnings(method, made):
+                run.warn(text)
+    if found:
+        run.extra["requests"] = summary(load_trace(request.trace), request.seed, found)

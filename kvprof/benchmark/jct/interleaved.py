@@ -14,7 +14,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from kvprof.benchmark.jct.steps import OTHER_LAYERS, Runner, Step, memory_sample, peak_bytes
+from kvprof.benchmark.jct.held import memory_sample, peak_bytes
+from kvprof.benchmark.jct.marks import OTHER_LAYERS
+from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.benchmark.jct.timed_layers import OVERHEAD, TimedLayers
 from kvprof.benchmark.timing import Interrupted, median_interval
 from kvprof.methods.plan import Plan

@@ -13,13 +13,7 @@ import torch
 
 from kvprof.analysis.jct import interpolated
 from kvprof.benchmark.case import Workload
-from kvprof.benchmark.jct.attention import (
-    FullAttention,
-    full_attention,
-    latent_attention,
-    ragged_attention,
-    strawman_attention,
-)
+from kvprof.benchmark.jct.attention import FullAttention, full_attention, ragged_attention
 from kvprof.benchmark.jct.layer import (
     AttentionCalls,
     DenseParts,
@@ -29,7 +23,7 @@ from kvprof.benchmark.jct.layer import (
     layer_sampler,
 )
 from kvprof.benchmark.jct.model_shape import ModelShape
-from kvprof.benchmark.jct.segments import segments_attention
+from kvprof.benchmark.jct.stored import latent_attention, segments_attention, strawman_attention
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.methods import Method
 from kvprof.benchmark.rows import TOLERANCE

@@ -16,13 +16,14 @@ runs, and what its figures are:
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvprof.benchmark.jct.held import layer_facts
 from kvprof.benchmark.jct.interleaved import (
     CaseEvents,
     InterleavedRuns,
@@ -34,8 +35,8 @@ from kvprof.benchmark.jct.steps import Runner, Step, uncaptured
 from kvprof.benchmark.jct.timed_layers import TimedLayers, choose_timed_layers
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import LackingError, UsageError
-from kvprof.methods.accounting import bytes_at, rate
-from kvprof.methods.plan import HeadGroup, Plan
+from kvprof.methods.accounting import rate
+from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.models.noise import quiet
 from kvprof.records.events import CaseFinished, CaseStarted, Event, LayerMeasured, Preview, Warned
@@ -43,45 +44,6 @@ from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 
 __all__ = ["layer_errors", "measure_real", "preview_real"]
-
-# --- Ranks and bytes, which are known before anything runs.
-
-
-def layer_facts(plan: Plan, tokens: int, *, itemsize: int, batch: int) -> list[dict[str, Any]]:
-    """Return what `kvprof.records.events.CaseStarted` tells of each layer.
-
-    Heads that share a latent have an equal part of its columns each.
-
-    Parameters
-    ----------
-    plan : Plan
-    tokens : int
-        In the cache at the end of the request.
-    itemsize : int
-        Bytes of a value in the model's dtype.
-    batch : int
-    """
-    found = []
-    for index, layer in enumerate(plan.layers):
-        alone = replace(plan, layers=(layer,))
-        found.append(
-            {
-                "layer": index,
-                "key_ranks": _by_head(layer.keys.groups),
-                "value_ranks": _by_head(layer.values.groups),
-                "nbytes": bytes_at(alone, tokens, itemsize=itemsize, batch=batch).total,
-            }
-        )
-    return found
-
-
-def _by_head(groups: tuple[HeadGroup, ...]) -> list[float]:
-    return [
-        group.rank if group.heads == 1 else group.rank / group.heads
-        for group in groups
-        for _ in range(group.heads)
-    ]
-
 
 # --- How far each layer's attention is from full width in float64, on the very same inputs.
 #

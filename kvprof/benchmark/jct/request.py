@@ -13,7 +13,6 @@ from triton.errors import TritonError
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.machine import gpu_warnings
 from kvprof.benchmark.methods import named_plans
-from kvprof.benchmark.shape_plans import KNOWN
 from kvprof.benchmark.timing import DeviceLost, Interrupted
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
@@ -127,15 +126,11 @@ class JctRequest:
         if self.tp < 1:
             raise UsageError(f"--tp {self.tp}: give the number of GPUs, 2 or more")
         self._exclude()
-        if self.composed or self.check:
+        if self.composed:
             plans = named_plans(self.plans)
             for method in self.methods:
-                planned = method in plans or not parse_variant(method).known
-                if planned and self.check:
-                    raise UsageError(
-                        f"--check composes what is known without a model's weights "
-                        f"({', '.join(KNOWN)} and what comes on top of them), not {method}"
-                    )
+                if method not in plans:
+                    parse_variant(method)
 
     def _exclude(self) -> None:
         """Refuse options that mean nothing together."""

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvprof.analysis.bases import eigenbasis
-from kvprof.benchmark.jct import attention, layer, layer_bench
-from kvprof.benchmark.jct.attention import strawman_attention
+from kvprof.benchmark.jct import layer, layer_bench, stored
 from kvprof.benchmark.jct.model_shape import Dense
+from kvprof.benchmark.jct.stored import strawman_attention
 from kvprof.benchmark.shapes import Rope
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import UsageError
@@ -181,7 +181,7 @@ def test_what_waits_for_the_host_is_never_captured(monkeypatch):
         return Fake()
 
     asked = []
-    monkeypatch.setattr(attention, "eigenbasis", lambda gram: asked.append(1) or eigenbasis(gram))
+    monkeypatch.setattr(stored, "eigenbasis", lambda gram: asked.append(1) or eigenbasis(gram))
     monkeypatch.setattr(layer, "sampler", sampler)
     bench, device = tiny_bench(), torch.device("cuda")
     method = method_on("strawman", bench.model.attention)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvprof.benchmark.jct.interleaved import CaseEvents, InterleavedRuns, RequestRun, run_warnings
-from kvprof.benchmark.jct.steps import OTHER_LAYERS, Runner, Step
+from kvprof.benchmark.jct.marks import OTHER_LAYERS
+from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.benchmark.jct.timed_layers import TimedLayers, choose_timed_layers
 from kvprof.methods.plan import Placement
 from kvprof.runtime.clock import REST, Stretch, WallClock

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvprof.benchmark.jct.ablations import parse_variant
+from kvprof.benchmark.jct.held import level_tokens
 from kvprof.benchmark.jct.model_shape import Dense, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, case_name
 from kvprof.benchmark.jct.serving import weight_bytes
-from kvprof.benchmark.jct.steps import level_tokens
 from kvprof.benchmark.shapes import shape_names
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, full_bytes
