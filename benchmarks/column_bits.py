@@ -35,7 +35,7 @@ from kvprof.benchmark.shapes import load_shape
 from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
-from kvprof.kernels.segments.move import token_move
+from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
 from kvprof.kernels.segments.tuning import Tuning, tuning_for

@@ -21,7 +21,7 @@ from kvprof.kernels.prefill.rows import rows_step
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.move import token_move
+from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.step import SegmentsStep, segments_step
 from kvprof.runtime.clock import part
 from kvprof.serving.pages import quantised_layout

@@ -12,7 +12,7 @@ from kvprof.kernels.segments.columns import (
     dequantised_columns,
     quantise_columns,
 )
-from kvprof.kernels.segments.launch import token_bytes, token_cost
+from kvprof.kernels.segments.cuts import token_bytes, token_cost
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack

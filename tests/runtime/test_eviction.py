@@ -12,7 +12,7 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.storage import Eviction
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.layer import gumbel, snapped
+from kvprof.runtime.keeping import gumbel, snapped
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_formula import (

@@ -12,7 +12,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Placement
 from kvprof.models.load import LoadedModel, wrap_model
-from kvprof.runtime.backends import state
+from kvprof.runtime.backends import slots, state
 from kvprof.runtime.backends.rebuilt import FoldedKernelLayer, RebuiltKernelLayer
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
@@ -328,7 +328,8 @@ def test_a_graph_reads_angles_where_they_lie(monkeypatch: pytest.MonkeyPatch) ->
         model.model(token_ids(2, 13), past_key_values=cache)
         model.model(token_ids(2, 1), past_key_values=cache)
         with monkeypatch.context() as capturing:
-            capturing.setattr(state, "is_capturing", lambda device: True)
+            for module in (slots, state):
+                capturing.setattr(module, "is_capturing", lambda device: True)
             position = torch.full((1, 1), 14)
             model.model(token_ids(2, 1), position_ids=position, past_key_values=cache)
         where = cache.kernels.tables._of[0].both.data_ptr()

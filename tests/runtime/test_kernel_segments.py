@@ -17,7 +17,7 @@ from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
-from kvprof.runtime import layer as keeping
+from kvprof.runtime import keeping
 from kvprof.runtime.backends import segments, stages
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed

@@ -1,7 +1,6 @@
 """Launches the Triton kernels of a step over segments; nothing here waits for the device."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,277 +14,22 @@ from kvprof.kernels.parts import empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
 from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
 from kvprof.kernels.segments.columns import ColumnSide
+from kvprof.kernels.segments.cuts import cut_units, tile_places, token_bytes, token_cost
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
-from kvprof.kernels.segments.tables import Counter, Item, Kind, PlaneColumns, Unit
+from kvprof.kernels.segments.side import Side
+from kvprof.kernels.segments.tables import Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.tuning import Tuning, query_block
 from kvprof.kernels.segments.unpack import missing_factor
-from kvprof.kernels.tables import Part, column, joined_rows
+from kvprof.kernels.tables import Part, joined_rows
 
 __all__ = [
     "constants",
-    "cut_units",
     "kind_table",
     "launch_cut",
     "launch_segments",
-    "tile_places",
-    "token_bytes",
-    "token_cost",
     "unit_table",
 ]
-
-# --- What a unit of a step over segments costs.
-#
-# A unit is one segment of one KV head of one row; its cost is its tokens times their bytes, weighed
-# by what they are, plus a constant per token.
-
-
-#: Parts of a byte in which costs are counted.
-_PARTS = 16
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """What a byte costs, by what it is.
-
-    Attributes
-    ----------
-    keys : float
-        Of K's codes.
-    value_scales : float
-        Of V's scales and middles.
-    padding : float
-        By which a plane of 16 columns of K is padded in a product.
-    """
-
-    keys: float = 1.0
-    value_scales: float = 1.0
-    padding: float = 1.0
-
-
-_BYTES = _Weights()
-#: Where codes are stored in 4 bits: found by descent on an H200, on which a layer of eight unlike
-#: heads (the ragged one of docs/benchmarks, groups of 32 columns) ends 3.5 % sooner than with bytes
-#: alone. Nothing is known of segments of unlike bits beside one another.
-_FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
-
-
-def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
-    """Return the bytes that a token of a head moves, scales and middles included."""
-    return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
-
-
-def token_cost(layout: SegmentsLayout, segment: int, head: int, per_token: int) -> int:
-    """Return what a token of a head costs, in sixteenths of a byte.
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-    segment, head : int
-    per_token : int
-        Bytes' worth of what every token costs: `Tuning.per_token`.
-    """
-    keys, values = layout.sides(segment, head)
-    padding = 0
-    if keys.container:
-        padding = sum(16 * keys.container // 8 for plane in keys.planes if plane.width == 16)
-    four = len(layout.segments) == 1 and keys.container == values.container == 4
-    weights = _FOUR if four else _BYTES
-    cost = (
-        weights.keys * _token(keys, keys.code_bytes)
-        + _token(values, values.code_bytes)
-        + _token(keys, keys.kept_bytes)
-        + weights.value_scales * _token(values, values.kept_bytes)
-        + weights.padding * padding
-        + per_token
-    )
-    return round(_PARTS * cost)
-
-
-def _token(side: Side, nbytes: int) -> float:
-    return nbytes / (PLACES * side.slots)
-
-
-def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> int:
-    """Return the places of a tile, so that it holds about `tile` bytes; a power of two.
-
-    At least 32, a block; 64 where a token has a place of its own and a scale, which would be too
-    small to be loaded asynchronously one by one; but no more than a page has.
-    """
-    slots = layout.segments[segment].slots
-    scales = any(side.groups for side in layout.sides(segment, head))
-    places = 2 * PLACES if scales and slots == 1 else PLACES
-    own = token_bytes(layout, segment, head) * slots
-    if layout.paged and layout.segments[segment].blocks % 2:
-        return PLACES  # a tile lies in one page
-    while places < MOST_PLACES and 2 * places * own <= tile:
-        places *= 2
-    return places
-
-
-# --- A step over segments is cut into pieces that cost the same on the device, so that a CUDA graph
-# may hold it.
-#
-# Exactly so many pieces, but for units that are smaller than a piece or have fewer tiles: all are
-# on the GPU at once, and one that is not would run when the others are done. By head, then row, so
-# that neighbours are of one kind: what a multiprocessor runs has to fit its instruction cache
-# (`kvprof.kernels.segments.kernel`). A test states the same on the host in plain Python.
-
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# Triton's functions are compiled from their source; types mean nothing to its compiler.
-
-
-_ITEM = tl.constexpr(len(Item._fields))
-_ROW = tl.constexpr(column(Item, "row"))
-_HEAD = tl.constexpr(column(Item, "head"))
-_SEGMENT = tl.constexpr(column(Item, "segment"))
-_START = tl.constexpr(column(Item, "start"))
-_STOP = tl.constexpr(column(Item, "stop"))
-_PART = tl.constexpr(len(Part._fields))
-_FIRST = tl.constexpr(column(Part, "first"))
-_COUNT = tl.constexpr(column(Part, "items"))
-_UNIT = tl.constexpr(len(Unit._fields))
-_COST = tl.constexpr(column(Unit, "cost"))
-_HEIGHT = tl.constexpr(column(Unit, "height"))
-_CAPACITY = tl.constexpr(column(Unit, "capacity"))
-_SHARED = tl.constexpr(column(Counter, "shared"))
-
-
-@triton.jit
-def _unit(
-    number,
-    lengths,
-    units,
-    count,
-    batch,
-    HEADS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-):
-    """Return tokens, tiles, cost and tile height of units; one is a segment of a head's row."""
-    there = number < count
-    segment = number % SEGMENTS
-    task = number // SEGMENTS
-    own = units + (segment * HEADS + task // batch) * _UNIT
-    length = tl.load(lengths + segment * batch + task % batch, mask=there, other=0).to(tl.int64)
-    length = tl.minimum(tl.maximum(length, 0), tl.load(own + _CAPACITY, mask=there, other=0))
-    height = tl.load(own + _HEIGHT, mask=there, other=1)
-    tiles = (length + height - 1) // height
-    return length, tiles, length * tl.load(own + _COST, mask=there, other=0), height
-
-
-@triton.jit
-def _share(before, cost, tiles, pieces, total):
-    """Return how many items a unit becomes: those that end in its stretch of the whole cost."""
-    share = (before + cost) * pieces // total - before * pieces // total
-    return tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["count", "batch", "pieces", "room", "counted", "near"])
-def cut_units(
-    lengths,
-    units,
-    items,
-    parts,
-    counters,
-    count,
-    batch,
-    pieces,
-    room,
-    counted,
-    near,
-    HEADS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Cut all units of each layer into `pieces` items of equal cost; a program per head and row.
-
-    Every program adds up all costs and the items before its own: with a few hundred units that is
-    cheaper than a second launch.
-
-    Parameters
-    ----------
-    lengths
-        ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
-    units
-        ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
-    items
-        ``[layers, room]`` rows of `kvprof.kernels.segments.tables.Item`, int32, written; -1 as
-        segment behind the last of a layer.
-    parts
-        ``[layers, batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written.
-    counters
-        ``[layers, counted]`` int32, a `kvprof.kernels.segments.tables.Counter` and one per
-        multiprocessor: set to 0, but for whether pieces are long enough for shares.
-    count
-        Units of a layer: HEADS times batch times SEGMENTS, in that order.
-    near
-        Tiles that a piece has on average from which on pieces are long enough for shares.
-    """
-    task = tl.program_id(0)
-    layer = tl.program_id(1)
-    units += layer * SEGMENTS * HEADS * _UNIT
-    items += layer * room * _ITEM
-    parts += layer * batch * HEADS * _PART
-    counters += layer * counted
-    lane = tl.arange(0, BLOCK)
-    total = tl.zeros([], tl.int64)
-    all_tiles = tl.zeros([], tl.int64)
-    for at in range(0, count, BLOCK):
-        length, tiles, costs, height = _unit(
-            at + lane, lengths, units, count, batch, HEADS, SEGMENTS
-        )
-        total += tl.sum(costs, 0)
-        all_tiles += tl.sum(tiles, 0)
-    total = tl.maximum(total, 1)
-    first = tl.zeros([], tl.int32)
-    last = tl.zeros([], tl.int32)
-    before = tl.zeros([], tl.int64)
-    ended = tl.zeros([], tl.int64)
-    for at in range(0, count, BLOCK):
-        number = at + lane
-        length, tiles, costs, height = _unit(number, lengths, units, count, batch, HEADS, SEGMENTS)
-        shares = _share(ended + tl.cumsum(costs, 0) - costs, costs, tiles, pieces, total)
-        earlier = number < task * SEGMENTS
-        first += tl.sum(tl.where(earlier, shares, 0), 0)
-        before += tl.sum(tl.where(earlier, costs, 0), 0)
-        last += tl.sum(shares, 0)
-        ended += tl.sum(costs, 0)
-    row = task % batch
-    head = task // batch
-    begin = first
-    for segment in range(SEGMENTS):
-        length, tiles, cost, height = _unit(
-            task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS
-        )
-        share = _share(before, cost, tiles, pieces, total)
-        for at in range(0, share, BLOCK):
-            part = at + lane
-            item = items + (begin + part) * _ITEM
-            mine = part < share
-            tl.store(item + _ROW, row + part * 0, mask=mine)
-            tl.store(item + _HEAD, head + part * 0, mask=mine)
-            tl.store(item + _SEGMENT, segment + part * 0, mask=mine)
-            start = tl.minimum(tiles * part // share * height, length)
-            stop = tl.minimum(tiles * (part + 1) // share * height, length)
-            tl.store(item + _START, start.to(tl.int32), mask=mine)
-            tl.store(item + _STOP, stop.to(tl.int32), mask=mine)
-        begin += share
-        before += cost
-    for at in range(task * BLOCK, counted, tl.num_programs(0) * BLOCK):
-        long = (at + lane == _SHARED) & (all_tiles >= pieces * near)
-        tl.store(counters + at + lane, long.to(tl.int32), mask=at + lane < counted)
-    own = parts + (row * HEADS + head) * _PART
-    tl.store(own + _FIRST, first)
-    tl.store(own + _COUNT, begin - first)
-    # Every program clears its share of the room behind the last item.
-    behind = last + task
-    step = tl.num_programs(0)
-    for at in range(0, (room - last + step - 1) // step, BLOCK):
-        item = behind + (at + lane) * step
-        tl.store(items + item * _ITEM + _SEGMENT, -1, mask=item < room)
-
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Bytes of shared memory beyond which fewer tiles are on their way.

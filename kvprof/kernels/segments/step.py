@@ -271,7 +271,7 @@ class SegmentsStep:
 
     @property
     def _counted(self) -> int:
-        """Counters that the kernel needs, or 0 (`kvprof.kernels.segments.launch.cut_units`)."""
+        """Counters that the kernel needs, or 0 (`kvprof.kernels.segments.cuts.cut_units`)."""
         return len(Counter._fields) + self.multiprocessors if self.tuning.near else 0
 
     def cut(self, lengths: Tensor | Sequence[Sequence[int]]) -> Schedule:

@@ -4,8 +4,9 @@ import torch
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.codes import FORMATS, Bits
+from kvprof.kernels.segments.cuts import cut_units
 from kvprof.kernels.segments.kernel import segment_pieces
-from kvprof.kernels.segments.launch import constants, cut_units
+from kvprof.kernels.segments.launch import constants
 from kvprof.kernels.segments.layout import (
     Segment,
     SegmentsLayout,
@@ -13,8 +14,8 @@ from kvprof.kernels.segments.layout import (
     of_kinds,
     segment_of,
 )
-from kvprof.kernels.segments.move import constants as move_constants
 from kvprof.kernels.segments.move import move_token
+from kvprof.kernels.segments.moving import constants as move_constants
 from kvprof.kernels.segments.tuning import tuning_for
 from kvprof.kernels.variants import Variant
 

@@ -21,13 +21,8 @@ from kvprof.runtime.backends.layer import (
     prefilled,
     refused_width,
 )
-from kvprof.runtime.backends.state import (
-    KernelPass,
-    KernelState,
-    KernelStore,
-    check_room,
-    next_capacity,
-)
+from kvprof.runtime.backends.slots import KernelPass
+from kvprof.runtime.backends.state import KernelState, KernelStore, check_room, next_capacity
 from kvprof.runtime.rows import RowGroup, plain_part
 
 __all__ = ["PlaneKernelLayer", "PlaneStore", "RaggedKernelLayer", "planes_of", "rows_alike"]

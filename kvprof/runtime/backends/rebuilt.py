@@ -30,9 +30,11 @@ from kvprof.models.interface import (
 )
 from kvprof.models.layout import LayerLayout
 from kvprof.models.load import LoadedModel
-from kvprof.runtime.backends.layer import LayerSpec, by_head, cut, prefilled
+from kvprof.runtime.backends.layer import LayerSpec, cut, prefilled
+from kvprof.runtime.backends.matrices import by_head
 from kvprof.runtime.backends.ragged import PlaneKernelLayer, PlaneStore
-from kvprof.runtime.backends.state import KernelPass, KernelState, SlotTable
+from kvprof.runtime.backends.slots import KernelPass, SlotTable
+from kvprof.runtime.backends.state import KernelState
 from kvprof.runtime.clock import part
 from kvprof.runtime.rotary import angles, rebuilds
 from kvprof.runtime.tensors import is_capturing, unflatten

@@ -19,15 +19,8 @@ from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
-from kvprof.runtime.backends.layer import (
-    KernelLayer,
-    LayerSpec,
-    Matrices,
-    ages,
-    exact_matrices,
-    prefilled,
-    refused_width,
-)
+from kvprof.runtime.backends.layer import KernelLayer, LayerSpec, ages, prefilled, refused_width
+from kvprof.runtime.backends.matrices import Matrices, exact_matrices
 from kvprof.runtime.backends.ragged import rows_alike
 from kvprof.runtime.backends.segment_store import (
     SegmentStore,
@@ -39,8 +32,9 @@ from kvprof.runtime.backends.segment_store import (
     rows_of,
     stages_of,
 )
+from kvprof.runtime.backends.slots import KernelPass
 from kvprof.runtime.backends.stages import Step
-from kvprof.runtime.backends.state import KernelPass, KernelState, KernelStore
+from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN, Codec, RowRms, codec_for
 from kvprof.runtime.rows import Part, RowGroup, plain_part
@@ -213,7 +207,7 @@ class SegmentKernelLayer(KernelLayer):
 
     def _doing(self, store: SegmentStore, layout: SegmentsLayout, passing: KernelPass) -> _Doing:
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
-        from kvprof.kernels.segments.move import full_precision, token_move
+        from kvprof.kernels.segments.moving import full_precision, token_move
 
         with part("schedule"):
             device = passing.start.device

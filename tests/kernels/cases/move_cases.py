@@ -10,7 +10,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.codes import e4m3
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
-from kvprof.kernels.segments.move import token_move
+from kvprof.kernels.segments.moving import token_move
 from tests.kernels.column_runs import format_pairs, runs, segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,7 +19,7 @@ from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
-from kvprof.kernels.segments.move import token_move
+from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
 from tests.kernels.column_runs import format_pairs, segment

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.segments.columns import ColumnSide
-from kvprof.kernels.segments.launch import constants, tile_places, token_cost
+from kvprof.kernels.segments.cuts import tile_places, token_cost
+from kvprof.kernels.segments.launch import constants
 from kvprof.kernels.segments.layout import SegmentsLayout, of_kinds
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
