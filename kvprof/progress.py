@@ -12,6 +12,9 @@ class Counter(Protocol):
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
 
+    def describe(self, text: str) -> None:
+        """Change the words in front of the count."""
+
 
 class Progress(Protocol):
     """Shows one stage of the work; `kvprof.console.track` is one."""
@@ -22,6 +25,9 @@ class Progress(Protocol):
 
 class _Silent:
     def advance(self, amount: int = 1) -> None:
+        pass
+
+    def describe(self, text: str) -> None:
         pass
 
 

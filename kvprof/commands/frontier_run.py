@@ -281,3 +281,6 @@ class _Counter:
         self._done += amount
         share = self._done / max(1, self._total)
         self._progress.describe(f"{self._description}, {share:.0%}")
+
+    def describe(self, text: str) -> None:
+        self._description = text

@@ -39,6 +39,7 @@ from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_fir
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.models.placement import parse_dtype
+from kvprof.progress import Counter
 from kvprof.records import events
 from kvprof.records.events import (
     Balance,
@@ -442,7 +443,7 @@ def run_composed(run: Run) -> None:
                     _warn_of_spreads(run, bench)
         if request.capacity:
             with run.progress("capacity", 1) as bar, run.spared("capacity"):
-                bench.advance = _advance(None)
+                bench.advance = lambda _: None
                 context = max(given for _, _, given, _ in cases)
                 try:
                     run.extra["capacity"] = capacity(bench, chosen, context, request.batches[0])
@@ -543,16 +544,12 @@ def _tell_points(run: Run, total: int, done: int) -> None:
     run.emit(events.Progress(run.now(), None, "point", done, total, max(total, done)))
 
 
-def _advance(bar: Any, tell: Callable[[int], None] = lambda _: None) -> Callable[[str], None]:
+def _advance(bar: Counter, tell: Callable[[int], None]) -> Callable[[str], None]:
     done = itertools.count(1)
 
     def advance(text: str) -> None:
         tell(next(done))
-        if bar is None:
-            return
-        describe = getattr(bar, "describe", None)
-        if describe is not None:
-            describe(text)
+        bar.describe(text)
         bar.advance()
 
     return advance

@@ -183,7 +183,7 @@ def _model_answers(run: Run) -> VllmShape:
         run.progress("cases", len(cases)) as bar,
     ):
         for name, method, batch, given, written in cases:
-            _describe(bar, name)
+            bar.describe(name)
             with run.case(name):
                 ids = prompt(loaded, batch, given, request.seed)
                 found = measure_real(
@@ -239,13 +239,6 @@ def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, 
             should_stop=run.should_stop,
             kernels=run.request.kernels,
         )
-
-
-def _describe(bar: Any, text: str) -> None:
-    """Say in the bar what is measured, where it can say something."""
-    describe = getattr(bar, "describe", None)
-    if describe is not None:
-        describe(text)
 
 
 def _composed_name(case: str) -> str:
