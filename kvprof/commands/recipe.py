@@ -319,7 +319,7 @@ def report(
     for path in files:
         ensure_writable(path, force)
     from kvprof.views.export import page_html, page_markdown
-    from kvprof.views.recipe import ledger
+    from kvprof.views.ledger import ledger
 
     title = "Reproduction ledger"
     written = f"{result['created']}, kvprof {result['kvprof_version']}"

@@ -4,15 +4,9 @@ import pytest
 
 from kvprof.reproduction.ledger import ledger_data
 from kvprof.views.export import page_html, page_markdown
+from kvprof.views.ledger import ledger, setting_words
 from kvprof.views.page import render_text
-from kvprof.views.recipe import (
-    ledger,
-    model_words,
-    ratios_of,
-    report,
-    setting_words,
-    verdict_words,
-)
+from kvprof.views.recipe import model_words, ratios_of, report, verdict_words
 from tests.views.synthetic_recipe import recipe_entry, recipe_result
 
 RESULT = recipe_result()
