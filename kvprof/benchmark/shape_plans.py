@@ -11,7 +11,6 @@ setting. The benchmark's own are ``uniform``, which is ``fdc`` with equal widths
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from kvprof.benchmark.plans import Widths, layer_words, of_shape
@@ -23,8 +22,8 @@ from kvprof.methods.accounting import compression_ratio, paper_rate
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.named import (
     BENCHED,
-    ENTRY_POINTS,
     Modifier,
+    installed_points,
     method_entries,
     method_names,
     options_in,
@@ -133,7 +132,7 @@ def parse_method(text: str) -> Asked:
     if len(entries) > 1:
         raise UsageError(f"{text!r} names {len(entries)} methods, and one is measured at a time")
     ((_, name, written),) = entries
-    installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
+    installed = installed_points()
     found = parts_of(name, (*BENCHED, *METHODS, *installed))
     if found is None:
         raise unknown_method(name, dict.fromkeys((*BENCHED, *method_names())))

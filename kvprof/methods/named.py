@@ -22,7 +22,6 @@ __all__ = [
     "BENCHED",
     "COMBINATIONS",
     "COMPARED",
-    "ENTRY_POINTS",
     "METHOD_NAMES",
     "MODIFIERS",
     "Modifier",
@@ -37,8 +36,8 @@ __all__ = [
     "unknown_method",
 ]
 
-#: Group of the entry points by which a package brings methods of its own.
-ENTRY_POINTS = "kvprof.methods"
+# Group of the entry points by which a package brings methods of its own.
+_ENTRY_POINTS = "kvprof.methods"
 
 #: What most people would use instead; they have no knob.
 ALWAYS = ("full", "fp8")
@@ -147,7 +146,7 @@ def installed_points() -> dict[str, EntryPoint]:
 @lru_cache(maxsize=1)
 def _points(_places: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
     # Every installed package is opened for it; a command asks dozens of times.
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
 
 
 def _changed(place: str) -> int:
