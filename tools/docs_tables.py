@@ -240,7 +240,8 @@ def _running(*records: str) -> str:
         inputs = _record(f"findings/{record}.json")["inputs"]
         model, calibrations = inputs["model"], inputs["calibration"]
         for row in _methods(record).values():
-            source = calibrations.get(row["label"], {}).get("source", MISSING)
+            seen = calibrations.get(row["label"])
+            source = f"{seen['source']}, {seen['seq_len']:,}" if seen else MISSING
             points = [one for one in row["points"] if one["rate"] == row["max_rate"]]
             # A row of no rate that keeps its targets tells what the lowest one keeps.
             point = points[0] if points else min(row["points"], key=itemgetter("rate"))
