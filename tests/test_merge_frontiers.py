@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.views.synthetic_frontier import frontier_result
-from tools.merge_frontiers import merged
+from tools.merge_frontiers import brief, identified, merged
 
 
 def _named(labels: list[str], rate: float, commit: str) -> dict[str, Any]:
@@ -43,3 +43,21 @@ def test_a_row_that_is_measured_a_third_time_is_named_once() -> None:
     third = merged([second, results[2]], [], ["fdc", "kq"])
     assert [one["commit"] for one in third["inputs"]["joined"]] == ["c"]
     assert third["inputs"]["merged_from"] == 3
+
+
+def test_what_ships_keeps_one_point_a_row_the_shape_and_both_fingerprints() -> None:
+    one = merged([_named(["fdc"], 0.2, "a")], [])
+    one["inputs"]["model"] = "reference"
+    before = one["inputs"]["fingerprint"]
+    kept = identified(brief(one), "c" * 32)
+    assert [len(row["points"]) for row in kept["data"]["methods"]] == [1]
+    shape = {"layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 128}
+    assert kept["inputs"]["shape"] == shape
+    assert (kept["inputs"]["fingerprint"], kept["inputs"]["fingerprint_before"]) == (
+        "c" * 32,
+        before,
+    )
+    assert (
+        "fingerprint_before"
+        not in identified(merged([_named(["fdc"], 0.2, "a")], []), before)["inputs"]
+    )

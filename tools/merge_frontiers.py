@@ -11,7 +11,9 @@ for those that --interrupted names, which keep that word as their reason. The wo
 evaluation are left out. Rows that --replace names are those of the last result that has them. The
 environment is the first result's; ``inputs.joined`` says which rows another one brought, when, and
 with which commit of kvprof. --brief keeps of every method the one point that met
-the target furthest out (or the lowest): what ``kvprof plan --fit`` needs ships with kvprof.
+the target furthest out (or the lowest), and adds the model's shape: what ``kvprof plan --fit``
+needs ships with kvprof. --fingerprint gives the model the fingerprint that it has by now, where
+kvprof reckoned it otherwise when the rows were measured; ``inputs.fingerprint_before`` keeps that.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvprof.benchmark.shapes import load_shape
 from kvprof.evaluation.recorded_speeds import attach_speeds, load_speeds
 from kvprof.records.files import read_result, write_result
 from kvprof.records.schema import validate_result
@@ -122,11 +125,23 @@ def _without(one: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
 
 
 def brief(result: dict[str, Any]) -> dict[str, Any]:
-    """Keep one point of every row."""
+    """Keep one point of every row, and say what shape the model has."""
     for row in result["data"]["methods"]:
         points = sorted(row["points"], key=lambda point: point["rate"])
         row["points"] = [p for p in points if p["rate"] == row["max_rate"]][:1] or points[:1]
     result["inputs"]["points_kept"] = "one per method"
+    shape = load_shape(result["inputs"]["model"])
+    names = ("layers", "num_heads", "num_kv_heads", "head_dim")
+    result["inputs"]["shape"] = {name: getattr(shape, name) for name in names}
+    return result
+
+
+def identified(result: dict[str, Any], fingerprint: str) -> dict[str, Any]:
+    """Give a record's model another fingerprint, and keep its own beside it."""
+    inputs = result["inputs"]
+    if inputs["fingerprint"] != fingerprint:
+        inputs["fingerprint_before"] = inputs["fingerprint"]
+        inputs["fingerprint"] = fingerprint
     return result
 
 
@@ -139,6 +154,7 @@ def main() -> None:
     parser.add_argument("--replace", action="append", default=[], metavar="LABEL")
     parser.add_argument("--brief", action="store_true", help="one point of every method")
     parser.add_argument("--speeds", action="append", default=[], type=Path, metavar="BENCH")
+    parser.add_argument("--fingerprint", metavar="HEX", help="of the model, as it is by now")
     arguments = parser.parse_args()
     results = [read_result(path) for path in arguments.results]
     result = merged(results, arguments.interrupted, arguments.replace)
@@ -146,6 +162,8 @@ def main() -> None:
         attach_speeds(result["data"], load_speeds(arguments.speeds))
     if arguments.brief:
         result = brief(result)
+    if arguments.fingerprint:
+        result = identified(result, arguments.fingerprint)
     validate_result(result)
     write_result(arguments.to, result, force=True)
 

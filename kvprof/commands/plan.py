@@ -63,7 +63,9 @@ def plan(
     rates: Annotated[
         list[Path] | None,
         typer.Option(
-            "--rates", help="Of --fit and --transfer: a frontier with rates to take; repeatable."
+            "--rates",
+            help="Of --fit and --transfer: a frontier with rates to take, or a model whose rates "
+            "ship, to borrow them; repeatable.",
         ),
     ] = None,
     target: Annotated[

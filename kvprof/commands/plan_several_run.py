@@ -16,7 +16,14 @@ from kvprof.commands.steps import calibration_options
 from kvprof.dtypes import read_dtype
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.evaluation.recorded_prefill import RecordedPrefill
-from kvprof.evaluation.recorded_rates import RecordedRate, canonical_label, load_recorded_rates
+from kvprof.evaluation.recorded_rates import (
+    RecordedRate,
+    ShippedRates,
+    canonical_label,
+    load_recorded_rates,
+    shipped_names,
+    shipped_rates,
+)
 from kvprof.evaluation.requests import MethodRequest, parse_methods
 from kvprof.evaluation.targets import Target
 from kvprof.interrupt import Stop
@@ -175,12 +182,15 @@ class Choices:
         False when the user interrupted; the rows so far are there.
     targets : sequence of Target
         That recorded rates met.
+    shipped : ShippedRates or None
+        Which record that ships was looked into; None where a rate was given.
     """
 
     rows: list["_Chosen"]
     missing: list[dict[str, str]]
     complete: bool
     targets: Sequence[Target]
+    shipped: ShippedRates | None
 
 
 def choose_plans(
@@ -207,7 +217,8 @@ def choose_plans(
     rate : float or None
         Of every method that has one to turn; None takes each method's recorded rate.
     plan_files, record_files : sequence of Path
-        Saved plans that are rows too; frontiers whose rates are taken first.
+        Saved plans that are rows too; frontiers whose rates are taken first, one of which may be
+        the name of a record that ships.
     targets : sequence of Target
         That recorded rates have to meet together.
     calibrate, calibrate_tokens : str or None
@@ -233,6 +244,9 @@ def choose_plans(
     calibrating = calibrate is not None or calibrate_tokens is not None
     _refuse_unheeded(requests, rate, record_files, calibrating=calibrating)
     loaded = planned.loaded
+    names = shipped_names()
+    named = [str(path) for path in record_files if str(path) in names]
+    record_files = [path for path in record_files if str(path) not in names]
     if loaded is None and (given := [*plan_files, *record_files]):
         raise UsageError(
             f"{given[0]} is of a model with weights, and --shape {planned.spec} has none; name the "
@@ -242,10 +256,15 @@ def choose_plans(
         (path, load_plan(path, fingerprint=planned.fingerprint, layout=planned.layout))
         for path in plan_files
     ]
-    recorded = {}
-    if rate is None and loaded is not None:
+    recorded, shipped = {}, None
+    if rate is None:
+        shipped = shipped_rates(planned.fingerprint, planned.layout, named)
         recorded = load_recorded_rates(
-            planned.fingerprint, record_files, targets=targets, warn=console.warn
+            planned.fingerprint,
+            record_files,
+            shipped=shipped,
+            targets=targets,
+            warn=console.warn,
         )
     calibrators: dict[str, Calibrator] = {}
 
@@ -292,7 +311,7 @@ def choose_plans(
     rows += [_Chosen(path.name, plan, "plan", context) for path, plan in plans]
     if refused is not None and not rows:
         raise refused  # of full width already: no plan fits this model
-    return Choices(rows, missing, complete, targets)
+    return Choices(rows, missing, complete, targets, shipped)
 
 
 def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[str, Any]:
@@ -313,6 +332,7 @@ def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[st
         "weights_bytes": memory.weights,
         "dtype": planned.dtype_name,
         "targets": [target.described() for target in choices.targets],
+        "shipped": None if choices.shipped is None else choices.shipped.described(),
         "model_context": own,
         "batches": list(_BATCHES),
         "contexts": contexts,
@@ -371,6 +391,7 @@ def transfer_data(
     return {
         "dtype": planned.dtype_name,
         "targets": [target.described() for target in choices.targets],
+        "shipped": None if choices.shipped is None else choices.shipped.described(),
         "model_context": own,
         "links": [
             {"link": link.name, "bytes_per_s": link.bytes_per_s, "nominal": link.nominal}
@@ -473,7 +494,8 @@ def _chosen(
         itemsize = getattr(torch, known.dtype).itemsize
         plan = plan_for_rate(family, known.max_rate, known.context, itemsize=itemsize)
         sure = known.sure is not None and known.sure >= known.max_rate
-        return _Chosen(request.label, plan, "recorded", known.context, known.origin, sure)
+        whose = "borrowed" if known.borrowed else "recorded"
+        return _Chosen(request.label, plan, whose, known.context, known.origin, sure)
     assert rate is not None
     plan = plan_for_rate(family, rate, context, itemsize=planned.dtype.itemsize)
     return _Chosen(request.label, plan, "given", context)

@@ -3,6 +3,10 @@
 ``kvprof plan --fit`` reads them. They come from the records that ship with kvprof, from the
 frontiers run on this machine (which overrule where they scored as many tokens or more), and from
 result files given by the user, which overrule both.
+
+Of what ships a model takes the record of its own weights. Where there is none, that of a model of
+its shape is borrowed (the weights before they were rounded, or after they were tuned), and another
+one where the user names it; what is borrowed says so, and overrules nothing that was measured.
 """
 
 import contextlib
@@ -24,11 +28,20 @@ from kvprof.evaluation.targets import (
     joint_interval,
     joint_rate,
 )
+from kvprof.models.layout import ModelLayout
 from kvprof.records.files import parse_json, read_result, what_was_read, write_text_atomic
 from kvprof.records.schema import refuse_first
 from kvprof.scratch import alone_in
 
-__all__ = ["RecordedRate", "canonical_label", "load_recorded_rates", "record_rates"]
+__all__ = [
+    "RecordedRate",
+    "ShippedRates",
+    "canonical_label",
+    "load_recorded_rates",
+    "record_rates",
+    "shipped_names",
+    "shipped_rates",
+]
 
 _FORMAT = "kvprof-rates/2"
 _WORDS, _SHARE = {"type": "string"}, {"type": "number", "maximum": 1}
@@ -96,6 +109,8 @@ class RecordedRate:
         rest on. None where no tested rate did so, or nobody knows.
     also : dict
         Metric to share of other targets that held together with the first.
+    borrowed : bool
+        Whether it is another model's.
     """
 
     label: str
@@ -112,6 +127,7 @@ class RecordedRate:
     origin: str
     sure: float | None = None
     also: dict[str, float] = field(default_factory=dict)
+    borrowed: bool = False
 
     @property
     def targets(self) -> dict[str, float]:
@@ -132,10 +148,103 @@ def canonical_label(method: str, options: Mapping[str, Any]) -> str:
     return f"{method}:{written}" if written else method
 
 
+@dataclass(frozen=True)
+class ShippedRates:
+    """Which of the records that ship is taken for a model.
+
+    Attributes
+    ----------
+    model : str or None
+        Whose rates they are; None where none is taken.
+    borrowed : bool
+        Whether it is another model.
+    why : str
+        Why this one, or none.
+    result : mapping or None
+        The record.
+    """
+
+    model: str | None
+    borrowed: bool
+    why: str
+    result: Mapping[str, Any] | None = None
+
+    @property
+    def origin(self) -> str:
+        """What a rate of it says of where it comes from."""
+        return f"shipped record of {self.model}"
+
+    def described(self) -> dict[str, Any]:
+        """Return what a result says of it, as JSON values."""
+        return {"model": self.model, "borrowed": self.borrowed, "why": self.why}
+
+
+def shipped_rates(fingerprint: str, layout: ModelLayout, named: Sequence[str] = ()) -> ShippedRates:
+    """Choose among the records that ship: by name, else by weights, else by shape.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Of the model; empty of a shape without weights.
+    layout : ModelLayout
+        Of the model.
+    named : sequence of str
+        Names of shipped records that the user asks for; one at most.
+
+    Raises
+    ------
+    UsageError
+        For two names.
+    """
+    if len(named) > 1:
+        raise UsageError(f"--rates {named[0]} and {named[1]} both name a shipped record; keep one")
+    results = {result["inputs"]["model"]: result for result in _shipped()}
+    own = next((m for m, r in results.items() if r["inputs"]["fingerprint"] == fingerprint), None)
+    if named and named[0] != own:
+        return ShippedRates(named[0], True, "--rates names it", results[named[0]])
+    if own is not None:
+        return ShippedRates(own, False, "the weights are the same", results[own])
+    shape = _shape(layout)
+    for model, result in results.items():
+        if result["inputs"]["shape"] == shape:
+            other = ", its weights are others" if fingerprint else ""
+            return ShippedRates(model, True, f"its shape is the same{other}", result)
+    each = [f"{m} ({_said(r['inputs']['shape'])})" for m, r in sorted(results.items())]
+    own_shape = "its layers are unlike each other" if shape is None else f"it has {_said(shape)}"
+    why = f"rates of {' and '.join(each)} ship with kvprof, and this model is of no such shape"
+    return ShippedRates(None, False, f"{why}: {own_shape}")
+
+
+def _shape(layout: ModelLayout) -> dict[str, int] | None:
+    """Return a model's shape as records have it; None where its layers differ."""
+    found = {
+        (one.num_heads, one.num_kv_heads, one.qk_head_dim, one.v_head_dim) for one in layout.layers
+    }
+    if len(found) != 1:
+        return None
+    ((heads, kv_heads, width, of_values),) = found
+    if width != of_values:
+        return None
+    return {
+        "layers": len(layout.layers),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": width,
+    }
+
+
+def _said(shape: Mapping[str, int]) -> str:
+    return (
+        f"{shape['layers']} layers, {shape['num_heads']} query and {shape['num_kv_heads']} KV "
+        f"heads of {shape['head_dim']}"
+    )
+
+
 def load_recorded_rates(
     fingerprint: str,
     extra_files: Sequence[Path] = (),
     *,
+    shipped: ShippedRates | None = None,
     targets: Sequence[Target] = (Target(),),
     cache: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
@@ -148,6 +257,8 @@ def load_recorded_rates(
         Of the model.
     extra_files : sequence of Path
         Frontier results, or folders of such runs; a later one overrules.
+    shipped : ShippedRates or None
+        From `shipped_rates`; None takes nothing of what ships.
     targets : sequence of Target
         That had to be met together. A file given is asked for them whatever its own were, of the
         points that it has.
@@ -164,9 +275,9 @@ def load_recorded_rates(
         When a file given is damaged.
     """
     own: list[RecordedRate] = []
-    for result in _shipped():
-        if result["inputs"]["fingerprint"] == fingerprint:
-            own += _rates(result, f"shipped record of {result['inputs']['model']}")
+    if shipped is not None and shipped.result is not None:
+        own = _rates(shipped.result, shipped.origin)
+        own = [replace(entry, borrowed=shipped.borrowed) for entry in own]
     own += _kept(cache_folder(cache), fingerprint, warn)
     given: list[RecordedRate] = []
     for path in extra_files:
@@ -191,7 +302,8 @@ def load_recorded_rates(
     for entry in own:
         known = found.get(entry.label)
         # A quick look does not overrule what was measured with care.
-        if _same(entry, targets) and (known is None or entry.tokens >= known.tokens):
+        weaker = known is None or known.borrowed or entry.tokens >= known.tokens
+        if _same(entry, targets) and weaker:
             found[entry.label] = entry
     return found | {entry.label: entry for entry in given}
 
@@ -245,10 +357,14 @@ def _record(result: Mapping[str, Any], folder: Path, fingerprint: str) -> Path:
     content = {
         "format": _FORMAT,
         "fingerprint": fingerprint,
-        "rates": [asdict(entry) for entry in entries.values()],
+        "rates": [_written(entry) for entry in entries.values()],
     }
     write_text_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n", force=True)
     return path
+
+
+def _written(entry: RecordedRate) -> dict[str, Any]:
+    return {key: value for key, value in asdict(entry).items() if key != "borrowed"}
 
 
 def _unfit(result: Mapping[str, Any]) -> str | None:
@@ -333,12 +449,17 @@ def _file(folder: Path, fingerprint: str) -> Path:
     return folder / f"rates-{name[:64]}.json"
 
 
+def shipped_names() -> list[str]:
+    """Return the models of which a record ships."""
+    folder = resources.files("kvprof") / "assets" / "frontier"
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+
+
 def _shipped() -> list[dict[str, Any]]:
     folder = resources.files("kvprof") / "assets" / "frontier"
-    if not folder.is_dir():
-        return []
     results = []
-    with resources.as_file(folder) as unpacked:
-        for path in sorted(unpacked.glob("*.json")):
+    for name in shipped_names():
+        with resources.as_file(folder / f"{name}.json") as path:
             results.append(read_result(path))
     return results

@@ -17,6 +17,7 @@ __all__ = ["fit_parts", "report", "summary", "transfer_parts"]
 
 
 _OVER = "*"
+_BORROWED = "~"
 _SOURCES = {"itself": "", "given": "--rate", "plan": "--plan"}
 # Of earlier results, which do not name it.
 _ONE_TARGET: Sequence[Mapping[str, Any]] = ({"metric": "accuracy", "target": 0.99},)
@@ -98,9 +99,14 @@ def _table(fit: Mapping[str, Any], titles: Sequence[str], cells: Any) -> Rendera
 
 
 def _source(row: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    unsure = " ?" if row.get("rate_sure") is False else ""
-    recorded = row["rate_from"] == "recorded"
-    return f"{_kept(part)[0] if recorded else _SOURCES[row['rate_from']]}{unsure}"
+    words = _SOURCES.get(row["rate_from"], _kept(part)[0])
+    return f"{words} {_marks(row)}".rstrip()
+
+
+def _marks(row: Mapping[str, Any]) -> str:
+    """Return the signs that the legend explains."""
+    signs = [_BORROWED] if row["rate_from"] == "borrowed" else []
+    return " ".join(signs + ["?"] * (row.get("rate_sure") is False))
 
 
 def _kept(part: Mapping[str, Any]) -> tuple[str, str]:
@@ -140,6 +146,16 @@ def _rates_said(part: Mapping[str, Any]) -> list[str]:
             f"{short}: the largest rate that a frontier of this model measured to keep {kept} "
             f"({', '.join(records)})."
         )
+    if "borrowed" in found:
+        taken = part["shipped"]
+        text.append(
+            f"{_BORROWED}: the rate at which {taken['model']} kept {kept}, borrowed because "
+            f"{taken['why']} (shipped record of {taken['model']}); nobody measured it "
+            "on this model."
+        )
+    shipped = part.get("shipped")
+    if shipped is not None and shipped["model"] is None and part["missing"]:
+        text.append(f"No record was taken: {shipped['why']}. --rates NAME borrows one of them.")
     if any(row.get("rate_sure") is False for row in rows):
         text.append(
             "?: by its point estimate; the interval of the sample does not keep it that far."
@@ -251,7 +267,7 @@ def _moving(moved: Mapping[str, Any], index: int) -> SplitTable:
         rows.append(
             [
                 row["label"],
-                rate_in_bytes(at["rate"]),
+                f"{rate_in_bytes(at['rate'])}{' ' + mark if (mark := _marks(row)) else ''}",
                 format_bytes(at["bytes"]),
                 _speed(at["least_bytes_per_s"]),
                 *times,

@@ -249,8 +249,19 @@ def test_fit_takes_the_recorded_rates(
     assert "kvprof frontier" in reasons["zack"]
     assert rows[fdc]["rate_sure"] is False  # nobody knows up to where its interval held
     assert rows["full"]["rate_sure"] is None
+    # None of the models whose records ship, and it says why; a name borrows one all the same.
+    assert fit["shipped"]["model"] is None
+    assert "this model is of no such shape: it has 3 layers" in fit["shipped"]["why"]
+    monkeypatch.undo()
+    borrowed = fit_json(
+        tmp_path, tiny_folder, "--fit", "2MB", "--methods", "per-token", "--rates", "reference"
+    )
+    row = borrowed["rows"][-1]
+    assert (row["rate_from"], row["rate_record"]) == ("borrowed", "shipped record of reference")
+    assert borrowed["shipped"]["why"] == "--rates names it"
     # A rate that is given is every method's, recorded or not.
     given = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE)
+    assert given["shipped"] is None
     assert {row["rate_from"] for row in given["rows"]} == {"itself", "given"}
     assert all(
         0.1 <= row["rate"] < 0.14

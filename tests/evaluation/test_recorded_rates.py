@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 
+from kvprof.benchmark.shapes import Rope, Shape, layout_of
 from kvprof.errors import FailedError, UsageError
 from kvprof.evaluation import recorded_rates
-from kvprof.evaluation.recorded_rates import load_recorded_rates, record_rates
+from kvprof.evaluation.recorded_rates import (
+    ShippedRates,
+    load_recorded_rates,
+    record_rates,
+    shipped_names,
+    shipped_rates,
+)
 from kvprof.evaluation.targets import Target
+from kvprof.models.layout import ModelLayout
+from kvprof.models.load import load_model
 from kvprof.records.files import write_result
 from tests.records.sample import spectrum_result
 from tests.views.synthetic_frontier import frontier_result
@@ -131,14 +140,91 @@ def test_a_damaged_record_is_told_and_left_out(tmp_path: Path) -> None:
     assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.34
 
 
-def test_shipped_records_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = tmp_path / "package" / "assets" / "frontier"
-    write_result(shipped / "reference.json", changed("kq", 0.39))
+SHAPE = {"layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+OTHER = {**SHAPE, "head_dim": 32}
+
+
+def layout(**changes: int) -> ModelLayout:
+    shape = Shape(
+        "some",
+        "",
+        hidden_size=64,
+        rope=Rope("default", 1e4),
+        context=64,
+        scaling=1.0,
+        **{**SHAPE, **changes},
+    )
+    return layout_of(shape)
+
+
+@pytest.fixture
+def two_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of two models ship, of unlike shapes."""
+    for name, fingerprint, shape, rate in (
+        ("big", "a" * 32, OTHER, 0.2),
+        ("small", MODEL, SHAPE, 0.39),
+    ):
+        result = changed("kq", rate)
+        result["inputs"] |= {"model": name, "fingerprint": fingerprint, "shape": shape}
+        write_result(tmp_path / "package" / "assets" / "frontier" / f"{name}.json", result)
     monkeypatch.setattr(recorded_rates.resources, "files", lambda _: tmp_path / "package")
-    found = load_recorded_rates(MODEL, cache=tmp_path)
-    assert (found["kq"].max_rate, found["kq"].origin) == (0.39, "shipped record of reference")
+
+
+@pytest.mark.usefixtures("two_ship")
+def test_a_model_takes_the_shipped_record_of_its_weights(tmp_path: Path) -> None:
+    assert shipped_names() == ["big", "small"]
+    taken = shipped_rates(MODEL, layout())
+    assert (taken.model, taken.borrowed) == ("small", False)
+    found = load_recorded_rates(MODEL, shipped=taken, cache=tmp_path)
+    assert (found["kq"].max_rate, found["kq"].origin) == (0.39, "shipped record of small")
+    assert not found["kq"].borrowed
+    assert shipped_rates(MODEL, layout(), ["small"]).borrowed is False
     record_rates(frontier_result(), tmp_path)
-    assert load_recorded_rates(MODEL, cache=tmp_path)["kq"].max_rate == 0.41
+    assert load_recorded_rates(MODEL, shipped=taken, cache=tmp_path)["kq"].max_rate == 0.41
+
+
+@pytest.mark.usefixtures("two_ship")
+def test_a_model_of_the_same_shape_borrows_and_any_other_takes_none(tmp_path: Path) -> None:
+    for fingerprint, why in (("b" * 32, "its weights are others"), ("", "its shape is the same")):
+        taken = shipped_rates(fingerprint, layout(head_dim=32))
+        assert (taken.model, taken.borrowed) == ("big", True)
+        assert taken.why.endswith(why)
+        found = load_recorded_rates(fingerprint, shipped=taken, cache=tmp_path)
+        assert found["kq"].max_rate == 0.2
+        assert all(entry.borrowed for entry in found.values())
+    none = shipped_rates("b" * 32, layout(num_kv_heads=4))
+    assert none.model is None
+    assert "big (2 layers, 4 query and 2 KV heads of 32) and small (" in none.why
+    assert none.why.endswith("it has 2 layers, 4 query and 4 KV heads of 16")
+    assert load_recorded_rates("b" * 32, shipped=none, cache=tmp_path) == {}
+    named = shipped_rates("b" * 32, layout(num_kv_heads=4), ["small"])
+    assert (named.model, named.borrowed) == ("small", True)
+    with pytest.raises(UsageError, match="--rates big and small both name"):
+        shipped_rates(MODEL, layout(), ["big", "small"])
+
+
+@pytest.mark.usefixtures("two_ship")
+def test_what_was_measured_here_overrules_what_is_borrowed(tmp_path: Path) -> None:
+    quick = changed("kq", 0.1)
+    quick["inputs"]["fingerprint"] = "b" * 32
+    for method in quick["data"]["methods"]:
+        for point in method["points"]:
+            point["decoded_tokens"] = 1
+    record_rates(quick, tmp_path)
+    taken = shipped_rates("b" * 32, layout())
+    found = load_recorded_rates("b" * 32, shipped=taken, cache=tmp_path)
+    assert (found["kq"].max_rate, found["kq"].borrowed) == (0.1, False)
+    assert found["kq"].origin == "measured here"
+
+
+def test_what_ships_is_of_models_that_kvprof_knows() -> None:
+    for result in recorded_rates._shipped():
+        inputs = result["inputs"]
+        assert inputs["model"] in shipped_names()
+        assert set(inputs["shape"]) == set(SHAPE)
+    reference = load_model("reference", device="cpu")
+    taken = shipped_rates(reference.fingerprint, reference.layout)
+    assert (taken.model, taken.borrowed) == ("reference", False)
 
 
 def test_a_quick_look_does_not_overrule_what_rests_on_more_tokens(tmp_path: Path) -> None:
@@ -149,14 +235,11 @@ def test_a_quick_look_does_not_overrule_what_rests_on_more_tokens(tmp_path: Path
                 point["decoded_tokens"] = tokens
         return result
 
-    shipped, quick = scored(50_000, 0.2), scored(256, 0.9)
-    monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patch:
-        patch.setattr(recorded_rates, "_shipped", lambda: [shipped])
-        record_rates(quick, tmp_path)
-        assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.2
-        record_rates(scored(50_000, 0.3), tmp_path)
-        assert load_recorded_rates(MODEL, cache=tmp_path)["fdc"].max_rate == 0.3
+    shipped = ShippedRates("big", False, "the weights are the same", scored(50_000, 0.2))
+    record_rates(scored(256, 0.9), tmp_path)
+    assert load_recorded_rates(MODEL, shipped=shipped, cache=tmp_path)["fdc"].max_rate == 0.2
+    record_rates(scored(50_000, 0.3), tmp_path)
+    assert load_recorded_rates(MODEL, shipped=shipped, cache=tmp_path)["fdc"].max_rate == 0.3
 
 
 BOTH = [Target("accuracy", 0.99), Target("needle", 0.95)]
