@@ -179,8 +179,8 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         if unknown := _UNKNOWN_TYPE.search(str(error)):
             raise UsageError(
                 f"{spec}: {path.name} has weights of the type {unknown[1]}, which this version of "
-                "the package gguf does not know: it is damaged, or of a newer kind (pip install "
-                "--upgrade gguf)"
+                "the package gguf does not know: it is damaged, or of a newer kind (pip install -U "
+                "gguf)"
             ) from error
         raise FailedError(
             f"{spec}: {path.name} is truncated or damaged ({_short(error)})"
