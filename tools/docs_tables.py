@@ -492,6 +492,25 @@ def _decoded(*names: str) -> str:
     return _rows(head, (rows[key] for key in sorted(rows)))
 
 
+def _answers(name: str) -> str:
+    """Return right answers by task, the uncompressed model's first, from ``findings/NAME.json``."""
+    full, *others = _record(f"findings/{name}.json")["data"]["evaluations"]
+    rows = []
+    for task, first in full["tasks"].items():
+        own = [one["tasks"][task]["accuracy"] for one in others]
+        found = [f"{accuracy:.2f}" if first["judges"] else "cannot judge" for accuracy in own]
+        words = task.replace("_", "-")
+        rows.append((f"`{words}`", f"{first['chance']:.2f}", f"{first['accuracy']:.2f}", *found))
+    lengths = [one["answer_lengths"] for one in others]
+    never = f"{lengths[0]['baseline_never_ended']:.2f}"
+    rows += [
+        ("tokens of an answer, times", MISSING, "1", *(f"{own['ratio']:.2f}" for own in lengths)),
+        ("never end", MISSING, never, *(f"{own['never_ended']:.2f}" for own in lengths)),
+    ]
+    names = [f"`{one['method']}`, {one['rate']:.2f}" for one in others]
+    return _rows(("task", "chance", "uncompressed", *names), rows)
+
+
 def _kept(one: dict[str, Any] | None) -> tuple[str, str]:
     if one is None:
         return MISSING, MISSING
@@ -583,6 +602,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
     "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
     "widths": _widths, "rotations": _rotations, "running": _running, "decoded": _decoded,
+    "answers": _answers,
 }  # fmt: skip
 
 
