@@ -33,12 +33,14 @@ from kvprof.benchmark.run import run_bench
 from kvprof.benchmark.shape_plans import plan_of_widths
 from kvprof.benchmark.shapes import load_shape
 from kvprof.benchmark.timing import interleaved, sampler
-from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits
+from kvprof.kernels.segments.columns import COLUMN_BITS
+from kvprof.kernels.segments.launch import tuning_for
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
 from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.reference import reference_segments
+from kvprof.kernels.segments.side import Runs
 from kvprof.kernels.segments.step import segments_step
-from kvprof.kernels.segments.tuning import Tuning, tuning_for
+from kvprof.kernels.segments.tuning import Tuning
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
@@ -56,7 +58,7 @@ SLOW = ((64, 3), (48, 2))
 MIDDLE = ((16, 4), (32, 3), (64, 2))
 FAST = ((32, 4), (32, 3), (32, 2))
 STEEP = ((16, 8), (16, 4), (16, 3), (32, 2))
-KINDS: dict[str, list[tuple[ColumnBits, ColumnBits]]] = {
+KINDS: dict[str, list[tuple[Runs, Runs]]] = {
     "slow": [(SLOW, SLOW)],
     "middle": [(MIDDLE, MIDDLE)],
     "fast": [(FAST, FAST)],
@@ -87,7 +89,7 @@ class Run:
         self.folder = Path(tempfile.mkdtemp(prefix="kvprof-"))
 
 
-def drawn_runs(draw: random.Random) -> ColumnBits:
+def drawn_runs(draw: random.Random) -> Runs:
     """Return bits of up to 128 columns."""
     widths = [16 * draw.choice((0, 1, 2, 3)) for _ in COLUMN_BITS]
     runs = tuple((width, bits) for width, bits in zip(widths, COLUMN_BITS, strict=True) if width)
@@ -137,7 +139,7 @@ def checked(
     number: int,
     rows: int,
     group: int,
-    kinds: list[tuple[ColumnBits, ColumnBits]],
+    kinds: list[tuple[Runs, Runs]],
     paged: bool,
     tokens: int,
     capacity: int,
@@ -189,7 +191,7 @@ def stored_alike(run: Run, layout: SegmentsLayout, buffer: torch.Tensor) -> bool
     )
 
 
-def plan_of(kinds: list[tuple[ColumnBits, ColumnBits]]) -> Plan:
+def plan_of(kinds: list[tuple[Runs, Runs]]) -> Plan:
     """Return the plan of one layer of the shape whose heads are of these kinds, in turn."""
     shape = load_shape(SHAPE)
     plan = plan_of_widths("kq", replace(shape, layers=1), [full_widths(shape)])
@@ -239,7 +241,7 @@ def decode(run: Run) -> dict[str, Any]:
     }
 
 
-def mean_bits(kinds: list[tuple[ColumnBits, ColumnBits]]) -> float:
+def mean_bits(kinds: list[tuple[Runs, Runs]]) -> float:
     """Return the bits a value of heads of 128 columns, without scales."""
     sides = [side for kind in kinds for side in kind]
     return sum(width * bits for side in sides for width, bits in side) / (128 * len(sides))

@@ -17,6 +17,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,18 @@ def parts() -> dict[str, str]:
     return found
 
 
-def small(line: str) -> str:
-    """Return a part small enough for two cores: other lengths, the reference model's shape."""
+def small(line: str, shape: Path) -> str:
+    """Return a part small enough for two cores: other lengths, the reference model.
+
+    Of a part that draws weights for some layers of a shape, it is the reference model's `shape`.
+    """
     words, found = shlex.split(line), []
     changed = {
         "--input-len": "128,256",
         "--output-len": "16,32",
         "--batch": "1",
         "--layers": "2",
-        "--model": "reference",
+        "--model": str(shape) if "--layers" in words else "reference",
     }
     skipped = False
     for word, value in zip(words, [*words[1:], ""], strict=True):
@@ -94,6 +98,15 @@ def small(line: str) -> str:
         else:
             found.append(word)
     return shlex.join([*found, "--device", "cpu"])
+
+
+def reference_shape(records: Path) -> Path:
+    """Return a folder with what the reference model's shape is read from, and no weights."""
+    folder = records / "reference-shape"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = files("kvprof") / "assets" / "reference" / "config.json"
+    (folder / "config.json").write_text(config.read_text("utf-8"), "utf-8")
+    return folder
 
 
 def of_recipe(line: str, cells: Path) -> dict[str, Any] | None:
@@ -171,7 +184,7 @@ def show(name: str, part: dict[str, Any]) -> None:
         if case["overhead"] is not None:
             line += f", timing costs {100 * case['overhead']:.1f} %"
         print(line)
-    for row in part.get("check") or ():
+    for row in (part.get("check") or {}).get("rows", ()):
         print(f"  {name}: {json.dumps(row)[:240]}")
     for text in part.get("warnings", ()):
         print(f"  note: {text}"[:240])
@@ -205,7 +218,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     def measure(name: str) -> dict[str, Any]:
-        line = small(known[name]) if arguments.small else known[name]
+        line = known[name]
+        if arguments.small:
+            line = small(line, reference_shape(arguments.records))
         path = arguments.records / name / "result.json"
         found = of_recipe(line, arguments.cells) if arguments.cells else None
         if found is not None and not whole(path):

@@ -50,7 +50,9 @@ def calibrate_on_few(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         calibrator,
         "parse_source",
-        lambda text, **more: whole("random:256" if text == "random:8k" else text, **more),
+        lambda text, **more: whole(
+            "random:256" if text in ("random:8k", "random:1k") else text, **more
+        ),
     )
 
 

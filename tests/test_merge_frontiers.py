@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.views.synthetic_frontier import frontier_result
-from tools.merge_frontiers import brief, identified, merged
+from tools.merge_frontiers import brief, identified, left_out, merged
 
 
 def _named(labels: list[str], rate: float, commit: str) -> dict[str, Any]:
@@ -61,3 +61,42 @@ def test_what_ships_keeps_one_point_a_row_the_shape_and_both_fingerprints() -> N
         "fingerprint_before"
         not in identified(merged([_named(["fdc"], 0.2, "a")], []), before)["inputs"]
     )
+
+
+def _calibrated_on(data: str | None, labels: list[str], commit: str) -> dict[str, Any]:
+    """Return a result of rows that --calibrate gave these data, or of rows that need none."""
+    result = _named([*labels, "full", "fp8"], 0.5, commit)
+    result["inputs"]["calibrate"] = data
+    source = data or "random"
+    named = ["fp8", *(labels if data else ())]
+    result["inputs"]["calibration"] = {x: {"source": source} for x in named}
+    return result
+
+
+def test_rows_that_need_no_calibration_join_those_of_any() -> None:
+    text, free = (
+        _calibrated_on("calibration", ["kq"], "a"),
+        _calibrated_on(None, ["per-token"], "b"),
+    )
+    for order in ([text, free], [free, text]):
+        found = merged(order, [])
+        assert found["inputs"]["calibrate"] == "calibration"
+        assert {row["label"] for row in found["data"]["methods"]} == {
+            "kq", "per-token", "full", "fp8",
+        }  # fmt: skip
+        # Not FP8's of the result that calibrated it on something else.
+        assert found["inputs"]["calibration"]["fp8"] == {"source": "calibration"}
+    with pytest.raises(ValueError, match="calibrate: random:8k is not calibration"):
+        merged([text, _calibrated_on("random:8k", ["fdc"], "c")], [])
+    own = _named(["kq-wf"], 0.5, "d")
+    with pytest.raises(ValueError, match="kq-wf is calibrated on its own data"):
+        merged([text, own], [])
+
+
+def test_what_is_left_out_is_named() -> None:
+    stopped = _named(["fdc", "kq"], 0.2, "a")
+    stopped["data"]["methods"][0]["reason"] = "interrupted"
+    again = _named(["palu"], 0.2, "a")
+    again["data"]["methods"][0] |= {"points": [], "reason": "no such heads"}
+    found = merged([stopped, again], [])
+    assert left_out([stopped, again], found) == ["fdc: interrupted", "palu: no such heads"]

@@ -9,7 +9,6 @@ a new record shows in every page that quotes it.
 
 import argparse
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -245,7 +244,8 @@ def _running(*records: str) -> str:
             points = [one for one in row["points"] if one["rate"] == row["max_rate"]]
             # A row of no rate that keeps its targets tells what the lowest one keeps.
             point = points[0] if points else min(row["points"], key=itemgetter("rate"))
-            low, high = point["relative_accuracy_interval"] or (math.nan, math.nan)
+            bounds = point["relative_accuracy_interval"]
+            within = f" ({bounds[0]:.3f}–{bounds[1]:.3f})" if bounds else ""
             kernel, long = point["kernel"], point["long_context"]
             speeds = (f"{one['speedup']:.2f}× ({one['batch']})" for one in row["speeds"])
             tasks = (f"{task} {one['accuracy']:.2f}" for task, one in point["tasks"].items())
@@ -254,7 +254,7 @@ def _running(*records: str) -> str:
                 f"`{row['label']}`",
                 source,
                 f"{point['rate']:.3f}" + ("" if points else ", misses"),
-                f"{point['relative_accuracy']:.3f} ({low:.3f}–{high:.3f})",
+                f"{point['relative_accuracy']:.3f}{within}",
                 " / ".join(tasks),
                 f"{long['rate']:.3f}",
                 f"{long['bytes_per_token']:,.0f}",
@@ -511,6 +511,25 @@ def _answers(name: str) -> str:
     return _rows(("task", "chance", "uncompressed", *names), rows)
 
 
+def _uncompressed(*names: str) -> str:
+    """Return what the uncompressed model answers by task and length, a column for every record."""
+    full = [_record(f"findings/{name}.json")["data"]["evaluations"][0] for name in names]
+    lengths = [_record(f"findings/{name}.json")["inputs"]["task_lengths"] for name in names]
+
+    def cell(one: dict[str, Any] | None) -> str:
+        if one is None:
+            return MISSING
+        words = f"{one['accuracy']:.2f}"
+        return words if one["judges"] else f"{words}, cannot judge ({one['chance']:.2f})"
+
+    tasks = dict.fromkeys(task for one in full for task in one["tasks"])
+    rows = [
+        (f"`{task.replace('_', '-')}`", *(cell(one["tasks"].get(task)) for one in full))
+        for task in tasks
+    ]
+    return _rows(("task", *(f"{number(length)} tokens" for (length,) in lengths)), rows)
+
+
 def _kept(one: dict[str, Any] | None) -> tuple[str, str]:
     if one is None:
         return MISSING, MISSING
@@ -602,7 +621,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
     "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
     "widths": _widths, "rotations": _rotations, "running": _running, "decoded": _decoded,
-    "answers": _answers,
+    "answers": _answers, "uncompressed": _uncompressed,
 }  # fmt: skip
 
 

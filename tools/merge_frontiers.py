@@ -7,13 +7,16 @@ r"""Join frontiers of one model on one sample into one record that can be commit
         --to kvprof/assets/frontier/reference.json
 
 Methods can be searched by several processes at once; rows that were interrupted are left out but
-for those that --interrupted names, which keep that word as their reason. The worst tokens of every
-evaluation are left out. Rows that --replace names are those of the last result that has them. The
-environment is the first result's; ``inputs.joined`` says which rows another one brought, when, and
-with which commit of kvprof. --brief keeps of every method the one point that met
-the target furthest out (or the lowest), and adds the model's shape: what ``kvprof plan --fit``
-needs ships with kvprof. --fingerprint gives the model the fingerprint that it has by now, where
-kvprof reckoned it otherwise when the rows were measured; ``inputs.fingerprint_before`` keeps that.
+for those that --interrupted names, which keep that word as their reason. Results of rows that need
+no calibration, run without ``--calibrate``, join those of any: of ``full`` and ``fp8``, which stand
+in all, the first calibrated result's is taken. What is left out is printed. The worst tokens of
+every evaluation are left out. Rows that --replace names are those of the last result that has them.
+The environment is the first result's; ``inputs.joined`` says which rows another one brought, when,
+and with which commit of kvprof. --speeds are results of ``kvprof bench`` at 100k tokens, whose
+speeds rows of their rates get. --brief keeps of every method the one point that met the target
+furthest out (or the lowest), and adds the model's shape: what ``kvprof plan --fit`` needs ships
+with kvprof. --fingerprint gives the model the fingerprint that it has by now, where kvprof reckoned
+it otherwise when the rows were measured; ``inputs.fingerprint_before`` keeps that.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from typing import Any
 
 from kvprof.benchmark.shapes import load_shape
 from kvprof.evaluation.recorded_speeds import attach_speeds, load_speeds
+from kvprof.methods.named import ALWAYS
 from kvprof.records.files import read_result, write_result
 from kvprof.records.schema import validate_result
 
@@ -38,7 +42,6 @@ _SAMPLE = (
     "protocol",
     "metric",
     "target",
-    "calibrate",
     "seed",
 )
 
@@ -63,6 +66,8 @@ def merged(
         row that should be replaced.
     """
     first = json.loads(json.dumps(results[0]))
+    asked = next((x["inputs"]["calibrate"] for x in results if x["inputs"]["calibrate"]), None)
+    first["inputs"]["calibrate"] = asked
     rows: dict[str, dict[str, Any]] = {}
     calibration: dict[str, Any] = {}
     joined: list[dict[str, Any]] = first["inputs"].get("joined", [])
@@ -72,6 +77,9 @@ def merged(
         for key in _SAMPLE:
             if result["inputs"][key] != first["inputs"][key]:
                 raise ValueError(f"{key}: {result['inputs'][key]} is not {first['inputs'][key]}")
+        free = asked is not None and result["inputs"]["calibrate"] is None
+        if not free and result["inputs"]["calibrate"] != asked:
+            raise ValueError(f"calibrate: {result['inputs']['calibrate']} is not {asked}")
         own, others = ({**one["inputs"].get("targets", {})} for one in (first, result))
         if own and others and own != others:  # records of one target do not name it twice
             raise ValueError(f"targets: {others} is not {own}")
@@ -80,6 +88,10 @@ def merged(
             if stopped or not row["points"]:
                 continue
             label = row["label"]
+            if free and label in ALWAYS:
+                continue
+            if free and label in result["inputs"]["calibration"]:
+                raise ValueError(f"{label} is calibrated on its own data, not on {asked}")
             if label in replace and label in rows:
                 again.add(label)
             elif label in rows:
@@ -124,6 +136,17 @@ def _without(one: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
     return {**one, "methods": [label for label in one["methods"] if label not in labels]}
 
 
+def left_out(results: list[dict[str, Any]], kept: dict[str, Any]) -> list[str]:
+    """Return which rows no result brought whole, each with its reason."""
+    have = {row["label"] for row in kept["data"]["methods"]}
+    reasons = {
+        row["label"]: row["reason"] or "nothing was measured"
+        for result in results
+        for row in result["data"]["methods"]
+    }
+    return [f"{label}: {reason}" for label, reason in reasons.items() if label not in have]
+
+
 def brief(result: dict[str, Any]) -> dict[str, Any]:
     """Keep one point of every row, and say what shape the model has."""
     for row in result["data"]["methods"]:
@@ -158,6 +181,8 @@ def main() -> None:
     arguments = parser.parse_args()
     results = [read_result(path) for path in arguments.results]
     result = merged(results, arguments.interrupted, arguments.replace)
+    for line in left_out(results, result):
+        print(f"left out: {line}")
     if arguments.speeds:
         attach_speeds(result["data"], load_speeds(arguments.speeds))
     if arguments.brief:

@@ -17,7 +17,6 @@ from scipy.optimize import nnls
 
 __all__ = [
     "Integral",
-    "Prediction",
     "between",
     "beyond",
     "integral",
@@ -45,23 +44,6 @@ class Integral(NamedTuple):
 
     value: float
     error: float | None
-
-
-class Prediction(NamedTuple):
-    """A time at a length that was not measured.
-
-    Attributes
-    ----------
-    value : float
-    coefficients : tuple of float
-        Of 1, T and T², none of them negative.
-    misfit : float
-        Largest relative distance of the curve from what it was fitted to.
-    """
-
-    value: float
-    coefficients: tuple[float, ...]
-    misfit: float
 
 
 def ladder(ends: Iterable[int], ratio: float = 2.0) -> list[int]:
@@ -220,7 +202,7 @@ def _line_mean(
     return float(np.trapezoid(np.interp(places, nodes, values), places)) / (high - low)
 
 
-def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: int) -> Prediction:
+def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: int) -> float:
     """Predict a time at a length that is too long to measure.
 
     ``a + b·T (+ c·T²)`` with no negative coefficient, fitted to relative distances: linear layers
@@ -246,10 +228,7 @@ def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: 
     terms = (np.asarray(lengths, dtype=np.float64)[:, None] / longest) ** powers
     seconds = np.asarray(values, dtype=np.float64)
     found, _ = nnls(terms / seconds[:, None], np.ones(len(seconds)))
-    misfit = float(np.abs(terms @ found / seconds - 1).max())
-    value = float(((at / longest) ** powers) @ found)
-    coefficients = tuple(float(c / longest**p) for c, p in zip(found, powers, strict=True))
-    return Prediction(value, coefficients, misfit)
+    return float(((at / longest) ** powers) @ found)
 
 
 def percentiles(values: Sequence[float], shares: Sequence[float] = SHARES) -> dict[str, float]:

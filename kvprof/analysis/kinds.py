@@ -88,18 +88,6 @@ class Lattice:
     key_cost: Floats
     value_cost: Floats
 
-    def loss(self, pairs: Sequence[tuple[int, int]]) -> float:
-        """Return what an assignment loses: a pair of places on the lattice for every head."""
-        keys, values = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-        heads = np.arange(len(pairs))
-        return float(self.key_loss[heads, keys].sum() + self.value_loss[heads, values].sum())
-
-    def cost(self, pairs: Sequence[tuple[int, int]]) -> float:
-        """Return what an assignment costs."""
-        keys, values = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-        heads = np.arange(len(pairs))
-        return float(self.key_cost[heads, keys].sum() + self.value_cost[heads, values].sum())
-
 
 @dataclass(eq=False)
 class KindChooser:

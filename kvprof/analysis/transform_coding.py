@@ -188,19 +188,6 @@ class BlockErrors:
         self._top = 2.0 * float(self._errors[0][:, 0].sum()) or 1.0
         self._known: dict[int, Blocks] = {}
 
-    def error(self, blocks: Blocks) -> float:
-        """Return the mean squared error per token of blocks that `priced` may return."""
-        total, start = 0.0, 0
-        for width, bits in blocks:
-            stop = start + width
-            if not bits:
-                total += float(self._errors[0][start:stop, 0].sum())
-            else:
-                level = next(x for x, size in enumerate(SIZES) if size >= width)
-                total += float(self._errors[level][start // SIZES[level], BITS.index(bits)])
-            start = stop
-        return total
-
     def priced(self, price: float) -> Blocks:
         """Return the blocks of least ``error + price * bytes`` per token.
 

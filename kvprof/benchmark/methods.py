@@ -23,7 +23,8 @@ from kvprof.methods.kvtc import AT_REST
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.models.load import load_model
-from kvprof.moments.calibrator import CalibrationOptions, Calibrator, uncalibrated_family
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.layer import LayerSpec
 from kvprof.runtime.backends.route import storage_of, why_not

@@ -10,12 +10,11 @@ from typing import Any
 from kvprof.benchmark.shapes import Shape, layout_of
 from kvprof.errors import UsageError
 from kvprof.kernels.segments.codes import Bits
-from kvprof.kernels.segments.layout import SideKind, width_of
+from kvprof.kernels.segments.side import SideKind, width_of
 from kvprof.methods.accounting import layer_bytes
 from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.methods.storage import ROW_RMS
 from kvprof.methods.tokens import segments
-from kvprof.runtime.backends.segment_store import columns_of, shared_columns, stored_as
+from kvprof.runtime.backends.segment_store import kinds_of, shared_columns, stored_as
 
 __all__ = [
     "Part",
@@ -154,12 +153,12 @@ class Part:
     tokens : int
     keys, values : tuple of int
         Widths per stored head.
-    key_bits, value_bits : int, "fp8", "uniform-rms" or None
-        None for values of the run's dtype.
+    key_bits, value_bits : int, str or None
+        Formats of the kernels; None for values of the run's dtype.
     columns : int or None
         That share a scale; None for a token's whole row.
     kinds : tuple of (SideKind, SideKind)
-        Per stored head what its keys and values are like: widths, or bits by column.
+        Per stored head what its keys and values are like.
     """
 
     tokens: int
@@ -194,20 +193,13 @@ def stored_parts(plan: Plan, tokens: int) -> list[Part]:
         key_bits = stored_as(applied, applied.keys if applied else None, segment.level)
         value_bits = stored_as(applied, applied.values if applied else None, segment.level)
         columns = _COLUMNS if applied is None else shared_columns(applied)
-        sides: list[tuple[SideKind, ...]] = []
-        for bits, side, own in (
-            (key_bits, applied.keys if applied else None, layer.keys.groups),
-            (value_bits, applied.values if applied else None, layer.values.groups),
-        ):
-            by_column = bits in ROW_RMS
-            sides.append(
-                tuple(
-                    columns_of(group, side, segment.level)
-                    if by_column
-                    else group.ranks[segment.level]
-                    for group in own
-                )
+        sides = [
+            kinds_of(own, side, bits, segment.level)
+            for bits, side, own in (
+                (key_bits, applied.keys if applied else None, layer.keys.groups),
+                (value_bits, applied.values if applied else None, layer.values.groups),
             )
+        ]
         keys, values = (tuple(map(width_of, side)) for side in sides)
         kinds = tuple(zip(*sides, strict=True))
         found.append(Part(segment.tokens, keys, values, key_bits, value_bits, columns, kinds))

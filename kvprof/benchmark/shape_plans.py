@@ -2,7 +2,7 @@
 
 What a kernel does follows from widths, bits and levels, not from what bases hold. So a method plans
 here as it does anywhere, on moments that are the same for every head
-(`kvprof.moments.calibrator.stand_in_family`). Those whose ranks are known are given them: ``fdc``
+(`kvprof.moments.uncalibrated.stand_in_family`). Those whose ranks are known are given them: ``fdc``
 and ``kq`` the recorded ones (`kvprof.benchmark.ranks`), ``palu`` equal ones, ``tale`` its published
 setting. The benchmark's own are ``uniform``, which is ``fdc`` with equal widths, and
 ``palu-folded``, which is ``palu`` on the shape as it were without RoPE (Palu eq. 7).
@@ -35,7 +35,7 @@ from kvprof.methods.quantisers import per_token
 from kvprof.methods.registry import METHODS, calibration_needs, on_top, plan_family, typed_options
 from kvprof.methods.tale import PUBLISHED_BITS, PUBLISHED_SHARE
 from kvprof.models.layout import ModelLayout
-from kvprof.moments.calibrator import Laid, stand_in_family
+from kvprof.moments.uncalibrated import Laid, stand_in_family
 
 __all__ = [
     "Asked",

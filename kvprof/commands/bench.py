@@ -7,7 +7,6 @@ import typer
 
 from kvprof import console
 from kvprof.commands import completion
-from kvprof.commands.bench_device import resolve_device
 from kvprof.commands.bench_jct import (
     BaselineOption,
     CapacityOption,
@@ -49,7 +48,7 @@ from kvprof.commands.bench_load import (
     UrlOption,
     bench_load,
 )
-from kvprof.commands.options import MODEL, read_counts, share_option
+from kvprof.commands.options import MODEL, read_counts, resolve_device, share_option
 from kvprof.commands.output import (
     CsvOption,
     ForceOption,
@@ -60,11 +59,9 @@ from kvprof.commands.output import (
     SvgOption,
 )
 from kvprof.dtypes import read_dtype
-from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import BENCHED, check_names, method_entries
-from kvprof.records.result import build_result
 
 if TYPE_CHECKING:
     from kvprof.benchmark.request import BenchRequest
@@ -319,7 +316,6 @@ def bench(
     from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
     from kvprof.benchmark.run import run_bench
     from kvprof.commands.steps import calibration_interrupts
-    from kvprof.views import bench as view
 
     request = BenchRequest(
         shape="Llama-3.1-8B" if model is None else model,
@@ -342,22 +338,13 @@ def bench(
             data, warnings = run_bench(request, progress=console.track, should_stop=stop)
         stopped = data.get("stopped")
         complete = stopped is None and not stop()
-        result = build_result(
+        outputs.end(
             "bench",
-            environment=collect_environment(),
             inputs=_inputs(request, data),
             data=data,
             warnings=warnings,
             complete=complete,
-            incomplete_reason=stopped,
-        )
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
-            figure=lambda: view.figure(result),
             problem=FailedError(stopped) if stopped is not None else None,
-            interrupted=not complete,
         )
 
 

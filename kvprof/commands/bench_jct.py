@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.bench_device import resolve_device
-from kvprof.commands.options import read_counts
+from kvprof.commands.options import read_counts, resolve_device
 from kvprof.commands.output import Outputs
 from kvprof.dtypes import read_dtype
-from kvprof.errors import ExitCode, UsageError
+from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.records.fold import result_of
-from kvprof.records.journal import EVENTS_NAME, Journal
+from kvprof.records.journal import Journal
 from kvprof.sizes import parse_count
 
 if TYPE_CHECKING:
@@ -214,29 +212,11 @@ def bench_jct(asked: JctOptions, outputs: Outputs, **given: Any) -> None:
     KvprofError
         As `kvprof.benchmark.jct.run.run_jct`; what was measured is shown and kept before.
     """
-    events = outputs.out / EVENTS_NAME if outputs.out is not None else None
-    outputs.check([events] if events is not None else [])
+    outputs.check([outputs.events] if outputs.events is not None else [])
     request = _request(asked, **given)
-    from kvprof.views import jct as view
-
     with graceful_interrupt() as stop:
-        journal, problem = _measured(request, events, outputs.force, stop)
-        if not journal.measured:
-            if problem is not None:
-                raise problem
-            console.error("interrupted before anything was measured; there is no result")
-            raise typer.Exit(ExitCode.INTERRUPTED)
-        recording = journal.recording()
-        result = result_of(recording.events, damage=recording.damage)
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
-            figure=lambda: view.figure(result),
-            lost=[journal.failure] if journal.failure is not None else [],
-            problem=problem,
-            interrupted=stop(),
-        )
+        journal, problem = _measured(request, outputs.events, outputs.force, stop)
+        outputs.end_recorded(journal, problem=problem, interrupted=stop())
 
 
 def _request(

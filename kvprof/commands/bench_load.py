@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,7 +305,7 @@ def _simulate(
     _refuse_beside_simulate(asked, plans, rate)
     served = None if asked.against is None else served_load(asked.against)
     if served is not None:
-        asked, own = _as_served(asked, served.inputs, served.rates), served.inputs
+        asked, own = served.asked_again(asked), served.inputs
         if requests is None and asked.seconds is None:
             requests, seconds = own.get("requests"), own.get("seconds")
             asked = replace(asked, seconds=seconds)
@@ -337,36 +337,6 @@ def _simulate(
         outputs,
         mode="simulated",
         more=None if served is None else lambda data: {"against": served.held(data)},
-    )
-
-
-def _as_served(asked: LoadOptions, inputs: Mapping[str, Any], rates: str) -> LoadOptions:
-    """Return the options with those of a load that was served where none were given.
-
-    Raises
-    ------
-    UsageError
-        When its lengths are of a file, which must be named again.
-    """
-    lengths = asked.lengths
-    if lengths is None:
-        known = inputs["lengths"]
-        if known["source"].endswith(" file"):
-            raise UsageError(
-                f"--against: its lengths are of the file {known['name']}; name it: --lengths FILE"
-            )
-        lengths = known["name"]
-    replicas = inputs["replicas"] if asked.replicas is None else asked.replicas
-    memory = inputs.get("memory")
-    if asked.memory is None and memory is not None:
-        asked = replace(asked, memory=f"{memory}B")
-    return replace(
-        asked,
-        lengths=lengths,
-        arrivals=asked.arrivals or inputs["arrivals"],
-        rates=asked.rates or rates,
-        replicas=replicas,
-        router=asked.router or (inputs["router"] if replicas > 1 else None),
     )
 
 

@@ -8,16 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from kvprof import console
 from kvprof.commands.output import Outputs
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
+from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
-from kvprof.records.fold import fold, result_of
-from kvprof.records.journal import EVENTS_NAME, Journal, find_events, read_events
+from kvprof.records.fold import fold
+from kvprof.records.journal import Journal, find_events, read_events
 from kvprof.records.result import to_plain
 from kvprof.version import __version__
 
@@ -58,9 +56,7 @@ def measure_and_show(
     KvprofError
         What ended the run before anything was measured.
     """
-    from kvprof.views import load as view
-
-    path = outputs.out / EVENTS_NAME if outputs.out is not None else None
+    path = outputs.events
     earlier = _earlier(outputs, inputs)
     if earlier is not None:
         # What is there is an unfinished run's: it is carried over, and then replaced.
@@ -75,21 +71,7 @@ def measure_and_show(
         )
         if not journal.measured:
             _leave_nothing(path, journal)
-            if problems:
-                raise problems[0]
-            console.error("interrupted before anything was measured; there is no result")
-            raise typer.Exit(ExitCode.INTERRUPTED)
-        recording = journal.recording()
-        result = result_of(recording.events, damage=recording.damage)
-        outputs.finish(
-            result,
-            lambda width, colour: view.report(result, width, colour=colour),
-            csv_text=lambda: view.to_csv(result),
-            figure=lambda: view.figure(result),
-            lost=[journal.failure] if journal.failure is not None else [],
-            problem=problems[0] if problems else None,
-            interrupted=stop(),
-        )
+        outputs.end_recorded(journal, problem=problems[0] if problems else None, interrupted=stop())
 
 
 def _leave_nothing(path: Path | None, journal: Journal) -> None:

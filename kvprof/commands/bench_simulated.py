@@ -1,7 +1,7 @@
 """``kvprof bench --load --simulate``: what it is asked for, and the targets that simulate."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from kvprof.records.load_against import against, differing
 from kvprof.sizes import parse_count
 
 if TYPE_CHECKING:
+    from kvprof.commands.bench_load import LoadOptions
     from kvprof.serving.load.step_records import ModelSteps
     from kvprof.serving.load.target import LoadTarget
 
@@ -55,6 +56,36 @@ class Served:
     def methods(self) -> tuple[str, ...]:
         """The methods that it completed a rate of."""
         return tuple(dict.fromkeys(r["method"] for r in self.data["rates"] if r["complete"]))
+
+    def asked_again(self, asked: "LoadOptions") -> "LoadOptions":
+        """Return the options with those of this load where none were given.
+
+        Raises
+        ------
+        UsageError
+            When its lengths are of a file, which must be named again.
+        """
+        inputs, lengths = self.inputs, asked.lengths
+        if lengths is None:
+            known = inputs["lengths"]
+            if known["source"].endswith(" file"):
+                raise UsageError(
+                    f"--against: its lengths are of the file {known['name']}; "
+                    "name it: --lengths FILE"
+                )
+            lengths = known["name"]
+        replicas = inputs["replicas"] if asked.replicas is None else asked.replicas
+        memory = inputs.get("memory")
+        if asked.memory is None and memory is not None:
+            asked = replace(asked, memory=f"{memory}B")
+        return replace(
+            asked,
+            lengths=lengths,
+            arrivals=asked.arrivals or inputs["arrivals"],
+            rates=asked.rates or self.rates,
+            replicas=replicas,
+            router=asked.router or (inputs["router"] if replicas > 1 else None),
+        )
 
     def refuse_others(self, inputs: Mapping[str, Any]) -> None:
         """Refuse a load of other requests, or at other times.
@@ -121,9 +152,9 @@ class Simulation:
         Raises
         ------
         UsageError
-            As `kvprof.serving.load.simulated.engine_settings`.
+            As `kvprof.serving.load.simulator.engine_settings`.
         """
-        from kvprof.serving.load.simulated import engine_settings
+        from kvprof.serving.load.simulator import engine_settings
 
         engine = engine_settings(self.steps, labels[0], memory, **self.settings)
         return {
@@ -141,9 +172,9 @@ class Simulation:
         Raises
         ------
         UsageError
-            As `kvprof.serving.load.simulated.engine_settings`.
+            As `kvprof.serving.load.simulator.engine_settings`.
         """
-        from kvprof.serving.load.simulated import SimulatedTarget, engine_settings
+        from kvprof.serving.load.simulator import SimulatedTarget, engine_settings
 
         own = {**self.settings, "replicas": replicas, "route": router}
         return [

@@ -1,10 +1,10 @@
 """``kvprof compare``: what got better, what got worse, and is that sure?"""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
 from kvprof.commands.run_source import checked_report, complete_runs, load_run
@@ -65,10 +65,6 @@ def compare(
             "by more"
         )
 
-    def shown(result: dict[str, Any], width: int, colour: bool) -> RenderableType:
-        draw = checked_report(read, lambda *form: report(result, *form, whole=whole))
-        return draw(width, colour)
-
     outputs.end(
         "compare",
         inputs={"runs": names, "fail_over": limit},
@@ -79,7 +75,7 @@ def compare(
             if not one["complete"]
         ],
         problem=worse,
-        report=shown,
+        report=checked_report(read, partial(report, whole=whole)),
     )
 
 

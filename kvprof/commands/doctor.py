@@ -60,9 +60,13 @@ def doctor(
         warnings += _left_over()
     for warning in warnings:
         console.warn(warning)
-    outputs.end("doctor", inputs={"measure": measure}, data=data, warnings=warnings)
-    if not data["usable"]:
-        raise typer.Exit(ExitCode.LACKING)
+    outputs.end(
+        "doctor",
+        inputs={"measure": measure},
+        data=data,
+        warnings=warnings,
+        code=ExitCode.DONE if data["usable"] else ExitCode.LACKING,
+    )
 
 
 def _examine(measure: bool, warnings: list[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvprof import console
 from kvprof.commands import completion
 from kvprof.commands.options import (
     DATA,
@@ -37,8 +36,15 @@ from kvprof.commands.options import (
     check_choice,
     method_options,
 )
-from kvprof.commands.output import CsvOption, ForceOption, JsonOption, OutOption, Outputs
-from kvprof.errors import ExitCode, UsageError
+from kvprof.commands.output import (
+    CsvOption,
+    ForceOption,
+    JsonOption,
+    OutOption,
+    Outputs,
+    end_without_result,
+)
+from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names
 
@@ -179,8 +185,7 @@ def eval(
     with graceful_interrupt() as stop:
         plans = make_plans(loaded, request, sample, stop)
         if stop():
-            console.error("interrupted before anything was evaluated; there is no result")
-            raise typer.Exit(ExitCode.INTERRUPTED)
+            end_without_result("interrupted before anything was evaluated; there is no result")
         run = run_evaluations(loaded, sample, plans, chosen, stop)
         outputs.end(
             "eval",

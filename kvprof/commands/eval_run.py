@@ -4,11 +4,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from kvprof import console
-from kvprof.commands.steps import Sample, calibration_options, check_reach, plan_of
-from kvprof.errors import ExitCode, UsageError
+from kvprof.commands.steps import (
+    Sample,
+    calibration_interrupts,
+    calibration_options,
+    check_reach,
+    plan_of,
+)
+from kvprof.errors import UsageError
 from kvprof.evaluation.evaluator import hidden_in_one_pass, refuse_hidden
 from kvprof.evaluation.harness import (
     HarnessSettings,
@@ -24,8 +28,10 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, typed_options
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator, uncalibrated_family
+from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import check_separate
+from kvprof.moments.uncalibrated import uncalibrated_family
+from kvprof.runtime.backends.route import kernel_facts
 
 __all__ = [
     "EvalRun",
@@ -247,7 +253,7 @@ def _from_methods(
             )
         calibrator.expect(method, **request.options_of(method))
     plans = []
-    try:
+    with calibration_interrupts("nothing was evaluated"):
         for method in methods:
             family = calibrator.family(method, **request.options_of(method))
             if method in ALWAYS:
@@ -257,9 +263,6 @@ def _from_methods(
                 plans.append(
                     plan_of(loaded, family, request.rate, request.removal, evaluator.context)
                 )
-    except CalibrationInterrupted as cause:
-        console.error(f"calibration {cause}: nothing was evaluated, and nothing is kept")
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
     return plans
 
 
@@ -336,7 +339,7 @@ def run_evaluations(
                 break
             run.warnings += evaluation["warnings"]
             run.complete = evaluation["complete"]
-            data["evaluations"].append({**evaluation, "plan": _described(plan)})
+            data["evaluations"].append({**evaluation, "plan": _described(plan, loaded)})
     if harness is not None and run.complete:
         _run_harness(loaded, plans, harness, run, stop)
     return run
@@ -376,9 +379,10 @@ def _run_harness(
             return
 
 
-def _described(plan: Plan) -> dict[str, Any]:
+def _described(plan: Plan, loaded: LoadedModel) -> dict[str, Any]:
     """Return what a reader wants to know of a plan beyond its rate."""
     return {
+        "kernel": kernel_facts(plan, loaded),
         "dim_rate": dim_rate(plan),
         "paper_rate": paper_rate(plan),
         "made": _public(plan.made),

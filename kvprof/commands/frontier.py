@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from kvprof import console
 from kvprof.commands import completion
 from kvprof.commands.options import (
     AllocationOption,
@@ -39,8 +38,9 @@ from kvprof.commands.output import (
     Outputs,
     PngOption,
     SvgOption,
+    end_without_result,
 )
-from kvprof.errors import ExitCode, UsageError
+from kvprof.errors import UsageError
 from kvprof.evaluation.recorded_speeds import load_speeds
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
@@ -193,8 +193,7 @@ def frontier(
             measured,
         )
         if run is None:
-            console.error("interrupted before anything could be compared; there is no result")
-            raise typer.Exit(ExitCode.INTERRUPTED)
+            end_without_result("interrupted before anything could be compared; there is no result")
         outputs.end(
             "frontier",
             inputs={

@@ -24,14 +24,10 @@ from kvprof.methods.named import ALWAYS
 from kvprof.methods.needs import runtime_needs
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import (
-    CalibrationInterrupted,
-    CalibrationOptions,
-    Calibrator,
-    uncalibrated_family,
-)
+from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
 from kvprof.moments.tokens import check_separate
-from kvprof.runtime.backends.route import kernel_reasons
+from kvprof.moments.uncalibrated import uncalibrated_family
+from kvprof.runtime.backends.route import kernel_facts
 from kvprof.sources.grammar import Source
 
 __all__ = ["FrontierRun", "keep_rates", "run_frontier"]
@@ -108,7 +104,7 @@ def run_frontier(
     """
     tasks = list(dict.fromkeys(item.task for item in evaluator.items))
     for target in options.targets:
-        check_metric(target.metric, tasks, what=options.names(target))
+        check_metric(target.metric, tasks, what=options.metric_option)
     warnings: list[str] = []
     calibration_of: dict[str, dict[str, Any]] = {}
 
@@ -203,15 +199,9 @@ def run_frontier(
 def _facts(loaded: LoadedModel, plan: Plan) -> dict[str, Any]:
     """Return what running a plan takes, and what it stores of a long context."""
     itemsize = loaded.dtype.itemsize
-    reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
-    refused = [reason for reason in reasons if reason is not None]
     return {
         "needs": runtime_needs(plan),
-        "kernel": {
-            "layers": len(reasons) - len(refused),
-            "of": len(reasons),
-            "reason": refused[0] if refused else None,
-        },
+        "kernel": kernel_facts(plan, loaded),
         "long_context": {
             "context": LONG_CONTEXT,
             "bytes_per_token": bytes_at(plan, LONG_CONTEXT, itemsize=itemsize).total / LONG_CONTEXT,

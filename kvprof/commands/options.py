@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from kvprof import console
 from kvprof.commands.completion import methods, models
-from kvprof.errors import UsageError
+from kvprof.errors import LackingError, UsageError
 from kvprof.methods.named import check_names, options_in
 from kvprof.sizes import parse_counts, parse_share, second_reading
 
@@ -56,6 +56,7 @@ __all__ = [
     "method_options",
     "parse_rates",
     "read_counts",
+    "resolve_device",
     "share_option",
 ]
 
@@ -193,6 +194,39 @@ TrustOption = Annotated[
         help="Run code from the model's repository. Off.",
     ),
 ]
+
+
+_DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
+
+
+def resolve_device(name: str) -> str:
+    """Return where a benchmark runs, ``cpu`` or ``cuda:N``; say what to do without such a GPU.
+
+    Raises
+    ------
+    UsageError
+        For another name.
+    LackingError
+        When there is no such GPU.
+    """
+    match = _DEVICE.fullmatch(name)
+    if match is None and name != "auto":
+        raise UsageError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:1")
+    if name == "cpu":
+        return name
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(match[1] or 0) if match is not None else 0
+    if index < gpus:
+        return f"cuda:{index}"
+    if match is None:
+        return "cpu"
+    instead = f"the last one is cuda:{gpus - 1}" if gpus else "--device cpu measures the CPU"
+    raise LackingError(
+        f"--device {name}: torch sees {gpus or 'no'} CUDA GPU{'' if gpus == 1 else 's'} here; "
+        f"{instead}, and kvprof doctor shows what this machine has"
+    )
 
 
 def check_rate(rate: float | None) -> None:

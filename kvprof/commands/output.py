@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from kvprof import console
 from kvprof.commands.options import OUTPUT
-from kvprof.console import deliver, spill
 from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
 from kvprof.records.files import (
@@ -22,7 +22,8 @@ from kvprof.records.files import (
     write_beside,
     write_bytes_atomic,
 )
-from kvprof.records.journal import find_events, remove_other_events
+from kvprof.records.fold import result_of
+from kvprof.records.journal import EVENTS_NAME, Journal, find_events, remove_other_events
 from kvprof.records.result import build_result
 from kvprof.requirements import extra_command
 from kvprof.views import kinds
@@ -37,6 +38,7 @@ __all__ = [
     "Report",
     "SvgOption",
     "check_folder",
+    "end_without_result",
 ]
 
 
@@ -54,6 +56,23 @@ def check_folder(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
+
+
+def end_without_result(told: str) -> NoReturn:
+    """End a command that was interrupted before there was anything to show or keep.
+
+    Parameters
+    ----------
+    told : str
+        One line that says what there is not.
+
+    Raises
+    ------
+    typer.Exit
+        With 130.
+    """
+    console.error(told)
+    raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def _destination(option: str, metavar: str, text: str) -> Any:
@@ -81,15 +100,18 @@ ForceOption = Annotated[
     bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files that exist.")
 ]
 
-#: Makes what Rich prints, or None, of the terminal's width and whether it has colour.
-Report = Callable[[int, bool], Any]
+#: Makes what Rich prints, or None, of a result, the terminal's width and whether it has colour.
+Report = Callable[[dict[str, Any], int, bool], Any]
 
 _STDOUT = Path("-")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The destinations that a command was given.
+    """The destinations that a command was given, and how it ends.
+
+    A command that measures ends by `end`, one that measured into a journal by `end_recorded`; both
+    end by `finish`, as does one that shows a result that was there.
 
     Attributes
     ----------
@@ -114,6 +136,11 @@ class Outputs:
     def report_to_stdout(self) -> bool:
         """Whether stdout is free for the report; it is not when JSON or CSV goes there."""
         return _STDOUT not in (self.json, self.csv)
+
+    @property
+    def events(self) -> Path | None:
+        """Where the events of a run go that keeps a journal; None without a folder."""
+        return self.out / EVENTS_NAME if self.out is not None else None
 
     @property
     def to_files(self) -> bool:
@@ -174,26 +201,22 @@ class Outputs:
         interrupted: bool | None = None,
         lost: Sequence[str] = (),
         keep: Callable[[dict[str, Any]], Sequence[str]] | None = None,
-        report: Callable[[dict[str, Any], int, bool], Any] = kinds.report,
+        report: Report = kinds.report,
         unheard: OSError | None = None,
+        code: ExitCode = ExitCode.DONE,
     ) -> None:
         """End a command that has measured: make its result, and `finish` with it.
-
-        The report, the CSV and the figure are those of the result's kind.
 
         Parameters
         ----------
         kind, inputs, data, warnings, complete
             Of the result, as `kvprof.records.result.build_result` takes them.
-        problem, lost, unheard
+        problem, lost, report, unheard, code
             As `finish` takes them; an incomplete result names the problem as its reason.
         interrupted : bool, optional
             Whether the user ended it; without it, whether the result is incomplete.
         keep : callable, optional
             Given the result before it is written anywhere; returns what it could not keep.
-        report : callable, optional
-            Given the result, a width and whether there is colour, where the report of the kind is
-            not all that there is to show.
 
         Raises
         ------
@@ -213,43 +236,68 @@ class Outputs:
         unkept = keep(result) if keep is not None else ()
         self.finish(
             result,
-            lambda width, colour: report(result, width, colour),
-            csv_text=lambda: _offered(kinds.csv_of(result), "--csv")(),
-            figure=lambda: _offered(kinds.figure_of(result), "--svg and --png")(),
+            report,
             lost=[*lost, *unkept],
             problem=problem,
             interrupted=not complete if interrupted is None else interrupted,
             unheard=unheard,
+            code=code,
+        )
+
+    def end_recorded(
+        self, journal: Journal, *, problem: BaseException | None = None, interrupted: bool
+    ) -> None:
+        """End a command that measured into a journal: `finish` with what its events make.
+
+        Parameters
+        ----------
+        journal : Journal
+            Closed.
+        problem, interrupted
+            As `finish` takes them.
+
+        Raises
+        ------
+        FailedError, BaseException, typer.Exit
+            As `finish`; the problem, or 130, at once where nothing was measured.
+        """
+        if not journal.measured:
+            if problem is not None:
+                raise problem
+            end_without_result("interrupted before anything was measured; there is no result")
+        recording = journal.recording()
+        self.finish(
+            result_of(recording.events, damage=recording.damage),
+            lost=[journal.failure] if journal.failure is not None else [],
+            problem=problem,
+            interrupted=interrupted,
         )
 
     def finish(
         self,
         result: dict[str, Any],
-        report: Report | None = None,
+        report: Report = kinds.report,
         *,
-        csv_text: Callable[[], str] | None = None,
-        figure: Callable[[], Any] | None = None,
         lost: Sequence[str] = (),
         problem: BaseException | None = None,
         interrupted: bool = False,
         unheard: OSError | None = None,
+        code: ExitCode = ExitCode.DONE,
     ) -> None:
         """Write a result to every destination, print its report, and leave.
 
-        A destination that fails (a disk that is full by now, a file that has come to exist) keeps
-        neither the others from being written nor the report from being printed. Where stdout fails
-        and nothing else holds the result, the report goes to stderr.
+        The report, the CSV and the figure are those of the result's kind. A destination that fails
+        (a disk that is full by now, a file that has come to exist) keeps neither the others from
+        being written nor the report from being printed. Where stdout fails and nothing else holds
+        the result, the report goes to stderr.
 
         Parameters
         ----------
         result : dict
             From `kvprof.records.result.build_result`.
         report : callable, optional
-            Given the terminal's width and whether it has colour; returns what Rich prints, or None.
-        csv_text : callable, optional
-            Returns the text for ``--csv``; called only when that was asked for.
-        figure : callable, optional
-            Returns a matplotlib figure for ``--svg`` and ``--png``.
+            Given the result, the terminal's width and whether it has colour, returns what Rich
+            prints, or None; for where the report of the kind is not all that there is to show.
         lost : sequence of str
             What else of the run could not be written, and why.
         problem : exception, optional
@@ -258,6 +306,8 @@ class Outputs:
             Whether the user ended it.
         unheard : OSError, optional
             Why stdout did not take what was to be on it before the report.
+        code : ExitCode, optional
+            With which the command ends where all of the above went well.
 
         Raises
         ------
@@ -267,23 +317,22 @@ class Outputs:
         BaseException
             The problem, if there is one.
         typer.Exit
-            With 130, when it was interrupted.
+            With 130, when it was interrupted, or with `code`.
         """
         missing = list(lost)
-        kept, refused = self._write(result, csv_text, figure, missing)
+        kept, refused = self._write(result, missing)
         unheard = unheard or refused
-        if report is not None:
 
-            def show(terminal: Console) -> None:
-                if (shown := report(terminal.width, not terminal.no_color)) is not None:
-                    terminal.print(shown)
+        def show(terminal: Console) -> None:
+            if (shown := report(result, terminal.width, not terminal.no_color)) is not None:
+                terminal.print(shown)
 
-            if self.report_to_stdout and unheard is None:
-                unheard = deliver(show)
-            # A reader that left has seen what it wanted.
-            unread = unheard is not None and unheard.errno != errno.EPIPE
-            if (unread and not kept) or (missing and self.csv == _STDOUT):
-                spill(show)
+        if self.report_to_stdout and unheard is None:
+            unheard = console.deliver(show)
+        # A reader that left has seen what it wanted.
+        unread = unheard is not None and unheard.errno != errno.EPIPE
+        if (unread and not kept) or (missing and self.csv == _STDOUT):
+            console.spill(show)
         if unheard is not None and unheard.errno != errno.EPIPE:
             missing.append(f"cannot write to stdout: {unheard.strerror or unheard}")
         if missing:
@@ -295,14 +344,10 @@ class Outputs:
             raise typer.Exit(ExitCode.INTERRUPTED)
         if unheard is not None:
             raise unheard
+        if code != ExitCode.DONE:
+            raise typer.Exit(code)
 
-    def _write(
-        self,
-        result: dict[str, Any],
-        csv_text: Callable[[], str] | None,
-        figure: Callable[[], Any] | None,
-        missing: list[str],
-    ) -> tuple[bool, OSError | None]:
+    def _write(self, result: dict[str, Any], missing: list[str]) -> tuple[bool, OSError | None]:
         """Write every file; return whether one holds the result, and what stdout failed with."""
         kept = False
         unheard: OSError | None = None
@@ -316,7 +361,7 @@ class Outputs:
                 if path == _STDOUT and isinstance(made, str):
                     # out() writes as is: print() would wrap lines and read [brackets] as markup.
                     text = made
-                    unheard = deliver(lambda console: console.out(text, end="", highlight=False))
+                    unheard = console.deliver(lambda out: out.out(text, end="", highlight=False))
                     return
                 data = made.encode("utf-8") if isinstance(made, str) else made
                 try:
@@ -348,14 +393,15 @@ class Outputs:
                 except KvprofError as failure:
                     missing.append(str(failure))
         put("--json", self.json, text)
-        if self.csv is not None:
-            put("--csv", self.csv, _offered(csv_text, "--csv"))
+        put("--csv", self.csv, lambda: str(_offered(kinds.csv_of(result), "--csv")()))
         if self.svg is not None or self.png is not None:
             from kvprof.views.figure import figure_bytes
 
-            draw = _offered(figure, "--svg and --png")
-            put("--svg", self.svg, lambda: figure_bytes(draw(), "svg"))
-            put("--png", self.png, lambda: figure_bytes(draw(), "png"))
+            def draw(form: str) -> bytes:
+                return figure_bytes(_offered(kinds.figure_of(result), f"--{form}")(), form)
+
+            put("--svg", self.svg, lambda: draw("svg"))
+            put("--png", self.png, lambda: draw("png"))
         return kept, unheard
 
     def _files(self) -> dict[str, Path]:

@@ -24,7 +24,9 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import comparison, plan_report
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import Calibrator, uncalibrated_family
+from kvprof.moments.calibrator import Calibrator
+from kvprof.moments.uncalibrated import uncalibrated_family
+from kvprof.runtime.backends.route import kernel_facts
 from kvprof.serving.refusals import check_servable
 from kvprof.views.plan import report
 
@@ -176,15 +178,18 @@ def one_plan(
         except KvprofError as problem:
             lost.append(str(problem))
     itemsize = DTYPE_BYTES[inputs["dtype"]]
+    told = plan_report(
+        made,
+        at,
+        itemsize=itemsize,
+        layout=loaded.layout if loaded is not None else None,
+        fine=rounded.fine if rounded is not None else None,
+        knob=rounded.knob if rounded is not None else None,
+    )
+    if loaded is not None:
+        told["kernel"] = kernel_facts(made, loaded)
     data = {
-        "plan": plan_report(
-            made,
-            at,
-            itemsize=itemsize,
-            layout=loaded.layout if loaded is not None else None,
-            fine=rounded.fine if rounded is not None else None,
-            knob=rounded.knob if rounded is not None else None,
-        ),
+        "plan": told,
         "comparison": None,
         "fit": None,
         "transfer": None,

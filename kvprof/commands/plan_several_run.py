@@ -35,15 +35,11 @@ from kvprof.methods.links import Link
 from kvprof.methods.named import ALWAYS, COMPARED
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
+from kvprof.methods.registry import follows_from_rate
 from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import (
-    CalibrationInterrupted,
-    CalibrationOptions,
-    Calibrator,
-    follows_from_rate,
-    uncalibrated_family,
-)
+from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
+from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.sizes import format_bytes
 from kvprof.sources.grammar import EMBEDDED, RANDOM, parse_source
 

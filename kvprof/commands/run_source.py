@@ -1,6 +1,5 @@
 """A run as the user names it: a folder, a result, the events of a run, or the recorded demo."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,12 +12,14 @@ from rich.segment import Segments
 
 from kvprof import console
 from kvprof.commands.completion import folders_here, starting
+from kvprof.commands.output import Report
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import Event
 from kvprof.records.files import RESULT_NAME, read_result, what_was_read
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, find_events, is_result_of, read_events
 from kvprof.records.schema import validate_result
+from kvprof.views.kinds import report
 
 __all__ = [
     "DEMO",
@@ -153,9 +154,7 @@ def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
     return result
 
 
-def checked_report(
-    name: str, make: Callable[[int, bool], RenderableType]
-) -> Callable[[int, bool], RenderableType]:
+def checked_report(name: str, make: Report = report) -> Report:
     """Return what draws the report of a run that was read: all of it, or an error in one line.
 
     Parameters
@@ -163,7 +162,7 @@ def checked_report(
     name : str
         The run, as the user named it.
     make : callable
-        Returns the report for a width in columns, in colour or without.
+        Given the result, a width in columns and whether there is colour, returns the report.
 
     Returns
     -------
@@ -171,9 +170,9 @@ def checked_report(
         As `make`. It raises `FailedError` when the parts of the record do not fit together.
     """
 
-    def draw(width: int, colour: bool) -> RenderableType:
+    def draw(result: dict[str, Any], width: int, colour: bool) -> RenderableType:
         with what_was_read(name):
-            return Segments(list(console.report_console().render(make(width, colour))))
+            return Segments(list(console.report_console().render(make(result, width, colour))))
 
     return draw
 

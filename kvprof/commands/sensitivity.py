@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from kvprof import console
 from kvprof.commands.options import (
     DATA,
     BatchSizeOption,
@@ -18,8 +17,15 @@ from kvprof.commands.options import (
     TrustOption,
     read_counts,
 )
-from kvprof.commands.output import CsvOption, ForceOption, JsonOption, OutOption, Outputs
-from kvprof.errors import ExitCode, UsageError
+from kvprof.commands.output import (
+    CsvOption,
+    ForceOption,
+    JsonOption,
+    OutOption,
+    Outputs,
+    end_without_result,
+)
+from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.sizes import parse_count
 
@@ -151,8 +157,7 @@ def sensitivity(
     with graceful_interrupt() as stop:
         inputs, data, warnings, complete = study(loaded, request, stop)
         if not data["cells"]:
-            console.error("interrupted before anything was measured; there is no result")
-            raise typer.Exit(ExitCode.INTERRUPTED)
+            end_without_result("interrupted before anything was measured; there is no result")
         outputs.end("sensitivity", inputs=inputs, data=data, warnings=warnings, complete=complete)
 
 

@@ -2,7 +2,6 @@
 
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
 from kvprof.commands.run_source import RunArgument, checked_report, load_run
-from kvprof.views.kinds import report
 
 
 def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) -> None:
@@ -19,6 +18,4 @@ def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) 
     """
     outputs = Outputs(json=json, force=force)
     outputs.check()
-    result = load_run(run)
-    shown = checked_report(run, lambda width, colour: report(result, width, colour))
-    outputs.finish(result, shown)
+    outputs.finish(load_run(run), checked_report(run))

@@ -24,8 +24,9 @@ from kvprof.commands.output import (
     Outputs,
     PngOption,
     SvgOption,
+    end_without_result,
 )
-from kvprof.errors import ClaimNotMetError, ExitCode, UsageError
+from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import Source, SourceKind, parse_source
@@ -158,10 +159,9 @@ def stability(
     with graceful_interrupt() as stop:
         runs, fingerprint, complete = run_passes(loaded, plan, batch_size, stop)
         if not runs.get("source") or not runs.get("target"):
-            console.error(
+            end_without_result(
                 "interrupted before the source and a dataset could be compared; there is no result"
             )
-            raise typer.Exit(ExitCode.INTERRUPTED)
         choices = rank_choices(given_ranks, rates, runs["source"][0], chosen_pairs)
 
         with console.status("comparing the rotations"):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
 from kvprof import console
 from kvprof.commands.options import check_choice, read_counts
+from kvprof.commands.output import end_without_result
 from kvprof.environment import usable_threads
-from kvprof.errors import ExitCode, UsageError
+from kvprof.errors import UsageError
 from kvprof.evaluation.data import default_shape, text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.tasks.registry import (
@@ -31,16 +31,11 @@ from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
-from kvprof.methods.registry import calibration_needs
+from kvprof.methods.registry import calibration_needs, has_removal_rate
 from kvprof.models.load import LoadedModel, load_model
-from kvprof.moments.calibrator import (
-    CalibrationInterrupted,
-    CalibrationOptions,
-    Calibrator,
-    has_removal_rate,
-    uncalibrated_family,
-)
+from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
+from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
@@ -520,8 +515,8 @@ def method_calibrator(
 
 
 @contextmanager
-def calibration_interrupts() -> Iterator[None]:
-    """Say that nothing was planned, and end with 130, when the body's calibration is interrupted.
+def calibration_interrupts(lacking: str = "there is no plan yet") -> Iterator[None]:
+    """Say what there is not, and end with 130, when the body's calibration is interrupted.
 
     Raises
     ------
@@ -530,8 +525,7 @@ def calibration_interrupts() -> Iterator[None]:
     try:
         yield
     except CalibrationInterrupted as cause:
-        console.error(f"calibration {cause}: there is no plan yet, and nothing is kept")
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
+        end_without_result(f"calibration {cause}: {lacking}, and nothing is kept")
 
 
 def plan_of(

@@ -32,7 +32,6 @@ from kvprof.tui.session import Session
 from kvprof.tui.sources import Live, NoEvents, Replay
 from kvprof.tui.state import state_of
 from kvprof.tui.worker import MESSAGES_NAME, PROGRAM, REPORT_NAME, Worker
-from kvprof.views.kinds import report
 
 __all__ = [
     "Watched",
@@ -59,8 +58,6 @@ class Watched:
     arguments : tuple of str
         After ``kvprof``, with ``--out``.
     folder : Path
-    own : bool
-        Whether the folder is kvprof's choice; the user's own is never removed.
     worker : Worker or None
         Once it was started.
     old : tuple or None
@@ -69,7 +66,6 @@ class Watched:
 
     arguments: tuple[str, ...]
     folder: Path
-    own: bool
     worker: Worker | None = None
     old: tuple[int, int, int] | None = None
 
@@ -144,9 +140,9 @@ def watched_command(words: Sequence[str]) -> Watched:
         check_folder(Path(named))
         for name in (EVENTS_NAME, REPORT_NAME, MESSAGES_NAME):
             ensure_writable(Path(named) / name, "--force" in arguments)
-        return Watched(arguments, Path(named), own=False)
+        return Watched(arguments, Path(named))
     folder = _new_folder("load" if "--load" in arguments else "jct")
-    return Watched((*arguments, "--out", str(folder)), folder, own=True)
+    return Watched((*arguments, "--out", str(folder)), folder)
 
 
 def missing_terminal() -> str | None:
@@ -278,9 +274,8 @@ def print_report(name: str, why: str) -> None:
     """Print the report of a run, as far as it got, and say why it is not the live view."""
     result = load_run(name)
     console.note(f"{why}: here is the report instead of the live view")
-    shown = checked_report(name, lambda width, colour: report(result, width, colour))
     terminal = console.report_console()
-    terminal.print(shown(terminal.width, not terminal.no_color))
+    terminal.print(checked_report(name)(result, terminal.width, not terminal.no_color))
 
 
 def _check_start(record: Path) -> None:

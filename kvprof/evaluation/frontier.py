@@ -157,10 +157,11 @@ class FrontierOptions:
             When that is so.
         """
         for target in self.targets:
-            check_baseline(target.metric, baseline, what=self.names(target))
+            check_baseline(target.metric, baseline, what=self.metric_option)
 
-    def names(self, target: Target) -> str:
-        """Return the option that names a target's metric."""
+    @property
+    def metric_option(self) -> str:
+        """The option that names the targets' metrics."""
         return "--metric" if len(self.targets) == 1 else "--target"
 
 
@@ -301,12 +302,11 @@ class Frontier:
         def keep(tested: MeasuredRate) -> None:
             points.append(tested)
 
-        def evaluate(plan: Plan, digest: str) -> tuple[float | None, dict[str, Any]]:
+        def evaluate(plan: Plan, digest: str) -> dict[str, Any]:
             self._describe(f"{lead}: evaluation {len(points) + 1} of {planned} at most")
             evaluation = self._evaluation(plan, digest)
             self.warnings += [text for text in evaluation["warnings"] if text not in self.warnings]
-            share = share_of(evaluation, targets[0].metric)
-            return share, {**evaluation, **self._facts_of(plan)}
+            return {**evaluation, **self._facts_of(plan)}
 
         try:
             if self._stop():

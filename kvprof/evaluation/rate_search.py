@@ -45,18 +45,15 @@ class MeasuredRate:
         What its bytes save at the context of the evaluation.
     rate_asked : float or None
         What was asked for; None for a setting.
-    share : float or None
-        Of the baseline's metric.
     evaluation : dict
     """
 
     rate: float
     rate_asked: float | None
-    share: float | None
     evaluation: dict[str, Any]
 
 
-Evaluate = Callable[[Plan, str], tuple[float | None, dict[str, Any]]]
+Evaluate = Callable[[Plan, str], dict[str, Any]]
 
 
 def search_rates(
@@ -75,8 +72,7 @@ def search_rates(
     ----------
     family : PlanFamily
     evaluate : callable
-        From a plan and its digest to the share that it keeps and its evaluation. It raises
-        `Interrupted` where it was stopped.
+        From a plan and its digest to its evaluation. It raises `Interrupted` where it was stopped.
     meets : callable
         Whether a point keeps what has to be kept.
     tokens : int
@@ -142,10 +138,10 @@ class _Search:
         """Evaluate a plan unless that was done, and return its digest."""
         digest = plan_digest(plan)
         if digest not in self._by_digest:
-            share, evaluation = self._evaluate(plan, digest)
+            evaluation = self._evaluate(plan, digest)
             self._left -= 1
             reached = rate(plan, self._tokens, itemsize=self._itemsize)
-            found = MeasuredRate(reached, asked, share, evaluation)
+            found = MeasuredRate(reached, asked, evaluation)
             self._by_digest[digest] = found
             self._keep(found)
         return digest

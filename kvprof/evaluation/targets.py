@@ -81,24 +81,31 @@ def parse_targets(
     UsageError
         For what is no share, a metric that is named twice, and one without a target.
     """
+    metric = None if metric is None else _metric(metric)
     own = [text for text in texts if "=" not in text]
     if len(own) > 1:
         raise UsageError(
             f"{what} {own[0]} and {what} {own[1]} are of one metric; name that of the other, as in "
             f"{what} needle={own[1]}"
         )
-    named = [text.partition("=") for text in texts if "=" in text]
+    parts = (text.partition("=") for text in texts if "=" in text)
+    named = [(_metric(name), sign, share) for name, sign, share in parts]
     if named and not own and metric is not None and metric not in {name for name, _, _ in named}:
         raise UsageError(
             f"--metric {metric} has no target beside {what} {'='.join(named[0][::2])}; add "
             f"{what} {metric}={DEFAULT_SHARE:g}"
         )
     targets = [Target(metric or "accuracy", _share(text, what)) for text in own]
-    targets += [Target(name.strip(), _share(text, what)) for name, _, text in named]
+    targets += [Target(name, _share(text, what)) for name, _, text in named]
     names = [target.metric for target in targets]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"{what}: {twice[0]} has two targets; keep one")
     return tuple(targets) or (Target(metric or "accuracy"),)
+
+
+def _metric(text: str) -> str:
+    # Of tasks, which are named niah-single-1 and niah_single_1 alike.
+    return text.strip().replace("-", "_")
 
 
 def _share(text: str, what: str) -> float:

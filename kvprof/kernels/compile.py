@@ -6,6 +6,7 @@ Tells registers, shared memory and spilled bytes of each; one that does not comp
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -110,6 +111,7 @@ def _compiled(number: int, architecture: int) -> dict[str, int]:
 
 def main() -> None:
     """Compile all of it, on every core; decode kernels may spill nothing."""
+    ArgumentParser("python -m kvprof.kernels.compile", description=__doc__).parse_args()
     jobs = [(number, each) for number in range(len(variants())) for each in ARCHITECTURES]
     spilling = []
     context = get_context("spawn")

@@ -11,7 +11,15 @@ from triton.language.extra import cuda
 from kvprof.kernels.dispatch import dependent, launching
 from kvprof.kernels.tables import Output, Part, column
 
-__all__ = ["Schedule", "empty_parts", "launch_merge", "merge_pieces", "merge_sizes"]
+__all__ = [
+    "Schedule",
+    "empty",
+    "empty_parts",
+    "launch_merge",
+    "merge_pieces",
+    "merge_sizes",
+    "store_columns",
+]
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
@@ -43,6 +51,19 @@ class Schedule(NamedTuple):
     lengths: Tensor
     starts: Tensor | None
     scheduled: list[Tensor]
+
+
+@triton.jit
+def empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return a part's sums before the first tile."""
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def store_columns(result, found, real, START: tl.constexpr, WIDTH: tl.constexpr):
+    """Leave ``[WIDTH, heads]`` of a part at the columns from START on."""
+    column = START + tl.arange(0, WIDTH)
+    tl.store(result + column[:, None], found, mask=tl.broadcast_to(real[None, :], found.shape))
 
 
 @triton.jit

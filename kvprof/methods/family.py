@@ -61,6 +61,9 @@ class CalibrationNeeds:
         (`kvprof.analysis.across`).
     sized : bool
         Whether nothing is known of plans without these data, not even bytes (entropy coding).
+    shares : bool
+        Whether any data will do: unless the user says, those that another method of the same
+        command is calibrated on, in the same pass.
     """
 
     source: str
@@ -72,6 +75,7 @@ class CalibrationNeeds:
     outputs: bool = False
     across: tuple[int, int] | None = None
     sized: bool = False
+    shares: bool = False
 
 
 @dataclass(frozen=True, eq=False)

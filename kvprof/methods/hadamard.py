@@ -1,12 +1,15 @@
 """``hadamard-int4``: a Hadamard rotation of K and Q, then integers per token (SAW-INT4)."""
 
+from functools import partial
 from typing import Annotated
 
 from kvprof.analysis.bases import block_hadamard
+from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
-from kvprof.methods.option_types import Among, Count
+from kvprof.methods.named import side_bits
+from kvprof.methods.option_types import Among, BitsAmong, Count
 from kvprof.methods.plan import Plan
-from kvprof.methods.quantisers import per_token
+from kvprof.methods.quantisers import per_token, quantised
 from kvprof.methods.rotated import rotated_layer
 from kvprof.methods.soundness import refuse_latent_attention
 
@@ -14,23 +17,27 @@ __all__ = ["hadamard"]
 
 
 def hadamard(
-    bits: int,
+    own: int,
     inputs: MethodInputs,
     *,
+    bits: Annotated[int | str, BitsAmong(2, 3, 4, 8)] | None = None,
     block: Count = 0,
     values: Annotated[str, Among("none", "hadamard")] = "none",
     group: Count = 0,
 ) -> PlanFamily:
-    """Return the one plan of full width, keys turned by Hadamard blocks, with so many bits.
+    """Return the one plan of full width, keys turned by Hadamard blocks, with its own bits.
 
     Nothing is calibrated. Keys and queries are turned after RoPE, so scores stay what they are
     (SAW-INT4, arXiv 2604.19157, §3: block-diagonal rotation, then asymmetric integers per token).
 
     Parameters
     ----------
-    bits : int
-        4 in the paper.
+    own : int
+        Bits that the name says, 4 in the paper.
     inputs : MethodInputs
+    bits : int, str or None
+        ``k8v4`` gives keys and values unlike ones, whose mean is the knob; another number has a
+        name of its own.
     block : int
         Columns of a Hadamard block; 0 for a head's whole width, as the paper's 128 is. What is no
         power of two is cut into blocks that are (80 columns: 64 and 16).
@@ -43,9 +50,17 @@ def hadamard(
     Raises
     ------
     UsageError
-        For MLA.
+        For MLA, and for a number of bits that is not the name's.
     """
     refuse_latent_attention(inputs.layout)
+    pair = side_bits(own if bits is None else bits)
+    assert pair is not None  # the option takes nothing else
+    name = f"hadamard-int{own}"
+    if pair[0] == pair[1] != own:
+        raise UsageError(
+            f"{name} has {own} bits, not {pair[0]}; hadamard-int4, -int3 and -int2 have theirs, "
+            "and bits=k4v3 is for unlike ones of keys and values"
+        )
     layers = tuple(
         rotated_layer(
             facts,
@@ -54,11 +69,11 @@ def hadamard(
         )
         for facts in inputs.layout.layers
     )
-    plan = Plan(
-        f"hadamard-int{bits}",
-        inputs.fingerprint,
-        layers,
-        quantiser=per_token((bits,), group=group or None),
-        made={**inputs.made, "options": {"block": block, "values": values, "group": group}},
+    options = {"block": block, "values": values, "group": group}
+    made = {**inputs.made, "options": options if bits is None else {"bits": bits, **options}}
+    plan = quantised(
+        Plan(name, inputs.fingerprint, layers, made=made),
+        partial(per_token, group=group or None),
+        own if bits is None else bits,
     )
-    return PlanFamily(plan.method, "bits", lambda _: plan, settings=(float(bits),))
+    return PlanFamily(name, "bits", lambda _: plan, settings=(sum(pair) / 2,))

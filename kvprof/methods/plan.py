@@ -352,8 +352,8 @@ def _check_coded(plan: Plan, across: Across) -> None:
         or not all(group.identity and group.heads == 1 for group in groups)
     ):
         raise UsageError(
-            f"{plan.method} codes a prompt's cache across layers to store or move it, and nothing "
-            "else: no bases, quantiser, evictor or levels go with that"
+            f"{plan.method} codes tokens of several layers together, and nothing goes on top of "
+            "that: no bases, quantiser, evictor or levels"
         )
 
     def widths(side: str) -> list[int | None]:

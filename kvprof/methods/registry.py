@@ -29,6 +29,7 @@ from kvprof.methods.kq_wf import kq_wf
 from kvprof.methods.kvtc import kvtc
 from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import (
+    COMBINATIONS,
     Modifier,
     method_names,
     parts_of,
@@ -51,10 +52,16 @@ from kvprof.methods.zack import zack
 
 __all__ = [
     "METHODS",
+    "allocation_of",
+    "base_method",
     "calibration_needs",
+    "follows_from_rate",
+    "has_removal_rate",
     "on_top",
+    "option_of",
     "plan_family",
     "typed_options",
+    "without_allocation",
 ]
 
 #: One function per name in `kvprof.methods.named`; its keyword-only arguments are its options.
@@ -95,7 +102,8 @@ _NEEDS = {
     "svd-kv": _RANDOM, "svd-k": _RANDOM, "svd-v": _RANDOM,
     "kq-wf": _TEXT,
     "palu": replace(_TEXT, pre_rope=True), "tale": _TEXT, "tale+kivi": _TEXT,
-    "fp8": replace(_RANDOM, magnitudes=True),
+    # A scale is the power of two above a maximum, twice over: few tokens find nearly the same.
+    "fp8": CalibrationNeeds("random:1k", tokens=1024, magnitudes=True, shares=True),
     "oscar": replace(_TEXT, outputs=True),
     "kvtc": replace(_TEXT, pre_rope=True, sized=True),
     "xkv": replace(_TEXT, pre_rope=True, sized=True),
@@ -176,7 +184,7 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         own = installed[name].options() if name in installed else option_types(METHODS[name])
         return _read_options(name, {**own, **(_SKIP if _skips(name) else {})}, options)
     base, modifiers = _parts(name)
-    types = _types_on_top(modifiers)
+    types = _types_on_top(base, modifiers)
     if "bits" in options and "bits" not in types and base not in QUANTISERS:
         raise UsageError(f"{name} has no option bits")
     if "keep" in options and "keep" not in types:
@@ -214,7 +222,7 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
         return installed[name].needs(_RANDOM)
     if name not in METHODS:
         base, modifiers = _parts(name)
-        return calibration_needs(base, **_own(options, modifiers))
+        return calibration_needs(base, **_own(options, base, modifiers))
     if name not in _NEEDS:
         return None
     needs = _NEEDS[name]
@@ -252,13 +260,19 @@ def _combined(
     inputs: MethodInputs,
     options: dict[str, Any],
 ) -> PlanFamily:
-    family = plan_family(base, inputs, **_own(options, modifiers))
+    family = plan_family(base, inputs, **_own(options, base, modifiers))
+    if base == "full" and "skip" in options:
+        given = replace(inputs, skip=_skipped(name, options["skip"], inputs))
+        family = _leaving_out(family, given)
     return on_top(name, base, modifiers, family, options)
 
 
-def _types_on_top(modifiers: Sequence[Modifier]) -> dict[str, Any]:
-    """Return the options of what comes on top, and what each takes."""
-    types: dict[str, Any] = {}
+def _types_on_top(base: str, modifiers: Sequence[Modifier]) -> dict[str, Any]:
+    """Return the options of what comes on top, and what each takes.
+
+    ``skip`` is among them where the method itself leaves every layer as it is.
+    """
+    types: dict[str, Any] = {**_SKIP} if base == "full" else {}
     quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
     if quantisers:
         types["bits"] = Annotated[int | str, BitsAmong(*QUANTISERS[quantisers[0]][1])]
@@ -267,9 +281,9 @@ def _types_on_top(modifiers: Sequence[Modifier]) -> dict[str, Any]:
     return types
 
 
-def _own(options: Mapping[str, Any], modifiers: Sequence[Modifier]) -> dict[str, Any]:
+def _own(options: Mapping[str, Any], base: str, modifiers: Sequence[Modifier]) -> dict[str, Any]:
     """Return the options of a combination that are its method's."""
-    beside = _types_on_top(modifiers)
+    beside = _types_on_top(base, modifiers)
     return {key: value for key, value in options.items() if key not in beside}
 
 
@@ -439,3 +453,73 @@ def _read_options(
             raise UsageError(f"{name} has no option {option[:40]}: {has}")
         found[option] = read_option(name, option, types[option], value)
     return found
+
+
+# --- What a method's name and options say of it before there is a model.
+
+# What a combination's name is joined by, and its options that are not its method's.
+_JOINTS = ("+", "-")
+_MODIFIER_OPTIONS = ("bits", "keep")
+
+
+def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the method that a combination is built on, and the options that are its own."""
+    known = [name for name in method_names() if name not in COMBINATIONS]
+    if method in known:
+        return method, dict(options)
+    fitting = [name for name in known if any(method.startswith(name + joint) for joint in _JOINTS)]
+    own = {key: value for key, value in options.items() if key not in _MODIFIER_OPTIONS}
+    return max(fitting, key=len), own
+
+
+def allocation_of(method: str, options: Mapping[str, Any]) -> Any:
+    """Return how a method hands out its ranks or bits: as the options say, else as it does."""
+    return option_of(method, options, "allocation")
+
+
+def without_allocation(base: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a method's options with an allocation that asks for no measurement."""
+    plain = {key: value for key, value in own.items() if key != "allocation"}
+    if allocation_of(base, {}) == "loss":
+        plain["allocation"] = "output"  # its own has other pairs, from what is not here
+    return plain
+
+
+def has_removal_rate(method: str, **options: Any) -> bool:
+    """Whether a method's knob is FDC's removal rate; True where only its plans tell.
+
+    Parameters
+    ----------
+    method : str
+        A method's or a combination's name.
+    **options
+        The method's own.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name.
+    """
+    base, _ = base_method(method, options)
+    return base not in METHODS or allocation_of(method, options) == "removal"
+
+
+def option_of(method: str, options: Mapping[str, Any], name: str) -> Any:
+    """Return an option as given, else as the method has it by default; None where it has none."""
+    if name in options:
+        return options[name]
+    base, _ = base_method(method, options)
+    known = inspect.signature(METHODS[base]).parameters if base in METHODS else {}
+    return known[name].default if name in known else None
+
+
+def follows_from_rate(method: str, **options: Any) -> bool:
+    """Whether what a method stores follows from its rate alone, as for most of kvprof's own.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name.
+    """
+    needs = calibration_needs(method, **options)
+    return needs is None or (base_method(method, options)[0] in METHODS and not needs.sized)

@@ -237,7 +237,7 @@ def _packed_for_good(reader: Any) -> str | None:
     for tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
         try:
             dequantize(tensor.data[:1], tensor.tensor_type)
-        except NotImplementedError:
+        except NotImplementedError:  # gguf's word for a type that it only knows the name of
             return str(tensor.tensor_type.name)
     return None
 

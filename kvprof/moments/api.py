@@ -9,8 +9,9 @@ from kvprof.errors import UsageError
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan import Plan
+from kvprof.methods.registry import has_removal_rate
 from kvprof.models.load import LoadedModel, load_model, wrap_model
-from kvprof.moments.calibrator import CalibrationOptions, Calibrator, has_removal_rate
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.runtime.compressed import check_runs
 from kvprof.sizes import parse_share
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, parse_source

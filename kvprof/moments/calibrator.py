@@ -1,29 +1,27 @@
 """Collects what methods have to know of a model before they can plan, each thing once."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from kvprof.analysis.loss_moments import LossMoments
-from kvprof.analysis.magnitudes import magnitude_counts
-from kvprof.analysis.moments import LayerMoments, Moments, group_size
-from kvprof.analysis.rank_allocation import ALLOCATIONS
+from kvprof.analysis.moments import Moments, group_size
 from kvprof.errors import UsageError
-from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily, by_head
-from kvprof.methods.named import COMBINATIONS, method_names
-from kvprof.methods.registry import METHODS, calibration_needs, plan_family
-from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily
+from kvprof.methods.registry import (
+    allocation_of,
+    base_method,
+    calibration_needs,
+    option_of,
+    plan_family,
+    without_allocation,
+)
 from kvprof.models.load import LoadedModel
 from kvprof.moments.collect import (
     CollectOptions,
     PassAbandoned,
     collect_moments,
-    moment_shapes,
     suitable_batch_size,
 )
 from kvprof.moments.files import load_moments
@@ -38,15 +36,9 @@ __all__ = [
     "CalibrationInterrupted",
     "CalibrationOptions",
     "Calibrator",
-    "Laid",
     "MomentStore",
     "Progress",
-    "base_method",
     "batch_size_for",
-    "follows_from_rate",
-    "has_removal_rate",
-    "stand_in_family",
-    "uncalibrated_family",
 ]
 
 
@@ -152,6 +144,8 @@ class MomentStore:
             if not needs.magnitudes or all(layer.magnitudes for layer in moments.layers):
                 return moments
             given = None  # spectrum saves no magnitudes: they are counted on the method's own data
+        else:
+            needs = self._shared(needs)
         source = given or parse_source(needs.source, what="the method's own source")
         kept = self._kept.setdefault((source, self.wanted(needs)), [])
         for have, moments in kept:
@@ -206,9 +200,10 @@ class MomentStore:
         found = []
         name, seen = moments.info.get("source", "the source"), moments.tokens
         # A paper's count also where the user says another; kvprof's own default is only that.
-        least = needs.tokens or self.wanted(needs)
+        paper = None if needs.shares else needs.tokens
+        least = paper or self.wanted(needs)
         if seen < least:
-            whose = "the paper's setting" if needs.tokens else method
+            whose = "the paper's setting" if paper else method
             found.append(
                 f"{method} is calibrated on {seen:,} tokens of {name}, and {whose} takes {least:,}"
             )
@@ -261,6 +256,16 @@ class MomentStore:
         heads = needs.joint_heads
         return [group_size(heads, layer.num_kv_heads) for layer in self._loaded.layout.layers]
 
+    def _shared(self, needs: CalibrationNeeds) -> CalibrationNeeds:
+        """Return needs that come to be met in the pass of a method which asks for its own data."""
+        for other in self._expected:
+            if needs.shares and not other.shares:
+                try:
+                    return self._union(other, needs)
+                except UsageError:  # heads that cannot be grouped so are that method's matter
+                    continue
+        return needs
+
     def _covers(self, have: CalibrationNeeds, needs: CalibrationNeeds) -> bool:
         """Whether moments hold what is needed: larger groups hold smaller ones."""
         pairs = zip(self._sizes(have), self._sizes(needs), strict=True)
@@ -285,11 +290,6 @@ class MomentStore:
             if self._covers(wide, narrow):
                 return wide
         return one  # groups that do not divide each other need passes of their own
-
-
-# What a combination's name is joined by, and its options that are not its method's.
-_JOINTS = ("+", "-")
-_MODIFIER_OPTIONS = ("bits", "keep")
 
 
 # Figures per head, and what a plan keeps about how they were measured.
@@ -369,7 +369,7 @@ class Calibrator:
         CalibrationInterrupted
             When `should_stop` said so.
         """
-        loaded, allocation = self._loaded, _allocation(method, options)
+        loaded, allocation = self._loaded, allocation_of(method, options)
         form = options.pop("fisher_form", None)
         if form is not None and (allocation != "fisher" or form not in FISHER_FORMS):
             raise UsageError(
@@ -389,7 +389,7 @@ class Calibrator:
             inputs = replace(inputs, moments=moments)
             inputs = self._noted(inputs, self._moments.notes(method, needs, moments))
         if allocation == "loss":
-            sink, window = (int(_setting(method, options, x) or 0) for x in ("sink", "window"))
+            sink, window = (int(option_of(method, options, x) or 0) for x in ("sink", "window"))
             return self._with_loss(inputs, sink, window)
         if allocation in ("fisher", "budget"):
             base, own = base_method(method, options)
@@ -436,10 +436,7 @@ class Calibrator:
     def _shared_out(self, base: str, inputs: MethodInputs, own: Mapping[str, Any]) -> PlanFamily:
         """Return the method's plans with its own allocation: what could have ranks at all."""
         # The name of the option is refused here where the method has none.
-        plain = {key: value for key, value in own.items() if key != "allocation"}
-        if _allocation(base, {}) == "loss":
-            plain["allocation"] = "output"  # its own has other pairs, from what is not here
-        family = plan_family(base, inputs, **plain)
+        family = plan_family(base, inputs, **without_allocation(base, own))
         if not family.targets or family.at_ranks is None:
             raise UsageError(
                 f"{base} hands out no ranks, so --allocation {own['allocation']} means nothing"
@@ -537,168 +534,3 @@ def _about(text: CalibrationTokens) -> dict[str, Any]:
         "seq_len": text.seq_len,
         **text.described(),
     }
-
-
-def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the method that a combination is built on, and the options that are its own."""
-    known = [name for name in method_names() if name not in COMBINATIONS]
-    if method in known:
-        return method, dict(options)
-    fitting = [name for name in known if any(method.startswith(name + joint) for joint in _JOINTS)]
-    own = {key: value for key, value in options.items() if key not in _MODIFIER_OPTIONS}
-    return max(fitting, key=len), own
-
-
-def _allocation(method: str, options: Mapping[str, Any]) -> Any:
-    """Return how a method hands out its ranks or bits: as the options say, else as it does."""
-    return _setting(method, options, "allocation")
-
-
-def has_removal_rate(method: str, **options: Any) -> bool:
-    """Whether a method's knob is FDC's removal rate; True where only its plans tell.
-
-    Parameters
-    ----------
-    method : str
-        A method's or a combination's name.
-    **options
-        The method's own.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.methods.registry.base_method`.
-    """
-    base, _ = base_method(method, options)
-    return base not in METHODS or _allocation(method, options) == "removal"
-
-
-def _setting(method: str, options: Mapping[str, Any], name: str) -> Any:
-    """Return an option as given, else as the method has it by default; None where it has none."""
-    if name in options:
-        return options[name]
-    base, _ = base_method(method, options)
-    known = inspect.signature(METHODS[base]).parameters if base in METHODS else {}
-    return known[name].default if name in known else None
-
-
-# --- Plans of a method's shape without calibration: what they store, not what they keep of a
-# model.
-#
-# How many bytes a low-rank plan stores follows from its ranks, how well it does from its bases.
-# Where only the former is asked for (what fits into a memory, whether anything is quantised or
-# evicted) a pass over calibration data would change no figure. Stand-in moments are the same for
-# all heads, so ranks come out alike everywhere: where a method hands them out by what it measures,
-# they are spread evenly over its own grid, as near to a wanted rate as one step of one head.
-
-
-def follows_from_rate(method: str, **options: Any) -> bool:
-    """Whether what a method stores follows from its rate alone, as for most of kvprof's own.
-
-    Raises
-    ------
-    UsageError
-        For an unknown name.
-    """
-    needs = calibration_needs(method, **options)
-    return needs is None or (base_method(method, options)[0] in METHODS and not needs.sized)
-
-
-class Laid(Protocol):
-    """What has a layout: a loaded model, or a shape without weights."""
-
-    @property
-    def layout(self) -> ModelLayout:
-        """Heads and widths of every layer."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of its weights; empty without."""
-
-
-def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily | None:
-    """Return plans that store what the method's own would, on bases that mean nothing.
-
-    Parameters
-    ----------
-    loaded, method, **options
-        As `stand_in_family` takes them.
-
-    Returns
-    -------
-    PlanFamily or None
-        None for a method that has to be calibrated and is not kvprof's own, what its ranks hang on
-        not being known here, or whose bytes are measured.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.methods.registry.plan_family`: what cannot be planned cannot be planned so
-        either.
-    """
-    given = {key: value for key, value in options.items() if key != "fisher_form"}
-    return stand_in_family(loaded, method, **given) if follows_from_rate(method, **given) else None
-
-
-def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
-    """Return the plans that a method makes of moments which are the same for all heads.
-
-    Parameters
-    ----------
-    loaded : Laid
-    method : str
-        A method's or a combination's name.
-    **options
-        The method's own.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.methods.registry.plan_family`, and for a method that needs more than moments.
-    """
-    needs = calibration_needs(method, **options)
-    inputs = MethodInputs(loaded.layout, loaded.fingerprint)
-    if needs is None:
-        return plan_family(method, inputs, **options)
-    base, own = base_method(method, options)
-    layers = [_stand_in(x, needs) for x in loaded.layout.layers]
-    inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
-    allocation = _allocation(base, own)
-    if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
-        plain = {key: value for key, value in own.items() if key != "allocation"}
-        targets = plan_family(base, inputs, **plain).targets
-        alike = by_head(targets, [1.0 / float(target.errors[0]) for target in targets])
-        inputs = replace(inputs, sensitivities=alike)
-        options["allocation"] = "budget"
-    elif allocation == "loss":
-        options["allocation"] = "output"
-    return plan_family(method, inputs, **options)
-
-
-def _stand_in(layer: LayerLayout, needs: CalibrationNeeds) -> LayerMoments:
-    """Return moments whose predicted errors fall along one curve, strictly convex, for every head.
-
-    Then the next step of the grid is worth most where fewest have been taken.
-    """
-
-    def falling(heads: int, width: int, power: float) -> Tensor:
-        energies = torch.arange(width, 0, -1, dtype=torch.float64) / width
-        return torch.diag(energies**power).expand(heads, width, width)
-
-    shapes = moment_shapes(
-        layer, pre_rope=needs.pre_rope, joint_heads=needs.joint_heads, outputs=needs.outputs
-    )
-    # Of a pair the product counts, of vectors that share a latent their own energy.
-    rest = {
-        key: falling(heads, width, 1.0 if key.endswith("_joint") else 0.5)
-        for key, (heads, width) in shapes.items()
-    }
-    values = falling(*shapes["v"], 0.5)
-    ones = torch.ones(1, layer.num_kv_heads, 1, 1)
-    return LayerMoments(
-        rest=rest,
-        first={key: torch.zeros((), dtype=torch.float64) for key in rest},
-        c_o=values if layer.output_projection is not None else None,
-        c_wv=values if not layer.mla and layer.value_projection is not None else None,
-        magnitudes={key: magnitude_counts(ones) for key in ("k", "v")},
-    )

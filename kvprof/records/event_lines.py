@@ -1,7 +1,7 @@
 """Lines of a journal back into events: what is cut off, damaged or newer is told in words."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -17,16 +17,40 @@ from kvprof.records.events import (
     RunFinished,
     RunStarted,
     Warned,
-    event_from,
 )
 from kvprof.records.files import parse_json
 
-__all__ = ["DamagedLineError", "EventReader"]
+__all__ = ["DamagedLineError", "EventReader", "event_from"]
 
 
 _LARGEST = 2.0**63  # of bytes, tokens, seconds, operations per second
 _MOST_LAYERS = 10_000
 _MOST_SERVERS = 100_000
+_TYPES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses__()}
+
+
+def event_from(line: Mapping[str, Any]) -> Event:
+    """Return the event of a line that `event_line` made.
+
+    Keys that this version does not know are left out, so that a newer minor version can be read.
+
+    Raises
+    ------
+    ValueError
+        When it is no event, with what is wrong.
+    """
+    kind = _TYPES.get(str(line.get("event")))
+    if kind is None:
+        raise ValueError(f"{line.get('event')!r} is no event")
+    names = [entry.name for entry in fields(kind)]
+    known = {name: line[name] for name in names if name in line}
+    for name in ("command", "cases", "throttled"):
+        if isinstance(known.get(name), list):
+            known[name] = tuple(known[name])
+    try:
+        return kind(**known)
+    except TypeError as wrong:
+        raise ValueError(f"a {kind.type} event: {wrong}") from wrong
 
 
 class DamagedLineError(Exception):

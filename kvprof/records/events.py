@@ -5,7 +5,6 @@ live view reads the same lines. Nobody but the measurement makes events, so that
 what is on disk. Times are seconds; `time` counts from the start of the run.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -34,7 +33,6 @@ __all__ = [
     "StepFinished",
     "TelemetrySample",
     "Warned",
-    "event_from",
     "event_line",
 ]
 
@@ -566,9 +564,6 @@ class RunFinished(Event):
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-_TYPES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses__()}
-
-
 def event_line(event: Event) -> dict[str, Any]:
     """Return an event as plain JSON types, its type under ``event``."""
     # Not `asdict`, which copies every value deeply before it is made plain.
@@ -576,27 +571,3 @@ def event_line(event: Event) -> dict[str, Any]:
     plain = to_plain({"event": event.type, **named})
     assert isinstance(plain, dict)
     return plain
-
-
-def event_from(line: Mapping[str, Any]) -> Event:
-    """Return the event of a line that `event_line` made.
-
-    Keys that this version does not know are left out, so that a newer minor version can be read.
-
-    Raises
-    ------
-    ValueError
-        When it is no event, with what is wrong.
-    """
-    kind = _TYPES.get(str(line.get("event")))
-    if kind is None:
-        raise ValueError(f"{line.get('event')!r} is no event")
-    names = [entry.name for entry in fields(kind)]
-    known = {name: line[name] for name in names if name in line}
-    for name in ("command", "cases", "throttled"):
-        if isinstance(known.get(name), list):
-            known[name] = tuple(known[name])
-    try:
-        return kind(**known)
-    except TypeError as wrong:
-        raise ValueError(f"a {kind.type} event: {wrong}") from wrong

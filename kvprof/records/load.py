@@ -32,6 +32,7 @@ from kvprof.records.load_statistics import (
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 
 __all__ = [
+    "LIMITS",
     "LOAD_EVENTS",
     "SHED",
     "Counted",
@@ -233,7 +234,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     for one in requests:
         if one.failure is not None and one.failure not in SHED:
             failures[one.failure] = failures.get(one.failure, 0) + 1
-    limits = {name: objective[name] for name in _LIMITS if objective.get(name) is not None}
+    limits = {name: objective[name] for name in LIMITS if objective.get(name) is not None}
     attained = [attains(one, limits) for one in counted]
     share = share_with_interval(attained) if limits else None
     window = [one for one in case.samples if begin <= one.at <= end]
@@ -296,7 +297,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
 
 #: Of requests that failed, from which on those that were served say little of all.
 _LOSSY = 0.01
-_LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
+#: What an objective may limit of a request.
+LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
 
 
 def attains(one: LoadRequest, limits: Mapping[str, float]) -> bool:

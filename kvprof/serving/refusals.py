@@ -4,8 +4,9 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
+from kvprof.kernels.segments.geometries import FORMATS, geometry_of
 from kvprof.methods.plan import LayerPlan, Placement, Plan
-from kvprof.methods.storage import ROW_RMS
+from kvprof.methods.storage import Quantiser
 from kvprof.runtime.backends.segment_store import refused_quantiser
 
 __all__ = [
@@ -60,9 +61,7 @@ def refusal(plan: Plan) -> str | None:
         return "its prefill attends to exact keys and values, which chunks of a prompt do not keep"
     if plan.quantiser is not None and (plan.quantiser.window or plan.levels.sink):
         return "some tokens stay at full precision, and a page's tokens are all stored alike"
-    if plan.quantiser is not None and plan.quantiser.kind in ROW_RMS:
-        return "latents have bits by column, and pages of them are not served yet"
-    if plan.quantiser is not None and (reason := refused_quantiser(plan.quantiser)) is not None:
+    if plan.quantiser is not None and (reason := _quantiser_refusal(plan.quantiser)) is not None:
         return reason
     if plan.quantiser is not None and any(layer.left_out for layer in plan.layers):
         return "layers are left out, whose pages beside quantised ones have another size"
@@ -71,6 +70,16 @@ def refusal(plan: Plan) -> str | None:
         if reason is not None:
             return f"layer {index}: {reason}"
     return None
+
+
+def _quantiser_refusal(quantiser: Quantiser) -> str | None:
+    reason = refused_quantiser(quantiser)
+    if reason is not None or quantiser.kind not in FORMATS:
+        return reason
+    geometry = geometry_of(quantiser.kind)
+    if geometry.by_width:
+        return None
+    return f"latents have {geometry.words}, and pages of them are not served yet"
 
 
 def _layer_refusal(layer: LayerPlan, *, quantised: bool) -> str | None:

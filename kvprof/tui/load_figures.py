@@ -24,17 +24,14 @@ class RateBrief:
         Requests a second.
     latency : float or None
         Seconds from arrival to the last token, per token written: normalised latency.
-    ttft, tbt : float or None
-        Means, in seconds.
     attained : float or None
         Share of requests within the objective; None without one.
     grows : bool or None
         Whether the queue does; None where too few requests tell.
     sheds : bool
         Whether the server turns requests away.
-    requests, ended, failed, shed : int
-        That are to arrive, and that ended so far; those among them that failed, or that the server
-        turned away.
+    ended, failed, shed : int
+        Requests that ended so far; those among them that failed, or that the server turned away.
     complete : bool
         Whether the rate is over, and was not given up.
     over : bool
@@ -45,12 +42,9 @@ class RateBrief:
     method: str
     rate: float
     latency: float | None
-    ttft: float | None
-    tbt: float | None
     attained: float | None
     grows: bool | None
     sheds: bool
-    requests: int
     ended: int
     failed: int
     shed: int
@@ -80,12 +74,9 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
         started.method,
         started.rate,
         _mean(asked.latencies),
-        _mean(asked.first_tokens),
-        _mean(asked.between_tokens),
         _mean([float(attains(one, limits)) for one in counted]) if limits else None,
         grows,
         sheds({"shed": shed, "requests": started.requests}),
-        started.requests,
         len(requests),
         len(requests) - len(done) - shed,
         shed,
@@ -101,12 +92,9 @@ def brief_from_row(row: Mapping[str, Any]) -> RateBrief:
         row["method"],
         row["rate"],
         row["normalised_latency_seconds"]["mean"],
-        row["ttft_seconds"]["mean"],
-        row["tbt_seconds"]["mean"],
         row["attained_share"],
         row["grows"],
         sheds(row),
-        row["requests"],
         row["answered"] + row["failed"] + row.get("shed", 0),
         row["failed"],
         row.get("shed", 0),

@@ -22,10 +22,6 @@ class Source(Protocol):
         """What is wrong with the record, after its last readable event."""
 
     @property
-    def finished(self) -> bool:
-        """Whether no event will come any more."""
-
-    @property
     def playing(self) -> bool:
         """Whether events are held back to come at their time."""
 
@@ -66,11 +62,6 @@ class Live:
     def damage(self) -> str | None:
         """What is wrong with the record."""
         return self._follower.damage
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run's last event was read, or nothing more can be."""
-        return self._follower.finished or self._follower.damage is not None
 
     def poll(self, at_most: int) -> list[Event]:
         """Return the next events."""
@@ -128,12 +119,6 @@ class Replay:
         """What is wrong with the record, once everything before it was played."""
         return None if self._ahead else self._follower.damage
 
-    @property
-    def finished(self) -> bool:
-        """Whether everything was played."""
-        ended = self._follower.finished or self._follower.damage is not None
-        return ended and not self._ahead
-
     def poll(self, at_most: int) -> list[Event]:
         """Return the next events that are due."""
         now = self._clock()
@@ -147,7 +132,7 @@ class Replay:
             if not self._ahead or (self.playing and self._ahead[0].time > self._position):
                 break
             due.append(self._ahead.popleft())
-        if self.finished:
+        if not self._ahead and (self._follower.finished or self._follower.damage is not None):
             self.playing = False
         return due
 
@@ -168,7 +153,6 @@ class NoEvents:
     """Of a result that has no events beside it: the state was made from the result."""
 
     damage = None
-    finished = True
     playing = False
 
     def poll(self, at_most: int) -> list[Event]:

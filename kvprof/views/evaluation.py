@@ -495,7 +495,21 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     notes += result["inputs"].get("task_notes", ())
     if answer_lengths_table(evaluations) is not None:
         notes.append(_ANSWERS)
+    notes += _without_kernels(evaluations)
     return notes
+
+
+def _without_kernels(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which plans decode in plain PyTorch wherever they run, and why."""
+    lines = []
+    for one in evaluations:
+        kernel = (one["plan"] or {}).get("kernel")
+        if kernel is None or kernel["reason"] is None:
+            continue
+        runs = f"Kernels run {kernel['layers']} of {kernel['of']} layers of"
+        who = runs if kernel["layers"] else "No kernel runs"
+        lines.append(f"{who} {one['method']}: {kernel['reason']}.")
+    return lines
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.views.evaluation import apart_note, unable_note
-from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
+from kvprof.views.figure import (
+    draw_curves,
+    draw_reference,
+    outer_legend,
+    panel_figure,
+    titled,
+)
 from kvprof.views.frontier_data import (
     STOPPED,
     Method,
@@ -285,7 +291,7 @@ def figure(result: Mapping[str, Any]) -> Any:
     """Return the curves with their intervals as bands, the target as a line: a panel per target.
 
     Where speeds were measured, one more panel has each method's speed against its bytes, the share
-    that it keeps as the colour.
+    that it keeps as the colour; rows without a speed stand below it, at their bytes.
 
     The axis ends where ten times what the target gives away is lost; curves run out of it.
 
@@ -311,10 +317,28 @@ def figure(result: Mapping[str, Any]) -> Any:
     ]
     if any(method.get("speeds") for method in result["data"]["methods"]):
         draws.append(partial(draw_speeds, result))
-    drawing = panel_figure(draws, (6.4, 4.2), columns=2, title=title if len(draws) > 1 else "")
+    names = len(curves(result))
+    lines = -(-names // _NAMES_BESIDE) if names > _NAMES_INSIDE else 0
+    drawing = panel_figure(
+        draws,
+        (6.4, 4.2),
+        columns=2,
+        margin=(0.0, 0.2 * lines),
+        title=title if len(draws) > 1 else "",
+    )
     if len(draws) == 1:
         drawing.axes[0].set_title(title, fontsize="medium")
+    if lines:  # as many names would hide the curves
+        handles: dict[str, Any] = {}
+        for axes in drawing.axes[: len(targets)]:
+            handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+            axes.get_legend().remove()
+        outer_legend(drawing, handles, _NAMES_BESIDE if len(draws) > 1 else _NAMES_BESIDE // 2)
     return drawing
+
+
+# Curves that a panel has room to name, and names side by side under two panels.
+_NAMES_INSIDE, _NAMES_BESIDE = 9, 4
 
 
 def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any) -> None:

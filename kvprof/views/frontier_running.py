@@ -1,6 +1,6 @@
 """What each method of a frontier takes to run, and how fast it was measured to be."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprof.views.figure import draw_reference, label_axes, point_style
@@ -191,12 +191,18 @@ def running_notes(result: Mapping[str, Any]) -> list[str]:
 
 
 def draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
-    """Draw what each method gains in speed and in bytes at its largest rate, and what it keeps."""
+    """Draw what each method gains in speed and in bytes at its largest rate, and what it keeps.
+
+    Rows whose speed was not measured stand below, at what they gain in bytes.
+    """
     target = targets_of(result)[0]
     found = _measured_speeds(result)
+    lacking = _unmeasured(result)
     batches = sorted({one["batch"] for _, _, one in found})
-    shares = [share_at(point)["share"] for _, point, _ in found]
+    known = [(method, point) for method, point, _ in found] + lacking
+    shares = [share_at(point)["share"] for _, point in known]
     ends = min([float(target["target"]), *(share for share in shares if share is not None)]), 1.0
+    colours = {"vmin": ends[0], "vmax": ends[1], "cmap": "viridis"}
     drawn = None
     for batch in batches:
         own = [(method, point, one) for method, point, one in found if one["batch"] == batch]
@@ -205,14 +211,13 @@ def draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
         drawn = axes.scatter(
             smaller,
             speeds,
-            c=[share_at(point)["share"] for _, point, _ in own],
-            vmin=ends[0],
-            vmax=ends[1],
-            cmap="viridis",
+            c=[_share(point) for _, point, _ in own],
             marker=point_style(batches.index(batch))["marker"],
             edgecolors="black",
             linewidths=0.5,
             label=f"batch {batch}",
+            zorder=3,
+            **colours,
         )
         for (method, _, _), x, y in zip(own, smaller, speeds, strict=True):
             axes.annotate(
@@ -228,8 +233,97 @@ def draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
         legend=True,
     )
     axes.margins(0.12)
+    if lacking:
+        _draw_unmeasured(lacking, axes, colours)
     for handle in axes.get_legend().legend_handles:
         handle.set_facecolor("none")  # colour tells the share, and batches have none
     axes.figure.colorbar(
         drawn, ax=axes, label=f"share of the baseline's {metric_name(target['metric'])}"
     )
+
+
+# Of the panel's height, for rows without a speed; of its width, between two of their names.
+_BELOW = 0.42
+_BETWEEN = 0.033
+
+
+def _draw_unmeasured(
+    rows: Sequence[tuple[Method, Mapping[str, Any]]], axes: Any, colours: Mapping[str, Any]
+) -> None:
+    """Put rows without a speed under those that have one: their bytes and shares are known."""
+    low, high = axes.get_ylim()
+    bottom = low - (high - low) * _BELOW / (1.0 - _BELOW)
+    ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    axes.set_ylim(bottom, high)
+    axes.set_yticks(ticks)
+    axes.axhspan(bottom, low, color="#f2f2f2", zorder=0)
+    placed = sorted(rows, key=lambda row: _smaller(row[1]))
+    smaller = [_smaller(point) for _, point in placed]
+    left, right = axes.get_xlim()
+    left, right = min(left, *smaller), max(right, *smaller)
+    room = (right - left) * _BETWEEN
+    left, right = left - room, right + room
+    axes.set_xlim(left, right)
+    level = low - (low - bottom) * 0.1
+    axes.scatter(
+        smaller,
+        [level] * len(placed),
+        c=[_share(point) for _, point in placed],
+        marker="|",
+        s=60,
+        zorder=3,
+        **colours,
+    )
+    names = _apart_from_each_other(smaller, room, left + room / 2, right - room / 2)
+    for (method, _), x, at in zip(placed, smaller, names, strict=True):
+        axes.annotate(
+            method["label"].replace(":", ":\n", 1).replace(",", ",\n"),
+            (x, level),
+            xytext=(at, low - (low - bottom) * 0.22),
+            ha="center",
+            va="top",
+            rotation=90,
+            fontsize="x-small",
+            linespacing=0.9,
+            arrowprops={"arrowstyle": "-", "linewidth": 0.3, "color": "#888888"},
+        )
+    axes.text(
+        0.01,
+        low,
+        "speed not measured",
+        transform=axes.get_yaxis_transform(),
+        va="top",
+        fontsize="x-small",
+        color="#555555",
+    )
+
+
+def _apart_from_each_other(
+    wanted: Sequence[float], room: float, left: float, right: float
+) -> list[float]:
+    """Return places near those wanted, in order, `room` apart where the width allows it."""
+    room = min(room, (right - left) / max(1, len(wanted) - 1))
+    places: list[float] = []
+    for at in wanted:
+        places.append(max(at, left, *(one + room for one in places[-1:])))
+    limit = right
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], limit)
+        limit = places[index] - room
+    return places
+
+
+def _share(point: Mapping[str, Any]) -> float:
+    share = share_at(point)["share"]
+    return float("nan") if share is None else float(share)
+
+
+def _unmeasured(result: Mapping[str, Any]) -> list[tuple[Method, Mapping[str, Any]]]:
+    """Return method and best point of the rows beside which no speed stands."""
+    return [
+        (method, point)
+        for method in ranked(result)
+        if (point := best_point(method)) is not None
+        and "long_context" in point
+        and not method.get("speeds")
+    ]

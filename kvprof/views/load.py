@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.load import sheds
+from kvprof.records.load import LIMITS, sheds
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
 from kvprof.views.load_against import against_section
@@ -24,6 +24,7 @@ _LATENCIES = {
     "tbt_seconds": "TBT",
     "longest_gap_seconds": "longest gap",
 }
+_SHOWN = tuple(_LATENCIES)[:3]  # in tables and figures
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
@@ -175,14 +176,14 @@ def _method(method: Row, rows: Sequence[Row], data: Mapping[str, Any]) -> list[R
         name: unit_of(row[name]["p99"] or row[name]["mean"] for row in rows) for name in _LATENCIES
     }
     titles = ["requests/s"]
-    for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
+    for name in _SHOWN:
         said, unit = _LATENCIES[name], units[name][1]
         titles += [f"{said} {unit}", "p50", "p99"]
     last = ["tokens/s", *(["within"] if objective else []), "queue"]
     cells = []
     for row in rows:
         line = [f"{row['rate']:g}"]
-        for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
+        for name in _SHOWN:
             line += _latency(row[name], units[name][0])
         line.append(number(row["tokens_per_s"]))
         if objective:
@@ -434,13 +435,8 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
 
 
 def _limits(objective: Mapping[str, Any]) -> str:
-    words = {
-        "ttft_seconds": "TTFT",
-        "tbt_seconds": "TBT",
-        "normalised_latency_seconds": "latency per token",
-    }
     return ", ".join(
-        f"{said} ≤ {duration(objective[name])}" for name, said in words.items() if name in objective
+        f"{_LATENCIES[name]} ≤ {duration(objective[name])}" for name in LIMITS if name in objective
     )
 
 
@@ -580,9 +576,8 @@ def figure(result: Mapping[str, Any]) -> Any:
 
         return draw
 
-    shown = list(_LATENCIES.items())[:3]
     return panel_figure(
-        [panel(name, said) for name, said in shown],
+        [panel(name, _LATENCIES[name]) for name in _SHOWN],
         _PANEL,
         columns=3,
         title=titled(result, f"{data['shape']['name']} under load"),

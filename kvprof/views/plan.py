@@ -394,7 +394,7 @@ def _plan_parts(result: Mapping[str, Any], *, describe: bool) -> list[Renderable
     parts += [heading("Rates"), key_values(_rates(plan, result["inputs"]["dtype"]))]
     if plan["folded"] or plan["online"]:
         parts += [heading("Ranks"), _ranks(plan), paragraph(_ranks_note(plan), "dim")]
-    parts += [heading("Weights and work"), key_values(_work(plan))]
+    parts += [heading("Weights and work"), key_values(_work(plan, result["inputs"]))]
     if describe:
         parts += [heading("In words"), bullets(plan["sentences"])]
         parts += _heat_maps(plan)
@@ -488,12 +488,20 @@ def _ranks_note(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _work(plan: Mapping[str, Any]) -> dict[str, str]:
+def _work(plan: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
     weights = plan["weights"]
     shown = {
         "folded": _listed(plan["folded"]) or "nothing",
         "online": _listed(plan["online"]) or "nothing",
     }
+    if (kernel := plan.get("kernel")) is not None:
+        where = f"in {inputs['dtype']} on {inputs['device']}"
+        shown["kernels"] = (
+            f"run it {where}"
+            if kernel["reason"] is None
+            else f"run {kernel['layers'] or 'none'} of {kernel['of']} layers {where}: "
+            f"{kernel['reason']}"
+        )
     if weights is None:
         return {**shown, "extra weights": f"{MISSING} (name the MODEL to have them counted)"}
     named = {

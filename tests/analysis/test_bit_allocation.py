@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from kvprof.analysis.bit_allocation import bit_loss, blocks_of, few_column_bits, water_filled
 from kvprof.analysis.rank_allocation import RankTarget
+from kvprof.analysis.uniform import uniform_distortion
 from kvprof.methods.quantisers import normal_distortion
 
 DISTORTION = {bits: normal_distortion(bits) for bits in (0, 2, 3, 4, 8)}
+UNIFORM = {bits: uniform_distortion(bits) for bits in DISTORTION}
 
 
 def target(values, layer=0, side="keys", group=0):
@@ -59,6 +61,48 @@ def test_no_choice_of_as_many_bits_loses_less(seed, heads, width, knob):
             continue
         found = lost(targets, [tuple((1, bits) for bits in one) for one in heads_of], weights)
         assert own <= found * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 9999),
+    st.integers(2, 16),
+    st.lists(st.integers(1, 40), max_size=3),
+    st.floats(0, 1),
+)
+def test_nor_does_any_choice_of_whole_blocks(seed, block, widths, knob):
+    """Latents of unlike widths, whose last block may be narrower than the others."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = [min(width, 6 // len(widths) * block) for width in widths] or [block]
+    targets = [
+        target(torch.exp(2 * torch.randn(width, generator=generator)).tolist(), index)
+        for index, width in enumerate(widths)
+    ]
+    weights = torch.exp(2 * torch.randn(len(widths), generator=generator)).tolist()
+    found = water_filled(targets, knob, block, weights, UNIFORM)
+    spent = sum(map(size, found))
+    blocks = [
+        (width, weight * float(part.square().sum()), not place)
+        for one, weight in zip(targets, weights, strict=True)
+        for place, (width, part) in enumerate(
+            zip(
+                blocks_of(one.width, block),
+                one.values.split(blocks_of(one.width, block)),
+                strict=True,
+            )
+        )
+    ]
+    least = min(
+        sum(energy * UNIFORM[bits] for bits, (_, energy, _) in zip(choice, blocks, strict=True))
+        for choice in itertools.product(UNIFORM, repeat=len(blocks))
+        if sum(bits * width for bits, (width, *_) in zip(choice, blocks, strict=True)) <= spent
+        and all(bits or not first for bits, (*_, first) in zip(choice, blocks, strict=True))
+    )
+    own = sum(
+        weight * bit_loss(one, runs, UNIFORM)
+        for one, runs, weight in zip(targets, found, weights, strict=True)
+    )
+    assert own <= least * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)

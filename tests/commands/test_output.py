@@ -6,24 +6,30 @@ import shutil
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from kvprof.commands import output
 from kvprof.commands.output import Outputs
-from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.errors import ExitCode, FailedError, LackingError, UsageError
 from kvprof.records.files import read_result
 from kvprof.records.fold import result_of
-from kvprof.records.journal import EVENTS_NAME, find_events
-from tests.records.sample import spectrum_result
+from kvprof.records.journal import EVENTS_NAME, Journal, find_events
+from kvprof.views import kinds
+from kvprof.views.jct import to_csv
+from tests.records.sample import benchmark_result
 from tests.records.streams import stream, write
 
 
-def test_every_destination_is_written(tmp_path: Path) -> None:
-    from kvprof.views.figure import new_figure
+def some_result(**changes: Any) -> dict[str, Any]:
+    """Return a result that has all that its report, its CSV and its figure tell."""
+    return result_of(stream(("full",), layers=1, steps=2)) | changes
 
-    result = spectrum_result()
+
+def test_every_destination_is_written(tmp_path: Path) -> None:
+    result = some_result()
     outputs = Outputs(
         json=tmp_path / "r.json",
         csv=tmp_path / "r.csv",
@@ -33,25 +39,31 @@ def test_every_destination_is_written(tmp_path: Path) -> None:
     )
     outputs.check()
     assert list(tmp_path.iterdir()) == []
-    outputs.finish(result, csv_text=lambda: "a,b\n1,2\n", figure=lambda: new_figure(2, 2))
+    outputs.finish(result)
     assert read_result(tmp_path / "r.json") == read_result(tmp_path / "run") == result
-    assert (tmp_path / "r.csv").read_text() == "a,b\n1,2\n"
+    assert (tmp_path / "r.csv").read_text() == to_csv(result)
     assert b"<svg" in (tmp_path / "r.svg").read_bytes()
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert outputs.report_to_stdout
 
 
-def test_nothing_is_made_that_was_not_asked_for(tmp_path: Path) -> None:
-    def fail() -> str:
+def test_nothing_is_made_that_was_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_result: object) -> None:
         raise AssertionError
 
-    Outputs(json=tmp_path / "r.json").finish(spectrum_result(), csv_text=fail, figure=fail)
+    monkeypatch.setattr(kinds, "csv_of", fail)
+    monkeypatch.setattr(kinds, "figure_of", fail)
+    Outputs(json=tmp_path / "r.json").finish(some_result())
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
 def test_json_on_stdout_is_exact_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    result = spectrum_result(
-        warnings=["a [bold]warning[/bold] :smile: " + "x" * 300], inputs={"note": "σ ≥ 1"}
+    result = some_result(
+        warnings=["a [bold]warning[/bold] :smile: " + "x" * 300],
+        complete=False,
+        incomplete_reason="σ ≥ 1",
     )
     outputs = Outputs(json=Path("-"))
     outputs.check()
@@ -60,11 +72,14 @@ def test_json_on_stdout_is_exact_and_alone(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out) == result
 
 
-def test_csv_on_stdout_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_on_stdout_is_exact(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     outputs = Outputs(csv=Path("-"))
     assert not outputs.report_to_stdout
     text = "a [red] " + "x," * 200 + "\n1\n"
-    outputs.finish(spectrum_result(), csv_text=lambda: text)
+    monkeypatch.setattr(kinds, "csv_of", lambda _result: lambda: text)
+    outputs.finish(some_result())
     assert capsys.readouterr().out == text
 
 
@@ -81,7 +96,7 @@ def test_what_exists_is_refused_before_the_work_unless_forced(tmp_path: Path) ->
         Outputs().check(extra=[path])
     forced = Outputs(json=path, out=tmp_path / "run", force=True)
     forced.check()
-    forced.finish(spectrum_result())
+    forced.finish(some_result())
     assert read_result(tmp_path / "run") == read_result(path)
 
 
@@ -143,9 +158,9 @@ def test_one_destination_that_fails_does_not_cost_the_others(
     monkeypatch.setattr(output, "write_bytes_atomic", broken)
     outputs = Outputs(json=tmp_path / "r.json", csv=tmp_path / "r.csv", out=tmp_path / "run")
     with pytest.raises(FailedError, match=r"cannot write r\.json"):
-        outputs.finish(spectrum_result(), csv_text=lambda: "a\n")
-    assert (tmp_path / "r.csv").read_text() == "a\n"
-    assert read_result(tmp_path / "run")["kind"] == "spectrum"
+        outputs.finish(some_result())
+    assert (tmp_path / "r.csv").read_text() == to_csv(some_result())
+    assert read_result(tmp_path / "run")["kind"] == "jct"
 
 
 # --- what cannot be written -----------------------------------------------------------------
@@ -173,9 +188,8 @@ def test_a_full_disk_costs_no_report(
     outputs = Outputs(json=tmp_path / "r.json", csv=tmp_path / "r.csv", out=tmp_path / "run")
     with pytest.raises(FailedError, match="the moments") as failed:
         outputs.finish(
-            spectrum_result(),
-            lambda _width, _colour: "the report",
-            csv_text=lambda: "a\n",
+            some_result(),
+            lambda *_: "the report",
             lost=["cannot write the moments"],
             interrupted=True,
         )
@@ -186,14 +200,15 @@ def test_a_full_disk_costs_no_report(
 
 
 def test_a_drawing_that_fails_costs_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> str:
         raise ZeroDivisionError("by zero")
 
+    monkeypatch.setattr(kinds, "csv_of", lambda _result: broken)
     outputs = Outputs(json=tmp_path / "r.json", csv=tmp_path / "r.csv")
     with pytest.raises(FailedError, match=r"--csv .*ZeroDivisionError: by zero"):
-        outputs.finish(spectrum_result(), lambda _w, _c: "the report", csv_text=broken)
+        outputs.finish(some_result(), lambda *_: "the report")
     assert capsys.readouterr().out == "the report\n"
     assert read_result(tmp_path / "r.json")
 
@@ -203,12 +218,12 @@ def test_what_has_come_to_exist_is_left_alone_and_the_result_is_beside_it(
 ) -> None:
     outputs = Outputs(out=tmp_path)
     outputs.check()
-    other = spectrum_result(warnings=["the other run's"])
-    Outputs(out=tmp_path).finish(other)
+    other = some_result(warnings=["the other run's"])
+    Outputs(out=tmp_path).finish(other, lambda *_: None)
     with pytest.raises(FailedError, match=r"left alone; .* is in .*result-2\.json"):
-        outputs.finish(spectrum_result(), lambda _w, _c: "the report")
+        outputs.finish(some_result(), lambda *_: "the report")
     assert read_result(tmp_path) == other
-    assert read_result(tmp_path / "result-2.json") == spectrum_result()
+    assert read_result(tmp_path / "result-2.json") == some_result()
     assert capsys.readouterr().out == "the report\n"
 
 
@@ -216,13 +231,13 @@ def test_a_folder_that_goes_is_made_again_and_one_that_became_a_file_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    Outputs(out=run).finish(spectrum_result(), lambda _w, _c: "one")
+    Outputs(out=run).finish(some_result(), lambda *_: "one")
     shutil.rmtree(run)
-    Outputs(out=run).finish(spectrum_result(), lambda _w, _c: "two")
+    Outputs(out=run).finish(some_result(), lambda *_: "two")
     shutil.rmtree(run)
     run.write_text("")
     with pytest.raises(FailedError, match="is a file, not a folder"):
-        Outputs(out=run).finish(spectrum_result(), lambda _w, _c: "three")
+        Outputs(out=run).finish(some_result(), lambda *_: "three")
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
 
 
@@ -232,7 +247,7 @@ def test_where_stdout_is_full_and_nothing_is_kept_the_report_goes_to_stderr(
 ) -> None:
     full_stdout(monkeypatch)
     with pytest.raises(FailedError, match="cannot write to stdout: No space left"):
-        Outputs(**options).finish(spectrum_result(), lambda _w, _c: "the report")
+        Outputs(**options).finish(some_result(), lambda *_: "the report")
     assert capsys.readouterr().err == "the report\n"
 
 
@@ -241,8 +256,8 @@ def test_where_stdout_is_full_the_files_are_written(
 ) -> None:
     full_stdout(monkeypatch)
     with pytest.raises(FailedError, match="cannot write to stdout"):
-        Outputs(out=tmp_path).finish(spectrum_result(), lambda _w, _c: "the report")
-    assert read_result(tmp_path) == spectrum_result()
+        Outputs(out=tmp_path).finish(some_result(), lambda *_: "the report")
+    assert read_result(tmp_path) == some_result()
     assert capsys.readouterr().err == ""
 
 
@@ -251,19 +266,49 @@ def test_a_reader_that_has_left_hears_nothing_and_the_files_are_written(
 ) -> None:
     full_stdout(monkeypatch, errno.EPIPE)
     with pytest.raises(BrokenPipeError):
-        Outputs(out=tmp_path).finish(spectrum_result(), lambda _w, _c: "the report")
-    assert read_result(tmp_path) == spectrum_result()
+        Outputs(out=tmp_path).finish(some_result(), lambda *_: "the report")
+    assert read_result(tmp_path) == some_result()
     assert capsys.readouterr().err == ""
 
 
 def test_the_end_says_the_worst_thing() -> None:
     with pytest.raises(LackingError):
-        Outputs().finish(spectrum_result(), problem=LackingError("no GPU"), interrupted=True)
+        Outputs().finish(some_result(), problem=LackingError("no GPU"), interrupted=True)
     with pytest.raises(FailedError, match="not kept; no GPU"):
-        Outputs().finish(spectrum_result(), problem=LackingError("no GPU"), lost=["not kept"])
+        Outputs().finish(some_result(), problem=LackingError("no GPU"), lost=["not kept"])
     with pytest.raises(typer.Exit) as left:
-        Outputs().finish(spectrum_result(), interrupted=True)
+        Outputs().finish(some_result(), interrupted=True, code=ExitCode.LACKING)
     assert left.value.exit_code == 130
+    with pytest.raises(typer.Exit) as left:
+        Outputs().finish(some_result(), code=ExitCode.LACKING)
+    assert left.value.exit_code == 3
+
+
+def test_a_journal_in_which_nothing_was_measured_ends_without_a_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = Outputs(out=tmp_path / "run")
+    with Journal(outputs.events) as journal:
+        journal.emit(stream(("full",))[0])
+    with pytest.raises(LackingError):
+        outputs.end_recorded(journal, problem=LackingError("no GPU"), interrupted=True)
+    with pytest.raises(typer.Exit) as left:
+        outputs.end_recorded(journal, interrupted=True)
+    assert left.value.exit_code == 130
+    assert "there is no result" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_journal_ends_as_the_result_that_its_events_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = Outputs(out=tmp_path / "run")
+    with Journal(outputs.events) as journal:
+        for event in stream(("full",)):
+            journal.emit(event)
+    outputs.end_recorded(journal, interrupted=False)
+    assert read_result(tmp_path / "run") == result_of(stream(("full",)))
+    assert "full" in capsys.readouterr().out
 
 
 def test_events_of_another_run_are_refused_and_with_force_removed(tmp_path: Path) -> None:
@@ -275,5 +320,5 @@ def test_events_of_another_run_are_refused_and_with_force_removed(tmp_path: Path
     forced.check()
     forced.finish(own)
     assert find_events(tmp_path) is not None  # they are its own
-    forced.finish(spectrum_result())
+    forced.finish(benchmark_result())
     assert find_events(tmp_path) is None

@@ -50,6 +50,53 @@ def test_a_plan_is_told_as_it_is_saved(tiny_folder: Path, tmp_path: Path) -> Non
     assert result["inputs"]["fingerprint"] == plan.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("grid=16", None),
+        ("levels=lloyd-max", "latents are quantised by lloyd-max-rms"),
+        ("heads=0", "heads share latents and latents are quantised"),
+    ],
+)
+def test_a_plan_says_whether_kernels_run_it(
+    options: str, reason: str | None, tiny_folder: Path, tmp_path: Path
+) -> None:
+    how = ("--method", "kq-wf", "--rate", 0.6, "--option", options, "--option", "allocation=output")
+    few = ("--option", "window=4", "--calibrate", "random", "--calibrate-tokens", 64)
+    path = tmp_path / "plan.json"
+    done = kvprof("plan", tiny_folder, *how, *few, "--json", path)
+    kernel = {"layers": 0 if reason else 3, "of": 3, "reason": reason}
+    assert json.loads(path.read_text())["data"]["plan"]["kernel"] == kernel
+    told = f"run none of 3 layers in float32 on cpu: {reason}" if reason else "run it in float32"
+    assert told in " ".join(done.stdout.split())
+
+
+def test_bits_by_column_are_handed_out_by_probes_of_single_heads(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    how = ("--method", "kq-wf", "--rate", 0.6, "--allocation", "budget", "--option", "window=4")
+    told = plan_json(tmp_path, tiny_folder, *how, "--calibrate-tokens", 64)["data"]["plan"]
+    assert told["made"]["options"]["allocation"] == "budget"
+    assert told["made"]["sensitivity"]["tokens"] == 64
+    assert told["rate"] >= 0.6
+
+
+def test_an_evaluation_says_which_plans_no_kernel_runs(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "eval.json"
+    sample = ("--sequences", 1, "--seq-len", 32, "--tasks", "none", "--json", path)
+    done = kvprof("eval", tiny_folder, "--method", "turboquant", "--rate", 0.7, *sample)
+    assert done.code == 0, done.stderr
+    result = json.loads(path.read_text())
+    validate_result(result)
+    plans = {one["method"]: one["plan"] for one in result["data"]["evaluations"]}
+    reason = "latents are quantised by lloyd-max"
+    assert plans["turboquant"]["kernel"] == {"layers": 0, "of": 3, "reason": reason}
+    assert plans["fp8"]["kernel"]["reason"] is None
+    report = " ".join(done.stdout.split())
+    assert f"No kernel runs turboquant: {reason}." in report
+    assert "runs fp8" not in report
+
+
 def test_rounding_costs_what_the_ranks_say(tiny_folder: Path, tmp_path: Path) -> None:
     told = plan_json(tmp_path, tiny_folder, "--method", "fdc", "--removal", 0.3, *COARSE)
     rounding = told["data"]["plan"]["rounding"]

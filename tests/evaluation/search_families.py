@@ -134,11 +134,10 @@ def counted(share: Callable[[float], float]) -> tuple[Callable[..., Any], list[f
     """Return an ``evaluate`` for `search_rates` and the rates that it was asked for."""
     seen: list[float] = []
 
-    def evaluate(plan: Plan, digest: str) -> tuple[float, dict[str, Any]]:
+    def evaluate(plan: Plan, digest: str) -> dict[str, Any]:
         if len(seen) > 40:
             raise Interrupted
         seen.append(true_rate(plan))
-        kept = share(seen[-1])
-        return kept, evaluation(kept)
+        return evaluation(share(seen[-1]))
 
     return evaluate, seen

@@ -181,6 +181,7 @@ def test_targets_are_read_as_people_write_them() -> None:
     assert parse_targets(["needle=0.95", "0.99"]) == BOTH
     assert parse_targets(["needle=0.95"]) == (Target("needle", 0.95),)
     assert parse_targets(["accuracy=99 %", "needle=.95"], "needle") == BOTH
+    assert parse_targets(["niah-single-1=1"], "niah-single-1") == (Target("niah_single_1", 1.0),)
     for texts, metric, says in (
         (["0.99", "0.95"], None, "needle=0.95"),
         (["0.99", "accuracy=0.95"], None, "two targets"),

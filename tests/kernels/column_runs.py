@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits
+from kvprof.kernels.segments.columns import COLUMN_BITS
 from kvprof.kernels.segments.layout import Segment, segment_of
+from kvprof.kernels.segments.side import Runs
 
 FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 
@@ -15,7 +16,7 @@ format_pairs = st.tuples(st.sampled_from(FORMATS), st.sampled_from(FORMATS)).map
 )
 
 
-def spread(width: int) -> ColumnBits:
+def spread(width: int) -> Runs:
     """Return bits by column of any width, all that there are where they find room."""
     count = width // 16
     found = dict.fromkeys(COLUMN_BITS, 0)
@@ -25,7 +26,7 @@ def spread(width: int) -> ColumnBits:
 
 
 @st.composite
-def runs(draw, width: int) -> ColumnBits:
+def runs(draw, width: int) -> Runs:
     """Draw bits by column: at most four runs."""
     left, found = width // 16, []
     for bits in COLUMN_BITS[:-1]:

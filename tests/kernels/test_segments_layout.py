@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.segments.append import addresses_of, append, read, write
-from kvprof.kernels.segments.codes import FORMATS, bits_numbered, format_of, quantise, spread
+from kvprof.kernels.segments.codes import quantise, spread
 from kvprof.kernels.segments.columns import (
     dequantised_columns,
     quantise_columns,
 )
 from kvprof.kernels.segments.cuts import token_bytes, token_cost
+from kvprof.kernels.segments.geometries import FORMATS, bits_numbered, format_of
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack

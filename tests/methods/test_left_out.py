@@ -18,8 +18,8 @@ from kvprof.methods.plan_report import describe
 from kvprof.methods.registry import plan_family
 from kvprof.methods.soundness import check_kinds, head_kinds
 from kvprof.models.load import LoadedModel, wrap_model
-from kvprof.moments.calibrator import uncalibrated_family
 from kvprof.moments.collect import CollectOptions, collect_moments
+from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.refusals import refusal
 from kvprof.sources.grammar import parse_source
@@ -40,7 +40,12 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "strawman": (FINE, 0.5),
     "fp8": ({}, 8.0),
     "kvquant": ({}, 2.0),
+    "full-k8v4": ({}, 0.0),
+    "hadamard-int4": ({"bits": "k8v3"}, 5.5),
+    "turboquant": ({}, 3.0),
+    "oscar": ({"sink": 2, "window": 8}, 2.0),
     "h2o": ({}, 0.5),
+    "snapkv": ({"window": 4}, 0.5),
     "fdc+keyformer": ({**FINE, "keep": 0.5}, 0.3),
 }
 
@@ -53,7 +58,7 @@ def model() -> LoadedModel:
 
 @cache
 def inputs() -> MethodInputs:
-    options = CollectOptions(512, 64, pre_rope=True, joint_heads=2, magnitudes=True)
+    options = CollectOptions(512, 64, pre_rope=True, joint_heads=2, magnitudes=True, outputs=True)
     *_, moments = collect_moments(model(), parse_source("random:512"), options)
     return MethodInputs(model().layout, model().fingerprint, moments)
 

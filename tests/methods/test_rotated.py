@@ -73,6 +73,8 @@ def test_bytes_count_codes_scales_and_norms():
         stored = bytes_at(made(f"hadamard-int{bits}"), 100, itemsize=2)
         assert stored.keys == stored.values == rows * 2 * bits
         assert stored.scales == stored.zeros == 2 * rows * 2
+        unlike = bytes_at(made(f"hadamard-int{bits}", bits="k8v4"), 100, itemsize=2)
+        assert (unlike.keys, unlike.values) == (rows * 16, rows * 8)
         stored = bytes_at(made("turboquant", bits=bits), 100, itemsize=2)
         assert stored.keys == stored.values == rows * 2 * bits
         assert (stored.scales, stored.zeros) == (2 * rows * 2, 0)
@@ -173,7 +175,7 @@ def test_oscar_needs_what_heads_put_out():
         ("oscar", {"bits": "5"}, "option bits is"),
         ("turboquant", {"bits": "k8v4"}, "option bits is"),
         ("turboquant", {"rotation": "none"}, "one of random, hadamard"),
-        ("hadamard-int4", {"bits": "3"}, "has no option bits: it has block, values, group"),
+        ("hadamard-int4", {"bits": "3"}, "hadamard-int4 has 4 bits, not 3; hadamard-int4, -int3"),
         ("hadamard-int4", {"block": "-1"}, "from 0 on"),
     ],
 )

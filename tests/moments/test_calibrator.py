@@ -99,6 +99,36 @@ def test_what_is_announced_is_collected_in_one_pass(loaded: LoadedModel, passes:
     assert len(passes.totals) == 1
 
 
+def test_fp8_shares_the_data_of_whatever_is_calibrated_beside_it(
+    loaded: LoadedModel, passes: Passes
+) -> None:
+    """Alone it takes few tokens of its own; beside another method no pass more."""
+    alone = calibrator(loaded, passes)
+    for name in ("fp8", "kivi"):
+        alone.expect(name)
+    made = alone.family("fp8").build(8.0).made
+    assert (made["calibration"]["source"], made["calibration"]["tokens"]) == ("random", 1024)
+    assert "notes" not in made
+    assert passes.totals == [1024]
+    beside = calibrator(loaded, passes)
+    for name in ("fp8", "kivi", "tale", "kq"):
+        beside.expect(name)
+    assert beside.inputs("fp8").moments is beside.inputs("tale", heads=1).moments
+    assert beside.inputs("fp8").moments.info["source"] == "calibration"
+    assert len(passes.totals) == 2
+    # The user's own data are everybody's, as many tokens of them as the other method takes.
+    given = calibrator(loaded, passes, "random")
+    given.expect("fp8")
+    given.expect("kq")
+    assert given.inputs("fp8").moments.tokens == 8192
+    assert given.inputs("kq").moments is given.inputs("fp8").moments
+    # What another method cannot have is no reason to go without.
+    odd = calibrator(wrap_model(tiny("Llama", num_key_value_heads=4)), passes, tokens=256)
+    odd.expect("fp8")
+    odd.expect("palu", heads=3)
+    assert odd.inputs("fp8").moments.info["source"] == "random"
+
+
 def test_each_method_has_the_source_of_its_paper(loaded: LoadedModel, passes: Passes) -> None:
     given = calibrator(loaded, passes, tokens=1024)
     assert given.inputs("fdc").moments.info["source"] == "random"
@@ -232,8 +262,8 @@ def test_saved_moments_are_taken_as_they_are(
     with pytest.raises(UsageError, match="calibrate anew"):
         given.family("palu", heads=2)
     # Nor do they tell how large values are: that is counted on fp8's own source, once.
-    assert given.inputs("fp8").moments.tokens == given.inputs("fp8").moments.tokens == 8192
-    assert passes.totals == [8192]
+    assert given.inputs("fp8").moments.tokens == given.inputs("fp8").moments.tokens == 1024
+    assert passes.totals == [1024]
     with pytest.raises(UsageError, match="not of the model given"):
         calibrator(wrap_model(tiny("Llama", seed=4)), passes, path).inputs("kq")
     with pytest.raises(UsageError, match="ask no count"):

@@ -10,8 +10,8 @@ from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan_report import ranks_of
-from kvprof.methods.registry import method_names, plan_family
-from kvprof.moments.calibrator import follows_from_rate, has_removal_rate, uncalibrated_family
+from kvprof.methods.registry import follows_from_rate, has_removal_rate, method_names, plan_family
+from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.serving.refusals import refusal
 from tests.methods.models import FINE, inputs, model
 
@@ -48,6 +48,15 @@ def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
         again = plan_for_rate(found, reached, CONTEXT, itemsize=4)
         stored = bytes_at(again, CONTEXT, itemsize=4).total
         assert calibrated - CONTEXT * 4 * 2 <= stored <= calibrated
+
+
+@pytest.mark.parametrize("allocation", ["loss", "budget", "output"])
+def test_bits_by_column_are_told_whatever_hands_them_out(allocation: str) -> None:
+    """Also where the method's own allocation needs what is not measured here."""
+    found = uncalibrated_family(model("Llama"), "kq-wf", allocation=allocation, grid=2, window=4)
+    assert found is not None
+    plan = plan_for_rate(found, 0.6, CONTEXT, itemsize=4)
+    assert 0.6 <= rate(plan, CONTEXT, itemsize=4) < 0.9
 
 
 def test_bytes_that_are_measured_are_not_told() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvprof.records.compare import compare
-from kvprof.records.events import LoadRequest, event_from, event_line
+from kvprof.records.event_lines import event_from
+from kvprof.records.events import LoadRequest, event_line
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load import SHED, LoadFold, is_beyond, is_within, load_case

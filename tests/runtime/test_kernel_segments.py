@@ -314,7 +314,7 @@ def test_what_a_captured_step_reads_lives_as_long_as_the_cache(
         read = doing[0].newest.keys.columns.first, doing[0].step.tables[0]
         known = [weakref.ref(tensor) for tensor in read]
         del doing, read
-        append._columns.cache_clear()
+        append._stored.cache_clear()
         stages._on.cache_clear()
         gc.collect()
         assert all(ref() is not None for ref in known)

@@ -176,7 +176,7 @@ def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:
     assert across is not None
     refused = {
         "no bases, quantiser, evictor or levels": lambda: plan_family("kvtc-4bit", inputs("Llama")),
-        "codes a prompt's cache": lambda: plan_family("kvtc+h2o", inputs("Llama")),
+        "nothing goes on top of that": lambda: plan_family("kvtc+h2o", inputs("Llama")),
         "storing and moving": lambda: check_servable(plan),
         "not decoded from": lambda: compressed(model("Llama"), plan, "on").__enter__(),
         "every layer has a sliding window": lambda: plan_family("kvtc", inputs("Mistral")),

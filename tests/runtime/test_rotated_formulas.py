@@ -24,6 +24,7 @@ from tests.runtime.test_quantiser_formulas import integers
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "hadamard": ("hadamard-int3", {}),
     "hadamard_blocks": ("hadamard-int3", {"block": 4, "values": "hadamard", "group": 8}),
+    "hadamard_unlike": ("hadamard-int4", {"bits": "k8v3"}),
     "turboquant": ("turboquant", {"bits": 3}),
     "turboquant_unit": ("turboquant", {"bits": 2, "rotation": "hadamard", "unit": True}),
     "oscar": ("oscar", {"bits": 3, "sink": 5, "window": 20}),
@@ -50,7 +51,8 @@ def row_of(name: str, side: str, x: Array) -> Array:
         x = clipped(x, 0.96 if side == "keys" else 0.92)
     size = {"hadamard_blocks": 8, "oscar_layer": 4}.get(name, len(x))
     parts = [x[start : start + size] for start in range(0, len(x), size)]
-    return np.concatenate([integers(part, 3) for part in parts])
+    bits = 8 if (name, side) == ("hadamard_unlike", "keys") else 3
+    return np.concatenate([integers(part, bits) for part in parts])
 
 
 def hadamard(*sizes: int) -> Array:

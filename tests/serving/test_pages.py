@@ -16,8 +16,7 @@ from kvprof.methods.family import plan_at
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import kivi, quantised
 from kvprof.methods.registry import plan_family
-from kvprof.serving.pages import imbalance, layer_pages, token_bytes
-from kvprof.serving.ranks import assign
+from kvprof.serving.pages import assign, imbalance, layer_pages, token_bytes
 from kvprof.serving.refusals import (
     check_load_format,
     check_positions,

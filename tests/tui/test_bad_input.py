@@ -8,7 +8,8 @@ import time
 import pytest
 
 from kvprof.printable import UNPRINTABLE
-from kvprof.records.events import event_from, event_line
+from kvprof.records.event_lines import event_from
+from kvprof.records.events import event_line
 from kvprof.records.files import read_result
 from kvprof.records.journal import Journal
 from kvprof.tui import worker as worker_module

@@ -16,7 +16,8 @@ from kvprof.console import PrintableConsole
 from kvprof.errors import KvprofError
 from kvprof.printable import UNPRINTABLE, printable
 from kvprof.records.compare import compare
-from kvprof.records.events import event_from, event_line
+from kvprof.records.event_lines import event_from
+from kvprof.records.events import event_line
 from kvprof.records.files import json_text, parse_json, read_result, render_result, what_was_read
 from kvprof.records.fold import result_of
 from kvprof.records.journal import read_events

@@ -389,7 +389,7 @@ class Composer:
             if len(there) < 2:
                 return values[-1] * tokens / lengths[-1]
             known, seconds = zip(*there, strict=True)
-            return beyond(known, seconds, tokens, degree=degree).value
+            return beyond(known, seconds, tokens, degree=degree)
 
         parts = _each(chosen, lambda point: point.parts, predict)
         # What the parts do not explain of the longest layer grows with its tokens.

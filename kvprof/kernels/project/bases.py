@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,11 +36,6 @@ class BasisSet:
         start = self.depth * sum(self.widths[:head])
         width = self.widths[head]
         return self.packed[start : start + self.depth * width].view(self.depth, width)
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each head's matrix begins in `packed`; the last entry is its length."""
-        return (0, *accumulate(self.depth * width for width in self.widths))
 
 
 def basis_set(

@@ -21,14 +21,19 @@ twice, half after half, and pair neighbours: give their first half).
 The arithmetic is fp32: turned states are rounded to their dtype once, then multiplied.
 """
 
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_cache, check_device, check_numbers
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.project import operators
 from kvprof.kernels.project.bases import BasisSet
+from kvprof.kernels.project.cpu import project_cpu
+from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
 
 __all__ = [
     "check_destination",
@@ -36,12 +41,176 @@ __all__ = [
     "check_states",
     "check_widths",
     "checked_rotary",
+    "keys_operator",
     "project_keys",
     "project_queries",
     "project_step",
     "project_values",
+    "queries_operator",
+    "step_operator",
     "store_values",
+    "values_operator",
 ]
+
+# --- What ``torch.compile`` and CUDA graphs see: operators that take tensors and numbers only. Each
+# runs Triton on a GPU (and where Triton interprets its kernels), and the CPU path elsewhere. A
+# shape must have run once before a graph captures it.
+
+
+@cache
+def _interpreted() -> bool:
+    """Whether Triton is there and was told to interpret."""
+    if find_spec("triton") is None:
+        return False
+    from kvprof.kernels.dispatch import interpreted  # Triton is for Linux only
+
+    return interpreted()
+
+
+def _run(work: Work) -> Tensor | None:
+    if work.states.is_cuda or _interpreted():
+        from kvprof.kernels.project.launch import launch  # Triton is for Linux only
+
+        return launch(work)
+    return project_cpu(work)
+
+
+def _rotary(cos: Tensor | None, sin: Tensor | None, rotation: Sequence[int]) -> Rotary | None:
+    """Read ``(dim, offset, interleaved)``."""
+    if cos is None or sin is None:
+        return None
+    return Rotary(cos, sin, rotation[0], rotation[1], bool(rotation[2]))
+
+
+@torch.library.custom_op("kvprof::project_queries", mutates_args=())
+def queries_operator(
+    query: Tensor,
+    bases: Tensor,
+    widths: Sequence[int],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotation: Sequence[int],
+) -> Tensor:
+    """Return dense rows of projected queries; see `project_queries`."""
+    output = _run(
+        Work(query=Stream(query, bases, tuple(widths)), rotary=_rotary(cos, sin, rotation))
+    )
+    assert output is not None
+    return output
+
+
+def _dense(query: Tensor, widths: Sequence[int]) -> Tensor:
+    """Return an empty tensor of the queries' shape after projection."""
+    group = query.shape[2] // len(widths)
+    return query.new_empty(query.shape[0], query.shape[1], group * sum(widths))
+
+
+@queries_operator.register_fake
+def _(query: Tensor, bases: Tensor, widths: Sequence[int], *rest: object) -> Tensor:
+    return _dense(query, widths)
+
+
+@torch.library.custom_op("kvprof::project_keys", mutates_args={"buffer"})
+def keys_operator(
+    keys: Tensor,
+    bases: Tensor,
+    buffer: Tensor,
+    key_widths: Sequence[int],
+    value_widths: Sequence[int],
+    pool: int,
+    capacity: int,
+    start: Tensor | None,
+    valid: Tensor | None,
+    slots: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotation: Sequence[int],
+) -> None:
+    """Store projected keys; see `project_keys`."""
+    widths = (tuple(key_widths), tuple(value_widths))
+    destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
+    stream = Stream(keys, bases, widths[0])
+    _run(Work(keys=stream, rotary=_rotary(cos, sin, rotation), destination=destination))
+
+
+@keys_operator.register_fake
+def _(*given: object) -> None:
+    return None
+
+
+@torch.library.custom_op("kvprof::project_values", mutates_args={"buffer"})
+def values_operator(
+    values: Tensor,
+    bases: Tensor | None,
+    buffer: Tensor,
+    key_widths: Sequence[int],
+    value_widths: Sequence[int],
+    pool: int,
+    capacity: int,
+    start: Tensor | None,
+    valid: Tensor | None,
+    slots: Tensor | None,
+) -> None:
+    """Store values, projected or latents already; see `project_values`."""
+    widths = (tuple(key_widths), tuple(value_widths))
+    destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
+    _run(Work(values=Stream(values, bases, widths[1]), destination=destination))
+
+
+@values_operator.register_fake
+def _(*given: object) -> None:
+    return None
+
+
+@torch.library.custom_op("kvprof::project_step", mutates_args={"buffer"})
+def step_operator(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_bases: Tensor,
+    key_bases: Tensor,
+    value_bases: Tensor | None,
+    buffer: Tensor,
+    key_widths: Sequence[int],
+    value_widths: Sequence[int],
+    pool: int,
+    capacity: int,
+    start: Tensor | None,
+    valid: Tensor | None,
+    slots: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotation: Sequence[int],
+) -> Tensor:
+    """Project queries, store keys and values in one launch; see `project_step`."""
+    widths = (tuple(key_widths), tuple(value_widths))
+    output = _run(
+        Work(
+            query=Stream(query, query_bases, widths[0]),
+            keys=Stream(keys, key_bases, widths[0]),
+            values=Stream(values, value_bases, widths[1]),
+            rotary=_rotary(cos, sin, rotation),
+            destination=Destination(buffer, *widths, pool, capacity, start, valid, slots),
+        )
+    )
+    assert output is not None
+    return output
+
+
+@step_operator.register_fake
+def _(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_bases: Tensor,
+    key_bases: Tensor,
+    value_bases: Tensor | None,
+    buffer: Tensor,
+    key_widths: Sequence[int],
+    *rest: object,
+) -> Tensor:
+    return _dense(query, key_widths)
+
 
 # --- What a projection refuses: shapes, dtypes and devices that do not fit together.
 
@@ -163,6 +332,9 @@ def checked_rotary(
     return [dim, offset, int(interleaved)]
 
 
+# --- The calls.
+
+
 def project_queries(
     query: Tensor,
     bases: BasisSet,
@@ -201,9 +373,7 @@ def project_queries(
     check_states("queries", query, bases, layout.heads * layout.group)
     check_widths("key", bases, layout.key_widths)
     rotation = checked_rotary(query, cos, sin, rotary_dim, offset, interleaved)
-    made: Tensor = operators.project_queries(
-        query, bases.packed, list(bases.widths), cos, sin, rotation
-    )
+    made: Tensor = queries_operator(query, bases.packed, list(bases.widths), cos, sin, rotation)
     return made
 
 
@@ -254,7 +424,7 @@ def project_keys(
     check_widths("key", bases, layout.key_widths)
     check_destination(keys, layout, buffer, start, valid, slots)
     rotation = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
-    operators.project_keys(
+    keys_operator(
         keys, bases.packed, buffer, *_shape(layout), start, valid, slots, cos, sin, rotation
     )
 
@@ -285,7 +455,7 @@ def store_values(
     """
     check_latents(values, layout)
     check_destination(values, layout, buffer, start, valid, slots)
-    operators.project_values(values, None, buffer, *_shape(layout), start, valid, slots)
+    values_operator(values, None, buffer, *_shape(layout), start, valid, slots)
 
 
 def project_values(
@@ -317,7 +487,7 @@ def project_values(
     check_states("values", values, bases, layout.heads)
     check_widths("value", bases, layout.value_widths)
     check_destination(values, layout, buffer, start, valid, slots)
-    operators.project_values(values, bases.packed, buffer, *_shape(layout), start, valid, slots)
+    values_operator(values, bases.packed, buffer, *_shape(layout), start, valid, slots)
 
 
 def project_step(
@@ -378,7 +548,7 @@ def project_step(
     if query.shape[3] != keys.shape[3]:
         raise UsageError(f"queries are {query.shape[3]} wide and keys {keys.shape[3]}")
     rotation = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
-    made: Tensor = operators.project_step(
+    made: Tensor = step_operator(
         query,
         keys,
         values,

@@ -1,4 +1,4 @@
-"""Numbers as they are stored: affine codes of 8, 4 or 2 bits, e4m3, bits by column, full precision.
+"""Numbers as rows of them are stored: affine codes of 8, 4, 3 or 2 bits, e4m3, full precision.
 
 The affine rule is that of `kvprof.runtime.codecs`, ``x = zero + scale · code`` with the minimum as
 zero and the range over ``2^bits - 1`` as scale for a group of columns of one token; but counted
@@ -8,10 +8,7 @@ either sign; counted from the minimum they would be large numbers that cancel, a
 round away would be larger than what is left. Middle and scale are rounded to float16 before codes
 are made.
 
-``"uniform-rms"`` has bits by column, 8, 4, 3 or 2, and one scale in e4m3 for a token's whole row:
-``x = scale · step · (stored - (2^bits - 1) / 2)`` with the step of least squared error for a normal
-variable (`kvprof.analysis.uniform.uniform_step`); 3 bits take three. Its codes lie otherwise
-(`kvprof.kernels.segments.columns`), and `encode` and `numbers` are not for them.
+Other geometries have formats and an arithmetic of their own (`kvprof.kernels.segments.geometries`).
 """
 
 from dataclasses import dataclass
@@ -20,22 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvprof.errors import UsageError
-
 __all__ = [
-    "COLUMNS",
     "E4M3_LACK",
     "E4M3_TINY",
-    "FORMATS",
     "FP8",
     "FULL",
+    "ROW_FORMATS",
     "Bits",
     "NumberFormat",
     "Quantised",
-    "bits_numbered",
     "e4m3",
     "encode",
-    "format_of",
     "from_bytes",
     "in_bytes",
     "numbers",
@@ -44,14 +36,13 @@ __all__ = [
     "spread",
 ]
 
-#: Bits of a code, ``"fp8"`` for e4m3 without a scale, ``"uniform-rms"`` where columns have bits of
-#: their own, None for the run's dtype.
+#: Bits of a code, ``"fp8"`` for e4m3 without a scale, the name of another geometry's format, None
+#: for the run's dtype.
 Bits = int | str | None
 
-#: What stands for full precision, for e4m3 and for bits by column where a kernel takes a number.
+#: What stands for full precision and for e4m3 where a kernel takes a number.
 FULL = 0
 FP8 = -8
-COLUMNS = -1
 
 #: What exponents of float32 lack when they are e4m3's, and e4m3's least number with all its digits.
 E4M3_LACK, E4M3_TINY = 2.0**120, 2.0**-6
@@ -67,15 +58,17 @@ class NumberFormat:
         What stands for it among the whole numbers that operators and compiled kernels take.
     container : int
         Bits of a stored code; 0 at full precision. A byte holds 1, 2 or 4 codes, so 3 bits lie in
-        the container of 4. The fewest, where columns have bits of their own.
+        the container of 4. The fewest that there are, where columns differ in them.
     kept : tuple of str
-        What a group of columns of a token has beside its codes, a float16 each, in the order of a
-        block.
+        What a group of columns of a token has beside its codes, in the order of a block.
+    kept_dtype : str or None
+        Of that, as quantisers name it.
     """
 
     number: int
     container: int
     kept: tuple[str, ...] = ()
+    kept_dtype: str | None = None
 
     @property
     def read_as(self) -> int:
@@ -83,15 +76,13 @@ class NumberFormat:
         return self.container if self.number > 0 else self.number
 
 
-#: All that the kernels have; `encode` and `numbers` are their arithmetic, and
-#: `kvprof.kernels.segments.move` and `unpack` the same in Triton.
-FORMATS: dict[Bits, NumberFormat] = {
+#: Those of rows; `encode` and `numbers` are their arithmetic, and `kvprof.kernels.segments.move`
+#: and `unpack` the same in Triton.
+ROW_FORMATS: dict[Bits, NumberFormat] = {
     None: NumberFormat(FULL, 0),
     "fp8": NumberFormat(FP8, 8),
-    # The narrowest: four tokens to a place whatever bits there are.
-    "uniform-rms": NumberFormat(COLUMNS, 2, ("scale",)),
     **{
-        bits: NumberFormat(bits, 4 if bits == 3 else bits, ("scale", "middle"))
+        bits: NumberFormat(bits, 4 if bits == 3 else bits, ("scale", "middle"), "float16")
         for bits in (2, 3, 4, 8)
     },
 }
@@ -115,28 +106,6 @@ class Quantised(NamedTuple):
     middle: Tensor
 
 
-def format_of(bits: Bits) -> NumberFormat:
-    """Return the format of a name.
-
-    Raises
-    ------
-    UsageError
-        For a format that the kernels do not have.
-    """
-    if bits not in FORMATS:
-        known = sorted((name for name in FORMATS if name is not None), key=str)
-        raise UsageError(
-            f"values of {bits!r} bits cannot be stored: {', '.join(map(repr, known))} or None "
-            "(full precision)"
-        )
-    return FORMATS[bits]
-
-
-def bits_numbered(number: int) -> Bits:
-    """Return the name of the format that a number stands for."""
-    return next(bits for bits, form in FORMATS.items() if form.number == number)
-
-
 def encode(rows: Tensor, bits: Bits, columns: int | None) -> tuple[Tensor, ...]:
     """Return rows ``[..., width]`` as uint8 codes, then what `NumberFormat.kept` names.
 
@@ -157,7 +126,7 @@ def numbers(codes: Tensor, bits: Bits) -> Tensor:
     """Return codes as float32 numbers, which a scale and a middle make values of where kept."""
     if bits == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
-    half: int = 2 ** (format_of(bits).container - 1)
+    half: int = 2 ** (ROW_FORMATS[bits].container - 1)
     return codes.float() - half
 
 
@@ -201,7 +170,7 @@ def quantise(rows: Tensor, bits: int, columns: int | None) -> Quantised:
     wide_middle, wide_scale = (spread(x.float(), columns, width) for x in (middle, scale))
     level = ((values - wide_middle) / torch.where(wide_scale > 0, wide_scale, 1.0)).round()
     half = 2 ** (bits - 1)
-    codes = level.clamp(-half, half - 1) + 2 ** (format_of(bits).container - 1)
+    codes = level.clamp(-half, half - 1) + 2 ** (ROW_FORMATS[bits].container - 1)
     return Quantised(codes.to(torch.uint8), scale, middle)
 
 

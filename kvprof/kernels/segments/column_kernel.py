@@ -3,12 +3,13 @@
 """Decode over tokens whose columns have bits of their own, in whole numbers.
 
 Codes are whole numbers, so they are multiplied as such: queries and weights enter the products of
-tensor cores as 15 bits, an upper byte and a lower one in adjacent columns, which come back side by
-side in a lane. Four codes of a byte's worth of columns are one operation away from an operand.
+tensor cores as 15 bits, an upper digit and a lower one in adjacent columns, which come back side by
+side in a lane. Four codes of a word are one or two operations away from an operand.
 
 With ``x = scale · step · (code - half)``, the step of a run of columns and half its largest code:
 
-- scores: ``scale · (Σ step · (code · q) - Σ step · half · Σq)``, the last once per program;
+- scores: ``scale · (Σ code · q' - Σ half · Σq')`` with ``q' = step · q``, the last once per
+  program;
 - values, per run: ``step · (Σ w · code - half · Σ w)`` with ``w = p · scale``, in fifteen bits of
   the largest of a tile.
 """
@@ -16,6 +17,7 @@ With ``x = scale · step · (code - half)``, the step of a run of columns and ha
 import triton
 import triton.language as tl
 
+from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.segments.codes import E4M3_LACK
 from kvprof.kernels.segments.columns import COLUMN_SLOTS
 from kvprof.kernels.segments.side import PLACES
@@ -38,7 +40,7 @@ _STEP = tl.constexpr(column(PlaneColumns, "step"))
 _BLOCK = tl.constexpr(PLACES)
 _SLOTS = tl.constexpr(COLUMN_SLOTS)
 _LACK = tl.constexpr(E4M3_LACK)
-#: Largest whole number of queries and weights: an upper byte of 127 and a lower one of -64 to 63.
+#: Largest whole number of queries and weights, in two digits of which the lower is 0 to 127.
 _MOST = tl.constexpr(127 * 128.0)
 _TINY = tl.constexpr(2.0**-100)
 _MAGIC = tl.constexpr(1.5 * 2**23)
@@ -109,22 +111,10 @@ def _single(twice):
 
 @triton.jit
 def _joined(products):
-    """Return products with `_halves`, ``[n, 2 · heads]``, as float32 ``[n, heads]``."""
+    """Return products with `_digits`, ``[n, 2 · heads]``, as float32 ``[n, heads]``."""
     both = tl.reshape(products, (products.shape[0], products.shape[1] // 2, 2))
     upper, lower = tl.split(both)
     return ((upper << 7) + lower).to(tl.float32)
-
-
-@triton.jit
-def _empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.zeros([ROWS, COLUMNS], tl.float32)
-
-
-@triton.jit
-def _store(result, found, real, START: tl.constexpr, WIDTH: tl.constexpr):
-    """Store ``[WIDTH, heads]`` at the columns from START on."""
-    column = START + tl.arange(0, WIDTH)
-    tl.store(result + column[:, None], found, mask=tl.broadcast_to(real[None, :], found.shape))
 
 
 @triton.jit
@@ -252,7 +242,6 @@ def _column_tile(
     V_PLANES: tl.constexpr,
     V_SCALES: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
-    SHARE: tl.constexpr,
     PLACES: tl.constexpr,
     PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -421,7 +410,7 @@ def column_piece(
     rate = _single(rate)[None, :]
     sums = ()
     for number in tl.static_range(V_PLANES):
-        sums += (_empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)
+        sums += (empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)
     whole = tl.zeros([PLACES, HEADS], tl.float32)
     mass = tl.zeros([PLACES, HEADS], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
@@ -450,7 +439,6 @@ def column_piece(
             V_PLANES,
             V_SCALES,
             BLOCK_BYTES,
-            1,
             PLACES,
             PAGE,
             CAPPED,
@@ -481,7 +469,6 @@ def column_piece(
             V_PLANES,
             V_SCALES,
             BLOCK_BYTES,
-            1,
             PLACES,
             PAGE,
             CAPPED,
@@ -510,7 +497,7 @@ def column_piece(
             found = (found - (half * weighed)[None, :]) * (
                 KINDS[VALUES + number * _PLANE + _STEP] * share
             )[None, :]
-            _store(
+            store_columns(
                 result,
                 found,
                 real,
@@ -519,5 +506,5 @@ def column_piece(
             )
     # A narrower segment adds nothing to the columns behind its own.
     for begin in range(V_WIDTH, output_width, 16):
-        _store(result + begin, _empty(16, HEADS), real, 0, 16)
+        store_columns(result + begin, empty(16, HEADS), real, 0, 16)
     tl.store(logs + item * GROUP + heads, top + tl.log2(weight), mask=real)

@@ -12,10 +12,16 @@ columns, half a plane apart, in turn::
 
 So every plane is of 1, 2, 4 or 8 bits and enters a product by itself, and a code of 3 bits is one
 of 2 bits plus 4 times one of 1 bit (`kvprof.kernels.segments.column_kernel`).
+
+A value is ``scale · step · (code - (2^bits - 1) / 2)`` with the step of least squared error for a
+normal variable (`kvprof.analysis.uniform.uniform_step`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,25 +29,36 @@ from torch import Tensor
 from kvprof.analysis.uniform import uniform_step
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
-from kvprof.kernels.segments.side import PLACES, WIDEST_PLANE, Plane, Side
+from kvprof.kernels.segments.codes import Bits, NumberFormat
+from kvprof.kernels.segments.side import (
+    PLACES,
+    WIDEST_PLANE,
+    Placed,
+    Plane,
+    Runs,
+    Side,
+    SideAddresses,
+    SideKind,
+    StoredColumns,
+    Tokens,
+    replace_bits,
+    taken,
+    width_of,
+)
+from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
+from kvprof.kernels.segments.tuning import Tuning
 
 __all__ = [
+    "COLUMNS",
     "COLUMN_BITS",
     "COLUMN_SLOTS",
-    "ColumnBits",
     "ColumnSide",
-    "Piece",
-    "check_column_bits",
-    "column_width",
     "dequantised_columns",
-    "from_number",
     "quantise_columns",
-    "to_number",
 ]
 
-#: Runs of adjacent columns and the bits of each, from the first column on.
-ColumnBits = tuple[tuple[int, int], ...]
-
+#: What stands for bits by column where a kernel takes the number of a format.
+COLUMNS = -1
 #: What a column can have, in the order of runs.
 COLUMN_BITS = (8, 4, 3, 2)
 #: Tokens of a place.
@@ -50,43 +67,13 @@ _DIGITS = 12
 _TOP_BITS = torch.finfo(torch.float8_e4m3fn)
 
 
-def check_column_bits(runs: ColumnBits, width: int) -> None:
-    """Refuse runs that the kernels do not have.
-
-    Raises
-    ------
-    UsageError
-        Unless bits fall from run to run and widths are multiples of 16 that make up `width`.
-    """
-    bits = [own for _, own in runs]
-    known = set(bits) <= set(COLUMN_BITS) and bits == sorted(set(bits), reverse=True)
-    if not known or column_width(runs) != width or any(own % STEP or own < 1 for own, _ in runs):
-        raise UsageError(
-            f"runs of columns and bits {runs} cannot be stored in {width} columns: bits fall from "
-            f"run to run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of "
-            f"{STEP}"
-        )
-
-
-def column_width(runs: ColumnBits) -> int:
-    """Return how many columns runs have together."""
-    return sum(width for width, _ in runs)
-
-
-def to_number(runs: ColumnBits) -> int:
-    """Return runs as a whole number, which is what an operator takes."""
-    found = {bits: width for width, bits in runs}
-    return sum(found.get(bits, 0) << _DIGITS * place for place, bits in enumerate(COLUMN_BITS))
-
-
-def from_number(number: int) -> ColumnBits:
-    """Undo `to_number`."""
-    widths = [number >> _DIGITS * place & (1 << _DIGITS) - 1 for place in range(len(COLUMN_BITS))]
-    return tuple((width, bits) for width, bits in zip(widths, COLUMN_BITS, strict=True) if width)
+def _runs(kind: SideKind) -> Runs:
+    assert not isinstance(kind, int)
+    return kind
 
 
 @lru_cache(maxsize=64)
-def _by_column(runs: ColumnBits, device: torch.device) -> tuple[Tensor, Tensor]:
+def _by_column(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return every column's step, float32, and half the numbers that its code can be."""
     with torch.inference_mode(False):
         widths = torch.tensor([width for width, _ in runs])
@@ -96,13 +83,13 @@ def _by_column(runs: ColumnBits, device: torch.device) -> tuple[Tensor, Tensor]:
         return spread[0].to(device), spread[1].to(device)
 
 
-def quantise_columns(rows: Tensor, runs: ColumnBits) -> tuple[Tensor, Tensor]:
+def quantise_columns(rows: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Return the codes of rows ``[..., width]``, uint8, and their scales ``[..., 1]`` as bytes.
 
     Parameters
     ----------
     rows : Tensor
-    runs : ColumnBits
+    runs : Runs
     """
     values = rows.float()
     size = values.square().sum(-1, keepdim=True) / torch.full_like(values[..., :1], rows.shape[-1])
@@ -113,7 +100,7 @@ def quantise_columns(rows: Tensor, runs: ColumnBits) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8), scale.view(torch.uint8)
 
 
-def dequantised_columns(codes: Tensor, scale: Tensor, runs: ColumnBits) -> Tensor:
+def dequantised_columns(codes: Tensor, scale: Tensor, runs: Runs) -> Tensor:
     """Return the float32 values of codes ``[..., width]`` with scales ``[..., 1]`` as bytes."""
     steps, halves = _by_column(runs, codes.device)
     return scale.view(torch.float8_e4m3fn).float() * ((codes.float() - (halves - 0.5)) * steps)
@@ -155,10 +142,97 @@ class ColumnSide(Side):
 
     Attributes
     ----------
-    runs : ColumnBits
+    runs : Runs
+        With the bits of each.
     """
 
-    runs: ColumnBits = ()
+    runs: Runs = ()
+
+    # Four tokens to a place whatever bits there are: as many as in a byte of the fewest.
+    forms: ClassVar[dict[Bits, NumberFormat]] = {
+        "uniform-rms": NumberFormat(COLUMNS, 2, ("scale",), "float8_e4m3fn")
+    }
+    words = "bits by column"
+    by_width = False
+    #: All bits that there are.
+    compiled = ((((16, 8), (16, 4), (32, 3), (32, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),)
+
+    @classmethod
+    def of(
+        cls,
+        values: bool,
+        kind: SideKind,
+        bits: Bits,
+        columns: int | None,
+        slots: int,
+        dtype: torch.dtype,
+    ) -> "ColumnSide":
+        """Return the side of a head; its kind are runs, and one scale is for all columns."""
+        return cls(values, width_of(kind), bits, None, slots, dtype, _runs(kind))
+
+    @classmethod
+    def kind(cls, width: int, bits: int | None, runs: Runs) -> SideKind:
+        """Return what a head is like whose columns are quantised so: those of 0 bits left out."""
+        if runs:
+            return tuple((columns, own) for columns, own in runs if own)
+        assert bits is not None
+        return ((width, bits),)
+
+    @classmethod
+    def why_not(cls, head: str, runs: Runs) -> str | None:
+        """Return why a head with these bits by column cannot be stored; None if it can."""
+        for width, own in runs:
+            if own and width % STEP:
+                return (
+                    f"{head} keeps {width} columns with the same bits, and these are multiples of "
+                    f"{STEP}"
+                )
+        bits = [own for _, own in runs]
+        if bits != sorted(set(bits), reverse=True) or not set(bits) <= {*COLUMN_BITS, 0}:
+            return f"the bits of {head} do not fall from column to column"
+        return None
+
+    @classmethod
+    def check_kinds(cls, kinds: Sequence[SideKind], widths: Sequence[int]) -> None:
+        """Refuse what a segment's heads cannot be like.
+
+        Raises
+        ------
+        UsageError
+            Unless bits fall from run to run and widths are multiples of 16 that make up the head.
+        """
+        super().check_kinds(kinds, widths)
+        for kind in kinds:
+            bits = [own for _, own in _runs(kind)]
+            known = set(bits) <= set(COLUMN_BITS) and bits == sorted(set(bits), reverse=True)
+            if not known or any(width % STEP or width < 1 for width, _ in _runs(kind)):
+                raise UsageError(
+                    f"runs of columns and bits {kind} cannot be stored: bits fall from run to "
+                    f"run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of "
+                    f"{STEP}"
+                )
+
+    @classmethod
+    def number(cls, kind: SideKind) -> int:
+        """Return runs as a whole number, which is what an operator takes."""
+        found = {bits: width for width, bits in _runs(kind)}
+        return sum(found.get(bits, 0) << _DIGITS * place for place, bits in enumerate(COLUMN_BITS))
+
+    @classmethod
+    def numbered(cls, number: int) -> SideKind:
+        """Undo `number`."""
+        mask = (1 << _DIGITS) - 1
+        widths = [number >> _DIGITS * place & mask for place in range(len(COLUMN_BITS))]
+        pairs = zip(widths, COLUMN_BITS, strict=True)
+        return tuple((width, bits) for width, bits in pairs if width)
+
+    @classmethod
+    def tuned(cls, kinds: int) -> Tuning | None:
+        """Return what was fastest on an H200."""
+        # As many programs as have room for their tiles but one, of which exact tokens take some: a
+        # twelfth takes 1.3 times as long, in one round or more. Of several kinds, shares pay for
+        # pieces of 37 tiles (0.88 of the time of shorter ones in order), and double it for four.
+        return Tuning(11, registers=144, near=16 if kinds > 2 else 0)
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
@@ -297,3 +371,196 @@ class ColumnSide(Side):
         found = (codes.flatten(1, 3).float() - (halves - 0.5)) * steps
         scale = self.row_scales(blocks).view(torch.float8_e4m3fn).float()
         return found, scale.transpose(-1, -2).flatten(1)[:, None], None
+
+    def table(self, before: int) -> list[PlaneColumns]:
+        """Return planes of bits: for 3 bits one of 2, then the halves of that of the highest."""
+        found: list[PlaneColumns] = []
+        # Sums of codes of 8 bits, which are large, are kept by themselves.
+        alone = [self.bits_of(plane) == 8 for plane in self.planes]
+        for number, plane in enumerate(self.planes):
+            bits = self.bits_of(plane)
+            first = number == 0 or alone[number - 1] != alone[number]
+            last = plane == self.planes[-1] or alone[number + 1] != alone[number]
+            # Columns of K are summed over, 32 at least; those of V are rows of a product, 16 at
+            # least.
+            least = 16 if self.values else 32
+            half = plane.width // 2
+            stored = 2 if bits == 3 else bits
+            pieces = [(plane.start, plane.width, self.plane_at(plane), stored, 0)]
+            if bits == 3:
+                top = self.top_at(plane)
+                pieces += [(plane.start + x * half, half, top, 1, x) for x in (0, 1)]
+            for piece, (start, width, at, own, shift) in enumerate(pieces):
+                found.append(
+                    PlaneColumns(
+                        start=start,
+                        width=width,
+                        depth=max(least, width),
+                        group=int(bits < 8 and alone[0]),
+                        first=int(first and piece == 0),
+                        last=int(last and piece == len(pieces) - 1),
+                        at=before + at,
+                        bits=own,
+                        shift=shift,
+                        step=uniform_step(bits),
+                    )
+                )
+        return found
+
+    def kept_from(self, name: str, before: int) -> int:
+        """Return where something kept begins in a block, in bytes; 0 if nowhere."""
+        at = self.kept_at(name)
+        return before + at if at else 0
+
+    def moved(
+        self, start: int, size: int, came: Sequence[tuple[int, int, int]], lowest: int, free: int
+    ) -> tuple[list[Stretch], list[MovedColumn]]:
+        """Return how one launch stores a token: a single stretch; as `Side`."""
+        codes = {
+            column: self.bits_of(plane)
+            for plane in self.planes
+            for column in range(plane.start, plane.start + plane.width)
+        }
+        tops = {piece.column: number for number, piece in enumerate(self.pieces) if piece.below}
+        halves = {plane.start: plane.width // 2 for plane in self.planes}
+        rows = []
+        for number, own in enumerate(self.pieces):
+            mate = 0
+            if own.below:
+                begin = max(first for first in halves if first <= own.column)
+                half = halves[begin]
+                other = own.column + (half if own.column < begin + half else -half)
+                mate = tops[other] - number
+            rows.append(
+                MovedColumn(
+                    *came[own.column],
+                    start + own.at,
+                    size,
+                    own.part,
+                    own.place,
+                    int(own.column >= lowest),
+                    own.bits,
+                    own.below,
+                    own.shift,
+                    own.apart,
+                    codes[own.column],
+                    mate,
+                )
+            )
+        return [Stretch(0, 0, self.width, start + self.code_bytes, size, 0, len(tops))], rows
+
+    @classmethod
+    def stored(cls, heads: Sequence[Placed], device: torch.device) -> "PieceColumns":
+        """Return the constants by which single tokens are found, of a segment's heads."""
+        starts, runs, scales = [0], [], []
+        rows: list[tuple[int, ...]] = []
+        for side, start, size in heads:
+            assert isinstance(side, cls)
+            rows += [
+                (
+                    starts[-1] + own.column,
+                    own.below,
+                    own.bits,
+                    own.shift,
+                    own.apart,
+                    start + own.at,
+                    size,
+                    own.part,
+                    own.place,
+                )
+                for own in side.pieces
+            ]
+            runs.append(side.runs)
+            scales.append((start + side.code_bytes, size))
+            starts.append(starts[-1] + side.width)
+
+        def whole(rows: tuple[int, ...]) -> Tensor:
+            return torch.tensor(rows, dtype=torch.int64, device=device)
+
+        column, below, bits, *others = map(whole, zip(*rows, strict=True))
+        return PieceColumns(
+            tuple(starts),
+            tuple(runs),
+            column,
+            below.to(torch.uint8),
+            bits.to(torch.uint8),
+            *others,
+            *map(whole, zip(*scales, strict=True)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PieceColumns(StoredColumns):
+    """The columns of all heads of a segment, whose codes lie in pieces.
+
+    Attributes
+    ----------
+    runs : tuple of Runs
+        Per head.
+    column, below, bits, shift, apart : Tensor
+        ``[pieces]`` of `Piece`, one head after another; int64, but for `below` and `bits`.
+    first, block, part, place : Tensor
+        ``[pieces]`` int64: the address of a byte of them is ``first + block·n + part·p + place·q``
+        for block n of the batch, part p and place q.
+    scale_first, scale_block : Tensor
+        ``[heads]`` int64, in bytes.
+    """
+
+    runs: tuple[Runs, ...]
+    column: Tensor
+    below: Tensor
+    bits: Tensor
+    shift: Tensor
+    apart: Tensor
+    first: Tensor
+    block: Tensor
+    part: Tensor
+    place: Tensor
+    scale_first: Tensor
+    scale_block: Tensor
+
+    def at(self, tokens: Tokens) -> SideAddresses:
+        """Return where tokens lie, piece by piece; scales ``[batch, n, heads]`` in bytes."""
+        # Tokens that a byte of a piece has, and which of them this one is.
+        together = torch.div(8, self.apart, rounding_mode="floor")
+        slots, places = tokens.slot[..., None], tokens.place[..., None]
+        far, block = tokens.far[..., None], tokens.block[..., None]
+        values = (
+            self.first
+            + far
+            + block * self.block
+            + slots // together * self.part
+            + places * self.place
+        )
+        scales = self.scale_first + far + block * self.scale_block
+        shift = (self.shift + self.apart * (slots % together)).to(torch.uint8)
+        return SideAddresses(self, tokens.there, values, shift, (scales + 4 * places + slots,))
+
+    def write(self, buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
+        """Store ``[batch, n, Σ width]``, quantised, in a flat buffer of bytes."""
+        heads = torch.split(states, self._widths, dim=-1)
+        pairs = [quantise_columns(*pair) for pair in zip(heads, self.runs, strict=True)]
+        codes, scales = (torch.cat(each, dim=-1) for each in zip(*pairs, strict=True))
+        replace_bits(buffer, places.kept[0], places.there, scales, 255)
+        mask = (1 << self.bits) - 1
+        own = (codes[..., self.column] >> self.below & mask) << places.shift
+        replace_bits(buffer, places.values, places.there, own, mask << places.shift)
+
+    def read(self, buffer: Tensor, places: SideAddresses) -> Tensor:
+        """Return ``[batch, n, Σ width]`` float32 from a flat buffer of bytes."""
+        mask = (1 << self.bits) - 1
+        own = (taken(buffer, places.values) >> places.shift & mask) << self.below
+        whole = own.new_zeros(*own.shape[:-1], self.starts[-1])
+        whole.index_add_(-1, self.column, own)
+        heads = torch.split(whole, self._widths, dim=-1)
+        scales = taken(buffer, places.kept[0]).split(1, dim=-1)
+        found = [dequantised_columns(*own) for own in zip(heads, scales, self.runs, strict=True)]
+        return torch.cat(found, dim=-1)
+
+    def scales(self, buffer: Tensor, places: SideAddresses) -> Tensor | None:
+        """Return the scales, ``[batch, n, heads]`` float32."""
+        return taken(buffer, places.kept[0]).view(torch.float8_e4m3fn).float()
+
+    @property
+    def _widths(self) -> list[int]:
+        return [stop - start for start, stop in pairwise(self.starts)]

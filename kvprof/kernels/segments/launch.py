@@ -8,18 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvprof.analysis.uniform import uniform_step
 from kvprof.kernels.dispatch import dependent, interpreted, launching
 from kvprof.kernels.parts import empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
-from kvprof.kernels.segments.codes import COLUMNS, FP8, FULL
-from kvprof.kernels.segments.columns import ColumnSide
+from kvprof.kernels.segments.codes import FP8, FULL
 from kvprof.kernels.segments.cuts import cut_units, tile_places, token_bytes, token_cost
+from kvprof.kernels.segments.geometries import GEOMETRIES
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import Side
 from kvprof.kernels.segments.tables import Item, Kind, PlaneColumns, Unit
-from kvprof.kernels.segments.tuning import Tuning, query_block
+from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.segments.unpack import missing_factor
 from kvprof.kernels.tables import Part, joined_rows
 
@@ -28,6 +26,7 @@ __all__ = [
     "kind_table",
     "launch_cut",
     "launch_segments",
+    "tuning_for",
     "unit_table",
 ]
 
@@ -71,82 +70,59 @@ def unit_table(
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _planes(side: Side, most: int, before: int) -> list[PlaneColumns]:
-    """Return the planes of a side, filled up to `most`; `before` it are bytes of a block."""
-    if isinstance(side, ColumnSide):
-        return _column_planes(side, most, before)
-    found: list[PlaneColumns] = []
-    groups = [plane.group for plane in side.planes]
-    for number, plane in enumerate(side.planes):
-        first = number == 0 or groups[number - 1] != plane.group
-        last = number + 1 == len(groups) or groups[number + 1] != plane.group
-        # Bytes enter a product in fours per lane, which takes 32 columns of K.
-        depth = plane.width if side.bits is None else max(32, plane.width)
-        unit = side.dtype.itemsize if side.bits is None else 1
-        at = (before + side.plane_at(plane)) // unit
-        found.append(
-            PlaneColumns(plane.start, plane.width, depth, plane.group, int(first), int(last), at)
+#: Numbers of a thread that a program's queries and sums may take.
+_REGISTERS = 112
+
+
+def _numbers(layout: SegmentsLayout, heads: int, warps: int) -> int:
+    keys, values = max(layout.widest.key_widths), max(layout.widest.value_widths)
+    return heads * keys // 64 + heads * values // (32 * warps)
+
+
+def _query_block(layout: SegmentsLayout, warps: int) -> int:
+    """Return the query heads that a program serves: 8, 16 or 32, as registers allow.
+
+    Further ones of a group read the cache again, from L2.
+    """
+    block = 8
+    while block < layout.group and block < 32 and _numbers(layout, 2 * block, warps) <= _REGISTERS:
+        block *= 2
+    return block
+
+
+def _near(kinds: int) -> int:
+    """Return `Tuning.near` for so many kinds of unit.
+
+    On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
+    four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with six
+    0.52, 0.77 and 0.92. Below a tile a piece most programs would walk and find nothing.
+    """
+    return 0 if kinds <= 2 else 3 if kinds <= 4 else 1
+
+
+def tuning_for(layout: SegmentsLayout) -> Tuning:
+    """Return what was fastest on an H200 for a layer's widths and formats."""
+    sides = [side for number in range(len(layout.segments)) for side in layout.sides(number, 0)]
+    numbers = _numbers(layout, 8, 1)
+    if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
+        warps = 2 if numbers > _REGISTERS else 1
+        return Tuning(8, stages=3, warps=warps, per_token=32, registers=0, near=0)
+    for geometry in GEOMETRIES:
+        alike = sum(
+            any(isinstance(side, geometry) for side in layout.sides(*unit))
+            for unit in layout.unit_kinds.values()
         )
-    return found + [_NONE] * (most - len(found))
+        if alike and (own := geometry.tuned(alike)) is not None:
+            return own
+    near = _near(len(layout.unit_kinds))
+    if not any(side.groups for side in sides):
+        return Tuning(stages=3, warps=2, near=near)
+    # Larger tiles, of which fewer programs have room at once.
+    slots = {segment.slots for segment in layout.segments}
+    return Tuning(16 if slots == {2} else 13 if slots == {1} else 12, near=near)
 
 
 _NONE = PlaneColumns(*(0,) * len(PlaneColumns._fields))
-
-
-def _column_planes(side: ColumnSide, most: int, before: int) -> list[PlaneColumns]:
-    """Return what `_planes` does where columns have bits of their own: planes of bits.
-
-    Those of 3 bits are a plane of 2 bits, then the halves of a plane of the highest.
-    """
-    found: list[PlaneColumns] = []
-    for number, plane in enumerate(side.planes):
-        bits = side.bits_of(plane)
-        # Sums of codes of 8 bits, which are large, are kept by themselves.
-        alone = [side.bits_of(own) == 8 for own in side.planes]
-        first = number == 0 or alone[number - 1] != alone[number]
-        last = plane == side.planes[-1] or alone[number + 1] != alone[number]
-        # Columns of K are summed over, 32 at least; those of V are rows of a product, 16 at least.
-        least = 16 if side.values else 32
-        half = plane.width // 2
-        stored = 2 if bits == 3 else bits
-        pieces = [(plane.start, plane.width, side.plane_at(plane), stored, 0)]
-        if bits == 3:
-            top = side.top_at(plane)
-            pieces += [(plane.start + x * half, half, top, 1, x) for x in (0, 1)]
-        for piece, (start, width, at, own, shift) in enumerate(pieces):
-            found.append(
-                PlaneColumns(
-                    start=start,
-                    width=width,
-                    depth=max(least, width),
-                    group=int(bits < 8 and alone[0]),
-                    first=int(first and piece == 0),
-                    last=int(last and piece == len(pieces) - 1),
-                    at=before + at,
-                    bits=own,
-                    shift=shift,
-                    step=uniform_step(bits),
-                )
-            )
-    return found + [_NONE] * (most - len(found))
-
-
-def _plane_count(side: Side) -> int:
-    """Return how many planes a kernel reads of a side."""
-    if isinstance(side, ColumnSide):
-        return sum(3 if side.bits_of(plane) == 3 else 1 for plane in side.planes)
-    return len(side.planes)
-
-
-def _kept_at(side: Side, name: str, before: int) -> int:
-    """Return where something kept begins in a block, `before` it being bytes; 0 if nowhere.
-
-    In float16, but in bytes where columns have bits of their own.
-    """
-    at = side.kept_at(name)
-    if isinstance(side, ColumnSide):
-        return before + at
-    return (before + at) // 2 if at else 0
 
 
 def kind_table(
@@ -164,7 +140,7 @@ def kind_table(
     """
     kinds = family.unit_kinds
     sides = [side for unit in kinds.values() for side in family.sides(*unit)]
-    most = max(map(_plane_count, sides))
+    most = max(len(side.table(0)) for side in sides)
     found: list[tuple[float, ...]] = []
     for number, head in kinds.values():
         keys, values = family.sides(number, head)
@@ -176,34 +152,32 @@ def kind_table(
         while stages > 2 and (stages - 1) * moved > _SHARED_MEMORY:
             stages -= 1
         key_format, value_format = keys.form.read_as, values.form.read_as
-        key_factor, value_factor = (
-            1.0 if form == COLUMNS else missing_factor(form, dtype)
-            for form, dtype in ((key_format, query), (value_format, code))
-        )
+        key_factor = missing_factor(key_format, query)
         # Products of tiny numbers in bfloat16 would be denormal: half of what they lack goes to the
         # query.
         boost = 2.0**60 if key_factor >= 2.0**120 else 1.0
         far = 60.0 if code == "bf16" else 0.0
         shift = {FULL: 0.0, FP8: far}.get(value_format, 14.0 if code == "bf16" else 0.0)
         size, itemsize = family.block_bytes(number, head), family.dtype.itemsize
+        tables = keys.table(0), values.table(keys.nbytes)
         kind = Kind(
             key_format=key_format,
             key_factor=key_factor / boost,
             key_boost=boost,
             key_parts=slots // keys.per_byte,
             key_groups=keys.groups,
-            key_planes=_plane_count(keys),
-            key_scales=_kept_at(keys, "scale", 0),
-            key_middles=_kept_at(keys, "middle", 0),
+            key_planes=len(tables[0]),
+            key_scales=keys.kept_from("scale", 0),
+            key_middles=keys.kept_from("middle", 0),
             key_block=size // (1 if key_format else itemsize),
             value_format=value_format,
-            value_factor=value_factor,
+            value_factor=missing_factor(value_format, code),
             shift=shift,
             value_parts=slots // values.per_byte,
             value_groups=values.groups,
-            value_planes=_plane_count(values),
-            value_scales=_kept_at(values, "scale", keys.nbytes),
-            value_middles=_kept_at(values, "middle", keys.nbytes),
+            value_planes=len(tables[1]),
+            value_scales=values.kept_from("scale", keys.nbytes),
+            value_middles=values.kept_from("middle", keys.nbytes),
             value_block=size // (1 if value_format else itemsize),
             value_width=values.width,
             block_halfs=size // 2,
@@ -212,7 +186,8 @@ def kind_table(
             stages=2 * stages - 1 if family.paged else stages,
             rows=max(16, triton.next_power_of_2(values.groups + 1)),
         )
-        found += [kind, *_planes(keys, most, 0), *_planes(values, most, keys.nbytes)]
+        filled = (row for own in tables for row in own + [_NONE] * (most - len(own)))
+        found += [kind, *filled]
     return joined_rows(found), len(kinds), most
 
 
@@ -243,7 +218,7 @@ def constants(
         "STRIDE": len(kinds) // count,
         "PLANES": most,
         "GROUP": family.group,
-        "HEADS": query_block(family, tuning.warps),
+        "HEADS": _query_block(family, tuning.warps),
         "KV_HEADS": heads,
         "PAGE": family.segments[0].capacity if family.paged else 0,
         "WIDEST": max(family.widest.value_widths),

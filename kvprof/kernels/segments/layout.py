@@ -44,7 +44,8 @@ has the scales of two neighbouring tokens; but the middles of V, which enter a p
 tokens of one slot, lie ``[group, slot, place]``. A group is `columns` adjacent columns; the last of
 a row may be narrower. Everything begins on a multiple of 16 bytes.
 
-Where columns have bits of their own, `kvprof.kernels.segments.columns` says how a side lies.
+That is how rows of one number of bits lie; another geometry says by itself how its sides do
+(`kvprof.kernels.segments.geometries`).
 """
 
 from collections.abc import Sequence
@@ -59,28 +60,26 @@ from torch.nn.functional import pad
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
-from kvprof.kernels.segments.codes import COLUMNS, Bits, format_of
-from kvprof.kernels.segments.columns import (
-    ColumnBits,
-    ColumnSide,
-    check_column_bits,
-    column_width,
+from kvprof.kernels.segments.codes import Bits
+from kvprof.kernels.segments.geometries import format_of, geometry_of
+from kvprof.kernels.segments.side import (
+    MOST_PLACES,
+    PLACES,
+    Placed,
+    Side,
+    SideKind,
+    width_of,
 )
-from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 
 __all__ = [
     "HeadKind",
     "Segment",
     "SegmentsLayout",
-    "SideKind",
     "UnitKind",
     "of_kinds",
     "segment_of",
-    "width_of",
 ]
 
-#: A side's width, or its runs where columns have bits of their own.
-SideKind = int | ColumnBits
 #: A head's (keys, values) per segment.
 HeadKind = tuple[tuple[SideKind, SideKind], ...]
 #: A unit's formats of keys and values, the columns that share a scale, and both sides.
@@ -95,15 +94,15 @@ class Segment:
     ----------
     layout : RaggedLayout
         Widths, group, batch and the segment's own capacity.
-    key_bits, value_bits : int, "fp8", "uniform-rms" or None
-        8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns; e4m3; bits
-        by column with a scale per token; full precision.
+    key_bits, value_bits : int, str or None
+        A format: 8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns;
+        ``"fp8"`` for e4m3; None for full precision; another geometry's.
     columns : int or None
         That share a scale, a multiple of 16; None for a token's whole row.
     paged : bool
         Whether the layout is of a pool of pages: its batch the pages, its capacity a page's tokens.
-    key_columns, value_columns : tuple of ColumnBits
-        Per head where the side is ``"uniform-rms"``, else empty.
+    key_kinds, value_kinds : tuple of SideKind
+        Per head where a width does not say all of a geometry's sides, else empty.
 
     Raises
     ------
@@ -116,21 +115,17 @@ class Segment:
     value_bits: Bits = None
     columns: int | None = 32
     paged: bool = False
-    key_columns: tuple[ColumnBits, ...] = ()
-    value_columns: tuple[ColumnBits, ...] = ()
+    key_kinds: tuple[SideKind, ...] = ()
+    value_kinds: tuple[SideKind, ...] = ()
 
     def __post_init__(self) -> None:
-        for bits, runs, widths in (
-            (self.key_bits, self.key_columns, self.layout.key_widths),
-            (self.value_bits, self.value_columns, self.layout.value_widths),
-        ):
-            wanted = len(widths) if format_of(bits).number == COLUMNS else 0
-            if len(runs) != wanted:
-                raise UsageError(f"{len(runs)} heads have bits by column, and {wanted} should")
-            for own, width in zip(runs, widths, strict=False):
-                check_column_bits(own, width)
-        if bool(self.key_columns) != bool(self.value_columns):
-            raise UsageError("keys and values have bits by column both, or neither")
+        keys, values = geometry_of(self.key_bits), geometry_of(self.value_bits)
+        keys.check_kinds(self.key_kinds, self.layout.key_widths)
+        values.check_kinds(self.value_kinds, self.layout.value_widths)
+        if keys is not values:
+            raise UsageError(
+                f"keys and values lie alike, and these have {keys.words} and {values.words}"
+            )
         if self.columns is not None and (self.columns < STEP or self.columns % STEP):
             raise UsageError(
                 f"{self.columns} columns cannot share a scale: a multiple of {STEP}, or None for "
@@ -153,8 +148,8 @@ class Segment:
         """Return what a head's keys and values are like."""
         own = self.layout
         return (
-            self.key_columns[head] if self.key_columns else own.key_widths[head],
-            self.value_columns[head] if self.value_columns else own.value_widths[head],
+            self.key_kinds[head] if self.key_kinds else own.key_widths[head],
+            self.value_kinds[head] if self.value_kinds else own.value_widths[head],
         )
 
     @property
@@ -171,11 +166,6 @@ class Segment:
         return -(-self.layout.capacity // block) * block
 
 
-def width_of(kind: SideKind) -> int:
-    """Return how many columns a side has."""
-    return kind if isinstance(kind, int) else column_width(kind)
-
-
 def segment_of(
     kinds: Sequence[tuple[SideKind, SideKind]],
     group: int,
@@ -190,9 +180,9 @@ def segment_of(
     """Return a segment whose heads are of these kinds; the rest as `Segment` and its layout."""
     sides = list(zip(*kinds, strict=True))
     keys, values = (tuple(map(width_of, side)) for side in sides)
-    runs = [tuple(own for own in side if not isinstance(own, int)) for side in sides]
+    own = [() if all(isinstance(kind, int) for kind in side) else side for side in sides]
     layout = RaggedLayout(keys, values, group, batch, capacity)
-    return Segment(layout, key_bits, value_bits, columns, paged, runs[0], runs[1])
+    return Segment(layout, key_bits, value_bits, columns, paged, own[0], own[1])
 
 
 @dataclass(frozen=True)
@@ -284,12 +274,16 @@ class SegmentsLayout:
         shared = (own.columns, own.slots, self.dtype)
         keys, values = own.kind(head)
 
-        def side(values: bool, kind: SideKind, bits: Bits) -> Side:
-            if isinstance(kind, int):
-                return Side(values, kind, bits, *shared)
-            return ColumnSide(values, column_width(kind), bits, None, *shared[1:], kind)
+        return (
+            geometry_of(own.key_bits).of(False, keys, own.key_bits, *shared),
+            geometry_of(own.value_bits).of(True, values, own.value_bits, *shared),
+        )
 
-        return side(False, keys, own.key_bits), side(True, values, own.value_bits)
+    def placed(self, segment: int, head: int, values: bool) -> Placed:
+        """Return K or V of a head of a segment, and where it lies in a row."""
+        keys, other = self.sides(segment, head)
+        start, size = self.offsets[segment][head], self.block_bytes(segment, head)
+        return Placed(other, start + keys.nbytes, size) if values else Placed(keys, start, size)
 
     def block_bytes(self, segment: int, head: int) -> int:
         """Return the bytes of a block of a head."""

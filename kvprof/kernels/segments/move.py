@@ -1,28 +1,25 @@
-"""A decoding step's tokens stored in a segment by one launch, for both sides and all heads.
+"""How a decoding step's token gets into the bytes of a segment, geometry by geometry.
 
 What `kvprof.kernels.segments.append` does with some hundred operations of torch a step, which a GPU
-spends most of its time between, for one token of each row that comes from full precision: from a
-projection's planes, or from another segment of the buffer. The bytes are those of `append.write`.
+spends most of its time between, in one launch for both sides and all heads
+(`kvprof.kernels.segments.kernel.move_token`). The bytes are those of `append.write`.
 """
 
 import triton
 import triton.language as tl
 
 from kvprof.analysis.uniform import uniform_step
-from kvprof.kernels.segments.codes import COLUMNS, E4M3_LACK, E4M3_TINY, FP8, FULL
+from kvprof.kernels.segments.codes import E4M3_LACK, E4M3_TINY, FP8, FULL
 from kvprof.kernels.segments.columns import COLUMN_SLOTS
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
 from kvprof.kernels.tables import column
 
-__all__ = ["move_token"]
+__all__ = ["put_columns", "put_rows", "states_of"]
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
-_STRETCH = tl.constexpr(len(Stretch._fields))
-_SIDE = tl.constexpr(column(Stretch, "side"))
-_FIRST_COLUMN = tl.constexpr(column(Stretch, "first"))
 _COLUMNS = tl.constexpr(column(Stretch, "columns"))
 _SCALE_FIRST = tl.constexpr(column(Stretch, "scale_first"))
 _SCALE_BLOCK = tl.constexpr(column(Stretch, "scale_block"))
@@ -46,7 +43,6 @@ _TOPS = tl.constexpr(column(Stretch, "tops"))
 _PLACES = tl.constexpr(PLACES)
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
-_BY_COLUMN = tl.constexpr(COLUMNS)
 _COLUMN_SLOTS = tl.constexpr(COLUMN_SLOTS)
 _LACK = tl.constexpr(E4M3_LACK)
 _TINY = tl.constexpr(E4M3_TINY)
@@ -81,7 +77,7 @@ def _e4m3(numbers):
 
 
 @triton.jit
-def _put(
+def put_rows(
     octets,
     full,
     halfs,
@@ -135,7 +131,7 @@ def _put(
 
 
 @triton.jit
-def _states(source, row, origin, column, there, lost, height, source_row, LOW: tl.constexpr):
+def states_of(source, row, origin, column, there, lost, height, source_row, LOW: tl.constexpr):
     """Load one token's columns of a stretch, or those of them that rows of the table name."""
     at = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
     at += row * source_row
@@ -181,7 +177,7 @@ def _column_bytes(octets, column, there, block, place, slot):
 
 
 @triton.jit
-def _put_columns(
+def put_columns(
     octets,
     source,
     states,
@@ -218,127 +214,10 @@ def _put_columns(
     there = number < tl.load(stretch + _TOPS)
     column = columns + (count + number) * _COLUMN
     mate = column + tl.load(column + _MATE, mask=there, other=0) * _COLUMN
-    own = _states(source, row, origin, column, there, lost, height, source_row, LOW)
-    other = _states(source, row, origin, mate, there, lost, height, source_row, LOW)
+    own = states_of(source, row, origin, column, there, lost, height, source_row, LOW)
+    other = states_of(source, row, origin, mate, there, lost, height, source_row, LOW)
     codes, mask = _column_codes(own, scale, column, there, slot)
     more, beside = _column_codes(other, scale, mate, there, slot)
     to = _column_bytes(octets, column, there, block, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~(mask | beside)) | codes | more).to(tl.uint8), mask=there)
-
-
-@triton.jit(do_not_specialize=["source_capacity", "source_height", "source_row", "pool", "stride"])
-def move_token(
-    source,
-    octets,
-    full,
-    halfs,
-    stretches,
-    columns,
-    origins,
-    targets,
-    low,
-    source_capacity,
-    source_height,
-    source_row,
-    capacity,
-    pool,
-    stride,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LOW: tl.constexpr,
-    PAGED: tl.constexpr,
-):
-    """Move one token of each row; a program per stretch of columns and row.
-
-    Only one token of a row is written by a launch, so that nobody else writes into its bytes.
-
-    Parameters
-    ----------
-    source
-        Values at full precision, in the run's dtype.
-    octets, full, halfs
-        The buffer as uint8, as the run's dtype and as float16; written.
-    stretches, columns
-        Rows of `kvprof.kernels.segments.tables.Stretch` and `MovedColumn`, int64.
-    origins, targets
-        ``[rows]`` integers: each row's slot in the source, clamped to what there is, and in the
-        segment (PAGED: in the pool); one that is not there leaves everything as it is.
-    low
-        ``[rows]`` bool, read with LOW: the token loses what the lowest level has lost.
-    source_capacity, source_height, source_row
-        Slots of a row in the source, tokens of a block of it, and values from row to row.
-    capacity, pool, stride
-        Slots of a row (PAGED: a page) in the segment, how many such rows there are, and bytes from
-        one to the next.
-    KEY_BITS, VALUE_BITS
-        8, 4, 3 or 2, `FP8`, `COLUMNS` or `FULL`.
-    SLOTS
-        Tokens of a place.
-    WIDTH
-        Power of two, no less than the columns of a stretch.
-    """
-    row = tl.program_id(1).to(tl.int64)
-    target = tl.load(targets + row).to(tl.int64)
-    own = row
-    room = tl.full([], capacity, tl.int64)
-    if PAGED:
-        room *= pool
-        own = target // capacity
-    if (target >= 0) & (target < room):
-        if PAGED:
-            target = target % capacity
-        stretch = stretches + tl.program_id(0) * _STRETCH
-        number = tl.arange(0, WIDTH)
-        there = number < tl.load(stretch + _COLUMNS)
-        column = columns + (tl.load(stretch + _FIRST_COLUMN) + number) * _COLUMN
-        origin = tl.load(origins + row).to(tl.int64)
-        origin = tl.minimum(tl.maximum(origin, 0), source_capacity - 1)
-        lost = origin * 0
-        if LOW:
-            lost = tl.load(low + row).to(tl.int64)
-        states = _states(source, row, origin, column, there, lost, source_height, source_row, LOW)
-        far = own * stride
-        octets += far
-        full += far // (full.dtype.element_ty.primitive_bitwidth // 8)
-        halfs += far // 2
-        block = target // (_PLACES * SLOTS)
-        token = target % (_PLACES * SLOTS)
-        first = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
-        for SIDE in tl.static_range(2):
-            if tl.load(stretch + _SIDE) == SIDE:
-                if (VALUE_BITS if SIDE == 1 else KEY_BITS) == _BY_COLUMN:
-                    _put_columns(
-                        octets,
-                        source,
-                        states,
-                        row,
-                        origin,
-                        first,
-                        number,
-                        there,
-                        stretch,
-                        block,
-                        token,
-                        lost,
-                        source_height,
-                        source_row,
-                        LOW,
-                    )
-                else:
-                    _put(
-                        octets,
-                        full,
-                        halfs,
-                        states,
-                        there,
-                        column,
-                        stretch,
-                        block,
-                        token,
-                        VALUE_BITS if SIDE == 1 else KEY_BITS,
-                        SIDE == 1,
-                        SLOTS,
-                    )

@@ -11,12 +11,10 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, launching
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
-from kvprof.kernels.segments.append import column_places, scale_places
-from kvprof.kernels.segments.codes import format_of
-from kvprof.kernels.segments.columns import ColumnSide
+from kvprof.kernels.segments.geometries import format_of
+from kvprof.kernels.segments.kernel import move_token
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.move import move_token
-from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.side import PLACES, Placed
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
 
 __all__ = [
@@ -205,7 +203,6 @@ def token_move(
     UsageError
         When the source is quantised, or has fewer columns.
     """
-    own = layout.segments[segment]
     if isinstance(source, int):
         if not full_precision(layout, source):
             raise UsageError(f"segment {source} is quantised, and moves begin at full precision")
@@ -217,7 +214,8 @@ def token_move(
     columns: list[MovedColumn] = []
     last = layout.segments[-1].layout
     for head in range(layout.heads):
-        for values, side in enumerate(layout.sides(segment, head)):
+        for values in (0, 1):
+            side, start, size = layout.placed(segment, head, bool(values))
             wide = (planes.value_widths if values else planes.key_widths)[head]
             if side.width > wide:
                 raise UsageError(
@@ -226,26 +224,13 @@ def token_move(
                 )
             lowest = (last.value_widths if values else last.key_widths)[head]
             if isinstance(source, int):
-                from_segment = column_places(layout, source, head, bool(values))
-                came = [(first, block, place) for first, block, _, place in from_segment]
+                came = _segment_places(layout.placed(source, head, bool(values)))
             else:
                 came = _plane_places(source, head, values)
-            if isinstance(side, ColumnSide):
-                stretch, rows = _pieces(layout, segment, head, values, side, came, lowest)
-                stretches.append(stretch._replace(first=len(columns)))
-                columns += rows
-                continue
-            scales = scale_places(layout, segment, head, bool(values))
-            step = (own.columns or side.width) if scales else fixed["WIDTH"]
-            for begin in range(0, side.width, step):
-                scale = scales[begin // step] if scales else (0, 0, 0)
-                count = min(step, side.width - begin)
-                stretches.append(Stretch(values, len(columns) + begin, count, *scale))
-            goes = column_places(layout, segment, head, bool(values))
-            columns += [
-                MovedColumn(*came[number], *goes[number], int(number >= lowest))
-                for number in range(side.width)
-            ]
+            begun = len(columns)
+            own, rows = side.moved(start, size, came, lowest, fixed["WIDTH"])
+            stretches += [each._replace(side=values, first=begun + each.first) for each in own]
+            columns += rows
     # Not as inference tensors: they outlive the mode they were made in.
     with torch.inference_mode(False):
         tables = [
@@ -254,51 +239,15 @@ def token_move(
     return TokenMove(layout, segment, source, tables[0], tables[1], tuple(fixed.values()))
 
 
-def _pieces(
-    layout: SegmentsLayout,
-    segment: int,
-    head: int,
-    values: int,
-    side: ColumnSide,
-    came: list[tuple[int, int, int]],
-    lowest: int,
-) -> tuple[Stretch, list[MovedColumn]]:
-    """Return a side with bits by column, but for where its rows begin in the table."""
-    start = layout.offsets[segment][head] + values * layout.sides(segment, head)[0].nbytes
-    size = layout.block_bytes(segment, head)
-    codes = {
-        column: side.bits_of(plane)
+def _segment_places(placed: Placed) -> list[tuple[int, int, int]]:
+    """Return where every column of a side at full precision lies, as `MovedColumn` has it."""
+    side, start, size = placed
+    unit = side.dtype.itemsize
+    return [
+        ((start + side.plane_at(plane)) // unit + column, size // unit, plane.width)
         for plane in side.planes
-        for column in range(plane.start, plane.start + plane.width)
-    }
-    tops = {piece.column: number for number, piece in enumerate(side.pieces) if piece.below}
-    halves = {plane.start: plane.width // 2 for plane in side.planes}
-    rows = []
-    for number, own in enumerate(side.pieces):
-        mate = 0
-        if own.below:
-            begin = max(start for start in halves if start <= own.column)
-            half = halves[begin]
-            other = own.column + (half if own.column < begin + half else -half)
-            mate = tops[other] - number
-        rows.append(
-            MovedColumn(
-                *came[own.column],
-                start + own.at,
-                size,
-                own.part,
-                own.place,
-                int(own.column >= lowest),
-                own.bits,
-                own.below,
-                own.shift,
-                own.apart,
-                codes[own.column],
-                mate,
-            )
-        )
-    scale = start + side.code_bytes
-    return Stretch(values, 0, side.width, scale, size, 0, len(tops)), rows
+        for column in range(plane.width)
+    ]
 
 
 def _plane_places(layout: RaggedLayout, head: int, values: int) -> list[tuple[int, int, int]]:

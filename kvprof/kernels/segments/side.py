@@ -1,24 +1,41 @@
-"""One side, K or V, of one head of a segment: what a block holds of it and in which order."""
+"""One side, K or V, of one head of a segment: what a geometry says, and what all have alike.
 
+A geometry is how the numbers of a block's tokens lie. It is a class of sides
+(`kvprof.kernels.segments.geometries` lists them) which says its planes, bytes and tables, how
+tokens are stored and read, a block at a time and one by one, and which of the kernels' functions
+reads them (by the number of its formats). Nothing else asks which geometry a side has, but for the
+two kernels that are launched (`kvprof.kernels.segments.kernel`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvprof.kernels.segments.codes import (
-    Bits,
-    NumberFormat,
-    encode,
-    format_of,
-    from_bytes,
-    in_bytes,
-    numbers,
-    restored,
-    spread,
-)
+from kvprof.errors import UsageError
+from kvprof.kernels.segments.codes import Bits, NumberFormat, restored, spread
+from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
+from kvprof.kernels.segments.tuning import Tuning
 
-__all__ = ["MOST_PLACES", "PLACES", "WIDEST_PLANE", "Plane", "Side"]
+__all__ = [
+    "MOST_PLACES",
+    "PLACES",
+    "WIDEST_PLANE",
+    "Placed",
+    "Plane",
+    "Runs",
+    "Side",
+    "SideAddresses",
+    "SideKind",
+    "StoredColumns",
+    "Tokens",
+    "replace_bits",
+    "taken",
+    "width_of",
+]
 
 #: Places of a block: bytes of codes that lie side by side for one column of V.
 PLACES = 32
@@ -26,10 +43,20 @@ PLACES = 32
 MOST_PLACES = 64
 WIDEST_PLANE = 64
 
+#: Runs of adjacent columns, from the first on, each with a number of its geometry's own.
+Runs = tuple[tuple[int, int], ...]
+#: What heads of one format differ by: a width; where that does not say it all, runs.
+SideKind = int | Runs
+
+
+def width_of(kind: SideKind) -> int:
+    """Return how many columns a side has."""
+    return kind if isinstance(kind, int) else sum(width for width, _ in kind)
+
 
 @dataclass(frozen=True)
 class Plane:
-    """Columns ``start … start + width - 1`` of a side; they share the scales of `group`."""
+    """Columns ``start … start + width - 1`` of a side; they share what is kept of `group`."""
 
     start: int
     width: int
@@ -37,7 +64,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(ABC):
     """K or V of a head; `kvprof.kernels.segments.layout` has the drawing.
 
     Attributes
@@ -45,8 +72,10 @@ class Side:
     values : bool
         Whether it is V.
     width : int
-    bits : int, "fp8" or None
+    bits : int, str or None
+        Its format, one of `forms`.
     columns : int or None
+        That share a scale; None for a token's whole row.
     slots : int
         Tokens of a place.
     dtype : torch.dtype
@@ -60,10 +89,97 @@ class Side:
     slots: int
     dtype: torch.dtype
 
+    #: The formats of the geometry.
+    forms: ClassVar[Mapping[Bits, NumberFormat]]
+    #: What its sides have, in a sentence that refuses them.
+    words: ClassVar[str]
+    #: Whether a width says all of a head; else heads have kinds (`Segment.key_kinds`).
+    by_width: ClassVar[bool] = True
+    #: Heads (keys, values) whose kernels are compiled for every architecture, beside the forms that
+    #: `kvprof.kernels.segments.variants` lists.
+    compiled: ClassVar[tuple[tuple[SideKind, SideKind], ...]] = ()
+
+    # Of a class: from what a segment says to sides.
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls,
+        values: bool,
+        kind: SideKind,
+        bits: Bits,
+        columns: int | None,
+        slots: int,
+        dtype: torch.dtype,
+    ) -> "Side":
+        """Return the side of a head of a kind; the rest are the attributes of these names."""
+
+    @classmethod
+    def kind(cls, width: int, bits: int | None, runs: Runs) -> SideKind:
+        """Return what a head is like whose columns are quantised so.
+
+        Parameters
+        ----------
+        width : int
+        bits : int or None
+            Of every column, unless there are runs.
+        runs : Runs
+            Bits by column, 0 where columns are left out.
+        """
+        return width
+
+    @classmethod
+    def why_not(cls, head: str, runs: Runs) -> str | None:
+        """Return why a head with these bits by column cannot be stored; None if it can."""
+        return None
+
+    @classmethod
+    def check_kinds(cls, kinds: Sequence[SideKind], widths: Sequence[int]) -> None:
+        """Refuse what a segment's heads cannot be like.
+
+        Raises
+        ------
+        UsageError
+            Unless there is a kind for every width, or none where widths say it all.
+        """
+        wanted = 0 if cls.by_width else len(widths)
+        if len(kinds) != wanted:
+            raise UsageError(
+                f"heads that have {cls.words} are told by {wanted} kinds beside their widths, and "
+                f"{len(kinds)} are given"
+            )
+        for kind, width in zip(kinds, widths, strict=False):
+            if width_of(kind) != width:
+                raise UsageError(f"{kind} are not the columns of a head that is {width} wide")
+
+    @classmethod
+    def number(cls, kind: SideKind) -> int:
+        """Return a kind as a whole number, which is what an operator takes."""
+        assert isinstance(kind, int)
+        return kind
+
+    @classmethod
+    def numbered(cls, number: int) -> SideKind:
+        """Undo `number`."""
+        return number
+
+    @classmethod
+    def tuned(cls, kinds: int) -> Tuning | None:
+        """Return what its kernel is fastest with; None where widths and formats say that.
+
+        Parameters
+        ----------
+        kinds : int
+            Of unit, a head of a segment, that have such sides.
+        """
+        return None
+
+    # What a block holds.
+
     @property
     def form(self) -> NumberFormat:
         """How its numbers are stored."""
-        return format_of(self.bits)
+        return self.forms[self.bits]
 
     @property
     def container(self) -> int:
@@ -76,33 +192,24 @@ class Side:
         return 8 // self.container if self.container else 1
 
     @property
-    def groups(self) -> int:
-        """Scales of a token."""
-        return -(-self.width // (self.columns or self.width)) if self.form.kept else 0
-
-    @cached_property
+    @abstractmethod
     def planes(self) -> tuple[Plane, ...]:
         """Planes of 64, 32 or 16 columns, none of which lies in two groups."""
-        found = []
-        group_width = self.columns if self.groups and self.columns else self.width
-        for group, begin in enumerate(range(0, self.width, group_width)):
-            at, left = begin, min(group_width, self.width - begin)
-            while left:
-                width = next(w for w in (WIDEST_PLANE, 32, 16) if w <= left)
-                found.append(Plane(at, width, group))
-                at, left = at + width, left - width
-        return tuple(found)
 
     @property
+    @abstractmethod
+    def groups(self) -> int:
+        """Scales of a token."""
+
+    @property
+    @abstractmethod
     def code_bytes(self) -> int:
         """Bytes of a block's codes, or of its values at full precision."""
-        stored = self.container or 8 * self.dtype.itemsize
-        return PLACES * self.slots * self.width * stored // 8
 
     @property
+    @abstractmethod
     def scale_bytes(self) -> int:
         """Bytes of a block's scales, and again of whatever else a group keeps."""
-        return 2 * self.groups * PLACES * self.slots
 
     @property
     def kept_bytes(self) -> int:
@@ -114,37 +221,9 @@ class Side:
         """Bytes of a block."""
         return self.code_bytes + self.kept_bytes
 
+    @abstractmethod
     def plane_at(self, plane: Plane) -> int:
         """Return the byte of a block at which a plane begins."""
-        return self.code_bytes * plane.start // self.width
-
-    def codes(self, blocks: Tensor, plane: Plane) -> Tensor:
-        """Return a plane's bytes as a view ``[batch, blocks, part, place, column]``."""
-        start = self.plane_at(plane)
-        own = blocks[..., start : start + self.code_bytes * plane.width // self.width]
-        parts = self.slots // self.per_byte
-        if self.values:
-            return torch.unflatten(own, -1, (parts, plane.width, PLACES)).transpose(-1, -2)
-        return torch.unflatten(own, -1, (parts, PLACES, plane.width))
-
-    def rows(self, blocks: Tensor, plane: Plane) -> Tensor:
-        """Return a plane at full precision as a view ``[batch, blocks, token, column]``."""
-        start = self.plane_at(plane)
-        own = blocks[..., start : start + self.code_bytes * plane.width // self.width]
-        return torch.unflatten(own.view(self.dtype), -1, (PLACES * self.slots, plane.width))
-
-    def kept(self, blocks: Tensor) -> list[Tensor]:
-        """Return what a format keeps as views ``[batch, blocks, group, place, slot]``."""
-        found = []
-        for name in self.form.kept:
-            begin = self.kept_at(name)
-            own = blocks[..., begin : begin + self.scale_bytes].view(torch.float16)
-            if self.slots_first(name):
-                own = torch.unflatten(own, -1, (self.groups, self.slots, PLACES))
-                found.append(own.transpose(-1, -2))
-            else:
-                found.append(torch.unflatten(own, -1, (self.groups, PLACES, self.slots)))
-        return found
 
     def kept_at(self, name: str) -> int:
         """Return the byte of a block's side at which something kept begins; 0 where it is not."""
@@ -152,28 +231,13 @@ class Side:
             return 0
         return self.code_bytes + self.form.kept.index(name) * self.scale_bytes
 
-    def slots_first(self, name: str) -> bool:
-        """Whether something kept lies slot by slot, as what enters products with tokens does."""
-        return self.values and name == "middle"
+    # Whole blocks: stored, and read as the CPU multiplies them.
 
+    @abstractmethod
     def store(self, blocks: Tensor, states: Tensor) -> None:
         """Write ``[batch, tokens, width]``, whole blocks, into ``[batch, blocks, nbytes]``."""
-        if self.bits is None:
-            blocked = torch.unflatten(states, 1, (-1, PLACES * self.slots))
-            for plane in self.planes:
-                columns = slice(plane.start, plane.start + plane.width)
-                self.rows(blocks, plane).copy_(blocked[..., columns])
-            return
-        codes, *kept = encode(states, self.bits, self.columns)
-        for stored, given in zip(self.kept(blocks), kept, strict=True):
-            stored.copy_(torch.unflatten(given, 1, (-1, PLACES, self.slots)).movedim(-1, 2))
-        # [batch, blocks, slot, place, column]
-        blocked = torch.unflatten(codes, 1, (-1, PLACES, self.slots)).transpose(2, 3)
-        joined = in_bytes(blocked, self.container, self.per_byte)
-        for plane in self.planes:
-            columns = slice(plane.start, plane.start + plane.width)
-            self.codes(blocks, plane).copy_(joined[..., columns])
 
+    @abstractmethod
     def raw(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return what is stored as numbers, its tokens by block, then slot, then place.
 
@@ -185,19 +249,10 @@ class Side:
         Returns
         -------
         codes : Tensor
-            ``[batch, tokens, width]`` float32, counted from the middle of the container.
+            ``[batch, tokens, width]`` float32, such that scale and middle make values of them.
         scale, middle : Tensor or None
             ``[batch, groups, tokens]`` float32; None for what the format does not keep.
         """
-        if self.bits is None:
-            parts = [self.rows(blocks, plane) for plane in self.planes]
-            rows = torch.unflatten(torch.cat(parts, dim=-1), 2, (PLACES, self.slots))
-            return rows.transpose(2, 3).flatten(1, 3).float(), None, None
-        joined = torch.cat([self.codes(blocks, plane) for plane in self.planes], dim=-1)
-        codes = from_bytes(joined, self.container, self.per_byte).flatten(1, 3)
-        kept = (x.permute(0, 2, 1, 4, 3).flatten(2).float() for x in self.kept(blocks))
-        named = dict(zip(self.form.kept, kept, strict=True))
-        return numbers(codes, self.bits), named.get("scale"), named.get("middle")
 
     def load(self, blocks: Tensor) -> Tensor:
         """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""
@@ -207,3 +262,172 @@ class Side:
             2, 3
         )
         return ordered.flatten(1, 3)
+
+    # What the kernels look up.
+
+    @abstractmethod
+    def table(self, before: int) -> list[PlaneColumns]:
+        """Return what a kernel reads of the side, plane by plane; `before` it are bytes."""
+
+    @abstractmethod
+    def kept_from(self, name: str, before: int) -> int:
+        """Return where something kept begins in a block as its kernel counts; 0 if nowhere."""
+
+    @abstractmethod
+    def moved(
+        self, start: int, size: int, came: Sequence[tuple[int, int, int]], lowest: int, free: int
+    ) -> tuple[list[Stretch], list[MovedColumn]]:
+        """Return how one launch stores a token, but for the side, and from row 0 of the table.
+
+        Parameters
+        ----------
+        start, size : int
+            As `Placed` has them.
+        came : sequence of (int, int, int)
+            Where each column comes from: the first three fields of `MovedColumn`.
+        lowest : int
+            Columns that the lowest level keeps.
+        free : int
+            Columns of a program where no scale says how many.
+        """
+
+    # Single tokens, of all heads at once.
+
+    @classmethod
+    @abstractmethod
+    def stored(cls, heads: Sequence["Placed"], device: torch.device) -> "StoredColumns":
+        """Return the constants by which single tokens are found, of a segment's heads."""
+
+
+class Placed(NamedTuple):
+    """A side and where it lies.
+
+    Attributes
+    ----------
+    side : Side
+    start : int
+        Byte of a row at which its first block begins.
+    size : int
+        Bytes from block to block.
+    """
+
+    side: Side
+    start: int
+    size: int
+
+
+# --- Where single tokens of a segment lie in a layer's buffer, value by value, for all heads at
+# once.
+#
+# A value's address is linear in the row, the block and the place of its token, with constants of
+# its column. The constants are made once per layout, the addresses once per pass for all layers
+# that are stored alike; what is left per layer is to quantise and to scatter, a few launches
+# whatever the number of heads.
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Tokens of a segment, by where they are counted to.
+
+    Attributes
+    ----------
+    there : Tensor
+        ``[batch, n]`` bool: False for a token that is left out.
+    far : Tensor
+        ``[batch, n]`` or ``[batch, 1]`` int64: the byte at which the token's row begins.
+    block, place, slot : Tensor
+        ``[batch, n]`` int64: of the row, of the block and of the place.
+    token : Tensor
+        ``[batch, n]`` int64: its number in the block.
+    """
+
+    there: Tensor
+    far: Tensor
+    block: Tensor
+    place: Tensor
+    slot: Tensor
+    token: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StoredColumns(ABC):
+    """The columns of K, or of V, of all heads of a segment, one head after another.
+
+    Attributes
+    ----------
+    starts : tuple of int
+        Where each head's columns begin; the last entry is their number.
+    """
+
+    starts: tuple[int, ...]
+
+    @abstractmethod
+    def at(self, tokens: Tokens) -> "SideAddresses":
+        """Return where tokens lie."""
+
+    @abstractmethod
+    def write(self, buffer: Tensor, places: "SideAddresses", states: Tensor) -> None:
+        """Store ``[batch, n, Σ width]``, quantised, in a flat buffer of bytes."""
+
+    @abstractmethod
+    def read(self, buffer: Tensor, places: "SideAddresses") -> Tensor:
+        """Return ``[batch, n, Σ width]`` float32 from a flat buffer of bytes."""
+
+    def scales(self, buffer: Tensor, places: "SideAddresses") -> Tensor | None:
+        """Return the scales, ``[batch, n, heads]`` float32; None unless a row has one."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class SideAddresses:
+    """Where one side of some tokens lies.
+
+    Attributes
+    ----------
+    columns : StoredColumns
+    there : Tensor
+        ``[batch, n]`` bool: False for a token that is left out.
+    values : Tensor
+        ``[batch, n, columns]`` int64, of codes in bytes, of full precision in values; of a geometry
+        whose codes lie in pieces ``[batch, n, pieces]``.
+    shift : Tensor
+        ``[batch, n, 1]`` uint8: bits of a byte below a token's code; or by piece.
+    kept : tuple of Tensor
+        ``[batch, n, groups]`` int64 each: what the format keeps, as its geometry counts.
+    """
+
+    columns: StoredColumns
+    there: Tensor
+    values: Tensor
+    shift: Tensor
+    kept: tuple[Tensor, ...]
+
+
+def replace_bits(
+    stored: Tensor, at: Tensor, there: Tensor, new: Tensor, mask: Tensor | int
+) -> None:
+    """Set the bits of `mask` at flat places to those of `new`.
+
+    By adding differences: several tokens may share a byte, and those that are left out may share a
+    place with one that is not.
+
+    Parameters
+    ----------
+    stored : Tensor
+        Flat; written.
+    at : Tensor
+        ``[batch, n, m]`` int64.
+    there : Tensor
+        ``[batch, n]`` bool.
+    new : Tensor
+        ``[batch, n, m]``, in the dtype of `stored`.
+    mask : Tensor or int
+    """
+    old = taken(stored, at)
+    change = torch.where(there[..., None], new - (old & mask), torch.zeros_like(new))
+    stored.scatter_add_(0, at.flatten(), change.flatten())
+
+
+def taken(stored: Tensor, at: Tensor) -> Tensor:
+    """Return what lies at flat places, in their shape."""
+    return stored.gather(0, at.flatten()).view(at.shape)

@@ -21,21 +21,13 @@ from kvprof.kernels.checks import (
 )
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
 from kvprof.kernels.parts import Schedule
-from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments.codes import COLUMNS, bits_numbered, format_of
-from kvprof.kernels.segments.columns import from_number, to_number
 from kvprof.kernels.segments.cpu import segments_cpu
-from kvprof.kernels.segments.launch import launch_cut, launch_segments, unit_table
-from kvprof.kernels.segments.layout import (
-    HeadKind,
-    Segment,
-    SegmentsLayout,
-    SideKind,
-    of_kinds,
-    width_of,
-)
+from kvprof.kernels.segments.geometries import bits_numbered, format_of, geometry_of
+from kvprof.kernels.segments.launch import launch_cut, launch_segments, tuning_for, unit_table
+from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.segments.side import SideKind, width_of
 from kvprof.kernels.segments.tables import EYE, EYE_ONE, Counter, Item
-from kvprof.kernels.segments.tuning import Tuning, tuning_for
+from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.tables import Part
 
 __all__ = [
@@ -58,40 +50,37 @@ __all__ = [
 _HEADER = 4
 
 
-def _number(kind: SideKind) -> int:
-    return kind if isinstance(kind, int) else to_number(kind)
-
-
 def _kind(number: int, form: int) -> SideKind:
     """Return what a side is like, given its number and that of its format."""
-    return from_number(number) if form == COLUMNS else number
+    return geometry_of(bits_numbered(form)).numbered(number)
 
 
-def _width(number: int, form: int) -> int:
-    return width_of(_kind(number, form))
-
-
-def _kind_numbers(kinds: Sequence[HeadKind]) -> list[int]:
-    return [_number(side) for kind in kinds for pair in kind for side in pair]
+def _kind_numbers(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> list[int]:
+    """Return kinds of head as whole numbers, `kinds` those of a kernel for a layout."""
+    return [
+        geometry_of(bits).number(side)
+        for kind in kinds
+        for segment, pair in zip(layout.segments, kind, strict=True)
+        for bits, side in zip((segment.key_bits, segment.value_bits), pair, strict=True)
+    ]
 
 
 def layout_numbers(layout: SegmentsLayout) -> list[int]:
     """Return a layout but for its dtype as whole numbers, which is what an operator takes.
 
     Heads, group, batch and whether there are pages; per segment the bits of K and V, the columns of
-    a scale (0: the row), the capacity, the widths of K and of V; where columns have bits of their
-    own, these as `kvprof.kernels.segments.columns.to_number` has them.
+    a scale (0: the row), the capacity, what K and V of each head are like (`Side.number`).
     """
     found = [layout.heads, layout.group, layout.batch, int(layout.paged)]
     for segment in layout.segments:
-        own = segment.layout
+        keys, values = zip(*map(segment.kind, range(layout.heads)), strict=True)
         found += [
             format_of(segment.key_bits).number,
             format_of(segment.value_bits).number,
             segment.columns or 0,
-            own.capacity,
-            *(_number(segment.kind(head)[0]) for head in range(layout.heads)),
-            *(_number(segment.kind(head)[1]) for head in range(layout.heads)),
+            segment.layout.capacity,
+            *map(geometry_of(segment.key_bits).number, keys),
+            *map(geometry_of(segment.value_bits).number, values),
         ]
     return found
 
@@ -103,15 +92,10 @@ def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> SegmentsLayout:
     step = _HEADER + 2 * heads
     for at in range(0, len(rest), step):
         keys, values, columns, capacity, *sides = rest[at : at + step]
-        forms = [keys] * heads + [values] * heads
-        widths = tuple(map(_width, sides, forms))
-        ragged = RaggedLayout(widths[:heads], widths[heads:], group, batch, capacity)
-        bits = bits_numbered(keys), bits_numbered(values)
-        runs = [
-            tuple(map(from_number, own)) if form == COLUMNS else ()
-            for own, form in ((sides[:heads], keys), (sides[heads:], values))
-        ]
-        segments.append(Segment(ragged, *bits, columns or None, bool(paged), *runs))
+        kinds = list(map(_kind, sides, [keys] * heads + [values] * heads))
+        pairs = list(zip(kinds[:heads], kinds[heads:], strict=True))
+        formats = bits_numbered(keys), bits_numbered(values), columns or None
+        segments.append(segment_of(pairs, group, batch, capacity, *formats, paged=bool(paged)))
     return SegmentsLayout(tuple(segments), dtype)
 
 
@@ -176,8 +160,8 @@ def segments_operator(
     layout
         From `layout_numbers`; the dtype is that of `query`.
     kinds
-        Widths of K and V (or bits by column), segment by segment, of every kind of head that the
-        kernel is built for.
+        What K and V are like, segment by segment, of every kind of head that the kernel is built
+        for (`Side.number`).
     tuning
         Pieces, tile, stages, warps, the cost per token, the most registers and
         whether neighbours go together.
@@ -236,7 +220,7 @@ def _(
     step = _HEADER + 2 * heads
     starts = range(4, len(layout), step)
     columns = sum(
-        max(_width(layout[at + step - heads + head], layout[at + 1]) for at in starts)
+        max(width_of(_kind(layout[at + step - heads + head], layout[at + 1])) for at in starts)
         for head in range(heads)
     )
     return query.new_empty(query.shape[0], group * columns)
@@ -415,7 +399,7 @@ class SegmentsStep:
             scaling,
             softcap,
             layout_numbers(self.layout),
-            _kind_numbers(self.kinds),
+            _kind_numbers(self.layout, self.kinds),
             astuple(tuning),
             self.multiprocessors,
         )

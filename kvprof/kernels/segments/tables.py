@@ -100,8 +100,8 @@ class Kind(NamedTuple):
         Scales of a token.
     key_planes, value_planes : int
     key_scales, key_middles, value_scales, value_middles : int
-        Where they begin in a block, in float16; 0 where the format keeps none. Of bits by column
-        in bytes.
+        Where they begin in a block, as the geometry's kernel counts: rows in float16, columns with
+        bits of their own in bytes; 0 where the format keeps none.
     key_block, value_block : int
         From block to block: bytes, or values at full precision.
     value_width : int
@@ -186,8 +186,8 @@ class Stretch(NamedTuple):
     first, columns : int
         Rows of the table of `MovedColumn`.
     scale_first, scale_block, to_next : int
-        As `kvprof.kernels.segments.append.Columns` has them; 0 where there is no scale. In bytes
-        where columns have bits of their own.
+        Where a block's begin, from block to block, and from scales to what is kept next, as the
+        geometry counts; 0 where there is no scale.
     tops : int
         Rows of that table behind those of the columns: the highest of 3 bits.
     """
@@ -210,11 +210,12 @@ class MovedColumn(NamedTuple):
         At full precision, in values: ``first + block·n + place·t`` in a row, for block n and its
         token t.
     first, block, part, place : int
-        As `kvprof.kernels.segments.append.Columns` has them.
+        Where it goes: ``first + block·n + part·p + place·q`` for block n, part p and place q.
     behind : int
         1 where the lowest level has lost it.
     bits, below, shift, apart : int
-        Of a column with bits of its own, as `kvprof.kernels.segments.columns.Piece` has them.
+        Of a piece of a column's code, where codes lie in pieces
+        (`kvprof.kernels.segments.columns`).
     code : int
         All bits of its code.
     mate : int

@@ -3,20 +3,14 @@
 import torch
 
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments.codes import FORMATS, Bits
+from kvprof.kernels.segments.codes import ROW_FORMATS, Bits
 from kvprof.kernels.segments.cuts import cut_units
-from kvprof.kernels.segments.kernel import segment_pieces
-from kvprof.kernels.segments.launch import constants
-from kvprof.kernels.segments.layout import (
-    Segment,
-    SegmentsLayout,
-    SideKind,
-    of_kinds,
-    segment_of,
-)
-from kvprof.kernels.segments.move import move_token
+from kvprof.kernels.segments.geometries import GEOMETRIES
+from kvprof.kernels.segments.kernel import move_token, segment_pieces
+from kvprof.kernels.segments.launch import constants, tuning_for
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds, segment_of
 from kvprof.kernels.segments.moving import constants as move_constants
-from kvprof.kernels.segments.tuning import tuning_for
+from kvprof.kernels.segments.side import Side, SideKind
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
@@ -95,33 +89,30 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
 _RAGGED = ((112, 48), (32, 80))
 _FULL = ((128, 128),)
 _WIDE = ((128, 512),)
-#: All bits by column that there are.
-_BY_COLUMN = ((((16, 8), (16, 4), (32, 3), (32, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),)
-#: Formats that are more than a number of bits.
-_NAMED = tuple(name for name in FORMATS if isinstance(name, str) and name != "uniform-rms")
+#: Formats of rows that are more than a number of bits.
+_NAMED = tuple(name for name in ROW_FORMATS if isinstance(name, str))
 
-#: Quantised ragged heads, in pages too, each named format, bits by column behind exact tokens and
-#: in pages, TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with
-#: every way to round it.
+
+def _own(geometry: type[Side]) -> list[Variant]:
+    """Return what a geometry has compiled: its heads behind exact tokens, and in pages."""
+    if not geometry.compiled:
+        return []
+    bits = next(iter(geometry.forms))
+    own, name = (geometry.compiled, bits, bits), geometry.words
+    return [
+        _segments(name, torch.bfloat16, 4, ((_FULL, None, None), own), None),
+        _segments(f"{name}, pages of 128", torch.float16, 4, (own,), None, page=128),
+    ]
+
+
+#: Quantised ragged heads, in pages too, each named format of rows, what other geometries have,
+#: TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with every way to
+#: round it.
 VARIANTS = (
     _segments("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
     _segments("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
     *(_segments(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
-    _segments(
-        "bits by column",
-        torch.bfloat16,
-        4,
-        ((_FULL, None, None), (_BY_COLUMN, "uniform-rms", "uniform-rms")),
-        None,
-    ),
-    _segments(
-        "bits by column, pages of 128",
-        torch.float16,
-        4,
-        ((_BY_COLUMN, "uniform-rms", "uniform-rms"),),
-        None,
-        page=128,
-    ),
+    *(form for geometry in GEOMETRIES for form in _own(geometry)),
     _segments(
         "tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))
     ),

@@ -34,6 +34,7 @@ __all__ = [
     "KernelRoute",
     "choice",
     "few_kinds",
+    "kernel_facts",
     "kernel_reasons",
     "storage_of",
     "why_not",
@@ -104,6 +105,24 @@ def kernel_reasons(
         why_not(LayerSpec(plan, layer, facts, device, dtype, rotations))
         for layer, facts in zip(plan.layers, layout.layers, strict=True)
     ]
+
+
+def kernel_facts(plan: Plan, loaded: LoadedModel) -> dict[str, Any]:
+    """Return how many of a model's layers the kernels run with a plan, and why not the others.
+
+    Returns
+    -------
+    dict
+        ``layers`` of ``of``, and ``reason`` of the first that they do not run; None where they run
+        all.
+    """
+    reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
+    refused = [reason for reason in reasons if reason is not None]
+    return {
+        "layers": len(reasons) - len(refused),
+        "of": len(reasons),
+        "reason": refused[0] if refused else None,
+    }
 
 
 # Measured on two shared cores of an EPYC, one layer of Llama-3.1-8B's shape, batch 1, one and two

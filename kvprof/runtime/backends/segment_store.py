@@ -8,24 +8,24 @@ from torch import Tensor
 
 from kvprof.kernels.planes import STEP, RaggedLayout, chunks, in_rows
 from kvprof.kernels.segments.append import Addresses, addresses_of, read, read_scales, write
-from kvprof.kernels.segments.codes import FORMATS, Bits
-from kvprof.kernels.segments.columns import COLUMN_BITS, ColumnBits, column_width
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout, SideKind, segment_of
-from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.codes import Bits
+from kvprof.kernels.segments.geometries import FORMATS, geometry_of
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
+from kvprof.kernels.segments.side import PLACES, SideKind, width_of
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
-from kvprof.methods.storage import ROW_RMS, Quantiser, SideQuantiser
+from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
 from kvprof.runtime.backends.state import KernelStore, check_room, next_capacity
 
 __all__ = [
     "Format",
     "SegmentStore",
-    "columns_of",
     "cut_rows",
     "fill_rows",
     "formats_of",
     "kept_columns",
-    "refused_columns",
+    "kinds_of",
+    "refused_heads",
     "refused_quantiser",
     "rows_of",
     "shared_columns",
@@ -106,35 +106,27 @@ class Format:
 
     Attributes
     ----------
+    kinds : list of (SideKind, SideKind)
+        What each KV head's keys and values are like.
     key_widths, value_widths : tuple of int
         Per KV head.
-    key_bits, value_bits : int, "fp8", "uniform-rms" or None
+    key_bits, value_bits : int, str or None
+        Formats of the kernels.
     columns : int or None
         That share a scale.
-    key_columns, value_columns : tuple of ColumnBits
-        Per KV head where columns have bits of their own, else empty.
     """
 
     def __init__(
         self,
-        key_widths: tuple[int, ...],
-        value_widths: tuple[int, ...],
+        keys: Sequence[SideKind],
+        values: Sequence[SideKind],
         key_bits: Bits = None,
         value_bits: Bits = None,
         columns: int | None = None,
-        key_columns: tuple[ColumnBits, ...] = (),
-        value_columns: tuple[ColumnBits, ...] = (),
     ) -> None:
-        self.key_widths, self.value_widths = key_widths, value_widths
+        self.kinds = list(zip(keys, values, strict=True))
+        self.key_widths, self.value_widths = (tuple(map(width_of, own)) for own in (keys, values))
         self.key_bits, self.value_bits, self.columns = key_bits, value_bits, columns
-        self.key_columns, self.value_columns = key_columns, value_columns
-
-    @property
-    def kinds(self) -> list[tuple[SideKind, SideKind]]:
-        """What each KV head's keys and values are like."""
-        keys: Sequence[SideKind] = self.key_columns or self.key_widths
-        values: Sequence[SideKind] = self.value_columns or self.value_widths
-        return list(zip(keys, values, strict=True))
 
     def segment(self, group: int, batch: int, capacity: int) -> Segment:
         """Return the segment with room for `capacity` tokens of `batch` rows."""
@@ -154,11 +146,12 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
         return f"latents are quantised by {quantiser.kind}"
     if quantiser.block != 1:
         return f"tokens are quantised {quantiser.block} at a time"
-    if quantiser.kind in ROW_RMS and quantiser.scale_dtype != "float8_e4m3fn":
-        return f"scales are kept in {quantiser.scale_dtype}"
-    if quantiser.kind in ROW_RMS and (quantiser.keys is None) != (quantiser.values is None):
-        return "only keys, or only values, have bits by column"
     if quantiser.kind in FORMATS:
+        geometry, kept = geometry_of(quantiser.kind), FORMATS[quantiser.kind].kept_dtype
+        if kept is not None and quantiser.scale_dtype != kept:
+            return f"scales are kept in {quantiser.scale_dtype}"
+        if geometry is not geometry_of(None) and None in (quantiser.keys, quantiser.values):
+            return f"only keys, or only values, have {geometry.words}"
         return None
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
     if any(side.axis != "token" for side in sides):
@@ -201,26 +194,36 @@ def shared_columns(quantiser: Quantiser) -> int | None:
     return next(side.group for side in (quantiser.keys, quantiser.values) if side is not None)
 
 
-def columns_of(group: HeadGroup, side: SideQuantiser | None, level: int) -> ColumnBits:
-    """Return the bits by column that a group's quantised tokens keep: those of 0 bits left out."""
-    if not group.column_bits:
-        assert side is not None
-        return ((group.ranks[level], side.bits[level]),)
-    return tuple((width, bits) for width, bits in group.column_bits if bits)
+def kinds_of(
+    groups: Iterable[HeadGroup], side: SideQuantiser | None, bits: Bits, level: int
+) -> tuple[SideKind, ...]:
+    """Return what the kernels' stored heads of a level are like.
+
+    Parameters
+    ----------
+    groups : iterable of HeadGroup
+        Of keys, or of values.
+    side : SideQuantiser or None
+        How they are quantised.
+    bits : int, str or None
+        From `stored_as`.
+    level : int
+    """
+    own = side.bits[level] if side is not None and side.bits else None
+    kind = geometry_of(bits).kind
+    return tuple(kind(group.ranks[level], own, group.column_bits) for group in groups)
 
 
-def refused_columns(groups: Iterable[HeadGroup]) -> str | None:
-    """Return why no kernel stores columns with these bits; None if the ones over segments do."""
+def refused_heads(quantiser: Quantiser | None, groups: Iterable[HeadGroup]) -> str | None:
+    """Return why the kernels over segments do not store some heads; None if they do."""
+    kind = quantiser.kind if quantiser is not None and quantiser.kind in FORMATS else None
     for group in groups:
-        bits = [own for _, own in group.column_bits]
-        if any(width % STEP for width, own in group.column_bits if own):
-            odd = next(width for width, own in group.column_bits if own and width % STEP)
-            return (
-                f"KV head {group.first} keeps {odd} columns with the same bits, and these are "
-                f"multiples of {STEP}"
-            )
-        if bits != sorted(set(bits), reverse=True) or not set(bits) <= {*COLUMN_BITS, 0}:
-            return f"the bits of KV head {group.first} do not fall from column to column"
+        head = f"KV head {group.first}"
+        for rank in group.ranks:
+            if rank % STEP:
+                return f"{head} keeps {rank} columns at a level, and widths are multiples of {STEP}"
+        if (reason := geometry_of(kind).why_not(head, group.column_bits)) is not None:
+            return reason
     return None
 
 
@@ -237,18 +240,15 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
         return [*found, Format(keys[0], values[0])]
     columns = shared_columns(quantiser)
     for level in reversed(levels):
-        widths: list[tuple[int, ...]] = []
+        kinds: list[tuple[SideKind, ...]] = []
         bits: list[Bits] = []
-        runs: list[tuple[ColumnBits, ...]] = []
-        for whole, side, own in (
-            (keys, quantiser.keys, layer.keys.groups),
-            (values, quantiser.values, layer.values.groups),
+        for side, own in (
+            (quantiser.keys, layer.keys.groups),
+            (quantiser.values, layer.values.groups),
         ):
             bits.append(stored_as(quantiser, side, level))
-            by_column = bits[-1] in ROW_RMS
-            runs.append(tuple(columns_of(group, side, level) for group in own if by_column))
-            widths.append(tuple(map(column_width, runs[-1])) if by_column else whole[level])
-        found.append(Format(widths[0], widths[1], bits[0], bits[1], columns, runs[0], runs[1]))
+            kinds.append(kinds_of(own, side, bits[-1], level))
+        found.append(Format(kinds[0], kinds[1], bits[0], bits[1], columns))
     return found
 
 

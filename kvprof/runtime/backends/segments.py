@@ -5,7 +5,6 @@ moves on what has grown old by it, so that a query sees what `kvprof.runtime.lay
 prompt attends to its own latents, or exactly where the plan is lazy (TALE §2.1), before any is cut.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from kvprof.kernels.planes import STEP, RaggedLayout
 from kvprof.kernels.segments.append import Addresses, addresses_of, write
 from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout
-from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
+from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
@@ -27,7 +26,7 @@ from kvprof.runtime.backends.segment_store import (
     cut_rows,
     fill_rows,
     formats_of,
-    refused_columns,
+    refused_heads,
     refused_quantiser,
     rows_of,
     stages_of,
@@ -54,17 +53,6 @@ def _levels(plan: Plan) -> str | None:
             return f"tokens move down {levels.batch} at a time"
         if plan.quantiser is not None and plan.quantiser.window:
             return "levels are quantised but for a window of the newest tokens"
-    return None
-
-
-def _ranks(groups: Iterable[HeadGroup]) -> str | None:
-    for group in groups:
-        for rank in group.ranks:
-            if rank % STEP:
-                return (
-                    f"KV head {group.first} keeps {rank} columns at a level, and widths are "
-                    f"multiples of {STEP}"
-                )
     return None
 
 
@@ -138,7 +126,7 @@ class SegmentKernelLayer(KernelLayer):
             widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
             if any(width % STEP for width in widths):
                 reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
-        return reason or _ranks(spec.groups) or refused_columns(spec.groups)
+        return reason or refused_heads(plan.quantiser, spec.groups)
 
     @property
     def kinds(self) -> set[HeadKind]:

@@ -62,17 +62,3 @@ class Outcome:
     sent: float
     tokens: Sequence[float] = ()
     failure: str | None = None
-
-    @property
-    def between_tokens(self) -> float | None:
-        """Mean seconds between tokens (TBT); None for fewer than two."""
-        if len(self.tokens) < 2:
-            return None
-        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
-
-    @property
-    def normalised_latency(self) -> float | None:
-        """Seconds from the arrival to the end, per token written (FDC §6.5, as in vLLM's paper)."""
-        if self.failure is not None or not self.tokens:
-            return None
-        return (self.tokens[-1] - self.request.arrival) / len(self.tokens)

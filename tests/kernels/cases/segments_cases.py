@@ -34,7 +34,7 @@ LIMITS = {
 
 def limit(layout: SegmentsLayout) -> float:
     """Return the largest error: with bits by column queries and weights have 15 bits."""
-    coded = any(segment.key_columns for segment in layout.segments)
+    coded = any(segment.key_kinds for segment in layout.segments)
     return max(LIMITS[layout.dtype], 2e-3 if coded else 0.0)
 
 

@@ -81,7 +81,6 @@ def test_failures_have_a_name_and_keep_what_came(fault, failure):
         (one,) = asked(server, ONE)
     assert one.failure == failure
     assert len(one.tokens) == (0 if fault == "503" else 1)
-    assert one.normalised_latency is None
 
 
 def test_a_request_that_takes_too_long_is_given_up():

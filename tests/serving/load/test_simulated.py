@@ -9,8 +9,7 @@ from kvprof.records.journal import Journal
 from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.replica import EngineSettings
 from kvprof.serving.load.requests import Request
-from kvprof.serving.load.simulated import SimulatedTarget, engine_settings
-from kvprof.serving.load.simulator import simulate
+from kvprof.serving.load.simulator import SimulatedTarget, engine_settings, simulate
 from kvprof.serving.load.step_records import MethodSteps, ModelSteps, read_model_steps
 from kvprof.serving.load.step_times import StepSample
 from kvprof.serving.load.sweep import SweepOptions, run_sweep

@@ -1,0 +1,51 @@
+"""The geometries that segments can have, and their formats by name and by number."""
+
+from kvprof.errors import UsageError
+from kvprof.kernels.segments.codes import Bits, NumberFormat
+from kvprof.kernels.segments.columns import ColumnSide
+from kvprof.kernels.segments.rows import RowSide
+from kvprof.kernels.segments.side import Side
+
+__all__ = ["FORMATS", "GEOMETRIES", "bits_numbered", "format_of", "geometry_of"]
+
+#: A class for each way in which the numbers of a block lie.
+GEOMETRIES: tuple[type[Side], ...] = (RowSide, ColumnSide)
+
+#: All formats that the kernels have. No two have the same number.
+FORMATS: dict[Bits, NumberFormat] = {
+    bits: form for geometry in GEOMETRIES for bits, form in geometry.forms.items()
+}
+
+
+def geometry_of(bits: Bits) -> type[Side]:
+    """Return the geometry that a format belongs to.
+
+    Raises
+    ------
+    UsageError
+        For a format that the kernels do not have.
+    """
+    for geometry in GEOMETRIES:
+        if bits in geometry.forms:
+            return geometry
+    known = sorted((name for name in FORMATS if name is not None), key=str)
+    raise UsageError(
+        f"values of {bits!r} bits cannot be stored: {', '.join(map(repr, known))} or None "
+        "(full precision)"
+    )
+
+
+def format_of(bits: Bits) -> NumberFormat:
+    """Return the format of a name.
+
+    Raises
+    ------
+    UsageError
+        For a format that the kernels do not have.
+    """
+    return geometry_of(bits).forms[bits]
+
+
+def bits_numbered(number: int) -> Bits:
+    """Return the name of the format that a number stands for."""
+    return next(bits for bits, form in FORMATS.items() if form.number == number)

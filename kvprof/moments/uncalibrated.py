@@ -1,0 +1,130 @@
+"""Plans of a method's shape without calibration: what they store, not what they keep of a model.
+
+How many bytes a low-rank plan stores follows from its ranks, how well it does from its bases.
+Where only the former is asked for (what fits into a memory, whether anything is quantised or
+evicted) a pass over calibration data would change no figure. Stand-in moments are the same for
+all heads, so ranks come out alike everywhere: where a method hands them out by what it measures,
+they are spread evenly over its own grid, as near to a wanted rate as one step of one head.
+"""
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvprof.analysis.magnitudes import magnitude_counts
+from kvprof.analysis.moments import LayerMoments, Moments
+from kvprof.analysis.rank_allocation import ALLOCATIONS
+from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, by_head
+from kvprof.methods.registry import (
+    allocation_of,
+    base_method,
+    calibration_needs,
+    follows_from_rate,
+    plan_family,
+    without_allocation,
+)
+from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.moments.collect import moment_shapes
+
+__all__ = ["Laid", "stand_in_family", "uncalibrated_family"]
+
+
+class Laid(Protocol):
+    """What has a layout: a loaded model, or a shape without weights."""
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Heads and widths of every layer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its weights; empty without."""
+
+
+def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily | None:
+    """Return plans that store what the method's own would, on bases that mean nothing.
+
+    Parameters
+    ----------
+    loaded, method, **options
+        As `stand_in_family` takes them.
+
+    Returns
+    -------
+    PlanFamily or None
+        None for a method that has to be calibrated and is not kvprof's own, what its ranks hang on
+        not being known here, or whose bytes are measured.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.methods.registry.plan_family`: what cannot be planned cannot be planned so
+        either.
+    """
+    given = {key: value for key, value in options.items() if key != "fisher_form"}
+    return stand_in_family(loaded, method, **given) if follows_from_rate(method, **given) else None
+
+
+def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
+    """Return the plans that a method makes of moments which are the same for all heads.
+
+    Parameters
+    ----------
+    loaded : Laid
+    method : str
+        A method's or a combination's name.
+    **options
+        The method's own.
+
+    Raises
+    ------
+    UsageError
+        As `kvprof.methods.registry.plan_family`, and for a method that needs more than moments.
+    """
+    needs = calibration_needs(method, **options)
+    inputs = MethodInputs(loaded.layout, loaded.fingerprint)
+    if needs is None:
+        return plan_family(method, inputs, **options)
+    base, own = base_method(method, options)
+    layers = [_stand_in(x, needs) for x in loaded.layout.layers]
+    inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
+    allocation = allocation_of(base, own)
+    if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
+        targets = plan_family(base, inputs, **without_allocation(base, own)).targets
+        alike = by_head(targets, [1.0 / float(target.errors[0]) for target in targets])
+        inputs = replace(inputs, sensitivities=alike)
+        options["allocation"] = "budget"
+    elif allocation == "loss":
+        options["allocation"] = "output"
+    return plan_family(method, inputs, **options)
+
+
+def _stand_in(layer: LayerLayout, needs: CalibrationNeeds) -> LayerMoments:
+    """Return moments whose predicted errors fall along one curve, strictly convex, for every head.
+
+    Then the next step of the grid is worth most where fewest have been taken.
+    """
+
+    def falling(heads: int, width: int, power: float) -> Tensor:
+        energies = torch.arange(width, 0, -1, dtype=torch.float64) / width
+        return torch.diag(energies**power).expand(heads, width, width)
+
+    shapes = moment_shapes(
+        layer, pre_rope=needs.pre_rope, joint_heads=needs.joint_heads, outputs=needs.outputs
+    )
+    # Of a pair the product counts, of vectors that share a latent their own energy.
+    rest = {
+        key: falling(heads, width, 1.0 if key.endswith("_joint") else 0.5)
+        for key, (heads, width) in shapes.items()
+    }
+    values = falling(*shapes["v"], 0.5)
+    ones = torch.ones(1, layer.num_kv_heads, 1, 1)
+    return LayerMoments(
+        rest=rest,
+        first={key: torch.zeros((), dtype=torch.float64) for key in rest},
+        c_o=values if layer.output_projection is not None else None,
+        c_wv=values if not layer.mla and layer.value_projection is not None else None,
+        magnitudes={key: magnitude_counts(ones) for key in ("k", "v")},
+    )
