@@ -18,7 +18,6 @@ from kvprof.views.figure import (
 )
 from kvprof.views.frontier_data import (
     STOPPED,
-    Method,
     base_name,
     best_point,
     curves,
@@ -40,6 +39,7 @@ from kvprof.views.frontier_data import (
 from kvprof.views.frontier_running import (
     NEEDS,
     draw_speeds,
+    running_cells,
     running_notes,
     running_table,
     speed_plots,
@@ -247,7 +247,7 @@ def _rows(
                 "rate_asked": point.get("rate_asked"),
                 "max_rate": point["rate"] == method["max_rate"],
                 "binding": ";".join(method.get("binding", ())),
-                **_running(method, point),
+                **running_cells(method, point),
                 **{key: point.get(key) for key in (*_FIGURES, *_QUALITY)},
                 **ends("share", point["share_interval"]),
                 **ends("relative_accuracy", point.get("relative_accuracy_interval")),
@@ -264,23 +264,6 @@ def _rows(
                 row[f"task_{task}"] = found.get("accuracy")
                 row[f"task_{task}_baseline"] = found.get("baseline")
             yield row
-
-
-def _running(method: Method, point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a row says of running a point; speeds stand in that of the largest rate."""
-    if "kernel" not in point:
-        return {}
-    long = point["long_context"]
-    found = {
-        "needs": ";".join(point["needs"]),
-        "kernel": point["kernel"]["reason"] is None,
-        "long_context": long["context"],
-        "long_rate": long["rate"],
-        "long_bytes_per_token": long["bytes_per_token"],
-    }
-    if point["rate"] == method["max_rate"]:
-        found |= {f"speedup_batch_{one['batch']}": one["speedup"] for one in method["speeds"]}
-    return found
 
 
 # --- The figure of a frontier: the share of the baseline that each method keeps, against its

@@ -17,7 +17,7 @@ from kvprof.views.numbers import MISSING, count, rate_in_bytes
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import SplitTable, columns
 
-__all__ = ["NEEDS", "draw_speeds", "running_notes", "running_table", "speed_plots"]
+__all__ = ["NEEDS", "draw_speeds", "running_cells", "running_notes", "running_table", "speed_plots"]
 
 _HEIGHT = 10
 NEEDS = (
@@ -139,6 +139,23 @@ def _kernel(kernel: Mapping[str, Any]) -> str:
     if kernel["reason"] is None:
         return "yes"
     return f"{kernel['layers']} of {kernel['of']} layers" if kernel["layers"] else "no"
+
+
+def running_cells(method: Method, point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a CSV row says of running a point; speeds stand in that of the largest rate."""
+    if "kernel" not in point:
+        return {}
+    long = point["long_context"]
+    found = {
+        "needs": ";".join(point["needs"]),
+        "kernel": point["kernel"]["reason"] is None,
+        "long_context": long["context"],
+        "long_rate": long["rate"],
+        "long_bytes_per_token": long["bytes_per_token"],
+    }
+    if point["rate"] == method["max_rate"]:
+        found |= {f"speedup_batch_{one['batch']}": one["speedup"] for one in method["speeds"]}
+    return found
 
 
 # Of the bytes: rates at two contexts further apart than this are said to be.
