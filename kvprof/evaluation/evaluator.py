@@ -41,6 +41,7 @@ from kvprof.methods.registry import plan_family
 from kvprof.methods.tokens import quantises
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import Compression, compressed
+from kvprof.runtime.rows import remembered_rows
 
 __all__ = [
     "EvaluationSettings",
@@ -437,7 +438,8 @@ class Evaluator:
         keeps = self.workload.keeps_logits
         # Where the uncompressed model has to run again before each batch, the context of the
         # compressed one cannot stay open.
-        with compressed(self.loaded, plan) if keeps else nullcontext(None) as running:
+        entered = compressed(self.loaded, plan) if keeps else nullcontext(None)
+        with remembered_rows(), entered as running:
             for batch in _until_stopped(work, found, should_stop):
                 with self._explained(plan.method, plan, batch):
                     if isinstance(batch, TaskBatch):

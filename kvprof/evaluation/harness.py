@@ -23,6 +23,7 @@ from kvprof.models.load import LoadedModel
 from kvprof.models.noise import quiet
 from kvprof.requirements import extra_command
 from kvprof.runtime.compressed import compressed
+from kvprof.runtime.rows import remembered_rows
 
 __all__ = [
     "HarnessSettings",
@@ -129,7 +130,7 @@ def harness_rows(
         )
     context = compressed(loaded, plan) if plan is not None else contextlib.nullcontext()
     try:
-        with context, _silenced():
+        with remembered_rows(), context, _silenced():
             found = lm_eval.simple_evaluate(
                 model=model,
                 tasks=list(settings.tasks),

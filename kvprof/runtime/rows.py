@@ -1,7 +1,9 @@
 """What a layer stores for rows of a batch: parts of tokens stored alike, by group of rows."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,9 +22,27 @@ __all__ = [
     "joined",
     "picked",
     "plain_part",
+    "remembered_rows",
 ]
 
 # --- Adjacent tokens that are stored alike, as dense tensors: cut, picked, joined, recoded.
+
+_REMEMBERING: ContextVar[bool] = ContextVar("remembering", default=False)
+
+
+@contextmanager
+def remembered_rows() -> Iterator[None]:
+    """Keep what stored tokens stand for once it was worked out, as long as they stay stored.
+
+    Every decoding step reads all of them, and what they stand for does not change: an evaluation,
+    which asks for accuracy and not for memory, need not work it out again at each. The bytes that
+    are kept so are as many as the uncompressed cache has, and count as no cache.
+    """
+    token = _REMEMBERING.set(True)
+    try:
+        yield
+    finally:
+        _REMEMBERING.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +59,8 @@ class Part:
         Of the rows that come out.
     stored : dict of Tensor
         ``[rows, groups, entries, columns]`` each.
+    remembered : Tensor or None
+        What `rows` returns, within `remembered_rows`.
     """
 
     codec: Codec
@@ -46,11 +68,14 @@ class Part:
     tokens: int
     dtype: torch.dtype
     stored: dict[str, Tensor]
+    remembered: Tensor | None = None
 
     def rows(self) -> Tensor:
         """Return the latents, ``[rows, groups, tokens, width]``, in `dtype`."""
         if self.codec is PLAIN:
             return self.codec.decode(self.stored, self.width, self.dtype)
+        if self.remembered is not None:
+            return self.remembered
         with marked("quantise"):
             return self.codec.decode(self.stored, self.width, self.dtype)
 
@@ -64,7 +89,8 @@ class Part:
             if start % share or (stop % share and stop != self.tokens):
                 return None
             result[name] = tensor[:, :, start // share : -(-stop // share)]
-        return Part(self.codec, self.width, stop - start, self.dtype, result)
+        remembered = None if self.remembered is None else self.remembered[:, :, start:stop]
+        return Part(self.codec, self.width, stop - start, self.dtype, result, remembered)
 
     def recoded(self, codec: Codec, width: int) -> "Part":
         """Return the same tokens kept by another codec, at their first `width` columns."""
@@ -75,9 +101,10 @@ class Part:
         return plain_part(rows) if codec == PLAIN else _encoded(rows, codec)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Part":
-        """Return the part with every stored tensor changed, tokens and columns untouched."""
+        """Return the part with every tensor changed alike."""
         changed = {name: change(tensor) for name, tensor in self.stored.items()}
-        return Part(self.codec, self.width, self.tokens, self.dtype, changed)
+        remembered = None if self.remembered is None else change(self.remembered)
+        return Part(self.codec, self.width, self.tokens, self.dtype, changed, remembered)
 
 
 def plain_part(rows: Tensor) -> Part:
@@ -95,7 +122,8 @@ def _compact(tensor: Tensor) -> Tensor:
 
 def _encoded(rows: Tensor, codec: Codec) -> Part:
     with marked("quantise"):
-        return Part(codec, rows.shape[-1], rows.shape[-2], rows.dtype, codec.encode(rows))
+        part = Part(codec, rows.shape[-1], rows.shape[-2], rows.dtype, codec.encode(rows))
+    return replace(part, remembered=part.rows()) if _REMEMBERING.get() else part
 
 
 def joined(pieces: Sequence[tuple[Part, int, int]], codec: Codec, width: int) -> Part:
@@ -153,11 +181,10 @@ def picked(parts: Sequence[Part], index: Tensor, codec: Codec, width: int) -> Pa
     whole = _concatenated(candidates) if len(candidates) > 1 else candidates[0]
     own = (index - skipped).unsqueeze(-1)
 
-    result = {
-        name: tensor.gather(-2, own.expand(*own.shape[:-1], tensor.shape[-1]))
-        for name, tensor in whole.stored.items()
-    }
-    return Part(codec, width, index.shape[-1], whole.dtype, result)
+    def pick(tensor: Tensor) -> Tensor:
+        return tensor.gather(-2, own.expand(*own.shape[:-1], tensor.shape[-1]))
+
+    return replace(whole.mapped(pick), tokens=index.shape[-1])
 
 
 def _within(
@@ -180,7 +207,10 @@ def _concatenated(parts: Sequence[Part]) -> Part:
     stored = {
         name: torch.cat([part.stored[name] for part in parts], dim=-2) for name in first.stored
     }
-    return Part(first.codec, first.width, sum(p.tokens for p in parts), first.dtype, stored)
+    known = [part.remembered for part in parts if part.remembered is not None]
+    remembered = torch.cat(known, dim=-2) if len(known) == len(parts) else None
+    tokens = sum(part.tokens for part in parts)
+    return Part(first.codec, first.width, tokens, first.dtype, stored, remembered)
 
 
 # --- Rows of a batch that have seen the same number of real tokens: what one layer stores for

@@ -1,5 +1,6 @@
 """Rows of a cache can be reordered, picked and repeated, whatever is stored for them."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,9 +11,11 @@ from kvprof.methods.plan import Placement
 from kvprof.methods.storage import Eviction
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.runtime.cache import CompressedCache
+from kvprof.runtime.codecs import PLAIN
 from kvprof.runtime.compressed import Compression, compressed
+from kvprof.runtime.rows import Part, remembered_rows
 from tests.models.tiny import tiny, token_ids
-from tests.runtime.plans import make_plan, ragged
+from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_memory import PLANS
 
 KEYFORMER = {
@@ -90,3 +93,42 @@ def test_rows_take_everything_with_them(name: str, static: bool) -> None:
         some.reset()
         assert some.get_seq_length() == 0
         assert some.nbytes == 0
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_remembered_is_what_is_stored(name: str) -> None:
+    model = loaded("Llama")
+    plan = make_plan(model, **PLANS[name])
+    ids = token_ids(2, 44)
+
+    def stepped(session: Compression) -> tuple[Tensor, CompressedCache]:
+        made = session.new_cache()
+        passes = [ids[:, :20], *ids[:, 20:].split(1, dim=1)]
+        found = [model.model(one, past_key_values=made).logits for one in passes]
+        made.reorder_cache(torch.tensor([1, 0]))
+        found.append(model.model(ids[:, :1], past_key_values=made).logits)
+        return torch.cat(found, dim=1), made
+
+    with compressed(model, plan, kernels="off") as session, torch.inference_mode():
+        wanted, plain = stepped(session)
+        with remembered_rows():
+            found, kept = stepped(session)
+    assert torch.equal(found, wanted)
+    assert kept.nbytes == plain.nbytes
+    for part in _parts(kept):
+        assert part.remembered is not None
+        assert torch.equal(part.remembered, replace(part, remembered=None).rows())
+    assert all(part.remembered is None for part in _parts(plain))
+
+
+def _parts(cache: CompressedCache) -> list[Part]:
+    """Return what is stored by a quantiser."""
+    return [
+        part
+        for layer in cache.layers
+        for row_group in layer.row_groups
+        for side in (row_group.keys, row_group.values)
+        for parts in side
+        for part in parts
+        if part.codec is not PLAIN
+    ]

@@ -132,7 +132,9 @@ def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:
     assert across is not None
     moments = replace(inputs("Llama").moments, across=None)
     refused = {
-        "nothing goes on top of that: no bases, quantiser": lambda: plan_family("xkv+kivi", inputs("Llama")),
+        "nothing goes on top of that: no bases, quantiser": lambda: plan_family(
+            "xkv+kivi", inputs("Llama")
+        ),
         "an engine's pages are of one layer": lambda: check_servable(plan),
         "a kernel reads one layer's": lambda: compressed(model("Llama"), plan, "on").__enter__(),
         "every layer has a sliding window": lambda: plan_family("xkv", inputs("Mistral")),
