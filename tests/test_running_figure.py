@@ -48,3 +48,17 @@ def test_the_figure_names_every_row_and_says_where_no_speed_is() -> None:
         "batch 1", "batch 8", "calibrated on random", "calibrated on calibration",
         "not calibrated", "no rate keeps the targets",
     }  # fmt: skip
+
+
+def test_a_row_that_was_scored_where_all_of_it_is_exact_has_no_share() -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra plot")
+    [frontier, *_] = _two_models()
+    for method in frontier["data"]["methods"]:
+        if method["label"] == "fp8":
+            method["max_rate"] = method["points"][0]["rate"] = 0.0
+    assert rows_of([frontier])["reference"]["fp8"][0]["exact"]
+    assert not rows_of([frontier])["reference"]["full"][0]["exact"]
+    shares = running_figure([frontier]).axes[2]
+    assert [text.get_text() for text in shares.texts] == ["all exact where it was scored"]
+    marks = [line for line in shares.lines if len(line.get_xdata()) == 1]
+    assert len(marks) == 5  # of six rows

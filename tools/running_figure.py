@@ -6,7 +6,8 @@ A line of panels per model, a line in them per method, by falling bytes: how man
 it stores of a long context at its largest rate, how many times faster attention over it was
 measured to be, and which share of the accuracy it keeps, with its interval. The colour says what
 the row was calibrated on. Where no speed was measured that is written, with whether a kernel runs
-the row; a row of which no tested rate keeps the targets stands hollow at its lowest rate.
+the row; a row of which no tested rate keeps the targets stands hollow at its lowest rate. One of
+which all tokens were exact where it was scored, since its window is longer, has no share.
 """
 
 import argparse
@@ -38,7 +39,8 @@ def rows_of(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[di
     -------
     dict
         Each row has ``data`` (what it was calibrated on), ``smaller``, ``share``, ``interval``,
-        ``speeds`` (speed-up by batch), ``kernel`` and ``kept`` (whether it keeps the targets).
+        ``speeds`` (speed-up by batch), ``kernel``, ``kept`` (whether it keeps the targets) and
+        ``exact`` (whether nothing was compressed at the context that was scored).
     """
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for result in results:
@@ -58,6 +60,7 @@ def rows_of(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[di
                 "speeds": {one["batch"]: one["speedup"] for one in method.get("speeds", ())},
                 "kernel": point["kernel"]["reason"] is None,
                 "kept": bool(best),
+                "exact": point["rate"] <= 0.0 < point["long_context"]["rate"],
             }
             own = found.setdefault(inputs["model"], {}).setdefault(method["label"], [])
             if row not in own:
@@ -107,6 +110,11 @@ def running_figure(results: Sequence[Mapping[str, Any]]) -> Any:
                     words, (1.0, line), (4, 0), textcoords="offset points", va="center",
                     fontsize="xx-small", color=_GREY,
                 )  # fmt: skip
+            if all(row["exact"] for row in rows):
+                panels[2].annotate(
+                    "all exact where it was scored", (target, line), (4, 0),
+                    textcoords="offset points", va="center", fontsize="xx-small", color=_GREY,
+                )  # fmt: skip
     handles |= {
         "no rate keeps the targets": every[0, 0].plot(
             [], [], color=_GREY, marker="o", markerfacecolor="white", linestyle="none"
@@ -147,7 +155,7 @@ def _drawn(
         handles[f"batch {batch}"] = panels[1].plot(
             [], [], color=_GREY, marker=shape["marker"], linestyle="none"
         )[0]
-    if row["share"] is not None:
+    if row["share"] is not None and not row["exact"]:
         panels[2].plot([row["share"]], [y], **style)
         if row["interval"] is not None:
             panels[2].plot(row["interval"], [y, y], color=style["color"], linewidth=1)
