@@ -25,7 +25,8 @@ from kvprof.commands.bench_jct import (
     bench_jct,
     refuse_kernel_options,
 )
-from kvprof.commands.bench_load import (
+from kvprof.commands.bench_load import bench_load
+from kvprof.commands.bench_load_options import (
     AgainstOption,
     ArrivalsOption,
     EngineOption,
@@ -46,7 +47,6 @@ from kvprof.commands.bench_load import (
     StepTimesOption,
     TimeoutOption,
     UrlOption,
-    bench_load,
 )
 from kvprof.commands.options import MODEL, read_counts, resolve_device, share_option
 from kvprof.commands.output import (

@@ -11,7 +11,7 @@ from kvprof.records.load_against import against, differing
 from kvprof.sizes import parse_count
 
 if TYPE_CHECKING:
-    from kvprof.commands.bench_load import LoadOptions
+    from kvprof.commands.bench_load_options import LoadOptions
     from kvprof.serving.load.step_records import ModelSteps
     from kvprof.serving.load.target import LoadTarget
 

@@ -1,0 +1,184 @@
+"""Options of ``kvprof bench --load``: how the command line has them, and as they were given."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvprof.errors import UsageError
+
+__all__ = [
+    "AgainstOption",
+    "ArrivalsOption",
+    "EngineOption",
+    "KeyOption",
+    "LengthsOption",
+    "LoadOption",
+    "LoadOptions",
+    "MemoryOption",
+    "RatesOption",
+    "RefineOption",
+    "ReplicasOption",
+    "RouterOption",
+    "SampleStepsOption",
+    "SecondsOption",
+    "ServedModelOption",
+    "SimulateOption",
+    "SloOption",
+    "StepTimesOption",
+    "TimeoutOption",
+    "UrlOption",
+]
+
+_GROUP = "Requests under load (--load)"
+
+
+def _option(*names: str, metavar: str | None = None, text: str) -> Any:
+    return typer.Option(
+        *names, metavar=metavar, help=text, show_default=False, rich_help_panel=_GROUP
+    )
+
+
+LoadOption = Annotated[
+    bool, _option("--load", text="Send requests at growing rates to a server of each method.")
+]
+LengthsOption = Annotated[
+    str | None,
+    _option(
+        "--lengths",
+        metavar="TRACE|in=8k,out=256|FILE",
+        text="How long requests are: a paper's trace (arxiv, zack/cocktail), all alike, or a file: "
+        "ShareGPT-like, Mooncake's, Azure's. Default arxiv.",
+    ),
+]
+ArrivalsOption = Annotated[
+    str | None,
+    _option("--arrivals", text="poisson, gamma:cv=2, or trace (a file's times). Default poisson."),
+]
+RatesOption = Annotated[
+    str | None,
+    _option(
+        "--rates",
+        metavar="LIST",
+        text="Requests a second: 0.5,1,2. Default auto: doubled until the queue grows.",
+    ),
+]
+SecondsOption = Annotated[
+    float | None,
+    _option("--seconds", text="Send requests for so long at each rate, in place of --requests."),
+]
+SloOption = Annotated[
+    str | None,
+    _option(
+        "--slo",
+        metavar="LIST",
+        text="Objective of a request: ttft=2s,tbt=50ms,latency=100ms; share=0.9 must keep it.",
+    ),
+]
+UrlOption = Annotated[
+    str | None,
+    _option("--url", metavar="LIST", text="OpenAI-compatible servers that run already."),
+]
+ServedModelOption = Annotated[
+    str | None, _option("--served-model", text="What such a server calls its model. Default: asks.")
+]
+KeyOption = Annotated[
+    str | None,
+    _option("--key-env", metavar="NAME", text="Environment variable that holds its key."),
+]
+MemoryOption = Annotated[
+    str | None,
+    _option("--memory", metavar="SIZE", text="Bytes of the cache: the same for every method."),
+]
+ReplicasOption = Annotated[
+    int | None, _option("--replicas", text="Engines that share the requests. Default 1.")
+]
+RouterOption = Annotated[
+    str | None,
+    _option("--router", text="shortest-queue or round-robin. Default shortest-queue."),
+]
+RefineOption = Annotated[
+    int | None,
+    _option("--refine", text="Further rates, halving what lies between within and beyond."),
+]
+TimeoutOption = Annotated[
+    float | None, _option("--timeout", text="Seconds that a request may take. Default 600.")
+]
+SampleStepsOption = Annotated[
+    int | None,
+    _option(
+        "--sample-steps",
+        metavar="N",
+        text="Time every N-th step of kvprof's own engines in parts: attention, compress, …",
+    ),
+]
+SimulateOption = Annotated[
+    bool,
+    _option(
+        "--simulate",
+        text="Serve nothing: steps take the times that a record of a GPU tells. No GPU needed.",
+    ),
+]
+StepTimesOption = Annotated[
+    Path | None,
+    _option(
+        "--step-times",
+        metavar="RECORD",
+        text="Whose steps: a result of bench --jct --composed, or the folder of a load that was "
+        "served. Default: an H200's, Llama-3.1-8B (with --tp 4 Llama-3.1-70B), which ships.",
+    ),
+]
+AgainstOption = Annotated[
+    str | None,
+    _option(
+        "--against",
+        metavar="RUN",
+        text="A load that was served: simulate the same requests at its rates, and say how near "
+        "that comes.",
+    ),
+]
+
+EngineOption = Annotated[
+    str | None,
+    _option(
+        "--engine",
+        metavar="TEXT",
+        text="Options for vLLM: '--load-format dummy'; with --simulate, its scheduler's.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options that mean something with ``--load`` only, as they were given."""
+
+    lengths: str | None = None
+    arrivals: str | None = None
+    rates: str | None = None
+    seconds: float | None = None
+    slo: str | None = None
+    url: str | None = None
+    served_model: str | None = None
+    key_env: str | None = None
+    memory: str | None = None
+    replicas: int | None = None
+    router: str | None = None
+    refine: int | None = None
+    timeout: float | None = None
+    sample_steps: int | None = None
+    simulate: bool | None = None
+    step_times: Path | None = None
+    engine: str | None = None
+    against: str | None = None
+
+    def refuse_without_load(self) -> None:
+        """Refuse them all where ``--load`` is missing.
+
+        Raises
+        ------
+        UsageError
+        """
+        said = [f"--{name.replace('_', '-')}" for name, v in vars(self).items() if v is not None]
+        if said:
+            raise UsageError(f"{' and '.join(said)} means nothing without --load")
