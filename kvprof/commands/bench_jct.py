@@ -87,8 +87,13 @@ RequestsOption = Annotated[
     ),
 ]
 TpOption = Annotated[
-    int | None,
-    _option("--tp", text="GPUs of tensor parallelism; the figures are one GPU's part."),
+    str | None,
+    _option(
+        "--tp",
+        metavar="N",
+        text="GPUs of tensor parallelism; the figures are one GPU's part. With --load a list, "
+        "2,4: one after the other.",
+    ),
 ]
 LayersOption = Annotated[
     int | None, _option("--layers", text="Take only so many of a shape's layers. --check takes 4.")
@@ -128,7 +133,7 @@ class JctOptions:
     baseline: str | None = None
     trace: str | None = None
     requests: int | None = None
-    tp: int | None = None
+    tp: str | None = None
     layers: int | None = None
     kernels: str | None = None
     capacity: bool = False
@@ -276,7 +281,7 @@ def _request(
         device=device,
         seed=seed,
         repeats=repeats,
-        tp=_count("--tp", asked.tp, 1),
+        tp=_one_tp(asked.tp),
         layers=asked.layers,
         trace=asked.trace,
         requests=_count("--requests", asked.requests, 200),
@@ -292,6 +297,14 @@ def _only_composed(asked: JctOptions, methods: Sequence[str]) -> bool:
     """Whether something is asked for that a model with weights cannot tell."""
     ablated = any(":no-" in method for method in methods)
     return asked.capacity or asked.tp is not None or asked.trace is not None or ablated
+
+
+def _one_tp(text: str | None) -> int:
+    if text is None:
+        return 1
+    if len(found := read_counts(text, what="--tp")) > 1:
+        raise UsageError(f"--tp {text[:40]}: --jct takes one number of GPUs; --load takes several")
+    return found[0]
 
 
 def _count(option: str, value: int | None, default: int) -> int:

@@ -19,9 +19,11 @@ from kvprof.commands.bench_load_servers import (
     urls,
 )
 from kvprof.commands.bench_simulated import served_load, simulation
+from kvprof.commands.options import read_counts
 from kvprof.commands.output import Outputs
 from kvprof.errors import UsageError
 from kvprof.methods.named import check_names, method_entries
+from kvprof.records.load_names import LoadMethod, load_methods, tps_of
 from kvprof.serving.load.server import served_by_engine
 from kvprof.sizes import parse_bytes, parse_count
 
@@ -55,7 +57,7 @@ def bench_load(
     rate: float | None,
     baseline: str | None,
     requests: int | None,
-    tp: int | None,
+    tp: str | None,
     seed: int,
 ) -> None:
     """Measure, show and keep.
@@ -96,19 +98,18 @@ def bench_load(
     lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed)
     name = model if model is not None or asked.url is not None else "reference"
-    labels = (SERVED,) if asked.url is not None else (methods or _METHODS)
+    names = (SERVED,) if asked.url is not None else (methods or _METHODS)
     if asked.url is None:
-        _check_methods(labels, plans)
-    labels = _baseline_first(labels, baseline)
-    base = labels[0]
-    inputs = _inputs(asked, options, name, labels, base, plans, rate, tp)
+        _check_methods(names, plans)
+    measured = load_methods(_baseline_first(names, baseline), _tps(tp))
+    inputs = _inputs(asked, options, name, measured, plans, rate)
     if asked.url is not None:
         targets = running_servers(
             asked.url, inputs, served_model=asked.served_model, key_env=asked.key_env
         )
     else:
         targets = started_servers(
-            model or "reference", labels, plans, inputs, lengths, engine_words(asked.engine)
+            model or "reference", measured, plans, inputs, lengths, engine_words(asked.engine)
         )
     mode = "served" if asked.url is None else "url"
     measure_and_show(options, targets, inputs, outputs, mode=mode)
@@ -124,7 +125,7 @@ def _simulate(
     rate: float | None,
     baseline: str | None,
     requests: int | None,
-    tp: int | None,
+    tp: str | None,
     seed: int,
 ) -> None:
     """Simulate in place of measuring; see `bench_load`."""
@@ -135,26 +136,27 @@ def _simulate(
         if requests is None and asked.seconds is None:
             requests, seconds = own.get("requests"), own.get("seconds")
             asked = replace(asked, seconds=seconds)
-        seed, tp = seed or own["seed"], own["tp"] if tp is None else tp
+        seed = seed or own["seed"]
+    tps = tps_of(served.inputs) if served is not None and tp is None else _tps(tp)
     words = engine_words(asked.engine)
     known = () if served is None else engine_words(served.inputs.get("engine"))
-    what = simulation(asked.step_times, words, known, model, 1 if tp is None else tp)
+    what = simulation(asked.step_times, words, known, model, tps)
     if served is not None and not methods:
-        methods = tuple(one for one in served.methods if one in what.methods)
+        methods = tuple(one for one in what.methods if served.has(load_methods([one], tps)))
         if not methods:
             raise UsageError(
                 f"--against {served.name} served {', '.join(served.methods)}, and the step times "
                 f"are of {', '.join(what.methods)}"
             )
-    labels = _baseline_first(methods or what.methods, baseline)
+    simulated = load_methods(_baseline_first(methods or what.methods, baseline), tps)
     lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed)
-    inputs = _inputs(asked, options, what.steps.model, labels, labels[0], (), None, tp)
-    inputs |= {"rate": None, "timeout": None, **what.inputs(labels, inputs["memory"])}
+    inputs = _inputs(asked, options, what.model, simulated, (), None)
+    inputs |= {"rate": None, "timeout": None, **what.inputs(simulated, inputs["memory"])}
     if served is not None:
         served.refuse_others(inputs)
     targets = what.targets(
-        labels, inputs["memory"], replicas=inputs["replicas"], router=inputs["router"]
+        simulated, inputs["memory"], replicas=inputs["replicas"], router=inputs["router"]
     )
     measure_and_show(
         options,
@@ -207,7 +209,7 @@ def _refuse_beside_url(
     methods: tuple[str, ...],
     plans: tuple[Path, ...],
     rate: float | None,
-    tp: int | None,
+    tp: str | None,
 ) -> None:
     given = {
         "--methods": bool(methods),
@@ -351,11 +353,9 @@ def _inputs(
     asked: LoadOptions,
     options: "SweepOptions",
     model: str | None,
-    labels: Sequence[str],
-    baseline: str,
+    methods: Sequence[LoadMethod],
     plans: Sequence[Path],
     rate: float | None,
-    tp: int | None,
 ) -> dict[str, Any]:
     """Return every resolved input; no address, no key and no path among them."""
     timeout = _TIMEOUT if asked.timeout is None else asked.timeout
@@ -363,9 +363,9 @@ def _inputs(
         raise UsageError(f"--timeout {timeout:g} is no time for a request")
     return {
         "model": None if model is None else Path(model).name,
-        "methods": list(labels),
+        "methods": [one.label for one in methods],
         "plans": [path.name for path in plans],
-        "baseline": baseline,
+        "baseline": methods[0].label,
         "rate": (_RATE if rate is None else rate) if asked.url is None else None,
         "lengths": options.lengths.described(),
         "arrivals": options.arrivals.name,
@@ -377,7 +377,7 @@ def _inputs(
         "memory": None if asked.memory is None else parse_bytes(asked.memory, what="--memory"),
         "replicas": _engines(asked),
         "router": _router(asked.router),
-        "tp": _positive("--tp", 1 if tp is None else tp),
+        "tp": tps[0] if len(tps := sorted({one.tp for one in methods})) == 1 else tps,
         "timeout": timeout,
         "sample_steps": None
         if asked.sample_steps is None
@@ -391,6 +391,10 @@ def _engines(asked: LoadOptions) -> int:
     if asked.url is not None:
         return max(1, len(urls(asked.url)))  # that there is none is said where they are asked
     return _positive("--replicas", 1 if asked.replicas is None else asked.replicas)
+
+
+def _tps(text: str | None) -> list[int]:
+    return read_counts("1" if text is None else text, what="--tp")
 
 
 def _positive(option: str, value: int) -> int:

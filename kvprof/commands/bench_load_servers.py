@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.named import method_entries
 from kvprof.records.files import parse_json
+from kvprof.records.load_names import LoadMethod
 from kvprof.requirements import extra_command
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.server import (
@@ -84,7 +85,7 @@ def running_servers(
 
 def started_servers(
     model: str,
-    labels: Sequence[str],
+    methods: Sequence[LoadMethod],
     plans: Sequence[Path],
     inputs: Mapping[str, Any],
     lengths: Any,
@@ -96,8 +97,8 @@ def started_servers(
     ----------
     model : str
         As the user names it.
-    labels : sequence of str
-        Methods, and names of the files of `plans`.
+    methods : sequence of LoadMethod
+        Their names are methods, and those of the files of `plans`.
     plans : sequence of Path
     inputs : mapping
         Of the load.
@@ -124,11 +125,11 @@ def started_servers(
         )
     return [
         ServedTarget(
-            _process(label, files.get(label), folder, inputs, lengths.longest, words),
+            _process(one, files.get(one.name), folder, inputs, lengths.longest, words),
             timeout=inputs["timeout"],
             router=inputs["router"],
         )
-        for label in labels
+        for one in methods
     ]
 
 
@@ -153,7 +154,7 @@ def _refuse_long(folder: str, lengths: Any) -> None:
 
 
 def _process(
-    label: str,
+    asked: LoadMethod,
     plan: Path | None,
     model: str,
     inputs: Mapping[str, Any],
@@ -167,13 +168,15 @@ def _process(
     settings = EngineSettings(
         memory=inputs["memory"],
         longest=longest,
-        tp=inputs["tp"],
+        tp=asked.tp,
         replicas=inputs["replicas"] // apart,
         seed=inputs["seed"],
         dtype=str(parse_dtype("auto", main_device("auto"))).removeprefix("torch."),
         more=tuple(more),
     )
-    ((_, method, options),) = method_entries(label) if plan is None else [(label, label, [])]
+    ((_, method, options),) = (
+        method_entries(asked.name) if plan is None else [(asked.name, asked.name, [])]
+    )
 
     def command(port: int) -> list[str]:
         return serve_command(
@@ -187,9 +190,9 @@ def _process(
         )
 
     shown = {"engine options": shlex.join(settings.words())}
-    own = plan is not None or served_by_engine(label) is None
+    own = plan is not None or served_by_engine(asked.name) is None
     return ServerProcess(
-        label,
+        asked.label,
         command,
         count=apart,
         settings=shown,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvprof.commands.run_source import load_run
 from kvprof.errors import UsageError
 from kvprof.records.load_against import against, differing
+from kvprof.records.load_names import LoadMethod, load_methods
 from kvprof.sizes import parse_count
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Served:
     def methods(self) -> tuple[str, ...]:
         """The methods that it completed a rate of."""
         return tuple(dict.fromkeys(r["method"] for r in self.data["rates"] if r["complete"]))
+
+    def has(self, methods: Sequence[LoadMethod]) -> bool:
+        """Whether it completed a rate of each of these."""
+        return all(one.label in self.methods for one in methods)
 
     def asked_again(self, asked: "LoadOptions") -> "LoadOptions":
         """Return the options with those of this load where none were given.
@@ -133,20 +138,27 @@ class Simulation:
 
     Attributes
     ----------
-    steps : ModelSteps
+    steps : dict of int to ModelSteps
+        One model's, by the GPUs that share it.
     settings : dict
         As `kvprof.serving.load.replica.EngineSettings` names them; what is missing is vLLM's.
     """
 
-    steps: "ModelSteps"
+    steps: "dict[int, ModelSteps]"
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """Every method that there are steps of."""
-        return tuple(self.steps.methods)
+    def model(self) -> str:
+        """The name of the model."""
+        return next(iter(self.steps.values())).model
 
-    def inputs(self, labels: Sequence[str], memory: int | None) -> dict[str, Any]:
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Every method that there are steps of, on each number of GPUs."""
+        first, *others = self.steps.values()
+        return tuple(name for name in first.methods if all(name in one.methods for one in others))
+
+    def inputs(self, methods: Sequence[LoadMethod], memory: int | None) -> dict[str, Any]:
         """Return what a result says of the simulation, resolved.
 
         Raises
@@ -156,16 +168,28 @@ class Simulation:
         """
         from kvprof.serving.load.simulator import engine_settings
 
-        engine = engine_settings(self.steps, labels[0], memory, **self.settings)
+        first = methods[0]
+        engine = engine_settings(self.steps[first.tp], first.name, memory, **self.settings)
         return {
-            "step_times": self.steps.described(),
+            "step_times": self._described(),
             "engine_settings": {
                 name: getattr(engine, name) for name in (*_ENGINE.values(), _CACHING)
             },
         }
 
+    def _described(self) -> dict[str, Any]:
+        first, *others = (one.described() for one in self.steps.values())
+        if not others:
+            return first
+        labelled = [
+            {**row, "method": load_methods([row["method"]], list(self.steps))[index].label}
+            for index, one in enumerate((first, *others))
+            for row in one["methods"]
+        ]
+        return {**first, "tp": list(self.steps), "methods": labelled}
+
     def targets(
-        self, labels: Sequence[str], memory: int | None, *, replicas: int, router: str
+        self, methods: Sequence[LoadMethod], memory: int | None, *, replicas: int, router: str
     ) -> "list[LoadTarget]":
         """Return what simulates each method.
 
@@ -178,8 +202,13 @@ class Simulation:
 
         own = {**self.settings, "replicas": replicas, "route": router}
         return [
-            SimulatedTarget(label, self.steps, engine_settings(self.steps, label, memory, **own))
-            for label in labels
+            SimulatedTarget(
+                one.name,
+                self.steps[one.tp],
+                engine_settings(self.steps[one.tp], one.name, memory, **own),
+                one.label,
+            )
+            for one in methods
         ]
 
 
@@ -188,7 +217,7 @@ def simulation(
     engine: Sequence[str],
     served: Sequence[str],
     model: str | None,
-    tp: int,
+    tps: Sequence[int],
 ) -> Simulation:
     """Return what is to be simulated.
 
@@ -202,17 +231,26 @@ def simulation(
         Options that a server was started with, of which those of its scheduler are taken.
     model : str or None
         None takes the record's only one, of the shipped record Llama-3.1-8B.
-    tp : int
+    tps : sequence of int
+        GPUs that share the model.
 
     Raises
     ------
     UsageError
-        For an option that the simulator does not know, or a record without such steps.
+        For an option that the simulator does not know, a record without such steps, or with those
+        of another model on another number of GPUs.
     """
     from kvprof.serving.load.step_records import read_model_steps
 
     settings = {**_settings(served, strict=False), **_settings(engine, strict=True)}
-    return Simulation(read_model_steps(step_times, model, tp), settings)
+    steps = {tp: read_model_steps(step_times, model, tp) for tp in tps}
+    if len({one.model for one in steps.values()}) > 1:
+        known = ", ".join(f"{one.model} with --tp {tp}" for tp, one in steps.items())
+        raise UsageError(
+            f"--tp {','.join(map(str, tps))}: the steps are of unlike models, {known}; take one of "
+            "them, or name a record of one model (--step-times)"
+        )
+    return Simulation(steps, settings)
 
 
 def _settings(words: Sequence[str], *, strict: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvprof.records.events import (
     LoadStep,
     RunStarted,
 )
+from kvprof.records.load_names import baseline_of
 from kvprof.records.load_statistics import (
     Fit,
     break_even,
@@ -43,7 +44,6 @@ __all__ = [
     "is_beyond",
     "is_overloaded",
     "is_within",
-    "load_case",
     "rate_row",
     "sheds",
     "step_rows",
@@ -61,11 +61,6 @@ LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadStep |
 LOAD_EVENTS = (
     LoadServer, LoadRateStarted, LoadRequest, LoadSample, LoadStep, LoadRateFinished,
 )  # fmt: skip
-
-
-def load_case(method: str, rate: float) -> str:
-    """Return the name of a method at a rate, in requests a second."""
-    return f"{method} @ {rate:g}/s"
 
 
 @dataclass
@@ -126,6 +121,7 @@ class LoadFold:
         by_method = {m: [c for c in ordered if c.started.method == m] for m in methods}
         rows = {m: [rate_row(case, objective) for case in by_method[m]] for m in methods}
         baseline = run.baseline if run is not None else None
+        held = {m: baseline_of(m, baseline or "") for m in methods}
         fits = {
             m: fitted([span for case in by_method[m] for span in _spans(case)]) for m in methods
         }
@@ -138,13 +134,13 @@ class LoadFold:
                 {
                     "method": m,
                     **_server(self.servers.get(m)),
-                    **_largest(rows[m], rows.get(baseline or "")),
+                    **_largest(rows[m], rows.get(held[m])),
                     "fit": None if (fit := fits[m]) is None else fit.described(),
                     "pays": None
-                    if m == baseline or baseline not in by_method
+                    if m == held[m] or held[m] not in by_method
                     else {
-                        "contexts": _contexts(fits[m], fits[baseline]),
-                        **_rates(by_method[m], by_method[baseline]),
+                        "contexts": _contexts(fits[m], fits[held[m]]),
+                        **_rates(by_method[m], by_method[held[m]]),
                     },
                 }
                 for m in methods

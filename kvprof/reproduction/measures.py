@@ -10,6 +10,7 @@ from typing import Any
 
 from kvprof.records.cases import MOST_UNATTRIBUTED
 from kvprof.records.figures import Figure, figures_of, interval_of_share
+from kvprof.records.load_names import baseline_of
 from kvprof.reproduction.recipe import Measure
 
 __all__ = [
@@ -299,7 +300,8 @@ def _why_unsure_of_load(result: Row, row: Row | None) -> str | None:
     if row is None or "largest_rate" not in row:
         return None
     data = result["data"]
-    base = next((one for one in data["methods"] if one["method"] == data["baseline"]), None)
+    wanted = baseline_of(row["method"], data["baseline"])
+    base = next((one for one in data["methods"] if one["method"] == wanted), None)
     for one in (base, row):
         if one is not None and None in one["largest_rate_interval"]:
             where = "below" if one["largest_rate_interval"][0] is None else "above"

@@ -10,6 +10,7 @@ from textual.containers import Container, VerticalScroll
 from textual.widgets import Static
 
 from kvprof.records.load import ATTAINED, SHED, LoadCase, step_rows
+from kvprof.records.load_names import baseline_of
 from kvprof.tui.drawings import Telemetry, short
 from kvprof.tui.figures import difference, duration, share
 from kvprof.tui.frame import RunScreen
@@ -301,12 +302,15 @@ class RateTable:
         for rate, row in by_rate(self.briefs).items():
             line = Text(f"{number(rate):<{_LABEL}}", no_wrap=True)
             for method in methods:
-                line.append_text(self._cell(row.get(method), row.get(self.baseline or "")))
+                line.append_text(self._cell(row.get(method), row.get(self._held(method))))
             yield line
         if signs := self._signs(methods):
             yield Text(", ".join(signs), style="dim", overflow="fold")
         if left := len(every) - len(methods):
             yield Text(f"{left} more: m shows the next method", style="dim", overflow="fold")
+
+    def _held(self, method: str) -> str:
+        return baseline_of(method, self.baseline or "")
 
     def _fitting(self, every: list[str], count: int) -> list[str]:
         """Return as many methods as fit: the baseline, the chosen one, and the first others."""

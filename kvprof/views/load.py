@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.records.load import LIMITS, sheds
+from kvprof.records.load_names import baseline_of, tps_of
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
 from kvprof.views.load_against import against_section
@@ -99,9 +100,10 @@ def _verdict(method: Row, data: Mapping[str, Any]) -> str:
     own = _served(method)
     if method["largest_rate"] is not None and method["largest_rate_interval"][0] is None:
         return f"{name} may serve {own}"
-    if name == data["baseline"] or method["ratio"] is None:
+    base = baseline_of(name, data["baseline"])
+    if name == base or method["ratio"] is None:
         return f"{name} serves {own}"
-    return f"{name} serves {_ratio(method)} of what {data['baseline']} serves: {own}"
+    return f"{name} serves {_ratio(method)} of what {base} serves: {own}"
 
 
 def _ratio(method: Row) -> str:
@@ -336,7 +338,8 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
         pays = method["pays"]
         if pays is None or not pays["ratios"]:
             continue
-        name, base = method["method"], data["baseline"]
+        name = method["method"]
+        base = baseline_of(name, data["baseline"])
         rate = pays["from_rate"]
         ratios = ", ".join(
             f"{interval(one['ratio'], one['interval'])} at {one['rate']:g}/s"
@@ -476,7 +479,7 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         else None,
         "replicas": inputs.get("replicas") if (inputs.get("replicas") or 1) > 1 else None,
         "router": inputs.get("router") if (inputs.get("replicas") or 1) > 1 else None,
-        "tensor parallelism": inputs.get("tp") if (inputs.get("tp") or 1) > 1 else None,
+        "tensor parallelism": None if (tps := tps_of(inputs)) == [1] else ", ".join(map(str, tps)),
         "cache": "; ".join(cache) or None,
         "seed": inputs.get("seed"),
     }

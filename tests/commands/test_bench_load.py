@@ -15,9 +15,13 @@ from typing import Any
 import pytest
 
 from kvprof.child import module_command
+from kvprof.commands import bench_load_servers
+from kvprof.commands.bench_load_servers import started_servers
 from kvprof.errors import ExitCode
 from kvprof.records.files import read_result
 from kvprof.records.journal import EVENTS_NAME, read_events
+from kvprof.records.load_names import load_methods
+from kvprof.serving.load.lengths import load_lengths
 from tests.commands.running import kvprof
 from tests.serving.load.fake_server import Behaviour, FakeServer
 
@@ -50,6 +54,7 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--seq", "4k", "--layers", "2"], "--layers and --seq means nothing with"),
         (["--load", "--device", "cuda", "--trace", "fdc/arxiv"], "--trace and --device"),
         (["--load", "--url", "x", "--methods", "fdc", "--memory", "1GB"], "--methods and --memory"),
+        (["--load", "--url", "x", "--tp", "2,4"], "--tp means nothing with --url"),
         (["--load", "--url", "x", "--rate", "0.4"], "--rate means nothing with --url"),
         (["--load", "--url", "x", "--router", "round-robin"], "name several"),
         (["--load", "--url", "http://me:pw@x"], "a key belongs into an environment variable"),
@@ -153,6 +158,25 @@ def test_servers_cannot_be_started_without_vllm(tmp_path: Path) -> None:
     assert "needs vLLM" in done.error
     assert "--simulate" in done.error
     assert not (tmp_path / "r").exists()
+
+
+def test_servers_are_started_on_each_number_of_gpus_in_turn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
+    inputs = {
+        "memory": 2**20, "replicas": 1, "router": "shortest-queue", "seed": 0, "rate": 0.5,
+        "sample_steps": None, "timeout": 9.0,
+    }  # fmt: skip
+    methods = load_methods(["full", "kq"], [2, 4])
+    targets = started_servers("a/model", methods, [], inputs, load_lengths("in=64,out=8"), [])
+    assert [one.method for one in targets] == ["full tp=2", "kq tp=2", "full tp=4", "kq tp=4"]
+    for target, asked in zip(targets, methods, strict=True):
+        server = target._server  # type: ignore[attr-defined]
+        words = list(server._commands(81))
+        option = "--tensor-parallel-size" if asked.name == "full" else "--tp"
+        assert words[words.index(option) + 1] == str(asked.tp)
+        assert server._gpus == asked.tp
 
 
 def test_a_port_in_use_is_refused_before_anything_is_read() -> None:

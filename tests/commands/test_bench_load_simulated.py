@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import kvprof as kvprof_package
 from kvprof.errors import ExitCode
 from kvprof.records.files import read_result
 from tests.commands.running import kvprof
@@ -28,6 +29,9 @@ def simulate(*arguments, short=SHORT):
         (["--load", "--simulate", "--methods", "tale"], "no steps of it for Llama-3.1-8B: it has"),
         (["--load", "--simulate", "--model", "Other"], "no steps of Other with --tp 1"),
         (["--load", "--simulate", "--tp", "8"], "Llama-3.1-70B with --tp 4"),
+        (["--load", "--simulate", "--tp", "1,4"], "--tp 1,4: the steps are of unlike models"),
+        (["--load", "--simulate", "--tp", "2,x"], "--tp: 'x' is not a count"),
+        (["--jct", "--tp", "2,4"], "--tp 2,4: --jct takes one number of GPUs"),
         (["--load", "--simulate", "--step-times", "none.json"], "there is no such file"),
         (["--load", "--simulate", "--engine", "--pages 3"], "the simulator knows nothing of --pag"),
         (["--load", "--simulate", "--engine", "--block-size x"], "--block-size: 'x' is no"),
@@ -99,6 +103,56 @@ def test_replicas_share_the_requests(tmp_path):
     result = json.loads((tmp_path / "a.json").read_text())
     assert result["inputs"]["model"] == "Llama-3.1-70B"
     assert [row["servers"] for row in result["data"]["rates"]] == [[20, 20, 20]] * 2
+
+
+def two_widths(path: Path) -> Path:
+    """Make a record with steps of Llama-3.1-70B on two GPUs, as if each took 1.5 times as long."""
+    result = read_result(Path(kvprof_package.__file__).parent / "assets/step_times/h200.json")
+    (four,) = (model for model in result["data"]["models"] if model["tp"] == 4)
+    two = json.loads(json.dumps(four)) | {
+        "tp": 2,
+        "full_token_bytes": 2 * four["full_token_bytes"],
+        "weights_bytes": int(1.5 * four["weights_bytes"]),
+    }
+    for method in two["methods"]:
+        method["samples"] = [[*s[:4], 1.5 * s[4], s[5]] for s in method["samples"]]
+    result["data"]["models"] = [two, four]
+    path.write_text(json.dumps(result))
+    return path
+
+
+def test_several_numbers_of_gpus_are_measured_in_turn_each_against_its_own_baseline(tmp_path):
+    record, run = two_widths(tmp_path / "two.json"), tmp_path / "run"
+    steps = ("--step-times", record, "--methods", "fdc,full")
+    done = simulate(*steps, "--tp", "4,2", "--out", run)
+    assert done.code == 0, done.stderr
+    result = read_result(run / "result.json")
+    data = result["data"]
+    labels = ["full tp=2", "fdc tp=2", "full tp=4", "fdc tp=4"]
+    assert [one["method"] for one in data["methods"]] == labels
+    assert (data["baseline"], result["inputs"]["tp"]) == ("full tp=2", [2, 4])
+    methods = {one["method"]: one for one in data["methods"]}
+    for tp in (2, 4):
+        # Each is what it is by itself, its comparison with its own baseline included.
+        alone = simulate(*steps, "--tp", tp, "--json", tmp_path / f"{tp}.json")
+        assert alone.code == 0, alone.stderr
+        own = json.loads((tmp_path / f"{tp}.json").read_text())["data"]
+        names = {"method": None, "case": None}
+        rows = [row | names for row in data["rates"] if row["method"].endswith(f"tp={tp}")]
+        assert rows == [row | names for row in own["rates"]]
+        for one in own["methods"]:
+            held = methods[f"{one['method']} tp={tp}"]
+            for name in ("pays", "ratio", "ratio_interval", "cache_tokens"):
+                assert held[name] == one[name]
+    text = " ".join(done.stdout.split())
+    assert "of what full tp=4 serves" in text
+    assert re.search(r"tensor parallelism 2, 4 ", text)
+    assert kvprof("show", run).stdout == done.stdout
+    assert kvprof("compare", run, run).code == 0
+    # A load that was served with both is simulated again with both.
+    served(run, {f"{label} @ {rate}/s": 1.02 for label in labels for rate in (1, 6)})
+    again = kvprof("bench", "--load", "--simulate", "--step-times", record, "--against", run)
+    assert "8 of 8 rates are within 10 %" in " ".join(again.stdout.split()), again.stderr
 
 
 def served(folder: Path, factors: dict[str, float], mode: str = "served") -> None:

@@ -20,7 +20,7 @@ from kvprof.records.events import (
     RunStarted,
     Warned,
 )
-from kvprof.records.load import load_case
+from kvprof.records.load_names import load_case
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving, load_lengths
 from kvprof.serving.load.requests import Outcome, Request

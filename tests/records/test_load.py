@@ -10,7 +10,8 @@ from kvprof.records.event_lines import event_from
 from kvprof.records.events import LoadRequest, event_line
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, read_events
-from kvprof.records.load import SHED, LoadFold, is_beyond, is_within, load_case
+from kvprof.records.load import SHED, LoadFold, is_beyond, is_within
+from kvprof.records.load_names import load_case
 from kvprof.records.schema import validate_result
 from tests.records.load_stream import METHODS, load_stream
 from tests.records.streams import write

@@ -12,7 +12,7 @@ from kvprof.records.events import (
     RunFinished,
     RunStarted,
 )
-from kvprof.records.load import load_case
+from kvprof.records.load_names import load_case
 from tests.records.streams import stream
 
 #: Tokens of every answer.

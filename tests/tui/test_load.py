@@ -242,3 +242,18 @@ def test_a_methods_name_is_as_long_as_its_column():
     assert name in head
     assert len(head.rstrip()) <= len("requests/s  ") + 19
     assert "10.0 ms" in row
+
+
+def test_a_method_is_held_against_the_baseline_on_as_many_gpus() -> None:
+    seconds = {"full tp=2": 0.02, "fdc tp=2": 0.01, "full tp=4": 0.01, "fdc tp=4": 0.02}
+    briefs = [
+        RateBrief(
+            f"{label} @ 2/s", label, 2.0, one, None, None, False, 20, 0, 0, complete=True, over=True
+        )
+        for label, one in seconds.items()
+    ]
+    drawn = render_text(RateTable(briefs, "full tp=2", None, {}, Ink()), width=100)
+    _, row = drawn.splitlines()[:2]
+    assert row.split()[1:] == [
+        "20.0", "ms", "10.0", "ms", "−50", "%", "10.0", "ms", "20.0", "ms", "+100", "%",
+    ]  # fmt: skip

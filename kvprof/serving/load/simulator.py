@@ -316,12 +316,20 @@ class SimulatedTarget:
     method : str
     steps : ModelSteps
     settings : EngineSettings
+    label : str, optional
+        What the load calls it; its name by default.
     """
 
     waits_for = "simulated, no server is started"
 
-    def __init__(self, method: str, steps: ModelSteps, settings: EngineSettings) -> None:
-        self.method = method
+    def __init__(
+        self,
+        method: str,
+        steps: ModelSteps,
+        settings: EngineSettings,
+        label: str | None = None,
+    ) -> None:
+        self.method = method if label is None else label
         self._own = steps.method(method)
         self._steps = steps
         self._settings = settings

@@ -12,6 +12,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.records.events import LoadRateFinished, LoadRateStarted, LoadRequest, LoadServer
 from kvprof.records.files import RESULT_NAME, read_result
 from kvprof.records.journal import find_events, read_events
+from kvprof.records.load_names import baseline_of, read_label, tps_of
 from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times, pairs_of
 
 __all__ = [
@@ -194,7 +195,7 @@ def read_model_steps(path: Path | None, model: str | None = None, tp: int = 1) -
     elif kind == "jct":
         found = [_composed(result, path.name)]
     elif kind == "load":
-        found = [_served(result, path)]
+        found = _served(result, path)
     else:
         raise UsageError(f"--step-times {path}: a result of {kind} has no times of steps: {_HOW}")
     return _chosen(found, str(path), model, tp)
@@ -306,7 +307,7 @@ def _composed(result: Mapping[str, Any], name: str) -> ModelSteps:
 # --- A load that was served: stretches of decoding, and what the engine said of its cache.
 
 
-def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
+def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
     data = result["data"]
     if data["mode"] == "simulated":
         raise UsageError(f"--step-times {path}: a simulated load has measured no step: {_HOW}")
@@ -348,32 +349,48 @@ def _served(result: Mapping[str, Any], path: Path) -> ModelSteps:
                     weight=span["tokens"],
                 )
             )
-    full = _bytes_per_token(servers.get(data["baseline"]))
-    methods = {}
-    for method, own in samples.items():
-        per_token = _bytes_per_token(servers.get(method))
+    tps = tps_of(result["inputs"])
+    methods: dict[int, dict[str, MethodSteps]] = {}
+    first: dict[int, LoadServer] = {}
+    for label, own in samples.items():
+        per_token = _bytes_per_token(servers.get(label))
         if per_token is not None:
+            full = _bytes_per_token(servers.get(baseline_of(label, data["baseline"])))
             rate = 1 - per_token / full if full else 0.0
-            methods[method] = MethodSteps(method, rate, per_token, tuple(own))
+            asked = read_label(label, tps)
+            first.setdefault(asked.tp, servers[label])
+            methods.setdefault(asked.tp, {})[asked.name] = MethodSteps(
+                asked.name, rate, per_token, tuple(own)
+            )
     if not methods:
         raise UsageError(
             f"--step-times {path}: no engine there told its cache's bytes and tokens, or none was "
             "busy for long enough"
         )
-    first = servers[next(iter(methods))]
-    # Behind a router of the engine's own one address tells the cache of all of its engines.
-    engines = first.engines or max(first.servers, int(result["inputs"].get("replicas") or 1))
     gpus = result["environment"].get("gpus") or []
-    return ModelSteps(
-        str(data["shape"].get("name", "")),
-        int(result["inputs"].get("tp") or 1),
-        gpus[0]["name"] if gpus else "CPU",
-        path.name,
-        result["created"],
-        None if first.cache_bytes is None else first.cache_bytes // engines,
-        gpus[0]["memory_bytes"] if gpus else None,
-        methods,
-        first.longest,
+    return [
+        ModelSteps(
+            str(data["shape"].get("name", "")),
+            tp,
+            gpus[0]["name"] if gpus else "CPU",
+            path.name,
+            result["created"],
+            _own_bytes(first[tp], result["inputs"]),
+            gpus[0]["memory_bytes"] if gpus else None,
+            own,
+            first[tp].longest,
+        )
+        for tp, own in methods.items()
+    ]
+
+
+def _own_bytes(server: LoadServer, inputs: Mapping[str, Any]) -> int | None:
+    """Return the bytes of one engine's cache."""
+    if server.cache_bytes is None:
+        return None
+    # Behind a router of the engine's own one address tells the cache of all of its engines.
+    return server.cache_bytes // (
+        server.engines or max(server.servers, inputs.get("replicas") or 1)
     )
 
 

@@ -23,9 +23,9 @@ from kvprof.records.load import (
     LoadFold,
     is_overloaded,
     is_within,
-    load_case,
     rate_row,
 )
+from kvprof.records.load_names import load_case
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving
 from kvprof.serving.load.marks import Marks

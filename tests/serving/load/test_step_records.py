@@ -75,42 +75,46 @@ ENVIRONMENT = json.loads((files("kvprof") / "assets/step_times/h200.json").read_
 
 
 def served(
-    folder, times, batches=(1, 4, 16), prefills=(0, 300), mode="served", inputs=None, engines=None
-):
+    folder, times, batches=(1, 4, 16), prefills=(0, 300), mode="served", inputs=None, engines=None,
+    labels=("full",),
+):  # fmt: skip
     """Write the events of a load on servers whose steps take known times."""
     folder.mkdir()
     with Journal(folder / "events.jsonl") as journal:
         journal.emit(
             RunStarted(
                 0.0, "2026-11-23T00:00:00Z", "0", "load", (), mode, inputs or {}, ENVIRONMENT,
-                {"name": "tiny"}, ("full",), "full",
+                {"name": "tiny"}, labels, labels[0],
             )
         )  # fmt: skip
         servers = 2 if inputs is None else 1
-        journal.emit(
-            LoadServer(
-                0.0, "full", 1.0, servers, "vllm", 2000, 2_000_000, {}, engines, longest=2048
+        for label in labels:
+            journal.emit(
+                LoadServer(
+                    0.0, label, 1.0, servers, "vllm", 2000, 2_000_000, {}, engines, longest=2048
+                )
             )
-        )
-        journal.emit(LoadRateStarted(0.0, "full @ 1/s", "full", 1.0, 2, 1.0))
-        for number, prompt in enumerate((100, 300)):
-            journal.emit(LoadRequest(0.0, "full @ 1/s", number, 0.0, 0.0, prompt, 2, 0.1, 0.2, 2))
-        # Half of a prompt's tokens are attended to, weighted by length.
-        each = (100 * 101 / 2 + 300 * 301 / 2) / 400
-        spans = [
-            {
-                "at": 0.0,
-                "tokens": 10.0,
-                "between": times.step(batch, 50.0 * batch * k, prefill, prefill * each),
-                "batch": float(batch),
-                "context": 50.0 * batch * k,
-                "prefill": float(prefill),
-            }
-            for batch in batches
-            for prefill in prefills
-            for k in (1, 9)
-        ]
-        journal.emit(LoadRateFinished(1.0, "full @ 1/s", True, None, {}, spans))
+            journal.emit(LoadRateStarted(0.0, f"{label} @ 1/s", label, 1.0, 2, 1.0))
+            for number, prompt in enumerate((100, 300)):
+                journal.emit(
+                    LoadRequest(0.0, f"{label} @ 1/s", number, 0.0, 0.0, prompt, 2, 0.1, 0.2, 2)
+                )
+            # Half of a prompt's tokens are attended to, weighted by length.
+            each = (100 * 101 / 2 + 300 * 301 / 2) / 400
+            spans = [
+                {
+                    "at": 0.0,
+                    "tokens": 10.0,
+                    "between": times.step(batch, 50.0 * batch * k, prefill, prefill * each),
+                    "batch": float(batch),
+                    "context": 50.0 * batch * k,
+                    "prefill": float(prefill),
+                }
+                for batch in batches
+                for prefill in prefills
+                for k in (1, 9)
+            ]
+            journal.emit(LoadRateFinished(1.0, f"{label} @ 1/s", True, None, {}, spans))
         journal.emit(RunFinished(1.0, True))
     result = result_of(read_events(folder / "events.jsonl").events)
     write_result(folder / "result.json", result)
@@ -127,6 +131,18 @@ def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
     # Of means, a token of a prompt and a sequence that decodes are told apart.
     for step in ((4, 1000.0, 0, 0.0), (1, 100.0, 300, 300 * 125.5), (64, 9000.0, 0, 0.0)):
         assert own.times.step(*step) == pytest.approx(times.step(*step), rel=0.02)
+
+
+def test_a_load_on_several_numbers_of_gpus_gives_steps_of_each(tmp_path):
+    times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6, 0.0, 2e-4 - 5e-5)
+    labels = ("full tp=2", "full tp=4")
+    folder = served(tmp_path / "run", times, inputs={"tp": [2, 4]}, labels=labels)
+    for tp in (2, 4):
+        found = read_model_steps(folder, tp=tp)
+        assert (found.tp, list(found.methods)) == (tp, ["full"])
+        assert (found.method("full").rate, found.method("full").token_bytes) == (0.0, 1000.0)
+    with pytest.raises(UsageError, match="no steps of --tp 1: it has tiny with --tp 2, tiny with"):
+        read_model_steps(folder)
 
 
 @pytest.mark.parametrize(("inputs", "engines"), [({"replicas": 4}, None), ({"replicas": 1}, 4)])

@@ -1,0 +1,91 @@
+"""What methods and rates of a load are called in its records, and who is held against whom."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LoadMethod", "baseline_of", "load_case", "load_methods", "read_label", "tps_of"]
+
+_TP = " tp="
+
+
+def load_case(method: str, rate: float) -> str:
+    """Return the name of a method at a rate, in requests a second."""
+    return f"{method} @ {rate:g}/s"
+
+
+@dataclass(frozen=True)
+class LoadMethod:
+    """A method on so many GPUs.
+
+    Attributes
+    ----------
+    name : str
+        As the user wrote it.
+    tp : int
+        GPUs of tensor parallelism.
+    label : str
+        What records call it: its name, and ``NAME tp=N`` in a load with several numbers of GPUs.
+    """
+
+    name: str
+    tp: int
+    label: str
+
+
+def load_methods(names: Sequence[str], tps: Sequence[int]) -> list[LoadMethod]:
+    """Return the methods of a load, for each number of GPUs those in the order of their names.
+
+    Parameters
+    ----------
+    names : sequence of str
+    tps : sequence of int
+    """
+    several = len(tps) > 1
+    return [
+        LoadMethod(name, tp, f"{name}{_TP}{tp}" if several else name)
+        for tp in tps
+        for name in names
+    ]
+
+
+def read_label(label: str, tps: Sequence[int]) -> LoadMethod:
+    """Return the method that a load with so many GPUs calls so.
+
+    Parameters
+    ----------
+    label : str
+    tps : sequence of int
+        From `tps_of`.
+    """
+    if len(tps) == 1:
+        return LoadMethod(label, tps[0], label)
+    name, _, tp = label.rpartition(_TP)
+    return LoadMethod(name, int(tp), label)
+
+
+def baseline_of(label: str, baseline: str) -> str:
+    """Return what a method is held against: of a load with several numbers of GPUs, on as many.
+
+    Parameters
+    ----------
+    label : str
+        A method of the load, as its records call it.
+    baseline : str
+        That of the load, on its smallest number of GPUs.
+    """
+    name, several, _ = baseline.rpartition(_TP)
+    tp = label.rpartition(_TP)[2]
+    return f"{name}{_TP}{tp}" if several else baseline
+
+
+def tps_of(inputs: Mapping[str, Any]) -> list[int]:
+    """Return a load's numbers of GPUs, from the ``inputs`` of its result.
+
+    Parameters
+    ----------
+    inputs : mapping
+        ``tp`` is one number, or a list of several.
+    """
+    known = inputs.get("tp") or 1
+    return [known] if isinstance(known, int) else list(known)
