@@ -482,7 +482,8 @@ def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
     -------
     dict or None
         ``batch``; ``pays``: ``always``, ``from``, ``until`` or ``never``, and ``unclear`` where
-        fewer than nine of ten resamples say the same; ``context`` in tokens of
+        fewer than nine of ten resamples say the same, or a line costs nothing or less without a
+        context, or less the longer it is: no step does; ``context`` in tokens of
         each sequence, for ``from`` and ``until``; ``interval``: of that, None where it is not
         told; ``certain``: the share of resamples that say the same; ``seen``: whether such
         contexts were measured with both. None without a slope.
@@ -491,9 +492,10 @@ def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
         return None
 
     def crossing(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[str, float | None]:
-        at_none = (one["intercept"] - other["intercept"]) + batch * (
-            one.get("batch", 0.0) - other.get("batch", 0.0)
-        )
+        starts = [each["intercept"] + batch * each.get("batch", 0.0) for each in (one, other)]
+        if min(starts) <= 0 or min(one["context"], other["context"]) < 0:
+            return "unclear", None
+        at_none = starts[0] - starts[1]
         slope = batch * (one["context"] - other["context"])
         if at_none < 0:
             return ("always", None) if slope <= 0 else ("until", -at_none / slope)

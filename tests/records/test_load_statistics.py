@@ -238,6 +238,19 @@ def test_few_stretches_have_a_line_and_no_interval():
     assert break_even(few, many, 1)["pays"] == "unclear"
 
 
+@pytest.mark.parametrize(
+    ("intercept", "context"),
+    [(-4e-3, 2e-7), (9e-3, -2e-8)],  # the one costs less than nothing, the other ever less
+)
+def test_a_line_that_no_step_can_follow_tells_no_break_even(intercept, context):
+    full = fitted(spans(6e-3, 4e-8, 0, 0, seed=1))
+    own = fitted(spans(intercept, context, 0, 0, seed=2))
+    found = break_even(own, full, 1)
+    assert (found["pays"], found["context"], found["interval"]) == ("unclear", None, None)
+    assert not found["seen"]
+    assert break_even(full, own, 1)["pays"] == "unclear"
+
+
 def test_without_a_slope_there_is_no_break_even():
     flat = [{**one, "context": 1000.0} for one in spans(1e-3, 0, 1e-5, 0)]
     assert break_even(fitted(flat), fitted(flat), 1) is None
