@@ -72,6 +72,7 @@ def parse_marks(text: bytes) -> Marks | None:
     values: dict[bytes, list[float]] = {}
     engines = 0
     tokens: list[int] = []
+    pages: list[int] = []
     nbytes: list[int] = []
     for line in text.splitlines():
         if line.startswith(b"#") or len(line) > _LONGEST:
@@ -82,7 +83,8 @@ def parse_marks(text: bytes) -> Marks | None:
         if name == _CONFIG and labels is not None:
             config = dict(_LABEL.findall(labels))
             engines += 1
-            tokens += _cache_tokens(config)
+            tokens += _whole(config.get(b"kv_cache_size_tokens"))
+            pages += _page_tokens(config)
             nbytes += _whole(config.get(b"kv_cache_memory_bytes"))
             continue
         try:
@@ -107,15 +109,14 @@ def parse_marks(text: bytes) -> Marks | None:
         None if waiting is None else round(sum(waiting)),
         None if cache is None else sum(cache) / len(cache),
         totals,
-        sum(tokens) or None,
+        # Older vLLM counts the pages of all its engines in each one's line.
+        sum(tokens) or max(pages, default=0) or None,
         sum(nbytes) or None,
         engines or None,
     )
 
 
-def _cache_tokens(labels: Mapping[bytes, bytes]) -> list[int]:
-    if stated := _whole(labels.get(b"kv_cache_size_tokens")):
-        return stated
+def _page_tokens(labels: Mapping[bytes, bytes]) -> list[int]:
     pages, size = (_whole(labels.get(name)) for name in (b"num_gpu_blocks", b"block_size"))
     return [pages[0] * size[0]] if pages and size else []
 

@@ -20,7 +20,8 @@ vllm:e2e_request_latency_seconds_sum{engine="0",model_name="m"} 86.5
 vllm:request_queue_time_seconds_sum{engine="0",model_name="m"} nan
 vllm:cache_config_info{block_size="128",engine="0",kv_cache_memory_bytes="1073741824",\
 kv_cache_size_tokens="43648",num_gpu_blocks="341"} 1.0
-vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="128",engine="1",kv_cache_memory_bytes="1073741824",\
+kv_cache_size_tokens="43648",num_gpu_blocks="341"} 1.0
 """
 
 
@@ -28,10 +29,20 @@ def test_engines_behind_a_router_are_added():
     marks = parse_marks(TEXT)
     assert (marks.running, marks.waiting, marks.cache) == (5, 7, 0.375)
     assert marks.totals == {"preemptions": 4.0, "requests": 10.0, "end_to_end": 86.5}
-    assert marks.cache_tokens == 43648 + 1600
-    assert marks.cache_bytes == 2**30
+    assert marks.cache_tokens == 2 * 43648
+    assert marks.cache_bytes == 2 * 2**30
     assert marks.engines == 2
     assert engine_name(TEXT) == "vLLM"
+
+
+def test_pages_that_each_engine_s_line_counts_for_all_are_counted_once():
+    # As vLLM wrote it before it told tokens: the pages of both, twice.
+    lines = b"".join(
+        b'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="200"} 1.0\n' % engine
+        for engine in (0, 1)
+    )
+    marks = parse_marks(b"vllm:num_requests_running 1\n" + lines)
+    assert (marks.cache_tokens, marks.cache_bytes, marks.engines) == (3200, None, 2)
 
 
 def test_another_engine_and_none():
