@@ -194,7 +194,7 @@ class LoadScreen(RunScreen):
     def _notes(self) -> RenderableType:
         state = self.live.session.state
         lines = []
-        if state.run is not None and state.run.mode == "simulated":
+        if state.is_simulated:
             lines.append("simulated: nothing is served; steps take the times that were measured")
         lines.append(
             "latency per token: from a request's arrival to its last token, over the tokens "
@@ -221,7 +221,7 @@ class QueueLines:
         if case is None:
             return
         if not case.samples:
-            yield Text("no state of the servers was seen yet", style="italic")
+            yield Text("nothing of the queue was seen yet", style="italic")
             return
         room = max(8, options.max_width - _LABEL - _WORDS)
         times = [one.at for one in case.samples]

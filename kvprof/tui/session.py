@@ -167,6 +167,8 @@ class Session:
             # Between two cases a plan is made or a kernel compiled, which is no event.
             preparing = "waiting for a server" if state.is_load else "preparing a case"
             doing = "stuck" if state.current is not None else preparing
+            if state.is_simulated:  # a rate is worked out before any of it is told
+                doing = "simulating"
             return f"○ no event for {clock(age)}: {doing}, or killed"
         return f"● {self._doing()} · {clock(state.time + age)}"
 

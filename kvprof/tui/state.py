@@ -235,6 +235,11 @@ class RunState(Fold[CaseState]):
         return self.run is not None and self.run.kind == "load"
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether the run is a load without a server."""
+        return self.run is not None and self.is_load and self.run.mode == "simulated"
+
+    @property
     def objective(self) -> dict[str, float]:
         """What a request under load must keep; see `kvprof.records.load.rate_row`."""
         wanted = self.run.inputs.get("objective") if self.run is not None else None
@@ -314,7 +319,8 @@ class RunState(Fold[CaseState]):
             words.append(event.engine)
         if event.cache_tokens is not None:
             words.append(f"{event.cache_tokens:,} tokens of cache")
-        self.write("server", f"{event.method}: {', '.join(words)}", event.time)
+        kind = "engine" if self.is_simulated else "server"
+        self.write(kind, f"{event.method}: {', '.join(words)}", event.time)
         for name, value in event.settings.items():
             self.write("note", f"{event.method}: {name}: {value}", event.time)
 

@@ -140,6 +140,18 @@ class TestScreen:
 
         show(recorded(tmp_path, load(told=False, mode="url")), tmp_path, steps)
 
+    def test_a_simulation_speaks_of_no_server(self, tmp_path):
+        # The first rate has begun; all of it is worked out before anything is told.
+        session = recorded(tmp_path, load()[:3])
+        session.source.age = lambda: 125.0
+
+        async def steps(app, pilot):
+            assert "no event for 02:05: simulating, or killed" in text(app)
+            assert "server" not in text(app)
+            assert {line.kind for line in app.session.state.log} >= {"engine"}
+
+        show(session, tmp_path, steps, size=(120, 40))
+
     def test_steps_that_were_sampled_are_a_bar_of_their_parts(self, tmp_path):
         async def steps(app, pilot):
             drawn = whole_text(app, "steps")
