@@ -46,6 +46,7 @@ from kvprof.commands.bench_load_options import (
     SloOption,
     StepTimesOption,
     TimeoutOption,
+    TokenizerOption,
     UrlOption,
 )
 from kvprof.commands.options import MODEL, read_counts, resolve_device, share_option
@@ -183,6 +184,7 @@ def bench(
     vllm: VllmOption = False,
     load: LoadOption = False,
     lengths: LengthsOption = None,
+    tokenizer: TokenizerOption = None,
     arrivals: ArrivalsOption = None,
     rates: RatesOption = None,
     seconds: SecondsOption = None,
@@ -242,6 +244,7 @@ def bench(
     )
     sent = LoadOptions(
         lengths=lengths,
+        tokenizer=tokenizer,
         arrivals=arrivals,
         rates=rates,
         seconds=seconds,

@@ -250,8 +250,33 @@ def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
 def _lengths(asked: LoadOptions, model: str | None) -> "Lengths":
     from kvprof.serving.load.lengths import load_lengths
 
-    found = load_lengths(asked.lengths or _LENGTHS, _counter(model))
+    named = asked.tokenizer or model
+    counter = None if named is None else _Counter(named)
+    found = load_lengths(asked.lengths or _LENGTHS, counter)
+    if asked.tokenizer is not None and (counter is None or not counter.asked):
+        raise UsageError(f"--tokenizer means nothing here: --lengths {found.name} has no texts")
     return replace(found, default=asked.lengths is None)
+
+
+class _Counter:
+    """Counts a text's tokens, and reads the tokenizer when the first text comes."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._held: Any = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether there was a text."""
+        return self._held is not None
+
+    def __call__(self, text: str) -> int:
+        if self._held is None:
+            from kvprof.serving.load.tokenizer import token_counter
+
+            self._held = token_counter(self._model)
+        tokens: int = self._held(text)
+        return tokens
 
 
 def _sweep_options(
@@ -332,23 +357,6 @@ def _objective(text: str | None) -> dict[str, float]:
     return {"share": 0.9, **found}
 
 
-def _counter(model: str | None) -> Any:
-    """Return what counts a text's tokens, and reads the tokenizer when the first text comes."""
-    if model is None:
-        return None
-    held: list[Any] = []
-
-    def count(text: str) -> int:
-        if not held:
-            from kvprof.serving.load.tokenizer import token_counter
-
-            held.append(token_counter(model))
-        tokens: int = held[0](text)
-        return tokens
-
-    return count
-
-
 def _inputs(
     asked: LoadOptions,
     options: "SweepOptions",
@@ -368,6 +376,7 @@ def _inputs(
         "baseline": methods[0].label,
         "rate": (_RATE if rate is None else rate) if asked.url is None else None,
         "lengths": options.lengths.described(),
+        "tokenizer": None if asked.tokenizer is None else Path(asked.tokenizer).name,
         "arrivals": options.arrivals.name,
         "rates": list(options.rates) or None,
         "requests": options.requests if options.seconds is None else None,

@@ -28,6 +28,7 @@ __all__ = [
     "SloOption",
     "StepTimesOption",
     "TimeoutOption",
+    "TokenizerOption",
     "UrlOption",
 ]
 
@@ -50,6 +51,14 @@ LengthsOption = Annotated[
         metavar="TRACE|in=8k,out=256|FILE",
         text="How long requests are: a paper's trace (arxiv, zack/cocktail), all alike, or a file: "
         "ShareGPT-like, Mooncake's, Azure's. Default arxiv.",
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    _option(
+        "--tokenizer",
+        metavar="MODEL",
+        text="Whose tokenizer tells the lengths of a file's texts. Default --model's.",
     ),
 ]
 ArrivalsOption = Annotated[
@@ -154,6 +163,7 @@ class LoadOptions:
     """Options that mean something with ``--load`` only, as they were given."""
 
     lengths: str | None = None
+    tokenizer: str | None = None
     arrivals: str | None = None
     rates: str | None = None
     seconds: float | None = None

@@ -121,6 +121,7 @@ _READ = frozenset(
         "--step-times",
         "--text",
         "--token-ids",
+        "--tokenizer",
         "--trace",
     )
 )

@@ -9,6 +9,7 @@ import pytest
 import kvprof as kvprof_package
 from kvprof.errors import ExitCode
 from kvprof.records.files import read_result
+from kvprof.serving.load.tokenizer import token_counter
 from tests.commands.running import kvprof
 
 SHORT = ("--lengths", "in=2000,out=20", "--requests", 60, "--rates", "1,6")
@@ -103,6 +104,26 @@ def test_replicas_share_the_requests(tmp_path):
     result = json.loads((tmp_path / "a.json").read_text())
     assert result["inputs"]["model"] == "Llama-3.1-70B"
     assert [row["servers"] for row in result["data"]["rates"]] == [[20, 20, 20]] * 2
+
+
+def test_texts_are_as_long_as_a_named_tokenizer_says(tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    line = {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]}
+    chats.write_text(json.dumps(line) + "\n")
+    lengths = ("--lengths", chats, "--requests", 20, "--rates", 1, "--methods", "full")
+    refused = simulate(*lengths, short=())
+    assert refused.code == ExitCode.USAGE
+    assert "name a model that has one with --tokenizer" in refused.error
+    done = simulate(*lengths, "--tokenizer", "reference", "--json", tmp_path / "a.json", short=())
+    assert done.code == 0, done.stderr
+    result = json.loads((tmp_path / "a.json").read_text())
+    (row,) = result["data"]["rates"]
+    count = token_counter("reference")
+    assert (row["mean_prompt"], row["mean_output"]) == (count("a b"), count("c"))
+    assert result["inputs"]["tokenizer"] == "reference"
+    useless = simulate("--tokenizer", "reference")
+    assert useless.code == ExitCode.USAGE
+    assert "--tokenizer means nothing here: --lengths in=2000,out=20 has no texts" in useless.error
 
 
 def two_widths(path: Path) -> Path:

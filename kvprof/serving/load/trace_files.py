@@ -213,8 +213,8 @@ def _chats(
 ) -> RecordedTrace:
     if count is None:
         raise UsageError(
-            f"--lengths {path} holds texts, whose lengths the model's tokenizer tells; name a "
-            "model that has one with --model"
+            f"--lengths {path} holds texts, whose lengths a tokenizer tells; name a model that "
+            "has one with --tokenizer, or by --model"
         )
     found: list[Request] = []
     skipped = 0
