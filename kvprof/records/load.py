@@ -19,6 +19,7 @@ from kvprof.records.events import (
     RunStarted,
 )
 from kvprof.records.load_names import baseline_of
+from kvprof.records.load_served import ATTAINED, LOSSY, largest
 from kvprof.records.load_statistics import (
     Fit,
     break_even,
@@ -41,18 +42,14 @@ __all__ = [
     "LoadFold",
     "attains",
     "counted_of",
-    "is_beyond",
-    "is_overloaded",
-    "is_within",
     "rate_row",
-    "sheds",
     "step_rows",
 ]
 
-#: Of the requests, unless an objective says otherwise: so many must be within it.
-ATTAINED = 0.9
 #: Failures by which a server says that it takes no more: such a request never waited.
 SHED = ("HTTP 429", "HTTP 503")
+#: What becomes of requests that were in the queue as long as they were: served, or given up.
+_WAITED = (None, "timeout")
 _KEPT_SAMPLES = 600
 _ROUNDING = 1e-9
 _HUNDRED = 100  # requests, of fewer no 99th percentile is told
@@ -134,7 +131,7 @@ class LoadFold:
                 {
                     "method": m,
                     **_server(self.servers.get(m)),
-                    **_largest(rows[m], rows.get(held[m])),
+                    **largest(rows[m], rows.get(held[m])),
                     "fit": None if (fit := fits[m]) is None else fit.described(),
                     "pays": None
                     if m == held[m] or held[m] not in by_method
@@ -180,8 +177,8 @@ class Counted:
 
     @property
     def growth(self) -> dict[str, Any]:
-        """Whether the queue grows, of the requests that were let into it; see `growth`."""
-        arrivals = [one.arrival for one in self.requests if one.failure not in SHED]
+        """Whether the queue grows, of the requests that left it served or not at all."""
+        arrivals = [one.arrival for one in self.requests if one.failure in _WAITED]
         ends = [one.last or 0.0 for one in self.done]
         return growth(arrivals, ends, self.begin, self.end)
 
@@ -291,8 +288,6 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-#: Of requests that failed, from which on those that were served say little of all.
-_LOSSY = 0.01
 #: What an objective may limit of a request.
 LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
 
@@ -438,84 +433,7 @@ def _spans(case: LoadCase) -> list[dict[str, float]]:
     return finished.spans if finished is not None and finished.complete else []
 
 
-# --- One method: the largest rate that it serves, and from where on it pays.
-
-
-def sheds(row: Mapping[str, Any]) -> bool:
-    """Whether the server turned away more requests than may be lost of a rate that is served."""
-    shed: int = row.get("shed", 0)
-    return shed > 0 and shed > _LOSSY * row["requests"]
-
-
-def is_overloaded(row: Mapping[str, Any]) -> bool:
-    """Whether more requests came than the server takes: the queue grows, or some are shed."""
-    return row["grows"] is True or sheds(row)
-
-
-def is_within(row: Mapping[str, Any], share: float) -> bool:
-    """Whether a rate was served: it was not too much, and enough requests are within."""
-    attained = row["attained_share"]
-    return bool(
-        row["complete"] and not is_overloaded(row) and (attained is None or attained >= share)
-    )
-
-
-def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
-    """Whether a rate surely lies beyond (True) or surely within (False); None where it is open."""
-    if not row["complete"]:
-        return None
-    interval = row["attained_share_interval"]
-    if is_overloaded(row) or (interval is not None and interval[1] < share):
-        return True
-    steady = row["grows"] is False
-    return False if steady and (interval is None or interval[0] >= share) else None
-
-
-def _largest(
-    rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]] | None
-) -> dict[str, Any]:
-    own = _bracket(rows)
-    ratio, interval = None, None
-    if baseline:
-        other = _bracket(baseline)
-        low, high = own["largest_rate_interval"]
-        theirs_low, theirs_high = other["largest_rate_interval"]
-        if own["largest_rate"] and other["largest_rate"]:
-            ratio = own["largest_rate"] / other["largest_rate"]
-        interval = [
-            low / theirs_high if low is not None and theirs_high else None,
-            high / theirs_low if high is not None and theirs_low else None,
-        ]
-    return {**own, "ratio": ratio, "ratio_interval": interval}
-
-
-def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the largest measured rate below the first that is not within, and between what it is.
-
-    The interval goes from the largest rate that is surely within to the smallest that is surely
-    beyond; an end that no measured rate gives is None.
-    """
-    known = [row for row in rows if row["complete"]]
-    share = known[0]["objective_share"] if known else ATTAINED
-    largest: float | None = None
-    limited = None
-    for row in known:
-        if not is_within(row, share):
-            limited = "queue" if row["grows"] is True else "shed" if sheds(row) else "objective"
-            break
-        largest = row["rate"]
-    beyond = [row["rate"] for row in known if is_beyond(row, share) is True]
-    high = min(beyond, default=None)
-    within = [
-        row["rate"]
-        for row in known
-        if is_beyond(row, share) is False and (high is None or row["rate"] < high)
-    ]
-    return {
-        "largest_rate": largest,
-        "largest_rate_interval": [max(within, default=None), high],
-        "limited_by": limited,
-    }
+# --- One method: from where on it pays.
 
 
 def _server(server: LoadServer | None) -> dict[str, Any]:
@@ -554,7 +472,7 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
         rate = case.started.rate
         if not _complete(case) or rate not in theirs:
             continue
-        if any(_lost(one) > _LOSSY for one in (case, theirs[rate])):
+        if any(_lost(one) > LOSSY for one in (case, theirs[rate])):
             lossy.add(rate)
         pairs = _pairs(case, theirs[rate])
         if (found := mean_ratio(pairs)) is not None:

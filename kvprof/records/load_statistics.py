@@ -25,6 +25,7 @@ __all__ = [
     "percentile",
     "share_with_interval",
     "summarised",
+    "wilson",
     "window_of",
 ]
 
@@ -147,10 +148,7 @@ def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, 
         return None
     count = len(answers)
     share = sum(answers) / count
-    square = _Z**2 / count
-    middle = (share + square / 2) / (1 + square)
-    half = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    low, high = wilson(sum(answers), count)
     cut = blocks(count)
     sums = {block: sum(answers[index] for index in block) for block in cut}
 
@@ -159,6 +157,14 @@ def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, 
 
     by_blocks = _interval(_resampled(cut, figure, seed)) or [low, high]
     return share, [min(low, by_blocks[0]), max(high, by_blocks[1])]
+
+
+def wilson(some: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of independent requests, some of so many (Wilson's)."""
+    share, square = some / count, _Z**2 / count
+    middle = (share + square / 2) / (1 + square)
+    half = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def mean_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, Any] | None:

@@ -428,8 +428,8 @@ _READING = (
     "instrumentation. A first token that is not bold is of a single run so far.",
     "A colour means one thing: a part, the curve of a method, or better, worse and doubtful.",
     "Under load a rate that runs shows the requests that ended so far: those that take long are "
-    "not among them yet. ▲ the queue grows, ▽ the server sheds requests, × too few are "
-    "within the objective.",
+    "not among them yet. ▲ the queue grows, ▽ the server sheds requests, ! requests fail, × too "
+    "few are within the objective.",
     "A layer's ms are its attention and what the method adds, over the whole request.",
     "The view reads the run's events and changes nothing: several may watch one run.",
 )

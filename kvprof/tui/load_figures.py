@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvprof.records.load import LoadCase, attains, counted_of, sheds
+from kvprof.records.load import LoadCase, attains, counted_of
+from kvprof.records.load_served import fails, sheds
 from kvprof.views.numbers import number
 
 __all__ = ["SAMPLED", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
@@ -28,8 +29,8 @@ class RateBrief:
         Share of requests within the objective; None without one.
     grows : bool or None
         Whether the queue does; None where too few requests tell.
-    sheds : bool
-        Whether the server turns requests away.
+    sheds, fails : bool
+        Whether the server turns requests away, and whether they fail: more than may be lost.
     ended, failed, shed : int
         Requests that ended so far; those among them that failed, or that the server turned away.
     complete : bool
@@ -45,6 +46,7 @@ class RateBrief:
     attained: float | None
     grows: bool | None
     sheds: bool
+    fails: bool
     ended: int
     failed: int
     shed: int
@@ -67,6 +69,7 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
     asked = counted_of(case)
     requests, done, counted = asked.requests, asked.done, asked.counted
     shed = len(asked.shed)
+    failed = len(requests) - len(done) - shed
     limits = {name: limit for name, limit in objective.items() if name != "share"}
     grows = asked.growth["grows"] if finished is not None else None
     return RateBrief(
@@ -77,8 +80,9 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
         _mean([float(attains(one, limits)) for one in counted]) if limits else None,
         grows,
         sheds({"shed": shed, "requests": started.requests}),
+        fails({"failed": failed, "requests": started.requests}),
         len(requests),
-        len(requests) - len(done) - shed,
+        failed,
         shed,
         finished is not None and finished.complete,
         finished is not None,
@@ -95,6 +99,7 @@ def brief_from_row(row: Mapping[str, Any]) -> RateBrief:
         row["attained_share"],
         row["grows"],
         sheds(row),
+        fails(row),
         row["answered"] + row["failed"] + row.get("shed", 0),
         row["failed"],
         row.get("shed", 0),

@@ -9,8 +9,9 @@ from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 from textual.widgets import Static
 
-from kvprof.records.load import ATTAINED, SHED, LoadCase, step_rows
+from kvprof.records.load import SHED, LoadCase, step_rows
 from kvprof.records.load_names import baseline_of
+from kvprof.records.load_served import ATTAINED
 from kvprof.tui.drawings import Telemetry, short
 from kvprof.tui.figures import difference, duration, share
 from kvprof.tui.frame import RunScreen
@@ -30,7 +31,7 @@ _LEAST_CURVE = 40  # columns beside the table
 _CURVE_ROWS = (5, 16)
 _OVER_ROWS = 8
 _LOG = 10.0  # from this ratio of the largest to the smallest latency on, the axis is logarithmic
-_GROWS, _SHEDS, _MISSES = "▲", "▽", "×"
+_GROWS, _SHEDS, _FAILS, _MISSES = "▲", "▽", "!", "×"
 _LOW = 30  # rows, of a screen that would cut a plot's legend off
 
 
@@ -329,6 +330,8 @@ class RateTable:
             return _GROWS
         if one.sheds:
             return _SHEDS
+        if one.fails:
+            return _FAILS
         return _MISSES if one.attained is not None and one.attained < self._least else " "
 
     def _signs(self, methods: Sequence[str]) -> list[str]:
@@ -337,6 +340,7 @@ class RateTable:
         words = {
             _GROWS: "the queue grows",
             _SHEDS: "the server sheds requests",
+            _FAILS: "requests fail",
             _MISSES: f"fewer than {share(self._least)} of the requests within the objective",
         }
         return [f"{sign} {said}" for sign, said in words.items() if sign in there]

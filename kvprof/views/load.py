@@ -6,8 +6,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.load import LIMITS, sheds
+from kvprof.records.load import LIMITS
 from kvprof.records.load_names import baseline_of, tps_of
+from kvprof.records.load_served import fails, sheds
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
 from kvprof.views.load_against import against_section
@@ -30,6 +31,7 @@ _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
     "shed": "the server sheds requests",
+    "failures": "requests fail",
     "objective": "too few requests are within the objective",
 }
 _PANEL = (4.4, 3.2)  # inches
@@ -216,8 +218,8 @@ def _latency(found: Row, factor: float) -> list[str]:
 
 
 def _queue(row: Row) -> str:
-    if row["grows"] is not True and sheds(row):
-        return "sheds"
+    if row["grows"] is not True and (sheds(row) or fails(row)):
+        return "sheds" if sheds(row) else "fails"
     return {True: "grows", False: "steady"}.get(row["grows"], "open")
 
 

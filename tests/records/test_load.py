@@ -10,8 +10,9 @@ from kvprof.records.event_lines import event_from
 from kvprof.records.events import LoadRequest, event_line
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, read_events
-from kvprof.records.load import SHED, LoadFold, is_beyond, is_within
+from kvprof.records.load import SHED, LoadFold
 from kvprof.records.load_names import load_case
+from kvprof.records.load_served import is_beyond, is_within
 from kvprof.records.schema import validate_result
 from tests.records.load_stream import METHODS, load_stream
 from tests.records.streams import write
@@ -120,6 +121,28 @@ def test_one_request_in_hundreds_that_is_shed_ends_no_sweep():
     result = result_of(load_stream(rates=(1.0,), fails=(50,), objective={}, failure="HTTP 503"))
     assert row("full @ 1/s", result)["shed"] == 1
     assert method("full", result)["largest_rate"] == 1.0
+
+
+def test_requests_that_fail_are_no_queue_and_end_what_is_served():
+    third = range(0, 120, 3)
+    result = result_of(
+        load_stream(rates=(1.0, 2.0), fails=third, objective={}, failure="server error")
+    )
+    validate_result(result)
+    one = row("full @ 1/s", result)
+    assert (one["grows"], one["shed"], one["failures"]) == (False, 0, {"server error": 40})
+    own = method("full", result)
+    assert (own["largest_rate"], own["limited_by"]) == (None, "failures")
+    assert own["largest_rate_interval"] == [None, 1.0]
+
+
+@pytest.mark.parametrize(("failed", "sure"), [(1, 1.0), (3, None)])
+def test_few_failures_end_no_sweep_and_leave_it_open(failed, sure):
+    stream = load_stream(rates=(1.0,), fails=range(50, 50 + failed), objective={}, failure="abort")
+    own = method("full", result_of(stream))
+    assert (own["largest_rate"], own["limited_by"]) == (1.0, None)
+    # One of 120 is less than a hundredth; three may be of a hundredth, by chance.
+    assert own["largest_rate_interval"] == [sure, None]
 
 
 def test_a_rate_that_did_not_end_is_kept_and_not_judged():

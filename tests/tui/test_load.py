@@ -243,6 +243,7 @@ def test_a_methods_name_is_as_long_as_its_column():
         None,
         None,
         False,
+        False,
         20,
         0,
         0,
@@ -260,7 +261,19 @@ def test_a_method_is_held_against_the_baseline_on_as_many_gpus() -> None:
     seconds = {"full tp=2": 0.02, "fdc tp=2": 0.01, "full tp=4": 0.01, "fdc tp=4": 0.02}
     briefs = [
         RateBrief(
-            f"{label} @ 2/s", label, 2.0, one, None, None, False, 20, 0, 0, complete=True, over=True
+            f"{label} @ 2/s",
+            label,
+            2.0,
+            one,
+            None,
+            None,
+            False,
+            False,
+            20,
+            0,
+            0,
+            complete=True,
+            over=True,
         )
         for label, one in seconds.items()
     ]

@@ -18,14 +18,12 @@ from kvprof.records.events import (
 )
 from kvprof.records.journal import Journal
 from kvprof.records.load import (
-    ATTAINED,
     LOAD_EVENTS,
     LoadFold,
-    is_overloaded,
-    is_within,
     rate_row,
 )
 from kvprof.records.load_names import load_case
+from kvprof.records.load_served import ATTAINED, is_overloaded, is_within
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving
 from kvprof.serving.load.marks import Marks

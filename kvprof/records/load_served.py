@@ -1,0 +1,126 @@
+"""Which rate of a load was served: what ends it, and the largest that a method serves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvprof.records.load_statistics import wilson
+
+__all__ = [
+    "ATTAINED",
+    "LOSSY",
+    "fails",
+    "is_beyond",
+    "is_overloaded",
+    "is_within",
+    "largest",
+    "sheds",
+]
+
+#: Of the requests, unless an objective says otherwise: so many must be within it.
+ATTAINED = 0.9
+#: Of requests that failed, from which on those that were served say little of all.
+LOSSY = 0.01
+
+
+def sheds(row: Mapping[str, Any]) -> bool:
+    """Whether the server turned away more requests than may be lost of a rate that is served."""
+    shed: int = row.get("shed", 0)
+    return shed > 0 and shed > LOSSY * row["requests"]
+
+
+def fails(row: Mapping[str, Any]) -> bool:
+    """Whether surely more requests failed than may be lost of a rate that is served."""
+    failed: int = row.get("failed", 0)
+    return failed > 0 and wilson(failed, row["requests"])[0] > LOSSY
+
+
+def is_overloaded(row: Mapping[str, Any]) -> bool:
+    """Whether it is too much: the queue grows, or the server sheds requests, or they fail."""
+    return row["grows"] is True or sheds(row) or fails(row)
+
+
+def is_within(row: Mapping[str, Any], share: float) -> bool:
+    """Whether a rate was served: it was not too much, and enough requests are within."""
+    attained = row["attained_share"]
+    return bool(
+        row["complete"] and not is_overloaded(row) and (attained is None or attained >= share)
+    )
+
+
+def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
+    """Whether a rate surely lies beyond (True) or surely within (False); None where it is open."""
+    if not row["complete"]:
+        return None
+    interval = row["attained_share_interval"]
+    if is_overloaded(row) or (interval is not None and interval[1] < share):
+        return True
+    steady = row["grows"] is False and row.get("failed", 0) <= LOSSY * row.get("requests", 0)
+    return False if steady and (interval is None or interval[0] >= share) else None
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    """Return why a rate is not within."""
+    if row["grows"] is True:
+        return "queue"
+    return "shed" if sheds(row) else "failures" if fails(row) else "objective"
+
+
+def largest(
+    rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """Return the largest rate that a method serves, and its ratio to the baseline's.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of ``data.rates``, the method's, rates ascending.
+    baseline : sequence of mapping or None
+        The baseline's.
+
+    Returns
+    -------
+    dict
+        ``largest_rate``, ``largest_rate_interval``, ``limited_by``, ``ratio``, ``ratio_interval``.
+    """
+    own = _bracket(rows)
+    ratio, interval = None, None
+    if baseline:
+        other = _bracket(baseline)
+        low, high = own["largest_rate_interval"]
+        theirs_low, theirs_high = other["largest_rate_interval"]
+        if own["largest_rate"] and other["largest_rate"]:
+            ratio = own["largest_rate"] / other["largest_rate"]
+        interval = [
+            low / theirs_high if low is not None and theirs_high else None,
+            high / theirs_low if high is not None and theirs_low else None,
+        ]
+    return {**own, "ratio": ratio, "ratio_interval": interval}
+
+
+def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the largest measured rate below the first that is not within, and between what it is.
+
+    The interval goes from the largest rate that is surely within to the smallest that is surely
+    beyond; an end that no measured rate gives is None.
+    """
+    known = [row for row in rows if row["complete"]]
+    share = known[0]["objective_share"] if known else ATTAINED
+    largest: float | None = None
+    limited = None
+    for row in known:
+        if not is_within(row, share):
+            limited = _why(row)
+            break
+        largest = row["rate"]
+    beyond = [row["rate"] for row in known if is_beyond(row, share) is True]
+    high = min(beyond, default=None)
+    within = [
+        row["rate"]
+        for row in known
+        if is_beyond(row, share) is False and (high is None or row["rate"] < high)
+    ]
+    return {
+        "largest_rate": largest,
+        "largest_rate_interval": [max(within, default=None), high],
+        "limited_by": limited,
+    }
