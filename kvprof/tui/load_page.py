@@ -318,7 +318,8 @@ class RateTable:
         if count >= len(every):
             return every
         chosen = next((one.method for one in self.briefs if one.case == self.chosen), None)
-        ranked = sorted(every, key=lambda m: (m != chosen, m != self.baseline, every.index(m)))
+        held = self.baseline if chosen is None else self._held(chosen)
+        ranked = sorted(every, key=lambda m: (m != chosen, m != held, every.index(m)))
         return sorted(ranked[:count], key=every.index)
 
     @property

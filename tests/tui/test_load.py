@@ -282,3 +282,7 @@ def test_a_method_is_held_against_the_baseline_on_as_many_gpus() -> None:
     assert row.split()[1:] == [
         "20.0", "ms", "10.0", "ms", "−50", "%", "10.0", "ms", "20.0", "ms", "+100", "%",
     ]  # fmt: skip
+    # Where not all fit, the chosen one's own baseline stands beside it.
+    narrow = RateTable(briefs, "full tp=2", "fdc tp=4 @ 2/s", {}, Ink())
+    head = render_text(narrow, width=52).splitlines()[0]
+    assert head.split()[1:] == ["full", "tp=4", "fdc", "tp=4"]
