@@ -105,10 +105,11 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
         return None
     if not any(isinstance(event, LoadRequest) for event in events):
         return []  # it was killed before anything was measured
-    if started.inputs != to_plain(inputs):
-        own = to_plain(inputs)
-        assert isinstance(own, dict)
-        differing = [name for name in own if own[name] != started.inputs.get(name)]
+    own, theirs = to_plain(inputs), started.inputs
+    assert isinstance(own, dict)
+    # An option that an older version did not have was not given to it.
+    names = dict.fromkeys((*own, *theirs))
+    if differing := [name for name in names if own.get(name) != theirs.get(name)]:
         raise UsageError(
             f"{outputs.out} holds an interrupted load with other options ({', '.join(differing)}); "
             "--force measures anew"
