@@ -1,6 +1,7 @@
 """Servers that a load is sent to: those that run already, and one that is started for a method."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,7 +33,10 @@ __all__ = [
 ]
 
 _STOP_SECONDS = 20.0
-_TAIL = 20  # lines of what a server said
+_TAIL = 400  # lines of what a server said
+_ERROR = re.compile(r"\w*(error|exception):\s", re.IGNORECASE)
+#: What a process of an engine's says that tells of another's error, some lines before.
+_ELSEWHERE = "See root cause above"
 _LACKING = 3
 
 
@@ -234,14 +238,14 @@ def _kill_group(leader: int) -> None:
 
 
 def _last_words(log: Path) -> str:
-    """Return the last line of a log that tells an error, or the last that is no mere note."""
+    """Return the last line of a log that tells its own error, or the last that is no mere note."""
     try:
         with log.open("rb") as file:
             lines = deque((line.decode("utf-8", "replace").strip() for line in file), _TAIL)
     except OSError:
         return ""
     said = [line for line in lines if line]
-    errors = [line for line in said if "error" in line.lower()]
+    errors = [line for line in said if _ERROR.search(line) and _ELSEWHERE not in line]
     said = [line for line in said if "INFO" not in line and "WARNING" not in line]
     return printable((errors or said or [""])[-1])[:200]
 

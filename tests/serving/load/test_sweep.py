@@ -417,6 +417,24 @@ def test_what_a_killed_server_had_started_goes_with_it(here, tmp_path):
     assert not left.exists() or " Z " in left.read_text()
 
 
+def test_an_engine_s_error_is_told_and_not_that_there_was_one(here):
+    """As vLLM 0.27.1 ends: the engine's own error, a traceback of the server's, and its error."""
+    said = (
+        "(EngineCore pid=1) AssertionError: Not enough nodes",
+        *["(APIServer pid=2)   File x, in y"] * 60,
+        "(APIServer pid=2)     raise RuntimeError(",
+        "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.",
+    )
+
+    def command(port):
+        return [sys.executable, "-c", f"print({chr(10).join(said)!r}); exit(1)"]
+
+    _, problems, _ = sweep([ServedTarget(ServerProcess("full", command))], SHORT)
+    assert str(problems[0]) == (
+        "full: its server ended with 1: (EngineCore pid=1) AssertionError: Not enough nodes"
+    )
+
+
 def test_a_server_that_does_not_start_says_why(here):
     def command(port):
         return [sys.executable, "-c", "print('Error: no memory for the cache'); exit(1)"]
