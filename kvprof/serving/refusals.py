@@ -5,11 +5,13 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
 from kvprof.kernels.segments.geometries import FORMATS, geometry_of
+from kvprof.methods.family import CalibrationNeeds
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.storage import Quantiser
 from kvprof.runtime.backends.segment_store import refused_quantiser
 
 __all__ = [
+    "check_calibrated_across",
     "check_dtype",
     "check_load_format",
     "check_positions",
@@ -38,6 +40,27 @@ def check_servable(plan: Plan) -> None:
     reason = refusal(plan)
     if reason is not None:
         raise UsageError(f"{plan.method} cannot be served: {reason}")
+
+
+def check_calibrated_across(method: str, needs: CalibrationNeeds | None) -> None:
+    """Refuse a method whose plans keep several layers together, before it is calibrated.
+
+    What its plans store is known once they are made, and they take long to make.
+
+    Parameters
+    ----------
+    method : str
+    needs : CalibrationNeeds or None
+
+    Raises
+    ------
+    UsageError
+    """
+    if needs is not None and needs.across is not None:
+        raise UsageError(
+            f"{method} cannot be served: it keeps several layers together, and an engine's pages "
+            "are of one layer"
+        )
 
 
 def refusal(plan: Plan) -> str | None:

@@ -492,6 +492,16 @@ def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
         ("plan", ("--method", "palu-4bit", "--rate", 0.5, "--servable"), "cannot be served: layer"),
         (
             "plan",
+            ("--method", "kvtc", "--rate", 0.5, "--servable"),
+            "keeps several layers together",
+        ),
+        (
+            "plan",
+            ("--method", "xkv", "--option", "bases=calibration", "--rate", 0.5, "--servable"),
+            "keeps several layers together",
+        ),
+        (
+            "plan",
             ("--method", "tale", "--rate", 0.5, "--servable"),
             "change their rank as they age",
         ),
