@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.methods.named import method_entries
+from kvprof.methods.named import method_entries, options_in
 from kvprof.records.files import parse_json
 from kvprof.records.load_names import LoadMethod
 from kvprof.requirements import extra_command
@@ -109,7 +109,8 @@ def started_servers(
     Raises
     ------
     UsageError
-        When requests are longer than the model's positions.
+        When requests are longer than the model's positions, or a method or a plan cannot be served:
+        its turn may come after hours.
     LackingError
         Without vLLM.
     """
@@ -123,6 +124,7 @@ def started_servers(
             f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
             "or name servers that run already (--url), or --simulate"
         )
+    _refuse_unservable(folder, methods, files)
     return [
         ServedTarget(
             _process(one, files.get(one.name), folder, inputs, lengths.longest, words),
@@ -151,6 +153,27 @@ def _refuse_long(folder: str, lengths: Any) -> None:
     positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
     if isinstance(positions, int) and positions > 0:
         lengths.refuse_over(positions, f"the model has {positions:,} positions")
+
+
+def _refuse_unservable(
+    folder: str, methods: Sequence[LoadMethod], files: Mapping[str, Path]
+) -> None:
+    """Refuse plans, and where the model's config lies here methods, that ``serve`` would refuse."""
+    from kvprof.benchmark.shape_plans import Bare
+    from kvprof.benchmark.shapes import layout_of, load_shape
+    from kvprof.serving.refusals import check_method
+    from kvprof.serving.served import served_plan
+
+    for path in files.values():
+        served_plan(str(path))
+    names = dict.fromkeys(one.name for one in methods if one.name not in files)
+    own = [name for name in names if served_by_engine(name) is None]
+    if not own or not (Path(folder) / "config.json").exists():
+        return  # of a hub id the server tells
+    shape = load_shape(folder)
+    for name in own:
+        ((_, method, options),) = method_entries(name)
+        check_method(Bare(layout_of(shape), shape.name), method, **options_in(options))
 
 
 def _process(

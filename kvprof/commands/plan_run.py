@@ -23,12 +23,10 @@ from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import comparison, plan_report
-from kvprof.methods.registry import calibration_needs
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
-from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
-from kvprof.serving.refusals import check_calibrated_across, check_servable
+from kvprof.serving.refusals import check_method, check_servable
 from kvprof.views.plan import report
 
 __all__ = ["RoundedPlan", "model_inputs", "one_plan", "rounded_plan"]
@@ -167,7 +165,7 @@ def one_plan(
                 )
             else:
                 if servable:
-                    _refuse_unservable(loaded, given)
+                    check_method(loaded, given["method"], **given["options"])
                 rounded = rounded_plan(loaded, **given, context=at, stop=stop)
                 made = rounded.plan
 
@@ -214,16 +212,6 @@ def one_plan(
         lost=lost,
         report=partial(report, describe=describe),
     )
-
-
-def _refuse_unservable(loaded: LoadedModel, given: dict[str, Any]) -> None:
-    family = uncalibrated_family(loaded, given["method"], **given["options"])
-    if family is None:  # of others the plan itself tells, once there is one
-        needs = calibration_needs(given["method"], **given["options"])
-        check_calibrated_across(given["method"], needs)
-    else:
-        plan = family.build((family.settings or family.bounds)[-1])
-        check_servable(replace(plan, method=family.method))
 
 
 def _saved(path: Path, dtype: str) -> tuple[Plan, str]:

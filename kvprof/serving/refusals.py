@@ -1,19 +1,23 @@
 """What cannot be served, each in one line that says why; nothing of it needs an engine."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
 from kvprof.kernels.segments.geometries import FORMATS, geometry_of
-from kvprof.methods.family import CalibrationNeeds
 from kvprof.methods.plan import LayerPlan, Placement, Plan
+from kvprof.methods.registry import calibration_needs
 from kvprof.methods.storage import Quantiser
+from kvprof.moments.uncalibrated import Laid, uncalibrated_family
 from kvprof.runtime.backends.segment_store import refused_quantiser
 
 __all__ = [
-    "check_calibrated_across",
     "check_dtype",
     "check_load_format",
+    "check_method",
     "check_positions",
     "check_servable",
     "check_shape",
@@ -42,20 +46,28 @@ def check_servable(plan: Plan) -> None:
         raise UsageError(f"{plan.method} cannot be served: {reason}")
 
 
-def check_calibrated_across(method: str, needs: CalibrationNeeds | None) -> None:
-    """Refuse a method whose plans keep several layers together, before it is calibrated.
-
-    What its plans store is known once they are made, and they take long to make.
+def check_method(laid: Laid, method: str, **options: Any) -> None:
+    """Refuse a method whose plans the plug-in cannot serve, before anything is calibrated.
 
     Parameters
     ----------
+    laid : Laid
+        A model, or a shape without weights.
     method : str
-    needs : CalibrationNeeds or None
+    **options
+        The method's own.
 
     Raises
     ------
     UsageError
+        With the reason. Of a method that is not kvprof's own nothing is known: its plan will tell.
     """
+    family = uncalibrated_family(laid, method, **options)
+    if family is not None:
+        plan = family.build((family.settings or family.bounds)[-1])
+        check_servable(replace(plan, method=family.method))
+        return
+    needs = calibration_needs(method, **options)
     if needs is not None and needs.across is not None:
         raise UsageError(
             f"{method} cannot be served: it keeps several layers together, and an engine's pages "

@@ -17,7 +17,7 @@ import pytest
 from kvprof.child import module_command
 from kvprof.commands import bench_load_servers
 from kvprof.commands.bench_load_servers import started_servers
-from kvprof.errors import ExitCode
+from kvprof.errors import ExitCode, UsageError
 from kvprof.records.files import read_result
 from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load_names import load_methods
@@ -26,6 +26,12 @@ from tests.commands.running import kvprof
 from tests.serving.load.fake_server import Behaviour, FakeServer
 
 SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "20,40")
+
+#: Inputs of a load that starts its servers.
+SERVED = {
+    "memory": 2**20, "replicas": 1, "router": "shortest-queue", "seed": 0, "rate": 0.5,
+    "sample_steps": None, "timeout": 9.0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -164,12 +170,8 @@ def test_servers_are_started_on_each_number_of_gpus_in_turn(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
-    inputs = {
-        "memory": 2**20, "replicas": 1, "router": "shortest-queue", "seed": 0, "rate": 0.5,
-        "sample_steps": None, "timeout": 9.0,
-    }  # fmt: skip
     methods = load_methods(["full", "kq"], [2, 4])
-    targets = started_servers("a/model", methods, [], inputs, load_lengths("in=64,out=8"), [])
+    targets = started_servers("a/model", methods, [], SERVED, load_lengths("in=64,out=8"), [])
     assert [one.method for one in targets] == ["full tp=2", "kq tp=2", "full tp=4", "kq tp=4"]
     for target, asked in zip(targets, methods, strict=True):
         server = target._server  # type: ignore[attr-defined]
@@ -177,6 +179,29 @@ def test_servers_are_started_on_each_number_of_gpus_in_turn(
         option = "--tensor-parallel-size" if asked.name == "full" else "--tp"
         assert words[words.index(option) + 1] == str(asked.tp)
         assert server._gpus == asked.tp
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("tale", "tale cannot be served: its tokens change their rank as they age"),
+        ("palu-4bit", "palu-4bit cannot be served: layer 0: keys are rebuilt before RoPE"),
+        ("kvtc", "kvtc cannot be served: it keeps several layers together"),
+        ("kq:skip=0", None),
+        ("full", None),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_any_method_s_turn(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, method: str, why: str | None
+) -> None:
+    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
+    methods = load_methods(["full", method], [1])
+    arguments = (str(tiny_folder), methods, [], SERVED, load_lengths("in=64,out=8"), [])
+    if why is None:
+        assert len(started_servers(*arguments)) == 2
+        return
+    with pytest.raises(UsageError, match=re.escape(why)):
+        started_servers(*arguments)
 
 
 def test_a_port_in_use_is_refused_before_anything_is_read() -> None:
