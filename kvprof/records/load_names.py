@@ -74,9 +74,9 @@ def baseline_of(label: str, baseline: str) -> str:
     baseline : str
         That of the load, on its smallest number of GPUs.
     """
-    name, several, _ = baseline.rpartition(_TP)
-    tp = label.rpartition(_TP)[2]
-    return f"{name}{_TP}{tp}" if several else baseline
+    name, held, _ = baseline.rpartition(_TP)
+    _, own, tp = label.rpartition(_TP)
+    return f"{name}{_TP}{tp}" if held and own else baseline
 
 
 def tps_of(inputs: Mapping[str, Any]) -> list[int]:
