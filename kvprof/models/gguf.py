@@ -10,6 +10,7 @@ import os
 import re
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -20,7 +21,24 @@ from typing import Any
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.requirements import SMOLLM2_VARIABLE, extra_command, install_command
 
-__all__ = ["GgufFile", "choose_gguf", "read_gguf", "smollm2_file"]
+__all__ = ["ARCHITECTURES", "GgufFile", "choose_gguf", "read_gguf", "smollm2_file"]
+
+#: Architectures whose files are read as what they are (`kvprof.models.gguf_config`; its tests
+#: compare logits), with what transformers calls each.
+ARCHITECTURES = {
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "nemotron": "nemotron",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+}
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Bytes of a value by its type; 8 is a string, 9 an array.
@@ -29,8 +47,9 @@ _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 8
 # Far more than any model has, and few enough for a reader that makes objects of each.
 _MOST_KEYS, _MOST_TENSORS, _MOST_ENTRIES = 4096, 2**16, 2**22
-# Factors of RoPE's frequencies, which transformers does not read.
-_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Factors of RoPE's frequencies; those of two lengths no config of transformers says as a file does.
+_FACTORS = "rope_freqs.weight"
+_FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
 # What a model is built by: transformers would take another model's numbers for one left out.
 _NEEDED = ("block_count", "embedding_length", "context_length", "attention.head_count")
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
@@ -54,6 +73,14 @@ class GgufFile:
     numbers : int
         How many there are in its weights.
     has_tokenizer : bool
+    settings : mapping of str to object
+        Keys of its architecture, without that name before them.
+    rope_factors : tuple of float
+        What RoPE's frequencies are divided by, highest first; empty where they are left alone.
+    tied : bool
+        Whether the embedding is the output as well.
+    token_ids : mapping of str to int
+        Tokens with a meaning of their own, by llama.cpp's names: ``eos_token_id``.
     """
 
     path: Path
@@ -61,6 +88,10 @@ class GgufFile:
     quantisation: str
     numbers: int
     has_tokenizer: bool
+    settings: Mapping[str, Any]
+    rope_factors: tuple[float, ...]
+    tied: bool
+    token_ids: Mapping[str, int]
 
 
 def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
@@ -159,12 +190,11 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         )
     _walk(spec, path)
     from gguf import GGUFReader
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     try:
         reader = GGUFReader(path)
         architecture = str(_value(reader, "general.architecture") or "")
-        numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        numbers = sum(int(one.n_elements) for one in reader.tensors if one.name != _FACTORS)
         stored: Counter[str] = Counter()
         for tensor in reader.tensors:
             stored[tensor.tensor_type.name] += int(tensor.n_bytes)
@@ -173,8 +203,10 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         split = int(_value(reader, "split.count") or 1)
         lacking = [n for n in _NEEDED if f"{architecture}.{n}" not in reader.fields]
         said = _value(reader, f"{architecture}.block_count")
-        scaling = _rope_scaling(reader, architecture)
         packed = _packed_for_good(reader)
+        settings, token_ids = _settings(reader, f"{architecture}."), _token_ids(reader)
+        scaled = [one for one in reader.tensors if one.name == _FACTORS]
+        factors = tuple(float(number) for one in scaled for number in one.data.ravel())
     except Exception as error:  # whatever a reader of bytes stumbles over
         if unknown := _UNKNOWN_TYPE.search(str(error)):
             raise UsageError(
@@ -192,15 +224,10 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         )
     if not names:
         raise FailedError(f"{spec}: {path.name} holds no weights")
-    if architecture.replace("-", "_") not in GGUF_SUPPORTED_ARCHITECTURES and architecture not in (
-        "qwen2moe",
-        "qwen3moe",
-        "gpt-oss",
-        "minimax-m2",
-    ):
+    if architecture not in ARCHITECTURES:
         raise UsageError(
-            f"{spec}: {path.name} is of the architecture {architecture[:40] or '(none)'}, which "
-            "transformers does not read from GGUF; use the model's safetensors"
+            f"{spec}: {path.name} is of the architecture {architecture[:40] or '(none)'}, which is "
+            f"not read from GGUF, as {', '.join(ARCHITECTURES)} are; use the model's safetensors"
         )
     if packed is not None:
         raise UsageError(
@@ -214,15 +241,43 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         raise FailedError(
             f"{spec}: {path.name} says {said:,} layers, and its weights are of {max(layers) + 1:,}"
         )
-    factors = sorted(names & set(_ROPE_FACTORS)) or scaling
-    if factors:
+    if by_length := sorted(names & set(_FACTORS_BY_LENGTH)):
         raise UsageError(
-            f"{spec}: {path.name} scales its positions by {factors[0]}, which transformers leaves "
-            "out: it would be another model; use the model's safetensors"
+            f"{spec}: {path.name} scales its positions by {by_length[0]}, which transformers "
+            "leaves out: it would be another model; use the model's safetensors"
         )
     total = sum(stored.values())
     shares = ", ".join(f"{kind} {size / total:.0%}" for kind, size in stored.most_common())
-    return GgufFile(path, architecture, shares.replace("%", " %"), numbers, tokenizer)
+    return GgufFile(
+        path,
+        architecture,
+        shares.replace("%", " %"),
+        numbers,
+        tokenizer,
+        settings,
+        factors,
+        "output.weight" not in names,
+        token_ids,
+    )
+
+
+def _settings(reader: Any, prefix: str) -> dict[str, Any]:
+    """Return the keys that begin with an architecture's name, without it."""
+    return {
+        key.removeprefix(prefix): field.contents()
+        for key, field in reader.fields.items()
+        if key.startswith(prefix)
+    }
+
+
+def _token_ids(reader: Any) -> dict[str, int]:
+    """Return the keys of the tokenizer that name one token each."""
+    of_tokenizer = _settings(reader, "tokenizer.ggml.")
+    return {
+        key: int(value)
+        for key, value in of_tokenizer.items()
+        if key.endswith("_token_id") and isinstance(value, int)
+    }
 
 
 def _value(reader: Any, key: str) -> Any:
@@ -240,19 +295,6 @@ def _packed_for_good(reader: Any) -> str | None:
         except NotImplementedError:  # gguf's word for a type that it only knows the name of
             return str(tensor.tensor_type.name)
     return None
-
-
-def _rope_scaling(reader: Any, architecture: str) -> list[str]:
-    """Return the keys that scale RoPE's positions, where transformers does not read them."""
-    if architecture == "gpt-oss":
-        return []
-    harmless = {
-        "rope.scaling.type": ("none",),
-        "rope.scaling.factor": (0, 1),
-        "rope.scale_linear": (1,),
-    }
-    keys = {f"{architecture}.{name}": values for name, values in harmless.items()}
-    return [k for k, values in keys.items() if _value(reader, k) not in (None, *values)]
 
 
 def _short(error: Exception) -> str:

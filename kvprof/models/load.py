@@ -23,6 +23,7 @@ from transformers import (
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity
 from kvprof.models.gguf import GgufFile
+from kvprof.models.gguf_config import hold_against_file
 from kvprof.models.layout import ModelLayout
 from kvprof.models.locate import Checkpoint, check_config_sizes, locate
 from kvprof.models.noise import quiet
@@ -55,12 +56,14 @@ def read_config(
 ) -> Any:
     """Read a folder's ``config.json`` and make sure that it names a causal language model.
 
-    With `gguf` that file's own description takes its place.
+    With `gguf` that file's own description takes its place, held against what the file says
+    (`kvprof.models.gguf_config`).
 
     Raises
     ------
     UsageError
-        An unknown or unsupported architecture, or one that needs ``trust_remote_code``.
+        An unknown or unsupported architecture, or one that needs ``trust_remote_code``; a GGUF
+        file that would be another model.
     FailedError
         A config that contradicts itself.
     LackingError
@@ -88,6 +91,7 @@ def read_config(
         raise FailedError(f"{spec}: {where} cannot be used: {_first_sentence(error)}") from error
     if gguf is not None:
         check_config_sizes(spec, config.to_dict(), gguf.path.stat().st_size, where)
+        hold_against_file(spec, gguf, config)
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known and "AutoModelForCausalLM" not in (
         getattr(config, "auto_map", None) or {}

@@ -139,13 +139,16 @@ def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
     [
         ({"architecture": "rwkv6"}, UsageError, "architecture rwkv6"),
         ({"architecture": "a" * 5000}, UsageError, "architecture a{40}, which"),
-        ({"extra": {"rope_freqs.weight": np.ones(8, np.float32)}}, UsageError, "rope_freqs"),
+        (
+            {"extra": {"rope_factors_long.weight": np.ones(8, np.float32)}},
+            UsageError,
+            "rope_factors_long",
+        ),
         (
             {"extra": {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}},
             FailedError,
             "64 numbers more than LlamaForCausalLM has places for",
         ),
-        ({"keys": {"llama.rope.scaling.factor": 8.0}}, UsageError, r"rope\.scaling\.factor"),
         ({"keys": {"llama.attention.head_count": None}}, FailedError, "lacks llama.attention"),
         ({"keys": {"llama.block_count": 1}}, FailedError, "says 1 layers, .* are of 2"),
         ({"keys": {"llama.block_count": 10**6}}, FailedError, "says 1,000,000 layers"),
