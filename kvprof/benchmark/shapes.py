@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.models.gguf import GgufFile
+from kvprof.models.gguf import GgufFile, is_gguf
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import blaming, read_config
 from kvprof.models.locate import check_config_sizes, locate, read_json
@@ -71,6 +71,8 @@ class Shape:
     softcap : float
         Cap of the scores; 0 for none.
     qk_norm : bool
+    gguf : dict or None
+        What a result says of the GGUF file that it was read from (`GgufFile.described`).
     """
 
     name: str
@@ -88,6 +90,7 @@ class Shape:
     sinks: bool = False
     softcap: float = 0.0
     qk_norm: bool = False
+    gguf: dict[str, str] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         whole = (self.layers, self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -154,8 +157,7 @@ def load_shape(name: str | Path) -> Shape:
     Parameters
     ----------
     name : str or Path
-        A name of `shape_names` (in any case), ``reference``, a folder with a ``config.json``, or
-        that file.
+        A name of `shape_names` (in any case), or what `shape_of_config` takes.
 
     Raises
     ------
@@ -172,7 +174,7 @@ def load_shape(name: str | Path) -> Shape:
     if given not in ("reference", "smollm2") and not path.exists():
         raise UsageError(
             f"no shape {given!r}: name one of {', '.join(shape_names())}, or a local folder with a "
-            "config.json"
+            "config.json or a GGUF file"
         )
     return shape_of_config(given)
 
@@ -188,7 +190,7 @@ def has_weights(model: str) -> bool:
     folder = path.parent if path.is_file() else path
     if model == "reference" or not path.exists():
         return True
-    return path.suffix == ".gguf" or any(folder.glob("*.safetensors"))
+    return is_gguf(model) or any(folder.glob("*.safetensors"))
 
 
 @cache
@@ -251,7 +253,8 @@ def shape_of_config(given: str) -> Shape:
     Parameters
     ----------
     given : str
-        A folder with a ``config.json``, that file, a GGUF file, ``smollm2`` or ``reference``.
+        A folder with a ``config.json``, that file, a GGUF file or a folder with one and no
+        safetensors, ``smollm2`` or ``reference``.
 
     Raises
     ------
@@ -261,18 +264,29 @@ def shape_of_config(given: str) -> Shape:
     FailedError
         When the config is damaged.
     """
-    gguf = locate(given).gguf if _in_one_file(given) else None
+    gguf = locate(given).gguf if is_gguf(given) else None
     path = gguf.path if gguf is not None else _folder(given)
-    folder = path if gguf is None else path.parent
     if gguf is None:
         check_config_sizes(given, read_json(given, path / "config.json"))
     with blaming(f"{given}: {path.name if gguf is not None else 'config.json'} cannot be used"):
-        return _described(given, path, folder, gguf)
+        return _described(given, path, gguf)
 
 
-def _described(given: str, path: Path, folder: Path, gguf: GgufFile | None) -> Shape:
+def decoder_config(shape: Shape) -> Any:
+    """Return the config of a shape that was read from one."""
+    source = Path(shape.source)
+    gguf = locate(shape.source).gguf if shape.gguf is not None else None
+    return _decoder_config(shape.name, source, gguf)
+
+
+def _decoder_config(given: str, path: Path, gguf: GgufFile | None) -> Any:
+    folder = path if gguf is None else path.parent
     with quiet():
-        config = read_config(given, folder, False, gguf).get_text_config(decoder=True)
+        return read_config(given, folder, False, gguf).get_text_config(decoder=True)
+
+
+def _described(given: str, path: Path, gguf: GgufFile | None) -> Shape:
+    config = _decoder_config(given, path, gguf)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise UsageError(f"{given}: {type(config).__name__} has no attention heads to time")
@@ -289,7 +303,7 @@ def _described(given: str, path: Path, folder: Path, gguf: GgufFile | None) -> S
     context = getattr(config, "max_position_embeddings", None)
     pattern, window = _windows(given, config, layout.layers, context)
     return Shape(
-        name=given if path != Path(given) else path.resolve().name,
+        name=_name(given, path, gguf),
         source=str(path),
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -304,12 +318,14 @@ def _described(given: str, path: Path, folder: Path, gguf: GgufFile | None) -> S
         sinks=any(layer.sinks for layer in layout.layers),
         softcap=float(first.softcap or 0.0),
         qk_norm=first.qk_norm,
+        gguf=gguf.described if gguf is not None else None,
     )
 
 
-def _in_one_file(given: str) -> bool:
-    """Whether a name stands for a GGUF file, which has config and weights in it."""
-    return given == "smollm2" or Path(given).suffix == ".gguf"
+def _name(given: str, path: Path, gguf: GgufFile | None) -> str:
+    if gguf is not None:
+        return given if given == "smollm2" else path.name
+    return given if path != Path(given) else path.resolve().name
 
 
 def _folder(given: str) -> Path:

@@ -49,7 +49,13 @@ from kvprof.commands.bench_load_options import (
     TokenizerOption,
     UrlOption,
 )
-from kvprof.commands.options import MODEL, read_counts, resolve_device, share_option
+from kvprof.commands.options import (
+    MODEL,
+    GgufOption,
+    read_counts,
+    resolve_device,
+    share_option,
+)
 from kvprof.commands.output import (
     CsvOption,
     ForceOption,
@@ -77,8 +83,8 @@ def bench(
             "--model",
             metavar="SHAPE|PATH",
             autocompletion=completion.shapes,
-            help="A model's shape by name, or a folder with a config.json; no weights are needed. "
-            "Default Llama-3.1-8B; with --jct the reference model.",
+            help="A model's shape by name, or a folder with a config.json or a GGUF file; no "
+            "weights are needed. Default Llama-3.1-8B; with --jct the reference model.",
             show_default=False,
         ),
     ] = None,
@@ -166,6 +172,7 @@ def bench(
     device: Annotated[
         str, typer.Option("--device", rich_help_panel=MODEL, help="auto, cpu, cuda or cuda:1.")
     ] = "auto",
+    gguf: GgufOption = None,
     seed: Annotated[
         int, typer.Option("--seed", rich_help_panel=MODEL, min=0, help="Seed of the random inputs.")
     ] = 0,
@@ -276,6 +283,7 @@ def bench(
                 "--dtype": dtype != "auto",
                 "--device": device != "auto",
                 "--repeats": repeats is not None,
+                "--gguf": gguf is not None,
             }
         )
         bench_load(
@@ -292,6 +300,7 @@ def bench(
         )
         return
     sent.refuse_without_load()
+    model = _file_of(model, gguf)
     if jct:
         refuse_kernel_options({"--seq": seq, "--phase": phase, "--schedule": schedule})
         bench_jct(
@@ -349,6 +358,19 @@ def bench(
             complete=complete,
             problem=FailedError(stopped) if stopped is not None else None,
         )
+
+
+def _file_of(model: str | None, gguf: str | None) -> str | None:
+    """Return the GGUF file that was asked for of a model; without one, the model as named."""
+    if gguf is None:
+        return model
+    if model is None:
+        raise UsageError(
+            f"--gguf {gguf} is a file of what --model names; name its folder or hub id"
+        )
+    from kvprof.models.locate import gguf_file
+
+    return str(gguf_file(model, gguf))
 
 
 def _listed(text: str, option: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.named import method_entries, options_in
+from kvprof.models.gguf import refuse_gguf
 from kvprof.records.files import parse_json
 from kvprof.records.load_names import LoadMethod
 from kvprof.requirements import extra_command
@@ -109,8 +110,8 @@ def started_servers(
     Raises
     ------
     UsageError
-        When requests are longer than the model's positions, or a method or a plan cannot be served:
-        its turn may come after hours.
+        When requests are longer than the model's positions, its weights are a GGUF file's, or a
+        method or a plan cannot be served: its turn may come after hours.
     LackingError
         Without vLLM.
     """
@@ -136,8 +137,9 @@ def started_servers(
 
 
 def _folder(model: str) -> str:
-    """Return what vLLM finds a model by: it knows folders and hub ids, not kvprof's own names."""
-    if model not in ("reference", "smollm2"):
+    """Return what vLLM finds a model by: it knows folders and hub ids, not the embedded model."""
+    refuse_gguf(model)
+    if model != "reference":
         return model
     from kvprof.models.locate import locate
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.completion import starting
+from kvprof.commands.completion import models, starting
 from kvprof.commands.options import (
     METHOD,
     AllocationOption,
@@ -20,7 +20,6 @@ from kvprof.commands.options import (
     GridOption,
     MethodOptionsOption,
     MinimumOption,
-    ModelArgument,
     PlanFileOption,
     RateOption,
     RemovalOption,
@@ -30,6 +29,7 @@ from kvprof.commands.options import (
     method_options,
 )
 from kvprof.errors import LackingError, UsageError
+from kvprof.models.gguf import refuse_gguf
 from kvprof.requirements import extra_command
 from kvprof.serving.settings import LOOPBACK, SERVED
 
@@ -40,7 +40,15 @@ def servable(incomplete: str) -> list[str]:
 
 
 def serve(
-    model: ModelArgument = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A hub id, a folder, or reference (embedded; the default). No GGUF file.",
+            autocompletion=models,
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- VLLM…]", help="Options for vllm serve, after --."),
@@ -103,6 +111,8 @@ def serve(
         calibrate_tokens=calibrate_tokens,
         options=options,
     )
+    spec = model or "reference"
+    refuse_gguf(spec)
     _refuse_port_in_use(host, port)
     if find_spec("vllm") is None:
         raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
@@ -122,7 +132,6 @@ def serve(
         "--context": context,
         "--revision": revision,
     }
-    spec = model or "reference"
     with calibrated(spec, plan_file, given, option, trust_remote_code) as plan:
         code = serve_plan(
             spec,

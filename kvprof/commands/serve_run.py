@@ -137,8 +137,8 @@ def serve_plan(
     """
     check_found()
     served_plan(str(plan))
-    # vLLM knows hub ids and folders; names of kvprof's own are folders to it.
-    local = spec in ("reference", "smollm2")
+    # vLLM knows hub ids and folders; the embedded model is a folder to it.
+    local = spec == "reference"
     model = str(locate(spec).folder) if local else spec
     kind = str(parse_dtype(dtype, main_device("auto"))).removeprefix("torch.")
     settings = engine_options(host=host, port=port, dtype=kind, ranks=ranks)

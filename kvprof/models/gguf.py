@@ -21,7 +21,15 @@ from typing import Any
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.requirements import SMOLLM2_VARIABLE, extra_command, install_command
 
-__all__ = ["ARCHITECTURES", "GgufFile", "choose_gguf", "read_gguf", "smollm2_file"]
+__all__ = [
+    "ARCHITECTURES",
+    "GgufFile",
+    "choose_gguf",
+    "is_gguf",
+    "read_gguf",
+    "refuse_gguf",
+    "smollm2_file",
+]
 
 #: Architectures whose files are read as what they are (`kvprof.models.gguf_config`; its tests
 #: compare logits), with what transformers calls each.
@@ -93,6 +101,34 @@ class GgufFile:
     tied: bool
     token_ids: Mapping[str, int]
 
+    @property
+    def described(self) -> dict[str, str]:
+        """What a result says of the file."""
+        return {
+            "file": self.path.name,
+            "architecture": self.architecture,
+            "quantisation": self.quantisation,
+        }
+
+
+def is_gguf(spec: str) -> bool:
+    """Whether a model's name stands for a GGUF file, as `kvprof.models.locate` reads it.
+
+    Parameters
+    ----------
+    spec : str
+        ``smollm2``, a file, or a folder that has one such file and no safetensors, do.
+
+    Raises
+    ------
+    UsageError
+        When a folder has several and no other weights.
+    """
+    path = Path(spec).expanduser()
+    if spec != "reference" and path.is_dir():
+        return choose_gguf(spec, path, None) is not None
+    return spec == "smollm2" or path.suffix == ".gguf"
+
 
 def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
     """Return the GGUF file of a folder that was asked for; None where none was and none is alone.
@@ -123,6 +159,21 @@ def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
     if len(found) > 1:
         raise UsageError(f"{spec} has {len(found)} GGUF files; choose with --gguf {found[0]}")
     return folder / found[0]
+
+
+def refuse_gguf(spec: str) -> None:
+    """Refuse a GGUF file where an engine of its own is to read the weights.
+
+    Raises
+    ------
+    UsageError
+    """
+    if is_gguf(spec):
+        raise UsageError(
+            f"{spec} is a GGUF file, whose weights vLLM would read in its own way; serve the "
+            "model's safetensors (transformers reads the file with gguf_file=, and "
+            "save_pretrained writes them)"
+        )
 
 
 def smollm2_file() -> Path:

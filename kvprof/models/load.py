@@ -304,12 +304,7 @@ class LoadedModel:
         """What a result's inputs say of where the weights came from."""
         if self.gguf is None:
             return {"revision": self.revision}
-        file = {
-            "file": self.gguf.path.name,
-            "architecture": self.gguf.architecture,
-            "quantisation": self.gguf.quantisation,
-        }
-        return {"revision": self.revision, "gguf": file}
+        return {"revision": self.revision, "gguf": self.gguf.described}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -25,7 +25,7 @@ from kvprof.models.gguf import GgufFile, choose_gguf, read_gguf, smollm2_file
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 from kvprof.models.noise import quiet
 
-__all__ = ["Checkpoint", "check_config_sizes", "locate", "read_json"]
+__all__ = ["Checkpoint", "check_config_sizes", "gguf_file", "locate", "read_json"]
 
 # --- What the sizes of a ``config.json`` may be: looked at before anything of that size is
 # built.
@@ -212,6 +212,31 @@ def locate(
             f"--gguf names a file of a folder or a repository, and {spec} is neither; leave it out"
         )
     return _checked(spec, folder, None) if chosen is None else _gguf(spec, chosen)
+
+
+def gguf_file(spec: str, name: str) -> Path:
+    """Return the GGUF file of a name in a folder or in a repository, whole or not.
+
+    Parameters
+    ----------
+    spec : str
+        A local folder, or a hub id.
+    name : str
+        From ``--gguf``.
+
+    Raises
+    ------
+    UsageError, LackingError
+        When there is none.
+    """
+    path = Path(spec).expanduser()
+    if path.is_dir() and (chosen := choose_gguf(spec, path, name)) is not None:
+        return chosen
+    if spec in ("reference", "smollm2") or path.exists() or not HUB_ID.fullmatch(spec):
+        raise UsageError(
+            f"--gguf names a file of a folder or a repository, and {spec} is neither; leave it out"
+        )
+    return _from_hub(spec, None, False, name)
 
 
 def _gguf(spec: str, path: Path, of_hub: bool = False) -> Checkpoint:

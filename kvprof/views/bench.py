@@ -34,7 +34,7 @@ from kvprof.views.bench_tables import (
 )
 from kvprof.views.figure import draw_curves, panel_figure, titled
 from kvprof.views.numbers import count, number
-from kvprof.views.page import bullets, ends, framed, heading, paragraph, tidy_csv
+from kvprof.views.page import bullets, ends, framed, heading, paragraph, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot
 
 __all__ = ["figure", "report", "sweeps", "to_csv"]
@@ -480,6 +480,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
     packages = environment.get("packages", {})
     return {
         "shape": _shape(data["shape"]),
+        **weights_row(data["shape"]),
         "ranks": f"{ranks['source']}: keys {widths({'keys': ranks['keys'], 'values': []})}, "
         f"values {widths({'keys': [], 'values': ranks['values']})}"
         if ranks

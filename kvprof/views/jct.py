@@ -38,7 +38,7 @@ from kvprof.views.numbers import (
     signed_percent,
     unit_of,
 )
-from kvprof.views.page import framed, heading, paragraph, tidy_csv
+from kvprof.views.page import framed, heading, paragraph, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 
 __all__ = [
@@ -196,6 +196,7 @@ def provenance(result: Mapping[str, Any]) -> dict[str, Any]:
                 ),
             ]
         ),
+        **weights_row(shape),
         "run": data["mode"],
         "device": machine,
         "dtype": inputs.get("dtype"),

@@ -172,9 +172,15 @@ _INCOMPLETE = (
 )
 
 
-def weights_row(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row that says which GGUF file a model was read from, and how it is rounded."""
-    gguf = inputs.get("gguf")
+def weights_row(described: Mapping[str, Any]) -> dict[str, str]:
+    """Return the row that says which GGUF file a model was read from, and how it is rounded.
+
+    Parameters
+    ----------
+    described : mapping
+        A result's inputs, or the shape of a benchmark.
+    """
+    gguf = described.get("gguf")
     return {} if not gguf else {"weights": f"{gguf['file']}, {gguf['quantisation']}"}
 
 

@@ -56,3 +56,53 @@ def test_bench_takes_its_shape(file: Path) -> None:
     assert (shape.layers, shape.num_heads, shape.num_kv_heads) == (LAYERS, HEADS, KV_HEADS)
     assert shape.head_dim == WIDTH // HEADS
     assert has_weights(str(file))
+
+
+def test_bench_names_the_file_that_it_took_of_a_folder(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (folder / name).write_bytes(file.read_bytes())
+    asked = ("--seq", 256, "--methods", "full,uniform", "--phase", "decode", "--repeats", 3)
+    to = tmp_path / "b.json"
+    done = kvprof("bench", "--model", folder, "--gguf", "b.gguf", *asked, "--json", to)
+    assert done.code == 0, done.stderr
+    result = json.loads(to.read_text())
+    assert result["inputs"]["model"] == "b.gguf"
+    assert result["data"]["shape"]["gguf"]["file"] == "b.gguf"
+    assert result["data"]["shape"]["gguf"]["quantisation"].startswith("Q8_0 ")
+    assert "b.gguf, Q8_0 " in " ".join(done.stdout.split())
+    several = kvprof("bench", "--model", folder, *asked)
+    assert several.code == 2
+    assert "2 GGUF files; choose with --gguf a.gguf" in several.error
+    assert "no file 'c.gguf'" in kvprof("bench", "--model", folder, "--gguf", "c.gguf").error
+    assert "--model names" in kvprof("bench", "--gguf", "b.gguf").error
+    assert "means nothing with --load" in kvprof("bench", "--load", "--gguf", "b.gguf").error
+    (folder / "a.gguf").unlink()
+    assert load_shape(str(folder)).name == "b.gguf"
+    assert has_weights(str(folder))
+
+
+@pytest.mark.parametrize("way", ["--real", "--composed"])
+def test_a_request_is_timed_on_a_file(file: Path, tmp_path: Path, way: str) -> None:
+    to = tmp_path / "j.json"
+    given = ("--model", file.parent, "--gguf", file.name, "--methods", "full", "--repeats", 3)
+    lengths = ("--input-len", 64, "--output-len", 4)
+    done = kvprof("bench", "--jct", way, *given, *lengths, "--json", to)
+    assert done.code == 0, done.stderr
+    shape = json.loads(to.read_text())["data"]["shape"]
+    assert (shape["name"], shape["gguf"]["file"]) == ("tiny.gguf", "tiny.gguf")
+    assert "tiny.gguf, Q8_0 " in " ".join(done.stdout.split())
+
+
+def test_a_shape_to_transfer_is_a_files(file: Path) -> None:
+    asked = ("--rate", "50%", "--link", "pcie5x16", "--method", "kq")
+    done = kvprof("plan", "--transfer", "--shape", file, *asked)
+    assert done.code == 0, done.stderr
+
+
+def test_serve_takes_no_gguf_file(file: Path) -> None:
+    for model in (file, file.parent, "smollm2"):
+        done = kvprof("serve", model, "--method", "kq", "--rate", 0.3)
+        assert done.code == 2
+        assert "is a GGUF file" in done.error

@@ -8,9 +8,8 @@ from typing import Any
 
 import yaml
 
-from kvprof.benchmark.shapes import Shape, load_shape
+from kvprof.benchmark.shapes import Shape, decoder_config, load_shape
 from kvprof.errors import UsageError
-from kvprof.models.load import read_config
 
 __all__ = ["Dense", "ModelShape", "load_model_shape"]
 
@@ -168,8 +167,7 @@ def load_model_shape(name: str | Path) -> ModelShape:
 
 def _of_config(shape: Shape) -> Dense:
     """Read what a model's own ``config.json`` says."""
-    config = read_config(shape.name, Path(shape.source), trust_remote_code=False)
-    config = config.get_text_config(decoder=True)
+    config = decoder_config(shape)
 
     def first(*names: str) -> int | None:
         found = (getattr(config, name, None) for name in names)

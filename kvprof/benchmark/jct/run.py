@@ -294,9 +294,7 @@ def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
     first = loaded.layout.layers[0]
     config = loaded.model.config.get_text_config(decoder=True)
     return {
-        "name": loaded.spec
-        if loaded.folder is None or loaded.spec == "reference"
-        else loaded.folder.name,
+        "name": _name(loaded),
         "architecture": loaded.layout.architecture,
         "layers": len(loaded.layout.layers),
         "hidden_size": config.hidden_size,
@@ -306,7 +304,15 @@ def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:
         "vocab_size": loaded.vocab_size,
         "context": loaded.context_length,
         "fingerprint": loaded.fingerprint,
+        "gguf": loaded.gguf.described if loaded.gguf is not None else None,
     }
+
+
+def _name(loaded: LoadedModel) -> str:
+    """Return what a model is called, without where it lies."""
+    if loaded.folder is None or loaded.spec in ("reference", "smollm2"):
+        return loaded.spec
+    return loaded.folder.name if loaded.gguf is None else loaded.gguf.path.name
 
 
 _INTERRUPTED = "interrupted"
