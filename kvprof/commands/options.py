@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvprof import console
-from kvprof.commands.completion import methods, models
+from kvprof.commands.completion import gguf_files, methods, models
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.named import check_names, options_in
 from kvprof.sizes import parse_counts, parse_share, second_reading
@@ -182,6 +182,7 @@ GgufOption = Annotated[
     typer.Option(
         "--gguf",
         metavar="FILE",
+        autocompletion=gguf_files,
         rich_help_panel=MODEL,
         help="Name of a GGUF file in the model's folder or repository, to read its weights from.",
     ),

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvprof import console
-from kvprof.commands.completion import starting
+from kvprof.commands.completion import models, starting
 from kvprof.commands.options import Command, Examples
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, check_command, run_recipes
@@ -197,7 +197,10 @@ def run(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="In place of the model that the cells name.", show_default=False
+            "--model",
+            help="In place of the model that the cells name.",
+            autocompletion=models,
+            show_default=False,
         ),
     ] = None,
     settings: Annotated[

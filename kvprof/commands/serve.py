@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.completion import models, starting
+from kvprof.commands.completion import served_models, starting
 from kvprof.commands.options import (
     METHOD,
     AllocationOption,
@@ -45,7 +45,7 @@ def serve(
         typer.Argument(
             metavar="MODEL",
             help="A hub id, a folder, or reference (embedded; the default). No GGUF file.",
-            autocompletion=models,
+            autocompletion=served_models,
             show_default=False,
         ),
     ] = None,

@@ -107,6 +107,7 @@ def test_completion_offers_what_is_there(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / file).write_text("{}")
+    monkeypatch.setenv("KVPROF_SMOLLM2", str(tmp_path / "none"))
     assert completion.models("") == ["reference", "org/small", "mine"]
     assert completion.models("o") == ["org/small"]
     assert run_source.complete_runs("") == ["demo", "before", "jct-1"]
@@ -116,6 +117,32 @@ def test_completion_offers_what_is_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert recipe._profiles("") == ["smoke", "small", "paper"]
     assert completion.methods("full,kq") == ["full,kq", "full,kq-wf", "full,kq-4bit"]
     assert "Qwen3-8B" in completion.shapes("Qwen3")
+
+
+def test_completion_offers_gguf_files_where_a_model_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "files").mkdir()
+    for name in ("alone.gguf", "files/a.gguf", "files/b.gguf", "notes.txt"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    monkeypatch.setenv("KVPROF_SMOLLM2", "alone.gguf")
+    assert completion.models("") == ["reference", "smollm2", "alone.gguf", "files"]
+    assert completion.models("./fi") == ["./files"]
+    assert completion.models("files/") == ["files/a.gguf", "files/b.gguf"]
+    assert completion.models("sm") == completion.shapes("sm") == ["smollm2"]
+    assert completion.shapes("al") == ["alone.gguf"]
+    assert completion.served_models("") == ["reference"]
+    for words, expected in (
+        ("kvprof spectrum sm", "smollm2"),
+        ("kvprof eval files --gguf b", "b.gguf"),
+        ("kvprof bench --model files --gguf b", "b.gguf"),
+    ):
+        monkeypatch.setenv("_KVPROF_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        assert kvprof().stdout.strip() == expected
 
 
 def test_the_shell_is_answered_by_a_commands_own_options(
