@@ -88,7 +88,8 @@ def cell_digest(words: Sequence[str], device: str, version: str) -> str:
         From `code_version`.
     """
     files = named_files(words)
-    if "smollm2" in words and (stated := os.environ.get(SMOLLM2_VARIABLE)):
+    stated = os.environ.get(SMOLLM2_VARIABLE)
+    if stated and any("smollm2" in _pieces(word) for word in words):
         # Another file by that name is another model.
         path = Path(stated).expanduser()
         named = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
@@ -115,10 +116,15 @@ def named_files(words: Sequence[str], folder: Path = Path()) -> dict[str, Any]:
     """
     files: dict[str, Any] = {}
     for word in words:
-        for piece in {word, word.partition("=")[2], *word.split(",")}:
+        for piece in _pieces(word):
             if piece and (found := known_content(folder / piece)) is not None:
                 files[piece] = found
     return files
+
+
+def _pieces(word: str) -> set[str]:
+    """Return what a word of a command may name: itself, an option's value, a list's entries."""
+    return {word, word.partition("=")[2], *word.split(",")}
 
 
 def known_content(path: Path) -> Any:
@@ -127,7 +133,7 @@ def known_content(path: Path) -> Any:
         if path.is_file():
             return _content(path)
         # A folder counts only where it looks like a model's: `reference` may be a folder's name.
-        if path.is_dir() and (path / "config.json").is_file():
+        if path.is_dir() and ((path / "config.json").is_file() or any(path.glob("*.gguf"))):
             return {one.name: _content(one) for one in sorted(path.iterdir()) if one.is_file()}
     except OSError:  # a name that is too long for a file
         pass

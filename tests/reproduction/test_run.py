@@ -209,6 +209,24 @@ def test_the_digest_knows_the_contents_of_files_and_models(tmp_path: Path) -> No
     assert code_version().startswith("0.")
 
 
+def test_the_digest_knows_what_a_gguf_file_and_its_folder_hold(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = folder / "some.gguf"
+    for words in (
+        ("spectrum", str(file)),
+        ("spectrum", str(folder)),
+        ("eval", str(folder), "--gguf", file.name),
+        ("bench", f"--model={folder}"),
+    ):
+        found = []
+        for content in ("one", "two", "one"):
+            file.write_text(content)
+            found.append(cell_digest(words, "cpu", "1"))
+        assert len(set(found)) == 2
+        assert found[0] == found[2]
+
+
 def test_another_file_behind_smollm2_is_another_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
