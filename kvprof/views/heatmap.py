@@ -24,6 +24,7 @@ _ASCII_BARS = ".:-=+*#@"
 _STYLES = ("blue", "blue", "cyan", "cyan", "green", "yellow", "red", "red")
 _GAP = 3  # columns between two blocks of layers
 _MANY = 16  # layers from which on blocks are put side by side
+_DECADES = 4  # of a scale of powers
 _SUMMARY = ("min", "mean", "max")
 
 
@@ -36,11 +37,15 @@ class _Scale:
     bars: str
     missing: str
     whole: bool
+    log: bool
 
     def level(self, value: float) -> int:
         if self.high == self.low:
             return len(self.bars) // 2
-        share = (value - self.low) / (self.high - self.low)
+        if self.log and value <= self.low:
+            return 0
+        low, high, at = (math.log(x) if self.log else x for x in (self.low, self.high, value))
+        share = (at - low) / (high - low)
         return min(len(self.bars) - 1, int(share * len(self.bars)))
 
     def bar(self, value: float | None) -> Text:
@@ -51,7 +56,10 @@ class _Scale:
 
     def lower_end(self, level: int) -> float:
         """Return the lowest figure that gets this bar, as exact as it will be printed."""
-        end = self.low + level * (self.high - self.low) / len(self.bars)
+        share = level / len(self.bars)
+        if self.log:
+            return self.low * math.pow(self.high / self.low, share)
+        end = self.low + share * (self.high - self.low)
         return math.ceil(end) if self.whole else end
 
 
@@ -81,6 +89,9 @@ class HeatMap:
         What the columns are.
     names : sequence of str, optional
         Of the columns, where their index says nothing and every figure is printed.
+    log : bool
+        Each bar stands for as many times more than the one below it, over `_DECADES` powers of
+        ten at most; what is less, or none, has the lowest bar.
     """
 
     values: Sequence[Sequence[float | None]]
@@ -91,6 +102,7 @@ class HeatMap:
     layers: Sequence[str] = ()
     columns: str = "KV head"
     names: Sequence[str] = ()
+    log: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold", overflow="fold")
@@ -98,13 +110,7 @@ class HeatMap:
         if not known:
             yield Text("nothing was measured")
             return
-        scale = _Scale(
-            min(known) if self.low is None else min(self.low, *known),
-            max(known) if self.high is None else max(self.high, *known),
-            _ASCII_BARS if options.ascii_only else _BARS,
-            "-" if options.ascii_only else MISSING,
-            all(float(v).is_integer() for v in known),
-        )
+        scale = self._scale(known, options.ascii_only)
         names = list(self.layers) or [str(index) for index in range(len(self.values))]
         label = max(len("layer"), *(len(name) for name in names))
         heads = max(len(row) for row in self.values)
@@ -122,6 +128,23 @@ class HeatMap:
         head.stylize("dim")
         yield from _side_by_side(head, lines, options.max_width)
         yield from self._legend(scale, options.max_width)
+
+    def _scale(self, known: Sequence[float], ascii_only: bool) -> _Scale:
+        low = min(known) if self.low is None else min(self.low, *known)
+        high = max(known) if self.high is None else max(self.high, *known)
+        log = self.log and high > 0
+        if log:
+            stated = [self.low] if self.low is not None else []
+            least = min(v for v in (*known, *stated, high) if v > 0)
+            low = max(least, high / 10**_DECADES)
+        return _Scale(
+            low,
+            high,
+            _ASCII_BARS if ascii_only else _BARS,
+            "-" if ascii_only else MISSING,
+            all(float(v).is_integer() for v in known),
+            log,
+        )
 
     def _with_figures(
         self,
@@ -178,8 +201,16 @@ class HeatMap:
     def _legend(self, scale: _Scale, width: int) -> list[Text]:
         if scale.low == scale.high:
             return [Text(f"all {self.write(scale.low)}", style="dim")]
-        entries = [Text("from")]
+        # A lowest bar of powers stands for all that is less, too.
+        entries = [
+            Text.assemble("log scale: below ", self.write(scale.lower_end(1)), " ")
+            + Text(scale.bars[0], style=_STYLES[0])
+            if scale.log
+            else Text("from")
+        ]
         for level, bar in enumerate(scale.bars):
+            if scale.log and level == 0:
+                continue
             last = level == len(scale.bars) - 1
             if scale.whole and not last and scale.lower_end(level) == scale.lower_end(level + 1):
                 continue  # no whole number gets this bar

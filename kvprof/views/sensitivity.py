@@ -1,5 +1,6 @@
 """The report of ``kvprof sensitivity``: which parts of the cache bear less, and what follows."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -133,12 +134,34 @@ def _answer(data: Mapping[str, Any], limit: float | None) -> Iterator[str]:
         if one["stay"]:
             layers = "layer" if len(one["stay"]) == 1 else "layers"
             yield f"At {one['setting']} {layers} {_layers(one, data)} would have to stay."
+    if data["needed"]:
+        yield _needed(data, limit)
     for one in data["first_tokens"]:
         if one["explained"] is not None:
             yield (
-                f"At {one['setting']}, {_first(one['exact_first'])} explains "
-                f"{percent(one['explained'], 0)} of the cost."
+                f"An attention sink explains {percent(max(one['explained'], 0.0), 0)} of the cost "
+                f"at {one['setting']}: so much less is it with {_first(one['exact_first'])} exact."
             )
+    if not data["first_tokens"]:
+        yield "Whether an attention sink explains the cost was not measured (--exact-first 1 does)."
+
+
+def _needed(data: Mapping[str, Any], limit: float | None) -> str:
+    """Say how many bits each head needs, or each layer where heads were not taken apart."""
+    bits = {row["bytes_per_token"]: row["setting"] for row in data["cells"] if row["bits"]}
+    widest = bits[max(bits)]
+    unit = "layer" if data["needed"][0]["kv_head"] is None else "head"
+    said = []
+    for side in _SIDES:
+        own = Counter(one["setting"] for one in data["needed"] if one["side"] == side)
+        every = own.total()
+        counts = [
+            f"{setting if setting in bits.values() else f'more than {widest}'} in "
+            f"{f'each of the {every}' if number_of == every > 1 else number_of}"
+            for setting, number_of in sorted(own.items(), key=lambda item: -item[1])
+        ]
+        said.append(f"{side} need {_listed(counts)}")
+    return f"By {unit}, within an equal share of {number(limit)} nats, {said[0]}, and {said[1]}."
 
 
 def _first(number_of: int) -> str:
@@ -146,9 +169,23 @@ def _first(number_of: int) -> str:
 
 
 def _layers(one: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    if len(one["stay"]) == len(data["heads"]):
-        return f"{', '.join(map(str, one['stay']))} (all)"
-    return ", ".join(map(str, one["stay"])) or "none"
+    """Write layers, neighbours as 3–6."""
+    stay: list[int] = one["stay"]
+    if len(stay) == len(data["heads"]) > 1:
+        return f"{_spans(stay)} (all)"
+    return _spans(stay) or "none"
+
+
+def _spans(indices: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and index == spans[-1][-1] + 1:
+            spans[-1].append(index)
+        else:
+            spans.append([index])
+    return ", ".join(
+        f"{one[0]}–{one[-1]}" if len(one) > 2 else ", ".join(map(str, one)) for one in spans
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -204,9 +241,8 @@ def _maps(data: Mapping[str, Any]) -> Iterator[RenderableType]:
         if any(row["kv_head"] is None for row in rows):
             values = [[by_part.get((x, side, None)) for side in _SIDES] for x in layers]
             yield Text()
-            yield HeatMap(
-                values, f"{setting}{exact}: nats", layers=names, columns="side", names=_SIDES
-            )
+            title = f"{setting}{exact}: nats"
+            yield HeatMap(values, title, layers=names, columns="side", names=_SIDES, log=True)
             continue
         known = [row["kl"] for row in rows]
         for side in _SIDES:
@@ -219,6 +255,7 @@ def _maps(data: Mapping[str, Any]) -> Iterator[RenderableType]:
                 low=min(known),
                 high=max(known),
                 layers=names,
+                log=True,
             )
 
 

@@ -106,3 +106,19 @@ def test_monochrome_differs_from_colour_in_escapes_only():
     assert "\x1b[" in coloured
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
     assert [row.rstrip() for row in stripped.splitlines()] == shown(values, 80).splitlines()
+
+
+def test_bars_of_a_log_scale_are_equal_factors():
+    values = [[10.0 ** -(i / 2) for i in range(8)]]
+    text = shown(values, 60, log=True)
+    row = next(line for line in text.splitlines() if line.strip().startswith("0 "))
+    assert [bar for bar in row if bar in _BARS] == list(reversed(_BARS))
+
+
+def test_a_log_scale_ends_four_powers_below_the_highest():
+    drawn = HeatMap([[1e-12, 0.0, -1e-13, 1.0]], "nats", log=True)
+    text = render_text(drawn, 100)
+    row = next(line for line in text.splitlines() if line.strip().startswith("0 "))
+    assert [bar for bar in row if bar in _BARS] == ["▁", "▁", "▁", "█"]
+    assert "log scale: below 0.000316 ▁" in text
+    assert "log scale" not in shown([[0.0, 0.0]], 100, log=True)
