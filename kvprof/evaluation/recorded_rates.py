@@ -162,12 +162,15 @@ class ShippedRates:
         Why this one, or none.
     result : mapping or None
         The record.
+    others : tuple of str
+        Models whose rates ship too.
     """
 
     model: str | None
     borrowed: bool
     why: str
     result: Mapping[str, Any] | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def origin(self) -> str:
@@ -176,7 +179,12 @@ class ShippedRates:
 
     def described(self) -> dict[str, Any]:
         """Return what a result says of it, as JSON values."""
-        return {"model": self.model, "borrowed": self.borrowed, "why": self.why}
+        return {
+            "model": self.model,
+            "borrowed": self.borrowed,
+            "why": self.why,
+            "others": list(self.others),
+        }
 
 
 def shipped_rates(fingerprint: str, layout: ModelLayout, named: Sequence[str] = ()) -> ShippedRates:
@@ -200,15 +208,20 @@ def shipped_rates(fingerprint: str, layout: ModelLayout, named: Sequence[str] = 
         raise UsageError(f"--rates {named[0]} and {named[1]} both name a shipped record; keep one")
     results = {result["inputs"]["model"]: result for result in _shipped()}
     own = next((m for m, r in results.items() if r["inputs"]["fingerprint"] == fingerprint), None)
+
+    def taken(model: str, borrowed: bool, why: str) -> ShippedRates:
+        others = tuple(name for name in sorted(results) if name != model)
+        return ShippedRates(model, borrowed, why, results[model], others)
+
     if named and named[0] != own:
-        return ShippedRates(named[0], True, "--rates names it", results[named[0]])
+        return taken(named[0], True, "--rates names it")
     if own is not None:
-        return ShippedRates(own, False, "the weights are the same", results[own])
+        return taken(own, False, "the weights are the same")
     shape = _shape(layout)
     for model, result in results.items():
         if result["inputs"]["shape"] == shape:
             other = ", its weights are others" if fingerprint else ""
-            return ShippedRates(model, True, f"its shape is the same{other}", result)
+            return taken(model, True, f"its shape is the same{other}")
     each = [f"{m} ({_said(r['inputs']['shape'])})" for m, r in sorted(results.items())]
     own_shape = "its layers are unlike each other" if shape is None else f"it has {_said(shape)}"
     why = f"rates of {' and '.join(each)} ship with kvprof, and this model is of no such shape"

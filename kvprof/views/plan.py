@@ -156,6 +156,18 @@ def _rates_said(part: Mapping[str, Any]) -> list[str]:
     shipped = part.get("shipped")
     if shipped is not None and shipped["model"] is None and part["missing"]:
         text.append(f"No record was taken: {shipped['why']}. --rates NAME borrows one of them.")
+    # Records of before do not tell.
+    if shipped is not None and shipped["model"] is not None and shipped.get("others"):
+        others = shipped["others"]
+        own = (
+            ""
+            if "borrowed" in found
+            else f"Of the records that ship that of {shipped['model']} is taken, because "
+            f"{shipped['why']}. "
+        )
+        text.append(
+            f"{own}Rates of {' and '.join(others)} ship too: --rates {others[0]} borrows them."
+        )
     if any(row.get("rate_sure") is False for row in rows):
         text.append(
             "?: by its point estimate; the interval of the sample does not keep it that far."

@@ -306,6 +306,7 @@ def test_fit_takes_the_recorded_rates(
     row = borrowed["rows"][-1]
     assert (row["rate_from"], row["rate_record"]) == ("borrowed", "shipped record of reference")
     assert borrowed["shipped"]["why"] == "--rates names it"
+    assert borrowed["shipped"]["others"] == ["smollm2"]
     # A rate that is given is every method's, recorded or not.
     given = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE)
     assert given["shipped"] is None
@@ -513,3 +514,11 @@ def test_what_no_calibration_is_needed_for_is_refused_before(
     done = kvprof(command, tiny_folder, *arguments)
     assert (done.code, says in done.error) == (2, True), done.stderr
     assert "calibrating" not in done.stderr
+
+
+def test_a_fit_says_which_shipped_rates_it_took_and_which_there_are_besides() -> None:
+    done = kvprof("plan", "reference", "--fit", "2GB", "--methods", "kq")
+    assert done.code == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert "that of reference is taken, because the weights are the same." in told
+    assert "Rates of smollm2 ship too: --rates smollm2 borrows them." in told
