@@ -89,6 +89,10 @@ class GgufFile:
         Whether the embedding is the output as well.
     token_ids : mapping of str to int
         Tokens with a meaning of their own, by llama.cpp's names: ``eos_token_id``.
+    byte_level : bool
+        Whether its tokenizer merges bytes of pieces of text.
+    split : str
+        Name of the rule by which such a tokenizer cuts texts into pieces; empty for none.
     """
 
     path: Path
@@ -100,6 +104,8 @@ class GgufFile:
     rope_factors: tuple[float, ...]
     tied: bool
     token_ids: Mapping[str, int]
+    byte_level: bool
+    split: str
 
     @property
     def described(self) -> dict[str, str]:
@@ -255,6 +261,8 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         lacking = [n for n in _NEEDED if f"{architecture}.{n}" not in reader.fields]
         said = _value(reader, f"{architecture}.block_count")
         packed = _packed_for_good(reader)
+        byte_level = _value(reader, "tokenizer.ggml.model") == "gpt2"
+        pieces = str(_value(reader, "tokenizer.ggml.pre") or "")
         settings, token_ids = _settings(reader, f"{architecture}."), _token_ids(reader)
         scaled = [one for one in reader.tensors if one.name == _FACTORS]
         factors = tuple(float(number) for one in scaled for number in one.data.ravel())
@@ -309,6 +317,8 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         factors,
         "output.weight" not in names,
         token_ids,
+        byte_level,
+        pieces,
     )
 
 

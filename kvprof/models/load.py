@@ -24,6 +24,7 @@ from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity
 from kvprof.models.gguf import GgufFile
 from kvprof.models.gguf_config import hold_against_file
+from kvprof.models.gguf_tokenizer import check_split, set_split
 from kvprof.models.layout import ModelLayout
 from kvprof.models.locate import Checkpoint, check_config_sizes, locate
 from kvprof.models.noise import quiet
@@ -323,7 +324,7 @@ class LoadedModel:
                 value = getattr(config, name, None)
                 ids.update(value if isinstance(value, list | tuple) else [value])
         if self._has_tokenizer():
-            tokenizer = self.tokenizer()
+            tokenizer = self._tokenizer  # which cuts nothing here
             ids.update(tokenizer.all_special_ids)
             ids.update(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
             ids.update(range(len(tokenizer), self.vocab_size))
@@ -335,10 +336,13 @@ class LoadedModel:
         Raises
         ------
         UsageError
-            When the model has none.
+            When the model has none, or a GGUF file one that would cut texts otherwise than the
+            model's own.
         FailedError
             When its files are damaged.
         """
+        if self.gguf is not None:
+            check_split(self.spec, self.gguf)
         return self._tokenizer
 
     @cached_property
@@ -361,6 +365,8 @@ class LoadedModel:
             raise LackingError(f"{self.spec}: its tokenizer needs a package: {error}") from error
         except Exception as error:  # the tokenizers library raises bare Exception
             raise FailedError(f"{self.spec}: its tokenizer cannot be read: {error}") from error
+        if self.gguf is not None:
+            set_split(tokenizer, self.gguf)
         return tokenizer
 
     def _has_tokenizer(self) -> bool:

@@ -4,9 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 WIDTH, HEADS, KV_HEADS, LAYERS, INNER, CONTEXT = 64, 4, 2, 2, 128, 512
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁the", "▁a", "e", "t"]
+
+
+def add_byte_level(writer: Any, pre: str | None) -> None:
+    """Add a tokenizer that merges digits, spaces and nothing else."""
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    alphabet = list(bytes_to_unicode().values())
+    merged = ["12", "ĠĠ", "Ġ1"]
+    tokens = [*alphabet, *merged]
+    writer.add_token_list([*tokens, *(f"<{i}>" for i in range(len(TOKENS) - len(tokens)))])
+    writer.add_token_merges(["1 2", "Ġ Ġ", "Ġ 1"])
+    writer.add_eos_token_id(2)
 
 
 def write_llama(path: Path, seed: int = 0, rounded: bool = False, **changes: Any) -> Path:
@@ -23,6 +37,8 @@ def write_llama(path: Path, seed: int = 0, rounded: bool = False, **changes: Any
     architecture : str
     tokenizer : bool
     template : str
+    pre : str or None
+        Makes the tokenizer byte-level, and names how it cuts texts.
     """
     import gguf
 
@@ -37,7 +53,9 @@ def write_llama(path: Path, seed: int = 0, rounded: bool = False, **changes: Any
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(WIDTH // HEADS)
     writer.add_vocab_size(len(TOKENS))
-    if changes.get("tokenizer", True):
+    if "pre" in changes:
+        add_byte_level(writer, changes["pre"])
+    elif changes.get("tokenizer", True):
         writer.add_tokenizer_model("llama")
         writer.add_token_list(TOKENS)
         writer.add_token_scores([-float(i) for i in range(len(TOKENS))])
