@@ -25,6 +25,11 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsil
 _EXPERTS = ("num_experts", "num_local_experts")
 # llama.cpp knows Gemma's largest by their layers: their queries are scaled by another width.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+# What models divide by, or take the root or a power of.
+_POSITIVE = (
+    *("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale"),
+    *("rope.freq_base", "rope.freq_base_swa"),
+)
 _ENDS = ("eos_token_id", "eot_token_id")
 _CLOSE = 1e-6  # of numbers that a file holds in 32 bits
 
@@ -75,6 +80,12 @@ def hold_against_file(spec: str, gguf: GgufFile, config: Any) -> None:
         )
     if not {"attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"} & set(settings):
         raise FailedError(f"{spec}: {file} lacks {architecture}.attention.layer_norm_epsilon")
+    for key in _POSITIVE:
+        value = settings.get(key, 1)
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise FailedError(
+                f"{spec}: {file} says {architecture}.{key} is {value}, and not a number above 0"
+            )
     known = _settings(architecture)
     for key in settings:
         if key not in known and key not in (*_IDLE, *_SCALING):
@@ -378,6 +389,8 @@ def _as_llama3(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
     theta : float
     """
     most = max(factors)
+    if not (min(factors) >= 1 and 1 < most < math.inf):
+        return None
     count = len(factors)
     waves = [theta ** (-i / count) / (2 * math.pi) for i in range(count)]  # in a token
     shares = [(1 / one - 1 / most) / (1 - 1 / most) for one in factors]

@@ -92,7 +92,8 @@ def read_config(
         raise FailedError(f"{spec}: {where} cannot be used: {_first_sentence(error)}") from error
     if gguf is not None:
         check_config_sizes(spec, config.to_dict(), gguf.path.stat().st_size, where)
-        hold_against_file(spec, gguf, config)
+        with blaming(f"{spec}: {where} cannot be used"):
+            hold_against_file(spec, gguf, config)
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known and "AutoModelForCausalLM" not in (
         getattr(config, "auto_map", None) or {}

@@ -408,6 +408,11 @@ def test_the_file_is_the_model_that_was_written(name: str, tmp_path: Path) -> No
         ("qwen3moe", {"expert_weights_scale": 2.5}, r"expert_weights_scale is 2\.5"),
         ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is True"),
         ("llama", {"attention.layer_norm_rms_epsilon": None}, "lacks llama.attention.layer_norm"),
+        ("llama", {"attention.layer_norm_rms_epsilon": float("inf")}, "is inf, and not a number"),
+        ("llama", {"rope.freq_base": 0.0}, r"rope\.freq_base is 0\.0, and not a number above 0"),
+        ("llama", {"rope.freq_base": float("nan")}, r"rope\.freq_base is nan"),
+        ("llama", {"rope.scaling.factor": "x"}, "cannot be used: ValueError"),
+        ("llama", {"attention.key_length": "x"}, "cannot be used: "),
     ],
 )
 def test_what_transformers_cannot_be_told_is_refused(
@@ -424,11 +429,18 @@ def test_bench_times_the_shape_that_the_file_says(tmp_path: Path) -> None:
     assert (shape.head_dim, shape.sliding_window, shape.softcap) == (32, 5, 2.0)
 
 
-def test_factors_that_are_not_llama_3s_are_refused(tmp_path: Path) -> None:
-    factors = np.linspace(1, 8, 8).astype(np.float32) ** 2
-    path = write_llama(tmp_path / "x.gguf", extra={"rope_freqs.weight": factors})
+@pytest.mark.parametrize(
+    "factors",
+    [np.linspace(1, 8, 8) ** 2, np.zeros(8), np.full(8, np.nan), np.linspace(0.5, 1, 8)],
+)
+def test_factors_that_are_not_llama_3s_are_refused(factors: np.ndarray, tmp_path: Path) -> None:
+    given = {"rope_freqs.weight": factors.astype(np.float32)}
+    path = write_llama(tmp_path / "x.gguf", extra=given)
     with pytest.raises(UsageError, match="not as Llama 3 does"):
         load_model(str(path), device="cpu")
+
+
+def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
     ones = np.ones(8, np.float32)
     path = write_llama(tmp_path / "y.gguf", extra={"rope_freqs.weight": ones})
     rope = load_model(str(path), device="cpu").model.config.rope_parameters
