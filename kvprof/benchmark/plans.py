@@ -190,8 +190,10 @@ def stored_parts(plan: Plan, tokens: int) -> list[Part]:
         if segment.stop > plan.levels.sink:
             levels.add(segment.level)
         applied = quantiser if segment.quantised else None
-        key_bits = stored_as(applied, applied.keys if applied else None, segment.level)
-        value_bits = stored_as(applied, applied.values if applied else None, segment.level)
+        key_bits, value_bits = (
+            stored_as(applied, getattr(applied, name, None), segment.level, own.groups)
+            for name, own in (("keys", layer.keys), ("values", layer.values))
+        )
         columns = _COLUMNS if applied is None else shared_columns(applied)
         sides = [
             kinds_of(own, side, bits, segment.level)

@@ -249,11 +249,12 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
         ):
             for group in groups:
                 rank = group.ranks[segment.level]
-                if segment.quantised and quantiser is not None and side is not None:
+                reached = side is not None and group.quantised
+                if segment.quantised and quantiser is not None and side is not None and reached:
                     total += _quantised(segment, group, quantiser, side, name, itemsize)
                     continue
                 # What a quantiser has still to reach is its window; without one it is just stored.
-                part = "sinks" if in_sink else "window" if side is not None else name
+                part = "sinks" if in_sink else "window" if reached else name
                 total += CacheBytes(**{part: segment.tokens * rank * itemsize})
     total += CacheBytes(eviction=_eviction_bytes(plan, layer, tokens))
     if plan.online_bases and not layer.shared:
@@ -299,12 +300,13 @@ def _quantised(
     itemsize: int,
 ) -> CacheBytes:
     tokens, rank = segment.tokens, group.ranks[segment.level]
+    runs = group.runs(side, segment.level)
     if quantiser.kind in LIBRARIES:
-        row = row_layout(quantiser.kind, side.bits[segment.level], rank, side.group)
+        ((_, bits),) = runs  # check_plan has seen to it
+        row = row_layout(quantiser.kind, bits, rank, side.group)
         scales = tokens * row.groups * itemsize  # in the model's own dtype
         zeros = scales if row.zeros else 0
         return CacheBytes(scales=scales, zeros=zeros, **{name: tokens * row.code_bytes})
-    runs = group.column_bits or ((rank, side.bits[segment.level]),)
     codes = tokens * sum(math.ceil(columns * bits / 8) for columns, bits in runs)
     kept = ARITHMETICS[quantiser.kind].kept
     if not kept:
@@ -372,8 +374,8 @@ def _weighted(plan: Plan, weigh: Callable[[int | None], float], *, evict: bool =
                 columns = 0.0
                 for group in groups:
                     runs: tuple[tuple[int, int | None], ...] = ((group.ranks[level], None),)
-                    if quantised and side is not None:
-                        runs = group.column_bits or ((group.ranks[level], side.bits[level]),)
+                    if quantised:
+                        runs = group.runs(side, level) or runs
                     # Columns of 0 bits are not stored.
                     columns += sum(n * weigh(bits) for n, bits in runs if bits != 0)
                 total += share * columns

@@ -67,11 +67,14 @@ kvprof.analysis.uniform.uniform_step(bits)``.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.
 Where the last column group is narrower than ``group`` it has its own scale all the same.
 
-**Bits by column** (these two only). A group's ``column_bits``, pairs ``(columns, bits)``,
-cut its latent into runs of adjacent columns with bits of their own, each packed into whole bytes;
-they stand in place of the side's ``bits``, which are then empty, and share the row's scale. A run
-of 0 bits is stored of sinks and of what the quantiser has not reached, and of nothing else: of a
-quantised token it is left out, reads as 0, and does not count for the root mean square.
+**Bits by column, and by group.** A group's ``column_bits``, pairs ``(columns, bits)``, cut its
+latent into runs of adjacent columns with bits of their own, each packed into whole bytes; they
+stand in place of the side's ``bits``, which are then empty. Several runs, and runs of 0 bits, are
+for ``lloyd-max-rms`` and ``uniform-rms`` alone, and share the row's scale. A run of 0 bits is
+stored of sinks and of what the quantiser has not reached, and of nothing else: of a quantised token
+it is left out, reads as 0, and does not count for the root mean square. With any other quantiser
+but ``fp8`` a group has one run over all its columns: the bits of that group. A group that is not
+``quantised`` stays at full precision whatever the quantiser does to others of its side.
 
 **Sliding windows.** A layer with ``sliding_window`` W stores its last ``W - 1`` tokens. Only its
 projections (top rank) and a quantiser with ``window`` 0 and ``block`` 1 apply there; sinks, levels,
@@ -119,12 +122,12 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.methods.across import Across, check_across
 from kvprof.methods.storage import (
-    ARITHMETICS,
     ROW_RMS,
     Eviction,
     Levels,
     Quantiser,
     SideQuantiser,
+    bits_of,
     check_eviction,
     check_levels,
     check_quantiser,
@@ -177,6 +180,8 @@ class HeadGroup:
     column_bits : tuple of (int, int)
         Runs of adjacent columns and the bits of each, see the module; empty where the quantiser
         says the bits of all.
+    quantised : bool
+        Whether the plan's quantiser applies to it, where it applies to its side at all.
     """
 
     first: int
@@ -187,6 +192,7 @@ class HeadGroup:
     up: Tensor | None = None
     scale: float = 1.0
     column_bits: tuple[tuple[int, int], ...] = ()
+    quantised: bool = True
 
     @property
     def width(self) -> int:
@@ -202,6 +208,26 @@ class HeadGroup:
     def identity(self) -> bool:
         """Whether the group is stored as the model gives it (at the top level), or over a scale."""
         return self.down is None and self.rank == self.width
+
+    def runs(self, side: SideQuantiser | None, level: int) -> tuple[tuple[int, int], ...]:
+        """Return the runs of columns, and their bits, of the quantised tokens of a level.
+
+        Parameters
+        ----------
+        side : SideQuantiser or None
+            The quantiser's, of the side that the group is of.
+        level : int
+
+        Returns
+        -------
+        tuple of (int, int)
+            Empty where no token of the group is quantised.
+        """
+        if side is None or not self.quantised:
+            return ()
+        if self.column_bits or not side.bits:
+            return self.column_bits
+        return ((self.ranks[level], side.bits[level]),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,7 +422,10 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
     if layer.left_out and (
         keys.placement is not Placement.NONE
         or any(
-            group.scale != 1 or group.column_bits or set(group.ranks) != {group.width}
+            group.scale != 1
+            or group.column_bits
+            or not group.quantised
+            or set(group.ranks) != {group.width}
             for group in (*keys.groups, *values.groups)
         )
         or not plain
@@ -416,6 +445,8 @@ def _check_scales(name: str, groups: Sequence[HeadGroup], layer: LayerPlan, plan
             raise UsageError(f"{name}: a scale of {group.scale:g} is no power of two that is sane")
         if not group.identity:
             raise UsageError(f"{name}: a scale belongs into the basis where there is one")
+        if group.scale != 1 and not group.quantised:
+            raise UsageError(f"{name}: a scale is for a quantiser, and this head has none")
     if layer.keys.placement is Placement.PRE_ROPE or plan.lazy or plan.online_bases:
         raise UsageError(
             f"{name}: scales go with heads that are stored as they are, not with keys before RoPE, "
@@ -431,19 +462,30 @@ def _check_column_bits(
     quantiser = plan.quantiser
     side: SideQuantiser | None = getattr(quantiser, what) if quantiser is not None else None
     for group in groups:
+        if not group.quantised and (side is None or group.column_bits):
+            raise UsageError(
+                f"{name}: heads are left out by a quantiser that reaches their side and gives them "
+                "no bits, and by no other"
+            )
         if not group.column_bits:
             # As `kvprof.methods.tokens.quantises` has it, which knows plans that are checked.
             aged = layer.sliding_window is None or (quantiser is not None and not quantiser.window)
-            stored = aged and not (layer.left_out or layer.shared)
+            stored = aged and group.quantised and not (layer.left_out or layer.shared)
             if side is not None and not side.bits and stored:
                 raise UsageError(f"{name}: neither the quantiser nor the columns say their bits")
             continue
-        if quantiser is None or quantiser.kind not in ROW_RMS or side is None or side.bits:
+        if quantiser is None or side is None or side.bits:
             raise UsageError(
-                f"{name}: bits by column are for the quantisers {' and '.join(ROW_RMS)}, which "
-                "then say none themselves"
+                f"{name}: bits by column, or by head, are for a quantiser that says none itself"
             )
-        known = (0, *ARITHMETICS[quantiser.kind].bits)
+        known = bits_of(quantiser.kind)
+        if quantiser.kind in ROW_RMS:
+            known = (0, *known)
+        elif len(group.column_bits) > 1:
+            raise UsageError(
+                f"{name}: bits by column are for the quantisers {' and '.join(ROW_RMS)}; all "
+                f"columns of a head have the same with {quantiser.kind}"
+            )
         widths, bits = zip(*group.column_bits, strict=True)
         if min(widths) < 1 or sum(widths) != group.rank or len(group.ranks) > 1:
             raise UsageError(
@@ -453,7 +495,7 @@ def _check_column_bits(
         if not set(bits) <= set(known) or not any(bits):
             raise UsageError(
                 f"{name}: columns of {', '.join(map(str, bits))} bits; choose from "
-                f"{', '.join(map(str, known))}, and not 0 for all"
+                f"{', '.join(map(str, known))}{', and not 0 for all' if 0 in known else ''}"
             )
 
 

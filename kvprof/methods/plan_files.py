@@ -15,7 +15,7 @@ from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.soundness import check_fits, check_kinds
-from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
+from kvprof.methods.storage import ROW_RMS, Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.layout import ModelLayout
 from kvprof.records.files import parse_json
 from kvprof.records.result import to_plain
@@ -26,8 +26,10 @@ __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/1"
 # Of plans that say what a reader of the first would pass over: scales, layers left out, clipping,
-# bits by column, coding across layers.
+# bits by column, coding across layers. And of those that say what a reader of the second would:
+# heads that a quantiser leaves out, and bits by head of quantisers that have none by column.
 _SECOND = "kvprof-plan/2"
+_THIRD = "kvprof-plan/3"
 _LONGEST_MESSAGE = 300
 
 
@@ -51,7 +53,7 @@ def _is_group(group: Any) -> bool:
     ranks, first = group.get("ranks"), group.get("first")
     if type(ranks) is not list or not 1 <= len(ranks) <= _LEVELS or type(first) is not int:
         return False
-    if type(group.get("scale", 1.0)) is not float:
+    if type(group.get("scale", 1.0)) is not float or type(group.get("quantised", True)) is not bool:
         return False
     runs = group.get("column_bits", [])
     if type(runs) is not list or not all(type(run) is list and len(run) == 2 for run in runs):
@@ -103,6 +105,7 @@ _GROUP = _with(
     ),
     scale=_NUMBER,
     column_bits=_list(_RUN, 1, 2**16),
+    quantised=_YES_OR_NO,
 )
 _GROUPS = {"type": "array", "minItems": 1, "maxItems": 2**16, "headGroups": True}
 _SIDE = _with(
@@ -235,17 +238,26 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
         for matrix in ("basis", "mean"):
             if (one := getattr(coded, matrix)) is not None:
                 tensors[f"across.{number}.{matrix}"] = one
-    groups = (group for x in plan.layers for group in (*x.keys.groups, *x.values.groups))
-    more = plan.across is not None or any(group.scale != 1 or group.column_bits for group in groups)
-    more = more or any(x.left_out for x in plan.layers)
+    save_tensors(
+        path, tensors, {"plan": json.dumps(structure(plan))}, format_name=_format(plan), force=force
+    )
+
+
+def _format(plan: Plan) -> str:
+    """Return the first format whose readers pass over nothing that a plan says."""
+    groups = [group for x in plan.layers for group in (*x.keys.groups, *x.values.groups)]
     quantiser = plan.quantiser
+    by_column = any(group.column_bits for group in groups)
+    if not all(group.quantised for group in groups) or (
+        by_column and quantiser is not None and quantiser.kind not in ROW_RMS
+    ):
+        return _THIRD
+    more = plan.across is not None or by_column or any(group.scale != 1 for group in groups)
+    more = more or any(x.left_out for x in plan.layers)
     sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
     more = more or any(side is not None and side.clip is not None for side in sides)
     more = more or (plan.eviction is not None and plan.eviction.kind == "snapkv")
-    written = _SECOND if more else FORMAT
-    save_tensors(
-        path, tensors, {"plan": json.dumps(structure(plan))}, format_name=written, force=force
-    )
+    return _SECOND if more else FORMAT
 
 
 def load_plan(
@@ -270,7 +282,7 @@ def load_plan(
         When it is for another model, or does not exist.
     """
     tensors, metadata = load_tensors(
-        path, format_name=(FORMAT, _SECOND), what="plans", made_by="kvprof plan --save"
+        path, format_name=(FORMAT, _SECOND, _THIRD), what="plans", made_by="kvprof plan --save"
     )
     try:
         stored = parse_json(metadata["plan"])
@@ -386,6 +398,7 @@ def _side(side: KeyPlan | ValuePlan) -> dict[str, Any]:
                 # Only where there are: digests and files of all other plans stay what they were.
                 **({"scale": group.scale} if group.scale != 1 else {}),
                 **({"column_bits": [*map(list, group.column_bits)]} if group.column_bits else {}),
+                **({} if group.quantised else {"quantised": False}),
             }
             for group in side.groups
         ],
@@ -472,6 +485,7 @@ def _groups(side: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> tu
                 up,
                 float(group.get("scale", 1.0)),
                 tuple((columns, bits) for columns, bits in group.get("column_bits", ())),
+                group.get("quantised", True),
             )
         )
     return tuple(groups)

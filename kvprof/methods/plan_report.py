@@ -1,6 +1,7 @@
 """What ``kvprof plan`` tells about a plan: its account, where its matrices went, its rounding."""
 
 import math
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvprof.methods.fit import running_weights
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.plan_files import structure
 from kvprof.methods.soundness import head_kinds
-from kvprof.methods.storage import ARITHMETICS, row_layout
+from kvprof.methods.storage import ARITHMETICS, ROW_RMS, row_layout
 from kvprof.models.layout import ModelLayout
 
 __all__ = ["compare_plans", "comparison", "describe", "least_ranks", "plan_report", "ranks_of"]
@@ -245,10 +246,12 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
             found.append(f"{name} are not quantised.")
         elif own is not None and not own.kept:
             found.append(f"{name} are stored in {own.words}, {_scale_words(plan, name.lower())}.")
-        elif not side.bits:
-            found.append(f"{name} have {_column_bits(plan, name.lower())} by column.")
+        elif quantiser.kind in ROW_RMS and not side.bits:
+            found.append(f"{name} have {_own_bits(plan, name.lower())} by column.")
         else:
-            bits = "/".join(map(str, side.bits))
+            bits = "/".join(map(str, side.bits)) + " bits"
+            if not side.bits:
+                bits = f"{_own_bits(plan, name.lower())} by head"
             unit = "tokens" if side.axis == "channel" else "columns"
             size = f"{side.group} {unit}" if side.group else "a token's whole row"
             if own is not None:
@@ -256,10 +259,11 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
             else:
                 size = f"up to {size}" if side.group else size
                 # quanto has no zero point at 8 bits
-                zeros = any(row_layout(quantiser.kind, b, 64, side.group).zeros for b in side.bits)
+                every = side.bits or [bits for bits in _columns_of(plan, name.lower()) if bits]
+                zeros = any(row_layout(quantiser.kind, b, 64, side.group).zeros for b in every)
                 scales = f"a scale{' and a zero point' if zeros else ''} in the model's dtype"
             found.append(
-                f"{name} have {bits} bits ({quantiser.kind}, per {side.axis}); {size} "
+                f"{name} have {bits} ({quantiser.kind}, per {side.axis}); {size} "
                 f"{'share' if side.group else 'shares'} {scales}."
             )
             if side.clip is not None:
@@ -267,7 +271,13 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
                     f"{name} are clipped: of each row {side.clip:.0%} of the magnitudes stay as "
                     "they are."
                 )
-    if any(side is not None and not side.bits for side in (quantiser.keys, quantiser.values)):
+        columns = _columns_of(plan, name.lower())
+        if side is not None and side.bits and None in columns:
+            share = columns[None] / sum(columns.values())
+            found.append(f"Of the columns of {name.lower()} {share:.0%} are not quantised.")
+    if quantiser.kind in ROW_RMS and any(
+        side is not None and not side.bits for side in (quantiser.keys, quantiser.values)
+    ):
         found.append(
             f"Bits by column are codes of {quantiser.kind}; a token's whole row shares a scale in "
             f"{quantiser.scale_dtype}."
@@ -296,18 +306,24 @@ def _scale_words(plan: Plan, side: str) -> str:
     )
 
 
-def _column_bits(plan: Plan, name: str) -> str:
-    """Say which share of the columns has how many bits, and the mean."""
-    columns: dict[int, int] = {}
+def _columns_of(plan: Plan, name: str) -> Counter[int | None]:
+    """Return how many columns of a side have which bits at the top level; None: not quantised."""
+    found: Counter[int | None] = Counter()
+    side = getattr(plan.quantiser, name)
     for layer in plan.layers:
-        for group in getattr(layer, name).groups:
-            for width, bits in group.column_bits:
-                columns[bits] = columns.get(bits, 0) + width
-    total = sum(columns.values())
-    mean = sum(bits * width for bits, width in columns.items()) / total
-    shares = [
-        f"{bits} bits ({columns[bits] / total:.0%})" for bits in sorted(columns, reverse=True)
-    ]
+        for group in () if layer.left_out or layer.shared else getattr(layer, name).groups:
+            for width, bits in group.runs(side, -1) or ((group.rank, None),):
+                found[bits] += width
+    return found
+
+
+def _own_bits(plan: Plan, name: str) -> str:
+    """Say which share of the columns has how many bits, and the mean of the quantised ones."""
+    columns = _columns_of(plan, name)
+    total, exact = sum(columns.values()), columns.pop(None, 0)
+    shares = [f"{bits} bits ({count / total:.0%})" for bits, count in sorted(columns.items())[::-1]]
+    mean = sum(bits * count for bits, count in columns.items() if bits) / (total - exact)
+    shares = [f"full precision ({exact / total:.0%})"] * bool(exact) + shares
     return f"{', '.join(shares)}, {mean:.2f} on average,"
 
 

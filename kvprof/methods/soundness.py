@@ -34,7 +34,7 @@ def check_fits(plan: Plan, layout: ModelLayout, fingerprint: str) -> None:
 def head_kinds(plan: Plan) -> set[tuple[tuple[Any, ...], ...]]:
     """Return the kinds of head that a plan has: distinct ranks of K and of V, by token level.
 
-    Where columns have bits of their own, these count too.
+    Where heads or columns have bits of their own, these count too.
 
     A head is a KV head, or as many as share a latent; a kernel is compiled for each kind. Layers
     that no basis touches, and those that store nothing of their own, count for none.
@@ -53,10 +53,13 @@ def head_kinds(plan: Plan) -> set[tuple[tuple[Any, ...], ...]]:
 
 
 def _ranks_of(groups: Sequence[HeadGroup], first: int, heads: int) -> tuple[tuple[Any, ...], ...]:
-    """Return the ranks, and bits by column, of the groups of `heads` heads from `first` on."""
+    """Return the ranks, and own bits, of the groups of `heads` heads from `first` on."""
     low = bisect_right(groups, first, key=lambda group: group.first) - 1
     high = bisect_left(groups, first + heads, key=lambda group: group.first)
-    return tuple((*group.ranks, *group.column_bits) for group in groups[low:high])
+    return tuple(
+        (*group.ranks, *group.column_bits, *(() if group.quantised else ("exact",)))
+        for group in groups[low:high]
+    )
 
 
 def check_kinds(plan: Plan) -> None:

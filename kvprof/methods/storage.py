@@ -24,6 +24,7 @@ __all__ = [
     "Quantiser",
     "RowLayout",
     "SideQuantiser",
+    "bits_of",
     "check_eviction",
     "check_levels",
     "check_quantiser",
@@ -60,7 +61,7 @@ class SideQuantiser:
     Attributes
     ----------
     bits : tuple of int
-        One per token level, lowest first; empty where each group says its own by column.
+        One per token level, lowest first; empty where each group of heads says its own.
     axis : str
         ``token`` or ``channel``: what shares a scale lies along; see the module.
     group : int or None
@@ -315,6 +316,11 @@ ROW_RMS = ("lloyd-max-rms", "uniform-rms")
 SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
+def bits_of(kind: str) -> tuple[int, ...]:
+    """Return the bits that a kind of quantiser has, a library's or kvprof's own."""
+    return (LIBRARIES[kind] if kind in LIBRARIES else ARITHMETICS[kind]).bits
+
+
 # --- What contradicts itself is refused, each in one clear line.
 
 
@@ -367,14 +373,15 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
 
 def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> None:
     library = LIBRARIES.get(quantiser.kind)
-    allowed = (library or ARITHMETICS[quantiser.kind]).bits
+    allowed = bits_of(quantiser.kind)
     unknown = [bits for bits in side.bits if bits not in allowed]
     if unknown:
         raise UsageError(
             f"quantiser: {quantiser.kind} has no {unknown[0]} bits; choose from "
             f"{', '.join(map(str, allowed))}"
         )
-    if len(side.bits) != len(levels.shares) and (side.bits or quantiser.kind not in ROW_RMS):
+    # Without any, groups of heads say their own; where there is one choice there is nothing to say.
+    if len(side.bits) != len(levels.shares) and (side.bits or len(allowed) == 1):
         raise UsageError(
             f"quantiser: {len(side.bits)} bit widths for {len(levels.shares)} token levels"
         )

@@ -98,11 +98,12 @@ def stored_tokens(plan: Plan, layer: LayerPlan, tokens: int) -> int:
 def quantises(plan: Plan, layer: LayerPlan) -> bool:
     """Return whether the plan's quantiser applies to a layer (see ``plan``, sliding windows)."""
     quantiser = plan.quantiser
-    if layer.left_out:
+    if layer.left_out or quantiser is None:
         return False
-    if quantiser is None or layer.sliding_window is None:
-        return quantiser is not None
-    return quantiser.window == 0 and quantiser.block == 1
+    sides = ((quantiser.keys, layer.keys.groups), (quantiser.values, layer.values.groups))
+    if not any(side is not None and group.quantised for side, own in sides for group in own):
+        return False
+    return layer.sliding_window is None or (quantiser.window == 0 and quantiser.block == 1)
 
 
 def segments(plan: Plan, layer: LayerPlan, tokens: int) -> list[Segment]:

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """``g`` head groups of one side with ``n`` heads, the same ranks and bits by column each.
+    """``g`` head groups of one side with ``n`` heads, the same ranks and own bits each.
 
     Attributes
     ----------
@@ -58,6 +58,7 @@ class Bundle:
         Keys that are stored for one of the model's: above 1 (a key per query head) `kv_heads`
         counts them, number h being of KV head ``h // copies``.
     column_bits : tuple of (int, int)
+    quantised : bool
         As in `HeadGroup`.
     """
 
@@ -72,6 +73,7 @@ class Bundle:
     scale: Tensor | None = None
     copies: int = 1
     column_bits: tuple[tuple[int, int], ...] = ()
+    quantised: bool = True
 
     @property
     def groups(self) -> int:
@@ -149,7 +151,8 @@ def bundled(
     """
     alike: dict[tuple[object, ...], list[HeadGroup]] = {}
     for group in groups:
-        key = (group.heads, group.ranks, group.down is None, group.column_bits)
+        based = group.down is not None
+        key = (group.heads, group.ranks, based, group.column_bits, group.quantised)
         alike.setdefault(key, []).append(group)
     bundles = []
     for members in alike.values():
@@ -176,6 +179,7 @@ def bundled(
                 scale=scale,
                 copies=copies,
                 column_bits=first.column_bits,
+                quantised=first.quantised,
             )
         )
     return bundles

@@ -382,7 +382,7 @@ def codec_for(
         Its keys or values.
     level : int
     column_bits : tuple of (int, int)
-        Of the group of heads, see `kvprof.methods.plan.HeadGroup`.
+        Of a group of heads that is quantised, see `kvprof.methods.plan.HeadGroup`.
 
     Raises
     ------
@@ -397,7 +397,8 @@ def codec_for(
         runs = column_bits or ((None, side.bits[level]),)
         scales = getattr(torch, quantiser.scale_dtype)
         return RowRms(runs, scales, quantiser.kind == "uniform-rms")
-    bits = side.bits[level]
+    # Of these a group of heads has one run.
+    bits = column_bits[0][1] if column_bits else side.bits[level]
     if quantiser.kind in LIBRARIES:
         return library_codec(quantiser.kind, bits, side.group)
     scale_dtype = getattr(torch, quantiser.scale_dtype)

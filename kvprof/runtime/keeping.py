@@ -263,7 +263,7 @@ class Keeper:
             for side in ("keys", "values")
             for level in range(len(plan.levels.shares))
             if plan.quantiser is not None and quantises(plan, layer)
-            for bits in {group.column_bits for group in getattr(layer, side).groups}
+            for bits in {x.column_bits for x in getattr(layer, side).groups if x.quantised}
         }
 
     @property
@@ -450,7 +450,7 @@ class Keeper:
             kept = []
             for segment in wanted:
                 codec: Codec = PLAIN
-                if segment.quantised:
+                if segment.quantised and bundle.quantised:
                     codec = self._codecs[side, segment.level, bundle.column_bits]
                 width = bundle.ranks[segment.level]
                 if chosen is None:

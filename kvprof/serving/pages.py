@@ -162,9 +162,10 @@ def plan_codes(plan: Plan) -> Codes | None:
     quantiser = plan.quantiser
     if quantiser is None:
         return None
+    layer = plan.layers[0]  # all are stored alike, as `kvprof.serving.refusals` has it
     return Codes(
-        stored_as(quantiser, quantiser.keys, 0),
-        stored_as(quantiser, quantiser.values, 0),
+        stored_as(quantiser, quantiser.keys, 0, layer.keys.groups),
+        stored_as(quantiser, quantiser.values, 0, layer.values.groups),
         shared_columns(quantiser),
     )
 

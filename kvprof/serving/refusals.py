@@ -100,6 +100,9 @@ def refusal(plan: Plan) -> str | None:
         return reason
     if plan.quantiser is not None and any(layer.left_out for layer in plan.layers):
         return "layers are left out, whose pages beside quantised ones have another size"
+    groups = [group for x in plan.layers for group in (*x.keys.groups, *x.values.groups)]
+    if plan.quantiser is not None and any(x.column_bits or not x.quantised for x in groups):
+        return "heads have bits of their own, and an engine's pages are all of one size"
     for index, layer in enumerate(plan.layers):
         reason = _layer_refusal(layer, quantised=plan.quantiser is not None)
         if reason is not None:

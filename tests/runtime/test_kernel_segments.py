@@ -65,17 +65,41 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "levels": {"ranks": aging, "levels": TWO, "quantiser": per_token((8, 8))},
     "tale": {"ranks": aging, "placement": Placement.NONE, "levels": TWO, "lazy": True,
              "quantiser": per_token((8, 8)), "fold_values": (False, True)},
+    "by_layer": {"ranks": half, "by_layer": ((8, None), (None, 8), (None, None))},
 }  # fmt: skip
 
 
 def plan_of(arch: str, options: dict[str, Any]) -> Plan:
-    turned = {key: options[key] for key in ("scaled", "left_out") if key in options}
+    turned = {key: options[key] for key in ("scaled", "left_out", "by_layer") if key in options}
     plan = make_plan(model_of(arch), **{k: v for k, v in options.items() if k not in turned})
+    if "by_layer" in turned:
+        plan = with_own_bits(plan, turned["by_layer"])
     if "left_out" in turned:
         facts = model_of(arch).layout.layers[-1]
         last = replace(identity_layer(facts, len(plan.levels.shares)), left_out=True)
         plan = replace(plan, layers=(*plan.layers[:-1], last))
     return with_scales(plan) if "scaled" in turned else plan
+
+
+def with_own_bits(plan: Plan, bits: tuple[tuple[Any, Any], ...]) -> Plan:
+    """Give a layer's keys and values bits of their own, by head where there are several."""
+
+    def groups(own: Any, old: tuple[HeadGroup, ...]) -> tuple[HeadGroup, ...]:
+        every = own if isinstance(own, tuple) else (own,) * len(old)
+        return tuple(
+            replace(x, quantised=False) if n is None else replace(x, column_bits=((x.rank, n),))
+            for x, n in zip(old, every, strict=True)
+        )
+
+    layers = [
+        replace(
+            layer,
+            keys=replace(layer.keys, groups=groups(own[0], layer.keys.groups)),
+            values=replace(layer.values, groups=groups(own[1], layer.values.groups)),
+        )
+        for layer, own in zip(plan.layers, bits, strict=False)
+    ]
+    return replace(plan, layers=tuple(layers), quantiser=per_token((), group=16))
 
 
 def with_scales(plan: Plan) -> Plan:
@@ -137,7 +161,8 @@ def from_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Codec:
         if side is None or quantiser.kind == "fp8":
             return codec_for(quantiser, side, level, column_bits)
-        return _FromTheMiddle(side.bits[level], side.group)
+        bits = column_bits[0][1] if column_bits else side.bits[level]
+        return _FromTheMiddle(bits, side.group)
 
     monkeypatch.setattr(keeping, "codec_for", chosen)
 
@@ -234,6 +259,25 @@ def test_three_bits_lie_in_the_container_of_four_and_say_so() -> None:
                 ["3 bits are stored in the kernels' container of 4"] if bits == 3 else []
             )
     assert sizes[3] == sizes[4]
+    own = with_own_bits(make_plan(model), ((3, 4), (4, 4), (4, 4)))
+    with compressed(model, own, "on") as session:
+        assert session.kernel_notes == ["3 bits are stored in the kernels' container of 4"]
+
+
+def test_heads_of_a_layer_with_unlike_bits_run_on_torch_and_it_is_said() -> None:
+    unlike = with_own_bits(
+        make_plan(model_of("Llama")), (((8, 4), 8), (8, (8, None)), ((None, None), None))
+    )
+    with compressed(model_of("Llama"), unlike) as session:
+        reasons = [str(reason) for reason in session.kernel_reasons]
+    assert "the keys of one layer have unlike bits" in reasons[0]
+    assert "the values of one layer have unlike bits" in reasons[1]
+    assert "unlike" not in reasons[2]
+    with (
+        pytest.raises(UsageError, match="unlike bits"),
+        compressed(model_of("Llama"), unlike, "on"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
+from kvprof.kernels.segments.geometries import FORMATS
 from kvprof.methods.plan import Plan
 from kvprof.models.interface import Rotation
 from kvprof.models.layout import ModelLayout
@@ -206,7 +207,10 @@ class KernelRoute:
         """What is stored otherwise than the plan says, in words."""
         quantiser = self._plan.quantiser
         sides = [] if quantiser is None else [quantiser.keys, quantiser.values]
-        three = any(side is not None and 3 in side.bits for side in sides)
+        groups = [x for y in self._plan.layers for x in (*y.keys.groups, *y.values.groups)]
+        own = {bits for x in groups if len(x.column_bits) == 1 for _, bits in x.column_bits}
+        by_head = quantiser is not None and quantiser.kind not in FORMATS and 3 in own
+        three = by_head or any(side is not None and 3 in side.bits for side in sides)
         return ["3 bits are stored in the kernels' container of 4"] if three and self.used else []
 
     @property

@@ -25,6 +25,7 @@ __all__ = [
     "formats_of",
     "kept_columns",
     "kinds_of",
+    "refused_bits",
     "refused_heads",
     "refused_quantiser",
     "rows_of",
@@ -171,7 +172,12 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
     return None
 
 
-def stored_as(quantiser: Quantiser | None, side: SideQuantiser | None, level: int) -> Bits:
+def stored_as(
+    quantiser: Quantiser | None,
+    side: SideQuantiser | None,
+    level: int,
+    groups: Sequence[HeadGroup],
+) -> Bits:
     """Return the format of the kernels in which a side's tokens of a level are stored.
 
     Parameters
@@ -181,10 +187,13 @@ def stored_as(quantiser: Quantiser | None, side: SideQuantiser | None, level: in
     side : SideQuantiser or None
         Its keys or values.
     level : int
+    groups : sequence of HeadGroup
+        A layer's own of that side, which are alike (`refused_bits`).
     """
-    if quantiser is None or side is None:
+    runs = groups[0].runs(side, level)
+    if quantiser is None or not runs:
         return None
-    return quantiser.kind if quantiser.kind in FORMATS else side.bits[level]
+    return quantiser.kind if quantiser.kind in FORMATS else runs[0][1]
 
 
 def shared_columns(quantiser: Quantiser) -> int | None:
@@ -227,6 +236,33 @@ def refused_heads(quantiser: Quantiser | None, groups: Iterable[HeadGroup]) -> s
     return None
 
 
+def refused_bits(quantiser: Quantiser | None, layer: LayerPlan) -> str | None:
+    """Return why the kernels over segments do not store heads with bits of their own.
+
+    None where they do: where all keys of a layer have the same, and all values.
+
+    Parameters
+    ----------
+    quantiser : Quantiser or None
+    layer : LayerPlan
+        That it reaches.
+    """
+    if quantiser is None:
+        return None
+    by_width = quantiser.kind not in FORMATS or geometry_of(quantiser.kind).by_width
+    for name in ("keys", "values"):
+        side, groups = getattr(quantiser, name), getattr(layer, name).groups
+        quantised = {group.quantised for group in groups}
+        if side is not None and not by_width and quantised != {True}:
+            return f"{name} stay at full precision beside {geometry_of(quantiser.kind).words}"
+        bits = {group.column_bits[0][1] for group in groups if by_width and group.column_bits}
+        if len(quantised) > 1 or len(bits) > 1:
+            return f"the {name} of one layer have unlike bits"
+        if unknown := bits - FORMATS.keys():
+            return f"latents are quantised to {unknown.pop()} bits"
+    return None
+
+
 def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
     """Return how a layer's segments are stored, in the order of `Stages`."""
     levels = range(len(plan.levels.shares))
@@ -246,7 +282,7 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
             (quantiser.keys, layer.keys.groups),
             (quantiser.values, layer.values.groups),
         ):
-            bits.append(stored_as(quantiser, side, level))
+            bits.append(stored_as(quantiser, side, level, own))
             kinds.append(kinds_of(own, side, bits[-1], level))
         found.append(Format(kinds[0], kinds[1], bits[0], bits[1], columns))
     return found

@@ -26,6 +26,7 @@ from kvprof.runtime.backends.segment_store import (
     cut_rows,
     fill_rows,
     formats_of,
+    refused_bits,
     refused_heads,
     refused_quantiser,
     rows_of,
@@ -126,6 +127,7 @@ class SegmentKernelLayer(KernelLayer):
             widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
             if any(width % STEP for width in widths):
                 reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
+        reason = reason or refused_bits(plan.quantiser, spec.layer)
         return reason or refused_heads(plan.quantiser, spec.groups)
 
     @property
@@ -367,7 +369,7 @@ class SegmentKernelLayer(KernelLayer):
         found, quantiser = [], self.plan.quantiser
         for segment in segments(self.plan, self.layer, tokens):
             codec: Codec = PLAIN
-            if segment.quantised and quantiser is not None:
+            if segment.quantised and bundle.quantised and quantiser is not None:
                 codec = codec_for(
                     quantiser, getattr(quantiser, side), segment.level, bundle.column_bits
                 )
