@@ -194,6 +194,7 @@ def run_in(folder: Path, line: Line) -> Finished:
     """
     if line.words not in _SAID:
         for word in line.words:
+            word = word.rpartition("=")[2]  # of an option, as in cells=result.json
             maker = MADE.get(word)
             if maker is not None and maker is not line and not (folder / word).exists():
                 run_in(folder, maker)

@@ -29,7 +29,7 @@ from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, typed_options
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
-from kvprof.moments.tokens import check_separate
+from kvprof.moments.tokens import check_separate, chosen_on
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 
@@ -337,7 +337,10 @@ def run_evaluations(
             except Exception as failure:  # whatever it is, it costs nothing that was measured
                 run.failure, run.complete = failure, False
                 break
-            run.warnings += evaluation["warnings"]
+            run.warnings += [
+                *evaluation["warnings"],
+                *(f"{plan.method}: {note}" for note in chosen_on(plan.made, evaluator.samples)),
+            ]
             run.complete = evaluation["complete"]
             data["evaluations"].append({**evaluation, "plan": _described(plan, loaded)})
     if harness is not None and run.complete:

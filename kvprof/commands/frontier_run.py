@@ -25,7 +25,7 @@ from kvprof.methods.needs import runtime_needs
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
-from kvprof.moments.tokens import check_separate
+from kvprof.moments.tokens import check_separate, chosen_on
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 from kvprof.sources.grammar import Source
@@ -151,7 +151,8 @@ def run_frontier(
             if evaluator.settings.teacher_forced:
                 refuse_hidden(family.build(most))
             made = family.build(least).made
-            for note in made.get("notes", ()):
+            chosen = [f"{request.label}: {note}" for note in chosen_on(made, evaluator.samples)]
+            for note in [*made.get("notes", ()), *chosen]:
                 if note not in warnings:
                     warn(note)
             try:

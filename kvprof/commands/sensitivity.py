@@ -1,5 +1,6 @@
 """``kvprof sensitivity``: which parts of the cache bear fewer bits or dimensions, and which not."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +16,9 @@ from kvprof.commands.options import (
     SeqLenOption,
     TextOption,
     TrustOption,
+    check_rate,
     read_counts,
+    share_option,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -85,6 +88,18 @@ def sensitivity(
             help="Divergence that the whole cache may cost, per token.",
         ),
     ] = 0.01,
+    rate: Annotated[
+        float | None,
+        share_option(
+            "--rate", "Hand out bits and ranks at this share of bytes saved, as a plan.", _ADVICE
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save", rich_help_panel=_ADVICE, help="Keep the plan of --rate in this file."
+        ),
+    ] = None,
     text: TextOption = None,
     tokens: Annotated[
         str | None,
@@ -113,9 +128,13 @@ def sensitivity(
     kvprof sensitivity
     kvprof sensitivity --by head --layers 0,-1 --bits 4,2
     kvprof sensitivity --ranks 96,64 --bits fp8,4 --limit 0.05
+    kvprof sensitivity --text calibration --by head --rate 0.85 --save mixed.plan
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
-    outputs.check()
+    outputs.check(extra=[save] if save else [])
+    check_rate(rate)
+    if save is not None and rate is None:
+        raise UsageError(f"--save {save}: the plan that is handed out at --rate; give one")
     if by not in ("layer", "head"):
         raise UsageError(f"--by {by}: it is layer or head")
     if not 0 < limit < float("inf"):
@@ -153,12 +172,22 @@ def sensitivity(
         tokens=count,
         seq_len=length,
         batch_size=batch_size,
+        rate=rate,
+        save=save,
+        force=force,
     )
     with graceful_interrupt() as stop:
-        inputs, data, warnings, complete = study(loaded, request, stop)
-        if not data["cells"]:
+        found = study(loaded, request, stop)
+        if not found.data["cells"]:
             end_without_result("interrupted before anything was measured; there is no result")
-        outputs.end("sensitivity", inputs=inputs, data=data, warnings=warnings, complete=complete)
+        outputs.end(
+            "sensitivity",
+            inputs=found.inputs,
+            data=found.data,
+            warnings=found.warnings,
+            complete=found.complete,
+            lost=found.lost,
+        )
 
 
 def _bits(text: str) -> list[str]:

@@ -1,21 +1,29 @@
 """The passes of ``kvprof sensitivity``: cells, then what follows from them measured as a whole."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvprof import console
 from kvprof.commands.steps import calibration_interrupts, calibration_options
-from kvprof.errors import UsageError
-from kvprof.evaluation.data import default_shape, text_samples
-from kvprof.evaluation.sensitivity import FULL, Part, Sensitivity, Setting, settings_of
+from kvprof.errors import KvprofError, UsageError
+from kvprof.evaluation.data import TextSample, default_shape, text_samples
+from kvprof.evaluation.sensitivity import Sensitivity
 from kvprof.evaluation.sensitivity_answers import answers, layers_that_stay
 from kvprof.interrupt import Stop
+from kvprof.methods.budget import Handout, Offer, offer_of, parts_of_layers
+from kvprof.methods.family import MethodInputs
+from kvprof.methods.kq import kq
+from kvprof.methods.plan_files import save_plan
+from kvprof.methods.settings import FULL, Part, Setting, settings_of
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
+from kvprof.moments.tokens import content_digest, content_sketch
 from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.sources.grammar import parse_source
 
-__all__ = ["Request", "chosen_layers", "study"]
+__all__ = ["Request", "Study", "chosen_layers", "study"]
 
 # Tokens of text, and of each sequence on a CPU: about a minute of a small model.
 _CPU_TOKENS, _GPU_TOKENS = 2048, 32768
@@ -39,6 +47,30 @@ class Request:
     tokens: int | None
     seq_len: int | None
     batch_size: int | None
+    rate: float | None = None
+    save: Path | None = None
+    force: bool = False
+
+
+@dataclass
+class Study:
+    """What was found.
+
+    Attributes
+    ----------
+    inputs, data : dict
+        Of the result.
+    warnings : list of str
+    complete : bool
+    lost : list of str
+        What could not be saved.
+    """
+
+    inputs: dict[str, Any]
+    data: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+    complete: bool = True
+    lost: list[str] = field(default_factory=list)
 
 
 def chosen_layers(text: str | None, number: int) -> tuple[int, ...]:
@@ -63,18 +95,75 @@ def chosen_layers(text: str | None, number: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def study(
-    loaded: LoadedModel, request: Request, stop: Stop
-) -> tuple[dict[str, Any], dict[str, Any], list[str], bool]:
-    """Measure, and return the inputs, data and warnings of the result, and whether it is complete.
+def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
+    """Measure; an interrupt keeps what was measured before it.
 
     Raises
     ------
     UsageError
-        For text or settings that do not fit the model.
+        For text or settings that do not fit the model, and a rate that they do not reach.
     typer.Exit
         With 130 when the calibration of ranks was interrupted.
     """
+    samples = _samples(loaded, request)
+    measuring = Sensitivity(loaded, samples, request.batch_size)
+    given = _given(loaded, request, stop)
+    family = kq(given, grid=1, minimum=1) if request.ranks else None
+    settings = settings_of(
+        given, request.quantiser, request.bits, request.ranks, request.exact_first, family
+    )
+    parts = parts_of_layers(loaded.layout, request.layers, by_head=request.by_head)
+    inputs = _inputs(measuring, request, given)
+    sequences, length = inputs["sequences"], inputs["seq_len"]
+    offer = offer_of(given, inputs, settings, ())
+    if request.rate is not None:
+        offer.check_reach(request.rate, measuring.context, loaded.dtype.itemsize)
+    found = Study(inputs, {})
+    if sequences < LEAST_SEQUENCES:
+        found.warnings.append(
+            f"intervals come from {sequences} sequence{'s' if sequences > 1 else ''}, too few to "
+            f"vary as other text would: take --tokens {LEAST_SEQUENCES * length} or more"
+        )
+    noise = None
+    with console.track(f"{len(parts) * len(settings)} cells", len(parts) * len(settings)) as bar:
+        if not stop():
+            noise = measuring.measure({})
+        rows, complete = measuring.cells(parts, settings, advance=bar.advance, should_stop=stop)
+    found.data = {
+        "model_layers": len(loaded.layout.layers),
+        "heads": [loaded.layout.layers[layer].num_kv_heads for layer in request.layers],
+        "baseline_accuracy": noise["baseline_accuracy"] if noise else None,
+        "noise": noise["kl"] if noise else None,
+        "cells": rows,
+        **answers(rows, parts, request.limit),
+        "budgets": [],
+        "flags": [],
+    }
+    if complete:
+        offer = offer_of(given, inputs, settings, rows)
+        asked = None
+        if request.rate is not None:
+            asked = offer.at_rate(request.rate, measuring.context, loaded.dtype.itemsize)
+            _save(asked, request, found)  # before the wholes: an interrupt leaves the plan
+        whole = len(request.layers) == len(loaded.layout.layers)
+        wanted = [*_budgets(measuring, offer, settings, found.data, asked)]
+        if whole:
+            wanted += _flags(measuring, request, parts, settings, found.data)
+        else:
+            found.warnings.append(
+                "flags of other programs are for the whole cache; they need all layers"
+            )
+        complete = _measured(measuring, wanted, stop)
+    elif request.save is not None:
+        found.warnings.append(f"no plan is saved as {request.save}: not all cells were measured")
+    if not complete:
+        found.warnings.insert(0, "interrupted: what was measured is here, the rest is missing")
+    found.complete = complete
+    return found
+
+
+def _samples(loaded: LoadedModel, request: Request) -> list[TextSample]:
+    """Read what is measured on, when the options have been held against it and the model."""
     usual, length = _GPU_TOKENS, default_shape(loaded)[1]
     if loaded.device.type == "cpu":
         usual, length = _CPU_TOKENS, min(_CPU_LENGTH, length)
@@ -93,22 +182,31 @@ def study(
             )
     sources = tuple(parse_source(name, what="--text") for name in request.text)
     with console.status("reading what is evaluated"):
-        samples = text_samples(loaded, sources, seq_len=length, sequences=wanted)
-    measuring = Sensitivity(loaded, samples, request.batch_size)
-    family = None
-    if request.ranks:
-        given = calibration_options(None, None, seq_len=None)
-        calibrator = Calibrator(
-            loaded, given, progress=console.track, should_stop=stop, notice=console.warn
-        )
-        with calibration_interrupts():
-            family = calibrator.family("kq", grid=1, minimum=1)
-    settings = settings_of(
-        loaded, request.quantiser, request.bits, request.ranks, request.exact_first, family
+        return text_samples(loaded, sources, seq_len=length, sequences=wanted, calibrating=True)
+
+
+def _given(loaded: LoadedModel, request: Request, stop: Stop) -> MethodInputs:
+    """Return what settings are made of, calibrated where ranks are among them."""
+    calibrator = Calibrator(
+        loaded,
+        calibration_options(None, None, seq_len=None),
+        progress=console.track,
+        should_stop=stop,
+        notice=console.warn,
     )
-    parts = measuring.parts(request.layers, by_head=request.by_head)
-    sequences = sum(len(sample.ids) for sample in samples)
-    inputs = {
+    with calibration_interrupts():
+        return calibrator.inputs("kq" if request.ranks else "full")
+
+
+def _inputs(measuring: Sensitivity, request: Request, given: MethodInputs) -> dict[str, Any]:
+    loaded, samples = measuring.loaded, measuring.samples
+    length = int(samples[0].ids.shape[1])
+    calibration = None
+    if given.moments is not None:
+        keys = ("source", "tokens", "seq_len", "seed")
+        known = {**given.moments.info, "tokens": given.moments.tokens}
+        calibration = {key: known.get(key) for key in keys}
+    return {
         "model": loaded.spec,
         "fingerprint": loaded.fingerprint,
         **loaded.origin,
@@ -121,97 +219,137 @@ def study(
         "ranks": list(request.ranks),
         "exact_first": request.exact_first,
         "limit": request.limit,
+        "rate": request.rate,
+        "saved": request.save,
         "text": [sample.name for sample in samples],
-        "sequences": sequences,
+        "sequences": sum(len(sample.ids) for sample in samples),
         "seq_len": length,
         "context": measuring.context,
+        "calibration": calibration,
+        # By which the same text is known again when a plan that these cells made is evaluated.
+        "measured_on": {
+            sample.name: {
+                "source": sample.name,
+                "tokens": sample.ids.numel(),
+                "seq_len": length,
+                "digest": content_digest(list(sample.ids.numpy())),
+                "sketch": content_sketch(list(sample.ids.numpy())),
+            }
+            for sample in samples
+        },
     }
-    warnings = []
-    if sequences < LEAST_SEQUENCES:
-        warnings.append(
-            f"intervals come from {sequences} sequence{'s' if sequences > 1 else ''}, too few to "
-            f"vary as other text would: take --tokens {LEAST_SEQUENCES * length} or more"
-        )
-    noise = None
-    with console.track(f"{len(parts) * len(settings)} cells", len(parts) * len(settings)) as bar:
-        if not stop():
-            noise = measuring.measure({})
-        rows, complete = measuring.cells(parts, settings, advance=bar.advance, should_stop=stop)
-    data: dict[str, Any] = {
-        "model_layers": len(loaded.layout.layers),
-        "heads": [loaded.layout.layers[layer].num_kv_heads for layer in request.layers],
-        "baseline_accuracy": noise["baseline_accuracy"] if noise else None,
-        "noise": noise["kl"] if noise else None,
-        "cells": rows,
-        **answers(rows, parts, request.limit),
-        "budgets": [],
-        "flags": [],
-    }
-    if complete:
-        with console.status("measuring what follows from the cells as a whole"):
-            whole = len(request.layers) == len(loaded.layout.layers)
-            for make in (_budgets, _flags) if whole else (_budgets,):
-                complete = complete and make(measuring, request, parts, settings, data, stop)
-            if not whole:
-                warnings.append(
-                    "flags of other programs are for the whole cache; they need all layers"
-                )
-    if not complete:
-        warnings.insert(0, "interrupted: what was measured is here, the rest is missing")
-    return inputs, data, warnings, complete
+
+
+def _save(asked: Handout, request: Request, found: Study) -> None:
+    if request.save is None:
+        return
+    try:
+        save_plan(asked.plan, request.save, force=request.force)
+    except KvprofError as problem:
+        found.lost.append(str(problem))
+
+
+# --- What follows from the cells, measured as a whole.
+
+
+_Chosen = Mapping[Part, Setting | None]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Assignments that are measured, and what is done with their figures."""
+
+    chosen: tuple[_Chosen, ...]
+    keep: Callable[[list[dict[str, Any]]], None]
+
+
+def _key(chosen: _Chosen) -> frozenset[tuple[Part, str]]:
+    return frozenset((part, one.spec.name) for part, one in chosen.items() if one is not None)
+
+
+def _measured(measuring: Sensitivity, wanted: list[_Whole], stop: Stop) -> bool:
+    """Measure assignments, each once; an interrupt keeps those that were measured."""
+    total = len({_key(chosen) for whole in wanted for chosen in whole.chosen})
+    known: dict[frozenset[tuple[Part, str]], dict[str, Any]] = {}
+    with console.track(f"{total} allocations as a whole", total) as bar:
+        for whole in wanted:
+            for chosen in whole.chosen:
+                if (key := _key(chosen)) in known:
+                    continue
+                if stop():
+                    return False
+                known[key] = measuring.measure(measuring.assignment(chosen))
+                bar.advance(1)
+            whole.keep([known[_key(chosen)] for chosen in whole.chosen])
+    return True
 
 
 def _budgets(
     measuring: Sensitivity,
-    request: Request,
-    parts: list[Part],
+    offer: Offer,
     settings: list[Setting],
     data: dict[str, Any],
-    stop: Stop,
-) -> bool:
-    """Hand out settings at the bytes of each one that all parts could take; measure both."""
-    plain = [one for one in settings if not one.spec.exact_first]
-    full = sum(measuring.bytes_per_token(part, None) for part in parts)
-    for setting in plain:
-        size = sum(measuring.bytes_per_token(part, setting) for part in parts)
-        found = measuring.allocation(data["cells"], parts, plain, size)
+    asked: Handout | None,
+) -> Iterator[_Whole]:
+    """Hand out settings at the rate asked for, and at the bytes of each that all could take."""
+    sizes = offer.sizes(measuring.context, measuring.loaded.dtype.itemsize)
+    full = sum(sizes[part, FULL] for part in offer.parts)
+
+    def entry(handout: Handout) -> dict[str, Any]:
+        own = sum(
+            sizes[part, FULL if one is None else one.spec.name]
+            for part, one in handout.chosen.items()
+        )
+        return {
+            "like": None,
+            "rate_asked": None,
+            "rate": 1 - own / full,
+            "bytes_per_token": own,
+            "predicted_kl": handout.predicted_kl,
+            "uniform": None,
+            "choices": [
+                {
+                    "layer": part.layer,
+                    "side": part.side,
+                    "kv_head": part.kv_head,
+                    "setting": FULL if one is None else one.spec.name,
+                }
+                for part, one in handout.chosen.items()
+            ],
+        }
+
+    if asked is not None:
+        made = {**entry(asked), "rate_asked": asked.plan.made["rate_asked"]}
+        yield _Whole((asked.chosen,), _keeper(data["budgets"], made))
+    for setting in settings:
+        if setting.spec.exact_first:
+            continue
+        size = sum(measuring.bytes_per_token(part, setting) for part in offer.parts)
+        found = offer.within(sizes, size)
         if found is None or size >= full:
             continue
-        if stop():
-            return False
-        chosen, predicted = found
-        own = sum(measuring.bytes_per_token(part, one) for part, one in chosen.items())
-        uniform = dict.fromkeys(parts, setting)
-        mixed = {part: one for part, one in chosen.items() if one is not None}
-        data["budgets"].append(
-            {
-                "like": setting.spec.name,
-                "rate": 1 - own / full,
-                "bytes_per_token": own,
-                "predicted_kl": predicted,
-                "measured": measuring.measure(measuring.assignment(mixed)),
-                "uniform": {
-                    "rate": 1 - size / full,
-                    "bytes_per_token": size,
-                    "predicted_kl": sum(
-                        row["kl"]
-                        for row in data["cells"]
-                        if row["setting"] == setting.spec.name and not row["exact_first"]
-                    ),
-                    "measured": measuring.measure(measuring.assignment(uniform)),
-                },
-                "choices": [
-                    {
-                        "layer": part.layer,
-                        "side": part.side,
-                        "kv_head": part.kv_head,
-                        "setting": FULL if one is None else one.spec.name,
-                    }
-                    for part, one in chosen.items()
-                ],
-            }
-        )
-    return True
+        uniform = {
+            "rate": 1 - size / full,
+            "bytes_per_token": size,
+            "predicted_kl": sum(row["kl"] for row in _rows(data["cells"], setting.spec.name)),
+        }
+        made = {**entry(found), "like": setting.spec.name, "uniform": uniform}
+        every = dict.fromkeys(offer.parts, setting)
+        yield _Whole((found.chosen, every), _keeper(data["budgets"], made))
+
+
+def _keeper(
+    kept: list[dict[str, Any]], entry: dict[str, Any]
+) -> Callable[[list[dict[str, Any]]], None]:
+    """Return what puts an entry among those kept, once it is measured, and its uniform too."""
+
+    def keep(measured: list[dict[str, Any]]) -> None:
+        done = {**entry, "measured": measured[0]}
+        if len(measured) > 1:
+            done["uniform"] = {**entry["uniform"], "measured": measured[1]}
+        kept.append(done)
+
+    return keep
 
 
 def _flags(
@@ -220,16 +358,19 @@ def _flags(
     parts: list[Part],
     settings: list[Setting],
     data: dict[str, Any],
-    stop: Stop,
-) -> bool:
-    """Say what other programs' flags can say of it, and measure just that."""
+) -> Iterator[_Whole]:
+    """Say what other programs' flags can say of it, to be measured just so."""
     named = {one.spec.name: one for one in settings if not one.spec.exact_first}
-    for make in (_vllm, _llama_cpp):
-        if stop():
-            return False
-        if (found := make(measuring, request, parts, named, data["cells"])) is not None:
-            data["flags"].append(found)
-    return True
+    for found in (
+        _vllm(request, parts, named, data["cells"]),
+        _llama_cpp(measuring, request, parts, named, data["cells"]),
+    ):
+        if found is not None:
+            said, chosen = found
+            yield _Whole((chosen,), _keeper(data["flags"], said))
+
+
+_Said = tuple[dict[str, Any], _Chosen]
 
 
 def _rows(cells: list[dict[str, Any]], setting: str) -> list[dict[str, Any]]:
@@ -237,12 +378,11 @@ def _rows(cells: list[dict[str, Any]], setting: str) -> list[dict[str, Any]]:
 
 
 def _vllm(
-    measuring: Sensitivity,
     request: Request,
     parts: list[Part],
     named: dict[str, Setting],
     cells: list[dict[str, Any]],
-) -> dict[str, Any] | None:
+) -> _Said | None:
     if "fp8" not in named:
         return None
     stay = layers_that_stay(_rows(cells, "fp8"), request.limit)
@@ -252,15 +392,15 @@ def _vllm(
     if stay:
         flags += " --kv-cache-dtype-skip-layers " + " ".join(map(str, stay))
     chosen = {part: named["fp8"] for part in parts if part.layer not in stay}
-    return {
+    said = {
         "program": "vLLM",
         "flags": flags,
         "says": f"keys and values of all {'other ' * bool(stay)}layers in FP8 (e4m3) with a "
         "scale of 1",
         "unsaid": "measured with exact queries and an exact prefill; some of vLLM's attention "
         "backends turn queries into FP8 too, and scales from a checkpoint change the figures",
-        "measured": measuring.measure(measuring.assignment(chosen)),
     }
+    return said, chosen
 
 
 def _llama_cpp(
@@ -269,7 +409,7 @@ def _llama_cpp(
     parts: list[Part],
     named: dict[str, Setting],
     cells: list[dict[str, Any]],
-) -> dict[str, Any] | None:
+) -> _Said | None:
     facts = measuring.loaded.layout.layers
     blocks = all(x.qk_head_dim % _BLOCK == x.v_head_dim % _BLOCK == 0 for x in facts)
     if request.quantiser != "per-token" or "4 bits" not in named or not blocks:
@@ -285,7 +425,7 @@ def _llama_cpp(
         return None
     flags = {side: "q4_1" if side in sides else "f16" for side in costs}
     chosen = {part: named["4 bits"] for part in parts if part.side in sides}
-    return {
+    said = {
         "program": "llama.cpp",
         "flags": f"LLAMA_ATTN_ROT_DISABLE=1 … -ctk {flags['keys']} -ctv {flags['values']}",
         "says": f"4 bits of the {' and '.join(sides)} of all layers, each 32 values of a token "
@@ -294,5 +434,5 @@ def _llama_cpp(
         "without the variable llama.cpp rotates before it quantises, which is likely better; "
         "quantised values need flash attention (-fa on); 8 bits here are no q8_0, which has no "
         "minimum",
-        "measured": measuring.measure(measuring.assignment(chosen)),
     }
+    return said, chosen

@@ -53,7 +53,12 @@ def default_shape(loaded: LoadedModel) -> tuple[int, int]:
 
 
 def text_samples(
-    loaded: LoadedModel, sources: Sequence[Source], *, seq_len: int, sequences: int
+    loaded: LoadedModel,
+    sources: Sequence[Source],
+    *,
+    seq_len: int,
+    sequences: int,
+    calibrating: bool = False,
 ) -> list[TextSample]:
     """Take sequences of each source.
 
@@ -70,12 +75,15 @@ def text_samples(
         Tokens of each sequence.
     sequences : int
         Of each source, at most; a short source gives what it has.
+    calibrating : bool
+        Whether plans are made of what is found, so that the calibration split may be read too.
 
     Raises
     ------
     UsageError
         When a source is shorter than one sequence, cannot be evaluated on (random tokens, moments,
-        the calibration split), is named twice, or `seq_len` does not fit the model.
+        the calibration split unless `calibrating`), is named twice, or `seq_len` does not fit the
+        model.
     """
     if seq_len < _SHORTEST:
         raise UsageError(f"--seq-len {seq_len}: half of it is decoded; take {_SHORTEST} or more")
@@ -87,12 +95,14 @@ def text_samples(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--text: {twice} is named twice; rows are told apart by their names")
-    return [_sample(loaded, source, seq_len, sequences) for source in sources]
+    return [_sample(loaded, source, seq_len, sequences, calibrating) for source in sources]
 
 
-def _sample(loaded: LoadedModel, source: Source, seq_len: int, sequences: int) -> TextSample:
+def _sample(
+    loaded: LoadedModel, source: Source, seq_len: int, sequences: int, calibrating: bool
+) -> TextSample:
     embedded = source.kind is SourceKind.EMBEDDED
-    with _readable(source) as readable:
+    with _readable(source, calibrating) as readable:
         found: list[NDArray[np.int64]] = []
         longest = 0
         # The last window of a text, and any of a token-id file, may be shorter.
@@ -116,7 +126,7 @@ def _sample(loaded: LoadedModel, source: Source, seq_len: int, sequences: int) -
 
 
 @contextmanager
-def _readable(source: Source) -> Iterator[Source]:
+def _readable(source: Source, calibrating: bool) -> Iterator[Source]:
     """Give the source that holds the text to evaluate on: of an embedded name its own split."""
     if source.kind is SourceKind.RANDOM:
         raise UsageError("--text random: nothing in random tokens can be predicted; give a text")
@@ -126,6 +136,9 @@ def _readable(source: Source) -> Iterator[Source]:
         yield source
         return
     if source.name == "calibration":
+        if calibrating:
+            yield source
+            return
         raise UsageError(
             "--text calibration: it is kept for calibrating; evaluate on prose, code or tasks"
         )

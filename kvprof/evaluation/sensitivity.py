@@ -7,154 +7,27 @@ should take at a size; what is recommended is then measured as a whole, because 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvprof.analysis.cheapest import Choice, cheapest
 from kvprof.analysis.quality import draws, ratio_interval
 from kvprof.errors import FailedError, UsageError
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.scores import Pair, TokenScores, score_tokens, text_figures
-from kvprof.evaluation.stored import SIDES, Assignment, HeadSide, Stored, StoredPasses
+from kvprof.evaluation.stored import Assignment, StoredPasses
 from kvprof.evaluation.workload import TextBatch, Workload
-from kvprof.methods.accounting import layer_bytes
-from kvprof.methods.family import MethodInputs, PlanFamily, plan_at
+from kvprof.methods.budget import heads_in
+from kvprof.methods.family import MethodInputs
 from kvprof.methods.full import full_plan
-from kvprof.methods.plan import HeadGroup, Plan
-from kvprof.methods.quantisers import quantised
-from kvprof.methods.registry import plan_family
+from kvprof.methods.settings import HeadSide, Part, Setting, Stored, bytes_per_token
 from kvprof.models.load import LoadedModel
 
-__all__ = ["FULL", "Part", "Sensitivity", "Setting", "SettingSpec", "settings_of"]
+__all__ = ["Sensitivity"]
 
-#: The setting that changes nothing.
-FULL = "full"
 _RESAMPLES = 1000
 _SEED = 0
-
-
-@dataclass(frozen=True)
-class SettingSpec:
-    """What a setting is, as a result says it.
-
-    Attributes
-    ----------
-    name : str
-        ``8 bits``, ``fp8``, ``rank 64``.
-    bits : int or None
-        Of a quantised value; None at a rank.
-    rank : int or None
-    exact_first : int
-        First tokens left as they are beyond what the quantiser itself leaves.
-    """
-
-    name: str
-    bits: int | None
-    rank: int | None
-    exact_first: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """A setting and how it is carried out."""
-
-    spec: SettingSpec
-    stored: Stored
-
-
-@dataclass(frozen=True, order=True)
-class Part:
-    """What is stored otherwise in a cell: all KV heads of a layer's side, or one.
-
-    Attributes
-    ----------
-    layer : int
-    side : str
-        ``keys`` or ``values``.
-    kv_head : int or None
-        None for all heads of the layer.
-    """
-
-    layer: int
-    side: str
-    kv_head: int | None = None
-
-
-def settings_of(
-    loaded: LoadedModel,
-    quantiser: str,
-    bits: Sequence[str],
-    ranks: Sequence[int],
-    exact_first: int,
-    family: PlanFamily | None,
-) -> list[Setting]:
-    """Return the settings to measure, those with exact first tokens last.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    quantiser : str
-        One of `kvprof.methods.quantisers.QUANTISERS`.
-    bits : sequence of str
-        ``fp8``, or a number of bits of the quantiser.
-    ranks : sequence of int
-        Kept dimensions of a head, fewer than it has.
-    exact_first : int
-        How many first tokens are exact where bits below 8 are measured again; 0 for not again.
-    family : PlanFamily or None
-        Of `kq`, where ranks are asked for.
-
-    Raises
-    ------
-    UsageError
-        For bits that the quantiser does not have, or a rank that is none.
-    LackingError
-        When the quantiser is a library's and the library is missing.
-    """
-    inputs = MethodInputs(loaded.layout, loaded.fingerprint)
-    plain = full_plan(inputs)
-    found: list[Setting] = []
-    for name in bits:
-        if name == "fp8":
-            # As an engine casts: its flags are what comes of this.
-            family_of_cast = plan_family("fp8", inputs, scale="none")
-            plan, spec = plan_at(family_of_cast, 8.0), SettingSpec("fp8", 8, None)
-        else:
-            plan = quantised(plain, quantiser, int(name))
-            spec = SettingSpec(f"{name} bits", int(name), None)
-        found.append(Setting(spec, Stored(plan, {})))
-    for rank in ranks:
-        assert family is not None  # the caller has calibrated
-        assert family.at_ranks is not None
-        groups = _groups_of(family.at_ranks([rank] * len(family.targets)))
-        found.append(Setting(SettingSpec(f"rank {rank}", None, rank), Stored(plain, groups)))
-    if exact_first:
-        found += [
-            _with_exact_first(one, exact_first)
-            for one in found
-            if one.spec.bits is not None and one.spec.bits < 8
-        ]
-    return found
-
-
-def _with_exact_first(setting: Setting, tokens: int) -> Setting:
-    plan = setting.stored.plan
-    levels = replace(plan.levels, sink=plan.levels.sink + tokens)
-    return Setting(
-        replace(setting.spec, exact_first=tokens), Stored(replace(plan, levels=levels), {})
-    )
-
-
-def _groups_of(plan: Plan) -> dict[HeadSide, HeadGroup]:
-    return {
-        HeadSide(index, side, group.first): group
-        for index, layer in enumerate(plan.layers)
-        for side in SIDES
-        for group in getattr(layer, side).groups
-    }
 
 
 class Sensitivity:
@@ -185,6 +58,7 @@ class Sensitivity:
         self.loaded, self.samples = loaded, samples
         self.workload = Workload(loaded, samples, [], batch_size)
         self._passes = StoredPasses(loaded)
+        self._whole = full_plan(self.inputs)
         self._started: TextBatch | None = None
 
     @property
@@ -192,53 +66,24 @@ class Sensitivity:
         """Mean number of tokens before a decoded one: where bytes are counted."""
         return self.workload.context
 
-    def parts(self, layers: Sequence[int], *, by_head: bool) -> list[Part]:
-        """Return the parts of layers, keys before values, layer by layer."""
-        facts = self.loaded.layout.layers
-        return [
-            Part(layer, side, head)
-            for layer in layers
-            for side in SIDES
-            for head in (range(facts[layer].num_kv_heads) if by_head else (None,))
-        ]
+    @property
+    def inputs(self) -> MethodInputs:
+        """What settings and plans of this model are made of."""
+        return MethodInputs(self.loaded.layout, self.loaded.fingerprint)
 
-    def head_sides(self, part: Part) -> list[HeadSide]:
-        """Return the heads of a part."""
-        heads = range(self.loaded.layout.layers[part.layer].num_kv_heads)
-        chosen = heads if part.kv_head is None else (part.kv_head,)
-        return [HeadSide(part.layer, part.side, head) for head in chosen]
-
-    def assignment(self, chosen: Mapping[Part, Setting]) -> dict[HeadSide, Stored]:
-        """Return what is stored how when each part takes its setting."""
+    def assignment(self, chosen: Mapping[Part, Setting | None]) -> dict[HeadSide, Stored]:
+        """Return what is stored how when each part takes its setting; None stays as it is."""
         return {
             head_side: setting.stored
             for part, setting in chosen.items()
-            for head_side in self.head_sides(part)
+            if setting is not None
+            for head_side in heads_in(self.loaded.layout, part)
         }
 
     def bytes_per_token(self, part: Part, setting: Setting | None) -> float:
         """Return what a part stores per token of context; as the model does without a setting."""
-        whole = full_plan(MethodInputs(self.loaded.layout, self.loaded.fingerprint))
-        plan, cut = (setting.stored.plan, setting.stored.groups) if setting else (whole, {})
-        layer = whole.layers[part.layer]
-        # The other side stores nothing, and a head as much as the others.
-        groups = {
-            side: tuple(
-                cut.get(HeadSide(part.layer, side, group.first), group)
-                for group in getattr(layer, side).groups
-                if side == part.side
-            )
-            for side in SIDES
-        }
-        alone = replace(
-            layer,
-            keys=replace(layer.keys, groups=groups["keys"]),
-            values=replace(layer.values, groups=groups["values"]),
-        )
-        itemsize, tokens = self.loaded.dtype.itemsize, self.context
-        own = layer_bytes(plan, alone, tokens, itemsize=itemsize).total
-        heads = 1 if part.kv_head is None else self.loaded.layout.layers[part.layer].num_kv_heads
-        return own / tokens / heads
+        itemsize = self.loaded.dtype.itemsize
+        return bytes_per_token(self._whole, part, setting, self.context, itemsize)
 
     @torch.inference_mode()
     def measure(self, assignment: Assignment) -> dict[str, Any]:
@@ -336,50 +181,3 @@ class Sensitivity:
                 )
                 advance(1)
         return rows, True
-
-    def allocation(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        parts: Sequence[Part],
-        settings: Sequence[Setting],
-        size: float,
-    ) -> tuple[dict[Part, Setting | None], float] | None:
-        """Choose a setting for each part, by measured divergence per byte saved.
-
-        Parameters
-        ----------
-        rows : sequence of mapping
-            Of `cells`.
-        parts, settings
-            That were measured; settings with exact first tokens are not chosen.
-        size : float
-            Bytes per token of all parts, at most.
-
-        Returns
-        -------
-        tuple or None
-            Part to setting (None: as the model stores it), and the summed divergence; None where
-            the parts cannot be made that small.
-        """
-        measured = {
-            (Part(row["layer"], row["side"], row["kv_head"]), row["setting"]): row
-            for row in rows
-            if not row["exact_first"]
-        }
-        named = {one.spec.name: one for one in settings if not one.spec.exact_first}
-        offered = [
-            [
-                Choice(FULL, self.bytes_per_token(part, None), 0.0),
-                *(
-                    Choice(name, row["bytes_per_token"], row["kl"])
-                    for name in named
-                    if (row := measured.get((part, name))) is not None
-                ),
-            ]
-            for part in parts
-        ]
-        found = cheapest(offered, size)
-        if found is None:
-            return None
-        chosen = {part: named.get(choice.name) for part, choice in zip(parts, found, strict=True)}
-        return chosen, sum(choice.cost for choice in found)

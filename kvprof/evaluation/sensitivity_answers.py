@@ -7,7 +7,7 @@ what is recommended as a whole.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprof.evaluation.sensitivity import FULL, Part
+from kvprof.methods.settings import FULL, Part
 
 __all__ = ["answers", "layers_that_stay", "part_of"]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kvprof.evaluation.decode import baseline_logits, prefill_length
 from kvprof.methods.low_rank import identity_layer
-from kvprof.methods.plan import HeadGroup, Plan
+from kvprof.methods.settings import HeadSide, Stored
 from kvprof.methods.tokens import segments, stored_tokens
 from kvprof.models.interface import AttentionCall, intercept
 from kvprof.models.layout import LayerLayout
@@ -28,46 +28,7 @@ from kvprof.models.load import LoadedModel
 from kvprof.runtime.attention import softmax
 from kvprof.runtime.codecs import codec_for
 
-__all__ = ["SIDES", "Assignment", "HeadSide", "Stored", "StoredPasses"]
-
-#: The two sides of a cache, as plans name them.
-SIDES = ("keys", "values")
-
-
-@dataclass(frozen=True, order=True)
-class HeadSide:
-    """One KV head's keys or values in one layer.
-
-    Attributes
-    ----------
-    layer : int
-        Index into the layout's layers.
-    side : str
-        One of `SIDES`.
-    kv_head : int
-    """
-
-    layer: int
-    side: str
-    kv_head: int
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """How a head's tokens are stored: quantised, or cut to a rank.
-
-    Attributes
-    ----------
-    plan : Plan
-        Its quantiser and its levels say which tokens are quantised how; one level of tokens, no
-        eviction. Its layers are not looked at.
-    groups : mapping of HeadSide to HeadGroup
-        The projections of heads that are cut, each a group of its own; empty for full width.
-    """
-
-    plan: Plan
-    groups: Mapping[HeadSide, HeadGroup]
-
+__all__ = ["Assignment", "StoredPasses"]
 
 #: What is stored how; heads that are not in it stay as they are.
 Assignment = Mapping[HeadSide, Stored]

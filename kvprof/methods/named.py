@@ -78,6 +78,7 @@ METHOD_NAMES = (
     "oscar",
     "kvtc",
     "xkv",
+    "budget",
     *MODIFIERS,
     *PAPERS,
 )

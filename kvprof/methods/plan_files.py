@@ -205,6 +205,12 @@ _SCHEMA = _with(
                 "calibration": _or_null(_DATA),
                 "fisher": _DATA,
                 "sensitivity": _DATA,
+                "cells": {
+                    "type": "object",
+                    "properties": {
+                        "measured_on": {"type": "object", "additionalProperties": _DATA}
+                    },
+                },
             },
         },
     ),

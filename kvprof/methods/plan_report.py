@@ -22,7 +22,15 @@ from kvprof.methods.soundness import head_kinds
 from kvprof.methods.storage import ARITHMETICS, ROW_RMS, row_layout
 from kvprof.models.layout import ModelLayout
 
-__all__ = ["compare_plans", "comparison", "describe", "least_ranks", "plan_report", "ranks_of"]
+__all__ = [
+    "bits_by_head",
+    "compare_plans",
+    "comparison",
+    "describe",
+    "least_ranks",
+    "plan_report",
+    "ranks_of",
+]
 
 # --- A plan in words and figures, and what two plans differ in.
 
@@ -33,6 +41,26 @@ def ranks_of(plan: Plan) -> dict[str, list[list[int]]]:
         "keys": [[group.rank for group in layer.keys.groups] for layer in plan.layers],
         "values": [[group.rank for group in layer.values.groups] for layer in plan.layers],
     }
+
+
+def bits_by_head(plan: Plan, itemsize: int) -> dict[str, list[list[int]]] | None:
+    """Return each group's bits at the top level where heads have unlike ones, else None.
+
+    ``{"keys": [layer][group], "values": …}``; what is not quantised has those of the run's dtype.
+    """
+    quantiser = plan.quantiser
+    sides = {name: getattr(quantiser, name, None) for name in ("keys", "values")}
+    found: dict[str, list[list[int]]] = {name: [] for name in sides}
+    for layer in plan.layers:
+        for name, side in sides.items():
+            quantised = not (layer.left_out or layer.shared)
+            groups = getattr(layer, name).groups
+            runs = [group.runs(side, -1) if quantised else () for group in groups]
+            if any(len(own) > 1 for own in runs):
+                return None  # by column
+            found[name].append([own[0][1] if own else 8 * itemsize for own in runs])
+    alike = [len({bits for row in rows for bits in row}) == 1 for rows in found.values()]
+    return None if all(alike) else found
 
 
 def describe(
@@ -55,7 +83,8 @@ def describe(
     dict
         ``method``, ``context``, ``bytes`` (by part, with ``total`` and ``full``),
         ``bytes_per_token``, ``rate``, ``compression_ratio``, ``dim_rate``, ``paper_rate``,
-        ``ranks``, ``kinds`` (how many kinds of head), ``weights`` (None without a layout),
+        ``ranks``, ``bits`` (of heads, where they are unlike), ``kinds`` (how many kinds of head),
+        ``weights`` (None without a layout),
         ``sentences`` (what is done, in words) and ``made``.
     """
     stored = bytes_at(plan, tokens, itemsize=itemsize)
@@ -72,6 +101,7 @@ def describe(
         "dim_rate": dim_rate(plan),
         "paper_rate": paper_rate(plan),
         "ranks": ranks_of(plan),
+        "bits": bits_by_head(plan, itemsize),
         "kinds": len(head_kinds(plan)),
         "weights": {**asdict(weights), "total": weights.total} if weights is not None else None,
         "sentences": _sentences(plan),

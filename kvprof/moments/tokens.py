@@ -21,6 +21,7 @@ __all__ = [
     "CalibrationTokens",
     "Sample",
     "check_separate",
+    "chosen_on",
     "content_digest",
     "content_sketch",
     "read_tokens",
@@ -190,6 +191,35 @@ def check_separate(
             shared = shared_content(known.get("sketch", ""), rows)
             if shared:
                 raise _clash(known, sample.name, f"{shared:.0%} of the text is the same")
+
+
+def chosen_on(made: Mapping[str, Any], samples: Iterable[Sample]) -> list[str]:
+    """Say of which evaluation data a plan's settings were chosen by (``budget``), in words.
+
+    Whoever chooses among hundreds of settings by what they cost on a text chooses a little for that
+    text. It is no calibration, so it is not refused: the figures of the whole were measured there.
+
+    Parameters
+    ----------
+    made : mapping
+        How a plan was made.
+    samples : iterable of Sample
+        What it is evaluated on.
+    """
+    cells = made.get("cells") or {}
+    found = []
+    for sample in samples:
+        rows: list[NDArray[np.int64]] = list(sample.ids.cpu().numpy())
+        for known in cells.get("measured_on", {}).values():
+            same = known.get("digest") == content_digest(rows)
+            if same or shared_content(known.get("sketch", ""), rows):
+                found.append(
+                    f"the settings were chosen by what they cost on {sample.name} itself, so its "
+                    "figures flatter the plan; measure sensitivity on calibration text, or "
+                    "evaluate on other text"
+                )
+                break
+    return found
 
 
 def content_digest(sequences: Sequence[NDArray[np.int64]]) -> str:

@@ -555,7 +555,10 @@ def _heat_maps(plan: Mapping[str, Any]) -> list[RenderableType]:
         f"Rank of {side}{of} by layer and group of heads": ranks[side]
         for side in ("keys", "values")
     }
-    return rank_maps(titled, columns="group of KV heads")
+    bits = plan.get("bits") or {}
+    widths = {f"Bits of {side} by layer and group of heads": bits[side] for side in bits}
+    maps = rank_maps(titled, columns="group of KV heads")
+    return maps + rank_maps(widths, columns="group of KV heads")
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, str]:

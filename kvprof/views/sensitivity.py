@@ -76,6 +76,8 @@ def to_csv(result: Mapping[str, Any]) -> str:
     rows = [_csv_row(row, (*names, *figures), "cell", row) for row in result["data"]["cells"]]
     for budget in result["data"]["budgets"]:
         for what, one in (("budget", budget), ("uniform", budget["uniform"])):
+            if one is None:
+                continue
             own = {"setting": budget["like"], "bytes_per_token": one["bytes_per_token"]}
             rows.append(_csv_row(own, ("setting", "bytes_per_token"), what, one["measured"]))
             rows[-1] |= {name: one["measured"][name] for name in figures[1:]}
@@ -305,27 +307,37 @@ def _first_tokens_table(data: Mapping[str, Any]) -> DataTable:
 def _budgets(data: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = []
     for one in data["budgets"]:
-        uniform = one["uniform"]
-        rows += [
-            (label, *_whole(own))
-            for label, own in (
-                (f"all at {one['like']}", uniform),
-                (f"mixed, at most those bytes ({one['like']})", one),
-            )
-        ]
+        if one["uniform"] is not None:
+            rows.append((f"all at {one['like']}", *_whole(one["uniform"])))
+        rows.append((_mixture(one).lower(), *_whole(one)))
     heads = columns("allocation", figures=("rate", "sum of cells"))
     yield DataTable([*heads, *columns(figures=("measured", "accuracy kept"))], rows)
     yield Text()
     yield paragraph(
-        "A plan has one quantiser for all layers, so none is written for a mixture; JSON has it.",
+        "A mixture is a plan: the method budget makes it of this result's cells, at any rate."
+        f"{_not_mixed(data)}",
         "dim",
     )
     for one in data["budgets"]:
         if len({choice["setting"] for choice in one["choices"]}) == 1:
             continue
         yield Text()
-        yield Text(f"Mixed, at most the bytes of {one['like']}", style="bold")
+        yield Text(_mixture(one), style="bold")
         yield _by_layer(one["choices"])
+
+
+def _mixture(one: Mapping[str, Any]) -> str:
+    if one["like"] is None:
+        return f"Mixed, at the rate asked for ({percent(one['rate_asked'])})"
+    return f"Mixed, at most the bytes of {one['like']}"
+
+
+def _not_mixed(data: Mapping[str, Any]) -> str:
+    """Say which settings are in no mixture together, though they were measured."""
+    bits = {row["setting"] for row in data["cells"] if row["bits"] is not None}
+    if "fp8" not in bits or len(bits) == 1:
+        return ""
+    return " None has FP8 beside bits of a quantiser: they are two arithmetics, and a plan has one."
 
 
 def _whole(one: Mapping[str, Any]) -> tuple[str, ...]:

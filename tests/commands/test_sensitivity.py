@@ -84,6 +84,7 @@ def test_the_report_keeps_its_width(result: Any, width: int) -> None:
     make = csv_of(result)
     assert make is not None
     assert len(make().splitlines()) == 1 + 36 + 2 * 4
+    assert "None has FP8 beside bits" in " ".join(shown.split())
 
 
 def test_what_makes_no_sense_is_refused_in_one_line(tiny_folder: Path, text: Path) -> None:
@@ -98,11 +99,128 @@ def test_what_makes_no_sense_is_refused_in_one_line(tiny_folder: Path, text: Pat
         (("--quantiser", "hqq"), "none of"),
         (("--ranks", "16"), "keeps all"),
         (("--tokens", "31"), "fewer than one sequence of 32"),
+        (("--save", "p"), "the plan that is handed out at --rate"),
+        (("--rate", "0.99"), "budget reaches rates from 0.000 to 0.8"),
+        (("--rate", "99"), "is not between 0 and 1"),
     ):
         done = kvprof("sensitivity", tiny_folder, "--text", text, "--seq-len", 32, *arguments)
         assert done.code == 2, arguments
         assert re.search(said, done.error), done.error
         assert "calibrating" not in done.error  # nothing is run before
+
+
+@pytest.fixture(scope="module")
+def handed_out(tiny_folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bits and ranks by head at a rate, kept as a result and as a plan."""
+    folder = tmp_path_factory.mktemp("budget")
+    done = kvprof(
+        *("sensitivity", tiny_folder, "--by", "head", "--text", text, "--tokens", 96),
+        *("--seq-len", 32, "--bits", "fp8,4,2", "--ranks", "12", "--exact-first", 0),
+        *("--rate", "0.85", "--save", folder / "mixed.plan", "--out", folder / "run"),
+    )
+    assert done.code == 0, done.stderr
+    assert "allocations as a whole" in done.stderr  # it takes as long as many cells do
+    return folder
+
+
+@pytest.mark.parametrize("form", ["plan", "method"])
+def test_eval_of_what_was_handed_out_is_what_was_measured(
+    form: str, handed_out: Path, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    measured = json.loads((handed_out / "run" / "result.json").read_text())
+    validate_result(measured)
+    asked = measured["data"]["budgets"][0]
+    assert (asked["like"], asked["rate_asked"], asked["uniform"]) == (None, 0.85, None)
+    given = {one["setting"] for one in asked["choices"]}
+    assert len(given) > 1
+    assert "fp8" not in given
+    how: tuple[Any, ...] = ("--plan", handed_out / "mixed.plan")
+    if form == "method":
+        cells = f"cells={handed_out / 'run'}"
+        how = ("--method", "budget", "--option", cells, "--rate", "0.85")
+        how += ("--calibrate-seq-len", measured["inputs"]["calibration"]["seq_len"])
+    done = kvprof(
+        *("eval", tiny_folder, *how, "--text", text, "--sequences", 3, "--seq-len", 32),
+        *("--tasks", "none", "--json", tmp_path / "e.json"),
+    )
+    assert done.code == 0, done.stderr
+    result = json.loads((tmp_path / "e.json").read_text())
+    (found,) = [one for one in result["data"]["evaluations"] if one["method"] == "budget"]
+    assert found["kl"]["mean"] == pytest.approx(asked["measured"]["kl"], rel=5e-3)
+    assert found["accuracy"] == pytest.approx(asked["measured"]["accuracy"], abs=0.03)
+    assert found["rate"] == pytest.approx(asked["rate"])
+    assert found["rate"] >= 0.85 - 1e-9
+    assert found["measured_bytes"] == found["accounted_bytes"]
+    assert any("figures flatter the plan" in one for one in result["warnings"])
+    assert not any("what ranks cost was measured" in one for one in found["plan"]["made"])
+    sketch = found["plan"]["made"]["cells"]["measured_on"]["notes.txt"]
+    assert "sketch" not in sketch  # long, and of no use to a reader
+
+
+def test_a_frontier_and_a_plan_take_it_at_any_rate(
+    handed_out: Path, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    row = f"budget:cells={handed_out / 'run'}"
+    done = kvprof(
+        *(
+            "frontier",
+            tiny_folder,
+            "--methods",
+            row,
+            "--points",
+            2,
+            "--metric",
+            "perplexity",
+            "--text",
+            text,
+        ),
+        *("--sequences", 3, "--seq-len", 32, "--tasks", "none", "--cache", tmp_path / "cache"),
+        *("--json", tmp_path / "f.json"),
+    )
+    assert done.code == 0, done.stderr
+    rows = json.loads((tmp_path / "f.json").read_text())["data"]
+    assert "budget" in json.dumps(rows)
+    assert "figures flatter the plan" in done.stderr
+    done = kvprof(
+        *("plan", tiny_folder, "--method", "budget", "--option", f"cells={handed_out / 'run'}"),
+        *("--rate", "0.85", "--context", 24, "--compare", handed_out / "mixed.plan", "--describe"),
+    )
+    assert done.code == 0, done.stderr
+    assert "by head (affine, per token)" in " ".join(done.stdout.split())
+    assert "equal" in done.stdout or "same" in done.stdout
+    done = kvprof("plan", tiny_folder, "--method", "budget", "--rate", "0.5")
+    assert done.code == 2
+    assert "what kvprof sensitivity measured: option cells" in done.error
+
+
+def test_an_interrupt_keeps_the_plan_and_the_wholes_that_were_measured(
+    tiny_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.commands import sensitivity_run
+
+    whole = sensitivity_run._measured
+
+    def stopped(measuring: Any, wanted: Any, stop: Any) -> bool:
+        seen: list[int] = []
+        return whole(measuring, wanted, lambda: len(seen) > 1 or bool(seen.append(1)))
+
+    monkeypatch.setattr(sensitivity_run, "_measured", stopped)
+    done = kvprof(
+        *("sensitivity", tiny_folder, "--text", text, "--tokens", 64, "--seq-len", 32),
+        *("--bits", "4,2", "--rate", "0.6", "--save", tmp_path / "p", "--json", tmp_path / "j"),
+    )
+    assert done.code == 130
+    kept = json.loads((tmp_path / "j").read_text())
+    validate_result(kept)
+    assert not kept["complete"]
+    assert [one["rate_asked"] for one in kept["data"]["budgets"]][:1] == [0.6]
+    assert (tmp_path / "p").is_file()
+    # Its cells are complete, so plans can still be made of them.
+    again = kvprof(
+        *("plan", tiny_folder, "--method", "budget", "--option", f"cells={tmp_path / 'j'}"),
+        *("--rate", "0.6"),
+    )
+    assert again.code == 0, again.stderr
 
 
 def test_an_interrupt_keeps_the_cells_that_were_measured(
@@ -122,9 +240,11 @@ def test_an_interrupt_keeps_the_cells_that_were_measured(
     path = tmp_path / "kept.json"
     done = kvprof(
         *("sensitivity", tiny_folder, "--text", text, "--tokens", 64, "--seq-len", 32),
-        *("--bits", "4,2", "--json", path),
+        *("--bits", "4,2", "--json", path, "--rate", "0.5", "--save", tmp_path / "p"),
     )
     assert done.code == 130
+    assert "no plan is saved" in done.stdout
+    assert not (tmp_path / "p").exists()
     kept = json.loads(path.read_text())
     validate_result(kept)
     assert not kept["complete"]

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvprof.analysis.cheapest import Choice, cheapest
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.decode import decoded_logits
-from kvprof.evaluation.sensitivity import Part, Sensitivity, settings_of
+from kvprof.evaluation.sensitivity import Sensitivity
 from kvprof.evaluation.sensitivity_answers import answers
-from kvprof.evaluation.stored import SIDES, HeadSide, Stored, StoredPasses
+from kvprof.evaluation.stored import StoredPasses
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.registry import plan_family
+from kvprof.methods.settings import SIDES, HeadSide, Part, Stored, settings_of
 from kvprof.models.load import LoadedModel, load_model
 from kvprof.runtime.compressed import compressed
 
@@ -84,7 +85,7 @@ def stepwise(model: Any, ids: Tensor, layer: int, head: int, bits: int) -> Itera
 def test_a_cell_is_its_divergence_in_float64(loaded: LoadedModel, tiny_folder: Path) -> None:
     ids = ids_of(loaded, 2, 32)
     measuring = Sensitivity(loaded, [TextSample("x", ids, "d")], None)
-    (setting,) = settings_of(loaded, "per-token", ["2"], [], 0, None)
+    (setting,) = settings_of(measuring.inputs, "per-token", ["2"], [], 0, None)
     part = Part(1, "keys", 1)
     found = measuring.measure(measuring.assignment({part: setting}))
     wide = AutoModelForCausalLM.from_pretrained(tiny_folder).double()
@@ -101,7 +102,8 @@ def test_a_cell_is_its_divergence_in_float64(loaded: LoadedModel, tiny_folder: P
 
 def test_passes_that_start_late_change_nothing(loaded: LoadedModel) -> None:
     ids = ids_of(loaded, 2, 24)
-    (setting,) = settings_of(loaded, "per-token", ["4"], [], 0, None)
+    inputs = MethodInputs(loaded.layout, loaded.fingerprint)
+    (setting,) = settings_of(inputs, "per-token", ["4"], [], 0, None)
     assignment = {HeadSide(2, "values", 0): setting.stored}
     found = []
     for resume in (True, False):

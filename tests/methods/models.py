@@ -35,5 +35,8 @@ def with_weights(arch: str, **weights: dict[str, list[list[float]]]) -> MethodIn
     return replace(inputs(arch), **weights)
 
 
+#: Methods that hand out what was measured before, and have nothing to plan without it.
+OF_A_RESULT = ("budget",)
+
 #: Ranks of any size, for heads of 16.
 FINE = {"grid": 1, "minimum": 1}

@@ -13,12 +13,14 @@ from kvprof.methods.plan_report import ranks_of
 from kvprof.methods.registry import follows_from_rate, has_removal_rate, method_names, plan_family
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.serving.refusals import refusal
-from tests.methods.models import FINE, inputs, model
+from tests.methods.models import FINE, OF_A_RESULT, inputs, model
 
 CONTEXT = 100
 
 
-@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto", "kvtc")])
+@pytest.mark.parametrize(
+    "name", [n for n in method_names() if n not in ("hqq", "quanto", "kvtc", *OF_A_RESULT)]
+)
 def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
     options: dict[str, Any] = {key: FINE[key] for key in option_names(name) if key in FINE}
     if name == "kq-wf":

@@ -16,7 +16,7 @@ from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.plan_files import load_plan, save_plan, structure
-from kvprof.methods.plan_report import compare_plans, describe
+from kvprof.methods.plan_report import compare_plans, describe, plan_report
 from kvprof.methods.quantisers import kivi, kvquant, per_token
 from kvprof.methods.registry import plan_family
 from kvprof.methods.soundness import head_kinds
@@ -185,6 +185,10 @@ def test_what_all_heads_have_alike_is_the_quantiser_said_once() -> None:
 def test_a_report_says_who_has_which_bits() -> None:
     said = " ".join(describe(mixed("per-token"), 100, itemsize=2)["sentences"])
     assert "Keys have full precision (50%), 2 bits (50%), 2.00 on average, by head" in said
+    told = plan_report(mixed("per-token"), 100, itemsize=4)
+    assert told["bits"] == {"keys": [[2, 32]], "values": [[32, 4]]}
+    alike = plan_at(plan_family("per-token", inputs("Llama")), 4.0)
+    assert plan_report(alike, 100, itemsize=4)["bits"] is None
     layer = layer_of(("full", "full"), ("full", "full"))
     values = (replace(layer.values.groups[0], quantised=True), layer.values.groups[1])
     keys = tuple(replace(group, quantised=True) for group in layer.keys.groups)

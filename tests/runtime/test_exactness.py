@@ -61,6 +61,7 @@ _LOSSY = (
     "h2o",
     "keyformer",
     "snapkv",
+    "budget",
 )
 _TOKENS = 6
 

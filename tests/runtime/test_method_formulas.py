@@ -53,10 +53,11 @@ LOW_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "palu_hadamard": ("palu", {**HALF, "heads": 2, "hadamard": True}),
 }
 #: Tested below, in test_quantiser_formulas, test_rotated_formulas, test_library_codecs (HQQ against
-#: the library itself) and test_eviction.
+#: the library itself), test_eviction and test_bits_by_head.
 ELSEWHERE = {"tale", "tale+kivi", "strawman", "fp8", "per-token", "kivi", "kvquant"} | {
     "kq-wf", "hqq", "quanto", "sink-recent", "h2o", "keyformer", "snapkv",
     "hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar", "kvtc", "xkv",
+    "budget",
 }  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvprof.evaluation.sensitivity import Part
 from kvprof.evaluation.sensitivity_answers import answers
+from kvprof.methods.settings import Part
 from kvprof.records.result import build_result
 
 
