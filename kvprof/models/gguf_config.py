@@ -82,9 +82,10 @@ def hold_against_file(spec: str, gguf: GgufFile, config: Any) -> None:
         raise FailedError(f"{spec}: {file} lacks {architecture}.attention.layer_norm_epsilon")
     for key in _POSITIVE:
         value = settings.get(key, 1)
-        if isinstance(value, int | float) and not 0 < value < math.inf:
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise FailedError(
-                f"{spec}: {file} says {architecture}.{key} is {value}, and not a number above 0"
+                f"{spec}: {file} says {architecture}.{key} is {_short(value)}, and not a number "
+                "above 0"
             )
     known = _settings(architecture)
     for key in settings:

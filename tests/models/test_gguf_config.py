@@ -409,6 +409,7 @@ def test_the_file_is_the_model_that_was_written(name: str, tmp_path: Path) -> No
         ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual is True"),
         ("llama", {"attention.layer_norm_rms_epsilon": None}, "lacks llama.attention.layer_norm"),
         ("llama", {"attention.layer_norm_rms_epsilon": float("inf")}, "is inf, and not a number"),
+        ("llama", {"rope.freq_base": "x"}, r"rope\.freq_base is x, and not a number above 0"),
         ("llama", {"rope.freq_base": 0.0}, r"rope\.freq_base is 0\.0, and not a number above 0"),
         ("llama", {"rope.freq_base": float("nan")}, r"rope\.freq_base is nan"),
         ("llama", {"rope.scaling.factor": "x"}, "cannot be used: ValueError"),
