@@ -35,6 +35,7 @@ from kvprof.benchmark.shapes import layout_of
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.serving.alone import AT_ONCE, case_times
+from kvprof.serving.load.server import served_by_engine
 from kvprof.serving.settings import engine_variables
 from kvprof.sizes import parse_counts
 
@@ -59,7 +60,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> None:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "shape")
     for name in arguments.methods.split(","):
-        if name not in OWN:
+        if name not in OWN and served_by_engine(name) is None:
             save_plan(
                 drawn_plan(name, model, arguments.rate, arguments.kinds), folder / f"{name}.plan"
             )

@@ -22,6 +22,7 @@ from kvprof.records.load_names import baseline_of
 from kvprof.records.load_served import ATTAINED, LOSSY, largest
 from kvprof.records.load_statistics import (
     Fit,
+    Window,
     break_even,
     fitted,
     growth,
@@ -157,8 +158,8 @@ class Counted:
 
     Attributes
     ----------
-    begin, end : float
-        The window, see `window_of`.
+    window : Window
+        The time that counts, see `window_of`.
     requests, done : list of LoadRequest
         All that ended, by number, and those that had all of their tokens.
     shed : list of LoadRequest
@@ -167,8 +168,7 @@ class Counted:
         The same of those that arrived in the window.
     """
 
-    begin: float
-    end: float
+    window: Window
     requests: list[LoadRequest]
     done: list[LoadRequest]
     shed: list[LoadRequest]
@@ -180,7 +180,7 @@ class Counted:
         """Whether the queue grows, of the requests that left it served or not at all."""
         arrivals = [one.arrival for one in self.requests if one.failure in _WAITED]
         ends = [one.last or 0.0 for one in self.done]
-        return growth(arrivals, ends, self.begin, self.end)
+        return growth(arrivals, ends, self.window)
 
     @property
     def latencies(self) -> list[float]:
@@ -202,11 +202,12 @@ def counted_of(case: LoadCase) -> Counted:
     """Return which requests of a rate count."""
     requests = sorted(case.requests, key=lambda one: one.number)
     done = [one for one in requests if one.failure is None and one.last is not None]
-    begin, end = window_of([one.arrival for one in requests], [one.last or 0.0 for one in done])
+    ended = [one.last if one.failure is None else None for one in requests]
+    window = window_of([one.arrival for one in requests], ended)
     shed = [one for one in requests if one.failure in SHED]
-    counted = [one for one in requests if begin <= one.arrival <= end]
+    counted = [one for one in requests if window.begin <= one.arrival <= window.end]
     served = [one for one in counted if one.failure is None and one.last is not None]
-    return Counted(begin, end, requests, done, shed, counted, served)
+    return Counted(window, requests, done, shed, counted, served)
 
 
 def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     """
     asked = counted_of(case)
     requests, done, counted, served = asked.requests, asked.done, asked.counted, asked.served
-    begin, end = asked.begin, asked.end
+    begin, end, settled = asked.window
     span = end - begin
     failures: dict[str, int] = {}
     for one in requests:
@@ -230,7 +231,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     limits = {name: objective[name] for name in LIMITS if objective.get(name) is not None}
     attained = [attains(one, limits) for one in counted]
     share = share_with_interval(attained) if limits else None
-    window = [one for one in case.samples if begin <= one.at <= end]
+    sampled = [one for one in case.samples if begin <= one.at <= end]
     finished = case.finished
     late = sorted(one.sent - one.arrival for one in requests)
     return {
@@ -245,6 +246,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "failures": failures,
         "shed": len(asked.shed),
         "window": [begin, end],
+        "settled": settled,
         "counted": len(counted),
         "mean_prompt": _mean([one.prompt for one in requests]),
         "mean_output": _mean([one.tokens for one in done]),
@@ -274,10 +276,10 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         else None,
         "preemptions": None if finished is None else _whole(finished.engine.get("preemptions")),
         "prefix_hit_share": None if finished is None else _hits(finished.engine),
-        "cache_share": _level([one.cache for one in window]),
-        "running": _level([one.running for one in window]),
-        "waiting": _level([one.waiting for one in window]),
-        "in_flight": _level([one.sent for one in window]),
+        "cache_share": _level([one.cache for one in sampled]),
+        "running": _level([one.running for one in sampled]),
+        "waiting": _level([one.waiting for one in sampled]),
+        "in_flight": _level([one.sent for one in sampled]),
         "lateness_seconds": {
             "p50": percentile(late, 0.5) if late else None,
             "p99": percentile(late, 0.99) if len(late) >= _HUNDRED else None,

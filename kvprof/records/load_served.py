@@ -11,6 +11,7 @@ __all__ = [
     "fails",
     "is_beyond",
     "is_overloaded",
+    "is_unsettled",
     "is_within",
     "largest",
     "sheds",
@@ -39,12 +40,16 @@ def is_overloaded(row: Mapping[str, Any]) -> bool:
     return row["grows"] is True or sheds(row) or fails(row)
 
 
+def is_unsettled(row: Mapping[str, Any]) -> bool:
+    """Whether so few requests came that the system was still filling: nothing of a served rate."""
+    return row.get("settled", True) is False and row["grows"] is None
+
+
 def is_within(row: Mapping[str, Any], share: float) -> bool:
     """Whether a rate was served: it was not too much, and enough requests are within."""
     attained = row["attained_share"]
-    return bool(
-        row["complete"] and not is_overloaded(row) and (attained is None or attained >= share)
-    )
+    judged = row["complete"] and not is_overloaded(row) and not is_unsettled(row)
+    return bool(judged and (attained is None or attained >= share))
 
 
 def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
@@ -62,7 +67,9 @@ def _why(row: Mapping[str, Any]) -> str:
     """Return why a rate is not within."""
     if row["grows"] is True:
         return "queue"
-    return "shed" if sheds(row) else "failures" if fails(row) else "objective"
+    if sheds(row) or fails(row):
+        return "shed" if sheds(row) else "failures"
+    return "unsettled" if is_unsettled(row) else "objective"
 
 
 def largest(

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "COLUMNS",
     "LATENCIES",
     "Fit",
+    "Window",
     "blocks",
     "break_even",
     "fitted",
@@ -202,51 +203,69 @@ def mean_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> dict[str,
 # --- Which requests count, and whether the queue grows.
 
 
-def window_of(arrivals: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
+class Window(NamedTuple):
+    """The time of a rate that counts.
+
+    Attributes
+    ----------
+    begin, end : float
+        Seconds.
+    settled : bool
+        Whether it begins when the system has filled: while it does, more requests arrive than are
+        completed at any rate.
+    """
+
+    begin: float
+    end: float
+    settled: bool
+
+
+def window_of(arrivals: Sequence[float], ends: Sequence[float | None]) -> Window:
     """Return the time that counts: neither while the queue fills nor while it empties.
 
     Parameters
     ----------
     arrivals : sequence of float
         Of all requests, ascending.
-    ends : sequence of float
-        When requests had all of their tokens.
+    ends : sequence of float or None
+        When each had all of its tokens; None of one that never had.
 
     Returns
     -------
-    (float, float)
-        From the arrival of the first request beyond the first tenth, or the first end where that is
-        later (but before half of them arrived), to the arrival of the one before the last tenth.
+    Window
+        From the arrival of the first request beyond the first tenth, or the moment when all of that
+        tenth had ended where that is later (but before half of all arrived), to the arrival of the
+        one before the last tenth.
     """
     if not arrivals:
-        return 0.0, 0.0
+        return Window(0.0, 0.0, settled=False)
     last = len(arrivals) - 1
-    begin = arrivals[min(last, math.ceil(_EDGE * len(arrivals)))] if last > 1 else 0.0
-    if ends:
-        begin = max(begin, min(min(ends), arrivals[math.floor(_HALF * last)]))
+    edge = math.ceil(_EDGE * len(arrivals))
+    begin = arrivals[min(last, edge)] if last > 1 else 0.0
+    filled = max((end for end in ends[:edge] if end is not None), default=0.0)
+    half = arrivals[math.floor(_HALF * last)]
+    begin = max(begin, min(filled, half))
     end = arrivals[max(0, last - math.floor(_EDGE * len(arrivals)))]
-    return begin, max(begin, end)
+    return Window(begin, max(begin, end), settled=filled <= begin)
 
 
-def growth(
-    arrivals: Sequence[float], ends: Sequence[float], begin: float, end: float
-) -> dict[str, Any]:
+def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> dict[str, Any]:
     """Tell whether more requests come than are completed: whether the queue grows, or does not.
 
     The window is cut into ten. Growth is the rate at which requests arrived, less the mean rate at
     which they were completed; its interval comes from how much the latter differs from part to part
-    (Student's t, nine degrees of freedom). The queue grows where the whole interval lies above 0
-    and growth is at least a fiftieth of the rate. It does not where it came back: where at some
-    arrival in the last third of the window no more requests were in the system than at the median
-    arrival of the first third. Else it is open: so few requests do not tell a load that is a little
-    too large from one that is nearly.
+    (Student's t, nine degrees of freedom). The queue grows where the whole interval lies above 0,
+    growth is at least a fiftieth of the rate, and the system had filled before: until as many
+    requests are in it as arrive while one is served, their number grows at a rate that is served
+    too. It does not where it came back: where at some arrival in the last third of the window no
+    more requests were in the system than at the median arrival of the first third. Else it is open:
+    so few requests do not tell a load that is a little too large from one that is nearly.
 
     Parameters
     ----------
     arrivals, ends : sequence of float
         Seconds; a request that failed has no end.
-    begin, end : float
-        The window.
+    window : Window
 
     Returns
     -------
@@ -254,6 +273,7 @@ def growth(
         ``growth_per_s``, ``growth_per_s_interval`` (None where fewer than 20 requests arrived) and
         ``grows`` (None where that is open).
     """
+    begin, end, settled = window
     span = end - begin
     came = sum(begin <= time < end for time in arrivals)
     nothing = {"growth_per_s": None, "growth_per_s_interval": None, "grows": None}
@@ -269,7 +289,7 @@ def growth(
     half = _T9 * math.sqrt(variance / _GROWTH_BLOCKS)
     found = came / span - mean
     interval = [found - half, found + half]
-    grows: bool | None = interval[0] > 0 and found >= _LEAST_GROWTH * came / span
+    grows: bool | None = settled and interval[0] > 0 and found >= _LEAST_GROWTH * came / span
     if not grows:
         grows = False if _came_back(arrivals, ends, begin, end) else None
     return {"growth_per_s": found, "growth_per_s_interval": interval, "grows": grows}

@@ -31,6 +31,7 @@ _SHOWN = tuple(_LATENCIES)[:3]  # in tables and figures
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
+    "unsettled": "so few requests came that the system was still filling (--requests, --seconds)",
     "shed": "the server sheds requests",
     "failures": "requests fail",
     "objective": "too few requests are within the objective",
@@ -357,7 +358,7 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
         "(normalised latency); TTFT: from its arrival to its first token; TBT: its mean time "
         "between tokens; means with 95 % intervals by blocks of neighbouring requests",
         "counted are requests that arrived in the window: without the first and last tenth, and "
-        "not before a first request has ended",
+        "not before the first tenth of the requests has ended",
         "the queue grows where surely more requests arrive than are completed; it is steady where "
         "late in the window no more were in the system than early; else that is open",
     ]

@@ -94,7 +94,7 @@ def mm1(arrival_rate, service_rate, count, seed):
 
 def judged(arrival_rate, service_rate, count, seed):
     arrivals, ends = mm1(arrival_rate, service_rate, count, seed)
-    return growth(arrivals, ends, *window_of(arrivals, ends))
+    return growth(arrivals, ends, window_of(arrivals, ends))
 
 
 def test_a_queue_that_keeps_up_is_not_said_to_grow():
@@ -117,7 +117,7 @@ def test_a_queue_that_cannot_keep_up_grows_by_what_is_left():
     held = 0
     for seed, one in enumerate(found):
         arrivals, ends = mm1(1.5, 1.0, 400, seed)
-        begin, end = window_of(arrivals, ends)
+        begin, end, _ = window_of(arrivals, ends)
         came = sum(begin <= time < end for time in arrivals) / (end - begin)
         low, high = one["growth_per_s_interval"]
         held += low <= came - 1.0 <= high
@@ -126,26 +126,43 @@ def test_a_queue_that_cannot_keep_up_grows_by_what_is_left():
 
 def test_few_requests_tell_nothing_of_growth():
     assert judged(1.0, 2.0, 15, 0)["grows"] is None
-    assert growth([], [], 0.0, 0.0)["growth_per_s"] is None
+    assert growth([], [], window_of([], []))["growth_per_s"] is None
 
 
 def test_waiting_and_service_of_a_known_queue():
     arrivals, ends = mm1(0.5, 1.0, 6000, 5)
-    begin, end = window_of(arrivals, ends)
+    begin, end, _ = window_of(arrivals, ends)
     inside = [e - a for a, e in zip(arrivals, ends, strict=True) if begin <= a <= end]
     low, high = summarised(inside)["mean_interval"]
     assert low <= 2.0 <= high  # 1 / (service rate - arrival rate)
     assert summarised(inside)["p50"] == pytest.approx(2 * np.log(2), rel=0.15)
 
 
-def test_the_window_leaves_out_both_ends_and_what_came_before_a_first_end():
+def test_the_window_leaves_out_both_ends_and_what_came_before_a_tenth_had_ended():
     arrivals = [float(n) for n in range(100)]
-    assert window_of(arrivals, [n + 1.0 for n in arrivals]) == (10.0, 89.0)
-    assert window_of(arrivals, [n + 30.0 for n in arrivals]) == (30.0, 89.0)
-    assert window_of(arrivals, [n + 500.0 for n in arrivals]) == (49.0, 89.0)
-    assert window_of([], []) == (0.0, 0.0)
-    begin, end = window_of([1.0], [2.0])
+    assert window_of(arrivals, [n + 1.0 for n in arrivals]) == (10.0, 89.0, True)
+    assert window_of(arrivals, [n + 30.0 for n in arrivals]) == (39.0, 89.0, True)
+    assert window_of(arrivals, [n + 500.0 for n in arrivals]) == (49.0, 89.0, False)
+    # What never ended does not hold it up.
+    assert window_of(arrivals, [None, *(n + 1.0 for n in arrivals[1:])]) == (10.0, 89.0, True)
+    assert window_of([], []) == (0.0, 0.0, False)
+    begin, end, _ = window_of([1.0], [2.0])
     assert begin <= 1.0 <= end
+
+
+def test_a_system_that_fills_is_not_said_to_grow():
+    # 4 a second, each served in 12 s by itself: 48 are in the system for ever, once it has filled.
+    arrivals = [0.25 * n for n in range(64)]
+    short = growth(
+        arrivals,
+        [came + 12.0 for came in arrivals],
+        window_of(arrivals, [came + 12.0 for came in arrivals]),
+    )
+    assert short["growth_per_s"] > 1
+    assert short["grows"] is not True
+    longer = [0.25 * n for n in range(400)]
+    ends = [came + 12.0 for came in longer]
+    assert growth(longer, ends, window_of(longer, ends))["grows"] is False
 
 
 def test_a_ratio_over_the_same_requests_is_told_closer_than_of_different_ones():

@@ -23,7 +23,7 @@ from kvprof.records.load import (
     rate_row,
 )
 from kvprof.records.load_names import load_case
-from kvprof.records.load_served import ATTAINED, is_overloaded, is_within
+from kvprof.records.load_served import ATTAINED, is_overloaded, is_unsettled, is_within
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving
 from kvprof.serving.load.marks import Marks
@@ -112,7 +112,7 @@ def next_rate(
         return first
     elif not within and len(known) <= _LEAST_RATES:
         return _rounded(measured[0] / 2)
-    elif not grown and within and len(known) < _MOST_RATES:
+    elif not grown and within and len(known) < _MOST_RATES and not any(map(is_unsettled, known)):
         return _rounded(measured[-1] * 2)
     return _between(known, measured, within, options, share)
 
