@@ -13,27 +13,25 @@ from kvprof.views.numbers import count
 from kvprof.views.page import bullets, framed, heading, how_to_read, paragraph, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.spectrum_data import PAIR_NAMES, rate_text
-from kvprof.views.stability_data import (
+from kvprof.views.stability_tables import (
     Curve,
+    claims_part,
+    cluster_table,
     cost_rank,
     curves_of,
     datasets,
     error_key,
+    evidence_table,
     head_costs,
+    lengths_table,
     noise_of,
+    rank_tables,
+    ratio_table,
     ratio_text,
     share_text,
     source_words,
     to_csv,
     worst,
-)
-from kvprof.views.stability_tables import (
-    claims_part,
-    cluster_table,
-    evidence_table,
-    lengths_table,
-    rank_tables,
-    ratio_table,
 )
 
 __all__ = ["advice", "figure", "report", "series", "spans_decades", "to_csv", "verdict"]
