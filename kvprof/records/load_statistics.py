@@ -13,6 +13,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from kvprof.records.figures import Z, interval_of_share
+
 __all__ = [
     "COLUMNS",
     "LATENCIES",
@@ -25,7 +27,6 @@ __all__ = [
     "percentile",
     "share_with_interval",
     "summarised",
-    "wilson",
     "window_of",
 ]
 
@@ -36,10 +37,9 @@ _BLOCKS = 20
 _RESAMPLES = 200
 _ENDS = (0.025, 0.975)
 _LEAST = 20  # requests, or spans, from which an interval is told
-_Z = 1.959964
 # Resamples of 20 blocks spread by sqrt(19 / 20) of what the blocks do, and Student's t with 19
 # degrees of freedom is wider than the normal: without this 95 % would be 90.
-_WIDER = 2.093024 / _Z * math.sqrt(_BLOCKS / (_BLOCKS - 1))
+_WIDER = 2.093024 / Z * math.sqrt(_BLOCKS / (_BLOCKS - 1))
 _EDGE = 0.1  # of the requests at each end: while the queue fills, and while it empties
 _HALF = 0.5
 _GROWTH_BLOCKS = 10
@@ -92,7 +92,7 @@ def _by_rank(ordered: Sequence[float], share: float) -> list[float] | None:
     Of independent values, as many lie below a percentile as a binomial distribution says.
     """
     count = len(ordered)
-    half = _Z * math.sqrt(count * share * (1 - share))
+    half = Z * math.sqrt(count * share * (1 - share))
     low, high = math.floor(count * share - half), round(count * share + half)
     return [ordered[max(0, low - 1)], ordered[high]] if low >= 0 and high < count else None
 
@@ -148,7 +148,7 @@ def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, 
         return None
     count = len(answers)
     share = sum(answers) / count
-    low, high = wilson(sum(answers), count)
+    low, high = interval_of_share(share, count)
     cut = blocks(count)
     sums = {block: sum(answers[index] for index in block) for block in cut}
 
@@ -157,14 +157,6 @@ def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, 
 
     by_blocks = _interval(_resampled(cut, figure, seed)) or [low, high]
     return share, [min(low, by_blocks[0]), max(high, by_blocks[1])]
-
-
-def wilson(some: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of independent requests, some of so many (Wilson's)."""
-    share, square = some / count, _Z**2 / count
-    middle = (share + square / 2) / (1 + square)
-    half = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def mean_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, Any] | None:
