@@ -11,6 +11,7 @@ __all__ = ["cpu_read_bandwidth", "gpu_read_bandwidth"]
 
 _CPU_BYTES = 256 * 1024**2  # far over any last-level cache, yet quick to fill
 _GPU_BYTES = 2 * 1024**3
+_GPU_REPEATS = 20
 _REPEATS = 5
 
 
@@ -36,7 +37,7 @@ def cpu_read_bandwidth(repeats: int = _REPEATS) -> float:
     return _CPU_BYTES / min(times) / 1e12
 
 
-def gpu_read_bandwidth(index: int, repeats: int = 20) -> float:
+def gpu_read_bandwidth(index: int) -> float:
     """Sum 2 GiB on a GPU and return the median rate, in TB/s.
 
     Imports torch and makes a CUDA context.
@@ -45,8 +46,6 @@ def gpu_read_bandwidth(index: int, repeats: int = 20) -> float:
     ----------
     index : int
         As torch counts the GPUs (``CUDA_VISIBLE_DEVICES`` applies).
-    repeats : int
-        Timed reads, after one to warm up.
 
     Raises
     ------
@@ -57,9 +56,9 @@ def gpu_read_bandwidth(index: int, repeats: int = 20) -> float:
 
     with torch.cuda.device(index):
         block = torch.ones(_GPU_BYTES // 4, device="cuda")
-        block.sum()
+        block.sum()  # to warm up
         times = []
-        for _ in range(repeats):
+        for _ in range(_GPU_REPEATS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             block.sum()

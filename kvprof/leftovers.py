@@ -1,4 +1,7 @@
-"""What a process that leaves at once has to remove, since nobody else would."""
+"""What a process that leaves at once has to remove, since nobody else would.
+
+Apart from `kvprof.interrupt`, which knows the console: records use this and must not.
+"""
 
 from collections.abc import Callable
 

@@ -107,14 +107,24 @@ def running_figure(results: Sequence[Mapping[str, Any]]) -> Any:
             if not any(row["speeds"] for row in rows):
                 words = "not timed" if any(row["kernel"] for row in rows) else "no kernel"
                 panels[1].annotate(
-                    words, (1.0, line), (4, 0), textcoords="offset points", va="center",
-                    fontsize="xx-small", color=_GREY,
-                )  # fmt: skip
+                    words,
+                    (1.0, line),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize="xx-small",
+                    color=_GREY,
+                )
             if all(row["exact"] for row in rows):
                 panels[2].annotate(
-                    "all exact where it was scored", (target, line), (4, 0),
-                    textcoords="offset points", va="center", fontsize="xx-small", color=_GREY,
-                )  # fmt: skip
+                    "all exact where it was scored",
+                    (target, line),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize="xx-small",
+                    color=_GREY,
+                )
     handles |= {
         "no rate keeps the targets": every[0, 0].plot(
             [], [], color=_GREY, marker="o", markerfacecolor="white", linestyle="none"

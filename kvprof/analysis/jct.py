@@ -231,8 +231,8 @@ def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: 
     return float(((at / longest) ** powers) @ found)
 
 
-def percentiles(values: Sequence[float], shares: Sequence[float] = SHARES) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Return the mean and percentiles (``p50``, ``p90``, ``p99``) of one figure over requests."""
-    found = np.percentile(np.asarray(values, dtype=np.float64), shares)
-    named = {f"p{share:g}": float(value) for share, value in zip(shares, found, strict=True)}
+    found = np.percentile(np.asarray(values, dtype=np.float64), SHARES)
+    named = {f"p{share:g}": float(value) for share, value in zip(SHARES, found, strict=True)}
     return {"mean": float(np.mean(values)), **named}

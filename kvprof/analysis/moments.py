@@ -1,4 +1,4 @@
-"""Second moments of Q, K and V, accumulated in float64 while a model runs.
+"""Second moments of Q, K and V, and of what errors in them cost, in float64.
 
 Every basis and every spectrum needs only the Gram matrices ``QᵀQ``, ``KᵀK`` and ``VᵀV`` per head
 (methods: FDC §5.1, ZACK §4.3): their size depends on the head, never on the number of tokens.
@@ -20,6 +20,7 @@ from kvprof.errors import UsageError
 __all__ = [
     "JOINT_KEYS",
     "LayerMoments",
+    "LossMoments",
     "Moments",
     "group_size",
     "join_heads",
@@ -301,3 +302,26 @@ def joint_gram(moments: LayerMoments, vector: str, heads: int) -> Tensor:
         f"the moments hold no {vector} of groups of {heads} heads; calibrate anew with that group "
         "size"
     )
+
+
+@dataclass(frozen=True, eq=False)
+class LossMoments:
+    """Per token, how the predicted distribution turns away when a stored vector is off by ``e``.
+
+    To second order the divergence from the unchanged model is ``½ eᵀ F e``, in nats, with F the
+    Fisher information of the vector: the second moment of the gradient of the log-likelihood,
+    tokens drawn from the model's own distribution. Errors of tokens that are independent of each
+    other add up.
+
+    Attributes
+    ----------
+    keys : tuple of Tensor
+        Of each layer ``[num_kv_heads, d, d]`` float64 on the CPU, of keys as they are stored (after
+        RoPE).
+    values : tuple of Tensor
+        Of each layer ``[H * d, H * d]``, of the values of all its KV heads side by side: what two
+        heads lose together is in it.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]

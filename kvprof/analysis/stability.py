@@ -17,7 +17,7 @@ from torch import Tensor
 from kvprof.analysis.bases import eigenbasis, lost_energy, lost_product
 from kvprof.analysis.linalg import map_threads, svd
 from kvprof.analysis.moments import Moments
-from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram
+from kvprof.analysis.pairs import pair_gram
 from kvprof.errors import UsageError
 
 __all__ = [
@@ -310,12 +310,10 @@ class PairFactors:
     right: list[Tensor]
 
 
-def pair_factors(
-    moments: Moments, pair: str, *, value_weight_tokens: int = VALUE_WEIGHT_TOKENS
-) -> PairFactors:
+def pair_factors(moments: Moments, pair: str) -> PairFactors:
     """Take the factors of `pair` out of moments.
 
-    V always weighs `value_weight_tokens` tokens against W_O in ``vo``, so that a sweep of token
+    V always weighs `VALUE_WEIGHT_TOKENS` tokens against W_O in ``vo``, so that a sweep of token
     counts varies the estimate and nothing else.
 
     Raises
@@ -331,7 +329,7 @@ def pair_factors(
     per_token = 1.0 / moments.tokens
     gram, left, right = [], [], []
     for index, layer in enumerate(moments.layers):
-        weighted = pair_gram(moments, index, pair, value_weight_tokens=value_weight_tokens)
+        weighted = pair_gram(moments, index, pair)
         gram.append(weighted if pair == "vo" else weighted * per_token)
         if pair in ("qk", "k"):
             left.append(layer.grouped("q") * per_token)

@@ -106,7 +106,7 @@ def stability_data(
         "lengths": lengths,
         "unrelated_ratio": {"unaligned": HAAR_RATIO[0], "sign_aligned": HAAR_RATIO[1]},
         "negligible_cost": NEGLIGIBLE_COST,
-        "half_ranks": {pair: given_rank(_any(data_comparisons, pair), 0.5) for pair in pairs},
+        "half_ranks": {pair: given_rank(_any(data_comparisons, pair)) for pair in pairs},
     }
     return data, warnings
 
@@ -127,7 +127,7 @@ def mean_cost(comparisons: Sequence[Comparison], tokens: int) -> float:
     """Return the mean extra lost energy at the given rank nearest half the width."""
     costs = []
     for one in comparisons:
-        rank = given_rank(one, 0.5)
+        rank = given_rank(one)
         costs += [
             row["extra_energy_loss"]
             for row, asked in zip(one.rows, one.asked, strict=True)

@@ -359,13 +359,12 @@ def judge(
     comparisons: dict[tuple[str, str], list[Comparison]],
     *,
     random_source: bool,
-    rank_share: float = 0.5,
 ) -> list[dict[str, Any]]:
     """Hold every claim that fits the source against the measurements.
 
     The papers' metric is taken after sign alignment, the only form of it in which a basis equals
-    itself. Its interval is a 95 % bootstrap over heads: seeds and datasets share
-    a head's basis, so a head is drawn with all of them.
+    itself. Its interval is a 95 % bootstrap over heads: seeds and datasets share a head's basis, so
+    a head is drawn with all of them. Costs are read at the rank of `given_rank`.
 
     Parameters
     ----------
@@ -373,8 +372,6 @@ def judge(
         One comparison per seed; the noise floor left out.
     random_source : bool
         Whether the source is random tokens.
-    rank_share : float
-        The cost is read at the tested rank nearest this share of the width.
 
     Returns
     -------
@@ -391,12 +388,12 @@ def judge(
         groups = [targets] if claim.average and targets else [[target] for target in targets]
         for group in groups:
             members = [comparisons[claim.pair, target] for target in group]
-            entries.append(_judge_one(claim, members, " and ".join(group), rank_share))
+            entries.append(_judge_one(claim, members, " and ".join(group)))
     return entries
 
 
 def _judge_one(
-    claim: Claim, members: Sequence[Sequence[Comparison]], target: str, rank_share: float
+    claim: Claim, members: Sequence[Sequence[Comparison]], target: str
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "claim": claim.statement,
@@ -419,7 +416,7 @@ def _judge_one(
     # "From 8K on" must hold at every count from there, so the worst of them decides; a claim
     # without a count is given its best chance, the largest.
     judged = sorted(counts) if claim.average else [max(counts)]
-    candidates = [_at(members, tokens, rank_share) for tokens in judged]
+    candidates = [_at(members, tokens) for tokens in judged]
     measured, interval, cost, tokens = max(candidates, key=lambda candidate: candidate[0])
     holds = measured < claim.threshold
     cheap = cost <= NEGLIGIBLE_COST
@@ -442,7 +439,7 @@ def _judge_one(
 
 
 def _at(
-    members: Sequence[Sequence[Comparison]], tokens: int, rank_share: float
+    members: Sequence[Sequence[Comparison]], tokens: int
 ) -> tuple[float, list[float], float, int]:
     """Return δ/ε, its interval, the mean extra lost energy, and the token count.
 
@@ -453,7 +450,7 @@ def _at(
     for dataset in members:
         parts: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for comparison in dataset:
-            rank = given_rank(comparison, rank_share)
+            rank = given_rank(comparison)
             rows = zip(comparison.rows, comparison.weights, comparison.asked, strict=True)
             for row, weight, asked in rows:
                 if row["tokens"] == tokens and asked == rank:
@@ -480,10 +477,10 @@ def _at(
     )
 
 
-def given_rank(comparison: Comparison, rank_share: float) -> int:
-    """Return the rank asked for (not one picked by a removal rate) nearest a share of the width."""
+def given_rank(comparison: Comparison) -> int:
+    """Return the rank asked for (not one picked by a removal rate) nearest half the width."""
     given = sorted({rank for rank in comparison.asked if rank is not None})
-    return min(given, key=lambda rank: abs(rank - rank_share * comparison.width))
+    return min(given, key=lambda rank: abs(rank - comparison.width / 2))
 
 
 def recommend_tokens(points: Sequence[tuple[int, float]]) -> dict[str, Any]:

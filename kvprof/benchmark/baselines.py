@@ -312,21 +312,7 @@ def _decode(library: Any, workload: Workload, copies: int) -> Case:
         return full_samples(shared, output)
 
     runs = [run(cache) for cache in caches]
-    runs[0]()
-    return Case(
-        "flashinfer",
-        workload,
-        runs,
-        bytes_moved=2 * query.nbytes + workload.full_bytes,
-        buffer_bytes=caches[0].nbytes,
-        flops=workload.attention_flops(*(shape.num_heads * shape.head_dim,) * 2),
-        samples=samples,
-        scaling=shape.scaling,
-        softcap=shape.softcap,
-        note="FlashInfer knows no sinks here: it is timed without, which favours it"
-        if shape.sinks
-        else None,
-    )
+    return _flashinfer(workload, query, runs, caches[0].nbytes, samples)
 
 
 def _prefill(library: Any, inputs: FullWidth) -> Case:
@@ -351,16 +337,33 @@ def _prefill(library: Any, inputs: FullWidth) -> Case:
 
         return call
 
-    runs = [run(keys, values) for keys, values in inputs.copies]
+    return _flashinfer(
+        workload,
+        query,
+        [run(keys, values) for keys, values in inputs.copies],
+        sum(tensor.nbytes for tensor in inputs.copies[0]),
+        lambda output: full_samples(inputs, output.transpose(0, 1)),
+    )
+
+
+def _flashinfer(
+    workload: Workload,
+    query: Tensor,
+    runs: list[Callable[[], Tensor]],
+    buffer_bytes: int,
+    samples: Callable[[Tensor], Iterator[Sample]],
+) -> Case:
+    """Return the case of calls of FlashInfer, of which the first is tried."""
+    shape = workload.shape
     runs[0]()
     return Case(
         "flashinfer",
         workload,
         runs,
         bytes_moved=2 * query.nbytes + workload.full_bytes,
-        buffer_bytes=sum(tensor.nbytes for tensor in inputs.copies[0]),
+        buffer_bytes=buffer_bytes,
         flops=workload.attention_flops(*(shape.num_heads * shape.head_dim,) * 2),
-        samples=lambda output: full_samples(inputs, output.transpose(0, 1)),
+        samples=samples,
         scaling=shape.scaling,
         softcap=shape.softcap,
         note="FlashInfer knows no sinks here: it is timed without, which favours it"

@@ -164,7 +164,7 @@ class Case:
         Of one call: every input read once and the output written once; partial results not.
     buffer_bytes : int
         Of the tensor that holds all sequences' K and V as the kernel reads them: whole blocks and
-        pages. What the plan stores is `kvprof.benchmark.plans.stored_bytes`.
+        pages. What the plan stores is `Timed.stored_bytes` (`kvprof.benchmark.rows`).
     flops : int
         Of one call.
     samples : callable

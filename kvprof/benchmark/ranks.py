@@ -28,7 +28,6 @@ from kvprof.records.files import parse_json
 __all__ = [
     "plan_pairs",
     "ranks_from",
-    "resampled",
     "resampled_layers",
 ]
 
@@ -95,24 +94,6 @@ def _profile() -> dict[str, Any]:
     text = (files("kvprof") / "assets" / "shapes" / "profile.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def resampled(
-    shape: Shape, rate: float, method: str = "fdc", *, kinds: int = 0, seed: int = 0
-) -> Widths:
-    """Return the reference model's profile, resampled to one layer of a shape.
-
-    Parameters
-    ----------
-    shape, rate, method, kinds, seed
-        As `resampled_layers` takes them.
-
-    Raises
-    ------
-    UsageError
-        As `resampled_layers`.
-    """
-    return resampled_layers(shape, 1, rate, method, kinds=kinds, seed=seed)[0]
 
 
 def resampled_layers(

@@ -30,6 +30,7 @@ from kvprof.commands.output import (
 )
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.methods.named import MEASURED_QUANTISERS
 from kvprof.sizes import parse_count
 
 _GROUP = "What is measured"
@@ -59,7 +60,9 @@ def sensitivity(
     quantiser: Annotated[
         str,
         typer.Option(
-            "--quantiser", rich_help_panel=_GROUP, help="per-token, kivi, kvquant or quanto."
+            "--quantiser",
+            rich_help_panel=_GROUP,
+            help=f"{', '.join(MEASURED_QUANTISERS[:-1])} or {MEASURED_QUANTISERS[-1]}.",
         ),
     ] = "per-token",
     ranks: Annotated[
@@ -205,11 +208,8 @@ def _bits(text: str) -> list[str]:
 
 
 def _check_quantiser(name: str, bits: list[str]) -> None:
-    """Refuse quantisers that there are not, before torch is loaded.
-
-    What HQQ makes of a token depends on the tokens quantised with it, so one pass is not decoding.
-    """
-    known = ("per-token", "kivi", "kvquant", "quanto")
+    """Refuse quantisers that there are not, before torch is loaded."""
+    known = MEASURED_QUANTISERS
     if name not in known:
         hint = " (hqq's tokens depend on each other; eval takes it)" if name == "hqq" else ""
         raise UsageError(f"--quantiser {name[:40]}: it is none of {', '.join(known)}{hint}")

@@ -9,8 +9,7 @@ from kvprof import console
 from kvprof.commands.steps import calibration_interrupts, calibration_options
 from kvprof.errors import KvprofError, UsageError
 from kvprof.evaluation.data import TextSample, default_shape, text_samples
-from kvprof.evaluation.sensitivity import Sensitivity
-from kvprof.evaluation.sensitivity_answers import answers, layers_that_stay
+from kvprof.evaluation.sensitivity import Sensitivity, answers, layers_that_stay
 from kvprof.interrupt import Stop
 from kvprof.methods.budget import Handout, Offer, offer_of, parts_of_layers
 from kvprof.methods.family import MethodInputs

@@ -309,7 +309,6 @@ def calibration_options(
     calibrate_tokens: str | None,
     *,
     seq_len: int | None,
-    seed: int = 0,
     own_seq_len: str | None = None,
 ) -> CalibrationOptions:
     """Return what the user said about calibration.
@@ -320,8 +319,6 @@ def calibration_options(
         From the command line.
     seq_len : int or None
         Of the evaluation; None takes 2,048, or the model's context where that is shorter.
-    seed : int
-        Of random tokens.
     own_seq_len : str or None
         From the command line, instead of the evaluation's.
 
@@ -338,7 +335,7 @@ def calibration_options(
                 f"{source.name}: saved moments are what they are; leave out --calibrate-seq-len"
             )
         seq_len = parse_count(own_seq_len, what="--calibrate-seq-len")
-    return CalibrationOptions(source, tokens, seq_len or DEFAULT_SEQ_LEN, seed)
+    return CalibrationOptions(source, tokens, seq_len or DEFAULT_SEQ_LEN)
 
 
 def make_plan(

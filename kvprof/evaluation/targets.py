@@ -57,9 +57,7 @@ class Target:
         return {"metric": self.metric, "target": self.share}
 
 
-def parse_targets(
-    texts: Sequence[str], metric: str | None = None, *, what: str = "--target"
-) -> tuple[Target, ...]:
+def parse_targets(texts: Sequence[str], metric: str | None = None) -> tuple[Target, ...]:
     """Read targets: a share is of the metric, ``needle=0.95`` of the one that it names.
 
     Parameters
@@ -68,8 +66,6 @@ def parse_targets(
         As the user wrote them; none stands for `DEFAULT_SHARE`.
     metric : str or None
         Of ``--metric``; None where none was given, which means the accuracy.
-    what : str
-        Named in the error.
 
     Returns
     -------
@@ -85,21 +81,21 @@ def parse_targets(
     own = [text for text in texts if "=" not in text]
     if len(own) > 1:
         raise UsageError(
-            f"{what} {own[0]} and {what} {own[1]} are of one metric; name that of the other, as in "
-            f"{what} needle={own[1]}"
+            f"--target {own[0]} and --target {own[1]} are of one metric; name that of the other, "
+            f"as in --target needle={own[1]}"
         )
     parts = (text.partition("=") for text in texts if "=" in text)
     named = [(_metric(name), sign, share) for name, sign, share in parts]
     if named and not own and metric is not None and metric not in {name for name, _, _ in named}:
         raise UsageError(
-            f"--metric {metric} has no target beside {what} {'='.join(named[0][::2])}; add "
-            f"{what} {metric}={DEFAULT_SHARE:g}"
+            f"--metric {metric} has no target beside --target {'='.join(named[0][::2])}; add "
+            f"--target {metric}={DEFAULT_SHARE:g}"
         )
-    targets = [Target(metric or "accuracy", _share(text, what)) for text in own]
-    targets += [Target(name, _share(text, what)) for name, _, text in named]
+    targets = [Target(metric or "accuracy", _share(text)) for text in own]
+    targets += [Target(name, _share(text)) for name, _, text in named]
     names = [target.metric for target in targets]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{what}: {twice[0]} has two targets; keep one")
+        raise UsageError(f"--target: {twice[0]} has two targets; keep one")
     return tuple(targets) or (Target(metric or "accuracy"),)
 
 
@@ -108,10 +104,10 @@ def _metric(text: str) -> str:
     return text.strip().replace("-", "_")
 
 
-def _share(text: str, what: str) -> float:
-    share = parse_share(text, what=what)
+def _share(text: str) -> float:
+    share = parse_share(text, what="--target")
     if not 0 < share <= 1:
-        raise UsageError(f"{what} {text.strip()[:40]} is no share; write 0.99 for 99 %")
+        raise UsageError(f"--target {text.strip()[:40]} is no share; write 0.99 for 99 %")
     return share
 
 

@@ -20,10 +20,10 @@ from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily
 from kvprof.methods.full import full_plan
 from kvprof.methods.kq import kq
 from kvprof.methods.low_rank import KNOBS
+from kvprof.methods.named import MEASURED_QUANTISERS
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.settings import (
     FULL,
-    MEASURED_QUANTISERS,
     SIDES,
     HeadSide,
     Part,

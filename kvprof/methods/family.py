@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvprof.analysis.loss_moments import LossMoments
-from kvprof.analysis.moments import Moments
+from kvprof.analysis.moments import LossMoments, Moments
 from kvprof.analysis.rank_allocation import RankTarget
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import rate

@@ -54,8 +54,8 @@ def kq_wf(
         hold alike things, but W_O grows with them as for ``palu``; 0 for all.
     allocation : str
         What a unit of a head's squared error weighs. ``loss``: pairs are those of the next token's
-        loss itself (`kvprof.analysis.loss_moments`) instead of ``Q Kᵀ`` and ``V W_O``, and all
-        weigh alike. ``budget``: what was measured of it. ``output``:
+        loss itself (`kvprof.analysis.moments.LossMoments`) instead of ``Q Kᵀ`` and ``V W_O``, and
+        all weigh alike. ``budget``: what was measured of it. ``output``:
         its share of the layer's output, by a rule of thumb that needs no measurement: an error of
         1 in a score moves what a head puts out about as much as an error of the size of the values
         themselves, and all query heads put out alike.

@@ -54,7 +54,7 @@ class Link:
         return size / self.bytes_per_s
 
 
-def parse_link(text: str, *, what: str = "--link") -> Link:
+def parse_link(text: str) -> Link:
     """Read a link: a standard's name, a speed, or a name with the speed that was measured of it.
 
     Parameters
@@ -62,8 +62,6 @@ def parse_link(text: str, *, what: str = "--link") -> Link:
     text : str
         ``pcie5x16``, ``nvlink4``, ``100Gbit/s`` (``Gbps``, ``Gb/s``), ``25GB/s``, or
         ``rdma=46.2GB/s``.
-    what : str
-        Named in the error.
 
     Raises
     ------
@@ -81,18 +79,18 @@ def parse_link(text: str, *, what: str = "--link") -> Link:
     match = _SPEED.fullmatch(speed.strip())
     if match is None or (named and not 0 < len(name.strip()) <= _LONGEST_NAME):
         raise UsageError(
-            f"{what}: {text[:40]!r} is no link; write pcie3x16 to pcie6x16 (or fewer lanes), "
+            f"--link: {text[:40]!r} is no link; write pcie3x16 to pcie6x16 (or fewer lanes), "
             f"{', '.join(_NVLINK)}, a speed such as 100Gbit/s or 25GB/s, or a measured one by a "
             f"name of at most {_LONGEST_NAME} letters, as in rdma=46.2GB/s"
         )
     base = 1024 if match[3] else 1000
     size = float(match[1]) * base ** _POWERS[match[2]] / (1 if match[4] == "B" else 8)
     if not 1 <= size <= _FASTEST:
-        raise UsageError(f"{what}: {text[:40]!r} is slower or faster than any link")
+        raise UsageError(f"--link: {text[:40]!r} is slower or faster than any link")
     return Link(name.strip() if named else speed.strip().replace(" ", ""), size, nominal=False)
 
 
-def parse_links(texts: Sequence[str], *, what: str = "--link") -> list[Link]:
+def parse_links(texts: Sequence[str]) -> list[Link]:
     """Read several links, `COMMON_LINKS` where none is named.
 
     Raises
@@ -100,8 +98,8 @@ def parse_links(texts: Sequence[str], *, what: str = "--link") -> list[Link]:
     UsageError
         As `parse_link`, and where two have one name.
     """
-    links = [parse_link(text, what=what) for text in texts or COMMON_LINKS]
+    links = [parse_link(text) for text in texts or COMMON_LINKS]
     names = [link.name for link in links]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"{what}: {twice[0]} is named twice; leave one out")
+        raise UsageError(f"--link: {twice[0]} is named twice; leave one out")
     return links

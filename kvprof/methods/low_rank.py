@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvprof.analysis.bases import walsh_hadamard
-from kvprof.analysis.loss_moments import LossMoments
+from kvprof.analysis.moments import LossMoments
 from kvprof.analysis.rank_allocation import (
     ALLOCATIONS,
     Grid,

@@ -22,6 +22,7 @@ __all__ = [
     "BENCHED",
     "COMBINATIONS",
     "COMPARED",
+    "MEASURED_QUANTISERS",
     "METHOD_NAMES",
     "MODIFIERS",
     "Modifier",
@@ -60,6 +61,10 @@ MODIFIERS = (
     "keyformer",
     "snapkv",
 )
+
+#: Quantisers whose bits ``sensitivity`` measures and ``budget`` hands out. What HQQ makes of a
+#: token depends on the tokens that are quantised with it, so one pass is not decoding.
+MEASURED_QUANTISERS = ("per-token", "kivi", "kvquant", "quanto")
 
 #: kvprof's own, in the order in which they are listed.
 METHOD_NAMES = (

@@ -15,7 +15,6 @@ from kvprof.methods.quantisers import quantised
 
 __all__ = [
     "FULL",
-    "MEASURED_QUANTISERS",
     "SIDES",
     "HeadSide",
     "Part",
@@ -30,9 +29,6 @@ __all__ = [
 FULL = "full"
 #: The two sides of a cache, as plans name them.
 SIDES = ("keys", "values")
-#: Quantisers whose bits can be settings. What HQQ makes of a token depends on the tokens that are
-#: quantised with it, so one pass is not decoding.
-MEASURED_QUANTISERS = ("per-token", "kivi", "kvquant", "quanto")
 
 
 @dataclass(frozen=True, order=True)
@@ -132,7 +128,7 @@ def settings_of(
     inputs : MethodInputs
         Of the model; moments are not needed.
     quantiser : str
-        One of `MEASURED_QUANTISERS`.
+        One of `kvprof.methods.named.MEASURED_QUANTISERS`.
     bits : sequence of str
         ``fp8``, or a number of bits of the quantiser.
     ranks : sequence of int

@@ -29,6 +29,7 @@ __all__ = [
     "find_rotation",
     "intercept",
     "refusal",
+    "set_attention",
     "text_decoder",
     "watched_rotations",
     "wrapped_rotations",
@@ -239,9 +240,8 @@ def intercept(
     own = before if before in _NAMES else "sdpa" if decoder._supports_sdpa else "eager"
     watching = Interception(own, observe)
     with ExitStack() as stack:
-        with quiet():
-            stack.callback(_restore, decoder, before)
-            decoder.set_attn_implementation(_NAMES[own])
+        stack.callback(set_attention, decoder, before)
+        set_attention(decoder, _NAMES[own])
         if decoder.config._attn_implementation != _NAMES[own]:
             raise UsageError(refusal(model))
         _active.update(dict.fromkeys(identities, watching))
@@ -251,7 +251,8 @@ def intercept(
         yield
 
 
-def _restore(decoder: PreTrainedModel, implementation: str) -> None:
+def set_attention(decoder: PreTrainedModel, implementation: str) -> None:
+    """Give a decoder another attention function, without transformers' words about it."""
     with quiet():
         decoder.set_attn_implementation(implementation)
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
-from kvprof.analysis.loss_moments import LossMoments
-from kvprof.analysis.moments import Moments, group_size
+from kvprof.analysis.moments import LossMoments, Moments, group_size
 from kvprof.errors import UsageError
 from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily
 from kvprof.methods.registry import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvprof.analysis.loss_moments import LossMoments
+from kvprof.analysis.moments import LossMoments
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.interface import AttentionCall, intercept
 from kvprof.models.layout import LayerLayout

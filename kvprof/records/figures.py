@@ -8,7 +8,7 @@ from typing import Any
 
 from kvprof.records.parts import SHARED_PARTS
 
-__all__ = ["LEAST_SEQUENCES", "Figure", "figures_of", "interval_of_share", "judging_tasks"]
+__all__ = ["LEAST_SEQUENCES", "Figure", "Z", "figures_of", "interval_of_share", "judging_tasks"]
 
 Row = Mapping[str, Any]
 Key = tuple[tuple[str, Any], ...]
@@ -17,7 +17,8 @@ _LEAST_SAMPLES = 5
 #: For an interval of accuracy: a bootstrap over fewer draws the same ones again and again.
 LEAST_SEQUENCES = 8
 _LARGE = 0.02  # of a request's time: a part below it is mostly noise
-_Z = 1.959964  # 95 % of a normal distribution
+#: Standard errors to each side of a mean that hold 95 % of a normal distribution.
+Z = 1.959964
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def interval_of_share(share: float, items: int) -> tuple[float, float]:
 
     It stays wide where every answer was the same.
     """
-    square = _Z**2 / items
+    square = Z**2 / items
     middle = (share + square / 2) / (1 + square)
-    half = _Z * math.sqrt(share * (1 - share) / items + square / (4 * items)) / (1 + square)
+    half = Z * math.sqrt(share * (1 - share) / items + square / (4 * items)) / (1 + square)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprof.records.load_statistics import wilson
+from kvprof.records.figures import interval_of_share
 
 __all__ = [
     "ATTAINED",
@@ -31,8 +31,9 @@ def sheds(row: Mapping[str, Any]) -> bool:
 
 def fails(row: Mapping[str, Any]) -> bool:
     """Whether surely more requests failed than may be lost of a rate that is served."""
-    failed: int = row.get("failed", 0)
-    return failed > 0 and wilson(failed, row["requests"])[0] > LOSSY
+    if not (failed := row.get("failed", 0)):
+        return False
+    return interval_of_share(failed / row["requests"], row["requests"])[0] > LOSSY
 
 
 def is_overloaded(row: Mapping[str, Any]) -> bool:

@@ -13,6 +13,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from kvprof.records.figures import Z, interval_of_share
+
 __all__ = [
     "COLUMNS",
     "LATENCIES",
@@ -26,7 +28,6 @@ __all__ = [
     "percentile",
     "share_with_interval",
     "summarised",
-    "wilson",
     "window_of",
 ]
 
@@ -35,12 +36,12 @@ LATENCIES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 _BLOCKS = 20
 _RESAMPLES = 200
+_SEED = 0
 _ENDS = (0.025, 0.975)
 _LEAST = 20  # requests, or spans, from which an interval is told
-_Z = 1.959964
 # Resamples of 20 blocks spread by sqrt(19 / 20) of what the blocks do, and Student's t with 19
 # degrees of freedom is wider than the normal: without this 95 % would be 90.
-_WIDER = 2.093024 / _Z * math.sqrt(_BLOCKS / (_BLOCKS - 1))
+_WIDER = 2.093024 / Z * math.sqrt(_BLOCKS / (_BLOCKS - 1))
 _EDGE = 0.1  # of the requests at each end: while the queue fills, and while it empties
 _HALF = 0.5
 _GROWTH_BLOCKS = 10
@@ -64,10 +65,8 @@ def blocks(count: int, wanted: int = _BLOCKS) -> list[range]:
     return [range(low, high) for low, high in pairwise(edges)]
 
 
-def _resampled(
-    cut: Sequence[range], figure: Callable[[list[range]], float | None], seed: int
-) -> list[float]:
-    generator = random.Random(seed)
+def _resampled(cut: Sequence[range], figure: Callable[[list[range]], float | None]) -> list[float]:
+    generator = random.Random(_SEED)
     found = (figure(generator.choices(cut, k=len(cut))) for _ in range(_RESAMPLES))
     return sorted(one for one in found if one is not None)
 
@@ -93,20 +92,18 @@ def _by_rank(ordered: Sequence[float], share: float) -> list[float] | None:
     Of independent values, as many lie below a percentile as a binomial distribution says.
     """
     count = len(ordered)
-    half = _Z * math.sqrt(count * share * (1 - share))
+    half = Z * math.sqrt(count * share * (1 - share))
     low, high = math.floor(count * share - half), round(count * share + half)
     return [ordered[max(0, low - 1)], ordered[high]] if low >= 0 and high < count else None
 
 
-def summarised(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
+def summarised(values: Sequence[float]) -> dict[str, Any]:
     """Return mean and percentiles of one figure of requests, each with its interval.
 
     Parameters
     ----------
     values : sequence of float
         Seconds, in the order of arrival.
-    seed : int
-        Of the bootstrap.
 
     Returns
     -------
@@ -124,7 +121,7 @@ def summarised(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
     several: dict[str, list[float]] = {name: [] for name in ("mean", *LATENCIES)}
     if len(values) >= _LEAST:
         cut = blocks(len(values))
-        generator = random.Random(seed)
+        generator = random.Random(_SEED)
         for _ in range(_RESAMPLES):
             drawn = generator.choices(cut, k=len(cut))
             again = sorted(values[index] for block in drawn for index in block)
@@ -140,7 +137,7 @@ def summarised(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
     return found
 
 
-def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, list[float]] | None:
+def share_with_interval(answers: Sequence[bool]) -> tuple[float, list[float]] | None:
     """Return the share of requests that do, with an interval; None of none.
 
     The wider of two: by blocks, and Wilson's of independent ones, which stays wide where all agree.
@@ -149,33 +146,24 @@ def share_with_interval(answers: Sequence[bool], seed: int = 0) -> tuple[float, 
         return None
     count = len(answers)
     share = sum(answers) / count
-    low, high = wilson(sum(answers), count)
+    low, high = interval_of_share(share, count)
     cut = blocks(count)
     sums = {block: sum(answers[index] for index in block) for block in cut}
 
     def figure(drawn: list[range]) -> float:
         return sum(sums[block] for block in drawn) / sum(map(len, drawn))
 
-    by_blocks = _interval(_resampled(cut, figure, seed)) or [low, high]
+    by_blocks = _interval(_resampled(cut, figure)) or [low, high]
     return share, [min(low, by_blocks[0]), max(high, by_blocks[1])]
 
 
-def wilson(some: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of independent requests, some of so many (Wilson's)."""
-    share, square = some / count, _Z**2 / count
-    middle = (share + square / 2) / (1 + square)
-    half = _Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def mean_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, Any] | None:
+def mean_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
     """Return the ratio of two means over the same requests, the first over the second.
 
     Parameters
     ----------
     pairs : sequence of (float, float)
         In the order of arrival.
-    seed : int
 
     Returns
     -------
@@ -192,7 +180,7 @@ def mean_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> dict[str,
         return sum(sums[block][0] for block in drawn) / below if below else None
 
     ratio = figure(list(cut))
-    resampled = _resampled(cut, figure, seed) if len(pairs) >= _LEAST else []
+    resampled = _resampled(cut, figure) if len(pairs) >= _LEAST else []
     return {
         "ratio": ratio,
         "interval": _widened(_interval(resampled), ratio),
@@ -367,15 +355,14 @@ class Fit:
 _Moments = list[list[float]]
 
 
-def fitted(spans: Sequence[Mapping[str, float]], seed: int = 0) -> Fit | None:
+def fitted(spans: Sequence[Mapping[str, float]]) -> Fit | None:
     """Fit a line through stretches of decoding by least squares, weighted by their tokens.
 
     Parameters
     ----------
     spans : sequence of mapping
-        As `kvprof.records.events.LoadRateFinished` has them, those of one case after the other.
-    seed : int
-        Of the bootstrap over blocks of ten spans.
+        As `kvprof.records.events.LoadRateFinished` has them, those of one case after the other;
+        intervals are a bootstrap over blocks of ten.
 
     Returns
     -------
@@ -395,7 +382,7 @@ def fitted(spans: Sequence[Mapping[str, float]], seed: int = 0) -> Fit | None:
     solution = _solved(whole, kept)
     if solution is None:
         return None
-    generator = random.Random(seed)
+    generator = random.Random(_SEED)
     resamples = []
     for _ in range(_RESAMPLES if len(cut) >= _LEAST_BLOCKS else 0):
         again = _solved(_added([moments[one] for one in generator.choices(cut, k=len(cut))]), kept)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvprof.errors import UsageError
+from kvprof.reproduction.allowed import CELL_COMMANDS
 from kvprof.reproduction.recipe import CellTemplate, KeyPath, Measure, Profile, Recipe, placeholders
 
 __all__ = [
@@ -21,7 +22,7 @@ __all__ = [
 
 _NAME = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 # Whose first word that is no option names a model.
-_MODEL_FIRST = ("spectrum", "stability", "plan", "eval", "frontier", "generate")
+_MODEL_FIRST = frozenset(CELL_COMMANDS) - {"bench"}
 # Of a profile, all combinations of its matrix: far above what anybody waits for.
 _MOST_CELLS = 1_000
 _MOST_LETTERS = 2_000_000

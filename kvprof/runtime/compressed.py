@@ -21,7 +21,7 @@ from kvprof.methods.family import MethodInputs
 from kvprof.methods.full import full_plan
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.soundness import check_fits, refuse_latent_attention
-from kvprof.models.interface import text_decoder, watched_rotations
+from kvprof.models.interface import set_attention, text_decoder, watched_rotations
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.runtime.folding import OutputSwitch, folded_modules
@@ -291,11 +291,6 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _set_attention(decoder: PreTrainedModel, implementation: str) -> None:
-    with quiet():
-        decoder.set_attn_implementation(implementation)
-
-
 @contextmanager
 def _running(session: Compression) -> Iterator[None]:
     """Change the model, and change it back."""
@@ -315,8 +310,8 @@ def _running(session: Compression) -> Iterator[None]:
             if isinstance(module, OutputSwitch):
                 index = next(x.index for x in layout.layers if name.startswith(x.attention + "."))
                 session.switches[index] = module
-        stack.callback(_set_attention, decoder, before)
-        _set_attention(decoder, _NAME)
+        stack.callback(set_attention, decoder, before)
+        set_attention(decoder, _NAME)
         if decoder.config._attn_implementation != _NAME:
             raise UsageError(f"{layout.architecture} does not let kvprof compute its attention")
         active.update({module_id: (session, index) for module_id, index in attentions.items()})

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvprof.kernels.checks import DTYPES
 from kvprof.models.interface import text_decoder, wrapped_rotations
 from kvprof.runtime.tensors import on
 
@@ -25,7 +26,6 @@ __all__ = ["few_launches"]
 
 # Columns of a row that one program takes.
 _WIDEST = 16384
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Callable[..., Any] | None:
         or not isinstance(eps, float)
         or weight.dim() != 1
         or len(weight) > _WIDEST
-        or not {weight.dtype, dtype} <= set(_DTYPES)
+        or not {weight.dtype, dtype} <= set(DTYPES)
         or list(module.parameters()) != [weight]
     ):
         return None
@@ -146,7 +146,7 @@ def _unit(module: nn.Module, dtype: torch.dtype) -> Callable[..., Any] | None:
         down, nn.Linear
     ):
         return None
-    if not {gate.weight.dtype, dtype} <= set(_DTYPES):
+    if not {gate.weight.dtype, dtype} <= set(DTYPES):
         return None
 
     gate_of, up_of, down_of = gate, up, down

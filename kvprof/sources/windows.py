@@ -132,9 +132,9 @@ def _text_of(row: Any, where: str, chat_template: ChatTemplate | None) -> str:
     raise UsageError(f"{where}: a row needs 'text', 'prompt' (with 'answer') or 'messages'")
 
 
-def embedded_documents(kind: str, split: str = "calibration") -> Iterator[Iterable[str]]:
-    """Yield the documents of an embedded sample (``prose``, ``code`` or ``tasks``)."""
-    folder = resources.files("kvprof") / "assets" / "splits" / split
+def embedded_documents(kind: str) -> Iterator[Iterable[str]]:
+    """Yield the documents of a calibration split (``prose``, ``code`` or ``tasks``)."""
+    folder = resources.files("kvprof") / "assets" / "splits" / "calibration"
     with resources.as_file(folder / f"{kind}.jsonl") as path:
         yield from read_documents(path)
 

@@ -21,6 +21,7 @@ from textual.widgets import Input
 
 from kvprof.errors import ExitCode, KvprofError
 from kvprof.printable import printable
+from kvprof.records.files import write_beside
 from kvprof.tui.figures import COLUMNS, Choice
 from kvprof.tui.frame import (
     KEYS,
@@ -38,7 +39,7 @@ from kvprof.tui.pages import (
     LogScreen,
     OverviewScreen,
 )
-from kvprof.tui.session import Session, recorded_result, save_new
+from kvprof.tui.session import Session, recorded_result
 from kvprof.views.bars import Ink
 
 __all__ = ["LiveApp"]
@@ -288,7 +289,7 @@ class LiveApp(App[int]):
         name = self.screen.called if isinstance(self.screen, RunScreen) else "screen"
         drawn = self.export_screenshot(title=f"kvprof tui · {self.session.name}")
         try:
-            path = save_new(self._save_to, f"kvprof-{name}", ".svg", drawn)
+            path = write_beside(self._save_to / f"kvprof-{name}.svg", drawn.encode("utf-8"))
         except KvprofError as problem:
             self._say(str(problem), wrong=True)
         else:
@@ -303,7 +304,7 @@ class LiveApp(App[int]):
         try:
             # A long record takes seconds to fold; the view goes on meanwhile.
             text = await asyncio.to_thread(recorded_result, session.record, session.result)
-            path = save_new(self._save_to, "kvprof-result", ".json", text)
+            path = write_beside(self._save_to / "kvprof-result.json", text.encode("utf-8"))
         except KvprofError as problem:
             self._say(str(problem), wrong=True)
         else:

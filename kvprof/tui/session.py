@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError, KvprofError
-from kvprof.records.files import render_result, what_was_read, write_beside
+from kvprof.records.files import render_result, what_was_read
 from kvprof.records.fold import result_of
 from kvprof.records.journal import read_events
 from kvprof.tui.figures import clock, duration
@@ -14,25 +14,7 @@ from kvprof.tui.sources import Source
 from kvprof.tui.state import RunState
 from kvprof.tui.worker import Worker
 
-__all__ = ["Session", "recorded_result", "save_new"]
-
-# --- Files that the view saves: always new ones, whole or not at all.
-
-
-def save_new(folder: Path, stem: str, suffix: str, content: str) -> Path:
-    """Write `content` to ``stem.suffix``, or ``stem-2.suffix`` and so on where that exists.
-
-    Returns
-    -------
-    Path
-        Of the new file.
-
-    Raises
-    ------
-    FailedError
-        When nothing can be written there.
-    """
-    return write_beside(folder / f"{stem}{suffix}", content.encode("utf-8"))
+__all__ = ["Session", "recorded_result"]
 
 
 def recorded_result(record: Path | None, result: dict[str, Any] | None) -> str:

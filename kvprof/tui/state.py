@@ -397,21 +397,7 @@ def state_of(result: dict[str, Any]) -> RunState:
     state, data = RunState(), result["data"]
     if result["kind"] == "load":
         return _load_state(state, result)
-    state.add(
-        RunStarted(
-            0.0,
-            result["created"],
-            result["kvprof_version"],
-            "jct",
-            ("kvprof", "bench", "--jct"),
-            data["mode"] or "",
-            result["inputs"],
-            result["environment"],
-            data["shape"],
-            tuple(row["case"] for row in data["cases"]),
-            data["baseline"] or "",
-        )
-    )
+    state.add(_started(result, "jct", [row["case"] for row in data["cases"]]))
     for row in data["cases"]:
         _case(state, row, data)
     for device, entry in data["telemetry"].items():
@@ -429,23 +415,26 @@ def state_of(result: dict[str, Any]) -> RunState:
     return state
 
 
+def _started(result: dict[str, Any], kind: str, names: list[str]) -> RunStarted:
+    data = result["data"]
+    return RunStarted(
+        0.0,
+        result["created"],
+        result["kvprof_version"],
+        kind,
+        ("kvprof", "bench", f"--{kind}"),
+        data["mode"] or "",
+        result["inputs"],
+        result["environment"],
+        data["shape"],
+        tuple(names),
+        data["baseline"] or "",
+    )
+
+
 def _load_state(state: RunState, result: dict[str, Any]) -> RunState:
     data = result["data"]
-    state.add(
-        RunStarted(
-            0.0,
-            result["created"],
-            result["kvprof_version"],
-            "load",
-            ("kvprof", "bench", "--load"),
-            data["mode"] or "",
-            result["inputs"],
-            result["environment"],
-            data["shape"],
-            tuple(row["method"] for row in data["methods"]),
-            data["baseline"] or "",
-        )
-    )
+    state.add(_started(result, "load", [row["method"] for row in data["methods"]]))
     for method in data["methods"]:
         if method["servers"]:
             state.add(

@@ -9,8 +9,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.views.bars import Timelines, longest
-from kvprof.views.bench_data import (
+from kvprof.views.bench_tables import (
     Group,
+    baseline_table,
     beside_seconds,
     best_baseline,
     context_curves,
@@ -18,19 +19,16 @@ from kvprof.views.bench_data import (
     fits,
     groups,
     median_seconds,
+    method_table,
+    padded,
     rate_unit,
     roofline_points,
     roofline_unit,
     roofs,
     scaled,
-    widths,
-)
-from kvprof.views.bench_tables import (
-    baseline_table,
-    method_table,
-    padded,
     schedule_table,
     speedup_words,
+    widths,
 )
 from kvprof.views.figure import draw_curves, panel_figure, titled
 from kvprof.views.numbers import count, number

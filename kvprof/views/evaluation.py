@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvprof.methods.named import ALWAYS
 from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.views.evaluation_tables import (
     answer_lengths_table,
@@ -315,7 +316,7 @@ def report(
 
 def _asked(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the rows that are not always there, or all but the baseline when there are none."""
-    own = [one for one in evaluations if one["method"] not in ("full", "fp8")]
+    own = [one for one in evaluations if one["method"] not in ALWAYS]
     return own or [one for one in evaluations if one["method"] != "full"] or list(evaluations)
 
 

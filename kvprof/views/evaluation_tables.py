@@ -27,11 +27,11 @@ _UNABLE = "no verdict"  # of a task at which the uncompressed model is at chance
 Evaluation = Mapping[str, Any]
 
 
-def interval_text(bounds: Sequence[float | None] | None, decimals: int = 1) -> str:
+def interval_text(bounds: Sequence[float | None] | None) -> str:
     """Write an interval of a share in per cent: ``95.4–99.9``."""
     if bounds is None or bounds[0] is None or bounds[1] is None:
         return MISSING
-    return f"{100 * bounds[0]:.{decimals}f}–{100 * bounds[1]:.{decimals}f}"
+    return f"{100 * bounds[0]:.1f}–{100 * bounds[1]:.1f}"
 
 
 def task_names(evaluations: Sequence[Evaluation]) -> list[str]:

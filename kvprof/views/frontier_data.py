@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from kvprof.methods.named import ALWAYS
 from kvprof.records.figures import judging_tasks
 from kvprof.views.numbers import MISSING
 from kvprof.views.plot import Series
@@ -38,9 +39,6 @@ _METRIC_NAMES = {
 
 #: The reason of a method whose search the user ended.
 STOPPED = "interrupted"
-
-#: Methods that stand in every frontier; nothing in them is searched.
-_ALWAYS = ("full", "fp8")
 
 Method = Mapping[str, Any]
 
@@ -129,7 +127,7 @@ def furthest(method: Method) -> float | None:
     """
     if not method["points"]:
         return None
-    if single(method) and method["label"] in _ALWAYS:
+    if single(method) and method["label"] in ALWAYS:
         rate: float = method["points"][0]["rate"]
         return rate
     bounds = method["max_rate_interval"]

@@ -11,9 +11,13 @@ from kvprof.records.load_names import baseline_of, tps_of
 from kvprof.records.load_served import fails, sheds
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
-from kvprof.views.load_against import against_section
-from kvprof.views.load_lines import context_said, fit_said
-from kvprof.views.load_steps import NO_GRAPH, steps_section
+from kvprof.views.load_sections import (
+    NO_GRAPH,
+    against_section,
+    context_said,
+    fit_said,
+    steps_section,
+)
 from kvprof.views.numbers import MISSING, count, duration, interval, number, percent, unit_of
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
 from kvprof.views.plot import Series

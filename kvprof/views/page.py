@@ -27,6 +27,7 @@ __all__ = [
     "framed",
     "heading",
     "how_to_read",
+    "listed",
     "paragraph",
     "render_text",
     "tidy_csv",
@@ -105,6 +106,11 @@ def to_ascii(text: str) -> str:
 def heading(text: str) -> RenderableType:
     """Return a section's heading with an empty line before it."""
     return Text(f"\n{text}", style="bold")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names, one at least, as a sentence has them: ``a``, ``a and b``, ``a, b and c``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def paragraph(text: str, style: str = "") -> Text:

@@ -40,8 +40,6 @@ __all__ = [
 
 
 _HELD = ("reproduced", "reproduced in direction")
-# Whose first word that is no option names a model.
-_MODEL_FIRST = ("spectrum", "stability", "plan", "eval", "frontier", "generate")
 _SIGNS = {"at_least": "≥", "at_most": "≤", "above": ">", "below": "<"}
 
 
@@ -120,7 +118,8 @@ def model_words(entry: Mapping[str, Any]) -> str:
     found: dict[str, None] = {}
     for cell in entry["cells"]:
         command, *words = cell["command"].split()[1:]
-        if command in _MODEL_FIRST and words and not words[0].startswith("-"):
+        # Every other command that a cell may run takes its model first.
+        if command != "bench" and words and not words[0].startswith("-"):
             found[words[0]] = None
         elif "--model" in words[:-1] or "--real" in words:
             named = words[words.index("--model") + 1] if "--model" in words else "reference"

@@ -9,7 +9,16 @@ from rich.text import Text
 
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import MISSING, count, interval, number, percent, rate_in_bytes
-from kvprof.views.page import bullets, ends, framed, heading, paragraph, tidy_csv, weights_row
+from kvprof.views.page import (
+    bullets,
+    ends,
+    framed,
+    heading,
+    listed,
+    paragraph,
+    tidy_csv,
+    weights_row,
+)
 from kvprof.views.tables import DataTable, columns
 
 __all__ = ["report", "to_csv"]
@@ -124,14 +133,14 @@ def _answer(data: Mapping[str, Any], limit: float | None) -> Iterator[str]:
         own = [one["setting"] for one in sides if one["more"] == side]
         if own:
             other = _SIDES[1 - _SIDES.index(side)]
-            yield f"{side.capitalize()} are more sensitive than {other} at {_listed(own)}."
+            yield f"{side.capitalize()} are more sensitive than {other} at {listed(own)}."
     if len(sides) < len(data["sides"]):
         alike = [one["setting"] for one in data["sides"] if one["more"] is None]
-        yield f"Keys and values cost about the same at {_listed(alike)}."
+        yield f"Keys and values cost about the same at {listed(alike)}."
     free = [one["setting"] for one in data["layers"] if not one["stay"]]
     if free:
         parts = "All parts" if len(data["heads"]) == data["model_layers"] else "The measured layers"
-        yield f"{parts} together stay within {number(limit)} nats at {_listed(free)}."
+        yield f"{parts} together stay within {number(limit)} nats at {listed(free)}."
     for one in data["layers"]:
         if one["stay"]:
             layers = "layer" if len(one["stay"]) == 1 else "layers"
@@ -162,7 +171,7 @@ def _needed(data: Mapping[str, Any], limit: float | None) -> str:
             f"{f'each of the {every}' if number_of == every > 1 else number_of}"
             for setting, number_of in sorted(own.items(), key=lambda item: -item[1])
         ]
-        said.append(f"{side} need {_listed(counts)}")
+        said.append(f"{side} need {listed(counts)}")
     return f"By {unit}, within an equal share of {number(limit)} nats, {said[0]}, and {said[1]}."
 
 
@@ -188,10 +197,6 @@ def _spans(indices: Sequence[int]) -> str:
     return ", ".join(
         f"{one[0]}–{one[-1]}" if len(one) > 2 else ", ".join(map(str, one)) for one in spans
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 # --- Tables and maps.

@@ -10,30 +10,28 @@ from rich.text import Text
 from kvprof.views.figure import draw_curves, outer_legend, panel_figure, titled
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import count
-from kvprof.views.page import bullets, framed, heading, how_to_read, paragraph, weights_row
+from kvprof.views.page import bullets, framed, heading, how_to_read, listed, paragraph, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.spectrum_data import PAIR_NAMES, rate_text
-from kvprof.views.stability_data import (
+from kvprof.views.stability_tables import (
     Curve,
+    claims_part,
+    cluster_table,
     cost_rank,
     curves_of,
     datasets,
     error_key,
+    evidence_table,
     head_costs,
+    lengths_table,
     noise_of,
+    rank_tables,
+    ratio_table,
     ratio_text,
     share_text,
     source_words,
     to_csv,
     worst,
-)
-from kvprof.views.stability_tables import (
-    claims_part,
-    cluster_table,
-    evidence_table,
-    lengths_table,
-    rank_tables,
-    ratio_table,
 )
 
 __all__ = ["advice", "figure", "report", "series", "spans_decades", "to_csv", "verdict"]
@@ -224,7 +222,7 @@ def _answer(curves: Sequence[Curve], limit: float) -> str:
         return "it cannot be told, another seed costs as much as another source"
     if len(costly) < len(known):
         cheap = [curve.target for curve in known if curve not in costly]
-        return f"for {_listed(cheap)} yes in what it costs, for {_targets(costly)} no"
+        return f"for {listed(cheap)} yes in what it costs, for {_targets(costly)} no"
     return "no" if len(known) > 1 else f"no, not for {_targets(known)}"
 
 
@@ -277,11 +275,7 @@ def _ratios(curves: Sequence[Curve], noise: Curve | None) -> str:
 
 
 def _targets(curves: Sequence[Curve]) -> str:
-    return _listed([curve.target for curve in curves])
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return listed([curve.target for curve in curves])
 
 
 def advice(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]]) -> list[str]:

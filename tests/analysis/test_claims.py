@@ -159,8 +159,7 @@ def test_the_interval_is_over_heads_and_repeatable():
 
 def test_the_cost_is_read_at_the_given_rank_nearest_half_the_width():
     made = comparison({8192: (0.001, 0.0)}, rank=40)
-    assert given_rank(made, 0.5) == 40  # 16 and 40 are given, 32 is asked for
-    assert given_rank(made, 0.25) == 16
+    assert given_rank(made) == 40  # 16 and 40 are given, 32 is asked for
     entry = verdicts(prose=made)[0]
     assert entry["cost"] == 0.0
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.ranks import (
     ranks_from,
-    resampled,
     resampled_layers,
 )
 from kvprof.benchmark.shape_plans import parse_method
@@ -23,6 +22,10 @@ from tests.benchmark.on_shapes import method_on
 from tests.methods.models import FINE, inputs
 
 LLAMA = load_shape("Llama-3.1-8B")
+
+
+def resampled(shape, rate, method="fdc", **options):
+    return resampled_layers(shape, 1, rate, method, **options)[0]
 
 
 def rate_of(widths, shape):

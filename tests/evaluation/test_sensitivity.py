@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvprof.analysis.cheapest import Choice, cheapest
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.decode import decoded_logits
-from kvprof.evaluation.sensitivity import Sensitivity
-from kvprof.evaluation.sensitivity_answers import answers
+from kvprof.evaluation.sensitivity import Sensitivity, answers
 from kvprof.evaluation.stored import StoredPasses
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.registry import plan_family

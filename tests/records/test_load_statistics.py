@@ -50,8 +50,8 @@ def test_intervals_widen_for_neighbours_that_are_alike():
 def test_the_interval_of_a_mean_holds_the_truth_about_as_often_as_it_says():
     generator = np.random.default_rng(2)
     held = 0
-    for seed in range(60):
-        low, high = summarised(list(generator.exponential(1.0, 200)), seed)["mean_interval"]
+    for _ in range(60):
+        low, high = summarised(list(generator.exponential(1.0, 200)))["mean_interval"]
         held += low <= 1.0 <= high
     assert held >= 50
 
@@ -60,8 +60,8 @@ def test_the_interval_of_a_mean_holds_the_truth_about_as_often_as_it_says():
 def test_the_interval_of_a_percentile_holds_the_truth_about_as_often(name, share, count):
     generator = np.random.default_rng(3)
     truth, held = -np.log(1 - share), 0
-    for seed in range(60):
-        low, high = summarised(list(generator.exponential(1.0, count)), seed)[f"{name}_interval"]
+    for _ in range(60):
+        low, high = summarised(list(generator.exponential(1.0, count)))[f"{name}_interval"]
         held += low <= truth <= high
     assert held >= 54
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprof.analysis.loss_moments import LossMoments
-from kvprof.analysis.moments import joint_gram
+from kvprof.analysis.moments import LossMoments, joint_gram
 from kvprof.analysis.uniform import uniform_distortion, uniform_step
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate

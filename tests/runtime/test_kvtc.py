@@ -123,13 +123,18 @@ def test_padded_rows_are_coded_as_if_alone() -> None:
         both, positions = session.new_cache(), (mask.cumsum(1) - 1).clamp(min=0)
         given = torch.cat([padded, other])
         model("Llama").model(
-            given[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1],
+            given[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=positions[:, :-1],
             past_key_values=both,
-        )  # fmt: skip
-        found = model("Llama").model(
-            given[:, -1:], attention_mask=mask, position_ids=positions[:, -1:],
+        )
+        after = model("Llama").model(
+            given[:, -1:],
+            attention_mask=mask,
+            position_ids=positions[:, -1:],
             past_key_values=both,
-        ).logits[0, -1]  # fmt: skip
+        )
+        found = after.logits[0, -1]
     assert torch.allclose(found, wanted, atol=1e-2 * float(wanted.norm()))
     with pytest.raises(UsageError, match="codes a prompt's cache"):
         both.crop(-1)

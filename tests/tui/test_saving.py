@@ -5,14 +5,15 @@ import os
 import pytest
 
 from kvprof.errors import FailedError
-from kvprof.tui.session import recorded_result, save_new
+from kvprof.records.files import write_beside
+from kvprof.tui.session import recorded_result
 from tests.records.streams import stream, write
 
 
 def test_nothing_is_ever_overwritten(tmp_path):
     (tmp_path / "kvprof-log.svg").write_text("mine")
-    second = save_new(tmp_path, "kvprof-log", ".svg", "two")
-    third = save_new(tmp_path, "kvprof-log", ".svg", "three")
+    second = write_beside(tmp_path / "kvprof-log.svg", b"two")
+    third = write_beside(tmp_path / "kvprof-log.svg", b"three")
     assert (second.name, third.name) == ("kvprof-log-2.svg", "kvprof-log-3.svg")
     assert (tmp_path / "kvprof-log.svg").read_text() == "mine"
     assert second.read_text() == "two"
@@ -21,7 +22,7 @@ def test_nothing_is_ever_overwritten(tmp_path):
 def test_a_folder_that_is_none_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FailedError, match="file"):
-        save_new(tmp_path / "file", "x", ".svg", "text")
+        write_beside(tmp_path / "file" / "x.svg", b"text")
 
 
 def test_what_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
@@ -30,7 +31,7 @@ def test_what_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(FailedError, match="No space"):
-        save_new(tmp_path, "x", ".svg", "text")
+        write_beside(tmp_path / "x.svg", b"text")
     assert list(tmp_path.iterdir()) == []
 
 

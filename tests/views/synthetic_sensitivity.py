@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvprof.evaluation.sensitivity_answers import answers
+from kvprof.evaluation.sensitivity import answers
 from kvprof.methods.settings import Part
 from kvprof.records.result import build_result
 

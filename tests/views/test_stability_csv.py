@@ -4,7 +4,7 @@ import io
 import pytest
 
 from kvprof.views.stability import to_csv
-from kvprof.views.stability_data import COLUMNS
+from kvprof.views.stability_tables import COLUMNS
 
 from .synthetic_stability import stability_result
 

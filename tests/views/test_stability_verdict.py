@@ -4,7 +4,7 @@ import pytest
 
 from kvprof.views.page import render_text
 from kvprof.views.stability import report, verdict
-from kvprof.views.stability_data import NOISE_FLOOR, share_text
+from kvprof.views.stability_tables import NOISE_FLOOR, share_text
 
 from .synthetic_stability import averages, made
 

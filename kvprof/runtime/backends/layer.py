@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvprof.kernels.checks import DTYPES
 from kvprof.kernels.planes import LARGEST_GROUP, STEP, RaggedLayout
 from kvprof.kernels.project.step import (
     project_keys,
@@ -45,7 +46,6 @@ __all__ = [
 
 # --- A layer that is to run, and what no way to store tokens on the kernels can do.
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
 _OLDEST = (8, 0)
 # Tokens of a prompt for which kernels are built as for any longer one.
@@ -107,7 +107,7 @@ def refused_width(spec: LayerSpec) -> str | None:
 def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type not in ("cuda", "cpu"):
         return f"there are kernels for CUDA and the CPU, none for {device.type}"
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"the kernels compute in bfloat16, float16 or float32, not in {name}"
     if importlib.util.find_spec("triton") is None:

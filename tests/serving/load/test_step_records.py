@@ -75,18 +75,33 @@ ENVIRONMENT = json.loads((files("kvprof") / "assets/step_times/h200.json").read_
 
 
 def served(
-    folder, times, batches=(1, 4, 16), prefills=(0, 300), mode="served", inputs=None, engines=None,
+    folder,
+    times,
+    batches=(1, 4, 16),
+    prefills=(0, 300),
+    mode="served",
+    inputs=None,
+    engines=None,
     labels=("full",),
-):  # fmt: skip
+):
     """Write the events of a load on servers whose steps take known times."""
     folder.mkdir()
     with Journal(folder / "events.jsonl") as journal:
         journal.emit(
             RunStarted(
-                0.0, "2026-11-23T00:00:00Z", "0", "load", (), mode, inputs or {}, ENVIRONMENT,
-                {"name": "tiny"}, labels, labels[0],
+                0.0,
+                "2026-11-23T00:00:00Z",
+                "0",
+                "load",
+                (),
+                mode,
+                inputs or {},
+                ENVIRONMENT,
+                {"name": "tiny"},
+                labels,
+                labels[0],
             )
-        )  # fmt: skip
+        )
         servers = 2 if inputs is None else 1
         for label in labels:
             journal.emit(

@@ -113,11 +113,19 @@ def sweep(targets, options, earlier=(), stop=lambda: False):
     with Journal(None) as journal:
         journal.emit(
             RunStarted(
-                0.0, "2026-11-23T07:00:00Z", "0.1.0", "load", ("kvprof",), "served",
-                load_inputs(methods, options.lengths, options.objective), ENVIRONMENT,
-                {"name": "m"}, tuple(methods), methods[0],
+                0.0,
+                "2026-11-23T07:00:00Z",
+                "0.1.0",
+                "load",
+                ("kvprof",),
+                "served",
+                load_inputs(methods, options.lengths, options.objective),
+                ENVIRONMENT,
+                {"name": "m"},
+                tuple(methods),
+                methods[0],
             )
-        )  # fmt: skip
+        )
         complete, problems = run_sweep(targets, options, journal, earlier=earlier, stop=stop)
         return complete, problems, journal.recording().events
 
