@@ -28,15 +28,11 @@ from typing import Any
 
 from recording import keep
 
-from kvprof.benchmark.jct.layer import llama_config
-from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
-from kvprof.benchmark.shape_plans import Bare, parse_method, shape_plan
-from kvprof.benchmark.shapes import layout_of
-from kvprof.methods.plan import Plan
+from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.methods.plan_files import save_plan
 from kvprof.serving.alone import AT_ONCE, case_times
-from kvprof.serving.load.server import served_by_engine
 from kvprof.serving.settings import engine_variables
+from kvprof.serving.shapes import drawn_plan, write_shape
 from kvprof.sizes import parse_counts
 
 NAME = "serving.json"
@@ -46,24 +42,14 @@ _REPEATS = 3
 _GRAPHS = (1, 2, 4, 8, 16)
 
 
-def drawn_plan(name: str, model: ModelShape, rate: float, kinds: int) -> Plan:
-    """Return a plan for dummy weights: ranks of the profile, unlike in every layer."""
-    shape, asked = model.attention, parse_method(f"{name}:kinds={kinds}")
-    laid = Bare(layout_of(shape), shape.name)
-    return shape_plan(asked, shape, rate, tokens=1, itemsize=2, laid=laid).plan
-
-
 def prepare(arguments: argparse.Namespace, folder: Path) -> None:
     """Write what the engines read: the shape's configuration, and a plan per method."""
     model = load_model_shape(arguments.model).of_layers(arguments.layers)
-    config = llama_config(model)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder / "shape")
+    write_shape(model, folder / "shape")
     for name in arguments.methods.split(","):
-        if name not in OWN and served_by_engine(name) is None:
-            save_plan(
-                drawn_plan(name, model, arguments.rate, arguments.kinds), folder / f"{name}.plan"
-            )
+        if name not in OWN:
+            drawn = drawn_plan(f"{name}:kinds={arguments.kinds}", model.attention, arguments.rate)
+            save_plan(drawn.plan, folder / f"{name}.plan")
 
 
 def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:

@@ -296,6 +296,7 @@ def bench(
             baseline=baseline,
             requests=requests,
             tp=tp,
+            layers=layers,
             seed=seed,
         )
         return

@@ -41,7 +41,7 @@ __all__ = [
 
 
 _GROUP = "A request's time (--jct)"
-_SHARED = ("--baseline", "--requests", "--tp")  # with --load
+_SHARED = ("--baseline", "--requests", "--tp", "--layers")  # with --load
 
 
 def _option(*names: str, metavar: str | None = None, text: str) -> Any:

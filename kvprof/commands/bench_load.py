@@ -15,6 +15,7 @@ from kvprof import console
 from kvprof.commands.bench_load_options import LoadOptions
 from kvprof.commands.bench_load_servers import (
     SERVED,
+    engine_model,
     engine_words,
     running_servers,
     started_servers,
@@ -68,6 +69,7 @@ def bench_load(
     baseline: str | None,
     requests: int | None,
     tp: str | None,
+    layers: int | None,
     seed: int,
 ) -> None:
     """Measure, show and keep.
@@ -76,7 +78,7 @@ def bench_load(
     ----------
     asked : LoadOptions
     outputs : Outputs
-    model, methods, plans, rate, baseline, requests, tp, seed
+    model, methods, plans, rate, baseline, requests, tp, layers, seed
         What ``kvprof bench`` was given besides; None and empty are what was not given.
 
     Raises
@@ -86,6 +88,8 @@ def bench_load(
     KvprofError
         What a server failed with; what was measured is shown and kept before.
     """
+    if layers is not None and (asked.url is not None or asked.simulate):
+        raise UsageError("--layers is for a shape without weights whose servers are started here")
     if asked.url is not None:
         _refuse_beside_url(asked, methods, plans, rate, tp)
     else:
@@ -117,12 +121,13 @@ def bench_load(
         targets = running_servers(
             asked.url, inputs, served_model=asked.served_model, key_env=asked.key_env
         )
-    else:
-        targets = started_servers(
-            model or "reference", measured, plans, inputs, lengths, engine_words(asked.engine)
-        )
-    mode = "served" if asked.url is None else "url"
-    _measure_and_show(options, targets, inputs, outputs, mode=mode)
+        _measure_and_show(options, targets, inputs, outputs, mode="url")
+        return
+    words = engine_words(asked.engine)
+    with engine_model(model or "reference", layers, words) as served:
+        inputs |= {"layers": layers, "weights": served.weights}
+        targets = started_servers(served, measured, plans, inputs, lengths)
+        _measure_and_show(options, targets, inputs, outputs, mode="served")
 
 
 def _simulate(

@@ -2,7 +2,9 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +23,20 @@ from kvprof.serving.load.server import (
     serve_command,
     served_by_engine,
 )
+from kvprof.serving.settings import load_format_of
 
 if TYPE_CHECKING:
     from kvprof.serving.load.target import LoadTarget
 
-__all__ = ["SERVED", "engine_words", "running_servers", "started_servers", "urls"]
+__all__ = [
+    "SERVED",
+    "EngineModel",
+    "engine_model",
+    "engine_words",
+    "running_servers",
+    "started_servers",
+    "urls",
+]
 
 SERVED = "served"  # what an address serves, which has no name of ours
 _SECRETS = ("--api-key", "--hf-token", "--ssl")
@@ -84,66 +95,105 @@ def running_servers(
     ]
 
 
-def started_servers(
-    model: str,
-    methods: Sequence[LoadMethod],
-    plans: Sequence[Path],
-    inputs: Mapping[str, Any],
-    lengths: Any,
-    words: Sequence[str],
-) -> "list[LoadTarget]":
-    """Return a target for each method, whose servers are started when it is their turn.
+@dataclass(frozen=True)
+class EngineModel:
+    """What every server of a load serves.
+
+    Attributes
+    ----------
+    folder : str
+        Where vLLM finds it, or a hub id.
+    words : tuple of str
+        Further options for vLLM.
+    """
+
+    folder: str
+    words: tuple[str, ...]
+
+    @property
+    def weights(self) -> str | None:
+        """``random`` where they are nobody's; None for the model's own."""
+        return "random" if load_format_of(self.words) == "dummy" else None
+
+
+@contextmanager
+def engine_model(model: str, layers: int | None, words: Sequence[str]) -> Iterator[EngineModel]:
+    """Give what vLLM finds a model by: it knows folders and hub ids, and no shapes.
 
     Parameters
     ----------
     model : str
-        As the user names it.
-    methods : sequence of LoadMethod
-        Their names are methods, and those of the files of `plans`.
-    plans : sequence of Path
-    inputs : mapping
-        Of the load.
-    lengths : Lengths
+        As the user names it; a shape without weights gets random ones.
+    layers : int or None
+        Take only so many of a shape's.
     words : sequence of str
         Further options for vLLM.
 
     Raises
     ------
     UsageError
-        When requests are longer than the model's positions, its weights are a GGUF file's, or a
-        method or a plan cannot be served: its turn may come after hours.
+        For a GGUF file, and a shape that cannot be drawn.
+    """
+    from kvprof.benchmark.shapes import has_weights
+    from kvprof.models.locate import locate
+    from kvprof.serving.shapes import shape_folder, words_for_shape
+
+    refuse_gguf(model)
+    if has_weights(model):
+        if layers is not None:
+            raise UsageError("--layers is for a shape without weights; a model has those it has")
+        folder = str(locate(model).folder) if model == "reference" else model
+        yield EngineModel(folder, tuple(words))
+        return
+    with shape_folder(model, layers) as folder:
+        yield EngineModel(folder, (*words, *words_for_shape(folder, words)))
+
+
+def started_servers(
+    model: EngineModel,
+    methods: Sequence[LoadMethod],
+    plans: Sequence[Path],
+    inputs: Mapping[str, Any],
+    lengths: Any,
+) -> "list[LoadTarget]":
+    """Return a target for each method, whose servers are started when it is their turn.
+
+    Parameters
+    ----------
+    model : EngineModel
+    methods : sequence of LoadMethod
+        Their names are methods, and those of the files of `plans`.
+    plans : sequence of Path
+    inputs : mapping
+        Of the load.
+    lengths : Lengths
+
+    Raises
+    ------
+    UsageError
+        When requests are longer than the model's positions, or a method or a plan cannot be served:
+        its turn may come after hours.
     LackingError
         Without vLLM.
     """
     from kvprof.serving.load.target import ServedTarget
 
     files = {path.name: path for path in plans}
-    folder = _folder(model)
-    _refuse_long(folder, lengths)
+    _refuse_long(model.folder, lengths)
     if find_spec("vllm") is None:
         raise LackingError(
             f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
             "or name servers that run already (--url), or --simulate"
         )
-    _refuse_unservable(folder, methods, files)
+    _refuse_unservable(model.folder, methods, files)
     return [
         ServedTarget(
-            _process(one, files.get(one.name), folder, inputs, lengths.longest, words),
+            _process(one, files.get(one.name), model, inputs, lengths.longest),
             timeout=inputs["timeout"],
             router=inputs["router"],
         )
         for one in methods
     ]
-
-
-def _folder(model: str) -> str:
-    """Return what vLLM finds a model by: it knows folders and hub ids, not the embedded model."""
-    refuse_gguf(model)
-    if model != "reference":
-        return model
-    from kvprof.models.locate import locate
-
-    return str(locate(model).folder)
 
 
 def _refuse_long(folder: str, lengths: Any) -> None:
@@ -181,10 +231,9 @@ def _refuse_unservable(
 def _process(
     asked: LoadMethod,
     plan: Path | None,
-    model: str,
+    model: EngineModel,
     inputs: Mapping[str, Any],
     longest: int,
-    more: Sequence[str],
 ) -> Any:
     """Return a method's server with the engine's own router, or as many servers as replicas."""
     from kvprof.models.placement import main_device, parse_dtype
@@ -197,7 +246,7 @@ def _process(
         replicas=inputs["replicas"] // apart,
         seed=inputs["seed"],
         dtype=str(parse_dtype("auto", main_device("auto"))).removeprefix("torch."),
-        more=tuple(more),
+        more=model.words,
     )
     ((_, method, options),) = (
         method_entries(asked.name) if plan is None else [(asked.name, asked.name, [])]
@@ -205,7 +254,7 @@ def _process(
 
     def command(port: int) -> list[str]:
         return serve_command(
-            model,
+            model.folder,
             port,
             settings,
             method=method,
@@ -223,6 +272,7 @@ def _process(
         settings=shown,
         gpus=settings.gpus,
         sample=inputs["sample_steps"] if own else None,
+        unset=settings.unset,
     )
 
 

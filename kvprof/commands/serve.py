@@ -44,7 +44,8 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A hub id, a folder, or reference (embedded; the default). No GGUF file.",
+            help="A hub id, a folder, or reference (embedded; the default); with --load-format "
+            "dummy also a shape's name. No GGUF file.",
             autocompletion=served_models,
             show_default=False,
         ),
@@ -118,8 +119,9 @@ def serve(
         raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
 
     # Everything from here on needs torch.
-    from kvprof.commands.serve_run import calibrated, serve_plan
+    from kvprof.commands.serve_run import calibrated, refuse_weightless, serve_plan
 
+    refuse_weightless(spec, load_format, engine or [])
     given: dict[str, Any] = {
         "--method": method,
         "--rate": rate,

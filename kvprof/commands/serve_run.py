@@ -9,20 +9,26 @@ from typing import Any
 import typer
 
 from kvprof import console
+from kvprof.benchmark.shapes import has_weights
 from kvprof.child import child_environment, module_command
-from kvprof.errors import ExitCode
+from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import raising
 from kvprof.leash import Leash
+from kvprof.methods.plan_files import save_plan
 from kvprof.models.locate import locate
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.plugin import check_found
+from kvprof.serving.refusals import check_servable
 from kvprof.serving.served import served_plan
-from kvprof.serving.settings import Setting, engine_options, engine_variables, named
+from kvprof.serving.settings import Setting, engine_options, engine_variables, load_format_of, named
+from kvprof.serving.shapes import drawn_plan, shape_folder, words_for_shape
 
-__all__ = ["calibrated", "serve_plan", "server_command"]
+__all__ = ["calibrated", "refuse_weightless", "serve_plan", "server_command"]
 
 _GRACE_SECONDS = 30.0
+_RATE = 0.5
+_OPTIONS = ("--allocation", "--grid", "--minimum")
 
 
 @contextmanager
@@ -36,7 +42,7 @@ def calibrated(
     """Give the file of the plan; one that a method makes lies there while the body runs.
 
     It is calibrated by ``kvprof plan`` in a process of its own, so that the GPU is free again when
-    the server starts.
+    the server starts; for a shape without weights it is drawn.
 
     Parameters
     ----------
@@ -53,6 +59,10 @@ def calibrated(
         return
     with ScratchFolder("serve") as folder:
         path = Path(folder) / "served.plan"
+        if not has_weights(model):
+            _draw(model, path, given, option or ())
+            yield path
+            return
         words = ["plan", model, "--servable", "--save", str(path)]
         for name, value in given.items():
             words += [] if value is None else [name, str(value)]
@@ -73,12 +83,51 @@ def calibrated(
         yield path
 
 
+def refuse_weightless(model: str, load_format: str | None, engine: Sequence[str]) -> None:
+    """Refuse to serve a shape that has no weights, unless random ones are asked for.
+
+    Parameters
+    ----------
+    model : str
+    load_format : str or None
+    engine : sequence of str
+        Options for vLLM.
+
+    Raises
+    ------
+    UsageError
+    """
+    if not has_weights(model) and "dummy" not in (load_format, load_format_of(engine)):
+        raise UsageError(
+            f"{model} is a shape without weights; random ones, of which times alone mean "
+            "something, are served with --load-format dummy"
+        )
+
+
+def _draw(model: str, path: Path, given: dict[str, Any], option: Sequence[str]) -> None:
+    """Write a plan for the random weights of a shape."""
+    taken = ("--method", "--rate", *_OPTIONS)
+    if said := [name for name, value in given.items() if value is not None and name not in taken]:
+        raise UsageError(
+            f"{' and '.join(said)} means nothing for {model}, a shape without weights: its plan is "
+            "drawn, and takes --rate"
+        )
+    own = [f"{name[2:]}={given[name]}" for name in _OPTIONS if given[name] is not None]
+    options = ",".join((*own, *option))
+    method = given["--method"] + (f":{options}" if options else "")
+    drawn = drawn_plan(method, model, _RATE if given["--rate"] is None else given["--rate"])
+    check_servable(drawn.plan)
+    save_plan(drawn.plan, path)
+    console.note(f"{model} is a shape without weights: the plan has {drawn.source}")
+    for warning in drawn.warnings:
+        console.warn(warning)
+
+
 def server_command(
     model: str,
     engine: Sequence[str],
     settings: Sequence[Setting],
     *,
-    load_format: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[str]:
@@ -91,15 +140,14 @@ def server_command(
     engine : sequence of str
         Options for vLLM.
     settings : sequence of Setting
-    load_format, revision : str, optional
+    revision : str, optional
     trust_remote_code : bool
     """
     words = ["serve", model, *engine]
     own = named(list(engine))
     for one in settings:
         words += [] if one.name in own else [one.name, one.value]
-    for name, value in (("--load-format", load_format), ("--revision", revision)):
-        words += [] if value is None else [name, value]
+    words += [] if revision is None else ["--revision", revision]
     if trust_remote_code:
         words.append("--trust-remote-code")
     return module_command("kvprof.serving.server", *words)
@@ -137,29 +185,27 @@ def serve_plan(
     """
     check_found()
     served_plan(str(plan))
-    # vLLM knows hub ids and folders; the embedded model is a folder to it.
-    local = spec == "reference"
-    model = str(locate(spec).folder) if local else spec
     kind = str(parse_dtype(dtype, main_device("auto"))).removeprefix("torch.")
     settings = engine_options(host=host, port=port, dtype=kind, ranks=ranks)
-    if local:
-        settings.append(Setting("--served-model-name", spec, "what clients call it"))
-    variables = engine_variables(str(plan.resolve()))
-    own = named(list(engine))
-    for one in (*variables, *settings):
-        if one.name not in own:
-            console.note(f"{one.name} {one.value} ({one.why})")
-    command = server_command(
-        model,
-        engine,
-        settings,
-        load_format=load_format,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    environment = child_environment()
-    environment.update({one.name: one.value for one in variables})
-    return _until_it_ends(command, environment)
+    # vLLM knows hub ids and folders; the embedded model and a shape are folders to it.
+    local = spec == "reference"
+    with shape_folder(str(locate(spec).folder) if local else spec) as model:
+        if local or model != spec:
+            settings.append(Setting("--served-model-name", spec, "what clients call it"))
+        given = [*engine, *([] if load_format is None else ["--load-format", load_format])]
+        if not has_weights(spec):
+            given += words_for_shape(model, given)
+        variables = engine_variables(str(plan.resolve()))
+        own = named(given)
+        for one in (*variables, *settings):
+            if one.name not in own:
+                console.note(f"{one.name} {one.value} ({one.why})")
+        command = server_command(
+            model, given, settings, revision=revision, trust_remote_code=trust_remote_code
+        )
+        environment = child_environment()
+        environment.update({one.name: one.value for one in variables})
+        return _until_it_ends(command, environment)
 
 
 def _until_it_ends(command: Sequence[str], environment: dict[str, str]) -> int:

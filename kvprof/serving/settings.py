@@ -4,9 +4,20 @@ Standard library only: the command reads it before anything is loaded.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-__all__ = ["LOOPBACK", "SERVED", "Setting", "engine_options", "engine_variables", "named"]
+__all__ = [
+    "LOOPBACK",
+    "SERVED",
+    "Setting",
+    "engine_options",
+    "engine_variables",
+    "load_format_of",
+    "named",
+    "option_value",
+]
 
 #: Where the server listens unless told otherwise.
 LOOPBACK = "127.0.0.1"
@@ -88,3 +99,36 @@ def named(given: list[str]) -> set[str]:
         Words of a command line.
     """
     return {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("--")}
+
+
+def option_value(given: Sequence[str], option: str, *, least: str, short: str = "") -> str | None:
+    """Return what somebody gave to vLLM by an option, the last time; None where they did not.
+
+    Parameters
+    ----------
+    given : sequence of str
+        Words of a command line.
+    option : str
+    least : str
+        The shortest beginning of its name that is no other option's: vLLM takes beginnings.
+    short : str, optional
+        Its short name.
+    """
+    found = None
+    for word, behind in pairwise((*given, "")):
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if (name.startswith(least) and option.startswith(name)) or (short and name == short):
+            found = value if equals else behind
+    return found
+
+
+def load_format_of(given: Sequence[str]) -> str | None:
+    """Return the load format that somebody gave to vLLM; None where they did not.
+
+    Parameters
+    ----------
+    given : sequence of str
+        Words of a command line.
+    """
+    return option_value(given, "--load-format", least="--load-f")

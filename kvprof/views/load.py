@@ -403,6 +403,10 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
     lengths = inputs.get("lengths", {})
     return {
         "model": data["shape"].get("name"),
+        "layers": inputs.get("layers"),
+        "weights": f"{weights}: times alone mean anything"
+        if (weights := inputs.get("weights"))
+        else None,
         "engine": ", ".join(engines) or None,
         "servers": {
             "served": "started for it, one method after the other",

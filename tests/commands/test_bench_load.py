@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.child import module_command
 from kvprof.commands import bench_load_servers
-from kvprof.commands.bench_load_servers import started_servers
+from kvprof.commands.bench_load_servers import EngineModel, engine_model, started_servers
 from kvprof.errors import ExitCode, UsageError
 from kvprof.records.files import read_result
 from kvprof.records.journal import EVENTS_NAME, read_events
@@ -57,7 +58,10 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--lengths", "arxiv"], "--lengths means nothing without --load"),
         (["--jct", "--slo", "ttft=1s", "--url", "x"], "--slo and --url means nothing without"),
         (["--load", "--jct"], "--jct means nothing with --load"),
-        (["--load", "--seq", "4k", "--layers", "2"], "--layers and --seq means nothing with"),
+        (["--load", "--seq", "4k", "--capacity"], "--capacity and --seq means nothing with"),
+        (["--load", "--layers", "2"], "--layers is for a shape without weights"),
+        (["--load", "--simulate", "--layers", "2"], "--layers is for a shape without weights"),
+        (["--load", "--model", "Qwen3-8B"], "Qwen3-8B has QK-norm; random weights are drawn"),
         (["--load", "--device", "cuda", "--trace", "fdc/arxiv"], "--trace and --device"),
         (["--load", "--url", "x", "--methods", "fdc", "--memory", "1GB"], "--methods and --memory"),
         (["--load", "--url", "x", "--tp", "2,4"], "--tp means nothing with --url"),
@@ -171,7 +175,8 @@ def test_servers_are_started_on_each_number_of_gpus_in_turn(
 ) -> None:
     monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
     methods = load_methods(["full", "kq"], [2, 4])
-    targets = started_servers("a/model", methods, [], SERVED, load_lengths("in=64,out=8"), [])
+    model = EngineModel("a/model", ())
+    targets = started_servers(model, methods, [], SERVED, load_lengths("in=64,out=8"))
     assert [one.method for one in targets] == ["full tp=2", "kq tp=2", "full tp=4", "kq tp=4"]
     for target, asked in zip(targets, methods, strict=True):
         server = target._server  # type: ignore[attr-defined]
@@ -196,12 +201,36 @@ def test_what_cannot_be_served_is_refused_before_any_method_s_turn(
 ) -> None:
     monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
     methods = load_methods(["full", method], [1])
-    arguments = (str(tiny_folder), methods, [], SERVED, load_lengths("in=64,out=8"), [])
+    model = EngineModel(str(tiny_folder), ())
+    arguments = (model, methods, [], SERVED, load_lengths("in=64,out=8"))
     if why is None:
         assert len(started_servers(*arguments)) == 2
         return
     with pytest.raises(UsageError, match=re.escape(why)):
         started_servers(*arguments)
+
+
+def test_a_shapes_servers_have_random_weights_and_no_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its name is no folder that vLLM knows: one lies there as long as the servers may start."""
+    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
+    methods = load_methods(["full", "fdc:kinds=2"], [1])
+    with engine_model("Llama-3.1-8B", 2, ["--enforce-eager"]) as model:
+        assert model.weights == "random"
+        assert load_model_shape(model.folder).layers == 2
+        asked = SERVED | {"memory": 2**20}
+        for target in started_servers(model, methods, [], asked, load_lengths("in=64,out=8")):
+            server = target._server  # type: ignore[attr-defined]
+            words = list(server._commands(81))
+            assert model.folder in words
+            assert words[-4:] == [
+                "--enforce-eager", "--load-format", "dummy", "--skip-tokenizer-init",
+            ]  # fmt: skip
+            # What vLLM's CPU build would believe more than --memory.
+            monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+            assert "VLLM_CPU_KVCACHE_SPACE" not in server._environment(0)
+    assert not Path(model.folder).exists()
 
 
 def test_a_port_in_use_is_refused_before_anything_is_read() -> None:

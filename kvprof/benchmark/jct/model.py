@@ -28,6 +28,7 @@ from kvprof.progress import Progress, silent
 from kvprof.runtime.compressed import check_runs
 
 __all__ = [
+    "check_llama",
     "check_names",
     "load_run_model",
     "make_plans",
@@ -90,15 +91,12 @@ def load_run_model(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]
     return random_model(shape, device, parse_dtype(request.dtype, device), request.seed), shape
 
 
-def random_model(
-    model: ModelShape, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> LoadedModel:
-    """Return a Llama of a shape with random weights.
+def check_llama(model: ModelShape) -> None:
+    """Refuse a shape that no Llama has, of which no model with random weights is made.
 
     Raises
     ------
     UsageError
-        For a shape that no Llama has.
     """
     shape, dense = model.attention, model.dense
     odd = {
@@ -115,6 +113,19 @@ def random_model(
             f"{model.name} has {' and '.join(found)}; random weights are drawn for shapes like "
             "Llama's, so it can be composed but not run"
         )
+
+
+def random_model(
+    model: ModelShape, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> LoadedModel:
+    """Return a Llama of a shape with random weights.
+
+    Raises
+    ------
+    UsageError
+        For a shape that no Llama has.
+    """
+    check_llama(model)
     with quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
         before = torch.get_default_dtype()

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from kvprof.child import module_command
@@ -21,6 +20,7 @@ from kvprof.printable import printable
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.load.http import Address
 from kvprof.serving.sampled import SAMPLE_VARIABLE, SampledStep, StepReader, sampling_variable
+from kvprof.serving.settings import option_value
 
 __all__ = [
     "EngineSettings",
@@ -101,6 +101,8 @@ class ServerProcess(Server):
         Of each server; 0 leaves the environment as it is.
     sample : int or None
         Every how manieth step kvprof's plug-in in them shall time in parts.
+    unset : sequence of str
+        Variables that they do not get.
     """
 
     own = True
@@ -114,8 +116,10 @@ class ServerProcess(Server):
         settings: Mapping[str, str] | None = None,
         gpus: int = 0,
         sample: int | None = None,
+        unset: Sequence[str] = (),
     ) -> None:
         self.method = method
+        self._unset = unset
         self._sample = sample
         self._steps: StepReader | None = None
         self._commands = commands
@@ -205,7 +209,7 @@ class ServerProcess(Server):
         return [] if self._steps is None else self._steps.new()
 
     def _environment(self, number: int) -> dict[str, str]:
-        found = dict(os.environ)
+        found = {name: value for name, value in os.environ.items() if name not in self._unset}
         if self._sample is not None and self._folder is not None:
             where = Path(self._folder.name)
             found[SAMPLE_VARIABLE] = sampling_variable(self._sample, where)
@@ -266,7 +270,8 @@ def served_by_engine(method: str) -> str | None:
     return _OWN.get(method, method if method.startswith(_OWN_PREFIXES) else None)
 
 
-_STAGES = "--pipeline-parallel-size"
+#: In vLLM's CPU build it counts for more than ``--kv-cache-memory-bytes``.
+_CPU_MEMORY = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(frozen=True)
@@ -298,16 +303,15 @@ class EngineSettings:
     more: tuple[str, ...] = ()
 
     @property
+    def unset(self) -> tuple[str, ...]:
+        """Variables of the environment that would say something else than these settings."""
+        return () if self.memory is None else (_CPU_MEMORY,)
+
+    @property
     def gpus(self) -> int:
         """GPUs of an engine: ranks of tensor parallelism, times the pipeline stages of `more`."""
-        stages = 1
-        for word, behind in pairwise((*self.more, "")):
-            name, equals, value = word.partition("=")
-            name, value = name.replace("_", "-"), value if equals else behind
-            # vLLM takes the beginning of a name.
-            named = name.startswith("--pi") and _STAGES.startswith(name)
-            if (named or name == "-pp") and value.isdecimal():
-                stages = int(value)
+        said = option_value(self.more, "--pipeline-parallel-size", least="--pi", short="-pp") or ""
+        stages = int(said) if said.isdecimal() else 1
         return self.tp * stages
 
     def words(self) -> list[str]:

@@ -1,0 +1,100 @@
+"""Shapes without weights, as an engine serves them: a folder with a configuration, and plans."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvprof.benchmark.jct.layer import llama_config
+from kvprof.benchmark.jct.model import check_llama
+from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
+from kvprof.benchmark.shape_plans import Bare, ShapePlan, parse_method, shape_plan
+from kvprof.benchmark.shapes import Shape, layout_of, load_shape, shape_names
+from kvprof.scratch import ScratchFolder
+from kvprof.serving.settings import load_format_of, named
+
+__all__ = ["drawn_plan", "shape_folder", "words_for_shape", "write_shape"]
+
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json",
+)  # fmt: skip
+
+
+def write_shape(model: ModelShape, folder: Path) -> None:
+    """Write the configuration that an engine reads of a shape.
+
+    Parameters
+    ----------
+    model : ModelShape
+    folder : Path
+        Is made.
+
+    Raises
+    ------
+    UsageError
+        For a shape that no Llama has.
+    """
+    check_llama(model)
+    config = llama_config(model)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+
+
+@contextmanager
+def shape_folder(model: str, layers: int | None = None) -> Iterator[str]:
+    """Give a folder that an engine can read, which for a shape's name lies there meanwhile.
+
+    Parameters
+    ----------
+    model : str
+        A shape's name, or a folder with a ``config.json``, which is given back as it is.
+    layers : int, optional
+        Take only so many.
+    """
+    named = model.lower() in {name.lower() for name in shape_names()}
+    if not named and layers is None:
+        yield model
+        return
+    shape = load_model_shape(model).of_layers(layers)
+    with ScratchFolder("shape") as scratch:
+        folder = Path(scratch) / shape.name
+        write_shape(shape, folder)
+        yield str(folder)
+
+
+def words_for_shape(folder: str, given: Sequence[str]) -> list[str]:
+    """Return the options of vLLM that a folder without weights, and maybe a tokenizer, asks for.
+
+    Parameters
+    ----------
+    folder : str
+    given : sequence of str
+        Options that are given anyway.
+    """
+    words = [] if load_format_of(given) else ["--load-format", "dummy"]
+    if "--skip-tokenizer-init" not in named(list(given)) and not any(
+        (Path(folder) / name).exists() for name in _TOKENIZERS
+    ):
+        words.append("--skip-tokenizer-init")
+    return words
+
+
+def drawn_plan(method: str, model: str | Shape, rate: float) -> ShapePlan:
+    """Return a plan for random weights: ranks of the recorded profile, unlike in every layer.
+
+    Parameters
+    ----------
+    method : str
+        With its options: ``fdc:kinds=4``.
+    model : str or Shape
+        As `kvprof.benchmark.shapes.load_shape` takes it.
+    rate : float
+        Of the ranks; quantised, they are stored in fewer bytes still.
+
+    Raises
+    ------
+    UsageError
+        As `shape_plan`.
+    """
+    shape = model if isinstance(model, Shape) else load_shape(model)
+    laid = Bare(layout_of(shape), shape.name)
+    return shape_plan(parse_method(method), shape, rate, tokens=1, itemsize=2, laid=laid)
