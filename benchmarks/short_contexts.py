@@ -20,10 +20,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -217,7 +219,7 @@ class Case:
             with merging(candidate):
                 return candidate.step.run(query, buffer, schedule, HEAD_DIM**-0.5)
 
-        return [lambda own=buffer: call(own) for buffer in buffers]
+        return [partial(call, buffer) for buffer in buffers]
 
     def full_width(self) -> dict[str, list[Callable[[], Tensor]]]:
         """Return cuDNN's calls at full width, in both forms of grouped queries."""
@@ -232,22 +234,19 @@ class Case:
 
         single = query.view(self.batch, heads * self.group, 1, HEAD_DIM)
         return {
-            "cudnn": [lambda own=pair: call(single, own, True) for pair in both],
-            "cudnn-rows": [lambda own=pair: call(query, own, False) for pair in both],
+            "cudnn": [partial(call, single, pair, True) for pair in both],
+            "cudnn-rows": [partial(call, query, pair, False) for pair in both],
         }
 
 
 @contextmanager
 def merging(candidate: Candidate) -> Iterator[None]:
     """Let launches within merge as a candidate does."""
-    kept = parts.merge_sizes, launch.launch_merge
-    parts.merge_sizes = candidate.sizes
-    if not candidate.merged:
-        launch.launch_merge = lambda *_, **__: None
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(parts, "merge_sizes", candidate.sizes))
+        if not candidate.merged:
+            stack.enter_context(patch.object(launch, "launch_merge"))
         yield
-    finally:
-        parts.merge_sizes, launch.launch_merge = kept
 
 
 def compiled(cases: list[Case]) -> float:
@@ -344,7 +343,8 @@ def show(found: dict[str, Any], best: int = 7) -> None:
     rows = found["rows"]
     always = ("*", "before", "alone")
     print(found["name"])
-    print("  " + "; ".join(line(r) for r in rows if r["name"].startswith("cudnn")))
+    full = [line(r) for r in rows if r["name"].startswith("cudnn")]
+    print("  " + ("; ".join(full) or "no cuDNN here"))
     print("  " + "; ".join(line(r) for r in rows if r["name"] in always))
     rest = [r for r in rows if r["name"] not in always and not r["name"].startswith("cudnn")]
     rest.sort(key=lambda row: row["median_s"])
