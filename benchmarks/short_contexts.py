@@ -38,11 +38,13 @@ from kvprof.benchmark.timing import interleaved, paired_interval, sampler
 from kvprof.kernels import parts
 from kvprof.kernels.decode import launch
 from kvprof.kernels.decode.cuts import Item, Tuning, at_once, equal_shares, tuning_for
+from kvprof.kernels.decode.kernel import decode_pieces
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, decode_step
 from kvprof.kernels.dispatch import compiling_ahead
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.tables import Kind, columns
 
 NAME = "short-contexts.json"
 #: Mean kept width 64 of 128, from 32 to 112, as `benchmarks/kernel_speed.py` has it.
@@ -60,7 +62,7 @@ CASES = (
     (RAGGED, 4, 8192, 1), (TWO, 8, 32_768, 1), (TWO, 8, 102_400, 1), (RAGGED, 4, 32_768, 1),
     (RAGGED, 8, 102_400, 8), (RAGGED, 4, 102_400, 8), (RAGGED, 4, 102_400, 1),
     (RAGGED, 8, 32_768, 32), (RAGGED, 4, 32_768, 32), (RAGGED, 8, 8192, 8), (RAGGED, 4, 8192, 8),
-    (RAGGED, 8, 8192, 1), (RAGGED, 4, 2048, 1),
+    (RAGGED, 8, 8192, 32), (RAGGED, 4, 8192, 32), (RAGGED, 8, 8192, 1), (RAGGED, 4, 2048, 1),
 )  # fmt: skip
 #: Pieces per multiprocessor with the kernel as it is chosen.
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -332,7 +334,40 @@ def _items(case: Case, candidate: Candidate) -> int:
     return int((kinds[0][:, Item._fields.index("kind")] >= 0).sum()) if kinds else 0
 
 
-def show(found: dict[str, Any], best: int = 7) -> None:
+def built(device: torch.device) -> list[dict[str, Any]]:
+    """Return what the assembler made of each decode kernel that ran: registers decide much."""
+    found = []
+    for kernel in decode_pieces.device_caches[device.index][0].values():
+        names = decode_pieces.arg_names
+        constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
+        found.append(
+            {
+                **{key: constants[key.upper()] for key in ("count", "group", "stages")},
+                "tallest": max(constants["KINDS"][len(columns(Kind)) - 1 :: len(columns(Kind))]),
+                "warps": kernel.metadata.num_warps,
+                "registers": kernel.n_regs,
+                "spilled": kernel.n_spills,
+                "shared": kernel.metadata.shared,
+            }
+        )
+    return found
+
+
+def show_all(done: list[dict[str, Any]], best: int = 8) -> None:
+    """Print how the ways compare with kvprof's choice over all cases, the best first."""
+    ratios: dict[str, list[float]] = {}
+    for found in done:
+        times = {row["name"]: row["median_s"] for row in found["rows"]}
+        for name, seconds in times.items():
+            ratios.setdefault(name, []).append(seconds / times["*"])
+    means = {name: statistics.geometric_mean(own) for name, own in ratios.items()}
+    print("time over that of *, geometric mean over the cases, least and most")
+    for name in sorted(means, key=means.__getitem__)[:best]:
+        own = ratios[name]
+        print(f"  {name}: {means[name]:.3f} ({min(own):.3f} to {max(own):.3f}), {len(own)} cases")
+
+
+def show(found: dict[str, Any], best: int = 5) -> None:
     """Print a case: full width, what stands for itself, and the best of the rest."""
 
     def line(row: dict[str, Any]) -> str:
@@ -382,6 +417,16 @@ def main() -> None:
             if bench.device.type == "cuda":
                 torch.cuda.empty_cache()
         show(done[-1])
+    kernels: list[dict[str, Any]] = []
+    if bench.device.type == "cuda":
+        try:
+            kernels = built(bench.device)
+        except (AttributeError, KeyError, TypeError) as problem:  # Triton's own, without promise
+            problems.append(f"registers could not be read: {problem!r}")
+    for each in kernels:
+        print("  ".join(f"{key} {value}" for key, value in each.items()))
+    if done:
+        show_all(done)
     wrong = [
         f"{found['name']}, {row['name']}: error {row['error']}"
         for found in done
@@ -392,7 +437,7 @@ def main() -> None:
     keep(
         arguments.out / NAME,
         {"benchmark": "short contexts", "repeats": arguments.repeats, "tiny": arguments.tiny},
-        {"cases": done, "compile_s": compile_s, "seconds": seconds},
+        {"cases": done, "kernels": kernels, "compile_s": compile_s, "seconds": seconds},
         [*problems, *wrong],
     )
     print(f"{seconds:.1f} s; {len(done)} cases; {'; '.join(problems) or 'none left out'}")
