@@ -36,6 +36,8 @@ from kvprof import console
 from kvprof.benchmark.external import VllmShape, check_vllm, measure_vllm
 from kvprof.benchmark.jct.model import load_run_model, make_plans, prompt
 from kvprof.benchmark.jct.request import JctRequest
+from kvprof.benchmark.machine import free_bytes
+from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Plan
 from kvprof.methods.soundness import head_kinds
 from kvprof.models.interface import text_decoder
@@ -43,12 +45,14 @@ from kvprof.models.load import LoadedModel
 from kvprof.records.files import read_result
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
-from kvprof.sizes import parse_counts
+from kvprof.sizes import format_bytes, parse_counts
 
 NAME = "generate.json"
 
 # Tokens of one row that a prompt's pass takes at once, and of a piece beyond that.
 _AT_ONCE, _PIECE = 40_000, 32_768
+# Of a case of vLLM's, after which no further run begins: runs of one differ by tenths of a percent.
+_VLLM_SECONDS = 20.0
 # Steps until one is captured.
 _SETTLING = 4
 
@@ -200,6 +204,7 @@ def main() -> None:
         "device": str(loaded.device),
     }
     rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
     known = arguments.transformers.split(",")
     cases: list[tuple[int, int]] = []
     for case in arguments.cases.split(","):
@@ -211,10 +216,15 @@ def main() -> None:
             plan = None if name == "uncompressed" else plans[name]
             if loaded.device.type == "cuda":
                 torch.cuda.empty_cache()
-            try:
-                found = measure(loaded, plan, context, batch, arguments.tokens, request.seed)
-            except torch.OutOfMemoryError:
-                print(f"{context:7,} tokens x {batch}: {name:14} does not fit", flush=True)
+            why = too_large(loaded, plan or plans["full"], context + arguments.tokens, batch)
+            if why is None:
+                try:
+                    found = measure(loaded, plan, context, batch, arguments.tokens, request.seed)
+                except torch.OutOfMemoryError:
+                    why = "memory ran out"
+            if why is not None:
+                left_out.append(f"{name}, {context:,} tokens x {batch}: {why}")
+                print(f"{context:7,} tokens x {batch}: {name:14} left out: {why}", flush=True)
                 continue
             rows.append({"method": name, "context": context, "batch": batch, **found})
             prompt_s = "" if found["ttft_s"] is None else f"TTFT {found['ttft_s']:.2f} s, "
@@ -223,19 +233,40 @@ def main() -> None:
                 f"{found['tbt_median_s'] * 1e3:.2f} ms; replayed {found.get('replayed_steps')}",
                 flush=True,
             )
-            _write(arguments, inputs, with_ratios(rows))
+            _write(arguments, inputs, with_ratios(rows), left_out)
     if arguments.vllm:
         known_shape = VllmShape.of(loaded)
         del loaded, plans
         gc.collect()
         rows += vllm_rows(known_shape, cases, arguments.tokens)
-        _write(arguments, inputs, with_ratios(rows))
+        _write(arguments, inputs, with_ratios(rows), left_out)
     for row in with_ratios(rows):
         if row.get("times_full") is not None:
             print(
                 f"{row['context']:7,} tokens x {row['batch']}: {row['method']:14} "
                 f"{row['times_full']:.3f} of full"
             )
+
+
+def too_large(loaded: LoadedModel, plan: Plan, tokens: int, batch: int) -> str | None:
+    """Return why a cache does not fit on the device, if it does not.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    plan : Plan
+        That says how it is stored.
+    tokens : int
+        Of a row, at most.
+    batch : int
+    """
+    if loaded.device.type != "cuda":
+        return None
+    needed = bytes_at(plan, tokens, itemsize=loaded.dtype.itemsize, batch=batch).total
+    free = free_bytes(loaded.device)
+    if needed <= free:
+        return None
+    return f"its cache takes {format_bytes(needed)}, and {format_bytes(free)} are free"
 
 
 def vllm_rows(shape: VllmShape, cases: list[tuple[int, int]], tokens: int) -> list[dict[str, Any]]:
@@ -250,7 +281,7 @@ def vllm_rows(shape: VllmShape, cases: list[tuple[int, int]], tokens: int) -> li
         To write.
     """
     asked = [(batch, context, tokens) for context, batch in cases]
-    found = measure_vllm(shape, asked, progress=console.track)
+    found = measure_vllm(shape, asked, seconds=_VLLM_SECONDS, progress=console.track)
     if found["why"] is not None:
         print(f"{found['engine']} was not measured: {found['why']}", flush=True)
     name = f"{found['engine']} {found['version']}"
@@ -291,7 +322,10 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _write(
-    arguments: argparse.Namespace, inputs: dict[str, Any], rows: list[dict[str, Any]]
+    arguments: argparse.Namespace,
+    inputs: dict[str, Any],
+    rows: list[dict[str, Any]],
+    left_out: list[str],
 ) -> None:
     """Write what is measured so far beside what earlier calls measured of other contexts."""
     path = arguments.out / NAME
@@ -301,7 +335,7 @@ def _write(
         earlier = read_result(path)
         if earlier["inputs"] == inputs:
             kept = [r for r in earlier["data"]["rows"] if (r["context"], r["batch"]) not in new]
-    keep(path, inputs, {"rows": [*kept, *rows]})
+    keep(path, inputs, {"rows": [*kept, *rows]}, left_out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ def test_memory_is_read_at_a_rate_that_hardware_has() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not read_gpus().devices, reason="needs an NVIDIA GPU")
 def test_a_gpu_reads_near_the_peak_that_its_driver_states() -> None:
     peak = read_gpus().devices[0].peak_tb_per_s

@@ -137,6 +137,7 @@ def measure_vllm(
     cases: Sequence[Case],
     *,
     seed: int = 0,
+    seconds: float = _CASE_SECONDS,
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -152,6 +153,8 @@ def measure_vllm(
         Batch, tokens of the prompt, tokens to write; each is measured once.
     seed : int
         Of the prompts.
+    seconds : float
+        Of a case, after which no further run begins once there are enough for a median.
     progress : Progress
     should_stop : callable
         Asked several times a second; True ends the engine.
@@ -162,7 +165,7 @@ def measure_vllm(
     folder = ScratchFolder("vllm")
     try:
         files = Path(folder.name)
-        _describe(shape, timed, files, seed)
+        _describe(shape, timed, files, seed, seconds)
         with progress("vLLM alone", len(timed) + 1) as bar:
             lines, why = _run(shape, files, bar.advance, should_stop)
     finally:
@@ -208,7 +211,9 @@ def check_measured(external: Mapping[str, Any]) -> None:
         raise FailedError(f"{ENGINE} was not measured: {external['why']}")
 
 
-def _describe(shape: VllmShape, cases: Sequence[Case], folder: Path, seed: int) -> None:
+def _describe(
+    shape: VllmShape, cases: Sequence[Case], folder: Path, seed: int, seconds: float
+) -> None:
     """Write what the engine's process reads: the shape as it is, but for how long it may write."""
     tokens = {case: case[1] + case[2] + spare_tokens(case[0], case[1]) for case in cases}
     longest = max(tokens.values())
@@ -232,7 +237,7 @@ def _describe(shape: VllmShape, cases: Sequence[Case], folder: Path, seed: int) 
         "cases": cases,
         "least": _RUNS[0],
         "most": _RUNS[1],
-        "seconds": _CASE_SECONDS,
+        "seconds": seconds,
     }
     (folder / REQUEST).write_text(json.dumps(asked))
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from kvprof.kernels.dispatch import dependent, launching
+from kvprof.kernels.dispatch import dependent, launching, multiprocessors_of
 from kvprof.kernels.tables import Output, Part, column
 
 __all__ = [
@@ -24,8 +24,10 @@ __all__ = [
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
-#: Columns that a merging program joins: few, so that there are programs enough at batch 1.
-_COLUMNS = 32
+#: Fewest columns that a merging program joins: two sectors of memory.
+_FEWEST_COLUMNS = 16
+#: Most values of parts that it reads at once.
+_MOST_MERGED = 8192
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _PART = tl.constexpr(len(Part._fields))
@@ -162,11 +164,31 @@ def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Ten
     )
 
 
-def merge_sizes(widest: int, items: int, tasks: int) -> tuple[int, int]:
-    """Return the columns of a merging program and the parts that it reads at once."""
-    # The widest of ragged heads has about twice the mean's parts.
-    parts = triton.next_power_of_2(max(1, 2 * items // tasks))
-    return min(_COLUMNS, triton.next_power_of_2(widest)), min(256, max(16, parts))
+def merge_sizes(
+    widest: int, items: int, tasks: int, group: int, multiprocessors: int
+) -> tuple[int, int, int]:
+    """Return the columns of a merging program, the parts that it reads at once, and its warps.
+
+    Few programs read little each, so that every multiprocessor has one; of many, each takes more,
+    so that they do not queue.
+
+    Parameters
+    ----------
+    widest : int
+        Columns of a part.
+    items, tasks : int
+    group : int
+        Query heads of a task.
+    multiprocessors : int
+    """
+    most = triton.next_power_of_2(widest)
+    width = min(_FEWEST_COLUMNS, most)
+    while width < most and tasks * group * triton.cdiv(widest, width) > 2 * multiprocessors:
+        width *= 2
+    # The widest of ragged heads has about one and a half times the mean's parts.
+    parts = triton.next_power_of_2(max(1, 3 * items // (2 * tasks)))
+    parts = min(_MOST_MERGED // width, max(16, parts))
+    return width, parts, min(4, max(1, width * parts // 1024))
 
 
 def launch_merge(
@@ -199,7 +221,8 @@ def launch_merge(
         int32, set to 0 on the way.
     """
     items, group, widest = partial.shape
-    width, most = merge_sizes(widest, items, len(parts))
+    workers = multiprocessors_of(output.device)
+    width, most, warps = merge_sizes(widest, items, len(parts), group, workers)
     early = dependent(output.device)
     launching(merge_pieces, (len(parts), group, triton.cdiv(widest, width)))(
         partial,
@@ -219,6 +242,6 @@ def launch_merge(
         SINKS=sinks is not None,
         COUNTERS=0 if counters is None else len(counters),
         DEPENDENT=early,
-        num_warps=4,
+        num_warps=warps,
         **({"launch_pdl": True} if early else {}),
     )

@@ -26,6 +26,7 @@ def test_all_methods_run_and_are_right():
     assert {"sdpa-flash", "kvprof"} <= ran
 
 
+@pytest.mark.alone
 def test_schedules_are_measured():
     data, _ = run_bench(
         BenchRequest(

@@ -7,10 +7,16 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.decode.cuts import (
     COST_PER_TOKEN,
+    DEEP_TILES,
+    LEAST_TILES,
+    Tuning,
+    at_once,
     checked_lengths,
     equal_shares,
     kinds,
     longest_first,
+    most_pieces,
+    pieces_for,
     predicted_makespan_over_mean,
     tile_height,
 )
@@ -60,6 +66,29 @@ def test_tiles_hold_as_much_whatever_their_width():
         height = tile_height(key, value, 8192)
         assert height & (height - 1) == 0
         assert height == 512 or 4096 < height * (key + value) <= 8192 or height == 16
+
+
+@given(st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 12), st.integers(1, 200))
+def test_more_tiles_are_no_fewer_pieces_and_short_ones_fit_in_one_round(tiles, more, pieces, count):
+    tuning = Tuning(pieces=pieces)
+    found = most_pieces(tiles, tuning, count)
+    assert 1 <= found <= most_pieces(tiles + more, tuning, count) <= pieces * count
+    if tiles < DEEP_TILES * pieces * count:
+        assert found <= at_once(tuning) * count
+        assert found == 1 or tiles / found >= LEAST_TILES
+
+
+def test_pieces_of_a_short_context_fill_one_round_and_leave_none_over():
+    keys, values = zip(*RAGGED, strict=True)
+    # 51,200 bytes of shared memory a program: four lie on a multiprocessor of 227 KiB.
+    assert at_once(Tuning()) == 4
+    for heads, tokens in ((8, 8192), (8, 32_768), (2, 32_768), (2, 102_400)):
+        layout = RaggedLayout(keys[:heads], values[:heads], 4, 1, tokens)
+        cut = equal_shares(layout, [tokens], pieces_for(layout, [tokens], Tuning(), 132), 8192)
+        assert 0.97 * 528 < len(cut.items) <= 528
+    layout = RaggedLayout(keys, values, 4, 1, 102_400)
+    cut = equal_shares(layout, [102_400], pieces_for(layout, [102_400], Tuning(), 132), 8192)
+    assert 0.97 * 1056 < len(cut.items) <= 1056
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))

@@ -22,7 +22,7 @@ from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.rows import TOLERANCE
 from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.decode.cuts import Item, kinds, tile_height
+from kvprof.kernels.decode.cuts import Item, kinds, pieces_for, tile_height
 from kvprof.kernels.decode.step import DecodeStep, decode_step
 from kvprof.kernels.parts import Schedule, launch_merge
 from kvprof.kernels.planes import RaggedLayout
@@ -342,7 +342,8 @@ def _even(step: DecodeStep, workload: Workload) -> Schedule:
     """Cut every head into as many pieces whatever its width: what a kernel for equal heads does."""
     layout, tile = step.layout, step.tuning.tile
     tasks = workload.batch * layout.heads
-    pieces = max(1, step.tuning.pieces * step.multiprocessors // tasks)
+    lengths = [workload.seq] * workload.batch
+    pieces = max(1, pieces_for(layout, lengths, step.tuning, step.multiprocessors) // tasks)
     items: list[Item] = []
     parts: list[Part] = []
     pairs = kinds(layout)
@@ -360,7 +361,7 @@ def _even(step: DecodeStep, workload: Workload) -> Schedule:
         return torch.tensor(numbers, dtype=torch.int32, device=workload.device)
 
     scheduled = [whole(items), whole(parts), whole([]), whole([])]
-    return Schedule(whole([workload.seq] * workload.batch), None, scheduled)
+    return Schedule(whole(lengths), None, scheduled)
 
 
 def _merge(

@@ -35,7 +35,13 @@ from kvprof.benchmark.methods import Method, named_plans
 from kvprof.benchmark.plans import Widths
 from kvprof.benchmark.schedules import ASSUMED_MULTIPROCESSORS
 from kvprof.benchmark.timing import Interrupted
-from kvprof.kernels.decode.cuts import COST_PER_TOKEN, equal_shares, longest_first, tuning_for
+from kvprof.kernels.decode.cuts import (
+    COST_PER_TOKEN,
+    equal_shares,
+    longest_first,
+    pieces_for,
+    tuning_for,
+)
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.models.placement import parse_dtype
@@ -110,9 +116,8 @@ def _predicted_loads(
     tuning = tuning_for(layout, schedule)
     # In order, each to whichever multiprocessor is free first, as the hardware hands them out.
     loads = [(0.0, worker) for worker in range(count)]
-    for _, head, start, stop, _ in equal_shares(
-        layout, lengths, tuning.pieces * count, tuning.tile
-    ).items:
+    pieces = pieces_for(layout, lengths, tuning, count)
+    for _, head, start, stop, _ in equal_shares(layout, lengths, pieces, tuning.tile).items:
         load, worker = loads[0]
         heapq.heapreplace(loads, (load + costs[head] * (stop - start), worker))
     return [load for load, _ in sorted(loads, key=lambda pair: pair[1])]

@@ -26,13 +26,16 @@ __all__ = [
     "Head",
     "Item",
     "Tuning",
+    "at_once",
     "built_for",
     "checked_lengths",
     "equal_shares",
     "kinds",
     "longest_first",
+    "most_pieces",
     "of_kinds",
     "page_tile",
+    "pieces_for",
     "predicted_makespan_over_mean",
     "rows_of",
     "tile_height",
@@ -51,6 +54,18 @@ _LEAST_PAGE = 64
 #: Most values of a block of queries, or of its results: more would spill registers.
 _MOST_VALUES = 8192
 
+#: Fewest tiles of a piece: it waits for its numbers and its queries before the first comes.
+LEAST_TILES = 2
+
+#: Tiles of a piece from which pieces may follow one another on a multiprocessor. Shorter ones all
+#: run at once: a round is mostly waiting then, and a last one of a few pieces takes as long.
+DEEP_TILES = 8
+
+# Of a multiprocessor from Hopper on, bytes: what programs share, and what one takes beside tiles.
+_SHARED, _BESIDE = 227 * 1024, 2048
+# Warps on a multiprocessor where each thread takes as many registers as it may.
+_WARPS = 8
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -59,7 +74,7 @@ class Tuning:
     Attributes
     ----------
     pieces : int
-        Pieces of work per multiprocessor.
+        Pieces of work per multiprocessor, at most (`pieces_for`).
     tile : int
         Values of K and V in a tile.
     stages : int
@@ -120,6 +135,15 @@ def built_for(tuning: Tuning, element_size: int, page: int) -> Tuning:
     if element_size > 2:
         tuning = replace(tuning, tile=tuning.tile // 2, warps=min(8, 4 * tuning.warps))
     return replace(tuning, stages=2 * tuning.stages - 1) if page else tuning
+
+
+def at_once(tuning: Tuning) -> int:
+    """Return how many pieces lie on a multiprocessor at once, by its shared memory and registers.
+
+    Values are taken to have 16 bits.
+    """
+    shared = _SHARED // (2 * (tuning.stages - 1) * tuning.tile + _BESIDE)
+    return max(1, min(shared, _WARPS // tuning.warps))
 
 
 #: Columns that a token costs beside its own: softmax does not shrink with the width.
@@ -326,6 +350,62 @@ def equal_shares(
     return Cut(tuple(items), tuple(parts))
 
 
+def most_pieces(tiles: int, tuning: Tuning, multiprocessors: int) -> int:
+    """Return how many pieces there may be: no fewer where there are more tiles.
+
+    All that `tuning` allows where pieces are long. Shorter ones come in a single round: as many on
+    every multiprocessor as lie there at once, or fewer, so that each has `LEAST_TILES`.
+
+    Parameters
+    ----------
+    tiles : int
+        Of all tasks.
+    tuning : Tuning
+    multiprocessors : int
+    """
+    pieces = tuning.pieces * multiprocessors
+    if tiles < DEEP_TILES * pieces:
+        pieces = min(pieces, at_once(tuning) * multiprocessors, max(1, tiles // LEAST_TILES))
+        if pieces > multiprocessors:
+            pieces -= pieces % multiprocessors
+    return pieces
+
+
+def pieces_for(
+    layout: RaggedLayout,
+    lengths: Sequence[int],
+    tuning: Tuning,
+    multiprocessors: int,
+    starts: Sequence[int] | None = None,
+) -> int:
+    """Return how many pieces of equal cost to aim at.
+
+    Every task rounds its share of them, up or down. Where that could make more than `most_pieces`,
+    and these fill whole rounds, a last round of a few pieces would take as long as any: fewer are
+    aimed at.
+
+    Parameters
+    ----------
+    layout, lengths, starts
+        As for `equal_shares`.
+    tuning : Tuning
+    multiprocessors : int
+    """
+    heights = [
+        tile_height(*widths, tuning.tile)
+        for widths in zip(layout.key_widths, layout.value_widths, strict=True)
+    ]
+    tasks = _tasks(layout, lengths, starts)
+    tiles = sum(
+        max(1, -(-(stop - start) // heights[number % layout.heads]))
+        for number, (start, stop) in enumerate(tasks)
+    )
+    pieces = most_pieces(tiles, tuning, multiprocessors)
+    if pieces >= at_once(tuning) * multiprocessors:
+        pieces = max(1, pieces - min(len(tasks), multiprocessors) // 2)
+    return pieces
+
+
 def longest_first(costs: Sequence[int], workers: int) -> list[list[int]]:
     """Give each task, longest first, to the worker with the least to do (FDC §5.3).
 
@@ -346,8 +426,7 @@ def predicted_makespan_over_mean(
     multiprocessors: int,
     *,
     schedule: str = "equal",
-    pieces: int = 8,
-    tile: int = 8192,
+    tuning: Tuning | None = None,
     starts: Sequence[int] | None = None,
 ) -> float:
     """Return the busiest multiprocessor's work over the mean work of all, 1 at best.
@@ -361,10 +440,8 @@ def predicted_makespan_over_mean(
     schedule : str
         ``equal``: pieces go in order to whichever multiprocessor is free first, as the hardware
         hands out programs. ``lpt``: whole heads, assigned beforehand.
-    pieces : int
-        Per multiprocessor; for ``equal``.
-    tile : int
-        See `tile_height`; for ``equal``.
+    tuning : Tuning, optional
+        For ``equal``; `tuning_for` the layout by default.
     starts : sequence of int, optional
         First visible token of each row.
 
@@ -380,7 +457,9 @@ def predicted_makespan_over_mean(
         ]
         loads = [sum(costs[task] for task in own) for own in longest_first(costs, multiprocessors)]
     elif schedule == "equal":
-        cut = equal_shares(layout, lengths, pieces * multiprocessors, tile, starts)
+        tuning = tuning or tuning_for(layout)
+        pieces = pieces_for(layout, lengths, tuning, multiprocessors, starts)
+        cut = equal_shares(layout, lengths, pieces, tuning.tile, starts)
         loads = [0] * multiprocessors
         for item in cut.items:
             cost = _cost(layout, item.head, item.stop - item.start)

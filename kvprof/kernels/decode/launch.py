@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvprof.kernels.decode.cuts import (
     COST_PER_TOKEN,
+    DEEP_TILES,
+    LEAST_TILES,
     Head,
     Item,
     Tuning,
@@ -59,6 +61,8 @@ _COLUMNS = tl.constexpr(len(Head._fields))
 _COST = tl.constexpr(column(Head, "cost"))
 _HEIGHT = tl.constexpr(column(Head, "height"))
 _KIND = tl.constexpr(column(Head, "kind"))
+_DEEP = tl.constexpr(DEEP_TILES)
+_LEAST = tl.constexpr(LEAST_TILES)
 
 
 @triton.jit
@@ -94,7 +98,20 @@ def _costs(
     return tiles, (stop - start) * cost
 
 
-@triton.jit(do_not_specialize=["count", "capacity", "pieces", "room"])
+@triton.jit
+def _pieces(tiles, count, most, whole, workers):
+    """Return how many pieces to aim at: `kvprof.kernels.decode.cuts.pieces_for`."""
+    pieces = most
+    if tiles < _DEEP * most:
+        pieces = tl.minimum(tl.minimum(most, whole), tl.maximum(tiles // _LEAST, 1))
+        if pieces > workers:
+            pieces -= pieces % workers
+    if pieces >= whole:
+        pieces = tl.maximum(pieces - tl.minimum(count, workers) // 2, 1)
+    return pieces
+
+
+@triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers", "room"])
 def cut_equal(
     lengths,
     starts,
@@ -103,13 +120,15 @@ def cut_equal(
     parts,
     count,
     capacity,
-    pieces,
+    most,
+    whole,
+    workers,
     room,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS: tl.constexpr,
 ):
-    """Cut all tasks of each layer into about `pieces` items of equal cost; a program per task.
+    """Cut all tasks of each layer into items of equal cost; a program per task.
 
     Every program adds up the costs of all tasks and the items of those before its own: with a few
     hundred tasks that is cheaper than a second launch.
@@ -127,6 +146,8 @@ def cut_equal(
         ``[layers, count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
     count
         Tasks of a layer: rows times heads.
+    most, whole, workers
+        Items to aim at in long contexts, items of a whole round, and multiprocessors.
     """
     task = tl.program_id(0)
     layer = tl.program_id(1)
@@ -135,10 +156,13 @@ def cut_equal(
     parts += layer * count * _PART
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
+    all_tiles = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
         tiles, costs = _costs(at + lane, lengths, starts, heads, count, capacity, HEADS, STARTS)
         total += tl.sum(costs, 0)
+        all_tiles += tl.sum(tl.where(at + lane < count, tiles, 0).to(tl.int64), 0)
     total = tl.maximum(total, 1)
+    pieces = _pieces(all_tiles, count, most, whole, workers)
     first = tl.zeros([], tl.int32)
     own = tl.zeros([], tl.int32)
     last = tl.zeros([], tl.int32)
@@ -310,7 +334,14 @@ def kind_table(pairs: Sequence[tuple[int, int]], tile: int, page: int) -> tuple[
 
 
 def launch_cut(
-    lengths: Tensor, starts: Tensor | None, heads: Tensor, capacity: int, pieces: int, workers: int
+    lengths: Tensor,
+    starts: Tensor | None,
+    heads: Tensor,
+    capacity: int,
+    pieces: int,
+    whole: int,
+    workers: int,
+    room: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut the work of one or more layers into items, or assign whole heads to workers.
 
@@ -323,9 +354,14 @@ def launch_cut(
     capacity : int
         Tokens to which lengths are clamped.
     pieces : int
-        Items of a layer to aim at; 0 for one per row and head, assigned longest first to `workers`,
-        of a single layer.
+        Items of a layer to aim at in long contexts; 0 for one per row and head, assigned longest
+        first to `workers`, of a single layer.
+    whole : int
+        Items that run at once (`kvprof.kernels.decode.cuts.at_once`).
     workers : int
+        Multiprocessors.
+    room : int
+        Items for which there is to be room: those of the longest contexts, and one for every task.
 
     Returns
     -------
@@ -335,7 +371,6 @@ def launch_cut(
     """
     layers = len(heads)
     tasks = len(lengths) * heads.shape[1]
-    room = pieces + tasks
     items = lengths.new_empty(layers, room, len(Item._fields))
     parts = lengths.new_empty(layers, tasks, len(Part._fields))
     shared: dict[str, Any] = {
@@ -347,7 +382,18 @@ def launch_cut(
     first = lengths if starts is None else starts
     if pieces:
         launching(cut_equal, (tasks, layers))(
-            lengths, first, heads, items, parts, tasks, capacity, pieces, room, **shared
+            lengths,
+            first,
+            heads,
+            items,
+            parts,
+            tasks,
+            capacity,
+            pieces,
+            whole,
+            workers,
+            room,
+            **shared,
         )
         return items, parts, lengths.new_empty(0), lengths.new_empty(0)
     order = lengths.new_empty(tasks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from kvprof.kernels.decode.cuts import (
     SCHEDULES,
     Item,
     Tuning,
+    at_once,
     checked_lengths,
     kinds,
+    most_pieces,
     of_kinds,
     predicted_makespan_over_mean,
+    tile_height,
     tuning_for,
 )
 from kvprof.kernels.decode.launch import head_table, launch_cut, launch_decode
@@ -88,22 +92,36 @@ def _checked(
 
 @torch.library.custom_op("kvprof::decode_cut", mutates_args=())
 def cut_operator(
-    lengths: Tensor, starts: Tensor | None, heads: Tensor, capacity: int, pieces: int, workers: int
+    lengths: Tensor,
+    starts: Tensor | None,
+    heads: Tensor,
+    capacity: int,
+    pieces: int,
+    whole: int,
+    workers: int,
+    room: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut a step's work: `kvprof.kernels.decode.launch.launch_cut`, which says what is what."""
-    return launch_cut(lengths, starts, heads, capacity, pieces, workers)
+    return launch_cut(lengths, starts, heads, capacity, pieces, whole, workers, room)
 
 
 @cut_operator.register_fake
 def _(
-    lengths: Tensor, starts: Tensor | None, heads: Tensor, capacity: int, pieces: int, workers: int
+    lengths: Tensor,
+    starts: Tensor | None,
+    heads: Tensor,
+    capacity: int,
+    pieces: int,
+    whole: int,
+    workers: int,
+    room: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layers, tasks = heads.shape[0], lengths.shape[0] * heads.shape[1]
     lists = (0,) if pieces else (workers, tasks)
     counts = (0,) if pieces else (workers,)
-    room = layers, pieces + tasks, len(Item._fields)
+    table = layers, room, len(Item._fields)
     numbers = layers, tasks, len(Part._fields)
-    shapes: tuple[tuple[int, ...], ...] = (room, numbers, lists, counts)
+    shapes: tuple[tuple[int, ...], ...] = (table, numbers, lists, counts)
     items, parts, own, each = (lengths.new_empty(shape) for shape in shapes)
     return items, parts, own, each
 
@@ -232,6 +250,17 @@ class DecodeStep:
             return self.layout.capacity
         return min(self.layout.batch * self.layout.capacity, MOST_TOKENS)
 
+    @cached_property
+    def room(self) -> int:
+        """Most items that its work is cut into; a program is launched for each."""
+        tasks = self.rows * self.layout.heads
+        if self.schedule != "equal":
+            return tasks
+        # The same for all layers of the family, whichever kinds of head each has.
+        height = min(tile_height(*pair, self.tuning.tile) for pair in kinds(self.family))
+        tiles = tasks * max(1, -(-self.capacity // height))
+        return most_pieces(tiles, self.tuning, self.multiprocessors) + tasks
+
     def cut(
         self, lengths: Tensor | Sequence[int], starts: Tensor | Sequence[int] | None = None
     ) -> Schedule:
@@ -265,7 +294,7 @@ class DecodeStep:
         """What steps have in common whose work one launch may cut; one for itself has itself."""
         if self.schedule != "equal":
             return self
-        own = self.tuning, self.multiprocessors, self.heads.device
+        own = self.tuning, self.multiprocessors, self.room, self.heads.device
         return type(self), self.rows, self.capacity, len(self.heads), *own
 
     @property
@@ -287,9 +316,15 @@ class DecodeStep:
         """
         if not uses_triton(tables.device):
             return [Schedule(lengths, starts, [])] * len(tables)
-        pieces = self.tuning.pieces * self.multiprocessors if self.schedule == "equal" else 0
         items, parts, *lists = cut_operator(
-            lengths, starts, tables, self.capacity, pieces, self.multiprocessors
+            lengths,
+            starts,
+            tables,
+            self.capacity,
+            self.tuning.pieces * self.multiprocessors if self.schedule == "equal" else 0,
+            at_once(self.tuning) * self.multiprocessors,
+            self.multiprocessors,
+            self.room,
         )
         both = zip(items.unbind(), parts.unbind(), strict=True)
         return [Schedule(lengths, starts, [own, joined, *lists]) for own, joined in both]
@@ -405,8 +440,7 @@ class DecodeStep:
             lengths,
             self.multiprocessors,
             schedule=self.schedule,
-            pieces=self.tuning.pieces,
-            tile=self.tuning.tile,
+            tuning=self.tuning,
             starts=starts,
         )
 

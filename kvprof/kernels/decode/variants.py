@@ -93,7 +93,9 @@ def _cut() -> Variant:
         "parts": "*i32",
         "count": "i32",
         "capacity": "i32",
-        "pieces": "i32",
+        "most": "i32",
+        "whole": "i32",
+        "workers": "i32",
         "room": "i32",
     }
     constants = {"HEADS": 8, "BLOCK": 256, "STARTS": True}

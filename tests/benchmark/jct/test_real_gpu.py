@@ -1,6 +1,11 @@
-"""On a GPU: marks cost little, a graph holds them, and waiting has a name."""
+"""On a GPU: marks cost little, a graph holds them, and waiting has a name.
 
+What compares times is marked `alone`: beside other processes the GPU's time is not its own.
+"""
+
+import time
 from functools import cache
+from statistics import median
 from typing import Any
 
 import pytest
@@ -24,6 +29,7 @@ pytestmark = [
 ]
 BATCH, PROMPT, NEW = 8, 8192, 33
 LAYERS = 8
+CHAIN = 100
 
 
 @cache
@@ -46,13 +52,35 @@ def run(plan: Plan, **options: Any) -> Any:
     return measured(model(), plan, input_ids=ids, output_len=NEW, repeats=3, most=8, **options)
 
 
+def kernel_seconds() -> float:
+    """Return what one of a chain of small kernels takes in a graph."""
+    values = torch.zeros(32, device="cuda")
+    values.add_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CHAIN):
+            values.add_(1)
+    found = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / CHAIN)
+    return median(found)
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_mark_adds_some_microseconds(captured: bool) -> None:
+def test_a_mark_adds_about_as_much_as_a_small_kernel(captured: bool) -> None:
+    kernel = kernel_seconds()
     found = [mark_seconds(torch.device("cuda", 0), captured=captured) for _ in range(3)]
-    assert 1e-7 < min(found) <= max(found) < 1e-5
-    assert max(found) - min(found) < 1e-6
+    assert 0.05 * kernel < min(found) <= max(found) < 5 * kernel
+    assert max(found) - min(found) < 0.5 * kernel
 
 
+@pytest.mark.alone
 def test_marks_are_not_in_the_parts() -> None:
     """All layers marked or one of them: what the marks themselves take must not be told."""
     named = {}
@@ -68,6 +96,7 @@ def test_marks_are_not_in_the_parts() -> None:
     assert named[1] == pytest.approx(named[LAYERS], rel=0.05)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["full", "ragged"])
 @pytest.mark.parametrize("graph", [True, False])
 def test_parts_cost_little_and_add_up(name: str, graph: bool) -> None:
@@ -99,6 +128,7 @@ def test_parts_cost_little_and_add_up(name: str, graph: bool) -> None:
     assert min(sample.peak for sample in of(events, "memory")) > 2**30
 
 
+@pytest.mark.alone
 def test_an_eager_step_waits_more_for_the_host_than_a_replayed_one() -> None:
     shares = {}
     for graph in (True, False):
@@ -109,6 +139,7 @@ def test_an_eager_step_waits_more_for_the_host_than_a_replayed_one() -> None:
     assert shares[True] < 0.1
 
 
+@pytest.mark.alone
 def test_held_parts_are_near_those_of_a_replayed_step() -> None:
     """The same kernels launched one by one have gaps, which a graph closes, and no more than that.
 
@@ -143,8 +174,6 @@ def test_every_way_writes_the_same_tokens() -> None:
 def test_a_gpu_tells_its_clocks_and_energy() -> None:
     events: list[Any] = []
     ticks = torch.ones(4096, 4096, device="cuda")
-    import time
-
     with Telemetry(events.append, time.monotonic, torch.device("cuda"), rate_hz=20) as telemetry:
         end = time.monotonic() + 1.0
         while time.monotonic() < end:

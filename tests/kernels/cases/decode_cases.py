@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels import parts as join
 from kvprof.kernels.decode import launch
-from kvprof.kernels.decode.cuts import COST_PER_TOKEN, Item, equal_shares, longest_first
+from kvprof.kernels.decode.cuts import (
+    COST_PER_TOKEN,
+    Item,
+    equal_shares,
+    longest_first,
+    pieces_for,
+)
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
 from kvprof.kernels.planes import RaggedLayout
@@ -189,7 +195,8 @@ def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
     tuning = Tuning(pieces=pieces, tile=512)
     prepared = decode_step(layout, DEVICE, tuning=tuning, multiprocessors=workers)
     items, parts, _, _ = prepared.cut(whole(lengths), begins).scheduled
-    wanted = equal_shares(layout, lengths, pieces * workers, 512, starts)
+    aim = pieces_for(layout, lengths, tuning, workers, starts)
+    wanted = equal_shares(layout, lengths, aim, 512, starts)
     there = len(wanted.items)
     assert items[:there].tolist() == [list(item) for item in wanted.items]
     assert (items[there:, column(Item, "kind")] == -1).all()
@@ -225,15 +232,15 @@ def test_layers_are_cut_together_as_each_is_by_itself():
 
 
 def test_more_parts_than_a_merge_reads_at_once_and_more_tasks_than_a_block(monkeypatch):
-    monkeypatch.setattr(join, "merge_sizes", lambda *_: (16, 16))
+    monkeypatch.setattr(join, "merge_sizes", lambda *_: (16, 16, 1))
     monkeypatch.setattr(launch, "_BLOCK", 32)
-    layout = RaggedLayout((16, 32), (48, 16), 1, 1, 560)
+    layout = RaggedLayout((16, 32), (48, 16), 1, 1, 1280)
     query, buffer = states(layout, 1, torch.float32, 5)
-    prepared = step(layout, pieces=40, tile=16)
-    cut = prepared.cut([560])
+    prepared = decode_step(layout, DEVICE, multiprocessors=10, tuning=Tuning(pieces=8, tile=16))
+    cut = prepared.cut([1280])
     assert int(cut.scheduled[1][:, column(Part, "items")].max()) > 32
     found = prepared.run(query, buffer, cut, 0.3)
-    assert error(found, reference_decode(query, buffer, layout, [560], 0.3)) < 1e-5
+    assert error(found, reference_decode(query, buffer, layout, [1280], 0.3)) < 1e-5
     many = RaggedLayout((16,) * 4, (16,) * 4, 1, 12, 40)
     lengths = [1 + 7 * row % 40 for row in range(12)]
     query, buffer = states(many, 12, torch.float32, 6)

@@ -1,0 +1,174 @@
+"""The tests that need a GPU, in one run: what compares times comes last and by itself.
+
+Three parts, each a pytest of its own: `together`, what is marked `gpu` and not `alone`, on many
+processes; `kernels`, every operation against float64 (`tests/kernels/cases`, interpreted where
+there is no GPU); `alone`, one test after another. All of them find compiled kernels in one folder,
+so that what runs alone compiles little. When `--seconds` are over the part in hand is ended, and
+the record says so. Only files that name the mark are loaded.
+
+The record has the GPU, versions, how many passed, failed and were skipped, and what each test took;
+its name has the GPU's, so that every kind of GPU keeps its own.
+
+    python benchmarks/gpu_tests.py                                       # a GPU, all cores
+    python benchmarks/gpu_tests.py --only alone --processes 4
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording import add_only, keep, measure_parts
+
+from kvprof.child import child_python
+from kvprof.environment import usable_threads
+from kvprof.gpus import read_gpus
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Where the plugin below writes, a line for each test as it ends.
+REPORTS = "KVPROF_TEST_REPORTS"
+KERNELS = "tests/kernels/cases"
+PARTS = ("together", "kernels", "alone")
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write what became of a test; pytest calls this, where it loads the file as a plugin."""
+    if REPORTS not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    # A test that is skipped, or that fails to begin or to end, has no call to speak of.
+    if report.when != "call" and report.passed:
+        return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    why = None if crash is None else crash.message[:300]
+    if isinstance(report.longrepr, tuple):  # of one that is skipped: file, line and reason
+        why = report.longrepr[2]
+    line = {
+        "test": report.nodeid,
+        "outcome": report.outcome,
+        "seconds": report.duration,
+        "why": why,
+    }
+    with Path(os.environ[REPORTS]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def marked_files() -> list[str]:
+    """Return the files whose tests are marked."""
+    own = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in own if "pytest.mark.gpu" in path.read_text()]
+
+
+def arguments_of(part: str, processes: int) -> list[str]:
+    """Return what pytest is asked for."""
+    if part == "alone":
+        return [*marked_files(), "-m", "gpu and alone", "-n0"]
+    many = [f"-n{processes}", "--dist=worksteal"]
+    if part == "together":
+        return [*marked_files(), "-m", "gpu and not alone", *many]
+    own = sorted((ROOT / KERNELS).glob("*_cases.py"))
+    return [*(str(path.relative_to(ROOT)) for path in own), *many]
+
+
+def tested(part: str, processes: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """Run a part; returns its counts and its tests, the longest first."""
+    reports = folder / f"{part}.jsonl"
+    settings = {
+        **os.environ,
+        REPORTS: str(reports),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "benchmarks"))),
+    }
+    settings.setdefault("TRITON_CACHE_DIR", str(folder / "compiled"))
+    command = child_python(
+        "-m", "pytest", "-q", "-p", "gpu_tests", "-p", "no:cacheprovider",
+        "--no-header", "--tb=short", *arguments_of(part, processes),
+    )  # fmt: skip
+    begun = time.perf_counter()
+    ended = True
+    child = subprocess.Popen(command, cwd=ROOT, env=settings, start_new_session=True)
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        ended = False
+        os.killpg(child.pid, 15)
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, 9)
+            child.wait()
+    taken = time.perf_counter() - begun
+    lines = reports.read_text().splitlines() if reports.is_file() else []
+    tests = sorted(map(json.loads, lines), key=lambda test: -test["seconds"])
+    counts = Counter(test["outcome"] for test in tests)
+    found: dict[str, Any] = {
+        "counts": {name: counts[name] for name in OUTCOMES},
+        "seconds": taken,
+        "processes": 1 if part == "alone" else processes,
+        "tests": tests,
+    }
+    if not ended:
+        found["failed"] = f"ended after {seconds:.0f} s, with tests left"
+    elif child.returncode:
+        found["failed"] = f"pytest ended with {child.returncode}"
+    return found
+
+
+def show(name: str, part: dict[str, Any]) -> None:
+    """Print a part's counts, what failed, and what took longest."""
+    tests = part.get("tests", [])
+    print("  " + ", ".join(f"{count} {what}" for what, count in part.get("counts", {}).items()))
+    for test in tests:
+        if test["outcome"] == "failed":
+            print(f"  FAILED {test['test']}: {test['why']}")
+    for test in tests[:8]:
+        print(f"  {test['seconds']:6.1f} s {test['test']}")
+
+
+def main() -> None:
+    """Run the parts, and write the record after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_only(parser, PARTS)
+    parser.add_argument("--processes", type=int, default=min(16, usable_threads()))
+    parser.add_argument("--seconds", type=float, default=900.0, help="for all parts together")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    arguments = parser.parse_args()
+    gpus = read_gpus().devices
+    if not gpus:
+        raise SystemExit("gpu_tests: there is no NVIDIA GPU here, and every test needs one")
+    kind = re.sub(r"[^a-z0-9]+", "-", gpus[0].name.lower().removeprefix("nvidia ")).strip("-")
+    inputs = {
+        "benchmark": "gpu tests",
+        "gpu": gpus[0].name,
+        "gpus": len(gpus),
+        "processes": arguments.processes,
+    }
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="kvprof-") as folder:
+        data = measure_parts(
+            arguments.only,
+            lambda name: tested(
+                name,
+                arguments.processes,
+                max(1.0, arguments.seconds - (time.perf_counter() - begun)),
+                Path(folder),
+            ),
+            show,
+            lambda done: keep(arguments.out / f"gpu-tests-{kind}.json", inputs, done),
+        )
+    whole = time.perf_counter() - begun
+    counts = [part.get("counts", {}) for part in data.values()]
+    total = {what: sum(own.get(what, 0) for own in counts) for what in OUTCOMES}
+    print(f"{gpus[0].name}: {total}, {whole:.0f} s")
+    if total["failed"] or any(part.get("failed") for part in data.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
