@@ -221,5 +221,6 @@ def _bits(choices: tuple[int, ...], given: Any) -> int | str:
     pair = side_bits(given) if type(given) in (int, str) else None
     if pair is None or any(one not in choices for one in pair):
         named = ", ".join(map(str, choices))
-        raise _WrongError(f"one of {named}, or k8v4 for unlike ones of keys and values")
+        more, fewer, *_ = sorted(choices, reverse=True)
+        raise _WrongError(f"one of {named}, or k{more}v{fewer} for unlike ones of keys and values")
     return pair[0] if pair[0] == pair[1] else f"k{pair[0]}v{pair[1]}"

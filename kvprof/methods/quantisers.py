@@ -55,12 +55,14 @@ def codebook(bits: int) -> Tensor:
     return ((levels - levels[0]) / (levels[-1] - levels[0])).float()
 
 
-# Points at which the density between two bounds is summed up, deviations beyond which there is none
-# to speak of, and when levels have settled: they move less than this share of a deviation.
-_POINTS = 64
+# Points at which the density between two bounds is summed up (fewer where bounds lie close), of the
+# start; deviations beyond which there is no density to speak of; and when levels have settled: they
+# move less than this share of a deviation. 256 levels settle slowly: after these rounds their error
+# is 1.0001 times what 10,000 leave.
+_POINTS, _FEW_POINTS, _START_POINTS = 64, 8, 100_001
 _TAIL = 12.0
 _SETTLED = 1e-12
-_ROUNDS = 10_000
+_ROUNDS = 1_000
 
 
 @lru_cache(maxsize=64)
@@ -87,9 +89,13 @@ def lloyd_max(bits: int, width: int) -> tuple[float, ...]:
     if width == 1:
         return (-1.0,) * (count // 2) + (1.0,) * (count // 2)
     # With x = sin t the density is cos(t)^(d - 2), which has no pole where d is 2.
-    points, weights = np.polynomial.legendre.leggauss(_POINTS)
+    points, weights = np.polynomial.legendre.leggauss(_POINTS if count <= 16 else _FEW_POINTS)
     edge = min(1.0, _TAIL / math.sqrt(width))
-    levels = edge * (2 * np.arange(count) + 1 - count) / count / 2
+    # Panter and Dite: many levels are best spread as the cube root of the density in x.
+    grid = np.linspace(-math.asin(edge), math.asin(edge), _START_POINTS)
+    spread = np.cumsum(np.cos(grid) ** (width / 3))
+    levels = np.sin(np.interp((np.arange(count) + 0.5) / count * spread[-1], spread, grid))
+    levels = (levels - levels[::-1]) / 2
     for _ in range(_ROUNDS):
         bounds = np.arcsin(np.concatenate([[-edge], (levels[1:] + levels[:-1]) / 2, [edge]]))
         half = np.diff(bounds)[:, None] / 2

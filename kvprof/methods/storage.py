@@ -304,8 +304,8 @@ class Arithmetic:
 ARITHMETICS = {
     "affine": Arithmetic((2, 3, 4, 8), ("scale", "zero point")),
     "codebook": Arithmetic((2, 3, 4, 8), ("scale", "zero point")),
-    "lloyd-max": Arithmetic((2, 3, 4), ("norm",)),
-    "lloyd-max-unit": Arithmetic((2, 3, 4), ("norm",)),
+    "lloyd-max": Arithmetic((2, 3, 4, 8), ("norm",)),
+    "lloyd-max-unit": Arithmetic((2, 3, 4, 8), ("norm",)),
     "lloyd-max-rms": Arithmetic((2, 3, 4, 8), ("scale",)),
     "uniform-rms": Arithmetic((2, 3, 4, 8), ("scale",)),
     "fp8": Arithmetic((8,), (), "FP8 (e4m3)"),

@@ -15,13 +15,15 @@ from kvprof.methods.storage import Quantiser, SideQuantiser
 
 __all__ = ["turboquant"]
 
+# What the rate chooses among, and what may be asked for.
 _BITS = (4, 3, 2)
+_GIVEN = (8, *_BITS)
 
 
 def turboquant(
     inputs: MethodInputs,
     *,
-    bits: Annotated[int | str, BitsAmong(*_BITS)] | None = None,
+    bits: Annotated[int | str, BitsAmong(*_GIVEN)] | None = None,
     rotation: Annotated[str, Among("random", "hadamard")] = "random",
     unit: bool = False,
     seed: Count = 0,
@@ -36,8 +38,8 @@ def turboquant(
     ----------
     inputs : MethodInputs
     bits : int, str or None
-        4, 3 or 2, or ``k4v3`` for unlike ones of keys and values, whose mean is the knob; None lets
-        the rate choose.
+        8, 4, 3 or 2, or ``k4v3`` for unlike ones of keys and values, whose mean is the knob; None
+        lets the rate choose among the latter three.
     rotation : str
         ``random`` is the paper's Π, drawn once for all heads; ``hadamard`` what vLLM's TurboQuant
         takes, in blocks where a head's width is no power of two.

@@ -26,6 +26,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "hadamard_blocks": ("hadamard-int3", {"block": 4, "values": "hadamard", "group": 8}),
     "hadamard_unlike": ("hadamard-int4", {"bits": "k8v3"}),
     "turboquant": ("turboquant", {"bits": 3}),
+    "turboquant_unlike": ("turboquant", {"bits": "k8v3"}),
     "turboquant_unit": ("turboquant", {"bits": 2, "rotation": "hadamard", "unit": True}),
     "oscar": ("oscar", {"bits": 3, "sink": 5, "window": 20}),
     "oscar_layer": ("oscar", {"bits": 3, "sink": 5, "window": 20, "bases": "layer", "group": 4}),
@@ -46,7 +47,8 @@ def clipped(x: Array, share: float) -> Array:
 def row_of(name: str, side: str, x: Array) -> Array:
     """Return what one turned row is stored as."""
     if name.startswith("turboquant"):
-        return by_norm(x, 2 if name.endswith("unit") else 3, name.endswith("unit"))
+        own = {"turboquant_unit": 2, "turboquant_unlike": 8 if side == "keys" else 3}
+        return by_norm(x, own.get(name, 3), name.endswith("unit"))
     if name.startswith("oscar"):
         x = clipped(x, 0.96 if side == "keys" else 0.92)
     size = {"hadamard_blocks": 8, "oscar_layer": 4}.get(name, len(x))
@@ -76,7 +78,7 @@ def check_rotation(name: str, arch: str, side: str, head: int, rotation: Array) 
     """Hold a row's rotation against what the paper makes it from."""
     width = len(rotation)
     np.testing.assert_allclose(rotation @ rotation.T, np.eye(width), atol=1e-6)
-    if name == "turboquant":
+    if name in ("turboquant", "turboquant_unlike"):
         return
     whole = hadamard(*{16: (16,), 12: (8, 4)}[width])
     if not name.startswith("oscar"):
