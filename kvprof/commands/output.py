@@ -268,7 +268,7 @@ class Outputs:
         recording = journal.recording()
         self.finish(
             result_of(recording.events, damage=recording.damage),
-            lost=[journal.failure] if journal.failure is not None else [],
+            lost=[said for said in (journal.failure, recording.damage) if said is not None],
             problem=problem,
             interrupted=interrupted,
         )

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,22 @@ def test_a_journal_ends_as_the_result_that_its_events_make(
     outputs.end_recorded(journal, interrupted=False)
     assert read_result(tmp_path / "run") == result_of(stream(("full",)))
     assert "full" in capsys.readouterr().out
+
+
+def test_an_event_that_cannot_be_read_back_is_a_failure_and_not_the_end_of_a_run(
+    tmp_path: Path,
+) -> None:
+    """What lies behind it is in no result: that must not look like a run that went well."""
+    events = stream(("full",))
+    outputs = Outputs(out=tmp_path / "run")
+    with Journal(outputs.events) as journal:
+        for event in events[:-1]:
+            journal.emit(event)
+        journal.emit(replace(events[-2], time=-(2.0**70)))
+        journal.emit(events[-1])
+    with pytest.raises(FailedError, match=f"line {len(events)} holds"):
+        outputs.end_recorded(journal, interrupted=False)
+    assert read_result(tmp_path / "run")["complete"] is False
 
 
 def test_events_of_another_run_are_refused_and_with_force_removed(tmp_path: Path) -> None:

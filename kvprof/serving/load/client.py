@@ -19,6 +19,7 @@ import numpy as np
 from kvprof.errors import FailedError
 from kvprof.serving.load.http import Address, Answer, HttpError, exchange
 from kvprof.serving.load.requests import BLOCK, Outcome, Request
+from kvprof.sizes import MOST
 
 __all__ = ["Client", "Dialect", "Prompts"]
 
@@ -26,6 +27,7 @@ _COMPLETIONS = "/v1/completions"
 _FIRST_ID, _LAST_ID = 100, 1100  # in every vocabulary, and past most special tokens
 _PROBE = Request(0, 0.0, 64, 4)
 _PROBE_SECONDS = 120.0
+_SPARE = 16  # pieces
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 
 
@@ -242,7 +244,7 @@ class Client:
         try:
             entry = json.loads(answer or b"")["data"][0]
             most = entry.get("max_model_len")
-            return str(entry["id"]), most if type(most) is int else None
+            return str(entry["id"]), most if type(most) is int and 0 < most <= MOST else None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None, None
 
@@ -316,7 +318,8 @@ class _Tokens:
                 self.failure = "server error"
                 return
             ended = self._take(piece, now) or ended
-            if self._counted_tokens() > self._most:
+            # A piece may be empty; so many more than tokens asked for are a stream without end.
+            if self._counted_tokens() > self._most or len(self.times) > 2 * self._most + _SPARE:
                 self.failure = "more tokens than asked for"
                 return
         if not ended:

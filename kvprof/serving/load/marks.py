@@ -1,6 +1,5 @@
 """What an engine says of itself at ``/metrics``: how many run and wait, and where time went."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,10 @@ __all__ = ["Marks", "added", "difference", "engine_name", "parse_marks"]
 _LINE = re.compile(rb"([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*")
 _LABEL = re.compile(rb'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 _LONGEST = 2**14  # bytes of a line; the engines' have hundreds
+# Sums of what a server says are what an event can hold.
 _DIGITS = 18
-_MOST = 1e18  # sums of what a server says stay finite
+_MOST = 1e12
+_MOST_BYTES = 10**18
 
 # Newer names first: of each row the first that is there counts. vLLM's, then SGLang's.
 _GAUGES = {
@@ -91,7 +92,7 @@ def parse_marks(text: bytes) -> Marks | None:
             value = float(number)
         except ValueError:
             continue
-        if math.isfinite(value) and abs(value) <= _MOST:
+        if 0 <= value <= _MOST:  # nothing that is looked for lies below 0
             values.setdefault(name, []).append(value)
 
     def first(names: Sequence[str]) -> list[float] | None:
@@ -110,10 +111,14 @@ def parse_marks(text: bytes) -> Marks | None:
         None if cache is None else sum(cache) / len(cache),
         totals,
         # Older vLLM counts the pages of all its engines in each one's line.
-        sum(tokens) or max(pages, default=0) or None,
-        sum(nbytes) or None,
+        _usable(sum(tokens) or max(pages, default=0)),
+        _usable(sum(nbytes)),
         engines or None,
     )
+
+
+def _usable(number: int) -> int | None:
+    return number if 0 < number <= _MOST_BYTES else None
 
 
 def _page_tokens(labels: Mapping[bytes, bytes]) -> list[int]:

@@ -92,7 +92,7 @@ def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
     if first == "[":
         return _chats(path, _array(path, text), count)
     if first == "{":
-        head = _object(path, 1, next(line for line in text.splitlines() if line.strip()))
+        _, head = next(_lines(path, text))
         if "input_length" in head:
             return _mooncake(path, text)
         return _chats(path, _lines(path, text), count)
@@ -253,7 +253,7 @@ def _texts(where: str, question: Any, answer: Any) -> tuple[str, str] | None:
         return None
     for text in (question, answer):
         if not isinstance(text, str):
-            raise FailedError(f"{where}: a {type(text).__name__} stands where a text should be")
+            raise FailedError(f"{where}: {_short(text)} stands where a text should be")
     return question, answer
 
 

@@ -140,6 +140,13 @@ def test_chats_are_as_long_as_the_tokenizer_says(tmp_path, form):
         arriving(lengths, Arrivals("trace"), 1.0, 3, 0)
 
 
+def test_what_some_call_an_end_of_a_line_is_text_in_json(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    lines = [json.dumps({"prompt": "a\u2028b\x85c", "output": "d"}, ensure_ascii=False)] * 2
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert len(read_trace_file(path, count=len).requests) == 2
+
+
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 5}\n'
 
@@ -154,7 +161,7 @@ GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 5}\n'
         ("[1, 2]", "entry 1 is no JSON object: '1'"),
         ('[{"text": "x"}]', "entry 1 has no conversations"),
         ('[{"conversations": 5}]', "conversations is '5'"),
-        ('[{"prompt": 5, "output": "x"}]', "entry 1: a int stands"),
+        ('[{"prompt": 5, "output": "x"}]', "entry 1: '5' stands where a text should be"),
         (GOOD + '{"timestamp"', "line 2 is no JSON"),
         (GOOD + '{"timestamp": 0, "input_length": -5, "output_length": 5}', "line 2: input_length"),
         (GOOD + '{"timestamp": 0, "input_length": 5}', "line 2: output_length is 'null'"),

@@ -146,8 +146,9 @@ def answered(body, head=b"Connection: close", request=ONE, **options):
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         client = Client([address], "fake", **options)
         outcome = await client.complete(request, b"", start=time.perf_counter())
+        models = await client.models()
         server.close()
-        return outcome, await client.models()
+        return outcome, models
 
     return asyncio.run(ask())
 
@@ -170,6 +171,18 @@ def test_a_server_that_claims_more_tokens_than_asked_for_is_not_believed(reason)
     (one, _) = answered(piece() + piece("x", reason, 10**12))
     assert one.failure == "more tokens than asked for"
     assert len(one.tokens) <= ONE.output
+
+
+def test_pieces_without_end_are_given_up_though_nobody_counts_them():
+    (one, _) = answered(piece() * 10_000)
+    assert one.failure == "more tokens than asked for"
+    assert len(one.tokens) < 100
+
+
+@pytest.mark.parametrize(("stated", "known"), [(80, 80), (-5, None), (0, None), (10**40, None)])
+def test_a_length_that_no_request_has_is_not_known(stated, known):
+    entry = json.dumps({"data": [{"id": "m", "max_model_len": stated}]}).encode()
+    assert answered(entry)[1] == ("m", known)
 
 
 def test_what_nests_too_deep_is_a_damaged_answer():

@@ -79,5 +79,9 @@ def test_what_a_hostile_server_tells_has_no_number_that_cannot_be_used():
     huge = b"vllm:num_requests_running 1e308\n" * 9 + b"vllm:num_requests_waiting 1.0\n"
     marks = parse_marks(huge + config % (b"9" * 5000))
     assert (marks.running, marks.waiting, marks.cache_tokens) == (None, 1, None)
+    below = b"vllm:num_requests_running 1\nvllm:num_requests_waiting -3\n"
+    pages = b'vllm:cache_config_info{block_size="%s",num_gpu_blocks="%s"} 1.0\n'
+    marks = parse_marks(below + pages % (b"9" * 18, b"9" * 18))
+    assert (marks.running, marks.waiting, marks.cache_tokens) == (1, None, None)
     long = b"vllm:cache_config_info{" + b"a" * 2**20 + b"} 1.0\n"  # quadratic, were it read
     assert parse_marks(long) is None
