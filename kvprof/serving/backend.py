@@ -54,7 +54,8 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
         if found is None:
             most = self.vllm_config.scheduler_config.max_num_batched_tokens
             longest = self.vllm_config.model_config.max_model_len
-            self._model.bind(self.kv_cache_spec.block_size, most, longest)
+            columns = common.block_table_tensor.shape[1]
+            self._model.bind(self.kv_cache_spec.block_size, most, longest, columns)
             decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
             # Of sequences with several new tokens the host's numbers are those of the device.
             several = prefills > 0

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class ServedModel:
         )
         return tuple(sorted(set(own)))
 
-    def bind(self, page: int, most_tokens: int, longest: int) -> None:
+    def bind(self, page: int, most_tokens: int, longest: int, table: int | None = None) -> None:
         """Prepare every layer's steps over the pages that the engine has given it.
 
         Parameters
@@ -62,6 +63,8 @@ class ServedModel:
             Of a step of the engine.
         longest : int
             Tokens that a sequence may have.
+        table : int, optional
+            Columns of the engine's table of pages; as many as `longest` asks for by default.
 
         Raises
         ------
@@ -85,9 +88,10 @@ class ServedModel:
         }
         if self.layers[0].attention.kv_cache.device.type == "cuda":
             # All kernels at once, and each of them loaded before a graph is captured.
+            columns = -(-longest // page) if table is None else table
             with compiling_ahead():
-                self._rehearse(-(-longest // page))
-            self._rehearse(-(-longest // page))
+                self._rehearse(columns, most_tokens)
+            self._rehearse(columns, most_tokens)
 
     def _prepare(self, page: int, most_tokens: int, longest: int) -> None:
         shared = few_kinds(set(self.kinds))
@@ -113,24 +117,29 @@ class ServedModel:
                 rows_step(layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.kinds),
             )
 
-    def _rehearse(self, pages: int) -> None:
-        """Run every layer on steps of padding alone, of sequences that may have so many pages."""
+    def _rehearse(self, pages: int, most_tokens: int) -> None:
+        """Run every layer on steps of padding alone, of sequences that may have so many pages.
+
+        Whatever a step of the engine can ask for is asked for: sequences that decode, these beside
+        a short prompt, and a prompt of `most_tokens`, which is projected in other blocks. A kernel
+        that is first met in a request is compiled while it waits, seconds for each.
+        """
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        tokens, rows = 32, 2
-        for starts in ([0, 1, 2], [0, 1, tokens]):
-            count = starts[-1]
+        for news in ([1, 1], [1, 31], [most_tokens]):
+            starts, rows = [0, *accumulate(news)], len(news)
             step = EngineStep(
                 self.alike,
-                torch.full((count,), -1, dtype=torch.int64, device=device),
+                torch.full((starts[-1],), -1, dtype=torch.int64, device=device),
                 torch.zeros(rows, pages, **numbers),
                 torch.tensor(starts, **numbers),
                 torch.zeros(rows, **numbers),
-                decodes=rows if count == rows else 0,
+                decodes=sum(new == 1 for new in news),
                 rows=rows,
                 host_starts=starts,
-                host_lengths=[1, tokens - 1],
+                host_lengths=news,
             )
+            count = starts[-1]
             for layer in self.layers:
                 (heads, depth), group = layer.heads, layer.group
                 if layer.rebuilding is not None:

@@ -65,7 +65,7 @@ class PlainSteps:
             own = projected[step.decodes :]
             rows = replace(self.rows, rows=step.rows - step.decodes)
             cut = step.cut(rows, len(own), step.decodes, step.rows)
-            table = step.table[step.decodes : step.rows]
+            table = step.pages_of(step.decodes, step.rows)
             with part("attention"):
                 found.append(rows.run(own, cache, cut, scale, table=table))
         return filled_up(found, len(query))

@@ -9,7 +9,7 @@ there is no kernel over pages, so they are dequantised into planes first, sequen
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
-from kvprof.kernels.prefill.rows import rows_step
+from kvprof.kernels.prefill.rows import RowsCut, RowsStep, rows_step
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.layout import SegmentsLayout
@@ -164,13 +164,19 @@ class QuantisedSteps:
             for begin in range(0, past, _PIECE):
                 self._restore(step.table[row], begin, min(begin + _PIECE, past), layout, planes)
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        start, lengths = torch.tensor([[past], [length]], **numbers)
+        start, lengths = step.once(
+            ("chunk", row), lambda: torch.tensor([[past], [length]], **numbers)
+        )
         states = query[first:stop], key[first:stop], value[first:stop]
         projected = self._projected(*states, layout, planes, start=start)
-        attending = rows_step(layout, device, self.scratch.dtype)
-        starts = torch.tensor([0, stop - first], **numbers)
-        with part("schedule"):
-            cut = attending.cut(starts, lengths, stop - first)
+        attending = _attending(layout, device, self.scratch.dtype)
+
+        def made() -> RowsCut:
+            starts = torch.tensor([0, stop - first], **numbers)
+            with part("schedule"):
+                return attending.cut(starts, lengths, stop - first)
+
+        cut = step.once((attending.heights, row), made)
         with part("attention"):
             return attending.run(projected, planes, cut, scale)
 
@@ -190,6 +196,12 @@ class QuantisedSteps:
                 cut = torch.split(latent, list(chunks(widths[head])), dim=-1)
                 for plane, piece in zip(own, cut, strict=True):
                     plane[:, begin:stop] = piece
+
+
+@lru_cache(maxsize=1024)
+def _attending(layout: RaggedLayout, device: torch.device, dtype: torch.dtype) -> RowsStep:
+    """Return what attends over a layer's tokens at full precision: its tables go to the device."""
+    return rows_step(layout, device, dtype)
 
 
 def quantised_steps(

@@ -236,6 +236,19 @@ class EngineStep:
         found: _Made = self._made[key]
         return found
 
+    def pages_of(self, first: int, stop: int) -> Tensor:
+        """Return some sequences' rows of the table, beginning at a multiple of 16 bytes.
+
+        Triton compiles a kernel anew for a table that does not, in the middle of somebody's wait.
+
+        Parameters
+        ----------
+        first, stop : int
+        """
+        if not first:
+            return self.table[:stop]
+        return self.once(("pages", first, stop), lambda: self.table[first:stop].clone())
+
     def cut(self, step: RowsStep, tokens: int, first: int, stop: int) -> RowsCut:
         """Return how the rows of several new tokens are cut, for all layers alike.
 
@@ -249,7 +262,8 @@ class EngineStep:
         """
 
         def made() -> RowsCut:
-            starts, lengths = self.starts[first : stop + 1], self.lengths[first:stop]
+            # Copies, as `pages_of` says why.
+            starts, lengths = self.starts[first : stop + 1], self.lengths[first:stop].clone()
             with part("schedule"):
                 return step.cut(starts - starts[0], lengths, tokens)
 

@@ -157,14 +157,14 @@ def test_it_compiles_as_one_operator():
 
     compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(query), twice(query), atol=1e-5)
-    numbers = ([112, 32], [32, 80], [2, 2, 50], tuning.numbers())
+    numbers = ([112, 32], [32, 80], [2, 2, 50], tuning.numbers)
     arguments = (query, buffer, lengths, None, 0.1, 0.0, 0, "equal", "auto", None, *numbers)
     torch.library.opcheck(prefill_operator, arguments)
 
 
 def test_tuning_survives_as_numbers():
     tuning = Tuning(fused=1, pieces=9, own=((64, 48, Tile(1, 2, 3, 4, 5, 6)),))
-    assert Tuning.of(tuning.numbers()) == tuning
+    assert Tuning.of(tuning.numbers) == tuning
     assert tuning.tile(64, 48).rows == 1
     small, large = Tuning().tile(128, 128, 2, 64 * 1024), Tuning().tile(128, 128)
     assert (small.keys, small.stages) == (16, 2)  # never one: the kernel says why

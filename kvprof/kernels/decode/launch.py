@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -316,12 +317,13 @@ def head_table(
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def kind_table(pairs: Sequence[tuple[int, int]], tile: int, page: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def kind_table(pairs: tuple[tuple[int, int], ...], tile: int, page: int) -> tuple[int, ...]:
     """Return the kinds of heads as the kernels take them, rows of `Kind`.
 
     Parameters
     ----------
-    pairs : sequence of (key width, value width)
+    pairs : tuple of (key width, value width)
     tile : int
         Values of K and V in a tile.
     page : int
@@ -486,7 +488,7 @@ def launch_decode(
     page = 0 if table is None else layout.capacity
     built = built_for(tuning, query.element_size(), page)
     constants: dict[str, Any] = {
-        "KINDS": kind_table(pairs, built.tile, page),
+        "KINDS": kind_table(tuple(pairs), built.tile, page),
         "COUNT": len(pairs),
         "STAGES": built.stages,
         "GROUP": layout.group,

@@ -40,6 +40,7 @@ from kvprof.kernels.dispatch import (
     placed,
     uses_triton,
 )
+from kvprof.kernels.operators import direct
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout
 from kvprof.kernels.tables import Part, column
@@ -316,7 +317,7 @@ class DecodeStep:
         """
         if not uses_triton(tables.device):
             return [Schedule(lengths, starts, [])] * len(tables)
-        items, parts, *lists = cut_operator(
+        items, parts, *lists = direct(cut_operator)(
             lengths,
             starts,
             tables,
@@ -369,7 +370,7 @@ class DecodeStep:
         """
         sinks = _checked(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
         layout, tuning = self.layout, self.tuning
-        output: Tensor = decode_operator(
+        output: Tensor = direct(decode_operator)(
             query,
             buffer,
             schedule.lengths,

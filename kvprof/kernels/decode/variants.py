@@ -45,7 +45,7 @@ def _decode(
         **({"longest": "i32"} if lists else {}),
     }
     constants = {
-        "KINDS": kind_table(widths, tuning.tile, page),
+        "KINDS": kind_table(tuple(widths), tuning.tile, page),
         "COUNT": len(widths),
         "STAGES": tuning.stages,
         "GROUP": group,

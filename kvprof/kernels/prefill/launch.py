@@ -94,7 +94,8 @@ class Launch(NamedTuple):
     tile: Tile
 
 
-def kind_table(kinds: Sequence[TiledWidths]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def kind_table(kinds: tuple[TiledWidths, ...]) -> tuple[int, ...]:
     """Return kinds of heads as the kernel takes them."""
     return joined_rows(
         [
@@ -251,7 +252,7 @@ def _in_launches(
     heads = dict.fromkeys(head for _, head, *_ in blocks.items)
     kinds = list(dict.fromkeys(pairs[head] for head in heads))
     if fused:
-        numbers = kind_table(kinds)
+        numbers = kind_table(tuple(kinds))
         own = [kinds.index(pair) if pair in kinds else 0 for pair in pairs]
         return blocks, own, (Launch(0, len(blocks.items), numbers, kinds[0].tile),)
     of_head = np.array([kinds.index(pair) if pair in kinds else -1 for pair in pairs])
@@ -261,7 +262,7 @@ def _in_launches(
     launches = []
     first = 0
     for kind, count in zip(kinds, np.bincount(number).tolist(), strict=True):
-        launches.append(Launch(first, count, kind_table([kind]), kind.tile))
+        launches.append(Launch(first, count, kind_table((kind,)), kind.tile))
         first += count
     costs = tuple(blocks.costs[at] for at in order)
     return Blocks(items, costs, blocks.programs), [0] * layout.heads, tuple(launches)

@@ -11,6 +11,7 @@ host knows, sequences that are all as long, more finely).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from kvprof.kernels.dispatch import (
     placed,
     uses_triton,
 )
+from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.prefill.cpu import prefill_rows_cpu
 from kvprof.kernels.prefill.kernel import prefill_blocks
@@ -296,7 +298,7 @@ def rows_operator(
             first,
             len(own),
             *numbers,
-            KINDS=kind_table([kind]),
+            KINDS=kind_table((kind,)),
             COUNT=1,
             STAGES=stages_of(tile, page),
             GROUP=layout.group,
@@ -310,7 +312,7 @@ def rows_operator(
         )
 
     jobs, first = [], 0
-    settings = Tuning.of(tuning)
+    settings = Tuning.of(tuple(tuning))
     for kind, own in _kinds(layout, settings, query.element_size(), query.device).items():
         jobs.append(job(kind, own, first))
         first += len(own)
@@ -346,6 +348,7 @@ def stages_of(tile: Tile, page: int) -> int:
     return 2 * tile.stages - 1 if page else tile.stages
 
 
+@lru_cache(maxsize=256)
 def _kinds(
     layout: RaggedLayout, tuning: Tuning, element_size: int, device: torch.device
 ) -> dict[TiledWidths, list[int]]:
@@ -419,7 +422,8 @@ class RowsStep:
         if not uses_triton(device) or not tokens:
             return RowsCut(starts, lengths, tokens, self.heights, [])
         room = MOST_TOKENS if self.paged else self.layout.capacity
-        found = cut_operator(starts, lengths, tokens, room, self.layout.group, self.heights)
+        cut = direct(cut_operator)
+        found = cut(starts, lengths, tokens, room, self.layout.group, self.heights)
         return RowsCut(starts, lengths, tokens, self.heights, found)
 
     def run(
@@ -485,7 +489,7 @@ class RowsStep:
             )
         if not cut.tokens:
             return query.new_empty(0, layout.output_offsets[-1])
-        found: Tensor = rows_operator(
+        found: Tensor = direct(rows_operator)(
             query,
             buffer,
             cut.starts,
@@ -502,7 +506,7 @@ class RowsStep:
             layout.key_widths,
             layout.value_widths,
             (layout.group, layout.batch, layout.capacity),
-            self.tuning.numbers(),
+            self.tuning.numbers,
         )
         return found
 

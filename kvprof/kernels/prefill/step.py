@@ -97,7 +97,7 @@ def prefill_operator(
             query, buffer, layout, lengths, scaling, softcap=softcap, sinks=sinks, window=window
         )
     query, lengths = query.contiguous(), lengths.contiguous()
-    settings = Tuning.of(tuning) if tuning else Tuning()
+    settings = Tuning.of(tuple(tuning)) if tuning else Tuning()
     paths = ("library",) * layout.heads if path == "library" else ("triton",) * layout.heads
     if path == "auto" and refusal is None and device.type == "cuda":
         paths = measured_path(
@@ -239,6 +239,6 @@ def prefill(
         list(layout.key_widths),
         list(layout.value_widths),
         [layout.group, layout.batch, layout.capacity],
-        [] if tuning is None else tuning.numbers(),
+        () if tuning is None else tuning.numbers,
     )
     return found

@@ -1,7 +1,7 @@
 """What of the prefill kernel is chosen for a GPU and a pair of widths, and not for a model."""
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from kvprof.kernels.planes import RaggedLayout
@@ -123,15 +123,18 @@ class Tuning:
     fused: int = 0
     own: tuple[tuple[int, int, Tile], ...] = ()
 
-    def numbers(self) -> list[int]:
-        """Return it as whole numbers, as an operator of torch can take it."""
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """All of it as whole numbers, as an operator of torch can take it."""
         found: list[int] = []
         for value in (getattr(self, field.name) for field in fields(self)[:-1]):
             found += astuple(value) if isinstance(value, Tile) else (value,)
-        return found + [number for k, v, tile in self.own for number in (k, v, *astuple(tile))]
+        own = [number for k, v, tile in self.own for number in (k, v, *astuple(tile))]
+        return (*found, *own)
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> "Tuning":
+    @cache
+    def of(cls, numbers: tuple[int, ...]) -> "Tuning":
         """Return what `numbers` told."""
         rest = list(numbers)
         size = len(fields(Tile))

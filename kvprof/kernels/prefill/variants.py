@@ -47,7 +47,7 @@ def _prefill(
         "window": "i32",
     }
     constants = {
-        "KINDS": kind_table([TiledWidths(key_width, value_width, tile)]),
+        "KINDS": kind_table((TiledWidths(key_width, value_width, tile),)),
         "COUNT": 1,
         "STAGES": stages_of(tile, page),
         "GROUP": 4,

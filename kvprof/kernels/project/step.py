@@ -30,6 +30,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_cache, check_device, check_numbers
+from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.project.cpu import project_cpu
@@ -548,7 +549,7 @@ def project_step(
     if query.shape[3] != keys.shape[3]:
         raise UsageError(f"queries are {query.shape[3]} wide and keys {keys.shape[3]}")
     rotation = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
-    made: Tensor = step_operator(
+    made: Tensor = direct(step_operator)(
         query,
         keys,
         values,
