@@ -102,14 +102,11 @@ def _costs(
 @triton.jit
 def _pieces(tiles, count, most, whole, workers):
     """Return how many pieces to aim at: `kvprof.kernels.decode.cuts.pieces_for`."""
-    pieces = most
-    if tiles < _DEEP * most:
-        pieces = tl.minimum(tl.minimum(most, whole), tl.maximum(tiles // _LEAST, 1))
-        if pieces > workers:
-            pieces -= pieces % workers
-    if pieces >= whole:
-        pieces = tl.maximum(pieces - tl.minimum(count, workers) // 2, 1)
-    return pieces
+    short = tl.minimum(tl.minimum(most, whole), tl.maximum(tiles // _LEAST, 1))
+    short -= tl.where(short > workers, short % workers, 0)
+    pieces = tl.where(tiles < _DEEP * most, short, tl.full([], most, tl.int64))
+    left = tl.maximum(pieces - tl.minimum(count, workers) // 2, 1)
+    return tl.where(pieces >= whole, left, pieces)
 
 
 @triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers", "room"])

@@ -1,0 +1,36 @@
+"""What a merging program takes: every column once, few of them where there are few programs."""
+
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprof.kernels.parts import merge_sizes
+
+
+@given(
+    st.integers(1, 32).map(lambda n: 16 * n),
+    st.integers(1, 4000),
+    st.integers(1, 512),
+    st.integers(1, 64),
+    st.integers(1, 200),
+)
+def test_sizes_are_powers_of_two_that_registers_hold(widest, items, tasks, group, multiprocessors):
+    width, parts, warps = merge_sizes(widest, items, tasks, group, multiprocessors)
+    assert 16 <= width <= triton.next_power_of_2(widest)
+    for number in (width, parts, warps):
+        assert number & (number - 1) == 0
+    assert parts >= 16
+    # 64 values and their sums fit into a thread's registers.
+    assert width * parts <= 64 * 32 * warps
+    programs = tasks * group * triton.cdiv(widest, width)
+    assert width == 16 or tasks * group * triton.cdiv(widest, width // 2) > 2 * multiprocessors
+    assert width >= widest or programs <= 2 * multiprocessors
+
+
+def test_few_heads_are_joined_by_many_programs_and_many_by_few_wide_ones():
+    # Two KV heads with eight queries each, 264 parts a head, on 132 multiprocessors.
+    assert merge_sizes(112, 528, 2, 8, 132) == (16, 512, 4)
+    # Eight with four, 66 parts.
+    assert merge_sizes(112, 528, 8, 4, 132) == (16, 128, 2)
+    # 32 sequences of eight, four parts each.
+    assert merge_sizes(112, 1056, 256, 8, 132) == (128, 16, 2)
