@@ -19,10 +19,8 @@ def direct(operator: Any) -> Callable[..., Any]:
     ----------
     operator : torch.library.CustomOpDef
     """
-    seen = (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
-    work: Callable[..., Any] = operator if seen else operator._init_fn
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return operator  # type: ignore[no-any-return]
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    work: Callable[..., Any] = operator if watched else operator._init_fn
     return work

@@ -1,7 +1,7 @@
 """What of the prefill kernel is chosen for a GPU and a pair of widths, and not for a model."""
 
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 from kvprof.kernels.planes import RaggedLayout
@@ -123,14 +123,18 @@ class Tuning:
     fused: int = 0
     own: tuple[tuple[int, int, Tile], ...] = ()
 
-    @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """All of it as whole numbers, as an operator of torch can take it."""
+    def __post_init__(self) -> None:
         found: list[int] = []
         for value in (getattr(self, field.name) for field in fields(self)[:-1]):
             found += astuple(value) if isinstance(value, Tile) else (value,)
-        own = [number for k, v, tile in self.own for number in (k, v, *astuple(tile))]
-        return (*found, *own)
+        found += [number for k, v, tile in self.own for number in (k, v, *astuple(tile))]
+        # Once: every layer asks for them at every step.
+        object.__setattr__(self, "_numbers", tuple(found))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of it as whole numbers, as an operator of torch can take it."""
+        return self._numbers  # type: ignore[attr-defined, no-any-return]
 
     @classmethod
     @cache
