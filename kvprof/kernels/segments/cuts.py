@@ -15,6 +15,7 @@ from kvprof.kernels.segments.tables import Counter, Item, Unit
 from kvprof.kernels.tables import Part, column
 
 __all__ = [
+    "WHOLE",
     "cut_units",
     "tile_places",
     "token_bytes",
@@ -34,15 +35,22 @@ class _Weights:
     ----------
     keys : float
         Of K's codes.
-    value_scales : float
-        Of V's scales and middles.
+    values : float
+        Of V's codes.
+    key_scales, value_scales : float
+        Of scales and middles.
     padding : float
         By which a plane of 16 columns of K is padded in a product.
+    value_padding : float
+        By which one of V would be: its weights are made as for 32.
     """
 
     keys: float = 1.0
+    values: float = 1.0
+    key_scales: float = 1.0
     value_scales: float = 1.0
     padding: float = 1.0
+    value_padding: float = 0.0
 
 
 _BYTES = _Weights()
@@ -50,6 +58,13 @@ _BYTES = _Weights()
 #: heads (the ragged one of docs/benchmarks, groups of 32 columns) ends 3.5 % sooner than with bytes
 #: alone. Nothing is known of segments of unlike bits beside one another.
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
+#: Where rows of codes are multiplied as whole numbers: bytes; the instructions of a loop, which are
+#: 90 for a group of 32 columns of K and 124 for one of V, whole or half; half of the way.
+WHOLE = (
+    _BYTES,
+    _Weights(0.84, 1.16, 0.84, 1.16, padding=1.0, value_padding=1.4),
+    _Weights(0.92, 1.08, 0.92, 1.08, padding=1.0, value_padding=0.7),
+)
 
 
 def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
@@ -57,7 +72,9 @@ def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
     return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
 
 
-def token_cost(layout: SegmentsLayout, segment: int, head: int, per_token: int) -> int:
+def token_cost(
+    layout: SegmentsLayout, segment: int, head: int, per_token: int, whole: int = 0
+) -> int:
     """Return what a token of a head costs, in sixteenths of a byte.
 
     Parameters
@@ -66,22 +83,26 @@ def token_cost(layout: SegmentsLayout, segment: int, head: int, per_token: int) 
     segment, head : int
     per_token : int
         Bytes' worth of what every token costs: `Tuning.per_token`.
+    whole : int
+        `Tuning.whole`.
     """
     keys, values = layout.sides(segment, head)
-    padding = 0
-    if keys.container:
-        padding = sum(16 * keys.container // 8 for plane in keys.planes if plane.width == 16)
     four = len(layout.segments) == 1 and keys.container == values.container == 4
-    weights = _FOUR if four else _BYTES
+    weights = WHOLE[whole - 1] if four and whole else _FOUR if four else _BYTES
     cost = (
         weights.keys * _token(keys, keys.code_bytes)
-        + _token(values, values.code_bytes)
-        + _token(keys, keys.kept_bytes)
+        + weights.values * _token(values, values.code_bytes)
+        + weights.key_scales * _token(keys, keys.kept_bytes)
         + weights.value_scales * _token(values, values.kept_bytes)
-        + weights.padding * padding
+        + weights.padding * _padding(keys)
+        + weights.value_padding * _padding(values)
         + per_token
     )
     return round(_PARTS * cost)
+
+
+def _padding(side: Side) -> int:
+    return sum(16 * side.container // 8 for plane in side.planes if plane.width == 16)
 
 
 def _token(side: Side, nbytes: int) -> float:

@@ -25,6 +25,7 @@ from kvprof.kernels.segments.tables import (
     Stretch,
     Unit,
 )
+from kvprof.kernels.segments.whole_kernel import whole_piece
 from kvprof.kernels.tables import Part, column
 
 __all__ = ["move_token", "segment_pieces"]
@@ -58,6 +59,7 @@ _SLOTS = tl.constexpr(column(Kind, "slots"))
 _PLACES = tl.constexpr(column(Kind, "places"))
 _STAGES = tl.constexpr(column(Kind, "stages"))
 _ROWS = tl.constexpr(column(Kind, "rows"))
+_WHOLE = tl.constexpr(column(Kind, "whole"))
 _ITEM = tl.constexpr(len(Item._fields))
 _ITEM_ROW = tl.constexpr(column(Item, "row"))
 _ITEM_HEAD = tl.constexpr(column(Item, "head"))
@@ -207,6 +209,22 @@ def segment_pieces(
                         KINDS[number * STRIDE + _K_PLANES], KINDS[number * STRIDE + _K_SCALES],
                         KINDS[number * STRIDE + _V_PLANES], KINDS[number * STRIDE + _V_SCALES],
                         KINDS[number * STRIDE + _K_BLOCK], KINDS[number * STRIDE + _V_WIDTH],
+                        KINDS[number * STRIDE + _PLACES], KINDS[number * STRIDE + _STAGES], GROUP,
+                        4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED, FAST,
+                    )
+                elif KINDS[number * STRIDE + _WHOLE] == 1:
+                    whole_piece(
+                        keys, halfs + at // 2, pages, stride, partial, logs, item, query, width,
+                        start, stop, output_width, scale, cap, taken % blocks * HEADS, KINDS,
+                        number * STRIDE + _HEADER,
+                        number * STRIDE + _HEADER + PLANES * _PLANE,
+                        KINDS[number * STRIDE + _K_FORMAT], KINDS[number * STRIDE + _K_PARTS],
+                        KINDS[number * STRIDE + _K_GROUPS], KINDS[number * STRIDE + _K_PLANES],
+                        KINDS[number * STRIDE + _K_SCALES], KINDS[number * STRIDE + _V_FORMAT],
+                        KINDS[number * STRIDE + _V_PARTS], KINDS[number * STRIDE + _V_GROUPS],
+                        KINDS[number * STRIDE + _V_PLANES], KINDS[number * STRIDE + _V_SCALES],
+                        KINDS[number * STRIDE + _V_MIDDLES], KINDS[number * STRIDE + _K_BLOCK],
+                        KINDS[number * STRIDE + _V_WIDTH], KINDS[number * STRIDE + _SLOTS],
                         KINDS[number * STRIDE + _PLACES], KINDS[number * STRIDE + _STAGES], GROUP,
                         4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED, FAST,
                     )

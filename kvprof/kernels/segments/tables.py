@@ -113,6 +113,8 @@ class Kind(NamedTuple):
         Tiles on their way at once.
     rows : int
         Of the product with middles of V.
+    whole : int
+        1 where codes are multiplied as whole numbers.
     """
 
     key_format: int
@@ -139,6 +141,7 @@ class Kind(NamedTuple):
     places: int
     stages: int
     rows: int
+    whole: int
 
 
 class PlaneColumns(NamedTuple):

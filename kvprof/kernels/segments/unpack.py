@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kvprof.kernels.segments.codes import E4M3_LACK, FP8, FULL
 
-__all__ = ["codes", "half", "halves", "missing_factor", "rounded"]
+__all__ = ["codes", "half", "halves", "missing_factor", "rounded", "top_codes"]
 
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
@@ -199,6 +199,30 @@ def codes(
         found = _fast(octets, SLOT, FORMAT, tl.bfloat16 == DTYPE)
     else:
         found = _plain(octets, SLOT, FORMAT, tl.float16 == DTYPE)
+    return found
+
+
+@triton.constexpr_function
+def _top_assembly(bits, slot):
+    """Return assembly for four bytes: a slot's code of each in the highest bits, less 128."""
+    shift = 8 - bits * (slot + 1)
+    mask = f"{(256 - (1 << 8 - bits)) * 0x01010101:#010x}"
+    # 0x6a is (a & b) ^ c.
+    last = f"lop3.b32 $0, {'x' if shift else '$1'}, {mask}, 0x80808080, 0x6a;"
+    return f"{{ .reg .b32 x; shl.b32 x, $1, {shift}; {last} }}" if shift else last
+
+
+@triton.jit
+def top_codes(octets, SLOT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
+    """Return the codes of one slot of a byte as int8, times 2^(8 - BITS), about 0."""
+    if FAST:
+        TEXT: tl.constexpr = _top_assembly(BITS, SLOT)
+        found = tl.inline_asm_elementwise(
+            TEXT, "=r,r", [octets], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        code = (octets >> (BITS * SLOT)) & ((1 << BITS) - 1)
+        found = ((code << (8 - BITS)) ^ 128).to(tl.int8, bitcast=True)
     return found
 
 

@@ -33,9 +33,14 @@ LIMITS = {
 
 
 def limit(layout: SegmentsLayout) -> float:
-    """Return the largest error: with bits by column queries and weights have 15 bits."""
+    """Return the largest error: where codes are whole numbers, queries and weights have 15 bits."""
     coded = any(segment.key_kinds for segment in layout.segments)
-    return max(LIMITS[layout.dtype], 2e-3 if coded else 0.0)
+    rows = any(
+        bits in (2, 3, 4, 8)
+        for segment in layout.segments
+        for bits in (segment.key_bits, segment.value_bits)
+    )
+    return max(LIMITS[layout.dtype], 2e-3 if coded else 1e-3 if rows else 0.0)
 
 
 # On a GPU every example compiles a kernel of its own.
@@ -238,7 +243,7 @@ def equal_shares(
         for segment in range(count)
     ]
     costs = [
-        lengths[segment][row] * token_cost(layout, segment, head, tuning.per_token)
+        lengths[segment][row] * token_cost(layout, segment, head, tuning.per_token, tuning.whole)
         for row, head, segment in units
     ]
     total = max(1, sum(costs))

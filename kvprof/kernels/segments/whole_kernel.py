@@ -1,0 +1,570 @@
+# mypy: ignore-errors
+# Triton's functions are compiled from their source; types mean nothing to its compiler.
+"""Decode over rows of codes of the same bits, in whole numbers.
+
+Codes are whole numbers, so they are multiplied as such: queries and weights enter the products of
+tensor cores as two digits of a byte in adjacent columns (`kvprof.kernels.segments.digits`), codes
+as the highest bits of an int8. Scales stay outside of the elements. With ``x = middle + scale ·
+code``:
+
+- scores, per token and group of columns: ``scale · (code · q) + middle · Σq``;
+- values, per group: ``Σ w · code + Σ p · middle`` with ``w = p · scale``, in fifteen bits of the
+  largest that a tile can have.
+"""
+
+import triton
+import triton.language as tl
+
+from kvprof.kernels.parts import empty, store_columns
+from kvprof.kernels.segments.digits import LOG_MOST, MOST, TINY, digits, joined, query_digits
+from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.tables import PlaneColumns
+from kvprof.kernels.segments.unpack import top_codes
+from kvprof.kernels.tables import column
+
+__all__ = ["whole_piece"]
+
+_PLANE = tl.constexpr(len(PlaneColumns._fields))
+_START = tl.constexpr(column(PlaneColumns, "start"))
+_WIDTH = tl.constexpr(column(PlaneColumns, "width"))
+_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
+_GROUP = tl.constexpr(column(PlaneColumns, "group"))
+_FIRST = tl.constexpr(column(PlaneColumns, "first"))
+_LAST = tl.constexpr(column(PlaneColumns, "last"))
+_AT = tl.constexpr(column(PlaneColumns, "at"))
+_BLOCK = tl.constexpr(PLACES)
+#: No scale that is not 0 is smaller in float16.
+_LEAST = tl.constexpr(2.0**-24)
+
+
+@triton.jit
+def _by_row(places: tl.constexpr):
+    """Return the place that each row of the products with keys is.
+
+    A lane has rows r, r + 8, r + 16 and r + 24 of every block: as places they are neighbours, whose
+    weights are the bytes of a word in the product with values.
+    """
+    row = tl.arange(0, places)
+    return row // _BLOCK * _BLOCK + row % 8 * 4 + row % _BLOCK // 8
+
+
+@triton.jit
+def _by_place(weights):
+    """Return ``[rows, n]`` in the order of places."""
+    BLOCKS: tl.constexpr = weights.shape[0] // _BLOCK
+    apart = tl.reshape(weights, (BLOCKS, 4, 8, weights.shape[1]))
+    return tl.reshape(tl.permute(apart, (0, 2, 1, 3)), weights.shape)
+
+
+@triton.jit
+def _in_lanes(numbers):
+    """Sum ``[rows, heads]`` over the rows that a lane has: ``[8, heads]``."""
+    apart = tl.reshape(numbers, (numbers.shape[0] // 8, 8, numbers.shape[1]))
+    return tl.sum(apart, 0)
+
+
+@triton.jit
+def _key_products(
+    raws,
+    query,
+    tile_at,
+    places,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add a plane's columns to the products of a group, one per slot."""
+    column = tl.arange(0, DEPTH)
+    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK * WIDTH
+    found = ()
+    for part in tl.static_range(PARTS):
+        pointer = tile_at + (lane[:, None] + column[None, :]) + (AT + part * (_BLOCK * WIDTH))
+        if DEPTH > WIDTH:
+            octets = tl.load(pointer, mask=(column < WIDTH)[None, :], other=0)
+        else:
+            octets = tl.load(pointer)
+        for number in tl.static_range(SLOTS // PARTS):
+            raw = top_codes(octets, number, BITS, FAST)
+            if FIRST:
+                product = tl.dot(raw, query, out_dtype=tl.int32)
+            else:
+                before = raws[part * (SLOTS // PARTS) + number]
+                product = tl.dot(raw, query, before, out_dtype=tl.int32)
+            found += (product,)
+    return found
+
+
+@triton.jit
+def _value_products(
+    weights,
+    tile_at,
+    places,
+    AT: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Return weighted codes of a plane, ``[WIDTH, heads]``."""
+    column = tl.arange(0, WIDTH)
+    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK
+    for part in tl.static_range(PARTS):
+        pointer = tile_at + (column[:, None] * _BLOCK + lane[None, :])
+        octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
+        for number in tl.static_range(SLOTS // PARTS):
+            raw = top_codes(octets, number, BITS, FAST)
+            weight = weights[part * (SLOTS // PARTS) + number]
+            if (part == 0) and (number == 0):
+                sums = tl.dot(raw, weight, out_dtype=tl.int32)
+            else:
+                sums = tl.dot(raw, weight, sums, out_dtype=tl.int32)
+    return joined(sums)
+
+
+@triton.constexpr_function
+def _power(number):
+    """Return the power of two from a number on."""
+    return 1 << (number - 1).bit_length()
+
+
+@triton.constexpr_function
+def _turned(index, count):
+    """Return where `_parts` leaves a column: behind as many splits as there are bits."""
+    found = 0
+    while count > 1:
+        found, index, count = 2 * found + index % 2, index // 2, count // 2
+    return found
+
+
+@triton.jit
+def _parts(numbers, COUNT: tl.constexpr):
+    """Return the columns of ``[n, COUNT]`` as a tuple, where `_turned` says."""
+    found = (numbers,)
+    LEVELS: tl.constexpr = COUNT.bit_length() - 1
+    for level in tl.static_range(LEVELS):
+        halved = ()
+        for number in tl.static_range(1 << level):
+            own = tl.reshape(found[number], (numbers.shape[0], COUNT >> (level + 1), 2))
+            even, odd = tl.split(own)
+            halved += (even, odd)
+        found = halved
+    flat = ()
+    for number in tl.static_range(COUNT):
+        flat += (tl.reshape(found[number], (numbers.shape[0],)),)
+    return flat
+
+
+@triton.jit
+def _kept(
+    halfs,
+    AT: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    SLOTS_FIRST: tl.constexpr,
+):
+    """Load what `COUNT` groups keep, from AT on: float32 per group and slot by row, as `_parts`."""
+    ALL: tl.constexpr = _power(COUNT)
+    TOKENS: tl.constexpr = _BLOCK * SLOTS
+    number = tl.arange(0, PLACES // _BLOCK * ALL * TOKENS)
+    own = number % (ALL * TOKENS)
+    pointer = halfs + (number // (ALL * TOKENS) * BLOCK + own + AT)
+    if ALL > COUNT:
+        loaded = tl.load(pointer, mask=own < COUNT * TOKENS, other=0.0)
+    else:
+        loaded = tl.load(pointer)
+    if SLOTS_FIRST:
+        apart = tl.reshape(loaded, (PLACES // _BLOCK, ALL, SLOTS, 8, 4))
+        apart = tl.permute(apart, (0, 4, 3, 1, 2))
+    else:
+        apart = tl.reshape(loaded, (PLACES // _BLOCK, ALL, 8, 4, SLOTS))
+        apart = tl.permute(apart, (0, 3, 2, 1, 4))
+    rows = tl.reshape(apart, (PLACES, ALL * SLOTS))
+    return _parts(rows.to(tl.float32), ALL * SLOTS)
+
+
+@triton.jit
+def _weighed(
+    weights,
+    scales,
+    middles,
+    left,
+    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Return a group's weights as digits by place, per slot, and its weighted middles."""
+    numbers = ()
+    for slot in tl.static_range(SLOTS):
+        scale = scales[_turned(GROUP * SLOTS + slot, COUNT * SLOTS)]
+        middle = middles[_turned(GROUP * SLOTS + slot, COUNT * SLOTS)]
+        if CHECK:
+            scale = tl.where(left > slot, scale, 0.0)
+            middle = tl.where(left > slot, middle, 0.0)
+        numbers += (_by_place(digits(weights[slot] * scale[:, None], FAST)),)
+        if slot == 0:
+            own = weights[slot] * middle[:, None]
+        else:
+            own += weights[slot] * middle[:, None]
+    return numbers, _in_lanes(own)
+
+
+@triton.jit
+def _whole_tile(
+    sums,
+    fixes,
+    mass,
+    top,
+    queries,
+    totals,
+    octets,
+    halfs,
+    pages,
+    stride,
+    at,
+    stop,
+    rate,
+    cap,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    K_PLANES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    V_PLANES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    V_MIDDLES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Go on with one tile: scores, online softmax in base 2, weighted values."""
+    places = _by_row(PLACES)
+    left = stop - at - places * SLOTS
+    if PAGE > 0:
+        far = tl.load(pages + at // PAGE).to(tl.int64) * stride
+        block = tl.full([], at % PAGE // (_BLOCK * SLOTS), tl.int64)
+        octets += far
+        halfs += far // 2
+    else:
+        block = tl.full([], at // (_BLOCK * SLOTS), tl.int64)
+    octets = tl.multiple_of(octets + block * BLOCK_BYTES, 16)
+    halfs = tl.multiple_of(halfs + block * (BLOCK_BYTES // 2), 16)
+    # Middles lie behind scales.
+    kept = _kept(halfs, K_SCALES, 2 * K_GROUPS, BLOCK_BYTES // 2, SLOTS, PLACES, False)
+    scores = ()
+    raws = ()
+    for number in tl.static_range(K_PLANES):
+        raws = _key_products(
+            raws,
+            queries[number],
+            octets,
+            places,
+            KINDS[KEYS + number * _PLANE + _AT],
+            BLOCK_BYTES,
+            SLOTS,
+            K_PARTS,
+            K_BITS,
+            KINDS[KEYS + number * _PLANE + _WIDTH],
+            KINDS[KEYS + number * _PLANE + _DEPTH],
+            KINDS[KEYS + number * _PLANE + _FIRST],
+            FAST,
+        )
+        if KINDS[KEYS + number * _PLANE + _LAST] == 1:
+            found = ()
+            for slot in tl.static_range(SLOTS):
+                middle = kept[
+                    _turned(
+                        (K_GROUPS + KINDS[KEYS + number * _PLANE + _GROUP]) * SLOTS + slot,
+                        _power(2 * K_GROUPS) * SLOTS,
+                    )
+                ]
+                scale = kept[
+                    _turned(
+                        KINDS[KEYS + number * _PLANE + _GROUP] * SLOTS + slot,
+                        _power(2 * K_GROUPS) * SLOTS,
+                    )
+                ]
+                own = middle[:, None] * totals[KINDS[KEYS + number * _PLANE + _GROUP]]
+                if KINDS[KEYS + number * _PLANE + _GROUP] > 0:
+                    own += scores[slot]
+                found += (own + scale[:, None] * joined(raws[slot]),)
+            scores = found
+    found = ()
+    for slot in tl.static_range(SLOTS):
+        score = scores[slot]
+        if CAPPED:
+            # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1); `cap` is times log2(e).
+            twice = 2.0 * 1.4426950408889634 / cap * rate
+            score = cap - 2.0 * cap / (tl.exp2(score * twice) + 1.0)
+        if CHECK:
+            score = tl.where((left > slot)[:, None], score, float("-inf"))
+        found += (score,)
+    scores = found
+    if CAPPED:
+        rate = tl.full(rate.shape, 1.0, tl.float32)
+    highest = scores[0]
+    for slot in tl.static_range(1, SLOTS):
+        highest = tl.maximum(highest, scores[slot])
+    peak = tl.max(highest, 0)[None, :] * rate
+    higher = tl.maximum(top, peak)
+    fade = tl.exp2(top - higher)
+    V_ALL: tl.constexpr = _power(V_GROUPS)
+    scales = _kept(halfs, V_SCALES, V_GROUPS, BLOCK_BYTES // 2, SLOTS, PLACES, False)
+    middles = _kept(halfs, V_MIDDLES, V_GROUPS, BLOCK_BYTES // 2, SLOTS, PLACES, True)
+    most = tl.full([PLACES], _LEAST, tl.float32)
+    for number in tl.static_range(V_ALL * SLOTS):
+        scale = scales[_turned(number, V_ALL * SLOTS)]
+        if CHECK:
+            scale = tl.where(left > number % SLOTS, scale, 0.0)
+        most = tl.maximum(most, scale)
+    # Weights such that none times a scale is more than two digits hold: the largest scale is less
+    # than the power of two behind its own.
+    behind = (tl.max(most, 0).to(tl.int32, bitcast=True) >> 23) - 126
+    up = LOG_MOST - behind.to(tl.float32)
+    unit = tl.exp2(peak - higher - up)
+    base = peak - up
+    weights = ()
+    for slot in tl.static_range(SLOTS):
+        weight = tl.exp2(scores[slot] * rate - base)
+        weights += (weight,)
+        if slot == 0:
+            own = weight
+        else:
+            own += weight
+    mass = mass * fade + _in_lanes(own) * unit
+    found = ()
+    corrected = ()
+    numbers = ()
+    for number in tl.static_range(V_PLANES):
+        if KINDS[VALUES + number * _PLANE + _FIRST] == 1:
+            numbers, own = _weighed(
+                weights,
+                scales,
+                middles,
+                left,
+                KINDS[VALUES + number * _PLANE + _GROUP],
+                V_ALL,
+                SLOTS,
+                CHECK,
+                FAST,
+            )
+            before = fixes[KINDS[VALUES + number * _PLANE + _GROUP]]
+            corrected += (before * fade + own * unit,)
+        products = _value_products(
+            numbers,
+            octets,
+            tl.arange(0, PLACES),
+            KINDS[VALUES + number * _PLANE + _AT],
+            BLOCK_BYTES,
+            SLOTS,
+            V_PARTS,
+            V_BITS,
+            KINDS[VALUES + number * _PLANE + _WIDTH],
+            FAST,
+        )
+        found += (sums[number] * fade + products * unit,)
+    return found, corrected, mass, higher
+
+
+@triton.jit
+def whole_piece(
+    octets,
+    halfs,
+    pages,
+    stride,
+    partial,
+    logs,
+    item,
+    query,
+    width,
+    start,
+    stop,
+    output_width,
+    scale,
+    cap,
+    first_head,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    K_PLANES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    V_PLANES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    V_MIDDLES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDEST: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Attend to the tokens of one piece and leave its part of the result."""
+    heads = first_head + tl.arange(0, HEADS)
+    real = heads < GROUP
+    # Digits of a query lie in adjacent columns of a product.
+    digit = tl.arange(0, 2 * HEADS)
+    whose = first_head + digit // 2
+    known = whose < GROUP
+    loaded = ()
+    largest = tl.zeros([2 * HEADS], tl.float32)
+    for number in tl.static_range(K_PLANES):
+        column = tl.arange(0, KINDS[KEYS + number * _PLANE + _DEPTH])
+        at = query + whose[None, :] * width + KINDS[KEYS + number * _PLANE + _START]
+        there = (column < KINDS[KEYS + number * _PLANE + _WIDTH])[:, None] & known[None, :]
+        own = tl.load(at + column[:, None], mask=there, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(own), 0))
+        loaded += (own,)
+    largest = tl.maximum(largest, TINY)
+    up = MOST / largest
+    queries = ()
+    totals = ()
+    total = tl.zeros([2 * HEADS], tl.float32)
+    # Codes are the highest bits of an int8.
+    worth: tl.constexpr = 2.0 ** (8 - K_BITS)
+    for number in tl.static_range(K_PLANES):
+        own, rounded = query_digits(loaded[number] * up[None, :], digit)
+        queries += (own,)
+        total += tl.sum(rounded, 0) * worth
+        if KINDS[KEYS + number * _PLANE + _LAST] == 1:
+            single, _ = tl.split(tl.reshape(total, (HEADS, 2)))
+            totals += (single[None, :],)
+            total = tl.zeros([2 * HEADS], tl.float32)
+    single, _ = tl.split(tl.reshape(largest, (HEADS, 2)))
+    rate = (single * (scale / MOST / worth))[None, :]
+    sums = ()
+    for number in tl.static_range(V_PLANES):
+        sums += (empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
+    fixes = ()
+    for _number in tl.static_range(V_GROUPS):
+        fixes += (tl.zeros([8, HEADS], tl.float32),)
+    mass = tl.zeros([8, HEADS], tl.float32)
+    # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
+    top = tl.full([1, HEADS], -1e30, tl.float32)
+    end = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
+    for at in tl.range(start, end, PLACES * SLOTS, num_stages=STAGES):
+        sums, fixes, mass, top = _whole_tile(
+            sums,
+            fixes,
+            mass,
+            top,
+            queries,
+            totals,
+            octets,
+            halfs,
+            pages,
+            stride,
+            at,
+            stop,
+            rate,
+            cap,
+            KINDS,
+            KEYS,
+            VALUES,
+            K_BITS,
+            K_PARTS,
+            K_GROUPS,
+            K_PLANES,
+            K_SCALES,
+            V_BITS,
+            V_PARTS,
+            V_GROUPS,
+            V_PLANES,
+            V_SCALES,
+            V_MIDDLES,
+            BLOCK_BYTES,
+            SLOTS,
+            PLACES,
+            PAGE,
+            CAPPED,
+            False,
+            FAST,
+        )
+    # The end of a row: behind it lies room for a whole tile, but perhaps no number.
+    for at in tl.range(end, stop, PLACES * SLOTS, num_stages=2):
+        sums, fixes, mass, top = _whole_tile(
+            sums,
+            fixes,
+            mass,
+            top,
+            queries,
+            totals,
+            octets,
+            halfs,
+            pages,
+            stride,
+            at,
+            stop,
+            rate,
+            cap,
+            KINDS,
+            KEYS,
+            VALUES,
+            K_BITS,
+            K_PARTS,
+            K_GROUPS,
+            K_PLANES,
+            K_SCALES,
+            V_BITS,
+            V_PARTS,
+            V_GROUPS,
+            V_PLANES,
+            V_SCALES,
+            V_MIDDLES,
+            BLOCK_BYTES,
+            SLOTS,
+            PLACES,
+            PAGE,
+            CAPPED,
+            True,
+            FAST,
+        )
+    weight = tl.sum(mass, 0)[None, :]
+    share = 1.0 / weight
+    result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
+    for number in tl.static_range(V_PLANES):
+        found = sums[number] * 2.0 ** (V_BITS - 8)
+        found += tl.sum(fixes[KINDS[VALUES + number * _PLANE + _GROUP]], 0)[None, :]
+        store_columns(
+            result,
+            found * share,
+            real,
+            KINDS[VALUES + number * _PLANE + _START],
+            KINDS[VALUES + number * _PLANE + _WIDTH],
+        )
+    # A narrower segment adds nothing to the columns behind its own.
+    for begin in range(V_WIDTH, output_width, 16):
+        store_columns(result + begin, empty(16, HEADS), real, 0, 16)
+    logged = tl.reshape(top + tl.log2(weight), (HEADS,))
+    tl.store(logs + item * GROUP + heads, logged, mask=real)
