@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvprof.kernels.segments import column_kernel, unpack
+from kvprof.kernels.segments import column_kernel, digits, unpack
 from kvprof.kernels.segments.codes import FP8
 from kvprof.kernels.segments.unpack import missing_factor
 
@@ -42,9 +42,13 @@ def _fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
     return (low & 0xFFFF) | (high & 0xFFFF) << 16
 
 
-def execute(assembly: str, word: int) -> tuple[int, int]:
-    """Run straight-line PTX on ``$2``, or ``$1`` where it is given; return ``$0`` and ``$1``."""
+def execute(assembly: str, word: int, *further: int) -> tuple[int, int]:
+    """Run straight-line PTX on ``$2``, or ``$1`` where it is given; return ``$0`` and ``$1``.
+
+    With further words on ``$3`` and so on.
+    """
     registers = {"$1": word, "$2": word}
+    registers |= {f"${number}": own for number, own in enumerate(further, 3)}
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
@@ -117,6 +121,25 @@ def test_codes_of_columns_are_whole_numbers_behind_some_bits(bits):
                 if bits == 8:
                     wanted -= 128
                 assert torch.equal(octets(found).view(torch.int8).int(), wanted)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_of_rows_are_the_highest_bits_of_whole_numbers(bits):
+    for slot in range(8 // bits):
+        for word in WORDS:
+            found, _ = execute(unpack._top_assembly(bits, slot), word)
+            code = octets(word).int() >> bits * slot & (2**bits - 1)
+            wanted = (code - 2 ** (bits - 1)) * 2 ** (8 - bits)
+            assert torch.equal(octets(found).view(torch.int8).int(), wanted)
+
+
+def test_four_numbers_come_apart_into_two_digits():
+    numbers = torch.tensor([0, 1, 127, 128, 129, 255, 256, 32383, 32512, -1, -128, -129, -32512])
+    for four in numbers.repeat(4)[:48].view(-1, 4):
+        words = (four.float() + digits._MAGIC.value).view(torch.int32).tolist()
+        found = execute(digits._ASSEMBLY.value, *words)
+        upper, lower = (octets(word).view(torch.int8).long() for word in found)
+        assert torch.equal(256 * upper + lower, four)
 
 
 def test_every_assembly_names_what_it_reads():

@@ -71,9 +71,14 @@ class NumberFormat:
     kept_dtype: str | None = None
 
     @property
+    def counted(self) -> bool:
+        """Whether its codes are whole numbers about the middle of their container."""
+        return self.number > 0
+
+    @property
     def read_as(self) -> int:
         """What stands for it where codes are read: containers of one width are read alike."""
-        return self.container if self.number > 0 else self.number
+        return self.container if self.counted else self.number
 
 
 #: Those of rows; `encode` and `numbers` are their arithmetic, and `kvprof.kernels.segments.move`

@@ -16,8 +16,6 @@ from kvprof.kernels.segments.cuts import cut_units, tile_places, token_bytes, to
 from kvprof.kernels.segments.geometries import GEOMETRIES
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.rows import RowSide
-from kvprof.kernels.segments.side import Side
 from kvprof.kernels.segments.tables import Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.segments.unpack import missing_factor
@@ -127,11 +125,6 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
 _NONE = PlaneColumns(*(0,) * len(PlaneColumns._fields))
 
 
-def _whole(side: Side) -> bool:
-    """Whether a side is rows of codes that are whole numbers."""
-    return isinstance(side, RowSide) and bool(side.form.kept)
-
-
 def kind_table(
     family: SegmentsLayout, tuning: Tuning, code: str, query: str
 ) -> tuple[tuple[float, ...], int, int]:
@@ -192,7 +185,7 @@ def kind_table(
             places=places,
             stages=2 * stages - 1 if family.paged else stages,
             rows=max(16, triton.next_power_of_2(values.groups + 1)),
-            whole=int(tuning.whole > 0 and _whole(keys) and _whole(values)),
+            whole=int(tuning.whole > 0 and keys.form.counted and values.form.counted),
         )
         filled = (row for own in tables for row in own + [_NONE] * (most - len(own)))
         found += [kind, *filled]
