@@ -154,7 +154,12 @@ TUNINGS: list[dict[str, int]] = [
 ]
 #: Of several kinds of head, where multiprocessors have shares; of other formats.
 _SHARES: list[dict[str, int]] = [{"whole": 1, "near": 0}, {"whole": 2, "near": 1}]
-_OTHERS: list[dict[str, int]] = [OLD, {"whole": 1}, {"whole": 1, "registers": 96, "pieces": 20}]
+_OTHERS: list[dict[str, int]] = [
+    OLD,
+    {"whole": 1},
+    {"whole": 1, "registers": 96, "pieces": 20},
+    {"whole": 1, "registers": 168, "pieces": 12},
+]
 
 
 def tunings(way: Way) -> list[dict[str, int]]:
