@@ -20,6 +20,18 @@ import triton.language as tl
 from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.segments.codes import E4M3_LACK
 from kvprof.kernels.segments.columns import COLUMN_SLOTS
+from kvprof.kernels.segments.digits import (
+    MOST,
+    TINY,
+    ZERO,
+    biased,
+    by_place,
+    by_row,
+    digits,
+    joined,
+    query_digits,
+    single,
+)
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import PlaneColumns
 from kvprof.kernels.tables import column
@@ -40,11 +52,6 @@ _STEP = tl.constexpr(column(PlaneColumns, "step"))
 _BLOCK = tl.constexpr(PLACES)
 _SLOTS = tl.constexpr(COLUMN_SLOTS)
 _LACK = tl.constexpr(E4M3_LACK)
-#: Largest whole number of queries and weights, in two digits of which the lower is 0 to 127.
-_MOST = tl.constexpr(127 * 128.0)
-_TINY = tl.constexpr(2.0**-100)
-_MAGIC = tl.constexpr(1.5 * 2**23)
-_ZERO = tl.constexpr(0x4B400000)
 #: Where a slot's code of 2, 4 and 8 bits lies in an operand: where it lies in a byte, but below the
 #: sign, and of 2 bits below the highest of 3.
 _TO = {2: (0, 2, 4, 4), 4: (0, 2, 0, 2), 8: (0, 0, 0, 0)}
@@ -93,34 +100,6 @@ def _codes(octets, AT: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr, FAST:
     else:
         found = (((octets >> AT) & ((1 << BITS) - 1)) << TO).to(tl.int8)
     return found
-
-
-@triton.jit
-def _digits(bits):
-    """Return what `_whole` found, ``[n, heads]``, as two bytes each, ``[n, 2 · heads]``."""
-    both = tl.join((bits >> 7).to(tl.int8), (bits & 127).to(tl.int8))
-    return tl.reshape(both, (bits.shape[0], 2 * bits.shape[1]))
-
-
-@triton.jit
-def _single(twice):
-    """Return a number per head of one per digit."""
-    found, _ = tl.split(tl.reshape(twice, (twice.shape[0] // 2, 2)))
-    return found
-
-
-@triton.jit
-def _joined(products):
-    """Return products with `_digits`, ``[n, 2 · heads]``, as float32 ``[n, heads]``."""
-    both = tl.reshape(products, (products.shape[0], products.shape[1] // 2, 2))
-    upper, lower = tl.split(both)
-    return ((upper << 7) + lower).to(tl.float32)
-
-
-@triton.jit
-def _whole(numbers):
-    """Return the bits of numbers plus 1.5 · 2^23: `_ZERO` more than the nearest whole ones."""
-    return (numbers + _MAGIC).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -190,7 +169,7 @@ def _value_products(
                 sums = tl.dot(raw, weight, out_dtype=tl.int32)
             else:
                 sums = tl.dot(raw, weight, sums, out_dtype=tl.int32)
-    return _joined(sums)
+    return joined(sums)
 
 
 @triton.jit
@@ -249,7 +228,7 @@ def _column_tile(
     FAST: tl.constexpr,
 ):
     """Go on with one tile: scores, online softmax in base 2, weighted values."""
-    places = tl.arange(0, PLACES)
+    places = by_row(PLACES)
     left = stop - at - places * _SLOTS
     if PAGE > 0:
         octets += tl.load(pages + at // PAGE).to(tl.int64) * stride
@@ -278,7 +257,7 @@ def _column_tile(
         if KINDS[KEYS + number * _PLANE + _LAST] == 1:
             found = ()
             for slot in tl.static_range(_SLOTS):
-                own = _joined(raws[slot]) * (
+                own = joined(raws[slot]) * (
                     rate * _worth(KINDS[KEYS + number * _PLANE + _BITS], slot)
                 )
                 if KINDS[KEYS + number * _PLANE + _GROUP] == 0:
@@ -312,22 +291,22 @@ def _column_tile(
         weight = weight * scales[slot][:, None]
         most = tl.maximum(most, weight)
         weights += (weight,)
-    most = tl.maximum(tl.max(most, 0), _TINY)[None, :]
-    unit = most * (1.0 / _MOST)
-    up = _MOST / most
+    most = tl.maximum(tl.max(most, 0), TINY)[None, :]
+    unit = most * (1.0 / MOST)
+    up = MOST / most
     numbers = ()
-    count = tl.full([PLACES, higher.shape[0]], -_SLOTS * _ZERO & 0x7FFFFFFF, tl.int32)
+    count = tl.full([PLACES, higher.shape[0]], -_SLOTS * ZERO & 0x7FFFFFFF, tl.int32)
     for slot in tl.static_range(_SLOTS):
-        number = _whole(weights[slot] * up)
-        count += number
-        numbers += (_digits(number),)
+        number = weights[slot] * up
+        count += biased(number)
+        numbers += (by_place(digits(number, FAST)),)
     whole = whole * fade + (count & 0x7FFFFFFF).to(tl.float32) * unit
     found = ()
     for number in tl.static_range(V_PLANES):
         own = _value_products(
             numbers,
             octets,
-            places,
+            tl.arange(0, PLACES),
             KINDS[VALUES + number * _PLANE + _AT],
             BLOCK_BYTES,
             KINDS[VALUES + number * _PLANE + _BITS],
@@ -391,23 +370,23 @@ def column_piece(
         own *= KINDS[KEYS + number * _PLANE + _STEP]
         largest = tl.maximum(largest, tl.max(tl.abs(own), 0))
         loaded += (own,)
-    largest = tl.maximum(largest, _TINY)
-    up = _MOST / largest
+    largest = tl.maximum(largest, TINY)
+    up = MOST / largest
     queries = ()
     total = tl.zeros([2 * HEADS], tl.float32)
     for number in tl.static_range(K_PLANES):
-        bits = _whole(loaded[number] * up[None, :])
-        queries += (tl.where((digit % 2 == 0)[None, :], bits >> 7, bits & 127).to(tl.int8),)
+        own, rounded = query_digits(loaded[number] * up[None, :], digit)
+        queries += (own,)
         # Half of the largest code of a plane, of 8 bits less 128, in codes of its run.
         half = (
             -0.5
             if KINDS[KEYS + number * _PLANE + _BITS] == 8
             else 0.5 * ((1 << KINDS[KEYS + number * _PLANE + _BITS]) - 1)
         ) * (4.0 if KINDS[KEYS + number * _PLANE + _BITS] == 1 else 1.0)
-        total += tl.sum((bits - _ZERO).to(tl.float32), 0) * half
-    rate = scale / _MOST * largest
-    total = _single(total * rate)[None, :]
-    rate = _single(rate)[None, :]
+        total += tl.sum(rounded, 0) * half
+    rate = scale / MOST * largest
+    total = single(total * rate)[None, :]
+    rate = single(rate)[None, :]
     sums = ()
     for number in tl.static_range(V_PLANES):
         sums += (empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)

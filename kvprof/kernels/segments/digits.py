@@ -11,7 +11,23 @@ import math
 import triton
 import triton.language as tl
 
-__all__ = ["LOG_MOST", "MOST", "TINY", "digits", "joined", "query_digits"]
+from kvprof.kernels.segments.side import PLACES
+
+__all__ = [
+    "LOG_MOST",
+    "MOST",
+    "TINY",
+    "ZERO",
+    "biased",
+    "by_place",
+    "by_row",
+    "digits",
+    "joined",
+    "query_digits",
+    "single",
+]
+
+_BLOCK = tl.constexpr(PLACES)
 
 #: Largest whole number of two digits.
 MOST = tl.constexpr(127 * 256.0)
@@ -21,6 +37,8 @@ TINY = tl.constexpr(2.0**-100)
 #: A whole number is the lower bits of itself plus 1.5 · 2^23. With 128 more, its bytes are the
 #: upper digit, and the lower one with its sign turned.
 _MAGIC = tl.constexpr(1.5 * 2**23 + 128)
+#: What 0 is as such.
+ZERO = tl.constexpr(0x4B400080)
 _ASSEMBLY = tl.constexpr(
     "{ .reg .b32 x, y; "
     "prmt.b32 x, $2, $3, 0x5140; prmt.b32 y, $4, $5, 0x5140; "
@@ -29,14 +47,15 @@ _ASSEMBLY = tl.constexpr(
 
 
 @triton.jit
-def _biased(numbers):
+def biased(numbers):
+    """Return the nearest whole numbers, `ZERO` more, as int32."""
     return (numbers + _MAGIC).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def digits(numbers, FAST: tl.constexpr):
     """Return float32 numbers ``[n, heads]``, at most `MOST`, as int8 ``[n, 2 · heads]``."""
-    whole = _biased(numbers)
+    whole = biased(numbers)
     if FAST:
         upper, lower = tl.inline_asm_elementwise(
             _ASSEMBLY, "=&r,=r,r,r,r,r", [whole], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
@@ -53,7 +72,7 @@ def query_digits(numbers, digit):
 
     And the whole numbers that they make, as float32.
     """
-    whole = _biased(numbers)
+    whole = biased(numbers)
     own = tl.where((digit % 2 == 0)[None, :], whole >> 8, (whole & 255) - 128).to(tl.int8)
     return own, numbers + _MAGIC - _MAGIC
 
@@ -64,3 +83,29 @@ def joined(products):
     both = tl.reshape(products, (products.shape[0], products.shape[1] // 2, 2))
     upper, lower = tl.split(both)
     return ((upper << 8) + lower).to(tl.float32)
+
+
+@triton.jit
+def single(twice):
+    """Return a number per head of one per digit."""
+    found, _ = tl.split(tl.reshape(twice, (twice.shape[0] // 2, 2)))
+    return found
+
+
+@triton.jit
+def by_row(places: tl.constexpr):
+    """Return the place that each row of the products with keys is.
+
+    A lane has rows r, r + 8, r + 16 and r + 24 of every block: as places they are neighbours, whose
+    weights are the bytes of a word in the product with values.
+    """
+    row = tl.arange(0, places)
+    return row // _BLOCK * _BLOCK + row % 8 * 4 + row % _BLOCK // 8
+
+
+@triton.jit
+def by_place(weights):
+    """Return ``[rows, n]`` in the order of places."""
+    BLOCKS: tl.constexpr = weights.shape[0] // _BLOCK
+    apart = tl.reshape(weights, (BLOCKS, 4, 8, weights.shape[1]))
+    return tl.reshape(tl.permute(apart, (0, 2, 1, 3)), weights.shape)

@@ -16,7 +16,17 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.parts import empty, store_columns
-from kvprof.kernels.segments.digits import LOG_MOST, MOST, TINY, digits, joined, query_digits
+from kvprof.kernels.segments.digits import (
+    LOG_MOST,
+    MOST,
+    TINY,
+    by_place,
+    by_row,
+    digits,
+    joined,
+    query_digits,
+    single,
+)
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import PlaneColumns
 from kvprof.kernels.segments.unpack import top_codes
@@ -35,25 +45,6 @@ _AT = tl.constexpr(column(PlaneColumns, "at"))
 _BLOCK = tl.constexpr(PLACES)
 #: No scale that is not 0 is smaller in float16.
 _LEAST = tl.constexpr(2.0**-24)
-
-
-@triton.jit
-def _by_row(places: tl.constexpr):
-    """Return the place that each row of the products with keys is.
-
-    A lane has rows r, r + 8, r + 16 and r + 24 of every block: as places they are neighbours, whose
-    weights are the bytes of a word in the product with values.
-    """
-    row = tl.arange(0, places)
-    return row // _BLOCK * _BLOCK + row % 8 * 4 + row % _BLOCK // 8
-
-
-@triton.jit
-def _by_place(weights):
-    """Return ``[rows, n]`` in the order of places."""
-    BLOCKS: tl.constexpr = weights.shape[0] // _BLOCK
-    apart = tl.reshape(weights, (BLOCKS, 4, 8, weights.shape[1]))
-    return tl.reshape(tl.permute(apart, (0, 2, 1, 3)), weights.shape)
 
 
 @triton.jit
@@ -212,7 +203,7 @@ def _weighed(
         if CHECK:
             scale = tl.where(left > slot, scale, 0.0)
             middle = tl.where(left > slot, middle, 0.0)
-        numbers += (_by_place(digits(weights[slot] * scale[:, None], FAST)),)
+        numbers += (by_place(digits(weights[slot] * scale[:, None], FAST)),)
         if slot == 0:
             own = weights[slot] * middle[:, None]
         else:
@@ -259,7 +250,7 @@ def _whole_tile(
     FAST: tl.constexpr,
 ):
     """Go on with one tile: scores, online softmax in base 2, weighted values."""
-    places = _by_row(PLACES)
+    places = by_row(PLACES)
     left = stop - at - places * SLOTS
     if PAGE > 0:
         far = tl.load(pages + at // PAGE).to(tl.int64) * stride
@@ -458,11 +449,9 @@ def whole_piece(
         queries += (own,)
         total += tl.sum(rounded, 0) * worth
         if KINDS[KEYS + number * _PLANE + _LAST] == 1:
-            single, _ = tl.split(tl.reshape(total, (HEADS, 2)))
-            totals += (single[None, :],)
+            totals += (single(total)[None, :],)
             total = tl.zeros([2 * HEADS], tl.float32)
-    single, _ = tl.split(tl.reshape(largest, (HEADS, 2)))
-    rate = (single * (scale / MOST / worth))[None, :]
+    rate = single(largest * (scale / MOST / worth))[None, :]
     sums = ()
     for number in tl.static_range(V_PLANES):
         sums += (empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
