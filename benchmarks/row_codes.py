@@ -147,6 +147,7 @@ TUNINGS: list[dict[str, int]] = [
     {"whole": 1, "registers": 96, "pieces": 20},
     {"whole": 2, "registers": 96, "pieces": 20},
     {"whole": 3, "registers": 96, "pieces": 20, "per_token": 20},
+    {"whole": 1, "registers": 112, "pieces": 18},
     {"whole": 1, "registers": 80, "pieces": 24},
     {"whole": 1, "registers": 96, "pieces": 16, "stages": 3},
     {"whole": 1, "tile": 12288, "pieces": 12, "registers": 168},
