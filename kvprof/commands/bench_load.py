@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvprof.serving.load.sweep import SweepOptions
     from kvprof.serving.load.target import LoadTarget
 
-__all__ = ["bench_load"]
+__all__ = ["bench_load", "measure_and_show"]
 
 _METHODS = ("full", "fp8", "fdc")
 _LENGTHS = "arxiv"
@@ -121,13 +121,13 @@ def bench_load(
         targets = running_servers(
             asked.url, inputs, served_model=asked.served_model, key_env=asked.key_env
         )
-        _measure_and_show(options, targets, inputs, outputs, mode="url")
+        measure_and_show(options, targets, inputs, outputs, mode="url")
         return
     words = engine_words(asked.engine)
     with engine_model(model or "reference", layers, words) as served:
         inputs |= {"layers": layers, "weights": served.weights}
         targets = started_servers(served, measured, plans, inputs, lengths)
-        _measure_and_show(options, targets, inputs, outputs, mode="served")
+        measure_and_show(options, targets, inputs, outputs, mode="served")
 
 
 def _simulate(
@@ -173,7 +173,7 @@ def _simulate(
     targets = what.targets(
         simulated, inputs["memory"], replicas=inputs["replicas"], router=inputs["router"]
     )
-    _measure_and_show(
+    measure_and_show(
         options,
         targets,
         inputs,
@@ -436,7 +436,7 @@ def _router(text: str | None) -> str:
 # --- The run: into a journal, shown, kept; one cut off goes on.
 
 
-def _measure_and_show(
+def measure_and_show(
     options: "SweepOptions",
     targets: "Sequence[LoadTarget]",
     inputs: dict[str, Any],
