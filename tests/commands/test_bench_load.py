@@ -16,7 +16,7 @@ import pytest
 
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.child import module_command
-from kvprof.commands import bench_load_servers
+from kvprof.commands import bench, bench_load_servers
 from kvprof.commands.bench_load_servers import EngineModel, engine_model, started_servers
 from kvprof.commands.serve_run import calibrated, refuse_weightless
 from kvprof.errors import ExitCode, UsageError
@@ -161,6 +161,20 @@ def test_a_server_that_answers_nothing_is_a_failure_in_one_line(tmp_path: Path) 
     assert done.code == ExitCode.FAILED
     assert "no server answers at --url: connection refused" in done.error
     assert not (tmp_path / "r").exists()
+
+
+def test_types_of_cache_that_the_engine_names_are_methods_of_a_load_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the page on loads names as baselines must pass what every method's name passes."""
+    taken = []
+    monkeypatch.setattr(bench, "bench_load", lambda *_, **given: taken.append(given["methods"]))
+    names = "full,fp8,turboquant_4bit_nc,fp8_e5m2,fdc"
+    assert kvprof("bench", "--load", "--methods", names).code == 0
+    assert taken == [tuple(names.split(","))]
+    done = kvprof("bench", "--methods", names)
+    assert done.code == ExitCode.USAGE
+    assert "'turboquant_4bit_nc' is unknown" in done.error
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
