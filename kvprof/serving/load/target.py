@@ -186,7 +186,7 @@ class ServedTarget:
                 "--served-model"
             )
         client.model = self._model or name or ""
-        dialect = await client.find_dialect()
+        dialect = await client.find_dialect(longest)
         texts = [await client.fetch("/metrics", n) for n in range(len(self._server.addresses))]
         marks = added([parse_marks(text) if text else None for text in texts])
         engine = next((engine_name(text) for text in texts if text), None)
