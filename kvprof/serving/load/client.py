@@ -264,12 +264,12 @@ class Client:
         except (TimeoutError, OSError, HttpError):
             return None
 
-    async def unreachable(self, timeout: float = 10.0) -> str | None:
-        """Return why the first server gives no answer of HTTP; None where it gives any."""
+    async def unreachable(self, server: int = 0, timeout: float = 10.0) -> str | None:
+        """Return why a server gives no answer of HTTP; None where it gives any."""
         try:
             async with (
                 asyncio.timeout(timeout),
-                exchange(self.addresses[0], "GET", "/v1/models", headers=self._headers),
+                exchange(self.addresses[server], "GET", "/v1/models", headers=self._headers),
             ):
                 return None
         except TimeoutError:
