@@ -69,6 +69,7 @@ from kvprof.dtypes import read_dtype
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import BENCHED, check_names, method_entries
+from kvprof.serving.load.server import served_by_engine
 
 if TYPE_CHECKING:
     from kvprof.benchmark.request import BenchRequest
@@ -270,7 +271,7 @@ def bench(
         engine=engine,
         against=against,
     )
-    named, plans = _asked(methods, plan), tuple(map(str, plan or ()))
+    named, plans = _asked(methods, plan, load=load), tuple(map(str, plan or ()))
     if load:
         asked.refuse_beside_load(
             {
@@ -382,14 +383,16 @@ def _listed(text: str, option: str) -> tuple[str, ...]:
     return names
 
 
-def _asked(methods: str | None, plans: list[Path] | None) -> tuple[str, ...]:
+def _asked(methods: str | None, plans: list[Path] | None, *, load: bool) -> tuple[str, ...]:
     """Return what is measured: methods with their options, then saved plans by name.
 
-    Plans alone stand beside full width; empty where nothing was asked for.
+    Plans alone stand beside full width; empty where nothing was asked for. A load also has the
+    types of cache that its engine names.
     """
     entries = method_entries(methods) if methods is not None else []
     # Now, while torch is not loaded yet.
-    check_names((name for _, name, _ in entries), more=BENCHED)
+    names = [name for _, name, _ in entries if not (load and served_by_engine(name) is not None)]
+    check_names(names, more=BENCHED)
     named = [label for label, _, _ in entries]
     files = [file.name for file in plans or []]
     if twice := [name for name in files if name in named or files.count(name) > 1]:

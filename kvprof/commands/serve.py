@@ -74,7 +74,7 @@ def serve(
             "--method",
             autocompletion=servable,
             rich_help_panel=METHOD,
-            help="fdc, zack, kq or svd-kv; quantised fdc-8bit, kq-4bit … Others are refused.",
+            help="fdc, zack, kq, svd-kv or palu; quantised fdc-8bit, kq-4bit … Others are refused.",
         ),
     ] = None,
     rate: RateOption = None,

@@ -9,17 +9,19 @@ from typing import Any
 import typer
 
 from kvprof import console
-from kvprof.benchmark.shapes import has_weights
+from kvprof.benchmark.shape_plans import Bare
+from kvprof.benchmark.shapes import has_weights, layout_of, load_shape
 from kvprof.child import child_environment, module_command
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import raising
 from kvprof.leash import Leash
+from kvprof.methods.named import options_in
 from kvprof.methods.plan_files import save_plan
 from kvprof.models.locate import locate
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.plugin import check_found
-from kvprof.serving.refusals import check_servable
+from kvprof.serving.refusals import check_method, check_servable
 from kvprof.serving.served import served_plan
 from kvprof.serving.settings import Setting, engine_options, engine_variables, load_format_of, named
 from kvprof.serving.shapes import drawn_plan, shape_folder, words_for_shape
@@ -114,8 +116,12 @@ def _draw(model: str, path: Path, given: dict[str, Any], option: Sequence[str]) 
         )
     own = [f"{name[2:]}={given[name]}" for name in _OPTIONS if given[name] is not None]
     options = ",".join((*own, *option))
+    shape = load_shape(model)
+    check_method(
+        Bare(layout_of(shape), shape.name), given["--method"], **options_in((*own, *option))
+    )
     method = given["--method"] + (f":{options}" if options else "")
-    drawn = drawn_plan(method, model, _RATE if given["--rate"] is None else given["--rate"])
+    drawn = drawn_plan(method, shape, _RATE if given["--rate"] is None else given["--rate"])
     check_servable(drawn.plan)
     save_plan(drawn.plan, path)
     console.note(f"{model} is a shape without weights: the plan has {drawn.source}")

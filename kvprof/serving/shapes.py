@@ -8,7 +8,7 @@ from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model import check_llama
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.shape_plans import Bare, ShapePlan, parse_method, shape_plan
-from kvprof.benchmark.shapes import Shape, layout_of, load_shape, shape_names
+from kvprof.benchmark.shapes import Shape, layout_of, shape_names
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.settings import load_format_of, named
 
@@ -78,15 +78,14 @@ def words_for_shape(folder: str, given: Sequence[str]) -> list[str]:
     return words
 
 
-def drawn_plan(method: str, model: str | Shape, rate: float) -> ShapePlan:
+def drawn_plan(method: str, shape: Shape, rate: float) -> ShapePlan:
     """Return a plan for random weights: ranks of the recorded profile, unlike in every layer.
 
     Parameters
     ----------
     method : str
         With its options: ``fdc:kinds=4``.
-    model : str or Shape
-        As `kvprof.benchmark.shapes.load_shape` takes it.
+    shape : Shape
     rate : float
         Of the ranks; quantised, they are stored in fewer bytes still.
 
@@ -95,6 +94,5 @@ def drawn_plan(method: str, model: str | Shape, rate: float) -> ShapePlan:
     UsageError
         As `shape_plan`.
     """
-    shape = model if isinstance(model, Shape) else load_shape(model)
     laid = Bare(layout_of(shape), shape.name)
     return shape_plan(parse_method(method), shape, rate, tokens=1, itemsize=2, laid=laid)

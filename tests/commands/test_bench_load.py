@@ -16,9 +16,11 @@ import pytest
 
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.child import module_command
-from kvprof.commands import bench_load_servers
+from kvprof.commands import bench, bench_load_servers
 from kvprof.commands.bench_load_servers import EngineModel, engine_model, started_servers
+from kvprof.commands.serve_run import calibrated, refuse_weightless
 from kvprof.errors import ExitCode, UsageError
+from kvprof.methods.plan_files import load_plan
 from kvprof.records.files import read_result
 from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load_names import load_methods
@@ -159,6 +161,20 @@ def test_a_server_that_answers_nothing_is_a_failure_in_one_line(tmp_path: Path) 
     assert done.code == ExitCode.FAILED
     assert "no server answers at --url: connection refused" in done.error
     assert not (tmp_path / "r").exists()
+
+
+def test_types_of_cache_that_the_engine_names_are_methods_of_a_load_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the page on loads names as baselines must pass what every method's name passes."""
+    taken = []
+    monkeypatch.setattr(bench, "bench_load", lambda *_, **given: taken.append(given["methods"]))
+    names = "full,fp8,turboquant_4bit_nc,fp8_e5m2,fdc"
+    assert kvprof("bench", "--load", "--methods", names).code == 0
+    assert taken == [tuple(names.split(","))]
+    done = kvprof("bench", "--methods", names)
+    assert done.code == ExitCode.USAGE
+    assert "'turboquant_4bit_nc' is unknown" in done.error
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
@@ -315,3 +331,44 @@ def test_rates_that_are_there_are_not_measured_again(
     result = read_result(run / "result.json")
     assert [row["complete"] for row in result["data"]["rates"]] == [True, True]
     assert read_events(run / EVENTS_NAME).finished
+
+
+def test_a_shape_is_served_with_random_weights_alone() -> None:
+    with pytest.raises(UsageError, match="is a shape without weights"):
+        refuse_weightless("Llama-3.1-8B", None, ["--max-num-seqs", "4"])
+    refuse_weightless("Llama-3.1-8B", "dummy", [])
+    refuse_weightless("Llama-3.1-8B", None, ["--load-format=dummy"])
+    refuse_weightless("reference", None, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"--method": "xkv"}, "xkv cannot be served: several layers share a latent"),
+        ({"--method": "fdc", "--calibrate": "random"}, "--calibrate means nothing for"),
+    ],
+)
+def test_what_a_shape_s_plan_cannot_be_drawn_for_is_refused(
+    given: dict[str, Any], said: str
+) -> None:
+    names = ("--method", "--rate", "--calibrate", "--allocation", "--grid", "--minimum")
+    all_given = dict.fromkeys(names) | given
+    with (
+        pytest.raises(UsageError, match=said),
+        calibrated("Llama-3.1-8B", None, all_given, None, False),
+    ):
+        raise AssertionError("a plan was drawn")
+
+
+def test_a_shape_s_plan_is_drawn_with_the_options_of_its_method() -> None:
+    given = dict.fromkeys(("--method", "--rate", "--allocation", "--grid", "--minimum"))
+    with calibrated("Llama-3.1-8B", None, given | {"--method": "kq"}, ["kinds=2"], False) as path:
+        plan = load_plan(path)
+    kinds = {
+        (keys.rank, values.rank)
+        for layer in plan.layers
+        for keys, values in zip(layer.keys.groups, layer.values.groups, strict=True)
+    }
+    assert plan.method == "kq"
+    assert len(plan.layers) == 32
+    assert len(kinds) <= 2

@@ -132,22 +132,27 @@ class Client:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
-    async def find_dialect(self) -> Dialect:
+    async def find_dialect(self, longest: int | None = None) -> Dialect:
         """Ask the first server what it takes, from all to the least, and keep that.
+
+        Parameters
+        ----------
+        longest : int, optional
+            Tokens that a request may have.
 
         Raises
         ------
         FailedError
             When it answers no completion at all.
         """
-        said = ""
+        said, probe = "", _probe(longest)
         for ids in (True, False):
             for to_the_end, counted in ((True, True), (True, False), (False, True), (False, False)):
                 self.dialect = Dialect(ids, to_the_end, counted)
-                status, said, usage = await self._probe()
+                status, said, usage = await self._probed(probe)
                 if status == 200:
                     if not ids and (read := (usage or {}).get("prompt_tokens")):
-                        self.dialect = replace(self.dialect, tokens_per_word=read / _PROBE.prompt)
+                        self.dialect = replace(self.dialect, tokens_per_word=read / probe.prompt)
                     if not usage and counted:
                         self.dialect = replace(self.dialect, counted=False)
                     return self.dialect
@@ -157,9 +162,9 @@ class Client:
                 break
         raise FailedError(f"the server answers no completion: {said}")
 
-    async def _probe(self) -> tuple[int, str, dict[str, Any] | None]:
+    async def _probed(self, probe: Request) -> tuple[int, str, dict[str, Any] | None]:
         """Ask for one short completion; return its status, what went wrong, and the usage."""
-        body = self.body(_PROBE, Prompts())
+        body = self.body(probe, Prompts())
         try:
             async with (
                 asyncio.timeout(_PROBE_SECONDS),
@@ -169,7 +174,7 @@ class Client:
             ):
                 if answer.status != 200:
                     return answer.status, f"HTTP {answer.status}", None
-                reader = _Tokens(self.dialect, _PROBE.output)
+                reader = _Tokens(self.dialect, probe.output)
                 await reader.read(answer)
                 said = reader.failure or ("no token came" if not reader.times else "")
                 return (500 if said else 200), said, reader.usage
@@ -259,12 +264,12 @@ class Client:
         except (TimeoutError, OSError, HttpError):
             return None
 
-    async def unreachable(self, timeout: float = 10.0) -> str | None:
-        """Return why the first server gives no answer of HTTP; None where it gives any."""
+    async def unreachable(self, server: int = 0, timeout: float = 10.0) -> str | None:
+        """Return why a server gives no answer of HTTP; None where it gives any."""
         try:
             async with (
                 asyncio.timeout(timeout),
-                exchange(self.addresses[0], "GET", "/v1/models", headers=self._headers),
+                exchange(self.addresses[server], "GET", "/v1/models", headers=self._headers),
             ):
                 return None
         except TimeoutError:
@@ -273,6 +278,13 @@ class Client:
             return "no such host"
         except (OSError, HttpError) as problem:
             return _lost(problem)
+
+
+def _probe(longest: int | None) -> Request:
+    """Return a short request, no longer than a server takes."""
+    most = _PROBE.prompt + _PROBE.output if longest is None else max(2, longest)
+    output = min(_PROBE.output, most // 2)
+    return replace(_PROBE, prompt=min(_PROBE.prompt, most - output), output=output)
 
 
 def _lost(problem: Exception) -> str:

@@ -36,7 +36,7 @@ _STOP_SECONDS = 20.0
 _TAIL = 400  # lines of what a server said
 _ERROR = re.compile(r"\w*(error|exception):\s", re.IGNORECASE)
 #: What a process of an engine's says that tells of another's error, some lines before.
-_ELSEWHERE = "See root cause above"
+_ELSEWHERE = ("See root cause above", "See stack trace for root cause")
 _LACKING = 3
 
 
@@ -249,7 +249,9 @@ def _last_words(log: Path) -> str:
     except OSError:
         return ""
     said = [line for line in lines if line]
-    errors = [line for line in said if _ERROR.search(line) and _ELSEWHERE not in line]
+    errors = [
+        line for line in said if _ERROR.search(line) and not any(way in line for way in _ELSEWHERE)
+    ]
     said = [line for line in said if "INFO" not in line and "WARNING" not in line]
     return printable((errors or said or [""])[-1])[:200]
 

@@ -28,6 +28,8 @@ _GRACE = 1.0  # seconds for connections to notice that their server has gone
 _OTHER_FILES = 256
 _REFUSED = 10  # in a row: nobody is there any more
 _LOST = ("connection refused", "connection lost")
+_BROKEN = "HTTP 500"  # of a server whose engine has gone, before it goes itself
+_ENDS = 5.0  # seconds that it may take for that
 
 
 @dataclass
@@ -186,7 +188,7 @@ class ServedTarget:
                 "--served-model"
             )
         client.model = self._model or name or ""
-        dialect = await client.find_dialect()
+        dialect = await client.find_dialect(longest)
         texts = [await client.fetch("/metrics", n) for n in range(len(self._server.addresses))]
         marks = added([parse_marks(text) if text else None for text in texts])
         engine = next((engine_name(text) for text in texts if text), None)
@@ -273,6 +275,7 @@ class _Running:
         self._in_flight = [0] * len(client.addresses)
         self._next_server = 0
         self._refused = [0] * len(client.addresses)  # in a row, of each
+        self._last_lost = False  # whether the request that ended last was, with or without a server
         self._start = self._start_of_steps = 0.0
 
     async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
@@ -303,6 +306,8 @@ class _Running:
                 await asyncio.wait(tasks, timeout=_TICK)
                 tasks = _unfinished(tasks)
                 reason = self._why_stop(stop)
+            if reason is None and self._last_lost:
+                reason = await self._why_silent()
             gone = reason is not None and not stop()
             if tasks and gone:  # what was lost is counted as lost
                 _, tasks = await asyncio.wait(tasks, timeout=_GRACE)
@@ -348,6 +353,22 @@ class _Running:
             return f"{self._server.method}: server {gone[0]} does not answer any more"
         return None
 
+    async def _why_silent(self) -> str | None:
+        """Return why nobody answers after the last request was lost; None where all still do.
+
+        A server that dies late in a rate loses too few requests to be missed, and takes seconds to
+        end behind an engine that is gone.
+        """
+        until = time.monotonic() + _ENDS
+        while (said := self._server.ended()) is None and self._server.own:
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(_TICK)
+        for number in range(len(self._in_flight)):
+            if said is None and await self._client.unreachable(number) is not None:
+                said = f"{self._server.method}: server {number + 1} does not answer any more"
+        return said
+
     def _route(self) -> int:
         count = len(self._in_flight)
         servers = [(self._next_server + n) % count for n in range(count)]
@@ -363,6 +384,7 @@ class _Running:
         self._in_flight[server] -= 1
         lost = outcome.failure in _LOST
         self._refused[server] = self._refused[server] + 1 if lost else 0
+        self._last_lost = lost or outcome.failure == _BROKEN
         watch.outcome(outcome, server)
 
     async def _sample(self, every: float, watch: Watch) -> None:

@@ -127,6 +127,9 @@ class FakeServer:
         )
         if refused:
             return self._plain(writer, 400, {"error": "unknown field"})
+        ids = len(asked["prompt"]) if isinstance(asked["prompt"], list) else 0
+        if behaviour.longest is not None and ids + asked["max_tokens"] > behaviour.longest:
+            return self._plain(writer, 400, {"error": "too long"})
         fault = behaviour.fails.get(number)
         if fault is not None and fault.isdecimal():
             return self._plain(writer, int(fault), {"error": "busy"})

@@ -72,6 +72,17 @@ def test_a_server_that_takes_less_is_asked_for_less():
     assert found.tokens_per_word == pytest.approx(2.0)  # as the server counts words
 
 
+@pytest.mark.parametrize("longest", [2, 3, 12, 40, 67, 68, None])
+def test_a_server_is_asked_no_more_than_it_takes(longest):
+    async def find(server):
+        return await client_of(server).find_dialect(longest)
+
+    with FakeServer(Behaviour(longest=longest)) as server:
+        assert asyncio.run(find(server)) == Dialect()
+    (asked_for,) = server.bodies
+    assert len(asked_for["prompt"]) + asked_for["max_tokens"] == min(68, longest or 68)
+
+
 @pytest.mark.parametrize(
     ("fault", "failure"),
     [("503", "HTTP 503"), ("cut", "connection lost"), ("error", "server error")],

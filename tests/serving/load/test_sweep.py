@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,22 @@ def test_a_server_that_is_killed_in_the_middle_is_told(here):
     assert not finished.complete
 
 
+def test_a_server_that_dies_of_a_rates_last_request_is_no_rate_that_fails(here):
+    """One request lost of 40 looks like any failure; the rate must not be judged by it."""
+    process = ServerProcess("full", child('{"dies_after": 41}'))  # two are asked before the rate
+    complete, problems, events = sweep([ServedTarget(process)], replace(SHORT, rates=(20.0,)))
+    assert not complete
+    assert str(problems[0]) == "full: its server was killed (signal 9)"
+    (row,) = result_of(events)["data"]["rates"]
+    assert (row["complete"], row["answered"]) == (False, 39)
+
+
+def test_an_address_that_loses_a_rates_last_request_is_asked_whether_it_is_there():
+    with FakeServer(Behaviour(fails={42: "cut"})) as server:
+        complete, problems, _ = sweep([quick(server)], replace(SHORT, rates=(20.0,)))
+    assert (complete, problems) == (True, [])
+
+
 def test_methods_differ_in_what_they_store_and_nothing_else():
     settings = EngineSettings(
         2**30, 8448, tp=2, replicas=4, seed=7, dtype="bfloat16", more=("--enforce-eager",)
@@ -432,6 +449,7 @@ def test_an_engine_s_error_is_told_and_not_that_there_was_one(here):
         *["(APIServer pid=2)   File x, in y"] * 60,
         "(APIServer pid=2)     raise RuntimeError(",
         "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.",
+        "(EngineCore pid=1) Exception: WorkerProc failed. See stack trace for root cause.",
     )
 
     def command(port):
