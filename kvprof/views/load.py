@@ -19,7 +19,7 @@ from kvprof.views.load_sections import (
     steps_section,
 )
 from kvprof.views.numbers import MISSING, count, duration, interval, number, percent, unit_of
-from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
+from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
@@ -406,7 +406,7 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         "layers": inputs.get("layers"),
         "weights": f"{weights}: times alone mean anything"
         if (weights := inputs.get("weights"))
-        else None,
+        else weights_row(inputs).get("weights"),
         "engine": ", ".join(engines) or None,
         "servers": {
             "served": "started for it, one method after the other",
