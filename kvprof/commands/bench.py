@@ -284,13 +284,12 @@ def bench(
                 "--dtype": dtype != "auto",
                 "--device": device != "auto",
                 "--repeats": repeats is not None,
-                "--gguf": gguf is not None,
             }
         )
         bench_load(
             sent,
             outputs,
-            model=model,
+            model=_file_of(model, gguf),
             methods=named,
             plans=tuple(plan or ()),
             rate=None if rate == _RATE else rate,

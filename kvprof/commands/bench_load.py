@@ -126,6 +126,8 @@ def bench_load(
     words = engine_words(asked.engine)
     with engine_model(model or "reference", layers, words) as served:
         inputs |= {"layers": layers, "weights": served.weights}
+        if served.unpacked is not None:
+            inputs |= {"gguf": served.unpacked.described}
         targets = started_servers(served, measured, plans, inputs, lengths)
         measure_and_show(options, targets, inputs, outputs, mode="served")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.named import method_entries, options_in
-from kvprof.models.gguf import refuse_gguf
+from kvprof.models.gguf import is_gguf
 from kvprof.records.files import parse_json
 from kvprof.records.load_names import LoadMethod
 from kvprof.requirements import extra_command
@@ -27,6 +27,7 @@ from kvprof.serving.settings import load_format_of
 
 if TYPE_CHECKING:
     from kvprof.serving.load.target import LoadTarget
+    from kvprof.serving.unpacked import UnpackedModel
 
 __all__ = [
     "SERVED",
@@ -105,10 +106,13 @@ class EngineModel:
         Where vLLM finds it, or a hub id.
     words : tuple of str
         Further options for vLLM.
+    unpacked : UnpackedModel or None
+        What the folder was written of, if it was a GGUF file.
     """
 
     folder: str
     words: tuple[str, ...]
+    unpacked: "UnpackedModel | None" = None
 
     @property
     def weights(self) -> str | None:
@@ -118,7 +122,7 @@ class EngineModel:
 
 @contextmanager
 def engine_model(model: str, layers: int | None, words: Sequence[str]) -> Iterator[EngineModel]:
-    """Give what vLLM finds a model by: it knows folders and hub ids, and no shapes.
+    """Give what vLLM finds a model by: it knows folders and hub ids, no shapes and no GGUF files.
 
     Parameters
     ----------
@@ -132,16 +136,24 @@ def engine_model(model: str, layers: int | None, words: Sequence[str]) -> Iterat
     Raises
     ------
     UsageError
-        For a GGUF file, and a shape that cannot be drawn.
+        For a shape that cannot be drawn, and a GGUF file that no engine would read texts with.
+    LackingError
+        Without vLLM, before a GGUF file's model is written for it.
     """
     from kvprof.benchmark.shapes import has_weights
     from kvprof.models.locate import locate
     from kvprof.serving.shapes import shape_folder, words_for_shape
+    from kvprof.serving.unpacked import unpacked
 
-    refuse_gguf(model)
     if has_weights(model):
         if layers is not None:
             raise UsageError("--layers is for a shape without weights; a model has those it has")
+        if is_gguf(model):
+            _check_vllm()
+            with unpacked(model, _dtype(), words) as written:
+                assert written is not None  # it is such a file
+                yield EngineModel(str(written.folder), tuple(words), written)
+            return
         folder = str(locate(model).folder) if model == "reference" else model
         yield EngineModel(folder, tuple(words))
         return
@@ -180,12 +192,10 @@ def started_servers(
 
     files = {path.name: path for path in plans}
     _refuse_long(model.folder, lengths)
-    if find_spec("vllm") is None:
-        raise LackingError(
-            f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
-            "or name servers that run already (--url), or --simulate"
-        )
+    _check_vllm()
     _refuse_unservable(model.folder, methods, files)
+    if model.unpacked is not None and model.weights is None:
+        files = {name: model.unpacked.plan_of(path) for name, path in files.items()}
     return [
         ServedTarget(
             _process(one, files.get(one.name), model, inputs, lengths.longest),
@@ -194,6 +204,21 @@ def started_servers(
         )
         for one in methods
     ]
+
+
+def _check_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise LackingError(
+            f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
+            "or name servers that run already (--url), or --simulate"
+        )
+
+
+def _dtype() -> Any:
+    """Return what every server of a load computes in, unless it is told another dtype."""
+    from kvprof.models.placement import main_device, parse_dtype
+
+    return parse_dtype("auto", main_device("auto"))
 
 
 def _refuse_long(folder: str, lengths: Any) -> None:
@@ -236,8 +261,6 @@ def _process(
     longest: int,
 ) -> Any:
     """Return a method's server with the engine's own router, or as many servers as replicas."""
-    from kvprof.models.placement import main_device, parse_dtype
-
     apart = inputs["replicas"] if inputs["router"] == "round-robin" else 1
     settings = EngineSettings(
         memory=inputs["memory"],
@@ -245,7 +268,7 @@ def _process(
         tp=asked.tp,
         replicas=inputs["replicas"] // apart,
         seed=inputs["seed"],
-        dtype=str(parse_dtype("auto", main_device("auto"))).removeprefix("torch."),
+        dtype=str(_dtype()).removeprefix("torch."),
         more=model.words,
     )
     ((_, method, options),) = (

@@ -19,7 +19,6 @@ __all__ = [
     "gguf_files",
     "methods",
     "models",
-    "served_models",
     "shapes",
     "starting",
 ]
@@ -28,12 +27,6 @@ __all__ = [
 def models(incomplete: str) -> list[str]:
     """Return models by name: kvprof's own, those in the hub's cache, folders and GGUF files."""
     return starting([*_own(), *_downloaded(), *_models_here(incomplete)], incomplete)
-
-
-def served_models(incomplete: str) -> list[str]:
-    """Return models that an engine reads: none in a GGUF file."""
-    folders = [str(path) for path in folders_here(incomplete) if (path / "config.json").is_file()]
-    return starting(["reference", *_downloaded(), *folders], incomplete)
 
 
 def shapes(incomplete: str) -> list[str]:

@@ -382,8 +382,8 @@ TasksOption = Annotated[
     typer.Option(
         "--tasks",
         rich_help_panel=DATA,
-        help="all (the four embedded ones), ruler, arithmetic, multi-rounds, open-questions, none, "
-        "or single ones: needle,vt,niah-single-1 …",
+        help="all (the four embedded ones), ruler (eleven of its thirteen: two need data sets), "
+        "arithmetic, multi-rounds, open-questions, none, or single ones: needle,vt,niah-single-1 …",
     ),
 ]
 TaskLengthsOption = Annotated[

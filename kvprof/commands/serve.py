@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.completion import served_models, starting
+from kvprof.commands.completion import models, starting
 from kvprof.commands.options import (
     METHOD,
     AllocationOption,
@@ -17,6 +17,7 @@ from kvprof.commands.options import (
     CalibrateTokensOption,
     ContextOption,
     DtypeOption,
+    GgufOption,
     GridOption,
     MethodOptionsOption,
     MinimumOption,
@@ -29,7 +30,6 @@ from kvprof.commands.options import (
     method_options,
 )
 from kvprof.errors import LackingError, UsageError
-from kvprof.models.gguf import refuse_gguf
 from kvprof.requirements import extra_command
 from kvprof.serving.settings import LOOPBACK, SERVED
 
@@ -44,9 +44,9 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A hub id, a folder, or reference (embedded; the default); with --load-format "
-            "dummy also a shape's name. No GGUF file.",
-            autocompletion=served_models,
+            help="A hub id, a folder, a .gguf file, smollm2, or reference (embedded; the default); "
+            "with --load-format dummy also a shape's name.",
+            autocompletion=models,
             show_default=False,
         ),
     ] = None,
@@ -89,12 +89,14 @@ def serve(
     context: ContextOption = None,
     dtype: DtypeOption = "auto",
     revision: RevisionOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Serve a plan through vLLM, which answers as it always does: /v1/completions and the rest.
 
     What is set for vLLM is told on stderr; vLLM's log says how many tokens of cache fit, and how
-    many at full width. Needs the extra serve.
+    many at full width. Needs the extra serve. The weights of a GGUF file are written out for vLLM
+    as the numbers that kvprof reads from it, for as long as the server runs.
 
     Examples
     --------
@@ -113,7 +115,6 @@ def serve(
         options=options,
     )
     spec = model or "reference"
-    refuse_gguf(spec)
     _refuse_port_in_use(host, port)
     if find_spec("vllm") is None:
         raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
@@ -121,7 +122,8 @@ def serve(
     # Everything from here on needs torch.
     from kvprof.commands.serve_run import calibrated, refuse_weightless, serve_plan
 
-    refuse_weightless(spec, load_format, engine or [])
+    if gguf is None:
+        refuse_weightless(spec, load_format, engine or [])
     given: dict[str, Any] = {
         "--method": method,
         "--rate": rate,
@@ -133,6 +135,7 @@ def serve(
         "--minimum": minimum,
         "--context": context,
         "--revision": revision,
+        "--gguf": gguf,
     }
     with calibrated(spec, plan_file, given, option, trust_remote_code) as plan:
         code = serve_plan(
@@ -145,6 +148,7 @@ def serve(
             ranks=tensor_parallel,
             load_format=load_format,
             revision=revision,
+            gguf=gguf,
             trust_remote_code=trust_remote_code,
         )
     if code:

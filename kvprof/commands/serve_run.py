@@ -25,6 +25,7 @@ from kvprof.serving.refusals import check_method, check_servable
 from kvprof.serving.served import served_plan
 from kvprof.serving.settings import Setting, engine_options, engine_variables, load_format_of, named
 from kvprof.serving.shapes import drawn_plan, shape_folder, words_for_shape
+from kvprof.serving.unpacked import unpacked
 
 __all__ = ["calibrated", "refuse_weightless", "serve_plan", "server_command"]
 
@@ -61,7 +62,7 @@ def calibrated(
         return
     with ScratchFolder("serve") as folder:
         path = Path(folder) / "served.plan"
-        if not has_weights(model):
+        if given["--gguf"] is None and not has_weights(model):
             _draw(model, path, given, option or ())
             yield path
             return
@@ -170,6 +171,7 @@ def serve_plan(
     ranks: int,
     load_format: str | None,
     revision: str | None,
+    gguf: str | None,
     trust_remote_code: bool,
 ) -> int:
     """Run the server until it ends, and return its exit code.
@@ -181,7 +183,7 @@ def serve_plan(
     plan : Path
     engine : sequence of str
         Options for vLLM.
-    host, port, dtype, ranks, load_format, revision, trust_remote_code
+    host, port, dtype, ranks, load_format, revision, gguf, trust_remote_code
         From the command line.
 
     Raises
@@ -191,15 +193,25 @@ def serve_plan(
     """
     check_found()
     served_plan(str(plan))
-    kind = str(parse_dtype(dtype, main_device("auto"))).removeprefix("torch.")
-    settings = engine_options(host=host, port=port, dtype=kind, ranks=ranks)
-    # vLLM knows hub ids and folders; the embedded model and a shape are folders to it.
+    kind = parse_dtype(dtype, main_device("auto"))
+    words = str(kind).removeprefix("torch.")
+    settings = engine_options(host=host, port=port, dtype=words, ranks=ranks)
+    given = [*engine, *([] if load_format is None else ["--load-format", load_format])]
+    # vLLM knows hub ids and folders; the embedded model, a GGUF file's and a shape are folders to
+    # it.
     local = spec == "reference"
-    with shape_folder(str(locate(spec).folder) if local else spec) as model:
-        if local or model != spec:
+    with (
+        unpacked(spec, kind, engine, revision=revision, gguf=gguf) as written,
+        shape_folder(str(locate(spec).folder) if local else spec) as found,
+    ):
+        model = found if written is None else str(written.folder)
+        if model != spec:
             settings.append(Setting("--served-model-name", spec, "what clients call it"))
-        given = [*engine, *([] if load_format is None else ["--load-format", load_format])]
-        if not has_weights(spec):
+        if written is not None:
+            revision = None
+            if load_format_of(given) != "dummy":
+                plan = written.plan_of(plan)
+        elif not has_weights(spec):
             given += words_for_shape(model, given)
         variables = engine_variables(str(plan.resolve()))
         own = named(given)

@@ -27,7 +27,6 @@ __all__ = [
     "choose_gguf",
     "is_gguf",
     "read_gguf",
-    "refuse_gguf",
     "smollm2_file",
 ]
 
@@ -165,21 +164,6 @@ def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
     if len(found) > 1:
         raise UsageError(f"{spec} has {len(found)} GGUF files; choose with --gguf {found[0]}")
     return folder / found[0]
-
-
-def refuse_gguf(spec: str) -> None:
-    """Refuse a GGUF file where an engine of its own is to read the weights.
-
-    Raises
-    ------
-    UsageError
-    """
-    if is_gguf(spec):
-        raise UsageError(
-            f"{spec} is a GGUF file, whose weights vLLM would read in its own way; serve the "
-            "model's safetensors (transformers reads the file with gguf_file=, and "
-            "save_pretrained writes them)"
-        )
 
 
 def smollm2_file() -> Path:

@@ -38,6 +38,7 @@ __all__ = [
     "blaming",
     "load_model",
     "read_config",
+    "read_tokenizer",
     "read_weights",
     "wrap_model",
 ]
@@ -354,21 +355,10 @@ class LoadedModel:
                 "file of token ids (kvprof generate takes neither: it needs the tokenizer's files "
                 "beside the weights)"
             )
-        try:
-            with quiet():
-                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                    self.folder,
-                    local_files_only=True,
-                    trust_remote_code=self.trust_remote_code,
-                    **({} if self.gguf is None else {"gguf_file": self.gguf.path.name}),
-                )
-        except ImportError as error:
-            raise LackingError(f"{self.spec}: its tokenizer needs a package: {error}") from error
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise FailedError(f"{self.spec}: its tokenizer cannot be read: {error}") from error
-        if self.gguf is not None:
-            set_split(tokenizer, self.gguf)
-        return tokenizer
+        assert self.folder is not None  # where its files are
+        return read_tokenizer(
+            self.spec, self.folder, self.gguf, trust_remote_code=self.trust_remote_code
+        )
 
     def _has_tokenizer(self) -> bool:
         if self.gguf is not None:
@@ -376,6 +366,43 @@ class LoadedModel:
         return self.folder is not None and any(
             next(self.folder.glob(name), None) for name in _TOKENIZER_FILES
         )
+
+
+def read_tokenizer(
+    spec: str, folder: Path, gguf: GgufFile | None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a folder, or that of a GGUF file, which cuts texts as the file says.
+
+    Parameters
+    ----------
+    spec : str
+        Named in errors.
+    folder : Path
+    gguf : GgufFile or None
+    trust_remote_code : bool
+
+    Raises
+    ------
+    FailedError
+        When there is none, or a damaged one.
+    LackingError
+        When it needs a package that is not installed.
+    """
+    try:
+        with quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                **({} if gguf is None else {"gguf_file": gguf.path.name}),
+            )
+    except ImportError as error:
+        raise LackingError(f"{spec}: its tokenizer needs a package: {error}") from error
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise FailedError(f"{spec}: its tokenizer cannot be read: {error}") from error
+    if gguf is not None:
+        set_split(tokenizer, gguf)
+    return tokenizer
 
 
 def load_model(

@@ -19,7 +19,7 @@ from kvprof.views.load_sections import (
     steps_section,
 )
 from kvprof.views.numbers import MISSING, count, duration, interval, number, percent, unit_of
-from kvprof.views.page import bullets, ends, framed, heading, tidy_csv
+from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
@@ -105,6 +105,8 @@ def _verdict(method: Row, data: Mapping[str, Any]) -> str:
     name = method["method"]
     if not _rows(data, name):
         return f"{name}: nothing was measured"
+    if method["largest_rate"] is None and method["limited_by"] == "unsettled":
+        return f"{name}: no rate can be judged: {_WHY['unsettled']}"
     own = _served(method)
     if method["largest_rate"] is not None and method["largest_rate_interval"][0] is None:
         return f"{name} may serve {own}"
@@ -406,7 +408,7 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         "layers": inputs.get("layers"),
         "weights": f"{weights}: times alone mean anything"
         if (weights := inputs.get("weights"))
-        else None,
+        else weights_row(inputs).get("weights"),
         "engine": ", ".join(engines) or None,
         "servers": {
             "served": "started for it, one method after the other",

@@ -6,6 +6,14 @@ from pathlib import Path
 import pytest
 
 from kvprof.benchmark.shapes import has_weights, load_shape
+from kvprof.commands import bench_load_servers
+from kvprof.commands.bench_load_servers import engine_model, started_servers
+from kvprof.errors import UsageError
+from kvprof.methods.plan_files import load_plan
+from kvprof.models.load import load_model
+from kvprof.records.load_names import load_methods
+from kvprof.serving.load.lengths import load_lengths
+from kvprof.serving.load.tokenizer import token_counter
 from tests.commands.running import kvprof
 from tests.models.gguf_files import HEADS, KV_HEADS, LAYERS, WIDTH, write_llama
 
@@ -77,7 +85,7 @@ def test_bench_names_the_file_that_it_took_of_a_folder(file: Path, tmp_path: Pat
     assert "2 GGUF files; choose with --gguf a.gguf" in several.error
     assert "no file 'c.gguf'" in kvprof("bench", "--model", folder, "--gguf", "c.gguf").error
     assert "--model names" in kvprof("bench", "--gguf", "b.gguf").error
-    assert "means nothing with --load" in kvprof("bench", "--load", "--gguf", "b.gguf").error
+    assert "--model names" in kvprof("bench", "--load", "--gguf", "b.gguf").error
     (folder / "a.gguf").unlink()
     assert load_shape(str(folder)).name == "b.gguf"
     assert has_weights(str(folder))
@@ -101,8 +109,48 @@ def test_a_shape_to_transfer_is_a_files(file: Path) -> None:
     assert done.code == 0, done.stderr
 
 
-def test_serve_takes_no_gguf_file(file: Path) -> None:
-    for model in (file, file.parent, "smollm2"):
-        done = kvprof("serve", model, "--method", "kq", "--rate", 0.3)
-        assert done.code == 2
-        assert "is a GGUF file" in done.error
+#: Inputs of a load that starts its servers.
+LOAD = {
+    "memory": 2**20, "replicas": 1, "router": "shortest-queue", "seed": 0, "rate": 0.5,
+    "sample_steps": None, "timeout": 9.0,
+}  # fmt: skip
+
+
+def test_servers_of_a_load_read_the_files_weights_while_it_lasts(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written out once, and a plan of the file is one of what was written."""
+    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
+    saved = tmp_path / "own.plan"
+    made = kvprof("plan", file, "--method", "kq", "--rate", 0, "--save", saved, "--minimum", 4)
+    assert made.code == 0, made.stderr
+    methods = load_methods(["full", "kq", "own.plan"], [1])
+    lengths = load_lengths("in=64,out=8")
+    with engine_model(str(file), None, []) as model:
+        assert model.unpacked is not None
+        assert model.unpacked.described["file"] == "tiny.gguf"
+        targets = started_servers(model, methods, [saved], LOAD, lengths)
+        words = [list(one._server._commands(81)) for one in targets]  # type: ignore[attr-defined]
+        assert all(model.folder in command for command in words)
+        moved = load_plan(Path(words[2][words[2].index("--plan") + 1]))
+        written = load_model(model.folder, device="cpu")
+        assert moved.fingerprint == written.fingerprint != load_plan(saved).fingerprint
+        with pytest.raises(UsageError, match="the model has 512 positions"):
+            started_servers(model, methods, [], LOAD, load_lengths("in=512,out=8"))
+        with pytest.raises(UsageError, match="tale cannot be served"):
+            started_servers(model, load_methods(["tale"], [1]), [], LOAD, lengths)
+    assert not Path(model.folder).exists()
+    with engine_model(str(file), None, ["--load-format", "dummy"]) as model:
+        targets = started_servers(model, methods, [saved], LOAD, lengths)
+        words = [list(one._server._commands(81)) for one in targets]  # type: ignore[attr-defined]
+        assert str(saved) in words[2]  # random weights are nobody's
+
+
+def test_texts_of_a_load_are_counted_by_the_files_tokenizer(file: Path, tmp_path: Path) -> None:
+    count = token_counter(str(file))
+    for text in ("the tea", "a 12"):
+        own = load_model(str(file), device="cpu").tokenizer()
+        assert count(text) == len(own(text, add_special_tokens=False).input_ids)
+    odd = write_llama(tmp_path / "odd.gguf", pre="nobody-knows")
+    with pytest.raises(UsageError, match="no rule for cutting texts"):
+        token_counter(str(odd))

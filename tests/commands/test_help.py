@@ -133,7 +133,6 @@ def test_completion_offers_gguf_files_where_a_model_is_asked_for(
     assert completion.models("files/") == ["files/a.gguf", "files/b.gguf"]
     assert completion.models("sm") == completion.shapes("sm") == ["smollm2"]
     assert completion.shapes("al") == ["alone.gguf"]
-    assert completion.served_models("") == ["reference"]
     for words, expected in (
         ("kvprof spectrum sm", "smollm2"),
         ("kvprof eval files --gguf b", "b.gguf"),

@@ -21,12 +21,14 @@ from typing import Any
 import pytest
 import torch
 
+import kvprof
 from kvprof.child import module_command
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.sampled import SAMPLE_VARIABLE, StepReader, sampling_variable
+from tests.models.gguf_files import write_llama
 from tests.serving.tiny import VOCABULARY, rebuilt_plan, save_model, save_tiny_plan
 
 pytestmark = [
@@ -216,11 +218,48 @@ def test_the_server_answers_and_ends(
     model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
 ) -> None:
     """A completion over HTTP on loopback has the runtime's tokens; SIGTERM ends the server."""
+    log = tmp_path / "log"
+    engine = ("--skip-tokenizer-init", "--max-model-len", "200", "--block-size", "32")
+    with _serving(model, plan, log, *engine) as answered:
+        assert answered({"prompt": _prompts()[4]}) == wanted[4]
+    said = log.read_text()
+    assert "--host 127.0.0.1 (only this machine reaches it)" in said
+    assert "tokens of cache fit, at full width" in said
+
+
+def test_a_gguf_files_model_is_served(tmp_path: Path) -> None:
+    """Its weights are written out for the engine, which writes the runtime's tokens to a text."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    file, saved = write_llama(tmp_path / "tiny.gguf", rounded=True), tmp_path / "own.plan"
+    loaded = load_model(str(file), device="cpu", dtype="float32")
+    made = kvprof.plan(loaded, "kq", 0.4, calibrate="random:512", grid=4, minimum=4)
+    save_plan(made, saved)
+    ids = loaded.tokenizer()("tea at the", return_tensors="pt").input_ids
+    with compressed(loaded, made):
+        answer = loaded.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    wanted = answer[0, ids.shape[1] :].tolist()
+    body = {"prompt": "tea at the", "model": str(file)}
+    with _serving(file, saved, tmp_path / "log", "--max-model-len", "200") as answered:
+        assert answered(body) == wanted
+    said = (tmp_path / "log").read_text()
+    assert f"--served-model-name {file} (what clients call it)" in said
+
+
+@contextlib.contextmanager
+def _serving(model: Path, plan: Path, log: Path, *engine: str) -> Any:
+    """Serve in float32, and give what answers a request with its tokens; SIGTERM ends the server.
+
+    Nobody listens at its address afterwards.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path / "log"
-    engine = ("--skip-tokenizer-init", "--max-model-len", "200", "--block-size", "32")
     with log.open("w") as stream:
         process = subprocess.Popen(
             module_command(
@@ -231,26 +270,27 @@ def test_the_server_answers_and_ends(
             stdout=stream,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
-        try:
-            address = f"http://127.0.0.1:{port}/v1/completions"
-            body = {
+
+        def answered(body: dict[str, Any]) -> list[int]:
+            asked = {
                 "model": str(model),
-                "prompt": _prompts()[4],
                 "max_tokens": TOKENS,
                 "temperature": 0,
                 "ignore_eos": True,
                 "return_token_ids": True,
+                **body,
             }
-            answer = _asked(address, body, process, log)
-            assert answer["choices"][0]["token_ids"] == wanted[4]
+            answer = _asked(f"http://127.0.0.1:{port}/v1/completions", asked, process, log)
+            tokens: list[int] = answer["choices"][0]["token_ids"]
+            return tokens
+
+        try:
+            yield answered
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 130
         finally:
             if process.poll() is None:
                 process.kill()
-    said = log.read_text()
-    assert "--host 127.0.0.1 (only this machine reaches it)" in said
-    assert "tokens of cache fit, at full width" in said
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
 

@@ -245,7 +245,7 @@ def _cwe(rng: random.Random, size: int, length: int) -> Question:
     example, repeats = _CWE_SHORT_FORM if length < _CWE_LONG else _CWE_LONG_FORM
     context, answer = _list(rng, *example)
     numbered = " ".join(f"{number}. {word}" for number, word in enumerate(answer, 1))
-    shown = f"{_CWE.format(context=context)}{_CWE_PREFIX} {numbered}"
+    shown = f"{_CWE.format(context=context)}{_CWE_PREFIX}{numbered}"  # no blank there either
     context, common = _list(rng, size, *repeats)
     text = f"{shown}\n{_CWE.format(context=context)}"
     return Question((text,), _CWE_PREFIX, tuple(common), _COMMON / size)

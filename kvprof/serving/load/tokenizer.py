@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-from transformers import AutoTokenizer
-
-from kvprof.errors import UsageError
+from kvprof.errors import FailedError, UsageError
+from kvprof.models.gguf_tokenizer import check_split
+from kvprof.models.load import read_tokenizer
 from kvprof.models.locate import locate
-from kvprof.models.noise import quiet
 
 __all__ = ["token_counter"]
 
@@ -22,12 +21,14 @@ def token_counter(model: str) -> Callable[[str], int]:
     Raises
     ------
     UsageError
-        When it has none.
+        When it has none, or a GGUF file one that would cut texts otherwise than the model's own.
     """
+    checkpoint = locate(model)
+    if checkpoint.gguf is not None:
+        check_split(model, checkpoint.gguf)
     try:
-        with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(locate(model).folder, local_files_only=True)
-    except (OSError, ValueError, ImportError) as problem:
+        tokenizer = read_tokenizer(model, checkpoint.folder, checkpoint.gguf)
+    except FailedError as problem:
         raise UsageError(
             f"--lengths: {model} has no tokenizer to tell the lengths of texts"
         ) from problem

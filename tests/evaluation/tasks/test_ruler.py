@@ -1,5 +1,6 @@
 """Questions of RULER: what its definitions ask of each, and of all of them their length."""
 
+import hashlib
 import random
 import re
 from collections import Counter
@@ -94,6 +95,108 @@ def test_one_needle_is_asked_for_as_ruler_rewrites_its_template() -> None:
         for old, new in (("Some", "A"), ("are all", "is"), ("are", "is")):
             rewritten = rewritten.replace(old, new)
         assert rewritten == single
+
+
+#: SHA-256 of RULER's templates with their prefixes (its ``scripts/data/synthetic/constants.py``),
+#: filled with CONTEXT, QUERY, numbers and 5. Taken from its text, not from kvprof's.
+TEMPLATES = {
+    "niah": "2d87913adb9aec1eb2e18d6bb58a597e4f5422171b5f190464c39c9b4649e7f4",
+    "vt": "27c2f64923cd4413badbdbb962954306641878921c789be11fdda0a571b93222",
+    "cwe": "07425c62b2f3cc50e59526d1832cf6c2d78a837c6b4206e218f9183b87663b04",
+    "fwe": "4119b6f531854cc62a9a79ded95765877b89f44d5dcae6c83866730f5755a151",
+}
+
+
+def test_templates_are_rulers_letter_for_letter() -> None:
+    niah = {"kind": "numbers", "context": "CONTEXT", "query": "QUERY"}
+    chain = {"context": "CONTEXT", "query": "QUERY", "number": 5}
+    filled = {
+        "niah": ruler._NIAH.format(**niah) + ruler._NIAH_PREFIX.format(**niah),
+        "vt": ruler._VT.format(**chain) + ruler._VT_PREFIX.format(**chain),
+        "cwe": (ruler._CWE + ruler._CWE_PREFIX).format(context="CONTEXT"),
+        "fwe": (ruler._FWE + ruler._FWE_PREFIX).format(context="CONTEXT"),
+    }
+    assert {
+        name: hashlib.sha256(text.encode()).hexdigest() for name, text in filled.items()
+    } == TEMPLATES
+
+
+NOISE = re.escape(
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
+KEY, NUMBER = r"[a-z]+-[a-z]+", r"[1-9]\d{6}"
+ID = UUID.pattern
+
+
+def _needle(key: str = KEY, value: str = NUMBER, kind: str = "numbers") -> str:
+    return rf"One of the special magic {kind} for {key} is: {value}\."
+
+
+def _lines(line: str) -> str:
+    return rf"{line}(?:\n{line})*"
+
+
+def _niah_form(context: str, kind: str = "numbers", one: bool = True, key: str = KEY) -> str:
+    """Return the form of a whole question: what surrounds the text is held by its digest."""
+    said = kind.removesuffix("s") if one else kind
+    some, are, are_all = ("A", "is", "is") if one else ("Some", "are", "are all")
+    query = key if one or kind != "numbers" else rf"{key}(?:, {key}, {key}, and {key})?"
+    return (
+        rf"{some} special magic {said} {are} hidden within the following text\. Make sure to "
+        rf"memorize it\. I will quiz you about the {said} afterwards\.\n{context}\n"
+        rf"What {are_all} the special magic {said} for {query} mentioned in the provided text\? "
+        rf"The special magic {said} for {query} mentioned in the provided text {are}"
+    )
+
+
+def _chain_form(letters: int) -> str:
+    piece = rf"(?:{NOISE}\n|VAR [A-Z]{{{letters}}} = (?:\d{{5}}|VAR [A-Z]{{{letters}}} ))"
+    return (
+        r"Memorize and track the chain\(s\) of variable assignment hidden in the following text"
+        rf"\.\n\n{piece}(?: {piece})*\nQuestion: Find all variables that are assigned the value "
+        r"\d{5} in the text above\. Answer: According to the chain\(s\) of variable assignment in "
+        r"the text above, 5 variables are assgined the value \d{5}, they are: "
+    )
+
+
+_LIST = (
+    r"Below is a numbered list of words\. In these words, some appear more often than others\. "
+    r"Memorize the ones that appear most often\.\n1\. \w+(?: \d+\. \w+)*\nQuestion: What are the "
+    r"10 most common words in the above list\? Answer: The top 10 words that appear most often in "
+    r"the list are:"
+)
+_TEN = " ".join(rf"{number}\. \w+" for number in range(1, 11))
+
+#: Of each task the form of a whole question, to the last blank, with the prefix of its answer: what
+#: RULER's generators write has it too, as their text says (``scripts/data/synthetic/`` there).
+FORMS = {
+    "niah_single_1": _niah_form(_lines(rf"(?:{NOISE}|{_needle()})")),
+    "niah_single_2": _niah_form(r"[^\n]+"),
+    "niah_single_3": _niah_form(r"[^\n]+", "uuids"),
+    "niah_multikey_1": _niah_form(r"[^\n]+"),
+    "niah_multikey_2": _niah_form(_lines(_needle())),
+    "niah_multikey_3": _niah_form(_lines(_needle(ID, ID, "uuids")), "uuids", key=ID),
+    "niah_multivalue": _niah_form(r"[^\n]+", one=False),
+    "niah_multiquery": _niah_form(r"[^\n]+", one=False),
+    "vt": rf"{_chain_form(3)} [A-Z]{{3}}(?: [A-Z]{{3}}){{4}}\n\n\n\n{_chain_form(5)}",
+    "cwe": rf"{_LIST}{_TEN}\n{_LIST}",
+    "fwe": (
+        r"Read the following coded text and track the frequency of each coded word\. Find the "
+        r"three most frequently appeared coded words\. (?:[a-z]{6}|\.{3})(?: (?:[a-z]{6}|\.{3}))*"
+        r"\nQuestion: Do not provide any explanation\. Please ignore the dots '\.\.\.\.'\. What "
+        r"are the three most frequently appeared words in the above coded text\? Answer: According "
+        r"to the coded text above, the three most frequently appeared words are:"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULER)
+@pytest.mark.parametrize("length", [1024, 8192])
+def test_a_whole_question_has_the_form_of_rulers(name: str, length: int) -> None:
+    for seed in range(3):
+        question = drawn(name, 40, length=length, seed=seed)
+        (text,) = question.turns
+        assert re.fullmatch(FORMS[name], text + question.prefix)
 
 
 def test_haystacks() -> None:

@@ -1,0 +1,146 @@
+"""A GGUF file's model as a folder that an engine reads: safetensors, config and tokenizer.
+
+vLLM takes GGUF files only with a plug-in of its own, which keeps weights in blocks. So the numbers
+that kvprof reads from such a file are written out: the engine has the same ones as every other
+command, in the dtype that it computes in.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kvprof import console
+from kvprof.errors import FailedError
+from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.soundness import check_fits
+from kvprof.models.gguf import is_gguf
+from kvprof.models.load import load_model
+from kvprof.models.noise import quiet
+from kvprof.scratch import ScratchFolder
+from kvprof.serving.settings import named
+
+__all__ = ["UnpackedModel", "unpacked"]
+
+
+class UnpackedModel:
+    """A GGUF file's model, written into a folder.
+
+    Parameters
+    ----------
+    spec : str
+        A GGUF file, or what has one.
+    folder : Path
+        Is made; plans of it lie beside it.
+    dtype : torch.dtype
+        What the engine computes in.
+    revision, gguf : str, optional
+        As `load_model`.
+
+    Attributes
+    ----------
+    folder : Path
+    described : dict
+        What a result says of the file.
+
+    Raises
+    ------
+    UsageError
+        For a file without a tokenizer, or with one that is not known to cut texts as the model's.
+    FailedError
+        When the folder cannot be written.
+    KvprofError
+        As `load_model`.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        folder: Path,
+        dtype: torch.dtype,
+        *,
+        revision: str | None = None,
+        gguf: str | None = None,
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+        with console.status(f"writing the weights of {spec} as safetensors, in {name}"):
+            loaded = load_model(spec, device="cpu", dtype=name, revision=revision, gguf=gguf)
+            tokenizer = loaded.tokenizer()
+            self._layout, self._of_file = loaded.layout, loaded.fingerprint
+            self.described = loaded.origin["gguf"]
+            self._plans = 0
+            # What is written is in no blocks any more.
+            if hasattr(loaded.model.config, "quantization_config"):
+                del loaded.model.config.quantization_config
+            loaded.model.hf_quantizer = None
+            try:
+                with quiet():
+                    loaded.model.save_pretrained(folder)
+                    tokenizer.save_pretrained(folder)
+            except OSError as error:
+                raise FailedError(
+                    f"{spec}: its weights cannot be written for the engine into {folder.parent} "
+                    f"({error.strerror or error}); TMPDIR names another folder"
+                ) from error
+            del loaded, tokenizer
+            self.folder = folder
+            self._written = load_model(str(folder), device="cpu", dtype=name).fingerprint
+
+    def plan_of(self, path: Path) -> Path:
+        """Write a plan of the file's model as one of the folder's, which are the same numbers.
+
+        Parameters
+        ----------
+        path : Path
+            Of the plan.
+
+        Raises
+        ------
+        UsageError
+            For a plan of another model.
+        KvprofError
+            As `load_plan`.
+        """
+        plan = load_plan(path)
+        check_fits(plan, self._layout, self._of_file)
+        self._plans += 1
+        to = self.folder.parent / f"{self._plans}.plan"
+        save_plan(replace(plan, fingerprint=self._written), to)
+        return to
+
+
+@contextmanager
+def unpacked(
+    spec: str,
+    dtype: torch.dtype,
+    words: Sequence[str],
+    *,
+    revision: str | None = None,
+    gguf: str | None = None,
+) -> Iterator[UnpackedModel | None]:
+    """Give a GGUF file's model as a folder that lies there meanwhile; None for any other model.
+
+    Parameters
+    ----------
+    spec : str
+        As the user names it.
+    dtype : torch.dtype
+        What an engine is told to compute in.
+    words : sequence of str
+        What it is told besides: where that is another dtype, it rounds to it by itself.
+    revision, gguf : str, optional
+        As `load_model`.
+
+    Raises
+    ------
+    KvprofError
+        As `UnpackedModel`.
+    """
+    if gguf is None and not is_gguf(spec):
+        yield None
+        return
+    written = torch.float32 if "--dtype" in named(list(words)) else dtype
+    with ScratchFolder("unpacked") as scratch:
+        yield UnpackedModel(spec, Path(scratch) / "model", written, revision=revision, gguf=gguf)
