@@ -5,7 +5,7 @@ of adjacent columns. They are handed out a block of columns at a time, so that r
 where kernels like it and heads are of few kinds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
 
 from kvprof.analysis.cheapest import Choice, cheapest
@@ -28,6 +28,7 @@ def water_filled(
     block: int,
     weights: Sequence[float],
     distortion: Mapping[int, float],
+    together: Sequence[Hashable] | None = None,
 ) -> list[ColumnBits]:
     """Return the bits of every target's columns that lose the least within a budget.
 
@@ -50,6 +51,9 @@ def water_filled(
         Of each target, w: what a unit of its predicted squared error costs.
     distortion : mapping of int to float
         D by bits; 0 among them.
+    together : sequence, optional
+        A name for each target: those of one name (and one width) get the same bits, the ones that
+        lose least over all of them.
 
     Returns
     -------
@@ -57,29 +61,34 @@ def water_filled(
         One per target; bits never increase from run to run.
     """
     most = max(distortion)
+    names: Sequence[Hashable] = range(len(targets)) if together is None else together
+    groups: dict[Hashable, list[int]] = {}
+    for index, (name, target) in enumerate(zip(names, targets, strict=True)):
+        groups.setdefault((name, target.width), []).append(index)
     parts, places = [], []
-    for index, (target, weight) in enumerate(zip(targets, weights, strict=True)):
-        energies = target.values.double().square()
-        start = target.width
+    for own in groups.values():
+        energies = [(weights[index], targets[index].values.double().square()) for index in own]
+        start = targets[own[0]].width
         # The last block first: of equal ones the later loses its bits before the earlier.
-        for width in reversed(blocks_of(target.width, block)):
+        for width in reversed(blocks_of(start, block)):
             start -= width
-            energy = weight * float(energies[start : start + width].sum())
+            energy = sum(w * float(one[start : start + width].sum()) for w, one in energies)
             parts.append(
                 [
-                    Choice(str(bits), bits * width, energy * distortion[bits])
+                    Choice(str(bits), bits * width * len(own), energy * distortion[bits])
                     for bits in sorted(distortion)
                     if bits or start
                 ]
             )
-            places.append((index, width))
+            places.append((own, width))
     least = sum(min(choice.size for choice in choices) for choices in parts)
     whole = most * sum(target.width for target in targets)
     chosen = cheapest(parts, max(least, (1.0 - knob) * whole))
     assert chosen is not None  # the smallest choices of all fit
     given: list[list[tuple[int, int]]] = [[] for _ in targets]
-    for (index, width), choice in zip(places, chosen, strict=True):
-        given[index].append((width, int(choice.name)))
+    for (own, width), choice in zip(places, chosen, strict=True):
+        for index in own:
+            given[index].append((width, int(choice.name)))
     return [_runs(blocks[::-1]) for blocks in given]
 
 

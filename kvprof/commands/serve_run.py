@@ -62,7 +62,7 @@ def calibrated(
         return
     with ScratchFolder("serve") as folder:
         path = Path(folder) / "served.plan"
-        if given["--gguf"] is None and not has_weights(model):
+        if given.get("--gguf") is None and not has_weights(model):
             _draw(model, path, given, option or ())
             yield path
             return

@@ -29,6 +29,7 @@ def kq_wf(
     allocation: Annotated[str, Among("loss", "budget", "output")] = "loss",
     grid: Positive = 16,
     kinds: Count = 0,
+    alike: bool = False,
     sink: Count = 4,
     window: Count = 32,
     hadamard: bool = True,
@@ -63,7 +64,10 @@ def kq_wf(
         Columns that get their bits together.
     kinds : int
         Distinct pairs of K's and V's bits by column that the heads of all layers may have; 0 for
-        no limit.
+        no limit. They are chosen among those that heads have without the limit.
+    alike : bool
+        Give the heads of a layer the same bits by column, those that are best for them together,
+        so that a launch of a kernel meets one kind of head.
     sink, window : int
         First and newest tokens that stay exact, all columns at full precision.
     hadamard : bool
@@ -112,6 +116,7 @@ def kq_wf(
     kind = f"{levels}-rms"
     lost = uniform_distortion if levels == "uniform" else normal_distortion
     distortion = {bits: lost(bits) for bits in (0, *ARITHMETICS[kind].bits)}
+    together = [(x.layer, x.side) for x in targets] if alike else None
     index_of = {(x.layer, x.side, x.group): number for number, x in enumerate(targets)}
     side = SideQuantiser(())
     quantiser = Quantiser(kind, side, side, window=window, scale_dtype="float8_e4m3fn")
@@ -122,6 +127,7 @@ def kq_wf(
             "allocation": allocation,
             "grid": grid,
             "kinds": kinds,
+            "alike": alike,
             "sink": sink,
             "window": window,
             "hadamard": hadamard,
@@ -158,7 +164,7 @@ def kq_wf(
 
     def build(knob: float) -> Plan:
         weights = weights_of()
-        given = water_filled(targets, knob, grid, weights, distortion)
+        given = water_filled(targets, knob, grid, weights, distortion, together)
         if kinds:
             given = few_column_bits(targets, given, kinds, weights, distortion)
         layers = changed(whole, lambda group, index: replace(group, column_bits=given[index]))

@@ -105,6 +105,37 @@ def test_nor_does_any_choice_of_whole_blocks(seed, block, widths, knob):
     assert own <= least * (1 + 1e-9)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9999), st.integers(1, 4), st.floats(0, 1))
+def test_nor_does_any_choice_that_heads_share(seed, width, knob):
+    """Four heads, two names: 5^columns choices for each name, of as many bits."""
+    targets, weights = drawn(seed, 4, width)
+    names = ["keys", "values", "keys", "values"]
+    given = water_filled(targets, knob, 1, weights, DISTORTION, names)
+    assert given[0] == given[2]
+    assert given[1] == given[3]
+    own, spent = lost(targets, given, weights), sum(map(size, given))
+
+    def choices(first):
+        """Return the least loss by bits spent, over all choices of two heads."""
+        found = {}
+        for bits in itertools.product(DISTORTION, repeat=width):
+            if bits[0]:
+                runs = [tuple((1, own) for own in bits)] * 2
+                loss = lost(targets[first::2], runs, weights[first::2])
+                found[2 * sum(bits)] = min(loss, found.get(2 * sum(bits), math.inf))
+        return found
+
+    keys, values = choices(0), choices(1)
+    least = min(
+        one + other
+        for paid, one in keys.items()
+        for more, other in values.items()
+        if paid + more <= spent
+    )
+    assert own <= least * (1 + 1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 9999), st.integers(1, 5), st.floats(0, 1))
 def test_bits_never_grow_along_a_latent_and_its_runs_are_whole_blocks(seed, block, knob):

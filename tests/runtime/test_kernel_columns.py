@@ -9,6 +9,7 @@ import torch
 from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
+from kvprof.models.load import LoadedModel
 from kvprof.runtime.backends.route import kernel_reasons
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
@@ -26,12 +27,19 @@ RUNS = (
 )
 
 
-def by_column(arch: str = "Llama", *, window: int = 5, runs: Any = RUNS, **options: Any) -> Plan:
+def by_column(
+    arch: str = "Llama",
+    *,
+    model: LoadedModel | None = None,
+    window: int = 5,
+    runs: Any = RUNS,
+    **options: Any,
+) -> Plan:
     side = SideQuantiser(())
     quantiser = Quantiser(
         "uniform-rms", side, side, window=window, scale_dtype="float8_e4m3fn", **options
     )
-    plan = make_plan(model_of(arch), levels=Levels(2))
+    plan = make_plan(model or model_of(arch), levels=Levels(2))
     number = iter(range(10**6))
 
     def own(groups: tuple[HeadGroup, ...]) -> tuple[HeadGroup, ...]:

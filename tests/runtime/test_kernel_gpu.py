@@ -10,6 +10,7 @@ from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan
+from tests.runtime.test_kernel_columns import by_column
 from tests.runtime.test_kernel_generation import PLANS
 from tests.runtime.test_kernel_segments import PLANS as AGING
 from tests.runtime.test_kernel_segments import QUANTISED
@@ -150,6 +151,27 @@ def test_a_captured_step_counts_for_itself(arch: str, dtype: torch.dtype) -> Non
 def test_a_captured_step_moves_tokens_on(name: str, kinds: dict[str, Any]) -> None:
     model = model_of("Llama", torch.bfloat16)
     replayed(model, make_plan(model, **kinds[name]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_step_gives_columns_their_bits(dtype: torch.dtype) -> None:
+    """The token that leaves the window becomes codes inside of the graph."""
+    model = model_of("Llama", dtype)
+    replayed(model, by_column(model=model))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_replays_steps_over_columns_with_bits_of_their_own(padded: bool) -> None:
+    model = model_of("Llama", torch.bfloat16)
+    plan, ways = by_column(model=model), {"padded": padded, "max_new_tokens": 40}
+    found = generated(model, plan, "on", **ways)
+    wanted = generated(model, plan, "on", graphs=False, **ways)
+    other = generated(model, plan, "off", **ways)
+    assert found.replays > 30, found.graph_reason
+    assert error(found, wanted) < 2e-2
+    assert found.nbytes == wanted.nbytes == other.nbytes
+    first = [one.logits[0].float() for one in (found, other)]
+    assert float((first[0] - first[1]).norm() / first[1].norm()) < 5e-2
 
 
 def replayed(model: LoadedModel, plan: Any) -> None:

@@ -332,6 +332,22 @@ def test_heads_are_of_as_few_kinds_as_asked() -> None:
     assert max(sizes[1:]) <= sizes[0]
 
 
+def test_heads_of_a_layer_have_the_same_bits_if_asked() -> None:
+    plans = {
+        alike: plan_at(plan_family("kq-wf", inputs("Llama"), grid=4, alike=alike, **OWN), 0.8)
+        for alike in (False, True)
+    }
+    kinds = {
+        alike: [len(head_kinds(replace(plan, layers=(layer,)))) for layer in plan.layers]
+        for alike, plan in plans.items()
+    }
+    assert max(kinds[False]) > 1
+    assert set(kinds[True]) == {1}
+    assert len(head_kinds(plans[True])) > 1
+    own, shared = (bytes_at(plan, 256, itemsize=2).total for plan in plans.values())
+    assert shared == pytest.approx(own, rel=0.1)
+
+
 def test_layers_with_a_sliding_window_are_left_where_newest_tokens_are_exact() -> None:
     plan = plan_at(plan_family("kq-wf", inputs("Gemma3"), grid=4, window=8, **OWN), 0.8)
     for layer in plan.layers:
