@@ -36,6 +36,9 @@ SERVED = {
     "sample_steps": None, "timeout": 9.0,
 }  # fmt: skip
 
+#: What ``kvprof serve`` asks ``kvprof plan`` for, at least.
+CHOICE = ("--method", "--rate", "--gguf", "--allocation", "--grid", "--minimum")
+
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
@@ -351,8 +354,7 @@ def test_a_shape_is_served_with_random_weights_alone() -> None:
 def test_what_a_shape_s_plan_cannot_be_drawn_for_is_refused(
     given: dict[str, Any], said: str
 ) -> None:
-    names = ("--method", "--rate", "--calibrate", "--allocation", "--grid", "--minimum")
-    all_given = dict.fromkeys(names) | given
+    all_given = dict.fromkeys((*CHOICE, "--calibrate")) | given
     with (
         pytest.raises(UsageError, match=said),
         calibrated("Llama-3.1-8B", None, all_given, None, False),
@@ -361,7 +363,7 @@ def test_what_a_shape_s_plan_cannot_be_drawn_for_is_refused(
 
 
 def test_a_shape_s_plan_is_drawn_with_the_options_of_its_method() -> None:
-    given = dict.fromkeys(("--method", "--rate", "--allocation", "--grid", "--minimum"))
+    given = dict.fromkeys(CHOICE)
     with calibrated("Llama-3.1-8B", None, given | {"--method": "kq"}, ["kinds=2"], False) as path:
         plan = load_plan(path)
     kinds = {

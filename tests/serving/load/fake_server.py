@@ -33,6 +33,7 @@ class Behaviour:
     longest: int | None = 100_000
     fails: dict[int, str] = field(default_factory=dict)  # n-th completion: 503, hang, cut, error
     dies_after: int | None = None
+    lingers: float = 0.0  # seconds that it answers 500 before it dies, as one without its engine
     key: str | None = None
 
 
@@ -119,6 +120,10 @@ class FakeServer:
         self.bodies.append(asked)
         number = len(self.bodies)
         if behaviour.dies_after is not None and number > behaviour.dies_after:
+            if behaviour.lingers:
+                dies = (os.getpid(), signal.SIGKILL)
+                threading.Timer(behaviour.lingers, os.kill, dies).start()
+                return self._plain(writer, 500, {"error": "engine is dead"})
             os.kill(os.getpid(), signal.SIGKILL)
         refused = (
             (isinstance(asked["prompt"], list) and not behaviour.takes_ids)

@@ -361,7 +361,7 @@ def test_a_server_that_is_killed_in_the_middle_is_told(here):
 
 def test_a_server_that_dies_of_a_rates_last_request_is_no_rate_that_fails(here):
     """One request lost of 40 looks like any failure; the rate must not be judged by it."""
-    process = ServerProcess("full", child('{"dies_after": 41}'))  # two are asked before the rate
+    process = ServerProcess("full", child('{"dies_after": 41, "lingers": 1}'))  # 2 before the rate
     complete, problems, events = sweep([ServedTarget(process)], replace(SHORT, rates=(20.0,)))
     assert not complete
     assert str(problems[0]) == "full: its server was killed (signal 9)"
