@@ -24,8 +24,10 @@ __all__ = [
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
-#: Fewest columns that a merging program joins: two sectors of memory.
-_FEWEST_COLUMNS = 16
+#: Fewest columns that a merging program joins, two sectors of memory, and what it joins otherwise.
+_FEWEST_COLUMNS, _COLUMNS = 16, 32
+#: Programs of so many columns on a multiprocessor, beyond which each takes all columns.
+_MANY_PROGRAMS = 16
 #: Most values of parts that it reads at once.
 _MOST_MERGED = 8192
 
@@ -169,8 +171,8 @@ def merge_sizes(
 ) -> tuple[int, int, int]:
     """Return the columns of a merging program, the parts that it reads at once, and its warps.
 
-    Few programs read little each, so that every multiprocessor has one; of many, each takes more,
-    so that they do not queue.
+    Few programs read little each, so that every multiprocessor has one; of very many, each takes
+    all columns, so that they do not queue.
 
     Parameters
     ----------
@@ -182,13 +184,18 @@ def merge_sizes(
     multiprocessors : int
     """
     most = triton.next_power_of_2(widest)
-    width = min(_FEWEST_COLUMNS, most)
-    while width < most and tasks * group * triton.cdiv(widest, width) > 2 * multiprocessors:
-        width *= 2
+
+    narrowest, next_to_it = (
+        tasks * group * triton.cdiv(widest, columns) for columns in (_FEWEST_COLUMNS, _COLUMNS)
+    )
+    if narrowest <= 2 * multiprocessors:
+        width = min(_FEWEST_COLUMNS, most)
+    else:
+        width = most if next_to_it > _MANY_PROGRAMS * multiprocessors else min(_COLUMNS, most)
     # The widest of ragged heads has about one and a half times the mean's parts.
     parts = triton.next_power_of_2(max(1, 3 * items // (2 * tasks)))
     parts = min(_MOST_MERGED // width, max(16, parts))
-    return width, parts, min(4, max(1, width * parts // 1024))
+    return width, parts, 4 if width == _COLUMNS else min(4, max(1, width * parts // 1024))
 
 
 def launch_merge(

@@ -91,6 +91,16 @@ def test_pieces_of_a_short_context_fill_one_round_and_leave_none_over():
     assert 0.97 * 1056 < len(cut.items) <= 1056
 
 
+def test_many_tasks_have_all_the_pieces_of_several_rounds():
+    """Four pieces a task: with one less some of them are much longer."""
+    keys, values = zip(*RAGGED, strict=True)
+    layout = RaggedLayout(keys, values, 4, 32, 32_768)
+    assert pieces_for(layout, [32_768] * 32, Tuning(), 132) == 8 * 132
+    # As many tasks as multiprocessors still leave room, and so does a single round of any number.
+    assert pieces_for(layout, [32_768] * 16, Tuning(), 128) == 8 * 128 - 64
+    assert pieces_for(layout, [1024] * 32, Tuning(), 132) == 4 * 132 - 66
+
+
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))
 def test_longest_first_gives_every_task_once_and_keeps_its_bound(costs, workers):
     lists = longest_first(costs, workers)

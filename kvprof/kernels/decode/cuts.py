@@ -382,7 +382,8 @@ def pieces_for(
 
     Every task rounds its share of them, up or down. Where that could make more than `most_pieces`,
     and these fill whole rounds, a last round of a few pieces would take as long as any: fewer are
-    aimed at.
+    aimed at. Not so where several rounds are shared by more tasks than there are multiprocessors:
+    a task then has a handful of pieces, and one less of them makes each of them much longer.
 
     Parameters
     ----------
@@ -401,7 +402,8 @@ def pieces_for(
         for number, (start, stop) in enumerate(tasks)
     )
     pieces = most_pieces(tiles, tuning, multiprocessors)
-    if pieces >= at_once(tuning) * multiprocessors:
+    whole = at_once(tuning) * multiprocessors
+    if pieces == whole or (pieces > whole and len(tasks) <= multiprocessors):
         pieces = max(1, pieces - min(len(tasks), multiprocessors) // 2)
     return pieces
 

@@ -106,7 +106,8 @@ def _pieces(tiles, count, most, whole, workers):
     short -= tl.where(short > workers, short % workers, 0)
     pieces = tl.where(tiles < _DEEP * most, short, tl.full([], most, tl.int64))
     left = tl.maximum(pieces - tl.minimum(count, workers) // 2, 1)
-    return tl.where(pieces >= whole, left, pieces)
+    fewer = (pieces == whole) | ((pieces > whole) & (count <= workers))
+    return tl.where(fewer, left, pieces)
 
 
 @triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers", "room"])
